@@ -131,7 +131,7 @@ def account_of(module: Module) -> Account:
     """What a run of a compiled program does."""
     account = Account()
     for computation, instruction, times in module.runs():
-        if instruction.opcode in _NOTHING or instruction.opcode.endswith(("-done", "-update")):
+        if _is_nothing(instruction) or instruction.opcode.endswith(("-done", "-update")):
             continue
         graph = graph_of(instruction.scope)
         is_meanwhile = instruction.opcode.endswith("-start") and instruction.kind not in COLLECTIVES
@@ -146,6 +146,12 @@ def account_of(module: Module) -> Account:
         for inside, collective in _exchanges(module, computation, instruction):
             account.collectives.append(_collective(inside, collective, graph, times))
     return account
+
+
+def _is_nothing(instruction: Instruction) -> bool:
+    """Whether an instruction is no kernel. Room that others fill is a call, to XLA."""
+    is_room = instruction.attribute("custom_call_target").strip('"') == "AllocateBuffer"
+    return is_room or instruction.opcode in _NOTHING
 
 
 def _is_number(instruction: Instruction) -> bool:

@@ -6,19 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from popxl.core.tensor import Tensor
 from runtime.cpu.quick import quick_on_cpus
+from runtime.dependence import can_seem, seemingly_of
 
 Array = Any
 
 LARGE = 2**14
 """An array of so many elements takes long to copy."""
-
-_BITS = {2: jnp.int16, 4: jnp.int32}
-"""Integers of as many bytes as a float has."""
 
 
 class Order:
@@ -66,8 +62,7 @@ def after(value: Array, earlier: Array | None, rows: int = 1) -> Array:
 
     XLA overwrites an array in place where all that reads it comes before. On CPUs it knows no order but that of what
     depends on each other, and copies weights that are updated, for the gradient that they are multiplied with as well.
-    So the new value gets a bit that depends on that gradient, and is zero. What makes machine code of it sees that; XLA
-    does not.
+    So the new value seems to depend on that gradient.
 
     Args:
         value: what an array is overwritten with.
@@ -79,14 +74,11 @@ def after(value: Array, earlier: Array | None, rows: int = 1) -> Array:
         or not isinstance(value, jax.core.Tracer)
         or value.size * rows < LARGE
         or not earlier.size
-        or not jnp.issubdtype(value.dtype, jnp.floating)
-        or value.dtype.itemsize not in _BITS
+        or not can_seem(value)
     ):
         return value
-    bits = _BITS[value.dtype.itemsize]
 
     def on_cpu(value: Array, earlier: Array) -> Array:
-        some = (earlier[(0,) * earlier.ndim] != 0).astype(bits)
-        return lax.bitcast_convert_type(lax.bitcast_convert_type(value, bits) | (some & ~some), value.dtype)
+        return seemingly_of(value, earlier[(0,) * earlier.ndim] != 0)
 
     return quick_on_cpus(on_cpu, lambda value, earlier: value)(value, earlier)

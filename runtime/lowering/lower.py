@@ -49,7 +49,7 @@ from runtime.lowering.machine_parts import MachineParts, Order, parts_for
 from runtime.lowering.meetings import Meetings
 from runtime.lowering.rolled import AsWritten, Rolled, roll
 from runtime.lowering.scopes import Scopes, of_op
-from runtime.lowering.stacks import Row, Stack, put_back, read
+from runtime.lowering.stacks import Row, put_back, read
 from runtime.targets.replicas import Replicas, is_on_host
 
 Array = Any
@@ -252,7 +252,8 @@ class Lowering:
         self._meetings = Meetings()
 
     @cached_property
-    def _machine(self) -> MachineParts:
+    def machine(self) -> MachineParts:
+        """What the machine adds to the program."""
         return parts_for(self.replicas.platform)
 
     @property
@@ -269,7 +270,7 @@ class Lowering:
         self, ops: Iterable[Op | Rolled], values: Mapping[Tensor, Array | Row], channels: Channels
     ) -> Nested[Environment]:
         """The same, as work that is nested."""
-        environment = Environment(values, self._machine.order(), self.scheduling.same, self._turns)
+        environment = Environment(values, self.machine.order(), self.scheduling.same, self._turns)
         for op in (part for each in ops for part in ((each,) if isinstance(each, Rolled) else each.parts)):
             handle_waiting()
             if isinstance(op, Rolled):
@@ -291,7 +292,7 @@ class Lowering:
         operands = [environment.read(t) for t in op.inputs]
         try:
             self._check(op, operands, channels)
-            with of_op(op), in_forms(self._machine.forms), jax.default_matmul_precision(self._options.precision):
+            with of_op(op), in_forms(self.machine.forms), jax.default_matmul_precision(self._options.precision):
                 results = self.apply(op, operands)
         except PopxlError:  # says what it has to say
             raise
@@ -322,7 +323,7 @@ class Lowering:
 
     def met(self, ops: Iterable[Op]) -> Array | None:
         """What depends on all meetings of devices so far, if devices meet in these ops and XLA does not order that."""
-        is_asked = self._machine.turns is not None and devices_meet(ops, self.replicas)
+        is_asked = self.machine.turns is not None and devices_meet(ops, self.replicas)
         return self._meetings.met() if is_asked else None
 
     @contextmanager
@@ -608,8 +609,9 @@ class Loop:
     def turning(self, lowering: Lowering, state: Any, i: Array, channels: Channels) -> Nested[tuple[Any, Any]]:
         """One turn: what the next one gets, and the further results."""
         results_before, contents, arrays = state
-        stacks = {row.stack: Stack(row.stack.array) for row in self._rows.values()}
-        stacks |= {outside: Stack(array) for outside, array in zip(self._stacks, arrays, strict=True)}
+        now = dict(zip(self._stacks, arrays, strict=True))
+        outside = dict.fromkeys(row.stack for row in self._rows.values())
+        stacks = {stack: stack.holding(now.get(stack, stack.array)) for stack in outside}
         values = list(self._inputs)
         for k, content in contents.items():
             values[k] = content

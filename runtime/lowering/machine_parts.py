@@ -1,5 +1,5 @@
 """What a program takes from the machine that it is for: other forms of kernels, an order of updates, copies of feeds,
-and turns of executables.
+turns of executables, and rows that turns of loops read.
 
 `runtime.cpu`, `runtime.gpu` and `runtime.tpu` are imported for these machines only.
 """
@@ -66,6 +66,11 @@ class Turns(Protocol):
         the executable makes."""
 
 
+def _as_it_is(row: Array, number: Array) -> Array:
+    """The row, of which the compiler leaves in the turns what it would do to all rows."""
+    return row
+
+
 @dataclass(frozen=True)
 class MachineParts:
     """What a kind of machine adds to a program.
@@ -75,12 +80,14 @@ class MachineParts:
         order: makes what keeps the order of updates of one graph.
         copied: copies an array that is fed, for the caller may fill it again while the program runs.
         turns: of executables whose devices meet; `None` where they may run at once.
+        in_turn: what a turn of a loop has of an array that no turn changes, given the row that it reads and its number.
     """
 
     forms: Mapping[Kernel, Form] = field(default_factory=dict)
     order: Callable[[], Order] = AnyOrder
     copied: Callable[[np.ndarray], np.ndarray] = np.ndarray.copy
     turns: Turns | None = None
+    in_turn: Callable[[Array, Array], Array] = _as_it_is
 
 
 @cache
@@ -93,8 +100,9 @@ def parts_for(platform: str) -> MachineParts:
         return MachineParts(of_cpus.FORMS, order.Order, feeds.copied, turns.Turns())
     if platform == "tpu":
         from runtime.tpu import forms as of_tpus
+        from runtime.tpu import rows
 
-        return MachineParts(of_tpus.FORMS)
+        return MachineParts(of_tpus.FORMS, in_turn=rows.in_turn)
     if platform == "gpu":
         from runtime.gpu import forms as of_gpus
 

@@ -7,7 +7,7 @@ read later. What is overwritten is overwritten in its row. See `runtime.plan.rol
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -116,7 +116,7 @@ class AsWritten:
 
 def roll(lowering: Lowering, loop: Rolled, environment: Environment, channels: Channels) -> None:
     """Carry out a loop."""
-    turning, streams = _Turning(loop, environment), channels_of_ops(loop.ops)
+    turning, streams = _Turning(loop, environment, lowering.machine.in_turn), channels_of_ops(loop.ops)
     stepping = channels.stepping(streams)
 
     def turn(state: Any, rows: Sequence[Array]) -> Any:
@@ -141,11 +141,11 @@ class _Turning:
 
     Attributes:
         start: what the first turn gets.
-        rows: for each turn where each of its cuts begins, as arrays. XLA does not see through these, and leaves what it
-            would do to a whole stack before the loop in the turns.
+        rows: for each turn where each of its cuts begins, as arrays.
     """
 
-    def __init__(self, loop: Rolled, environment: Environment) -> None:
+    def __init__(self, loop: Rolled, environment: Environment, in_turn: Callable[[Array, Array], Array]) -> None:
+        self._in_turn = in_turn
         self._handed = tuple((t, t.before) for t in loop.taken if t.before is not None)
         self._last = tuple(m for m in loop.made if m.is_last_only)
         self._made = tuple(m for m in loop.made if not m.is_last_only)
@@ -171,7 +171,7 @@ class _Turning:
         self.start = (
             [environment.read(t.of_turns[0]) for t in self._alone],
             [environment.read(t.of_turns[0]) for t, _ in self._handed],
-            [jnp.zeros(m.name.shape, m.name.dtype.as_jax()) for m in self._last],
+            [lax.empty(m.name.shape, m.name.dtype.as_jax()) for m in self._last],
             [stack.array for stack in self._stacks],
         )
 
@@ -182,8 +182,10 @@ class _Turning:
         values = dict(self._fixed)
         values.update((t.name, value) for t, value in zip(self._alone, alone, strict=True))
         values.update((t.name, value) for (t, _), value in zip(self._handed, handed, strict=True))
-        for cut, row in zip(self._reads, rows, strict=False):
-            values.update(cut.read(now.get(cut.stack, cut.stack.array), row))
+        for cut, number in zip(self._reads, rows, strict=False):
+            found = cut.read(now.get(cut.stack, cut.stack.array), number)
+            is_same = cut.stack.is_given and cut.stack not in now
+            values.update((name, self._in_turn(row, number) if is_same else row) for name, row in found)
         return values
 
     def left(self, held: Any, rows: Sequence[Array], after: Environment) -> Any:
@@ -280,7 +282,7 @@ def _bring_together(environment: Environment, storages: Sequence[Tensor]) -> Non
 
 def _room(made: Made, environment: Environment) -> Stack:
     """A stack for what turns make."""
-    room = jnp.zeros((len(made.rows), *made.name.shape), made.name.dtype.as_jax())
+    room = lax.empty((len(made.rows), *made.name.shape), made.name.dtype.as_jax())  # turns fill all of it
     if made.first is not None:
         room = lax.dynamic_update_index_in_dim(room, environment.read(made.first), 0, 0)
     return Stack(room)

@@ -18,12 +18,17 @@ class Stack:
 
     Attributes:
         array: what is in it at present; the first dimension counts the values.
+        is_given: whether the program was given it. Others are made in the program, in what precision their users want.
     """
 
-    __slots__ = ("array",)
+    __slots__ = ("array", "is_given")
 
-    def __init__(self, array: Array) -> None:
-        self.array = array
+    def __init__(self, array: Array, *, is_given: bool = False) -> None:
+        self.array, self.is_given = array, is_given
+
+    def holding(self, array: Array) -> Stack:
+        """What stands for this stack where its array is another one: in a turn of a loop."""
+        return Stack(array, is_given=self.is_given)
 
 
 class Row(NamedTuple):

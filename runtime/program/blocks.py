@@ -44,7 +44,7 @@ class Block:
         """Where the values are, for a graph that is lowered."""
         if not self.is_stack:
             return {self.tensors[0]: array}
-        stack = Stack(array)
+        stack = Stack(array, is_given=True)
         return {t: Row(stack, n) for n, t in enumerate(self.tensors)}
 
     def after(self, environment: Environment) -> Array:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,25 +44,38 @@ RATE = 0.05
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes: blocks, rows and columns of what passes through them, heads of attention.
+    """Sizes: blocks, rows and columns of what passes through them.
 
-    Without heads the blocks are plain ones, of few ops: two products, and the rows weighed by their likeness.
+    Attributes:
+        heads: of attention; 0 in blocks that have none.
+        block: what a block does, one of `KINDS`.
+        precision: that of the products.
     """
 
     blocks: int
     rows: int = 128
     width: int = 256
     heads: int = 4
+    block: str = "attention"
+    precision: str = "highest"
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.block]
+
+    @property
+    def settings(self) -> Mapping[str, int]:
+        """What a block has to be told besides its weights."""
+        return {"heads": self.heads} if self.heads else {}
 
     def __str__(self) -> str:
-        kind = f"blocks of {self.heads} heads" if self.heads else "plain blocks"
+        kind = f"blocks of {self.heads} heads" if self.heads else f"{self.block} blocks"
         return f"{self.blocks} {kind}, {self.rows} rows of width {self.width}"
 
     def weights(self) -> list[list[np.ndarray]]:
         """First weights of each block; always the same."""
         random = np.random.default_rng(0)
-        n = self.width
-        shapes = ((n, 3 * n), (n, n), (n, 4 * n), (4 * n, n)) if self.heads else ((n, n), (n, n))
+        shapes = [(self.width * rows, self.width * columns) for rows, columns in self.kind.shapes]
         return [[random.normal(0, 0.02, shape).astype(np.float32) for shape in shapes] for _ in range(self.blocks)]
 
     def data(self) -> np.ndarray:
@@ -72,11 +85,14 @@ class Model:
 
 def tiny(size: Size, m: Model) -> Model:
     """These blocks, or two tiny ones."""
-    return Model(2, rows=6, width=8, heads=min(m.heads, 2)) if size is Size.TINY else m
+    return replace(m, blocks=2, rows=6, width=8, heads=min(m.heads, 2)) if size is Size.TINY else m
 
 
 Passes = tuple[popxl.Graph, Callable[[CallSiteInfo, popxl.Tensor], tuple[popxl.Tensor, ...]]]
 """The graph of a block, and what makes the gradients at a call of it from the gradient of its result."""
+
+Block = Callable[[Any, Any], Any]
+"""A block in plain JAX, of its input and its weights."""
 
 # Ours ---------------------------------------------------------------------------------------------------------------
 
@@ -103,40 +119,50 @@ def attend(
     return x + ops.gelu(norm(x) @ up) @ down
 
 
+def attention(
+    x: popxl.Tensor, qkv: popxl.Tensor, out: popxl.Tensor, up: popxl.Tensor, down: popxl.Tensor, heads: int
+) -> popxl.Tensor:
+    """Attention to what it projects itself."""
+    return attend(x, project(x, qkv), out, up, down, heads)
+
+
 def plain(x: popxl.Tensor, first: popxl.Tensor, second: popxl.Tensor) -> popxl.Tensor:
     """Two products, and the rows weighed by their likeness."""
     shares = ops.softmax((x @ x.transpose((1, 0))) * x.shape[1] ** -0.5, -1)
     return x + ops.tanh((shares @ x) @ first) @ second
 
 
-def storing(ir: popxl.Ir, heads: int, x: popxl.Tensor, *weights: popxl.Tensor) -> Passes:
+def feed_forward(x: popxl.Tensor, up: popxl.Tensor, down: popxl.Tensor) -> popxl.Tensor:
+    """A feed-forward layer alone, added to its input."""
+    return x + ops.gelu(x @ up) @ down
+
+
+def storing(ir: popxl.Ir, m: Model, x: popxl.Tensor, *weights: popxl.Tensor) -> Passes:
     """A block, and its gradient: that is given all that it needs of the forward pass."""
-    if not heads:
-        forward = ir.create_graph(plain, x, *weights)
-        return forward, partial(gradients_at, popxl.transforms.autodiff(forward))
-
-    def block(x: popxl.Tensor, qkv: popxl.Tensor, out: popxl.Tensor, up: popxl.Tensor, down: popxl.Tensor):
-        return attend(x, project(x, qkv), out, up, down, heads)
-
-    forward = ir.create_graph(block, x, *weights)
+    forward = ir.create_graph(m.kind.ours, x, *weights, **m.settings)
     return forward, partial(gradients_at, popxl.transforms.autodiff(forward))
 
 
-def recomputing(ir: popxl.Ir, heads: int, x: popxl.Tensor, *weights: popxl.Tensor) -> Passes:
+def recomputing(ir: popxl.Ir, m: Model, x: popxl.Tensor, *weights: popxl.Tensor) -> Passes:
+    """A block, and its gradient: that is given what went in, and computes the rest again."""
+    forward = ir.create_graph(m.kind.ours, x, *weights, **m.settings)
+    info = popxl.transforms.autodiff(forward)
+    backward = ir.create_graph(again, x, x, list(weights), info=info)
+    return forward, lambda call, dy: ops.call(backward, dy, *call.inputs)
+
+
+def recomputing_attention(ir: popxl.Ir, m: Model, x: popxl.Tensor, *weights: popxl.Tensor) -> Passes:
     """A block, and its gradient: that is given what went in and the projections, and computes the rest again."""
 
     def block(x: popxl.Tensor, qkv: popxl.Tensor, out: popxl.Tensor, up: popxl.Tensor, down: popxl.Tensor):
         projected = project(x, qkv)
-        return attend(x, projected, out, up, down, heads), projected
+        return attend(x, projected, out, up, down, m.heads), projected
 
     forward = ir.create_graph(block, x, *weights)
     projecting = popxl.transforms.autodiff(ir.create_graph(project, x, weights[0]))
     attending = popxl.transforms.autodiff(
-        ir.create_graph(attend, x, forward.outputs[1].spec, *weights[1:], heads=heads)
+        ir.create_graph(attend, x, forward.outputs[1].spec, *weights[1:], heads=m.heads)
     )
-
-    def again(info: GradGraphInfo, gradient: popxl.Tensor, *inputs: popxl.Tensor) -> tuple[popxl.Tensor, ...]:
-        return gradients_at(info, ops.call_with_info(info.forward_graph, *inputs), gradient)
 
     def gradient(
         gradient: popxl.Tensor,
@@ -147,12 +173,19 @@ def recomputing(ir: popxl.Ir, heads: int, x: popxl.Tensor, *weights: popxl.Tenso
         up: popxl.Tensor,
         down: popxl.Tensor,
     ) -> tuple[popxl.Tensor, ...]:
-        dx, dprojected, *others = again(attending, gradient, x, projected, out, up, down)
-        more, dqkv = again(projecting, dprojected, x, qkv)
+        dx, dprojected, *others = again(gradient, x, [projected, out, up, down], attending)
+        more, dqkv = again(dprojected, x, [qkv], projecting)
         return dx + more, dqkv, *others
 
     backward = ir.create_graph(gradient, x, *(t.spec for t in forward.outputs[1:]), x, *weights)
     return forward, lambda call, dy: ops.call(backward, dy, call.outputs[1], *call.inputs)
+
+
+def again(
+    gradient: popxl.Tensor, x: popxl.Tensor, others: list[popxl.Tensor], info: GradGraphInfo
+) -> tuple[popxl.Tensor, ...]:
+    """The gradients of what goes into a graph, which is called once more for them."""
+    return gradients_at(info, ops.call_with_info(info.forward_graph, x, *others), gradient)
 
 
 def gradients_at(info: GradGraphInfo, call: CallSiteInfo, gradient: popxl.Tensor) -> tuple[popxl.Tensor, ...]:
@@ -172,6 +205,7 @@ class Ours:
     def __init__(self, m: Model, recompute: bool, calls: Any = "auto") -> None:
         ir = self.ir = popxl.Ir()
         ir.options.calledGraphs = calls
+        ir.options.precision = m.precision
         with ir.main_graph:
             self.feed = popxl.h2d_stream((m.rows, m.width), popxl.float32, "x")
             self.loss = popxl.d2h_stream((), popxl.float32, "loss")
@@ -180,8 +214,8 @@ class Ours:
                 for i, weights in enumerate(m.weights())
             ]
             x = ops.host_load(self.feed)
-            blocks = recomputing if recompute and m.heads else storing
-            forward, backward = blocks(ir, m.heads, x, *self.variables[0])
+            blocks = m.kind.recomputing if recompute else storing
+            forward, backward = blocks(ir, m, x, *self.variables[0])
             calls = []
             for variables in self.variables:
                 calls.append(ops.call_with_info(forward, x, *variables))
@@ -206,11 +240,8 @@ def jax_norm(x: Any) -> Any:
     return centred / jnp.sqrt((centred * centred).mean(-1, keepdims=True) + 1e-5)
 
 
-def jax_block(x: Any, weights: Any, heads: int) -> Any:
+def jax_attention(x: Any, weights: Any, heads: int) -> Any:
     rows, width = x.shape
-    if not heads:
-        first, second = weights
-        return x + jnp.tanh(jax.nn.softmax((x @ x.T) * width**-0.5, axis=-1) @ x @ first) @ second
     qkv, out, up, down = weights
     q, k, v = (
         t.reshape(rows, heads, width // heads).transpose(1, 0, 2) for t in jnp.split(jax_norm(x) @ qkv, 3, axis=1)
@@ -220,31 +251,37 @@ def jax_block(x: Any, weights: Any, heads: int) -> Any:
     return x + jax.nn.gelu(jax_norm(x) @ up) @ down
 
 
-def unrolled(weights: Any, x: Any, heads: int, block: Any = jax_block) -> Any:
+def jax_plain(x: Any, weights: Any) -> Any:
+    first, second = weights
+    return x + jnp.tanh(jax.nn.softmax((x @ x.T) * x.shape[1] ** -0.5, axis=-1) @ x @ first) @ second
+
+
+def jax_feed_forward(x: Any, weights: Any) -> Any:
+    up, down = weights
+    return x + jax.nn.gelu(x @ up) @ down
+
+
+def unrolled(weights: Any, x: Any, block: Block) -> Any:
     """The mean square of what comes out of the last block. `weights` is a list of those of each block."""
     for w in weights:
-        x = block(x, w, heads)
+        x = block(x, w)
     return (x * x).mean()
 
 
-def checkpointed(weights: Any, x: Any, heads: int) -> Any:
+def checkpointed(weights: Any, x: Any, block: Block) -> Any:
     """The same, with blocks that are computed again in the backward pass."""
-    return unrolled(weights, x, heads, jax.checkpoint(jax_block, static_argnums=2))
+    return unrolled(weights, x, jax.checkpoint(block))
 
 
-def scanned(weights: Any, x: Any, heads: int) -> Any:
+def scanned(weights: Any, x: Any, block: Block) -> Any:
     """The same. `weights` is one tuple, stacked over the blocks."""
-    return through(x, weights, heads, jax_block)
-
-
-def scanned_again(weights: Any, x: Any, heads: int) -> Any:
-    """The same, with blocks that are computed again in the backward pass."""
-    return through(x, weights, heads, jax.checkpoint(jax_block, static_argnums=2))
-
-
-def through(x: Any, weights: Any, heads: int, block: Any) -> Any:
-    x, _ = jax.lax.scan(lambda x, w: (block(x, w, heads), None), x, weights)
+    x, _ = jax.lax.scan(lambda x, w: (block(x, w), None), x, weights)
     return (x * x).mean()
+
+
+def scanned_again(weights: Any, x: Any, block: Block) -> Any:
+    """The same, with blocks that are computed again in the backward pass."""
+    return scanned(weights, x, jax.checkpoint(block))
 
 
 class PlainJax:
@@ -259,9 +296,11 @@ class PlainJax:
 
     def step(self) -> Callable[..., Any]:
         """A new function each time, or JAX would remember what it traced."""
+        m = self.model
 
+        @jax.default_matmul_precision(m.precision)
         def step(weights: Any, x: Any) -> Any:
-            loss, gradients = jax.value_and_grad(self.loss)(weights, x, self.model.heads)
+            loss, gradients = jax.value_and_grad(self.loss)(weights, x, partial(m.kind.jax, **m.settings))
             return jax.tree.map(lambda w, g: w - RATE * g, weights, gradients), loss
 
         return step
@@ -269,6 +308,29 @@ class PlainJax:
     def lower(self) -> Any:
         return jax.jit(self.step(), donate_argnums=0).lower(self.weights, self.model.data())
 
+
+class Kind(NamedTuple):
+    """What a block does.
+
+    Attributes:
+        shapes: of its weights, in widths.
+        ours: the result of a block, of its input and its weights.
+        jax: the same in plain JAX, of its input and a tuple of its weights.
+        recomputing: the graph of a block, and its gradients, for which most is computed again.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    ours: Callable[..., popxl.Tensor]
+    jax: Callable[..., Any]
+    recomputing: Callable[..., Passes]
+
+
+KINDS: Mapping[str, Kind] = {
+    "attention": Kind(((1, 3), (1, 1), (1, 4), (4, 1)), attention, jax_attention, recomputing_attention),
+    "plain": Kind(((1, 1), (1, 1)), plain, jax_plain, storing),
+    "feed-forward": Kind(((1, 4), (4, 1)), feed_forward, jax_feed_forward, recomputing),
+}
+"""Attention and a feed-forward layer, with norms; few ops; and a feed-forward layer alone."""
 
 # Rows ---------------------------------------------------------------------------------------------------------------
 
@@ -400,7 +462,7 @@ SHAPES = (
     Model(8, rows=64, width=512, heads=8),
     Model(8, rows=100, width=300, heads=5),
     Model(24, rows=32, width=128, heads=4),
-    Model(64, rows=128, width=256, heads=0),
+    Model(64, rows=128, width=256, heads=0, block="plain"),
 )
 """Few rows, long texts, wide blocks, odd sizes, small blocks that are called often, and blocks of few ops."""
 

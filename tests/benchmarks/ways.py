@@ -109,7 +109,8 @@ class Compiled:
 
 def of_blocks(sizes: Sizes, way: str, open_until: ExitStack) -> Callable[[], Compiled]:
     """Ready to be compiled."""
-    model = blocks.Model(sizes.layers, sizes.rows, sizes.width, 0 if sizes.model == "plain" else 4)
+    heads, block = (0, "plain") if sizes.model == "plain" else (4, "attention")
+    model = blocks.Model(sizes.layers, sizes.rows, sizes.width, heads, block)
     x = model.data()
     if way not in JAX:
         ours = blocks.Ours(model, recompute=True, calls=way)

@@ -52,9 +52,10 @@ a turn* are those that one turn of each loop runs. Seconds are those of the CPU,
 compiling; each program was compiled in a process of its own.
 
 *Blocks* have 128 rows of width 256 and four heads, *wide* ones 512 rows of width 1024 and eight heads: forward,
-backward and update. The *GPT* has width 256 and 4 texts of 64 tokens; it is a training step with AdamW. *Rolled*
-computes again what its gradients need, but for the projections of attention, in the blocks; *stored* keeps what they
-need.
+backward and update. *Layers* are the feed-forward part of wide blocks, without norms. The *GPT* has width 256 and 4
+texts of 64 tokens; it is a training step with AdamW. *Rolled* computes again what its gradients need, but for the
+projections of attention, in the blocks; *stored* keeps what they need. Products are computed at precision "highest",
+and *rounded* at "default", for which a TPU rounds what it multiplies to bfloat16.
 """
 
 Found = dict[str, Any]
@@ -122,7 +123,8 @@ def ours_of_gpt(layers: int, target: str, calls: str) -> Compiles:
 def jax_of_gpt(layers: int, target: str, loss: Callable[..., Any], stacked: bool) -> Compiles:
     config = gpt.config_of(Size.FULL, layers)
     state = jax.eval_shape(lambda: gpt.jax_state(config, stacked))
-    return in_jax(gpt.jax_step(config, loss), (state, *batches(config, 1)[0]), target)
+    step = jax.default_matmul_precision("highest")(gpt.jax_step(config, loss))  # as ours
+    return in_jax(step, (state, *batches(config, 1)[0]), target)
 
 
 def in_jax(step: Callable[..., Any], arguments: Sequence[Any], target: str) -> Compiles:
@@ -139,9 +141,7 @@ def in_jax(step: Callable[..., Any], arguments: Sequence[Any], target: str) -> C
 
 
 def compiled(step: Callable[..., Any], given: Sequence[Any]) -> Any:
-    """Products are as precise as ours."""
-    with jax.default_matmul_precision("highest"):
-        return jax.jit(step, donate_argnums=0).lower(*given).compile()
+    return jax.jit(step, donate_argnums=0).lower(*given).compile()
 
 
 class Way(NamedTuple):
@@ -163,7 +163,7 @@ WAYS_OF_BLOCKS: Mapping[str, tuple[tuple[str, str], Callable[[blocks.Model, str]
 """How each is drawn, and what makes it."""
 
 
-def of_blocks(layers: Mapping[str, tuple[int, ...]], **sizes: int) -> Mapping[str, Way]:
+def of_blocks(layers: Mapping[str, tuple[int, ...]], **sizes: Any) -> Mapping[str, Way]:
     """Ways of writing blocks of some sizes, and for which numbers of them."""
 
     def way(style: tuple[str, str], counts: tuple[int, ...], make: Callable[[blocks.Model, str], Compiles]) -> Way:
@@ -171,6 +171,8 @@ def of_blocks(layers: Mapping[str, tuple[int, ...]], **sizes: int) -> Mapping[st
 
     return {name: way(style, layers[name], make) for name, (style, make) in WAYS_OF_BLOCKS.items() if name in layers}
 
+
+WIDE = dict.fromkeys(("rolled", "rolled, stored", "JAX, unrolled", "JAX, scan", "JAX, scan, checkpoint"), (16,))
 
 MODELS: Mapping[str, Mapping[str, Way]] = {
     "blocks": of_blocks(
@@ -183,11 +185,21 @@ MODELS: Mapping[str, Mapping[str, Way]] = {
             "JAX, scan, checkpoint": (2, 8, 16, 64),
         }
     ),
-    "wide blocks": of_blocks(
-        dict.fromkeys(("rolled", "rolled, stored", "JAX, unrolled", "JAX, scan", "JAX, scan, checkpoint"), (16,)),
+    "wide blocks": of_blocks(WIDE, rows=512, width=1024, heads=8),
+    "wide blocks, rounded": of_blocks(WIDE, rows=512, width=1024, heads=8, precision="default"),
+    "layers, rounded": of_blocks(
+        {
+            "rolled": (4, 16, 64),
+            "rolled, stored": (4, 16, 64),
+            "JAX, unrolled": (4, 16),
+            "JAX, scan": (4, 16, 64),
+            "JAX, scan, checkpoint": (4, 16, 64),
+        },
         rows=512,
         width=1024,
-        heads=8,
+        heads=0,
+        block="feed-forward",
+        precision="default",
     ),
     "gpt": {
         "rolled": Way(("C0", "o-"), (12, 48, 96), partial(ours_of_gpt, calls="rolled")),

@@ -155,6 +155,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def only_new_objects() -> None:
+    """The garbage collector sees no others, which are millions: for tests of what it finds."""
+    gc.collect()
+    gc.freeze()
+
+
 def _seed() -> None:
     np.random.seed(0)
     if (torch := sys.modules.get("torch")) is not None:  # tests without it do not wait for its import

@@ -28,6 +28,9 @@ from runtime.timeline import Recorder, Timeline
 
 Array = Any
 
+_KEPT_OFF: set[Runner] = set()
+"""Who keeps garbage from being collected at present, in whichever threads. The last one has it collected again."""
+
 
 class Runner:
     """Runs a compiled program on a state, as often as you like.
@@ -95,14 +98,20 @@ class Runner:
                 # Signals are handled, and may raise, after calls that Python makes, and what changes is given up. So C
                 # calls the executable, and no other call comes before what it gives is kept. Nor is garbage collected:
                 # JAX would have Python called, where signals are handled, too.
-                collects = isenabled()
-                disable()
+                collects = bool(_KEPT_OFF) or isenabled()
                 try:
+                    if collects:
+                        _KEPT_OFF.add(self)
+                        disable()
                     results += starmap(self._quick, ((changing, state.constant, feeds),))
                     ((state.changing, fetches),) = results
                 finally:
                     if collects:
-                        enable()
+                        try:  # a signal may be handled, and raise, behind each call: here, too
+                            _KEPT_OFF.discard(self)
+                        finally:
+                            if not _KEPT_OFF:
+                                enable()
             else:
                 fetches = self._call_whole(changing, feeds)
         except BaseException:

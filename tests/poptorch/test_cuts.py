@@ -221,6 +221,7 @@ class Labelled(nn.Module):
         return counts.sum(), F.cross_entropy(logits[counts], labels[counts])
 
 
+@pytest.mark.usefixtures("only_new_objects")
 def test_labels_that_are_left_out_of_a_loss() -> None:
     torch.manual_seed(0)
     two, three, four = torch.tensor([1, -100, 0, -100]), torch.tensor([0, 1, -100, 1]), torch.tensor([0, 1, 1, 1])

@@ -330,6 +330,7 @@ def test_destroy_gives_the_classes_back(module, device, training):
     training.destroy()
 
 
+@pytest.mark.usefixtures("only_new_objects")
 def test_a_module_outlives_its_training(module):
     device = Device(module)
     Instrumented(module, device.fetch)

@@ -280,6 +280,7 @@ def test_trainings_follow_each_other() -> None:
     )
 
 
+@pytest.mark.usefixtures("only_new_objects")
 @pytest.mark.parametrize("is_read", [False, True])
 @pytest.mark.parametrize("ends", ["destroyed", "forgotten"])
 def test_inference_follows_a_training_that_has_ended(ends: str, is_read: bool, transfers: Transfers) -> None:
@@ -544,6 +545,7 @@ def test_a_wrapper_that_is_forgotten_leaves_a_trained_module() -> None:
     poptorch.trainingModel(module)
 
 
+@pytest.mark.usefixtures("only_new_objects")
 def test_a_wrapper_in_a_cycle_is_forgotten_too() -> None:
     module = Model()
     model = trained(module)

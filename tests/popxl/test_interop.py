@@ -1006,6 +1006,7 @@ def test_no_device_is_started() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", textwrap.dedent(program)], check=True, timeout=120)
 
 
+@pytest.mark.usefixtures("only_new_objects")
 def test_declarations_do_not_keep_programs_alive() -> None:
     ir = popxl.Ir()
     graph = ir.create_graph(popxl.from_jax(transformer), spec_of(X), spec_of(W))

@@ -112,6 +112,7 @@ def built():
     return ir, x
 
 
+@pytest.mark.usefixtures("only_new_objects")
 def test_an_ir_is_collected():
     ir, x = built()
     gone = weakref.ref(ir)
@@ -122,6 +123,7 @@ def test_an_ir_is_collected():
         x.ir  # noqa: B018
 
 
+@pytest.mark.usefixtures("only_new_objects")
 def test_a_graph_keeps_its_ir_alive():
     ir, x = built()
     gone = weakref.ref(ir)
@@ -132,6 +134,7 @@ def test_a_graph_keeps_its_ir_alive():
     assert x.ir is graph.ir
 
 
+@pytest.mark.usefixtures("only_new_objects")
 def test_an_ir_that_ran_is_collected():
     ir, _ = built()
     gone = weakref.ref(ir)
@@ -142,6 +145,7 @@ def test_an_ir_that_ran_is_collected():
     assert gone() is None
 
 
+@pytest.mark.usefixtures("only_new_objects")
 def test_an_error_does_not_keep_an_ir_alive():
     ir, _ = built()
     gone = weakref.ref(ir)
@@ -219,6 +223,7 @@ def test_which_graphs_take_a_number(ir):
     assert ir.create_empty_graph().name == "graph_subgraph(2)"
 
 
+@pytest.mark.usefixtures("only_new_objects")
 def test_a_failed_graph_leaves_its_callees_as_they_were(ir):
     """The calls that the failed function made are gone, also for autodiff, which extends all calls of a graph."""
     graph = ir.create_graph(lambda x: ops.sin(x * x), SCALAR)

@@ -389,6 +389,7 @@ def test_memory_is_known_and_small() -> None:
     assert many < 10 * X.nbytes
 
 
+@pytest.mark.usefixtures("only_new_objects")
 def test_executables_go_with_the_sessions() -> None:
     """Programs that call the same graph share what it was compiled to, as long as one of them is there."""
     first, second = session_of(deep(3), "dispatched"), session_of(deep(5), "dispatched")

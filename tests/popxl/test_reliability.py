@@ -45,15 +45,6 @@ def last(outputs, program):
 # For long -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def only_new_objects():
-    """The garbage collector sees no others: those of the tests so far are millions."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.usefixtures("only_new_objects")
@@ -249,6 +240,7 @@ def test_a_signal_handler_may_use_the_session(interrupted):
     assert {(value - 1) % program.growth for value in seen} == {0.0}
 
 
+@pytest.mark.usefixtures("only_new_objects")
 def test_what_is_called_as_garbage_is_collected_may_use_the_session():
     """Signals are handled there, too: JAX has a function of Python called. Never in the middle of a run."""
     ir = popxl.Ir()
@@ -258,14 +250,20 @@ def test_what_is_called_as_garbage_is_collected_may_use_the_session():
             count += 1.0
     seen, later, thresholds = [], 0, gc.get_threshold()
 
-    def look(*_):
-        nonlocal later
-        later -= 1
-        if later == 0:
+    def look(phase, _):
+        if phase == "start":
             try:
                 seen.append({float(value) for value in session.get_tensors_data(counts).values()})
             except RuntimeError as problem:
                 seen.append(str(problem))
+
+    def collect(*_):
+        """Garbage is collected as a function is called or returns, the `later`-th time from now on; and where Python
+        wants to, which is more often in a process that has done little."""
+        nonlocal later
+        later -= 1
+        if later == 0:
+            gc.collect()  # then Python has no room left over for small objects, and what a run makes is counted
 
     with popxl.Session(ir, "cpu") as session:
         session.run()
@@ -273,14 +271,53 @@ def test_what_is_called_as_garbage_is_collected_may_use_the_session():
         gc.set_threshold(1)
         try:
             for run in range(1, 61):
-                gc.collect()  # Python then has no room left over for small objects, and what a run makes is counted
-                later = run % 40 + 1
+                later = run % 30 + 1
+                sys.setprofile(collect)
                 session.run()
+                sys.setprofile(None)
         finally:
+            sys.setprofile(None)
             gc.callbacks.remove(look)
             gc.set_threshold(*thresholds)
         assert session.get_tensor_data(counts[0]) == 61
-    assert len(seen) > 20 and all(each in [{k} for k in range(62)] for each in seen), seen
+    assert len(seen) > 40 and all(each in [{k} for k in range(62)] for each in seen), seen
+
+
+def test_garbage_is_collected_after_a_run_that_was_interrupted():
+    """Where functions begin, and behind those of C: there signals are handled. A run keeps it off for a moment."""
+    ir = popxl.Ir()
+    with ir.main_graph:
+        out = popxl.d2h_stream((), F32)
+        ops.host_store(out, popxl.variable(3.0, F32) + 1)
+    later = 0
+
+    def interrupt(_, event, __):
+        nonlocal later
+        later -= event in ("call", "c_return")
+        if later == 0:
+            raise Interrupt
+
+    def interrupted(moment):
+        nonlocal later
+        later = moment
+        sys.setprofile(interrupt)
+        try:
+            session.run()
+            sys.setprofile(None)
+        except Interrupt:
+            return True
+        finally:
+            sys.setprofile(None)
+        return False
+
+    with popxl.Session(ir, "cpu") as session:
+        for _ in range(3):  # then C calls the executable
+            session.run()
+        moment = 1
+        while interrupted(moment):
+            assert gc.isenabled(), f"interrupted at moment {moment}"
+            moment += 1
+        assert moment > 10 and session.run()[out] == 4
 
 
 COMPILING = """

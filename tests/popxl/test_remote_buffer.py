@@ -82,6 +82,7 @@ def test_dtypes_are_ours(main):
         popxl.remote_buffer((3,), np.float32)
 
 
+@pytest.mark.usefixtures("only_new_objects")
 def test_a_buffer_outlives_its_ir():
     """And does not keep it alive."""
     ir = popxl.Ir()

@@ -378,6 +378,7 @@ def test_refused(ir, call, error, match):
     assert not [graph for graph in ir.graphs if "wrapper" in graph.name]
 
 
+@pytest.mark.usefixtures("only_new_objects")
 def test_one_tensor_for_two_inputs_by_reference(ir):
     def turn(x: TensorByRef, y: TensorByRef):
         x += y

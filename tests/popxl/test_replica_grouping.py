@@ -219,6 +219,7 @@ def test_it_comes_from_an_ir():
         ReplicaGrouping()
 
 
+@pytest.mark.usefixtures("only_new_objects")
 def test_it_does_not_keep_its_ir():
     ir = Ir(replication=4)
     dead = weakref.ref(ir)

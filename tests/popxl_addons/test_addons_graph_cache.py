@@ -73,6 +73,7 @@ def test_values_of_different_types_are_different(a):
     assert len({id(graph) for graph in graphs}) == 3
 
 
+@pytest.mark.usefixtures("only_new_objects")
 def test_modules_are_compared_by_their_hashes(a):
     cache = addons.GraphCache()
     graph = cache.create_graph(Sized(2), a)
@@ -134,6 +135,7 @@ def lambda_with_group(x, group):
     return x
 
 
+@pytest.mark.usefixtures("only_new_objects")
 def test_entries_belong_to_an_ir_and_go_with_it():
     cache = addons.GraphCache()
     spec = popxl.TensorSpec((2,), popxl.float32)

@@ -575,6 +575,7 @@ def test_no_cache(x):
     assert graphs[0] is not graphs[1]
 
 
+@pytest.mark.usefixtures("only_new_objects")
 def test_a_cache_belongs_to_one_ir_and_does_not_keep_it():
     opt = Optimiser(cache=True)
 

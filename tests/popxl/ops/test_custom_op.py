@@ -353,6 +353,7 @@ def test_wide_numbers() -> None:
     np.testing.assert_allclose(dx, 3 * x**2, rtol=1e-14)
 
 
+@pytest.mark.usefixtures("only_new_objects")
 def test_a_declaration_keeps_no_program_alive() -> None:
     """What is remembered of an op is gone with its declaration, and never holds a graph."""
     looks_at = popxl.OpKind("LooksAt", lambda t, *, graphs: t * 2.0)

@@ -21,4 +21,5 @@ def in_turn(row: Array, number: Array) -> Array:
         row: what a turn reads.
         number: what differs from turn to turn: where the row lies.
     """
-    return seemingly_of(row, number) if row.dtype == jnp.float32 else row
+    is_factor = row.dtype == jnp.float32 and row.ndim > 1
+    return seemingly_of(row, number) if is_factor else row

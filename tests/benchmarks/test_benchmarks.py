@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from popxl_addons.transforms import PipelineSchedule
-from tests.benchmarks import curves, language_model, network, page, run, schedules, variants, ways
+from tests.benchmarks import curves, empty_run, language_model, page, run, schedules, variants, ways
 from tests.benchmarks.harness import OURS, Result, Row, Size, Target, measure, over, seconds, times
 
 
 @pytest.mark.parametrize(
     "file",
     [
-        pytest.param(file, marks=[pytest.mark.thorough] * (file is not network), id=file.__name__)
+        pytest.param(file, marks=[pytest.mark.thorough] * (file is not empty_run), id=file.__name__)
         for file in run.FILES
         if file.ROWS
     ],
@@ -103,6 +103,7 @@ def test_what_is_said_of_schedules(monkeypatch):
     assert schedules.kind_of("forward_subgraph(0), 3 ops", 2) == "forward" and schedules.kind_of("feeds", 2) is None
 
 
+@pytest.mark.thorough
 def test_curves(tmp_path):
     """Of two sizes, and a party that was not measured everywhere."""
     measures = {OURS: [1.0, 3.0, 2.0], "JAX": [4.0]}

@@ -384,6 +384,7 @@ def test_random_numbers_around_a_cut() -> None:
         assert not torch.equal(drawn, others)  # what another program draws is something else
 
 
+@pytest.mark.thorough
 def test_packed_sequences_are_trained() -> None:
     torch.manual_seed(0)
     steps_agree(Packed(), [(torch.randn(3, 3, 2), torch.tensor([1, 3, 1]))] * 2)

@@ -663,6 +663,7 @@ def test_sharing_strategies(strategy):
     assert dataset.counter.value >= 12
 
 
+@pytest.mark.thorough
 def test_many_tensors_can_be_sent():
     """More than a process may be started with open files."""
     batches = [torch.tensor(i) for i in range(300)]

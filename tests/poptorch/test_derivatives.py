@@ -232,6 +232,7 @@ def test_a_gradient_of_a_gradient() -> None:
     same_weights(ours, theirs)
 
 
+@pytest.mark.thorough
 def test_in_steps_replicas_and_a_file(tmp_path: Path) -> None:
     ours = Scores(_largest)
     theirs = copy.deepcopy(ours)

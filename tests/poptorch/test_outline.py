@@ -60,6 +60,7 @@ def test_layers_of_an_encoder() -> None:
             torch.testing.assert_close(ours, expected)
 
 
+@pytest.mark.thorough
 def test_small_modules_are_not_called() -> None:
     model = WithLoss(torch.nn.Flatten(), *(torch.nn.Linear(48, 48) for _ in range(4)), torch.nn.Linear(48, 4))
     assert outline.SMALLEST > 1

@@ -27,6 +27,7 @@ def test_programs(program: Path, tmp_path: Path) -> None:
     assert done.stdout.startswith(f"{program.stem}: ")
 
 
+@pytest.mark.thorough
 def test_a_cheap_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One of them, in this process, which has imported and compiled much already."""
     (program,) = (path for path in PROGRAMS if path.stem == "recommender")

@@ -54,7 +54,7 @@ def test_gradients_of_weights_are_made_after_the_loop() -> None:
     assert len(others) == 3, "the input's, and the gradients of both weights"
 
 
-@pytest.mark.thorough(but_each=3)
+@pytest.mark.thorough(but_each=6)
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize(
     ("name", "make"),

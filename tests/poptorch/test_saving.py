@@ -174,6 +174,7 @@ def test_the_state_of_an_executable_is_the_wrappers(module: Model, tmp_path: Pat
     assert not other._trainer.optimizer.state_dict()["ipu_state"]["Accl1___first.weight"].any()
 
 
+@pytest.mark.thorough
 def test_loaded_models_can_be_wrapped_again(module: Model, tmp_path: Path) -> None:
     model = training_of(module)
     model.compileAndExport(tmp_path / "t.poptorch", X, T)

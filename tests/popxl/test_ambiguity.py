@@ -460,6 +460,7 @@ def seconds_to_check(graph: popxl.Graph) -> float:
         gc.enable()
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("change", [True, False])
 def test_a_long_chain_of_views(ir, change):
     """Longer than Python recurses. Two elements at its end are different ones, and one of them is that of `a`."""

@@ -113,6 +113,7 @@ def test_the_second_session_compiles_nothing(kind, session, folder):
     assert files(folder) == [file]
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("calls", ["kept", "dispatched"])
 def test_replicas_that_talk_on_several_cpus_are_not_kept(calls, folder, tmp_path, session):
     """XLA loses the order in which they do, and the process would hang, or end."""

@@ -301,6 +301,7 @@ SPEAKING = """
 """
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["the-command-prints-last", "the-program-prints-first"])
 def test_nobody_reads(tmp_path: Path, unbuffered: str) -> None:
     file = tmp_path / "program.py"
@@ -368,6 +369,7 @@ def test_versions(tmp_path: Path) -> None:
     assert out.splitlines()[-1].endswith("when calling jax_plugins.drawer.initialize(): no driver")
 
 
+@pytest.mark.thorough
 def test_versions_without_any_device() -> None:
     code, out, err = _versions("runtime.poprun", PYTHONPATH=str(ROOT), JAX_PLATFORMS="nowhere")
     assert (code, err) == (0, "")

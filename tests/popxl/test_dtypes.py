@@ -172,6 +172,7 @@ def test_without_torch(monkeypatch):
         dtype.as_dtype("nothing")
 
 
+@pytest.mark.thorough
 def test_torch_is_not_imported_to_look():
     program = "import sys, numpy; from popxl.utils import to_numpy; to_numpy([1]); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"

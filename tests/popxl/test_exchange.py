@@ -520,6 +520,7 @@ def test_saved_and_loaded(ir, main, w, v, tmp_path):
     assert results[0] == results[1]
 
 
+@pytest.mark.thorough
 @some_slots_are_left
 @settings(max_examples=4)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.integers(0, 9)), min_size=2, max_size=12))

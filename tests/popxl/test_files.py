@@ -66,6 +66,7 @@ def killed(folder: Path, what: str, step: int) -> None:
     assert done.returncode == -9
 
 
+@pytest.mark.thorough
 def test_a_save_of_a_program_that_is_killed(tmp_path: Path) -> None:
     """The old one is there. The next save removes what was left, of whichever numbers."""
     program(1.0).save(tmp_path / "program")

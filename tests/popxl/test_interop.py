@@ -959,6 +959,7 @@ def test_what_vmap_counts_is_saved(tmp_path) -> None:
         assert_close(session.run()[out], X / np.linalg.norm(X, axis=1, keepdims=True))
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("solved", [lambda m, x: jnp.linalg.solve(m, x), lambda m, x: jnp.linalg.inv(m) @ x])
 def test_solvers(solved) -> None:
     """Their parameters are tuples of a type that JAX keeps to itself."""

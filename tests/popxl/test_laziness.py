@@ -6,6 +6,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 BUILD = """
@@ -79,6 +81,7 @@ def test_no_device_is_started():
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=120, cwd=ROOT)
 
 
+@pytest.mark.thorough
 def test_a_program_that_saves_nothing_needs_no_library_of_files():
     blocked = "import sys\nsys.modules['safetensors'] = None\n"
     program = blocked + "import jax, popxl_addons, popart\n" + textwrap.dedent(BUILD)

@@ -376,7 +376,7 @@ def test_variables_made_in_stages(apart: None, ir: popxl.Ir) -> None:
         pipelines.test_variables_made_in_stages(ir)
 
 
-@pytest.mark.thorough(but_each=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("recompute", [False, True])
 def test_training(apart: None, recompute: bool) -> None:
     """Each stage is compiled once, whatever the number of steps."""

@@ -114,6 +114,7 @@ def test_our_packages_do_not_import_it(package):
             assert not any(name.split(".")[0] == "popart" for name in named), file
 
 
+@pytest.mark.thorough
 def test_importing_it_starts_no_device():
     program = "import popart\nfrom jax._src import xla_bridge\nassert not xla_bridge.backends_are_initialized()"
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=120, cwd=ROOT)

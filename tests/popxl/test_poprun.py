@@ -139,12 +139,14 @@ def test_what_collectives_say_at_their_start_is_not_shown(poprun: Run) -> None:
     assert done.stdout == "[1] 3\n[1] 3\n[1] 3\n[1] [Gloo] Rank x\n"
 
 
+@pytest.mark.thorough
 def test_a_line_may_be_long(poprun: Run) -> None:
     done = poprun("--num-instances=2", program="print('x' * 30_000_000)")
     assert sorted(line[:5] for line in done.stdout.splitlines()) == ["[0] x", "[1] x"]
     assert len(done.stdout) == 2 * len("[0] \n") + 60_000_000
 
 
+@pytest.mark.thorough
 def test_all_end_quietly_when_nobody_reads_their_output() -> None:
     command = [*POPRUN, "--num-instances=2", sys.executable, "-c", "while True: print('y' * 1000)"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -388,6 +390,7 @@ def test_the_first_instance_exits_while_another_waits_for_it(train: Run) -> None
     assert "Instances waited at the end of the program: instance 1 did not come within 4 seconds" in said
 
 
+@pytest.mark.thorough
 def test_the_first_instance_ends_last(poprun: Run, tmp_path: Path) -> None:
     """What connects all of them is in its process."""
     program = f"""
@@ -520,6 +523,7 @@ def test_all_are_stopped_at_once() -> None:
     assert time.monotonic() - begin < 2 * GRACE
 
 
+@pytest.mark.thorough
 def test_an_instance_that_has_ended_may_be_waited_for(poprun: Run, tmp_path: Path) -> None:
     program = f"""
         import os, pathlib, time

@@ -45,7 +45,7 @@ def last(outputs, program):
 # For long -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.thorough(but_each=3)
+@pytest.mark.thorough(but_each=6)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.usefixtures("only_new_objects")
 def test_memory_stays_flat(form):

@@ -298,9 +298,8 @@ with one, other:
 """Runs of two programs, none of which needs what another makes, and nobody looks at the results."""
 
 
-@pytest.mark.parametrize(
-    ("way", "runs"), [("inlined", "200"), pytest.param("dispatched", "1500", marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("way", "runs"), [("inlined", "200"), ("dispatched", "1500")])
 def test_runs_that_nobody_waits_for_do_not_wait_for_each_other(way: str, runs: str) -> None:
     """Each device of a CPU has a thread. XLA would begin what can begin, and devices of different runs would meet: soon
     in whole programs, later in parts of them."""

@@ -229,6 +229,7 @@ def test_narrow_rows_of_a_turn_lie_side_by_side() -> None:
     )
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("rows", [(2,), (6, 10)])
 def test_stacks_of_narrow_weights_are_not_copied(rows: tuple[int, ...]) -> None:
     """Each row is small, and the stack is not; the gradient that a weight gives has another or as many numbers."""
@@ -360,6 +361,7 @@ def test_streams_branches_and_loops_in_turns() -> None:
 # Where it runs, and what else there is to a session -----------------------------------------------------------------
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("several", [False, True])
 def test_replicas(several: bool) -> None:
     """Variables of groups, variables that no replica changes, and gradients that are reduced in each turn."""

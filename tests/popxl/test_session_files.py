@@ -361,6 +361,7 @@ def test_versions_come_first(path):
         popxl.Session.load(path)
 
 
+@pytest.mark.thorough
 def test_another_number_of_devices(path):
     popxl.Session(program(replicas=2), "ipu_hw").save(path)
     code = f"import popxl\npopxl.Session.load({str(path)!r})"

@@ -653,6 +653,7 @@ def test_accumulated_gradients(ir, numbers, mode, recomputed, x_from):
     assert outputs[count][0] == STEPS
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("mode", MODES)
 def test_tensor_parallel_layers_with_activations_in_pieces(mode):
     """Weights are divided among four of eight replicas; what all of them know, each keeps a quarter of."""

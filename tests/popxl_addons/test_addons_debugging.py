@@ -37,7 +37,7 @@ def run(level):
     return subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.thorough(but_each=3)
+@pytest.mark.thorough(but_each=6)
 @pytest.mark.parametrize("level", [None, *LEVELS])
 def test_what_is_printed(level):
     done = run(level)

@@ -64,6 +64,7 @@ def samples():
     yield np.array(-0.5)
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("source", [np.float16, np.float32])
 def test_mse_against_the_search_on_the_host(ir, evaluate, format_, source):

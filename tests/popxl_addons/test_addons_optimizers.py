@@ -182,6 +182,7 @@ def test_norms_and_state_of_what_is_in_pieces() -> None:
         np.testing.assert_allclose(found[state[name].velocity], values[name] / norm, rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_adafactor_over_pieces() -> None:
     """Pieces that begin within a row, hold parts of two matrices, have padding, or are held twice: as if whole."""
     shapes = {"matrix": (5, 3), "two": (2, 3, 2), "vector": (6,), "twice": (4, 3)}

@@ -110,6 +110,7 @@ def test_masters_keep_what_narrow_weights_would_lose() -> None:
     np.testing.assert_allclose(moved, 1e-4, rtol=1e-2)
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("kind", ["adamw", "optax"])
 def test_a_step_with_infinities_is_skipped(kind: str) -> None:
     """And the scale halved; it doubles after two good steps."""

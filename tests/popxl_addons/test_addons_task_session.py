@@ -490,6 +490,7 @@ def test_memory_maps_are_copied_before_the_session_runs_on(tmp_path, disk):
     assert np.fromfile(tmp_path / "c/model/net.fc.w.npy", np.float32).tolist() == [3.0] * 6
 
 
+@pytest.mark.thorough
 def test_the_end_of_a_process_waits_and_tells(tmp_path):
     program = """
         import os, sys, threading

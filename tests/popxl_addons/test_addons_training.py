@@ -65,6 +65,7 @@ def test_however_a_batch_is_divided() -> None:
     np.testing.assert_allclose(found, weight, atol=2e-2)
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
 def test_variables_in_pieces(optimizer: str) -> None:
     """As if they were whole: weights of 20 elements and biases of 4, on 3 replicas, with padding; norms are clipped."""

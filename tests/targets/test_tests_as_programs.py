@@ -21,6 +21,7 @@ def test_tests_go_as_far_as_their_first_run(monkeypatch: pytest.MonkeyPatch) -> 
     assert result["tests"] > result["reached"] == result["programs"] > 3
 
 
+@pytest.mark.thorough
 def test_a_process_that_ends_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no compiler, or XLA has ended it."""
     monkeypatch.setitem(command.AREAS, "none", ["tests/there_is_no_such_file.py"])  # type: ignore[misc]

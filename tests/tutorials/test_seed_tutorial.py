@@ -172,6 +172,7 @@ def printed() -> str:
     return out.getvalue()
 
 
+@pytest.mark.thorough
 def test_what_is_printed() -> None:
     """Schedules, keys, collections and the accuracy. (One test, as the program takes long.)"""
     text = printed()

@@ -418,6 +418,7 @@ def test_chunks_are_padded_after_the_reduction(device: Any) -> None:
 # Numbers that are easily lost ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough(but_each=2)
 def test_nobody_misses_nan_or_infinity(device: Any) -> None:
     data = np.float32([[np.nan, 1, np.inf], [2, -np.inf, 3], [4, np.nan, 5], [6, 7, -np.inf]])
     for dtype in (np.float32, np.float16):

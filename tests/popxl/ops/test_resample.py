@@ -170,7 +170,7 @@ BORDERS = [
 ]
 
 
-@pytest.mark.thorough(but_each=5)
+@pytest.mark.thorough(but_each=10)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize(("size", "scale", "ratio"), [((2, 3), 1.0, 2), ((1, 1), 0.25, 1), ((5, 2), 2.0, 3)], ids=str)
 def test_regions_and_their_gradients(dtype, size, scale, ratio) -> None:

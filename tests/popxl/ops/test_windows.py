@@ -162,7 +162,7 @@ TRANSPOSES: dict[int, list[tuple[Any, ...]]] = {  # stride, padding at either si
 }
 
 
-@pytest.mark.thorough(but_each=4)
+@pytest.mark.thorough(but_each=8)
 @DIMENSIONS
 @GROUPS
 def test_conv_transpose_is_that_of_torch(n, groups) -> None:

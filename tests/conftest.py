@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -182,11 +183,13 @@ def _seeded() -> None:
 def quickly_compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """XLA takes a third of the time for CPUs, for tests of numbers: they compile much and run it once.
 
-    LLVM does not optimise, and loops do not go through MLIR before, which costs ten milliseconds for each. All else
-    that compiling does stays as users have it. So does all of it in thorough tests and in those that are marked
-    `compiled_whole`; and with `--thorough=3/10`, as in `.ci/run`, in a tenth of the files, each day another one.
+    LLVM does not optimise; loops do not go through MLIR before, which costs ten milliseconds for each; and MLIR need
+    not learn its dialects for each program, which costs another three. All else that compiling does stays as users have
+    it. So does all of it in thorough tests, and in those that are marked `compiled_whole`; with `--thorough=3/10`, as
+    in `.ci/run`, in a tenth of the files, each day another one.
     """
     import jax
+    from jax._src.interpreters import mlir
 
     from runtime.cpu import flags
 
@@ -194,12 +197,33 @@ def quickly_compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     if request.node.get_closest_marker("compiled_whole") or _part_of(request.path.name, parts) == part:
         yield
         return
-    options = (flags.compile_options() or {}) | _without_mlir()
+    options, contexts = (flags.compile_options() or {}) | _without_mlir(), _contexts()
     monkeypatch.setattr(flags, "compile_options", lambda: options)
+    monkeypatch.setattr(mlir, "make_ir_context", contexts.take)
     jax.config.update("jax_disable_most_optimizations", True)
     request.node.add_report_section("call", "XLA", "It took less time than for users: see `compiled_whole`.")
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+class _Contexts(threading.local):
+    """MLIR's context of a thread. It keeps what programs are written in, so that it is made anew now and then."""
+
+    def __init__(self) -> None:
+        from jax._src.interpreters.mlir import make_ir_context
+
+        self._make, self._uses = make_ir_context, 0
+
+    def take(self) -> Any:
+        if self._uses % 50 == 0:
+            self._context = self._make()
+        self._uses += 1
+        return self._context
+
+
+@cache
+def _contexts() -> _Contexts:
+    return _Contexts()
 
 
 @cache

@@ -16,6 +16,7 @@ from tests.benchmarks import first_call
 from tests.benchmarks.first_call import COMPILED, MODELS, OURS, PHASES, WAYS
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_first_call(way: str, tmp_path: Path) -> None:
     """Its phases are parts of it, and what is compiled is kept for another process."""

@@ -215,6 +215,7 @@ def _written_at_a_mask(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+@pytest.mark.thorough(but_each=6)
 @pytest.mark.parametrize(
     "function",
     [
@@ -609,6 +610,7 @@ def _trains_as_eager(make: Callable[[], torch.nn.Module], x: torch.Tensor) -> No
     torch.testing.assert_close(wrapped.state_dict(), eager.state_dict())
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated")
 @pytest.mark.parametrize("way", FORWARD_MODE)
 def test_derivatives_in_forward_mode_are_trained(way: str) -> None:

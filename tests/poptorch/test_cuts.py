@@ -221,6 +221,7 @@ class Labelled(nn.Module):
         return counts.sum(), F.cross_entropy(logits[counts], labels[counts])
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("only_new_objects")
 def test_labels_that_are_left_out_of_a_loss() -> None:
     torch.manual_seed(0)

@@ -525,6 +525,7 @@ def test_randomness_follows_the_seed():
     assert first == order() and sorted(sum(first, [])) == list(range(30)) != sum(first, [])
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("mode", [DataLoaderMode.Async, DataLoaderMode.AsyncRebatched])
 @pytest.mark.parametrize("persistent", [True, False])
 def test_asynchronous_loader_with_workers(mode, persistent):

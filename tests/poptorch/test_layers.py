@@ -129,6 +129,7 @@ class _FakeQuantised(nn.Module):
         return torch.fused_moving_avg_obs_fake_quant(x, *switches, low, high, scale, zero_point, *self.settings)
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("off", ["", "observer_on", "fake_quant_on"])
 @pytest.mark.parametrize("is_symmetric", [False, True])
 @pytest.mark.parametrize("channels", [1, 6])
@@ -137,6 +138,7 @@ def test_quantisation_is_simulated_and_follows_its_input(channels: int, is_symme
     _same_training(nn.Sequential(nn.Linear(2, 3), _FakeQuantised(channels, is_symmetric, off)), torch.randn(6, 2))
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("is_symmetric", [False, True])
 @pytest.mark.parametrize("x", [[-1.5, 2.0], [0.5, 1.5], [-0.9, -0.1], [0.0, 0.0], [-2e-6, 1e-6], [0.0, 3e-6]], ids=str)
 def test_the_first_range_of_a_simulated_quantisation(x: list[float], is_symmetric: bool) -> None:

@@ -76,7 +76,7 @@ def both(case: Case, optimiser: str = "SGD", **ways: int) -> tuple[poptorch.Popl
     return poptorch.trainingModel(model, options, OPTIMISERS[optimiser](model)), reference
 
 
-@pytest.mark.thorough(but_each=2)
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize(("name", "optimiser"), [("MLP", "SGD"), *((name, "AdamW") for name in CASES)])
 def test_step_by_step(name: str, optimiser: str) -> None:
     case = CASES[name]

@@ -60,6 +60,7 @@ def test_float32(rows: list[Row]) -> None:
     check(*((row, torch.float32) for row in rows))
 
 
+@pytest.mark.thorough
 @pytest.mark.here
 def test_pools_in_the_form_of_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
     from popxl.ops.kernels import windows

@@ -68,6 +68,7 @@ def test_small_modules_are_not_called() -> None:
     assert graphs_called(poptorch.sessionOf(executor).ir, 4) == []
 
 
+@pytest.mark.thorough
 def test_layers_that_differ_in_a_number() -> None:
     """In their attributes, or in constants that they hold."""
     model = Encoder(layers=4)

@@ -104,6 +104,7 @@ X = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
 ROIS = torch.tensor([[0, 1.0, 1, 6, 5], [1, -3, 2, 12, 9.5], [1, 2.5, 0.5, 8.75, 6.9], [1, 30, 30, 40, 40]])
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize(("ratio", "aligned", "boxes"), [(2, False, 4), (-1, True, 4), (2, False, 0)])
 def test_roi_align(ratio: int, aligned: bool, boxes: int) -> None:
     settings, rois = (0.5, 2, 3, ratio, aligned), ROIS[:boxes]

@@ -77,6 +77,7 @@ def test_a_save_of_a_program_that_is_killed(tmp_path: Path) -> None:
     assert len(names(tmp_path)) == 2 and loaded(tmp_path / "program") == 3
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_that_is_killed(tmp_path: Path) -> None:
     def write(value: float) -> None:
         with checkpoint.created(str(tmp_path / "c")) as directory:

@@ -142,6 +142,7 @@ class Reader(addons.Module):
         return self.inner(x, mask, cache=(keys, values, count))
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", [None, np.bool_, np.float32])
 def test_a_cache_shows_what_has_been_read_of_it(causal: bool, kind: Any) -> None:

@@ -51,6 +51,7 @@ def normal(*shape: int, seed: int = 0) -> Array:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize(
     ("causal", "mask"),
     [
@@ -167,7 +168,8 @@ def test_the_attention_of_jax_as_an_op_is_the_same() -> None:
 # The kernel of TPUs --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("causal", [True, False])
 def test_the_kernel_of_tpus_computes_the_same(causal: bool) -> None:
     """Interpreted here: three blocks of queries, two of keys, which two heads share."""
     from jax.experimental.pallas import tpu as pallas

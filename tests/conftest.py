@@ -209,10 +209,8 @@ def quickly_compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 class _Contexts(threading.local):
     """MLIR's context of a thread. It keeps what programs are written in, so that it is made anew now and then."""
 
-    def __init__(self) -> None:
-        from jax._src.interpreters.mlir import make_ir_context
-
-        self._make, self._uses = make_ir_context, 0
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make, self._uses = make, 0
 
     def take(self) -> Any:
         if self._uses % 50 == 0:
@@ -223,7 +221,9 @@ class _Contexts(threading.local):
 
 @cache
 def _contexts() -> _Contexts:
-    return _Contexts()
+    from jax._src.interpreters.mlir import make_ir_context
+
+    return _Contexts(make_ir_context)
 
 
 @cache

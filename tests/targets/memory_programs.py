@@ -5,9 +5,10 @@ They are of the size of real ones, hundreds of megabytes to some gigabytes, as s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -115,10 +116,9 @@ def in_pieces(replicas: int = 4, rows: int = 4096, width: int = 1024) -> None:
     session(ir)
 
 
-def convolutions() -> None:
-    """Three convolutions over images, and their gradients."""
+def convolutions(batch: int = 64, side: int = 112, channels: Sequence[int] = (3, 64, 128, 128)) -> None:
+    """Convolutions over images, and their gradients."""
     ir = popxl.Ir()
-    shapes = [(64, 3, 3, 3), (128, 64, 3, 3), (128, 128, 3, 3)]
 
     def network(x: popxl.Tensor, *weights: popxl.Tensor) -> popxl.Tensor:
         for w in weights:
@@ -126,15 +126,18 @@ def convolutions() -> None:
         return ops.mean(x, (2, 3))
 
     with ir.main_graph, popxl.in_sequence():
-        x = ops.host_load(popxl.h2d_stream((64, 3, 112, 112), F32, "x"))
-        weights = [variable(*shape, name=f"w{i}") for i, shape in enumerate(shapes)]
+        x = ops.host_load(popxl.h2d_stream((batch, channels[0], side, side), F32, "x"))
+        weights = [variable(b, a, 3, 3, name=f"w{i}") for i, (a, b) in enumerate(pairwise(channels))]
         graph = ir.create_graph(network, x, *weights)
         grad = popxl.transforms.autodiff(graph, grads_required=graph.inputs[1:])
         call = ops.call_with_info(graph, x, *weights)
-        gradients = ops.call(grad.graph, call.outputs[0], inputs_dict=grad.inputs_dict(call))
-        for w, g in zip(weights, gradients, strict=True):
-            ops.scaled_add_(w, g, b=-0.01)
+        update(weights, ops.call(grad.graph, call.outputs[0], inputs_dict=grad.inputs_dict(call)))
     session(ir)
+
+
+def update(weights: Sequence[popxl.Tensor], gradients: Sequence[popxl.Tensor]) -> None:
+    for w, g in zip(weights, gradients, strict=True):
+        ops.scaled_add_(w, g, b=-0.01)
 
 
 def vocabulary() -> None:
@@ -213,6 +216,43 @@ def random_program(seed: int) -> None:
     session(ir)
 
 
+def energies() -> None:
+    """Products whose squares are summed, and which are multiplied again."""
+    ir = popxl.Ir()
+    with ir.main_graph:
+        x, sums = ops.host_load(popxl.h2d_stream((12288, 3072), F32, "x")), []
+        for i in range(3):
+            x = x @ variable(3072, 3072, name=f"w{i}")
+            sums.append(ops.sum(x * x))
+        ops.host_store(popxl.d2h_stream(x.shape, F32, "y"), x)
+        ops.host_store(popxl.d2h_stream((), F32, "sum"), sums[0] + sums[1] + sums[2])
+    session(ir)
+
+
+def penalised() -> None:
+    """A network whose loss is the mean of the squares of all that passes through it, and its gradients."""
+    ir = popxl.Ir()
+
+    def network(x: popxl.Tensor, *weights: popxl.Tensor) -> popxl.Tensor:
+        means = []
+        for w in weights:
+            x = x @ w
+            means.append(ops.mean(x * x))
+            x = ops.tanh(x)
+        return means[0] + means[1] + means[2]
+
+    with ir.main_graph, popxl.in_sequence():
+        x = ops.host_load(popxl.h2d_stream((8192, 2048), F32, "x"))
+        shapes = ((2048, 6144), (6144, 6144), (6144, 2048))
+        weights = [variable(*shape, name=f"w{i}") for i, shape in enumerate(shapes)]
+        graph = ir.create_graph(network, x, *weights)
+        grad = popxl.transforms.autodiff(graph, grads_required=graph.inputs[1:])
+        call = ops.call_with_info(graph, x, *weights)
+        update(weights, ops.call(grad.graph, popxl.constant(1.0, F32), inputs_dict=grad.inputs_dict(call)))
+        ops.host_store(popxl.d2h_stream((), F32, "loss"), call.outputs[0])
+    session(ir)
+
+
 def block_in_bfloat16() -> None:
     """Two blocks of a transformer, divided among four chips, with Adam's state in remote buffers."""
     session(pod.training(2, 4096, 2048, 1, 4))
@@ -245,3 +285,14 @@ PROGRAMS: Mapping[str, tuple[int, Callable[[], None]]] = {
     "GPT, plain, dropout": (1, partial(gpt, "plain", dropout=0.1)),
 }
 """By name: how many chips a program is for, and what makes its session."""
+
+OTHERS: Mapping[str, tuple[int, Callable[[], None]]] = {
+    **{f"random {seed}": (1, partial(random_program, seed)) for seed in range(3, 9)},
+    "products, squared and summed": (1, energies),
+    "the same, trained": (1, penalised),
+    "convolutions, 96 images": (1, partial(convolutions, 96, 64, (3, 64, 128, 256))),
+    "convolutions, 32 images": (1, partial(convolutions, 32, 128, (16, 128, 128, 128))),
+    "network, Adam, bfloat16, wide": (1, partial(trained, "Adam", dtype=BF16, rows=16384, width=2048, hidden=3072)),
+    "network, plain gradients, wide": (1, partial(trained, "plain", rows=12288, width=1536, hidden=5120)),
+}
+"""Programs that no rule was made for: how far one can trust the rules."""

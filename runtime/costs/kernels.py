@@ -9,7 +9,8 @@ The rules, which hold for most programs:
 - What is computed twice of the same is computed once. What nobody needs is left out.
 - A loop needs room for what its turns carry and stack, and for the most that a turn needs.
 - Of what a collective gives, and everyone rounds, the rounded is kept.
-- On a GPU, all arrays that begin with the same number are filled in at once.
+- On a GPU, all arrays that begin with the same number are filled in at once. Products compute what is computed of one
+  array alone.
 - On a TPU, float32 that only products use, which round it, is kept as bfloat16; so are stacks of loops whose turns do
   that. What several kernels use is written down, if each would read four times as much to compute it. What convolutions
   give is tiled along images and channels.
@@ -48,6 +49,7 @@ _REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin cumsum cumprod cummax cummin "
     "reduce_window_sum reduce_window_max reduce_window_min".split()
 )
+_CONVERSIONS = frozenset({"convert_element_type"})
 _CONVOLUTION = "conv_general_dilated"
 _PRODUCTS = frozenset({"dot_general", _CONVOLUTION})
 _EXCHANGES = frozenset("psum psum_invariant pmax pmin all_gather reduce_scatter all_to_all ppermute".split())
@@ -311,8 +313,7 @@ def kernels_of(traced: Traced, given_back: Iterable[Value]) -> list[Kernel]:
         if not step.is_fused:
             there.update(step.made)
             if step.kind not in _REDUCTIONS and not (is_tpu and step.kind in _PRODUCTS):
-                absorbed = step.kind in _PRODUCTS
-                there.update(v for v in map(_absorbed if absorbed else _itself, step.taken) if v.maker is not None)
+                there.update(v for v in (_read_by(step, taken) for taken in step.taken) if v.maker is not None)
     there.update(kept for value in [*there] if (kept := _rounded(value, users)) is not None)
     order = {step: number for number, step in enumerate(steps)}
     alone = set() if is_tpu else {_CONVOLUTION}  # GPUs carry it out by a library, to which nothing is appended
@@ -418,24 +419,32 @@ def _is_distance(step: Step) -> bool:
     return largest.maker is not None and largest.maker.kind == "reduce_max" and largest.maker.taken[0] is numbers
 
 
-def _itself(value: Value) -> Value:
-    return value
-
-
 def _before_transposes(value: Value) -> Value:
     while value.maker is not None and value.maker.kind == "transpose":
         value = value.maker.taken[0]
     return value
 
 
-def _absorbed(value: Value) -> Value:
-    """What a product reads where it is given a value: it transposes and converts on the way."""
-    value = _before_transposes(value)
-    if value.maker is not None and value.maker.kind == "convert_element_type":
-        before = value.maker.taken[0]
-        if before.bytes <= value.bytes and (before.maker is None or not before.maker.is_fused):
-            return before
+def _read_by(step: Step, value: Value) -> Value:
+    """What is read where a step is given a value. Products transpose, and compute what is computed of one array alone,
+    if they need not read more for that; libraries of convolutions convert."""
+    absorbed = {"dot_general": _FUSED, _CONVOLUTION: _CONVERSIONS}.get(step.kind)
+    while absorbed is not None:
+        value = _before_transposes(value)
+        if value.maker is None or value.maker.kind not in absorbed:
+            break
+        arrays = [v for v in value.maker.taken if not _is_number(v)]
+        if len(arrays) != 1 or arrays[0].elements != value.elements or arrays[0].bytes > value.bytes:
+            break
+        (value,) = arrays
     return value
+
+
+def _is_number(value: Value) -> bool:
+    """Whether it is one number, in however many elements."""
+    while value.maker is not None and value.maker.kind in ("broadcast_in_dim", "convert_element_type"):
+        (value, *_) = value.maker.taken
+    return value.elements == 1
 
 
 def _end(

@@ -52,6 +52,19 @@ def test_products_need_their_operands() -> None:
     assert {name.split()[0] for name, _ in found.largest} == {f"float32[{ROWS},"}
 
 
+def test_products_compute_what_is_computed_of_one_array() -> None:
+    """It needs no room where that array is there, too; of two arrays it does."""
+
+    def after(function: Callable[[popxl.Tensor, popxl.Tensor], popxl.Tensor]) -> int:
+        def build(x: popxl.Tensor) -> popxl.Tensor:
+            z = x @ square("a")
+            return (function(z, x) @ square("b")) * z
+
+        return needed(build).needed
+
+    assert after(lambda z, x: z) == after(lambda z, x: ops.tanh(z * 2.0)) == after(lambda z, x: z * x) - ONE
+
+
 def test_what_is_kept_for_a_backward_pass_stays() -> None:
     def twice(x: popxl.Tensor) -> popxl.Tensor:
         a = ops.exp(x @ square("a"))

@@ -13,14 +13,23 @@ from runtime.dependence import can_seem, seemingly_of
 
 Array = Any
 
-LARGE = 2**14
-"""An array of so many elements takes long to copy."""
+IN_TURNS = 2**14
+"""An array of so many elements takes long to copy in each turn of a loop."""
+
+ONCE = 2**22
+"""An array of so many elements takes long to copy once in a run. Smaller ones are copied while something else is
+computed, and an order would cost more than the copies: XLA computes side by side what does not depend on each other."""
 
 
 class Order:
-    """What was computed last from each storage of a running graph: what overwrites the storage comes after."""
+    """What was computed last from each storage of a running graph: what overwrites the storage comes after.
 
-    def __init__(self) -> None:
+    Args:
+        in_loop: whether the graph runs in the turns of a loop.
+    """
+
+    def __init__(self, in_loop: bool) -> None:
+        self._large = IN_TURNS if in_loop else ONCE
         self._computed: dict[Tensor, Array] = {}
         self._made_of: dict[Tensor, Tensor] = {}
 
@@ -51,13 +60,14 @@ class Order:
             storage: one of so many `rows` of an array, all of which XLA would copy.
             value: what it is overwritten with.
         """
-        return after(value, self._computed.pop(storage, None), rows)
+        earlier = self._computed.pop(storage, None)
+        return value if earlier is None or value.size * rows < self._large else after(value, earlier)
 
     def _source(self, storage: Tensor) -> Tensor:
         return self._made_of.get(storage, storage)
 
 
-def after(value: Array, earlier: Array | None, rows: int = 1) -> Array:
+def after(value: Array, earlier: Array) -> Array:
     """The same value, computed after another one.
 
     XLA overwrites an array in place where all that reads it comes before. On CPUs it knows no order but that of what
@@ -66,16 +76,9 @@ def after(value: Array, earlier: Array | None, rows: int = 1) -> Array:
 
     Args:
         value: what an array is overwritten with.
-        earlier: what was last computed from the array, if that is known.
-        rows: how many values like this one the array has.
+        earlier: what was last computed from the array.
     """
-    if (
-        earlier is None
-        or not isinstance(value, jax.core.Tracer)
-        or value.size * rows < LARGE
-        or not earlier.size
-        or not can_seem(value)
-    ):
+    if not isinstance(value, jax.core.Tracer) or not earlier.size or not can_seem(value):
         return value
 
     def on_cpu(value: Array, earlier: Array) -> Array:

@@ -248,6 +248,7 @@ class Lowering:
         self._ran_on: WeakValueDictionary[tuple[Graph, tuple[int, ...]], Array] = WeakValueDictionary()  # the first
         self._around: list[Sequence[Array | Row]] = [()]  # the inputs of the graphs that are being run
         self._turns = 1
+        self._in_loop = False
         self._scopes = Scopes()
         self._meetings = Meetings()
 
@@ -270,7 +271,7 @@ class Lowering:
         self, ops: Iterable[Op | Rolled], values: Mapping[Tensor, Array | Row], channels: Channels
     ) -> Nested[Environment]:
         """The same, as work that is nested."""
-        environment = Environment(values, self.machine.order(), self.scheduling.same, self._turns)
+        environment = Environment(values, self.machine.order(self._in_loop), self.scheduling.same, self._turns)
         for op in (part for each in ops for part in ((each,) if isinstance(each, Rolled) else each.parts)):
             handle_waiting()
             if isinstance(op, Rolled):
@@ -386,16 +387,24 @@ class Lowering:
         )
 
     @contextmanager
-    def within(self, inputs: Sequence[Array | Row], turns: int = 1) -> Iterator[None]:
-        """While a graph with these inputs is run; or one of the turns of a loop, which sees nothing around it."""
-        around = self._turns
+    def within(self, inputs: Sequence[Array | Row]) -> Iterator[None]:
+        """While a graph with these inputs is run."""
         self._around.append(inputs)
-        self._turns *= turns
         try:
             yield
         finally:
             self._around.pop()
-            self._turns = around
+
+    @contextmanager
+    def within_turn(self, rows: int = 1) -> Iterator[None]:
+        """While a turn of a loop is run, which sees nothing around it; arrays may have so many rows like its values."""
+        around = self._turns, self._in_loop
+        self._turns, self._in_loop = self._turns * rows, True
+        try:
+            with self.within(()):
+                yield
+        finally:
+            self._turns, self._in_loop = around
 
     def _apart(self, graph: Graph, inputs: Sequence[Array | Row]) -> Sequence[Array | Row]:
         """Inputs of a graph; where it has run on the same, XLA takes them for others.
@@ -419,7 +428,7 @@ class Lowering:
 
         def function(inputs: tuple[Array, ...], taken: Any, met: Array | None) -> Any:
             channels = Channels(dict(zip(streams, taken, strict=True)))
-            with self.meeting_after(met) as now:
+            with self.within_turn(), self.meeting_after(met) as now:  # as a loop: it is called several times
                 results = done(self._inline(graph, inputs, channels)).read()
                 return results.outputs, results.written, channels.take(streams), now()
 
@@ -647,7 +656,7 @@ def _loop(lowering: Lowering, op: Op, environment: Environment, channels: Channe
     def turn(state: Any, i: Array) -> Any:
         before, positions, met = state
         inside = stepping.at(positions)
-        with lowering.meeting_after(met) as now:
+        with lowering.within_turn(), lowering.meeting_after(met) as now:
             after, further = done(loop.turning(lowering, before, i, inside))
             return (after, inside.positions(streams), now()), further
 

@@ -77,14 +77,14 @@ class MachineParts:
 
     Attributes:
         forms: the kernels that it computes in another form.
-        order: makes what keeps the order of updates of one graph.
+        order: makes what keeps the order of updates of one graph, told whether it is in the turns of a loop.
         copied: copies an array that is fed, for the caller may fill it again while the program runs.
         turns: of executables whose devices meet; `None` where they may run at once.
         in_turn: what a turn of a loop has of an array that no turn changes, given the row that it reads and its number.
     """
 
     forms: Mapping[Kernel, Form] = field(default_factory=dict)
-    order: Callable[[], Order] = AnyOrder
+    order: Callable[[bool], Order] = lambda in_loop: AnyOrder()
     copied: Callable[[np.ndarray], np.ndarray] = np.ndarray.copy
     turns: Turns | None = None
     in_turn: Callable[[Array, Array], Array] = _as_it_is

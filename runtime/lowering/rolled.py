@@ -122,7 +122,7 @@ def roll(lowering: Lowering, loop: Rolled, environment: Environment, channels: C
     def turn(state: Any, rows: Sequence[Array]) -> Any:
         held, positions, met = state
         inside = stepping.at(positions)
-        with lowering.within((), turns=len(loop.turns)), lowering.meeting_after(met) as now:
+        with lowering.within_turn(rows=len(loop.turns)), lowering.meeting_after(met) as now:
             after = done(lowering.running(loop.ops, turning.found(held, rows), inside))
             return (turning.left(held, rows, after), inside.positions(streams), now()), None
 

@@ -11,7 +11,7 @@ import pytest
 import popxl
 from popxl import ops
 from popxl.transforms import autodiff
-from runtime.cpu.order import LARGE, after
+from runtime.cpu.order import IN_TURNS, ONCE, Order, after
 
 pytestmark = pytest.mark.compiled_whole  # what XLA makes of programs is what is tested
 
@@ -69,7 +69,7 @@ def test_weights_are_not_copied(steps: int, by_graphs: bool) -> None:
         assert not re.search(rf"f32\[{rows},{columns}\]\S* copy\(", text)
 
 
-SPECIAL = np.resize(np.array([0.0, -0.0, 1.5, -2.0, np.inf, -np.inf, np.nan, 1e-40], np.float32), LARGE)
+SPECIAL = np.resize(np.array([0.0, -0.0, 1.5, -2.0, np.inf, -np.inf, np.nan, 1e-40], np.float32), IN_TURNS)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -82,14 +82,41 @@ def test_every_bit_stays(dtype: str, earlier: float) -> None:
 
 
 def test_derivatives_pass() -> None:
-    value = jnp.arange(LARGE, dtype=jnp.float32)
+    value = jnp.arange(IN_TURNS, dtype=jnp.float32)
     found = jax.grad(lambda t: (after(t, t[:3]) * t).sum())(value)
     np.testing.assert_array_equal(found, 2 * value)
 
 
 def test_nothing_is_waited_for_without_need() -> None:
-    """Small arrays, and integers."""
-    small, large = jnp.zeros(8), jnp.zeros(LARGE)
-    for value, earlier in ((small, small[:2]), (large.astype(int), small), (large, None), (large, small[:0])):
+    """Integers, and what has no numbers."""
+    some = jnp.zeros(8)
+    for value, earlier in ((some.astype(int), some), (some, some[:0])):
         assert "or " not in str(jax.make_jaxpr(after)(value, earlier))
-    assert "or " in str(jax.make_jaxpr(after)(large, small))
+    assert "or " in str(jax.make_jaxpr(after)(some, some))
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "in_loop", "waits"),
+    [
+        (IN_TURNS, 1, True, True),
+        (IN_TURNS - 1, 1, True, False),
+        (IN_TURNS // 4, 4, True, True),
+        (IN_TURNS, 1, False, False),
+        (ONCE - 1, 1, False, False),
+        (ONCE, 1, False, True),
+    ],
+)
+def test_only_large_arrays_wait(size: int, rows: int, in_loop: bool, waits: bool) -> None:
+    """Those that would be copied in each turn are soon large; others that are copied once in a run are not."""
+    with popxl.Ir().main_graph:
+        weight, result = popxl.variable(np.zeros(5, np.float32)), popxl.variable(np.zeros((2, 3), np.float32))
+
+    def overwrite(value: jax.Array, earlier: jax.Array) -> jax.Array:
+        order = Order(in_loop)
+        order.note(weight, result, earlier)
+        return order.overwriting(weight, value, rows)
+
+    traced = jax.make_jaxpr(overwrite)(
+        jax.ShapeDtypeStruct((size,), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.float32)
+    )
+    assert ("or " in str(traced)) == waits

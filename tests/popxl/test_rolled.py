@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -25,6 +27,16 @@ X = np.random.default_rng(1).normal(size=(2, 3)).astype(np.float32)
 SPEC = popxl.TensorSpec((2, 3), popxl.float32)
 
 Build = Callable[[popxl.Tensor], Sequence[popxl.Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def no_room_is_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What turns fill holds anything before, as on accelerators. On CPUs, `jax.lax.empty` is zeros."""
+
+    def filled(shape: Sequence[int], dtype: Any) -> jax.Array:
+        return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else -1).astype(dtype)
+
+    monkeypatch.setattr(jax.lax, "empty", filled)
 
 
 class Run:

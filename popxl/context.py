@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
+from popxl.base.names import check_name
 from popxl.base.sequence import Mode, Sequencer
 from popxl.base.source import DebugRecord, SourceLocation, frame_above, user_line
 from popxl.core.tensor import Tensor
@@ -239,7 +240,11 @@ def name_scope(name: str) -> Iterator[list[str]]:
         >>> with ir.main_graph, popxl.name_scope("enc"):
         ...     popxl.variable(0, name="w").name
         'enc/w'
+
+    Raises:
+        TypeError: if the name is no string.
     """
+    check_name(name, "a scope")
     _context.push_name_scope(name)
     try:
         yield _context.name_scopes

@@ -29,7 +29,7 @@ def create_seeds(
         ready for a `(2,)` stream. The last axis holds the high and the low word.
 
     Raises:
-        TypeError: if `seed` or `offset` is no integer.
+        TypeError: if one of the arguments is no integer.
         ValueError: if `seed + offset` is negative or one of the counts is less than 1.
 
     Example:
@@ -49,6 +49,7 @@ def create_seeds(
         "gradient_accumulation_factor": gradient_accumulation_factor,
         "replicas": replicas,
     }
+    counts = {name: integer(count, f"create_seeds: `{name}`") for name, count in counts.items()}
     for name, count in counts.items():
         if count < 1:
             raise ValueError(f"create_seeds: `{name}` is {count}. Expected at least 1, the default.")

@@ -11,6 +11,8 @@ from itertools import pairwise
 from operator import index
 from typing import TYPE_CHECKING, TypeAlias
 
+from popxl.values.shapes import integer
+
 if TYPE_CHECKING:
     from popxl.ir import Ir
 
@@ -166,12 +168,13 @@ def constant_grouping(ir: "Ir", stride: int = 1, group_size: int | None = None) 
         group_size: as many as possible if `None`. `stride * group_size` must divide the number of replicas.
 
     Raises:
+        TypeError: if one of them is no integer.
         ValueError: if the replicas cannot be grouped like this.
         ZeroDivisionError: if `stride` is 0 and `group_size` is `None`.
     """
     num_replicas = ir.replication_factor
-    if group_size is None:
-        group_size = num_replicas // stride
+    stride = integer(stride, "replica_grouping: `stride`")
+    group_size = num_replicas // stride if group_size is None else integer(group_size, "replica_grouping: `group_size`")
     if not 0 < stride <= num_replicas:
         raise ValueError(
             f"replica_grouping: `stride` is {stride}. Expected 1 to {num_replicas}, the replication factor of the Ir."
@@ -192,7 +195,7 @@ def constant_grouping(ir: "Ir", stride: int = 1, group_size: int | None = None) 
             f"not divide {num_replicas}, the replication factor of the Ir: some group would lack members. "
             "Choose another stride or group size."
         )
-    return _constant(weakref.ref(ir), num_replicas, index(stride), index(group_size))
+    return _constant(weakref.ref(ir), num_replicas, stride, group_size)
 
 
 def grouping_along(ir: "Ir", names: Sequence[str], what: str = "grouping") -> ReplicaGrouping:

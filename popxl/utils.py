@@ -80,7 +80,10 @@ def to_numpy(
         _check_memmap(x, dtype)
         return x
 
-    array = as_array(x)
+    try:
+        array = as_array(x)
+    except ValueError as problem:  # rows of several lengths
+        raise _no_numbers(x, problem) from None
     if dtype is None:
         if array.size == 0 and not hasattr(x, "dtype"):
             target = np.dtype(object)  # NumPy would invent float64 for an empty list
@@ -107,7 +110,16 @@ def to_numpy(
             )
     # Infer first and cast then: given a dtype, NumPy would refuse Python integers that do not fit.
     with np.errstate(over="ignore", invalid="ignore"):
-        return array.astype(target, order="C", copy=copy)
+        try:
+            return array.astype(target, order="C", copy=copy)
+        except (TypeError, ValueError) as problem:  # strings, other objects
+            raise _no_numbers(x, problem) from None
+
+
+def _no_numbers(x: Any, problem: Exception) -> Exception:
+    """The error for data that is no array of numbers, of the kind that NumPy raised."""
+    text = f"to_numpy: expected a number, a sequence of numbers or an array; got {x!r:.100} ({type(x).__name__}). NumPy"
+    return type(problem)(f"{text} says: {problem}")
 
 
 def narrowed(array: NDArray[Any], target: np.dtype[Any], what: str) -> NDArray[Any]:

@@ -621,7 +621,7 @@ class Session:
 
     def get_tensors_data(self, tensors: Iterable[Variable | Constant]) -> dict[Variable | Constant, np.ndarray]:
         """As `get_tensor_data`, for several tensors, with one transfer at most."""
-        if isinstance(tensors, Tensor):
+        if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
             raise TypeError(f"Session.get_tensors_data: expected a list of tensors; got {tensors!r}.")
         wanted = list(tensors)
         for t in wanted:
@@ -714,10 +714,16 @@ class Session:
             ValueError: for another shape, a number that does not fit the dtype, a variable of another Ir, or one that
                 is a read-only memory map.
         """
+        self._check_writable(tensor)  # what is no tensor may not be hashable
         self.write_variables_data({tensor: data})
 
     def write_variables_data(self, tensors: Mapping[Variable, Any]) -> None:
         """As `write_variable_data`, for several variables, with one transfer. Nothing is written if one is refused."""
+        if not isinstance(tensors, Mapping):
+            raise TypeError(
+                f"Session.write_variables_data: expected a mapping from variables to their numbers; got {tensors!r} "
+                f"({type(tensors).__name__})."
+            )
         self._write_variables(tensors)
 
     def _write_variables(self, tensors: Mapping[Variable, Any], kept: bool = True) -> None:

@@ -359,6 +359,11 @@ def bind_inputs(
     """
     here = get_current_context().graph
     check_callable(graph, here)
+    if not isinstance(positional, Iterable):
+        raise TypeError(
+            f"The inputs of the {which} graph {graph.name} must be an iterable of values; got {positional!r} "
+            f"({type(positional).__name__})."
+        )
     positional = list(positional)
     values = list(_flattened(positional))
     hint = ""
@@ -372,6 +377,11 @@ def bind_inputs(
     for i, value in enumerate(values):
         if isinstance(value, Tensor) and value.graph_ref is not here.ref:
             raise foreign_tensor("call", f"input {i}", value, here)
+    if not isinstance(by_tensor, Mapping | None):
+        raise TypeError(
+            f"`inputs_dict` of the {which} graph {graph.name} must map its inputs to values; got {by_tensor!r} "
+            f"({type(by_tensor).__name__})."
+        )
     named = dict(by_tensor or {})
     _check_named(graph, named, here, which)
     bound: dict[Tensor, Any] = dict(zip(graph.inputs, values, strict=False))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
-from typing import Any, SupportsIndex
+from typing import Any
 
 from popxl import dtypes
 from popxl.context import get_current_context
@@ -31,6 +30,7 @@ from popxl.ops.call import (
 from popxl.ops.elementwise import add_n
 from popxl.ops.host import init
 from popxl.ops.index import gather
+from popxl.values.shapes import integer
 from popxl.values.spec import TensorSpec, brief
 
 __all__ = ["repeat", "repeat_with_info"]
@@ -288,9 +288,7 @@ def repeat_with_info(
 
 def _checked_count(graph: Graph, repeat_count: Any) -> int:
     """The number of turns, 0 or more."""
-    if not isinstance(repeat_count, SupportsIndex):
-        raise TypeError(f"repeat: `repeat_count` must be an int; got {repeat_count!r} ({type(repeat_count).__name__}).")
-    count = operator.index(repeat_count)
+    count = integer(repeat_count, "repeat: `repeat_count`", "be an int")
     if count < 0:
         raise ValueError(f"Repeat count must be >= 0; it is {count} for the graph {graph.name}.")
     return count

@@ -233,7 +233,7 @@ def interpolate(
 def _factors(scale_factor: Iterable[float]) -> tuple[float, ...]:
     try:
         factors = tuple(map(float, scale_factor))
-    except TypeError:
+    except (TypeError, ValueError):
         raise TypeError(
             f"interpolate: `scale_factor` must be a sequence of numbers, one for each axis; got {scale_factor!r}."
         ) from None

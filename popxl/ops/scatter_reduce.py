@@ -244,7 +244,7 @@ def _call(
     enable_index_broadcast: int,
     group_size: int = 1,
 ) -> Tensor:
-    if reduction not in _kinds:
+    if not isinstance(reduction, str) or reduction not in _kinds:
         raise ValueError(f"{name}: `reduction` is {reduction!r}; expected 'sum', 'min', 'max' or 'none'.")
     if initial_values is None and axis_size is None:
         raise ValueError(

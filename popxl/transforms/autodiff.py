@@ -77,6 +77,14 @@ def autodiff(
     """
     if not isinstance(graph, Graph):
         raise TypeError(f"autodiff: `graph` must be a Graph; got {graph!r} ({type(graph).__name__}).")
+    for name, given in (("grads_provided", grads_provided), ("grads_required", grads_required)):
+        if not isinstance(given, Iterable | None) or isinstance(given, Tensor):
+            raise TypeError(f"autodiff: `{name}` must be a list of tensors; got {given!r} ({type(given).__name__}).")
+    if not isinstance(called_graphs_grad_info, Mapping | None):
+        raise TypeError(
+            "autodiff: `called_graphs_grad_info` must map graphs to their GradGraphInfo; got "
+            f"{called_graphs_grad_info!r} ({type(called_graphs_grad_info).__name__})."
+        )
     infos: Infos = dict(called_graphs_grad_info or {})
     if graph not in infos:
         required = list(graph.inputs if grads_required is None else grads_required)

@@ -57,6 +57,11 @@ class ExpectedConnection:
         return f"({self.connection_type}, {self.fwd_tensor})"
 
 
+def _check_call(name: str, value: object) -> None:
+    if not isinstance(value, CallSiteInfo):
+        raise TypeError(f"`{name}` must be what `ops.call_with_info` returns; got {value!r} ({type(value).__name__}).")
+
+
 class GradGraphInfo:
     """A gradient graph, and how to connect it to calls of its forward graph.
 
@@ -130,7 +135,17 @@ class GradGraphInfo:
         return {t: parents[activation] for t, activation in wanted.items()}
 
     def fwd_graph_ins_to_grad_parent_outs(self, grad_call_info: CallSiteInfo) -> dict[Tensor, Tensor]:
-        """The gradients of one gradient call, by the tensors of the forward graph."""
+        """The gradients of one gradient call, by the tensors of the forward graph.
+
+        Raises:
+            TypeError: if it is no call, or one of the forward graph.
+        """
+        _check_call("grad_call_info", grad_call_info)
+        if grad_call_info.called_graph is self.forward_graph:
+            raise TypeError(
+                f"`grad_call_info` is a call of {self.forward_graph.title}, which was differentiated; expected one of "
+                f"its gradient graph, {self.graph.title}."
+            )
         return _Gradients(
             {expected.fwd_tensor: grad_call_info.parent_output(i) for i, expected in enumerate(self._expected_outputs)}
         )
@@ -144,8 +159,10 @@ class GradGraphInfo:
         `fwd_graph_ins_to_grad_parent_outs` and add them.
 
         Raises:
+            TypeError: if one of them is no call, or the second a call of the forward graph.
             ValueError: if a gradient is of a tensor that is neither input nor output of the forward graph.
         """
+        _check_call("fwd_call_info", fwd_call_info)
         gradients = self.fwd_graph_ins_to_grad_parent_outs(grad_call_info)
         parents = fwd_call_info.parents()
         for t in gradients:

@@ -1,0 +1,165 @@
+"""Arguments of kinds that nothing can be made of: the error says which argument, what it must be and what came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import popxl
+from popxl import ops
+from popxl.transforms import autodiff
+
+X = np.ones((2, 3), np.float32)
+
+
+class Thing:
+    """Nothing that anybody expects."""
+
+    def __repr__(self) -> str:
+        return "Thing()"
+
+
+THING = Thing()
+
+
+@pytest.fixture
+def program() -> Any:
+    """A program of one call, and its gradient."""
+    ir = popxl.Ir(replication=2)
+    with ir.main_graph:
+        x, is_so = popxl.variable(X, name="x"), popxl.constant(True, popxl.bool)
+        graph = ir.create_graph(lambda t: ops.tanh(t), x)
+        info, site = autodiff(graph), ops.call_with_info(graph, x)
+        yield SimpleNamespace(ir=ir, x=x, is_so=is_so, graph=graph, info=info, site=site)
+
+
+BUILDING: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
+    "inputs of a branch": (
+        lambda p: ops.conditional(p.is_so, p.graph, p.graph, THING, [p.x]),
+        TypeError,
+        r"The inputs of the then_branch graph .* must be an iterable of values; got Thing\(\)",
+    ),
+    "inputs_dict": (
+        lambda p: ops.call(p.graph, inputs_dict=[p.x]),
+        TypeError,
+        "`inputs_dict` of the called graph .* must map its inputs to values; got .*list",
+    ),
+    "turns": (lambda p: ops.repeat(p.graph, X, p.x), TypeError, "repeat: `repeat_count` must be an int; got array"),
+    "required": (
+        lambda p: autodiff(p.graph, grads_required=3),
+        TypeError,
+        r"autodiff: `grads_required` must be a list of tensors; got 3 \(int\)",
+    ),
+    "provided": (
+        lambda p: autodiff(p.graph, grads_provided=p.graph.outputs[0]),
+        TypeError,
+        "autodiff: `grads_provided` must be a list of tensors; got",
+    ),
+    "known gradients": (
+        lambda p: autodiff(p.graph, called_graphs_grad_info=[p.info]),
+        TypeError,
+        "autodiff: `called_graphs_grad_info` must map graphs to their GradGraphInfo; got",
+    ),
+    "no call": (
+        lambda p: p.info.fwd_parent_ins_to_grad_parent_outs(p.site, THING),
+        TypeError,
+        r"`grad_call_info` must be what `ops.call_with_info` returns; got Thing\(\)",
+    ),
+    "no forward call": (
+        lambda p: p.info.fwd_parent_ins_to_grad_parent_outs(None, p.site),
+        TypeError,
+        "`fwd_call_info` must be what `ops.call_with_info` returns; got None",
+    ),
+    "the forward call": (
+        lambda p: p.info.fwd_graph_ins_to_grad_parent_outs(p.site),
+        TypeError,
+        "`grad_call_info` is a call of .*, which was differentiated; expected one of its gradient graph",
+    ),
+    "stride": (
+        lambda p: p.ir.replica_grouping(stride="2"),
+        TypeError,
+        r"replica_grouping: `stride` must be an integer; got '2' \(str\)",
+    ),
+    "group_size": (
+        lambda p: p.ir.replica_grouping(group_size=2.0),
+        TypeError,
+        r"replica_grouping: `group_size` must be an integer; got 2.0 \(float\)",
+    ),
+    "seeds": (
+        lambda p: popxl.create_seeds(7, replicas=None),
+        TypeError,
+        "create_seeds: `replicas` must be an integer; got None",
+    ),
+    "data": (
+        lambda p: popxl.variable(THING, popxl.float32),
+        TypeError,
+        r"to_numpy: expected a number, a sequence of numbers or an array; got Thing\(\)",
+    ),
+    "text": (
+        lambda p: popxl.constant("hello", popxl.float32),
+        ValueError,
+        "to_numpy: expected a number, a sequence of numbers or an array; got 'hello'",
+    ),
+    "rows of several lengths": (
+        lambda p: popxl.variable([[1], [2, 3]], popxl.float32),
+        ValueError,
+        r"to_numpy: expected a number, a sequence of numbers or an array; got \[\[1\], \[2, 3\]\]",
+    ),
+    "name of a variable": (
+        lambda p: popxl.variable(X, name=popxl.float32),
+        TypeError,
+        "The name of a tensor must be a string; got .*dtype",
+    ),
+    "name of a stream": (
+        lambda p: popxl.h2d_stream((2,), popxl.float32, 3),
+        TypeError,
+        r"The name of a stream must be a string; got 3 \(int\)",
+    ),
+    "name of a graph": (
+        lambda p: p.ir.create_empty_graph(THING),
+        TypeError,
+        r"The name of a graph must be a string; got Thing\(\)",
+    ),
+    "name of a scope": (
+        lambda p: popxl.name_scope(None).__enter__(),
+        TypeError,
+        "The name of a scope must be a string; got None",
+    ),
+    "tensors": (
+        lambda p: ops.concat(None),
+        TypeError,
+        r"concat: `ts` must be a list of tensors; got None \(NoneType\)",
+    ),
+    "range": (lambda p: ops.arange(float("inf")), ValueError, "arange: expected finite numbers; got 0 to inf by 1"),
+}
+
+
+@pytest.mark.parametrize("name", BUILDING)
+def test_building(program: Any, name: str) -> None:
+    """Nothing is left behind: the program that was begun can be finished."""
+    build, error, message = BUILDING[name]
+    before = str(program.ir)
+    with pytest.raises(error, match=message):
+        build(program)
+    assert str(program.ir) == before
+
+
+def test_sessions() -> None:
+    ir = popxl.Ir()
+    with ir.main_graph:
+        x = popxl.variable(X, name="x")
+        ops.host_store(popxl.d2h_stream(x.shape, x.dtype, "y"), x)
+    with popxl.Session(ir, "cpu") as session:
+        with pytest.raises(TypeError, match="get_tensors_data: expected a list of tensors; got 3"):
+            session.get_tensors_data(3)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="expected a mapping from variables to their numbers; got "):
+            session.write_variables_data([(x, X)])  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="write_variable_data"):
+            session.write_variable_data([x], X)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"`outputs` maps streams to arrays; got Thing\(\)"):
+            session.run_with_outputs({}, THING)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(session.get_tensor_data(x), X)

@@ -158,7 +158,7 @@ def test_sessions() -> None:
             session.get_tensors_data(3)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="expected a mapping from variables to their numbers; got "):
             session.write_variables_data([(x, X)])  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="write_variable_data"):
+        with pytest.raises(TypeError, match="is not of type Variable"):
             session.write_variable_data([x], X)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"`outputs` maps streams to arrays; got Thing\(\)"):
             session.run_with_outputs({}, THING)  # type: ignore[arg-type]

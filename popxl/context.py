@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
-from popxl.base.names import check_name
+from popxl.base.arguments import check_type
 from popxl.base.sequence import Mode, Sequencer
 from popxl.base.source import DebugRecord, SourceLocation, frame_above, user_line
 from popxl.core.tensor import Tensor
@@ -244,7 +244,7 @@ def name_scope(name: str) -> Iterator[list[str]]:
     Raises:
         TypeError: if the name is no string.
     """
-    check_name(name, "a scope")
+    check_type(name, str, "The name of a scope", "a string")
     _context.push_name_scope(name)
     try:
         yield _context.name_scopes

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from popxl.base.names import check_name
+from popxl.base.arguments import check_type
 from popxl.context import get_current_context
 from popxl.core import editing
 from popxl.core.printing import algebra, page, schedule
@@ -193,7 +193,7 @@ class Graph:
     def new_tensor(self, name: str | None, spec: TensorSpec, kind: type[Tensor] = Tensor, scoped: bool = True) -> Any:
         """A tensor of this graph that nothing makes yet. Its id is the wished name, made unique."""
         if name is not None:
-            check_name(name, "a tensor")
+            check_type(name, str, "The name of a tensor", "a string")
         wish = f"{get_current_context().scope_prefix}{name or 't'}" if scoped else name or "t"
         return self._named(wish, spec, kind, self._tensors)
 

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from popxl.base.arguments import check_type
 from popxl.base.distributed import launched
 from popxl.base.edit_counter import EditCounter
 from popxl.base.host_copies import HostCopies
-from popxl.base.names import check_name
 from popxl.core.binding import build_graph, graph_name
 from popxl.core.printing import definition
 from popxl.errors import PopxlError
@@ -232,7 +232,7 @@ class Ir:
     def create_empty_graph(self, name: str | None = None) -> Graph:
         """A graph without inputs, ops and outputs. Enter it with `with` and fill it."""
         if name is not None:
-            check_name(name, "a graph")
+            check_type(name, str, "The name of a graph", "a string")
         return self._add_graph(f"{name or 'graph'}_subgraph({self._next('subgraph_numbers')})")
 
     def create_gradient_graph(self, forward: Graph) -> Graph:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Self
 
-from popxl.base.names import check_name
+from popxl.base.arguments import check_type
 from popxl.context import get_current_context
 from popxl.core.tensor import Tensor
 from popxl.dtypes import dtype as dtype_
@@ -32,7 +32,7 @@ class Stream:
     @classmethod
     def _make(cls, shape: Iterable[int], dtype: dtype_, name: str, num_host_transfers: int | None = None) -> Self:
         stream = object.__new__(cls)
-        check_name(name, "a stream")
+        check_type(name, str, "The name of a stream", "a string")
         spec = TensorSpec(sizes(shape, f"The shape of {name!r}"), dtype)
         count = _count(num_host_transfers, name)
         stream.tensor = get_current_context().main_graph.new_stream_tensor(name, spec)

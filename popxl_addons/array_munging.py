@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 import popxl
+from popxl.values.shapes import integer
 
 __all__ = [
     "handle_negative_axis",
@@ -295,6 +296,7 @@ def tensor_parallel_output(
 
 
 def _check_parallel(function: str, tp: int, rf: int) -> None:
+    tp, rf = integer(tp, f"{function}: `tp`"), integer(rf, f"{function}: `rf`")
     if not 0 < tp <= rf or rf % tp:
         raise ValueError(
             f"{function}: `tp` is {tp} and `rf` is {rf}; expected a number of replicas `rf` divisible by `tp`."
@@ -350,7 +352,7 @@ def handle_negative_axis(x: Any, axis: int) -> int:
         >>> handle_negative_axis(np.ones((2, 3)), -1)
         1
     """
-    rank = np.ndim(x)
+    rank, axis = np.ndim(x), integer(axis, "`axis`")
     if not -rank <= axis < rank:
         raise IndexError(f"`axis` is {axis}, and the array has the rank {rank}; expected one of [{-rank}, {rank}).")
     return axis % rank
@@ -361,7 +363,7 @@ def _array(x: Any) -> np.ndarray:
 
 
 def _split(x: np.ndarray, n: int, axis: int) -> list[np.ndarray]:
-    axis = handle_negative_axis(x, axis)
+    axis, n = handle_negative_axis(x, axis), integer(n, "The number of parts")
     if n < 1 or x.shape[axis] % n:
         raise ValueError(f"Axis {axis} of an array of the shape {x.shape} cannot be cut into {n} equal parts.")
     return np.split(x, n, axis)

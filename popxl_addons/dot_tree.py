@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
+from popxl.base.arguments import check_type
 from popxl_addons.utils import OrderedDict, duplicate_items
 
 L = TypeVar("L")
@@ -55,6 +56,8 @@ class DotTree(Generic[L]):
             >>> DotTree.from_dict({0: "a", "x.y": "b"}).keys()
             ['0', 'x']
         """
+        if not isinstance(d, DotTree):
+            check_type(d, Mapping, f"{cls.__name__}.from_dict: `d`", "a mapping from names to values")
         tree = cls()
         branches: dict[tuple[str, ...], DotTree[Any]] = {(): tree}  # made here, so they may be changed here
 
@@ -83,6 +86,8 @@ class DotTree(Generic[L]):
             >>> DotTree.pack(["w", "b"], [1, 2]).w
             1
         """
+        check_type(keys, Iterable, f"{cls.__name__}.pack: `keys`", "a list of names")
+        check_type(values, Iterable, f"{cls.__name__}.pack: `values`", "a list of values")
         return cls.from_dict(dict(zip(keys, values, strict=False)))
 
     # Reading

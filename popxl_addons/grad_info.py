@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import popxl
+from popxl.base.arguments import check_type
 from popxl.transforms.autodiff import ExpectedConnectionType, GradGraphInfo, make_grad_graph_info
 
 if TYPE_CHECKING:
@@ -20,8 +21,14 @@ if TYPE_CHECKING:
 
 
 def as_graph(graph: GraphLike) -> popxl.Graph:
-    """The `popxl.Graph` itself, whatever wraps it."""
-    return graph if isinstance(graph, popxl.Graph) else graph.graph
+    """The `popxl.Graph` itself, whatever wraps it. `TypeError` for what is and has none."""
+    found = graph if isinstance(graph, popxl.Graph) else getattr(graph, "graph", None)
+    if not isinstance(found, popxl.Graph):
+        raise TypeError(
+            f"Expected a graph, such as `Module.create_graph` returns second, or a popxl.Graph; got {graph!r:.200} "
+            f"({type(graph).__name__})."
+        )
+    return found
 
 
 def as_grad_graph_info(info: GradGraphInfoLike) -> GradGraphInfo:
@@ -31,7 +38,10 @@ def as_grad_graph_info(info: GradGraphInfoLike) -> GradGraphInfo:
 
 def merge_called_graphs(*infos: CalledGraphsGradInfoLike | None) -> dict[popxl.Graph, GradGraphInfo]:
     """One mapping of several, in popxl's own types. Later entries win."""
-    return {as_graph(graph): as_grad_graph_info(grad) for info in infos for graph, grad in (info or {}).items()}
+    given = [info for info in infos if info is not None]
+    for info in given:
+        check_type(info, Mapping, "`called_graphs_grad_info`", "a mapping from graphs to gradient graphs")
+    return {as_graph(graph): as_grad_graph_info(grad) for info in given for graph, grad in info.items()}
 
 
 class CalledGraphs:

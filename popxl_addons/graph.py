@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import popxl
 from popxl import ops
+from popxl.base.arguments import check_type
 from popxl.core.printing import schedule
 from popxl.ops.call import CallSiteInfo
 from popxl.transforms.autodiff import GradGraphInfo
@@ -50,8 +51,10 @@ class GraphWithNamedArgs:
         aux: Mapping[Any, Any] | None = None,
         called_graphs_grad_info: CalledGraphsGradInfoLike | None = None,
     ):
+        check_type(graph, popxl.Graph, "GraphWithNamedArgs: `graph`", "a popxl.Graph")
         self.graph = graph
         self.args = NamedTensors() if args is None else args
+        check_type(self.args, NamedTensors, "GraphWithNamedArgs: `args`", "NamedTensors")
         graph.show_as({tensor: name for name, tensor in self.args.to_dict().items()})
         self.from_module = from_module
         self.aux = dict(aux or {})
@@ -238,7 +241,9 @@ def _by_tensor(args: TensorMap | None) -> dict[popxl.Tensor, popxl.Tensor]:
             "BoundGraph: `args` is the call of a graph, expected a mapping of graph inputs to tensors. What a gradient "
             "graph needs of a forward call is `grad.grad_graph_info.inputs_dict(info)`."
         )
-    return dict(args or {})
+    found = {} if args is None else args
+    check_type(found, Mapping, "BoundGraph: `args`", "a mapping from graph inputs to tensors")
+    return dict(found)
 
 
 def _flattened(targs: Iterable[Any]) -> Iterator[Any]:

@@ -8,6 +8,7 @@ import numpy as np
 
 import popxl
 from popxl import ops
+from popxl.base.arguments import check_type
 from popxl_addons.dot_tree import DotTree
 
 TensorMap = Mapping[popxl.Tensor, popxl.Tensor]
@@ -44,6 +45,7 @@ class NamedTensors(DotTree[popxl.Tensor]):
             >>> NamedTensors(x=a).remap({a: b}).x == b
             True
         """
+        check_type(mapping, Mapping, "NamedTensors.remap: `mapping`", "a mapping from tensors to tensors")
         if missing := [name for name, tensor in self.to_dict().items() if tensor not in mapping]:
             raise KeyError(f"NamedTensors.remap: `mapping` has no tensor for {missing}.")
         return self.map(lambda tensor: mapping[tensor])

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import popxl
+from popxl.base.arguments import check_type
 from popxl.looking.flops import own_flops
 from popxl.op import Op
 from popxl.utils import table_to_string
@@ -54,6 +55,7 @@ def evaluate_FLOPs(graph: popxl.Graph) -> dict[str, Any]:
         >>> evaluate_FLOPs(main)
         {'MatMul': {100: 192}, 'TOT': 192}
     """
+    check_type(graph, popxl.Graph, "evaluate_FLOPs: `graph`", "a popxl.Graph")
     breakdown: dict[str, Any] = _by_type(graph)
     return breakdown | {TOTAL: sum(count for _, count in _leaves(breakdown))}
 

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import popxl
 from popxl import Op
+from popxl.base.arguments import check_type
 from popxl.core.aliasing import reachable
 from popxl.ops.call import call_kind
 from popxl.ops.repeat import EXTRA_INPUTS, loop_kind
@@ -58,6 +59,9 @@ def route_tensor_into_graph(
         (Tensor[inner_subgraph(0)/v popxl.dtypes.float32 (2,)],)
     """
     graph = popxl.gcg() if graph is None else graph
+    check_type(tensor, popxl.Tensor, "route_tensor_into_graph: `tensor`", "a tensor")
+    check_type(graph, popxl.Graph, "route_tensor_into_graph: `graph`", "a popxl.Graph")
+    check_type(modified, bool | Iterable, "route_tensor_into_graph: `modified`", "a bool, or the reasons for it")
     changes = modified if isinstance(modified, bool) else any(True for _ in modified)
     if tensor.graph is graph:
         return tensor

@@ -18,8 +18,10 @@ import numpy as np
 
 import popxl
 from popxl import ops
+from popxl.base.arguments import check_type
 from popxl.base.source import SourceLocation, warn_at
 from popxl.context import user_frame
+from popxl.dtypes import check_dtype
 from popxl.errors import RowsAsValuesWarning
 from popxl.fp8_utils import as_array
 from popxl.initial import Initial, stacked
@@ -82,6 +84,10 @@ class VariableFactory:
         shard_over: SupportsInt = 1,
         group_axis: int | None = None,
     ):
+        if dtype is not None:
+            check_dtype(dtype, f"VariableFactory `{name}`: `dtype`")
+        if name is not None:
+            check_type(name, str, "The name of a VariableFactory", "a string")
         self.data_iter = _Peekable(_elements(data_iter, name))
         self.name = name
         self.by_ref = by_ref
@@ -311,6 +317,7 @@ class NamedVariableFactories(DotTree[VariableFactory]):
             'layer1.w'
         """
         factories = sorted(self.to_dict().items())
+        check_type(buffers, DotTree, "NamedVariableFactories.init_remote: `buffers`", "NamedRemoteBuffers")
         slots = buffers.to_dict()
         if missing := [name for name, _ in factories if name not in slots]:
             raise KeyError(f"NamedVariableFactories.init_remote: `buffers` has no buffer for {missing}.")
@@ -478,4 +485,5 @@ def _fits(factory: VariableFactory, buffer: popxl.RemoteBuffer) -> bool:
 
 
 def _join(prefix: str | None, name: str | None) -> str | None:
+    check_type(prefix, str | None, "NamedVariableFactories.init: `prefix`", "a string")
     return ".".join(part for part in (prefix, name) if part) or None

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from popxl.base.arguments import check_type
 from popxl.base.choices import check_environment
 from popxl.base.log import Logger
 from popxl.base.source import SourceLocation, warn_at
@@ -719,11 +720,7 @@ class Session:
 
     def write_variables_data(self, tensors: Mapping[Variable, Any]) -> None:
         """As `write_variable_data`, for several variables, with one transfer. Nothing is written if one is refused."""
-        if not isinstance(tensors, Mapping):
-            raise TypeError(
-                f"Session.write_variables_data: expected a mapping from variables to their numbers; got {tensors!r} "
-                f"({type(tensors).__name__})."
-            )
+        check_type(tensors, Mapping, "Session.write_variables_data: `tensors`", "a mapping from variables to numbers")
         self._write_variables(tensors)
 
     def _write_variables(self, tensors: Mapping[Variable, Any], kept: bool = True) -> None:

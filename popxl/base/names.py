@@ -1,4 +1,4 @@
-"""Names made of other names, and names that are given."""
+"""Names made of other names."""
 
 from __future__ import annotations
 
@@ -18,9 +18,3 @@ def snake(name: str) -> str:
 def identifier(text: str) -> str:
     """`"linear_subgraph(0)"` → `"linear_subgraph_0"`."""
     return re.sub(r"\W+", "_", text).strip("_")
-
-
-def check_name(name: object, what: str) -> None:
-    """A name that is given has to be a string. `what` says in the message whose it is."""
-    if not isinstance(name, str):
-        raise TypeError(f"The name of {what} must be a string; got {name!r} ({type(name).__name__}).")

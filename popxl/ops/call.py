@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from popxl.base.arguments import check_type
 from popxl.context import get_current_context
 from popxl.core.aliasing import reachable, written_inputs
 from popxl.core.create import constant, warn_of_narrowed
@@ -359,11 +360,7 @@ def bind_inputs(
     """
     here = get_current_context().graph
     check_callable(graph, here)
-    if not isinstance(positional, Iterable):
-        raise TypeError(
-            f"The inputs of the {which} graph {graph.name} must be an iterable of values; got {positional!r} "
-            f"({type(positional).__name__})."
-        )
+    check_type(positional, Iterable, f"The inputs of the {which} graph {graph.name}", "an iterable of values")
     positional = list(positional)
     values = list(_flattened(positional))
     hint = ""
@@ -377,12 +374,11 @@ def bind_inputs(
     for i, value in enumerate(values):
         if isinstance(value, Tensor) and value.graph_ref is not here.ref:
             raise foreign_tensor("call", f"input {i}", value, here)
-    if not isinstance(by_tensor, Mapping | None):
-        raise TypeError(
-            f"`inputs_dict` of the {which} graph {graph.name} must map its inputs to values; got {by_tensor!r} "
-            f"({type(by_tensor).__name__})."
-        )
-    named = dict(by_tensor or {})
+    named = {} if by_tensor is None else by_tensor
+    check_type(
+        named, Mapping, f"`inputs_dict` of the {which} graph {graph.name}", "a mapping from its inputs to values"
+    )
+    named = dict(named)
     _check_named(graph, named, here, which)
     bound: dict[Tensor, Any] = dict(zip(graph.inputs, values, strict=False))
     for key in named:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
+from popxl.base.arguments import check_type
 from popxl.base.log import Logger
 from popxl.base.nesting import Nested, done
 from popxl.context import get_current_context
@@ -75,16 +76,13 @@ def autodiff(
         >>> site = ops.call_with_info(graph, x, w)
         >>> dx, dw = ops.call(info.graph, dy, inputs_dict=info.inputs_dict(site))
     """
-    if not isinstance(graph, Graph):
-        raise TypeError(f"autodiff: `graph` must be a Graph; got {graph!r} ({type(graph).__name__}).")
+    check_type(graph, Graph, "autodiff: `graph`", "a Graph")
     for name, given in (("grads_provided", grads_provided), ("grads_required", grads_required)):
-        if not isinstance(given, Iterable | None) or isinstance(given, Tensor):
-            raise TypeError(f"autodiff: `{name}` must be a list of tensors; got {given!r} ({type(given).__name__}).")
-    if not isinstance(called_graphs_grad_info, Mapping | None):
-        raise TypeError(
-            "autodiff: `called_graphs_grad_info` must map graphs to their GradGraphInfo; got "
-            f"{called_graphs_grad_info!r} ({type(called_graphs_grad_info).__name__})."
-        )
+        if given is not None:
+            check_type(given, Iterable, f"autodiff: `{name}`", "a list of tensors")
+    if called_graphs_grad_info is not None:
+        expected = "a mapping from graphs to their GradGraphInfo"
+        check_type(called_graphs_grad_info, Mapping, "autodiff: `called_graphs_grad_info`", expected)
     infos: Infos = dict(called_graphs_grad_info or {})
     if graph not in infos:
         required = list(graph.inputs if grads_required is None else grads_required)

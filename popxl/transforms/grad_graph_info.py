@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import NoReturn
 
+from popxl.base.arguments import check_type
 from popxl.core.tensor import Tensor
 from popxl.graph import Graph
 from popxl.ops.call import CallSiteInfo
@@ -55,11 +56,6 @@ class ExpectedConnection:
 
     def __repr__(self) -> str:
         return f"({self.connection_type}, {self.fwd_tensor})"
-
-
-def _check_call(name: str, value: object) -> None:
-    if not isinstance(value, CallSiteInfo):
-        raise TypeError(f"`{name}` must be what `ops.call_with_info` returns; got {value!r} ({type(value).__name__}).")
 
 
 class GradGraphInfo:
@@ -140,7 +136,7 @@ class GradGraphInfo:
         Raises:
             TypeError: if it is no call, or one of the forward graph.
         """
-        _check_call("grad_call_info", grad_call_info)
+        check_type(grad_call_info, CallSiteInfo, "`grad_call_info`", "what `ops.call_with_info` returns")
         if grad_call_info.called_graph is self.forward_graph:
             raise TypeError(
                 f"`grad_call_info` is a call of {self.forward_graph.title}, which was differentiated; expected one of "
@@ -162,7 +158,7 @@ class GradGraphInfo:
             TypeError: if one of them is no call, or the second a call of the forward graph.
             ValueError: if a gradient is of a tensor that is neither input nor output of the forward graph.
         """
-        _check_call("fwd_call_info", fwd_call_info)
+        check_type(fwd_call_info, CallSiteInfo, "`fwd_call_info`", "what `ops.call_with_info` returns")
         gradients = self.fwd_graph_ins_to_grad_parent_outs(grad_call_info)
         parents = fwd_call_info.parents()
         for t in gradients:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import popxl
 from popxl import initial, ops
+from popxl.base.arguments import check_type
 from popxl.replica_grouping import Groups
 from popxl.transforms.autodiff import GradGraphInfo, make_grad_graph_info
 from popxl_addons.dot_tree import sanitise
@@ -110,6 +111,12 @@ def autodiff_with_accumulation(
         >>> facts.keys_flat()
         ['mean_accum_counter', 'accum.w']
     """
+    check_type(graph, GraphWithNamedArgs, "autodiff_with_accumulation: `graph`", "a GraphWithNamedArgs")
+    for name, tensors in (
+        ("tensors_to_accumulate_grads", tensors_to_accumulate_grads),
+        ("grads_required", () if grads_required is None else grads_required),
+    ):
+        check_type(tensors, Iterable, f"autodiff_with_accumulation: `{name}`", "a list of tensors")
     accumulated = _by_name(graph, list(tensors_to_accumulate_grads))
     required = list(grads_required or ())
     grad = graph.differentiate(grads_provided, required + accumulated.values_flat(), called_graphs_grad_info)
@@ -129,7 +136,9 @@ def autodiff_with_accumulation(
         factories.insert(name, factory, overwrite=True)
         return t
 
-    groups = {} if replica_groupings is None else replica_groupings.to_dict()
+    named = NamedReplicaGrouping() if replica_groupings is None else replica_groupings
+    check_type(named, NamedReplicaGrouping, "autodiff_with_accumulation: `replica_groupings`", "a NamedReplicaGrouping")
+    groups = named.to_dict()
     with grad.graph, popxl.in_sequence():
         counter = state("mean_accum_counter", (), popxl.float32, None)
         for (name, t), gradient in zip(accumulated.to_dict().items(), gradients, strict=True):
@@ -142,6 +151,9 @@ def autodiff_with_accumulation(
 
 def _by_name(graph: GraphWithNamedArgs, tensors: list[popxl.Tensor]) -> NamedTensors:
     """Tensors whose gradients are accumulated, by the names of their accumulators."""
+    for t in tensors:
+        what = "autodiff_with_accumulation: each of `tensors_to_accumulate_grads`"
+        check_type(t, popxl.Tensor, what, "a tensor of the graph")
     if twice := duplicate_items(tensors):
         raise ValueError(f"autodiff_with_accumulation: `tensors_to_accumulate_grads` has some tensors twice: {twice}.")
     flat_names = {t: name for name, t in graph.args.to_dict().items()}

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import popxl
+from popxl.base.arguments import check_type
 from popxl.tensor import Tensor
+from popxl.values.shapes import integer
 from popxl_addons.graph import GraphWithNamedArgs
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.transforms._serial_loop import SerialLoop, Values
@@ -118,6 +120,7 @@ def batch_serialise(
         ...     _ = serial.graph.call(0)
         >>> ir.num_host_transfers = 4
     """
+    check_type(graph, GraphWithNamedArgs, "batch_serialise: `graph`", "a GraphWithNamedArgs")
     _check_settings(graph.graph.ir, steps, rows, io_mode)
     if io_mode == "io_overlapped" and steps > 1:
         return batch_serialise_overlapped(graph, steps, load_handles, store_streams, store_buffers, seed_input, rows)
@@ -322,7 +325,7 @@ def _joined(named: dict[str, Tensor], args: NamedTensors) -> NamedTensors:
 
 def _check_settings(ir: popxl.Ir, steps: int, rows: int, io_mode: str) -> None:
     for name, value in (("steps", steps), ("rows", rows)):
-        if value < 1:
+        if integer(value, f"batch_serialise: `{name}`") < 1:
             raise ValueError(f"batch_serialise: `{name}` is {value}; expected 1 or more.")
     if io_mode not in get_args(IOMode):
         raise ValueError(f"batch_serialise: `io_mode` is {io_mode!r}; expected one of {get_args(IOMode)}.")

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import popxl
 from popxl import ops
+from popxl.base.arguments import check_type
 from popxl.core.aliasing import reachable
 from popxl.transforms.autodiff import ExpectedConnectionType, GradGraphInfo, make_grad_graph_info
 from popxl_addons.graph import GraphWithNamedArgs
@@ -39,6 +40,7 @@ def recompute_graph(grad_graph: GraphWithNamedArgs) -> GraphWithNamedArgs:
         >>> [t.name for t in grad.graph.inputs], [t.name for t in recompute_graph(grad).graph.inputs]
         (['Gradient___exp_out', 'exp_out'], ['Gradient___exp_out', 'x'])
     """
+    check_type(grad_graph, GraphWithNamedArgs, "recompute_graph: `grad_graph`", "a GraphWithNamedArgs of a gradient")
     info, grad = grad_graph.grad_graph_info, grad_graph.graph
     forward = info.forward_graph
     _refuse_streams(forward)

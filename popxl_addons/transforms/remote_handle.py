@@ -14,6 +14,7 @@ from typing import Any
 import popxl
 from popxl import ops
 from popxl.replica_grouping import Groups, grouping_of
+from popxl.values.shapes import integer
 from popxl_addons import _io_tiles
 from popxl_addons.remote import create_remote_buffer
 from popxl_addons.rts import gather_replica_sharded_tensor
@@ -146,4 +147,5 @@ def batch_serial_buffer(
         ...     batch_serial_buffer(popxl.TensorSpec((2, 3), popxl.float32), steps=4, rows=2)
         RemoteBuffer[1: 8 x f32[2, 3]]
     """
+    steps, rows = integer(steps, "batch_serial_buffer: `steps`"), integer(rows, "batch_serial_buffer: `rows`")
     return create_remote_buffer(t, steps * rows, shard_group, 1 if shard_group is None else None)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from popxl.base.arguments import check_type
 from popxl.errors import PopxlRuntimeError
 from popxl.fp8_utils import in_transit, to_host
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
@@ -147,10 +148,7 @@ class HostArrays:
 
     def check_outputs(self, arrays: Mapping[DeviceToHostStream, np.ndarray]) -> None:
         """Check arrays that a run is to fill; errors as for `feeds`, and a `TypeError` for other things than arrays."""
-        if not isinstance(arrays, Mapping):
-            raise TypeError(
-                f"Session.run_with_outputs: `outputs` maps streams to arrays; got {arrays!r} ({type(arrays).__name__})."
-            )
+        check_type(arrays, Mapping, "Session.run_with_outputs: `outputs`", "a mapping from streams to arrays")
         _check_streams("output", self._layout.outputs, arrays)
         for s in self._layout.outputs:
             if not isinstance(arrays[s], np.ndarray):

@@ -46,7 +46,7 @@ BUILDING: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "inputs_dict": (
         lambda p: ops.call(p.graph, inputs_dict=[p.x]),
         TypeError,
-        "`inputs_dict` of the called graph .* must map its inputs to values; got .*list",
+        r"`inputs_dict` of the called graph .* must be a mapping from its inputs to values; got \[.*\(list\)",
     ),
     "turns": (lambda p: ops.repeat(p.graph, X, p.x), TypeError, "repeat: `repeat_count` must be an int; got array"),
     "required": (
@@ -57,12 +57,12 @@ BUILDING: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "provided": (
         lambda p: autodiff(p.graph, grads_provided=p.graph.outputs[0]),
         TypeError,
-        "autodiff: `grads_provided` must be a list of tensors; got",
+        "autodiff: `grads_provided` must be a list of tensors; got Tensor",
     ),
     "known gradients": (
         lambda p: autodiff(p.graph, called_graphs_grad_info=[p.info]),
         TypeError,
-        "autodiff: `called_graphs_grad_info` must map graphs to their GradGraphInfo; got",
+        "autodiff: `called_graphs_grad_info` must be a mapping from graphs to their GradGraphInfo; got",
     ),
     "no call": (
         lambda p: p.info.fwd_parent_ins_to_grad_parent_outs(p.site, THING),
@@ -156,10 +156,10 @@ def test_sessions() -> None:
     with popxl.Session(ir, "cpu") as session:
         with pytest.raises(TypeError, match="get_tensors_data: expected a list of tensors; got 3"):
             session.get_tensors_data(3)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="expected a mapping from variables to their numbers; got "):
+        with pytest.raises(TypeError, match="`tensors` must be a mapping from variables to numbers; got"):
             session.write_variables_data([(x, X)])  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="is not of type Variable"):
             session.write_variable_data([x], X)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"`outputs` maps streams to arrays; got Thing\(\)"):
+        with pytest.raises(TypeError, match=r"`outputs` must be a mapping from streams to arrays; got Thing\(\)"):
             session.run_with_outputs({}, THING)  # type: ignore[arg-type]
         np.testing.assert_array_equal(session.get_tensor_data(x), X)

@@ -1,0 +1,18 @@
+"""Arguments of the right kind."""
+
+from __future__ import annotations
+
+from types import UnionType
+
+
+def check_type(value: object, kinds: type | tuple[type, ...] | UnionType, what: str, expected: str) -> None:
+    """Refuse an argument of another kind.
+
+    Args:
+        value: the argument.
+        kinds: the types that it may have.
+        what: the function and the name of the argument, as the message begins.
+        expected: what it has to be, in words.
+    """
+    if not isinstance(value, kinds):
+        raise TypeError(f"{what} must be {expected}; got {value!r:.200} ({type(value).__name__}).")

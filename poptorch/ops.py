@@ -10,8 +10,9 @@ import functools
 import inspect
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, SupportsIndex, TypeVar, cast
 
 import numpy
 import torch
@@ -142,6 +143,8 @@ def ipu_print_tensor(
     for argument, text in {"title": title, **texts}.items():
         if not isinstance(text, str):
             raise createPoptorchError(f"ipu_print_tensor: `{argument}` is {text!r}; expected a string.")
+    if not isinstance(tensor, torch.Tensor):
+        raise createPoptorchError(f"ipu_print_tensor: `tensor` is {tensor!r}; expected a tensor.")
     return tensor.clone()
 
 
@@ -493,12 +496,17 @@ def for_loop(count: int, body: Callable[..., Any], inputs: Tensors) -> Tensors:
 
     Raises:
         ValueError: if `inputs` is no list of tensors.
-        poptorch.Error: if `body` does not return tensors like its inputs; in training.
+        poptorch.Error: if `count` is no number of times, or `body` no function; if it does not return tensors like its
+            inputs; in training.
 
     Example:
         >>> poptorch.for_loop(3, lambda x: x * 2, [torch.tensor(1)])
         [tensor(8)]
     """
+    if not isinstance(count, SupportsIndex) or operator.index(count) < 0:
+        raise createPoptorchError(f"for_loop: `count` is {count!r}; expected an integer, 0 or more.")
+    if not callable(body):
+        raise createPoptorchError(f"for_loop: `body` is {body!r}; expected a function of tensors.")
     _check_list(inputs)
     if (tracer := current()) is None:
         values = [t.clone() for t in inputs]

@@ -108,6 +108,10 @@ class PoplarExecutor:
                 f"`model`, the first argument, is {model!r} ({type(model).__name__}); expected a torch.nn.Module or "
                 "a function."
             )
+        if isinstance(model, type):
+            raise createPoptorchError(
+                f"`model`, the first argument, is a class; expected a model: `{model.__name__}(...)`."
+            )
         if options is not None and not isinstance(options, Options):
             raise createPoptorchError(
                 f"`options` must be a poptorch.Options; got {options!r} ({type(options).__name__})."

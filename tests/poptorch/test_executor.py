@@ -60,6 +60,8 @@ def test_what_can_be_wrapped(module: Model) -> None:
             poptorch.Error, match="`model`, the first argument, is None .NoneType.; expected a torch.nn.M"
         ):
             wrap(None)
+        with pytest.raises(poptorch.Error, match=r"is a class; expected a model: `Linear\(...\)`"):
+            wrap(torch.nn.Linear)
     options = poptorch.Options()
     options.Training.gradientAccumulation(2)
     with pytest.raises(

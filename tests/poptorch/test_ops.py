@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -56,6 +57,16 @@ def test_a_body_gets_copies() -> None:
     x = X.clone()
     torch.testing.assert_close(poptorch.inferenceModel(lambda x: poptorch.for_loop(3, body, [x])[0])(x), X + 3)
     torch.testing.assert_close(x, X)
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, None])
+def test_a_loop_that_is_none(count: Any) -> None:
+    with pytest.raises(
+        poptorch.Error, match=re.escape(f"for_loop: `count` is {count}; expected an integer, 0 or more")
+    ):
+        poptorch.for_loop(count, lambda a: a, [X])
+    with pytest.raises(poptorch.Error, match="for_loop: `body` is .*; expected a function of tensors"):
+        poptorch.for_loop(2, 3, [X])
 
 
 def test_a_body_does_not_overwrite_what_is_outside() -> None:

@@ -29,7 +29,7 @@ def create_seeds(
         ready for a `(2,)` stream. The last axis holds the high and the low word.
 
     Raises:
-        TypeError: if `seed` or `offset` is no integer.
+        TypeError: if something is no integer.
         ValueError: if `seed + offset` is negative or one of the counts is less than 1.
 
     Example:
@@ -44,11 +44,12 @@ def create_seeds(
             f"create_seeds: `seed` + `offset` is {seed} + {offset} = {seed + offset}. "
             "Expected a sum of at least 0: choose a larger seed."
         )
-    counts = {
+    given = {
         "batches_per_step": batches_per_step,
         "gradient_accumulation_factor": gradient_accumulation_factor,
         "replicas": replicas,
     }
+    counts = {name: integer(count, f"create_seeds: `{name}`") for name, count in given.items()}
     for name, count in counts.items():
         if count < 1:
             raise ValueError(f"create_seeds: `{name}` is {count}. Expected at least 1, the default.")

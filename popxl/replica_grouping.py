@@ -8,8 +8,9 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from operator import index
 from typing import TYPE_CHECKING, TypeAlias
+
+from popxl.values.shapes import integer, integers
 
 if TYPE_CHECKING:
     from popxl.ir import Ir
@@ -166,10 +167,12 @@ def constant_grouping(ir: "Ir", stride: int = 1, group_size: int | None = None) 
         group_size: as many as possible if `None`. `stride * group_size` must divide the number of replicas.
 
     Raises:
+        TypeError: if these are no integers.
         ValueError: if the replicas cannot be grouped like this.
         ZeroDivisionError: if `stride` is 0 and `group_size` is `None`.
     """
     num_replicas = ir.replication_factor
+    stride = integer(stride, "replica_grouping: `stride`")
     if group_size is None:
         group_size = num_replicas // stride
     if not 0 < stride <= num_replicas:
@@ -181,6 +184,7 @@ def constant_grouping(ir: "Ir", stride: int = 1, group_size: int | None = None) 
             f"replica_grouping: `stride` is {stride}, which does not divide {num_replicas}, the replication factor of "
             "the Ir. Choose a divisor, or set `ir.replication_factor` before making groupings."
         )
+    group_size = integer(group_size, "replica_grouping: `group_size`")
     if not 0 < group_size <= num_replicas:
         raise ValueError(
             f"replica_grouping: `group_size` is {group_size}. Expected 1 to {num_replicas}, the replication factor of "
@@ -192,7 +196,7 @@ def constant_grouping(ir: "Ir", stride: int = 1, group_size: int | None = None) 
             f"not divide {num_replicas}, the replication factor of the Ir: some group would lack members. "
             "Choose another stride or group size."
         )
-    return _constant(weakref.ref(ir), num_replicas, index(stride), index(group_size))
+    return _constant(weakref.ref(ir), num_replicas, stride, group_size)
 
 
 def grouping_along(ir: "Ir", names: Sequence[str], what: str = "grouping") -> ReplicaGrouping:
@@ -270,9 +274,10 @@ def grouping_from_assignments(ir: "Ir", assignment: list[int]) -> ReplicaGroupin
         A constant grouping where neighbours are all the same distance apart, else a non-constant one.
 
     Raises:
+        TypeError: if it is no list of integers.
         ValueError: if groups differ in size, are misnumbered, have one member each, or do not cover all replicas.
     """
-    assignment = [index(group) for group in assignment]
+    assignment = [*integers(assignment, "replica_grouping_from_assignments: `assignment`")]
     start = f"replica_grouping_from_assignments: `assignment` is {assignment}"
     sizes = Counter(assignment)
     appearing = list(sizes)

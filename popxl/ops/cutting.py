@@ -294,8 +294,8 @@ def stack(ts: Iterable[Tensor], axis: int = 0) -> Tensor:
 
 
 def _alike(name: str, ts: Iterable[Tensor]) -> list[Tensor]:
-    if isinstance(ts, Tensor):
-        raise TypeError(f"{name}: `ts` must be a list of tensors; got {ts!r}.")
+    if isinstance(ts, Tensor) or not isinstance(ts, Iterable):
+        raise TypeError(f"{name}: `ts` must be a list of tensors; got {ts!r} ({type(ts).__name__}).")
     tensors = list(ts)
     if not tensors:
         raise ValueError(f"{name}: at least one tensor is needed; none was given.")

@@ -22,10 +22,15 @@ def decompose_sum(graph: Graph) -> Graph:
     Returns:
         The same graph, changed.
 
+    Raises:
+        TypeError: if `graph` is no graph.
+
     Example:
         >>> info = popxl.transforms.autodiff(graph)
         >>> popxl.transforms.decompose_sum(info.graph)
     """
+    if not isinstance(graph, Graph):
+        raise TypeError(f"decompose_sum: `graph` must be a Graph; got {graph!r} ({type(graph).__name__}).")
     for op in graph.ops:
         if is_sum(op) and len({*op.inputs}) > 2:
             graph.replace([op], partial(_one_by_one, op.outputs[0].spec))

@@ -335,3 +335,12 @@ def test_a_memory_map_with_a_grouping_that_is_not_constant(file, capfd):
     assert not isinstance(v.data, np.memmap)
     data[:] = 7
     assert (v.shape, v.data.tolist()) == ((), [1, 2])
+
+
+def test_a_meta_shape_that_is_none(ir: popxl.Ir) -> None:
+    with ir.create_empty_graph() as graph:
+        for wrong in (3, "a", [1.5]):
+            with pytest.raises(TypeError, match="^graph_input: `meta_shape` must "):
+                popxl.graph_input((2,), popxl.float32, meta_shape=wrong)
+        assert graph.inputs == ()
+        assert popxl.graph_input((2,), popxl.float32, meta_shape=[4]).meta_shape == (4,)

@@ -621,8 +621,10 @@ class Session:
 
     def get_tensors_data(self, tensors: Iterable[Variable | Constant]) -> dict[Variable | Constant, np.ndarray]:
         """As `get_tensor_data`, for several tensors, with one transfer at most."""
-        if isinstance(tensors, Tensor):
-            raise TypeError(f"Session.get_tensors_data: expected a list of tensors; got {tensors!r}.")
+        if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
+            raise TypeError(
+                f"Session.get_tensors_data: expected a list of tensors; got {tensors!r} ({type(tensors).__name__})."
+            )
         wanted = list(tensors)
         for t in wanted:
             self._check_readable(t)
@@ -714,6 +716,7 @@ class Session:
             ValueError: for another shape, a number that does not fit the dtype, a variable of another Ir, or one that
                 is a read-only memory map.
         """
+        self._check_writable(tensor)
         self.write_variables_data({tensor: data})
 
     def write_variables_data(self, tensors: Mapping[Variable, Any]) -> None:
@@ -722,6 +725,11 @@ class Session:
 
     def _write_variables(self, tensors: Mapping[Variable, Any], kept: bool = True) -> None:
         """See `write_variables_data`. Arrays that are not `kept` by the caller may become the host copies."""
+        if not isinstance(tensors, Mapping):
+            raise TypeError(
+                f"Session.write_variables_data: `tensors` maps variables to arrays; got {tensors!r} "
+                f"({type(tensors).__name__})."
+            )
         checked: dict[Variable, np.ndarray] = {}
         for t, data in tensors.items():
             self._check_writable(t)

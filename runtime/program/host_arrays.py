@@ -147,6 +147,10 @@ class HostArrays:
 
     def check_outputs(self, arrays: Mapping[DeviceToHostStream, np.ndarray]) -> None:
         """Check arrays that a run is to fill; errors as for `feeds`, and a `TypeError` for other things than arrays."""
+        if not isinstance(arrays, Mapping):
+            raise TypeError(
+                f"Session.run_with_outputs: `outputs` maps streams to arrays; got {arrays!r} ({type(arrays).__name__})."
+            )
         _check_streams("output", self._layout.outputs, arrays)
         for s in self._layout.outputs:
             if not isinstance(arrays[s], np.ndarray):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,7 @@ def to_numpy(
             )
     else:
         target = dtype.as_numpy()
+        _check_numbers(array)
         if array.dtype.kind == "c" and not (dtype.is_complex or dtype is dtypes.bool):
             raise TypeError(
                 f"to_numpy: the data is complex, and `dtype` is {dtype!r}, which has no imaginary part. Expected a "
@@ -108,6 +110,14 @@ def to_numpy(
     # Infer first and cast then: given a dtype, NumPy would refuse Python integers that do not fit.
     with np.errstate(over="ignore", invalid="ignore"):
         return array.astype(target, order="C", copy=copy)
+
+
+def _check_numbers(array: NDArray[Any]) -> None:
+    """`TypeError` for what NumPy would cast, and is no number: `None`, which becomes NaN, and text."""
+    if array.dtype.kind in "OSU":
+        for value in array.flat:
+            if not isinstance(value, Number | np.generic) or isinstance(value, str | bytes):
+                raise TypeError(f"to_numpy: the data holds {value!r} ({type(value).__name__}); expected numbers.")
 
 
 def narrowed(array: NDArray[Any], target: np.dtype[Any], what: str) -> NDArray[Any]:

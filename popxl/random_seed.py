@@ -44,12 +44,12 @@ def create_seeds(
             f"create_seeds: `seed` + `offset` is {seed} + {offset} = {seed + offset}. "
             "Expected a sum of at least 0: choose a larger seed."
         )
-    counts = {
+    given = {
         "batches_per_step": batches_per_step,
         "gradient_accumulation_factor": gradient_accumulation_factor,
         "replicas": replicas,
     }
-    counts = {name: integer(count, f"create_seeds: `{name}`") for name, count in counts.items()}
+    counts = {name: integer(count, f"create_seeds: `{name}`") for name, count in given.items()}
     for name, count in counts.items():
         if count < 1:
             raise ValueError(f"create_seeds: `{name}` is {count}. Expected at least 1, the default.")

@@ -8,10 +8,9 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from operator import index
 from typing import TYPE_CHECKING, TypeAlias
 
-from popxl.values.shapes import integer
+from popxl.values.shapes import integer, integers
 
 if TYPE_CHECKING:
     from popxl.ir import Ir
@@ -273,9 +272,10 @@ def grouping_from_assignments(ir: "Ir", assignment: list[int]) -> ReplicaGroupin
         A constant grouping where neighbours are all the same distance apart, else a non-constant one.
 
     Raises:
+        TypeError: if it is no list of integers.
         ValueError: if groups differ in size, are misnumbered, have one member each, or do not cover all replicas.
     """
-    assignment = [index(group) for group in assignment]
+    assignment = [*integers(assignment, "replica_grouping_from_assignments: `assignment`")]
     start = f"replica_grouping_from_assignments: `assignment` is {assignment}"
     sizes = Counter(assignment)
     appearing = list(sizes)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,7 @@ def to_numpy(
     try:
         array = as_array(x)
     except ValueError as problem:  # rows of several lengths
-        raise _no_numbers(x, problem) from None
+        raise ValueError(f"to_numpy: the data is no array of numbers: {x!r:.100}. NumPy says: {problem}") from None
     if dtype is None:
         if array.size == 0 and not hasattr(x, "dtype"):
             target = np.dtype(object)  # NumPy would invent float64 for an empty list
@@ -103,6 +104,7 @@ def to_numpy(
             )
     else:
         target = dtype.as_numpy()
+        _check_numbers(array)
         if array.dtype.kind == "c" and not (dtype.is_complex or dtype is dtypes.bool):
             raise TypeError(
                 f"to_numpy: the data is complex, and `dtype` is {dtype!r}, which has no imaginary part. Expected a "
@@ -110,16 +112,15 @@ def to_numpy(
             )
     # Infer first and cast then: given a dtype, NumPy would refuse Python integers that do not fit.
     with np.errstate(over="ignore", invalid="ignore"):
-        try:
-            return array.astype(target, order="C", copy=copy)
-        except (TypeError, ValueError) as problem:  # strings, other objects
-            raise _no_numbers(x, problem) from None
+        return array.astype(target, order="C", copy=copy)
 
 
-def _no_numbers(x: Any, problem: Exception) -> Exception:
-    """The error for data that is no array of numbers, of the kind that NumPy raised."""
-    text = f"to_numpy: expected a number, a sequence of numbers or an array; got {x!r:.100} ({type(x).__name__}). NumPy"
-    return type(problem)(f"{text} says: {problem}")
+def _check_numbers(array: NDArray[Any]) -> None:
+    """`TypeError` for what NumPy would cast, and is no number: `None`, which becomes NaN, and text."""
+    if array.dtype.kind in "OSU":
+        for value in array.flat:
+            if not isinstance(value, Number | np.generic) or isinstance(value, str | bytes):
+                raise TypeError(f"to_numpy: the data holds {value!r} ({type(value).__name__}); expected numbers.")
 
 
 def narrowed(array: NDArray[Any], target: np.dtype[Any], what: str) -> NDArray[Any]:

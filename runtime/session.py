@@ -623,7 +623,9 @@ class Session:
     def get_tensors_data(self, tensors: Iterable[Variable | Constant]) -> dict[Variable | Constant, np.ndarray]:
         """As `get_tensor_data`, for several tensors, with one transfer at most."""
         if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
-            raise TypeError(f"Session.get_tensors_data: expected a list of tensors; got {tensors!r}.")
+            raise TypeError(
+                f"Session.get_tensors_data: expected a list of tensors; got {tensors!r} ({type(tensors).__name__})."
+            )
         wanted = list(tensors)
         for t in wanted:
             self._check_readable(t)

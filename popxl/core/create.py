@@ -21,7 +21,7 @@ from popxl.initial import Initial
 from popxl.replica_grouping import grouping_of
 from popxl.tensorlocation import ON_DEVICE
 from popxl.utils import downcast_np_dtypes, narrowed, to_numpy
-from popxl.values.shapes import sizes
+from popxl.values.shapes import integers, sizes
 from popxl.values.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -285,7 +285,7 @@ def graph_input(
     """
     graph = get_current_context().graph
     whole = sizes(shape, f"The shape of {name or 'graph_input'!r}")
-    spec = TensorSpec(whole, dtype, tuple(meta_shape) if meta_shape else ())
+    spec = TensorSpec(whole, dtype, () if meta_shape is None else integers(meta_shape, "graph_input: `meta_shape`"))
     return graph.add_input(spec, name, by_ref)
 
 

@@ -221,7 +221,7 @@ def replica_sharded_variable(
     v = variable(data, dtype, name, downcast, replica_grouping, retrieval_mode, log2_scale, nan_on_overflow)
     try:
         buffer = replica_sharded_buffer(v.shape_on_host, v.dtype, v.replica_grouping, shard_over)
-    except ValueError:
+    except (TypeError, ValueError):
         v.graph.forget(v)
         raise
     v.location_info = LocationInfo(buffer, 0, sharded=True)

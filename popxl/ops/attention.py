@@ -27,7 +27,7 @@ from popxl.ops.kernels.sums import largest, summed
 from popxl.ops.kernels.words import derived, words
 from popxl.ops.precision import wide_dtype
 from popxl.ops.random import check_seed, probability
-from popxl.values.shapes import broadcast_shapes, like_first, number, same_dtype
+from popxl.values.shapes import broadcast_shapes, flag, like_first, number, same_dtype
 from popxl.values.spec import TensorSpec
 
 BLOCK = 512
@@ -388,7 +388,7 @@ def attention(
         channels = queries.shape[-1] if isinstance(queries, Tensor) and queries.shape else 1
         scale = 1 / math.sqrt(max(channels, 1))
     how: dict[str, Any] = {
-        "causal": bool(causal),
+        "causal": flag(causal, "attention: `causal`"),
         "scale": float(number(scale, "attention: `scale`")),
         "dropout": probability(dropout, "attention: `dropout`"),
     }

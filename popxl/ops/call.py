@@ -339,7 +339,8 @@ def call_op(
     if twice:
         raise PopxlInternalError(
             f"{kind.name}: {', '.join(map(repr, twice))} is bound to several inputs of {graph.title}, and one "
-            "of them is by reference; only one value could be written back."
+            "of them is by reference; only one value could be written back. "
+            "Where it is meant by value, pass a copy, such as `ops.identity(t)`."
         )
     op = kind.record(*bound, graph=graph, results=names, **attributes)
     for given, wanted in zip(bound, graph.inputs[len(graph.inputs) - len(bound) :], strict=True):

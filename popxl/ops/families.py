@@ -17,6 +17,7 @@ from popxl.ops.precision import rounded_once, widened
 from popxl.values.shapes import (
     broadcast,
     broadcast_to_first,
+    flag,
     integer_or_integers,
     like_first,
     predicate,
@@ -196,7 +197,7 @@ def reduction(
 
     def op(t: Tensor, axis: int | Iterable[int] | None = None, keepdims: bool = False) -> Tensor:
         axes = axis if axis is None else integer_or_integers(axis, f"{name}: `axis`")
-        return declaration(t, axis=axes, keepdims=bool(keepdims))
+        return declaration(t, axis=axes, keepdims=flag(keepdims, f"{name}: `keepdims`"))
 
     doc = (
         f"{meaning}\n\nArgs:\n    t: tensor of any shape.\n    axis: the dimension to reduce, or several; negative "

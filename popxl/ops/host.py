@@ -152,7 +152,7 @@ def arange(start: float, stop: float | None = None, step: float = 1, dtype: dtyp
     if step == 0:
         raise ValueError("arange: `step` is 0; expected another number.")
     if not all(map(math.isfinite, (begin, end, step))):
-        raise ValueError(f"arange: expected finite numbers; got {begin} to {end} by {step}.")
+        raise ValueError(f"arange: `start`, `stop` and `step` are {begin}, {end} and {step}; expected finite numbers.")
     if dtype is None:
         dtype = dtypes.int32 if all(isinstance(value, int) for value in (begin, end, step)) else dtypes.float32
     check_dtype(dtype, "arange: `dtype`")

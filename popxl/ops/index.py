@@ -16,7 +16,7 @@ from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.ops.precision import widened
-from popxl.values.shapes import given, integer, one_axis
+from popxl.values.shapes import flag, given, integer, one_axis
 from popxl.values.spec import TensorSpec
 
 
@@ -121,7 +121,9 @@ def gather(
         >>> rows = ops.gather(table, ids)
     """
     hints = given(available_memory_proportion=available_memory_proportion)
-    return _gather_kind(t, indices, axis=integer(axis, "gather: `axis`"), zero_OOR=bool(zero_OOR), **hints)
+    return _gather_kind(
+        t, indices, axis=integer(axis, "gather: `axis`"), zero_OOR=flag(zero_OOR, "gather: `zero_OOR`"), **hints
+    )
 
 
 def tied_gather(
@@ -152,7 +154,13 @@ def tied_gather(
         >>> logits = rows @ table.T
     """
     hints = given(available_memory_proportion=available_memory_proportion)
-    return _tied_gather_kind(t, indices, axis=integer(axis, "tied_gather: `axis`"), zero_OOR=bool(zero_OOR), **hints)
+    return _tied_gather_kind(
+        t,
+        indices,
+        axis=integer(axis, "tied_gather: `axis`"),
+        zero_OOR=flag(zero_OOR, "tied_gather: `zero_OOR`"),
+        **hints,
+    )
 
 
 def groupedgather(
@@ -194,7 +202,7 @@ def groupedgather(
         t,
         indices,
         axis=integer(axis, "groupedgather: `axis`"),
-        zero_OOR=bool(zero_OOR),
+        zero_OOR=flag(zero_OOR, "groupedgather: `zero_OOR`"),
         group_size=None if groups == 1 else groups,
         **given(available_memory_proportion=available_memory_proportion),
     )

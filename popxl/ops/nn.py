@@ -17,7 +17,7 @@ from popxl.ops.families import REAL
 from popxl.ops.kernels import sums
 from popxl.ops.kernels.sums import largest, summed
 from popxl.ops.precision import rounded_once, wide_dtype, widened
-from popxl.values.shapes import integer, like_first, one_axis
+from popxl.values.shapes import flag, integer, like_first, one_axis
 from popxl.values.spec import TensorSpec
 
 REDUCTION_TYPE = Literal["mean", "sum", "none"]
@@ -292,7 +292,8 @@ def nll_loss(
         >>> loss = ops.nll_loss(ops.softmax(logits, axis=-1), labels)
     """
     ignored = _ignored("nll_loss", labels, ignore_index)
-    return _nll(probs, labels, ignore_index=ignored, reduction=reduction, log_prob=bool(log_prob))
+    of_logs = flag(log_prob, "nll_loss: `log_prob`")
+    return _nll(probs, labels, ignore_index=ignored, reduction=reduction, log_prob=of_logs)
 
 
 def nll_loss_with_softmax_grad(

@@ -19,7 +19,7 @@ from popxl.ops.kernels.elements import over_images
 from popxl.ops.kernels.kernel import Kernel
 from popxl.ops.precision import wide_dtype
 from popxl.ops.windows import PAD_TYPES, PadType, Windows, windows_over
-from popxl.values.shapes import integers, like_first
+from popxl.values.shapes import flag, integers, like_first
 from popxl.values.spec import TensorSpec
 
 __all__ = ["average_pool", "max_pool"]
@@ -217,7 +217,7 @@ def _pool(
         stride=strides + (1,) * (len(kernel) - len(strides)),
         padding=pads + (0,) * (2 * len(kernel) - len(pads)),
         auto_pad=auto_pad,
-        ceil_mode=bool(ceil_mode),
+        ceil_mode=flag(ceil_mode, f"{name}: `ceil_mode`"),
     )
 
 

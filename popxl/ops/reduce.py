@@ -21,7 +21,7 @@ from popxl.ops.families import REAL, reduction
 from popxl.ops.kernels.sums import largest, summed
 from popxl.ops.precision import rounded_once, widened
 from popxl.ops.shape import reshape
-from popxl.values.shapes import integer, integer_or_integers, like_first, one_axis, reduced_shape, reduction_axes
+from popxl.values.shapes import flag, integer, integer_or_integers, like_first, one_axis, reduced_shape, reduction_axes
 from popxl.values.spec import TensorSpec
 
 _broadcast = OpKind(
@@ -257,7 +257,9 @@ def median(t: Tensor, axis: int | Iterable[int] | None = None, keepdims: bool = 
         >>> y = ops.median(x, axis=-1)
     """
     return _median_kind(
-        t, axis=axis if axis is None else integer_or_integers(axis, "median: `axis`"), keepdims=bool(keepdims)
+        t,
+        axis=axis if axis is None else integer_or_integers(axis, "median: `axis`"),
+        keepdims=flag(keepdims, "median: `keepdims`"),
     )[0]
 
 

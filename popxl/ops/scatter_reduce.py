@@ -19,7 +19,7 @@ from popxl.ops.host import init
 from popxl.ops.logic import equal, where
 from popxl.ops.precision import widened
 from popxl.ops.scatter import leading, padded, put, read
-from popxl.values.shapes import integer, one_axis
+from popxl.values.shapes import flag, integer, one_axis
 from popxl.values.spec import TensorSpec
 
 Reduction = Literal["sum", "min", "max", "none"]
@@ -261,7 +261,7 @@ def _call(
         reduction=reduction,
         axis=integer(axis, f"{name}: `axis`"),
         axis_size=integer(axis_size, f"{name}: `axis_size`") if initial_values is None else None,
-        enable_index_broadcast=bool(enable_index_broadcast),
+        enable_index_broadcast=flag(enable_index_broadcast, f"{name}: `enable_index_broadcast`"),
         group_size=None if group_size == 1 else group_size,
     )
 

@@ -19,7 +19,7 @@ from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.ops.families import REAL, public
 from popxl.ops.precision import widened
-from popxl.values.shapes import integer, one_axis, reduced_shape
+from popxl.values.shapes import flag, integer, one_axis, reduced_shape
 from popxl.values.spec import TensorSpec
 
 # Where the extreme element is ---------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ def _search(name: str, function: Any, which: str) -> Search:
     def op(t: Tensor, dim: int = 0, keepdim: bool = False) -> Tensor:
         if keepdim is None:
             raise TypeError(f"{name}: `keepdim` must be True or False; got None.")
-        return kind(t, dim=integer(dim, f"{name}: `dim`"), keepdim=bool(keepdim))
+        return kind(t, dim=integer(dim, f"{name}: `dim`"), keepdim=flag(keepdim, f"{name}: `keepdim`"))
 
     largest = {"max": "largest", "min": "smallest"}[which]
     doc = f"""The place of the {largest} element along a dimension; of several equal ones, the first.
@@ -166,7 +166,9 @@ def topk(
     Example:
         >>> probs, classes = ops.topk(probs, 5, axis=-1, largest=True, sorted=True)
     """
-    return _topk(t, k=integer(k, "topk: `k`"), axis=integer(axis, "topk: `axis`"), largest=bool(largest))
+    return _topk(
+        t, k=integer(k, "topk: `k`"), axis=integer(axis, "topk: `axis`"), largest=flag(largest, "topk: `largest`")
+    )
 
 
 # How many elements there are ----------------------------------------------------------------------------------------
@@ -220,7 +222,7 @@ def histogram(t: Tensor, levels: Iterable[float], absolute_of_input: bool) -> Te
         bounds = tuple(float(level) for level in levels)
     except (TypeError, ValueError):
         raise TypeError(f"histogram: `levels` must be a sequence of numbers; got {levels!r}.") from None
-    return _histogram(t, levels=bounds, absolute_of_input=bool(absolute_of_input))
+    return _histogram(t, levels=bounds, absolute_of_input=flag(absolute_of_input, "histogram: `absolute_of_input`"))
 
 
 __all__ = ["argmax", "argmin", "histogram", "topk"]

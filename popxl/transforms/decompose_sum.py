@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial, reduce
 
+from popxl.base.arguments import check_type
 from popxl.core.tensor import Tensor
 from popxl.graph import Graph
 from popxl.ops.elementwise import add, is_sum
@@ -22,10 +23,14 @@ def decompose_sum(graph: Graph) -> Graph:
     Returns:
         The same graph, changed.
 
+    Raises:
+        TypeError: if `graph` is no graph.
+
     Example:
         >>> info = popxl.transforms.autodiff(graph)
         >>> popxl.transforms.decompose_sum(info.graph)
     """
+    check_type(graph, Graph, "decompose_sum: `graph`", "a Graph")
     for op in graph.ops:
         if is_sum(op) and len({*op.inputs}) > 2:
             graph.replace([op], partial(_one_by_one, op.outputs[0].spec))

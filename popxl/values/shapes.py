@@ -61,6 +61,13 @@ def number(value: Any, what: str) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
+def flag(value: Any, what: str) -> bool:
+    """An argument that has to be `True` or `False`, NumPy's and 0 and 1 among them. `what` names it in the message."""
+    if not isinstance(value, bool | np.bool_ | int | np.integer) or value not in (0, 1):
+        raise TypeError(f"{what} must be True or False; got {value!r} ({type(value).__name__}).")
+    return bool(value)
+
+
 def given(**hints: Any) -> dict[str, Any]:
     """The hints that were given, which an op keeps as attributes: those that are not `None`."""
     return {name: hint for name, hint in hints.items() if hint is not None}

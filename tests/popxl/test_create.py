@@ -335,3 +335,27 @@ def test_a_memory_map_with_a_grouping_that_is_not_constant(file, capfd):
     assert not isinstance(v.data, np.memmap)
     data[:] = 7
     assert (v.shape, v.data.tolist()) == ((), [1, 2])
+
+
+def test_a_meta_shape_that_is_none(ir: popxl.Ir) -> None:
+    with ir.create_empty_graph() as graph:
+        for wrong in (3, "a", [1.5]):
+            with pytest.raises(TypeError, match="^graph_input: `meta_shape` must "):
+                popxl.graph_input((2,), popxl.float32, meta_shape=wrong)
+        assert graph.inputs == ()
+        assert popxl.graph_input((2,), popxl.float32, meta_shape=[4]).meta_shape == (4,)
+
+
+@makers
+@pytest.mark.parametrize(
+    "data",
+    [[1.0, None], ["1.5", "2"], {"a": 1}, np.array([1, object()])],
+    ids=["None", "text", "a mapping", "an object"],
+)
+def test_data_that_are_no_numbers(ir: popxl.Ir, make, data) -> None:
+    """NumPy makes NaN of `None`, and reads text."""
+    with ir.main_graph as main:
+        with pytest.raises(TypeError, match=r"the data holds .*; expected numbers\."):
+            make(data, popxl.float32)
+        assert main.tensors == ()
+        make(np.array([1, np.float32(2), np.True_], object), popxl.float32)

@@ -120,3 +120,8 @@ def test_sequences_hold(ir):
     assert total.producer is new[-1]
     assert {op.after for op in new} == {(before.producer.id,)}
     assert after.producer.after == tuple(op.id for op in new)
+
+
+def test_of_what_is_no_graph():
+    with pytest.raises(TypeError, match="^decompose_sum: `graph` must be a Graph; got None"):
+        decompose_sum(None)

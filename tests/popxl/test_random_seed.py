@@ -85,3 +85,11 @@ def test_a_word_that_does_not_fit(word):
         two_uint32_to_uint64(word, 0)
     with pytest.raises(ValueError, match=f"`b` is {word}"):
         two_uint32_to_uint64(0, word)
+
+
+@pytest.mark.parametrize("name", ["batches_per_step", "gradient_accumulation_factor", "replicas"])
+def test_counts_that_are_no_integers(name) -> None:
+    for wrong in (None, "2", 2.0):
+        with pytest.raises(TypeError, match=f"^create_seeds: `{name}` must be an integer; got"):
+            create_seeds(7, **{name: wrong})
+    assert create_seeds(7, **{name: np.int64(3)}).shape == (3, 2)

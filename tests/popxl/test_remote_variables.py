@@ -194,6 +194,10 @@ def test_refusals():
                 popxl.replica_sharded_buffer(shape, F32, grouping)
         with pytest.raises(ValueError, match="a scalar cannot be cut"):
             popxl.replica_sharded_variable(1.0)
+        before = popxl.gcg().tensors
+        with pytest.raises(TypeError, match="`shard_over` must be an integer; got '2'"):
+            popxl.replica_sharded_variable(np.ones(4), shard_over="2")
+        assert popxl.gcg().tensors == before
         with pytest.raises(
             ValueError, match=r"the value has the shape \(6,\), and RemoteBuffer\[1: 1 x f32\[1\]\] holds"
         ):

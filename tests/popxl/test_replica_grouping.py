@@ -230,3 +230,16 @@ def test_it_does_not_keep_its_ir():
     assert rg == same
     assert rg.const_rg.assignment == [0, 1, 2, 3]
     assert rg.transpose().assignment == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("wrong", [None, "2", 1.0, [1]], ids=repr)
+def test_groupings_of_what_is_no_integer(wrong) -> None:
+    ir = Ir(4)
+    with pytest.raises(TypeError, match="^replica_grouping: `stride` must be an integer; got"):
+        ir.replica_grouping(stride=wrong)
+    with pytest.raises(TypeError, match="^replica_grouping_from_assignments: `assignment` must "):
+        ir.replica_grouping_from_assignments(None if wrong is None else [0, 0, 1, wrong])
+    if wrong is not None:
+        with pytest.raises(TypeError, match="^replica_grouping: `group_size` must be an integer; got"):
+            ir.replica_grouping(group_size=wrong)
+    assert ir.replica_grouping(np.int64(2), np.int8(2)).assignment == [0, 1, 0, 1]

@@ -1010,3 +1010,25 @@ def test_values_from_before_the_last_runs_are_told(program, capfd):
         session.run(program.feeds())
     session.get_tensor_data(program.v)
     assert "the values from before the last runs" in capfd.readouterr().err
+
+
+def test_what_is_no_mapping_and_no_list(ir: popxl.Ir) -> None:
+    with ir.main_graph:
+        v = popxl.variable(1.0)
+        out = popxl.d2h_stream((), popxl.float32)
+        ops.host_store(out, v + 1)
+    with popxl.Session(ir, "ipu_model") as session:
+        for wrong in (None, "v", [v], 3):
+            with pytest.raises(TypeError, match="^Session.write_variables_data: `tensors` must be a mapping from var"):
+                session.write_variables_data(wrong)
+        for wrong in ("v", [out], 3):
+            with pytest.raises(
+                TypeError, match="^Session.run_with_outputs: `outputs` must be a mapping from streams to"
+            ):
+                session.run_with_outputs({}, wrong)
+        for wrong in (None, 3, out):
+            with pytest.raises(TypeError, match="^Session.get_tensors_data: expected a list of tensors; got"):
+                session.get_tensors_data(wrong)
+        with pytest.raises(TypeError, match="is not of type Variable"):
+            session.write_variable_data([v], np.float32(3))
+        assert session.run() == {out: 2} and session.get_tensor_data(v) == 1

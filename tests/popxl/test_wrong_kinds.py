@@ -97,17 +97,17 @@ BUILDING: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "data": (
         lambda p: popxl.variable(THING, popxl.float32),
         TypeError,
-        r"to_numpy: expected a number, a sequence of numbers or an array; got Thing\(\)",
+        r"to_numpy: the data holds Thing\(\) \(Thing\); expected numbers",
     ),
     "text": (
         lambda p: popxl.constant("hello", popxl.float32),
-        ValueError,
-        "to_numpy: expected a number, a sequence of numbers or an array; got 'hello'",
+        TypeError,
+        r"to_numpy: the data holds .*'hello'.* \(str_\); expected numbers",
     ),
     "rows of several lengths": (
         lambda p: popxl.variable([[1], [2, 3]], popxl.float32),
         ValueError,
-        r"to_numpy: expected a number, a sequence of numbers or an array; got \[\[1\], \[2, 3\]\]",
+        r"to_numpy: the data is no array of numbers: \[\[1\], \[2, 3\]\]. NumPy says: .*inhomogeneous",
     ),
     "name of a variable": (
         lambda p: popxl.variable(X, name=popxl.float32),
@@ -134,7 +134,7 @@ BUILDING: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         TypeError,
         r"concat: `ts` must be a list of tensors; got None \(NoneType\)",
     ),
-    "range": (lambda p: ops.arange(float("inf")), ValueError, "arange: expected finite numbers; got 0 to inf by 1"),
+    "range": (lambda p: ops.arange(float("inf")), ValueError, "arange: .* are 0, inf and 1; expected finite"),
 }
 
 
@@ -146,20 +146,3 @@ def test_building(program: Any, name: str) -> None:
     with pytest.raises(error, match=message):
         build(program)
     assert str(program.ir) == before
-
-
-def test_sessions() -> None:
-    ir = popxl.Ir()
-    with ir.main_graph:
-        x = popxl.variable(X, name="x")
-        ops.host_store(popxl.d2h_stream(x.shape, x.dtype, "y"), x)
-    with popxl.Session(ir, "cpu") as session:
-        with pytest.raises(TypeError, match="get_tensors_data: expected a list of tensors; got 3"):
-            session.get_tensors_data(3)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="`tensors` must be a mapping from variables to numbers; got"):
-            session.write_variables_data([(x, X)])  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="is not of type Variable"):
-            session.write_variable_data([x], X)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"`outputs` must be a mapping from streams to arrays; got Thing\(\)"):
-            session.run_with_outputs({}, THING)  # type: ignore[arg-type]
-        np.testing.assert_array_equal(session.get_tensor_data(x), X)

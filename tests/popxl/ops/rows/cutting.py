@@ -83,6 +83,7 @@ CUTTING = [
         inplace=Inplace("concat_", "ConcatInplace", "concat_out", view=True),
         bad=[bad(TypeError, "^All inputs to a concat operation must have the same type", [X, INTS]),
              bad(ValueError, "at least one tensor", []), bad(TypeError, "`ts` must be a list of tensors", X),
+             bad(TypeError, r"`ts` must be a list of tensors; got 1 \(int\)", 1),
              bad(PopxlError, "differ in more than dimension 0", [X, Y]),
              bad(PopxlError, "differ in more than dimension 1", [X, values("float32", (3, 3))], 1),
              bad(PopxlError, "axis 2 does not exist", [X, X], 2), bad(PopxlError, "axis -3 does not exist", [X, X], -3),

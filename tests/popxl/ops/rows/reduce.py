@@ -73,6 +73,8 @@ def reduction(name: str, of: Callable[..., Any], dtypes: str = NUMBERS, low: flo
                 axis=2,
             ),
             bad(PopxlError, "axis -3 does not exist", X, axis=(0, -3)),
+            bad(TypeError, "`keepdims` must be True or False; got 'no'", X, keepdims="no"),
+            bad(TypeError, "`keepdims` must be True or False; got 2", X, keepdims=2),
             bad(PopxlError, "axis 0 does not exist in a tensor of rank 0", scalar(1.0, "float32"), axis=0),
         ],
     } | settings

@@ -176,6 +176,8 @@ REDUCED_RULES = [
 REDUCED_BAD = [
     bad(ValueError, "neither `initial_values` nor `axis_size` is given", X, i32(0, 1), "sum"),
     bad(ValueError, "`reduction` is 'mean'; expected 'sum', 'min', 'max' or 'none'", X, i32(0, 1), "mean", None, 0, 3),
+    bad(ValueError, r"`reduction` is \['sum'\]", X, i32(0, 1), ["sum"], None, 0, 3),
+    bad(TypeError, "`enable_index_broadcast` must be True or False", X, i32(0, 1), "sum", None, 0, 3, "no"),
     bad(ValueError, "`axis_size` is -1", X, i32(0, 1), "sum", None, 0, -1),
     bad(TypeError, r"`axis_size` must be an integer; got 2\.0 \(float\)", X, i32(0, 1), "sum", None, 0, 2.0),
     bad(TypeError, r"`axis` must be an integer; got None", X, i32(0, 1), "sum", None, None, 2),

@@ -56,8 +56,7 @@ class DotTree(Generic[L]):
             >>> DotTree.from_dict({0: "a", "x.y": "b"}).keys()
             ['0', 'x']
         """
-        if not isinstance(d, DotTree):
-            check_type(d, Mapping, f"{cls.__name__}.from_dict: `d`", "a mapping from names to values")
+        check_type(d, Mapping, f"{cls.__name__}.from_dict: `d`", "a mapping from names to values")
         tree = cls()
         branches: dict[tuple[str, ...], DotTree[Any]] = {(): tree}  # made here, so they may be changed here
 

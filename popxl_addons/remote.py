@@ -65,7 +65,7 @@ def create_remote_buffer(
     """
     check_type(spec, popxl.TensorSpec | popxl.Tensor, "create_remote_buffer: `spec`", "a TensorSpec or a tensor")
     group = resolved(replica_group, "create_remote_buffer: `replica_group`").const_rg
-    pieces = group.group_size if shard_over is None else integer(shard_over, "create_remote_buffer: `shard_over`")
+    pieces = group.group_size if shard_over is None else int(shard_over)
     if spec.meta_shape or pieces == 1:
         buffer = popxl.remote_buffer(spec.shape, spec.dtype, entries)
         buffer.meta_shape = tuple(spec.meta_shape)

@@ -153,8 +153,9 @@ def test_requests_come_and_go_and_get_what_they_get_alone(monkeypatch: pytest.Mo
         pieces_of_two.close()
         with ThreadPoolExecutor(3) as threads:  # while this one steps
             submitting = [threads.submit(generator.submit, *each) for each in asked * 3]
-            while generator.step() or not all(future.done() for future in submitting):
-                pass
+            are_there = False  # before the last step
+            while generator.step() or not are_there:
+                are_there = all(future.done() for future in submitting)
         assert [future.result().tokens for future in submitting] == alone * 3
         run = generator.writing.run
         with monkeypatch.context() as patch:

@@ -26,6 +26,7 @@ from poptorch.capture.torch_private import (
     UNREADABLE,
     DynamicOutputShapeException,
     UnsupportedOperatorException,
+    derivable_attention,
     forget_history,
     one_by_one,
     unlogged_errors,
@@ -203,7 +204,15 @@ def _capture(
     )
 
 
-_ALWAYS = (unvalidated_distributions, unlogged_errors, one_by_one, choosing, without_compile, without_checkpoints)
+_ALWAYS = (
+    unvalidated_distributions,
+    unlogged_errors,
+    one_by_one,
+    choosing,
+    without_compile,
+    without_checkpoints,
+    derivable_attention,
+)
 """What PyTorch does otherwise while any function is captured."""
 
 

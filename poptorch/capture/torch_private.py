@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributions import Distribution
 from torch.jit._state import _try_get_jit_cached_function
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 from torch.nn.utils.stateless import _reparametrize_module as with_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
@@ -39,6 +39,7 @@ __all__ = [
     "UnsupportedOperatorException",
     "become",
     "decomposition",
+    "derivable_attention",
     "fake_mode",
     "forget_history",
     "in_transform",
@@ -156,6 +157,17 @@ def without_checkpoints() -> Iterator[None]:
         yield
     finally:
         del kind.apply
+
+
+@contextmanager
+def derivable_attention() -> Iterator[None]:
+    """Have `flex_attention` take tensors that need a gradient, which PyTorch has no kernel for on CPUs."""
+    private: Any = flex_attention
+    before, private._validate_device = private._validate_device, lambda query, key, value: None
+    try:
+        yield
+    finally:
+        private._validate_device = before
 
 
 def in_transform() -> bool:

@@ -174,9 +174,23 @@ def _of_matrices(names: str, function: Callable[..., Any], title: str = "") -> N
     jax_op(*(f"aten.{name}" for name in names.split()), title=title, traits=REAL)(function)
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _symmetric(matrix: Any, upper: bool) -> Any:
+    """The symmetric matrix of which one triangle is read. The gradient is, as PyTorch's, as large for both triangles."""
+    triangle, rest = (jnp.triu(matrix), jnp.triu(matrix, 1)) if upper else (jnp.tril(matrix), jnp.tril(matrix, -1))
+    return triangle + rest.mT
+
+
+@_symmetric.defjvp
+def _(upper: bool, matrices: Any, tangents: Any) -> Any:
+    (matrix,), (tangent,) = matrices, tangents
+    return _symmetric(matrix, upper), (tangent + tangent.mT) / 2
+
+
 def _cholesky(input: Any, *, upper: bool = False, check_errors: bool = False) -> Any:
-    factor = jnp.linalg.cholesky(input)
-    return factor.mT if upper else factor, _first_indefinite(lax.stop_gradient(input))
+    matrix = _symmetric(input, upper)
+    factor = jnp.linalg.cholesky(matrix, symmetrize_input=False)
+    return factor.mT if upper else factor, _first_indefinite(lax.stop_gradient(matrix))
 
 
 def _first_indefinite(matrix: Any) -> Any:
@@ -308,7 +322,7 @@ def _householder_product(input: Any, tau: Any) -> Any:
 
 
 def _eigh(A: Any, *, UPLO: str = "L", compute_v: bool = True) -> Any:
-    return tuple(jnp.linalg.eigh(A, UPLO=UPLO, symmetrize_input=False))
+    return tuple(jnp.linalg.eigh(_symmetric(A, UPLO.upper() == "U"), symmetrize_input=False))
 
 
 def _svd(A: Any, *, full_matrices: bool = False, compute_uv: bool = True, driver: str | None = None) -> Any:
@@ -326,6 +340,7 @@ def _qr(A: Any, *, mode: str = "reduced") -> Any:
 
 def _pinv(input: Any, atol: Any = None, rtol: Any = None, *, hermitian: bool = False) -> Any:
     """Singular values up to the larger of `atol` and `rtol` times the largest of them count as 0."""
+    input = _symmetric(input, False) if hermitian else input
     largest = jnp.linalg.svd(input, compute_uv=False).max(-1)
     default = max(input.shape[-2:]) * jnp.finfo(input.dtype).eps if atol is None else 0
     relative = default if rtol is None else rtol

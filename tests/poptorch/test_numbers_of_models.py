@@ -29,9 +29,12 @@ class _WithLoss(nn.Module):
         return out, F.mse_loss(out, torch.ones_like(out))
 
 
-def same_training(layers: nn.Module, *given: torch.Tensor) -> None:
-    """Layers that are trained here and by PyTorch make the same, and end up the same: finite."""
-    ours, theirs = _WithLoss(layers), _WithLoss(copy.deepcopy(layers))
+def same_training(layers: nn.Module, *given: torch.Tensor, against: nn.Module | None = None) -> None:
+    """Layers that are trained here and by PyTorch make the same, and end up the same: finite.
+
+    `against`: what PyTorch trains, if not a copy of them.
+    """
+    ours, theirs = _WithLoss(layers), _WithLoss(against or copy.deepcopy(layers))
     trained = poptorch.trainingModel(ours, optimizer=torch.optim.SGD(ours.parameters(), lr=0.1))
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
     for _ in range(STEPS):
@@ -403,3 +406,35 @@ def test_flex_attention_with_scores_and_masks_of_ones_own() -> None:
     model, q, k = Model(), torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
     for ours, expected in zip(poptorch.inferenceModel(model)(q, k), model(q, k), strict=True):
         torch.testing.assert_close(ours, expected.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_attention_of_queries_that_need_a_gradient() -> None:
+    """PyTorch has no kernel for it on CPUs: the steps are those of the same attention, written out."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project, self.bias = nn.Linear(8, 24), nn.Parameter(torch.randn(2, 6, 6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.project(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+            return self.attend(q, k, v).transpose(1, 2).flatten(2)
+
+        def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            seen = torch.ones(6, 6, dtype=torch.bool).tril()
+            return F.scaled_dot_product_attention(q, k, v, self.bias.masked_fill(~seen, -torch.inf))
+
+    class Flex(Written):
+        def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            earlier = create_block_mask(lambda b, h, i, j: i >= j, None, None, 6, 6, device="cpu")
+            biased = lambda score, b, h, i, j: score + self.bias[h, i, j]  # noqa: E731
+            return flex_attention(q, k, v, biased, earlier)
+
+    torch.manual_seed(0)
+    theirs, ours, x = Written(), Flex(), torch.randn(2, 6, 8)
+    ours.load_state_dict(theirs.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(poptorch.inferenceModel(copy.deepcopy(ours))(x), theirs(x), rtol=1e-5, atol=1e-5)
+    same_training(ours, x, against=theirs)

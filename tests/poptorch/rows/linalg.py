@@ -49,6 +49,11 @@ def _cholesky_of_old(x: torch.Tensor) -> torch.Tensor:
         return torch.cholesky(x)
 
 
+def _of_triangles(x: torch.Tensor) -> list[Any]:
+    factors = [torch.linalg.cholesky(x, upper=upper) for upper in (False, True)]
+    return [*factors, *(torch.linalg.eigvalsh(x, UPLO=triangle) for triangle in "LU")]
+
+
 def _lu_solved(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
     factors = torch.linalg.lu_factor(a)
     ways: list[dict[str, bool]] = [{}, {"adjoint": True}, {"left": False}, {"left": False, "adjoint": True}]
@@ -133,6 +138,15 @@ ROWS = [
     _of_square("inverses", lambda x: (torch.linalg.inv(x), torch.linalg.pinv(x))),
     _of_square("cholesky", lambda x: [torch.linalg.cholesky(x, upper=upper) for upper in (False, True)]),
     _of_square("cholesky of old", _cholesky_of_old),
+    Row("triangles", _of_triangles, (_well_conditioned(3, 3) + normal(3, 3) / 3,), half=False, tolerance=1e-4),
+    Row(
+        "pinv of a triangle",
+        lambda x: torch.linalg.pinv(x, hermitian=True),
+        (_well_conditioned(3, 3) + normal(3, 3) / 3,),
+        half=False,
+        gradient=False,
+        tolerance=1e-4,
+    ),
     _of_square("cholesky_inverse", lambda x: torch.cholesky_inverse(torch.linalg.cholesky(x))),
     _of_square("lu", lambda x: (*torch.linalg.lu(x), *torch.linalg.lu_factor(x))),
     Row("lu of a wide one", lambda x: torch.linalg.lu(x), (normal(3, 4),), half=False, tolerance=1e-4),

@@ -176,7 +176,7 @@ def _of_matrices(names: str, function: Callable[..., Any], title: str = "") -> N
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _symmetric(matrix: Any, upper: bool) -> Any:
-    """The symmetric matrix of which one triangle is read. The gradient is, as PyTorch's, as large for both triangles."""
+    """The symmetric matrix of which a triangle is read. Its gradient, as PyTorch's, is the same for both triangles."""
     triangle, rest = (jnp.triu(matrix), jnp.triu(matrix, 1)) if upper else (jnp.tril(matrix), jnp.tril(matrix, -1))
     return triangle + rest.mT
 

@@ -94,6 +94,43 @@ def _by_matrices(
     return grad
 
 
+def _replication_pad(dims: int) -> Callable[..., torch.Tensor]:
+    def backward(grad: torch.Tensor, input: torch.Tensor, padding: Sizes) -> torch.Tensor:
+        def pad(t: torch.Tensor, number: int) -> torch.Tensor:
+            last = 2 * (dims - 1 - number)  # the first two numbers are for the last dimension
+            size = t.shape[2 + number]
+            places = torch.arange(-padding[last], size + padding[last + 1]).clamp(0, size - 1)
+            return t.index_select(2 + number, places)
+
+        return _by_matrices(grad, input.shape[-dims:], pad)
+
+    return backward
+
+
+def _log_sigmoid(grad: torch.Tensor, input: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    return grad * torch.sigmoid(-input)  # the buffer is what kernels for CPUs keep
+
+
+def _shrink(grad: torch.Tensor, input: torch.Tensor, lambd: float) -> torch.Tensor:
+    return torch.where((input >= -lambd) & (input <= lambd), 0.0, grad)
+
+
+def _trilinear(
+    i1: torch.Tensor,
+    i2: torch.Tensor,
+    i3: torch.Tensor,
+    expand1: Sizes,
+    expand2: Sizes,
+    expand3: Sizes,
+    sumdim: Sizes,
+    unroll_dim: int = 1,
+) -> torch.Tensor:
+    """The sum, along some dimensions, of products of three; each lacks some dimensions, and is the same along them."""
+    dims = range(i1.dim() + len(expand1))
+    first, second, third, out = ([d for d in dims if d not in lacks] for lacks in (expand1, expand2, expand3, sumdim))
+    return torch.einsum(i1, first, i2, second, i3, third, out)
+
+
 def _upsample(op: Any, dims: int, has_corners: bool) -> Callable[..., torch.Tensor]:
     def backward(grad: torch.Tensor, output_size: Sizes, input_size: Sizes, *settings: Any) -> torch.Tensor:
         corners, scales = settings[:has_corners], settings[has_corners:] or [None] * dims
@@ -173,6 +210,17 @@ BACKWARD: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.convolution_backward.default: _convolution,
     aten.max_pool2d_with_indices_backward.default: _max_pool(2),
     aten.max_pool3d_with_indices_backward.default: _max_pool(3),
+    aten.adaptive_max_pool2d_backward.default: _max_pool(2),
+    aten.adaptive_max_pool3d_backward.default: _max_pool(3),
+    aten.fractional_max_pool2d_backward.default: _max_pool(2),
+    aten.fractional_max_pool3d_backward.default: _max_pool(3),
+    aten.log_sigmoid_backward.default: _log_sigmoid,
+    aten.softshrink_backward.default: _shrink,
+    aten.hardshrink_backward.default: _shrink,
+    aten.replication_pad1d_backward.default: _replication_pad(1),
+    aten.replication_pad2d_backward.default: _replication_pad(2),
+    aten.replication_pad3d_backward.default: _replication_pad(3),
+    aten._trilinear.default: _trilinear,
     aten.avg_pool2d_backward.default: _avg_pool(aten.avg_pool2d, 2),
     aten.avg_pool3d_backward.default: _avg_pool(aten.avg_pool3d, 3),
     aten._adaptive_avg_pool2d_backward.default: _adaptive_avg_pool(aten._adaptive_avg_pool2d, 2),
@@ -188,5 +236,5 @@ BACKWARD: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten._upsample_nearest_exact2d_backward.default: _upsample(aten._upsample_nearest_exact2d, 2, False),
     aten._upsample_nearest_exact3d_backward.default: _upsample(aten._upsample_nearest_exact3d, 3, False),
 }
-"""What gives the results of an op, for the same arguments: of those of the backward pass, of norms that it goes through
-and of zeros that are derivatives in forward mode."""
+"""What gives the results of an op, for the same arguments: of those of the backward pass, of norms that it goes
+through, of products that gradients of bilinear layers are, and of zeros that are derivatives in forward mode."""

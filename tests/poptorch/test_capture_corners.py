@@ -473,6 +473,7 @@ class _Layers(torch.nn.Module):
         self.lstm = torch.nn.LSTM(6, 3)
         self.attention = torch.nn.MultiheadAttention(6, 2)
         self.weight = torch.nn.Parameter(torch.randn(5, 6))
+        self.product = torch.nn.Bilinear(6, 6, 3)
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
@@ -489,6 +490,11 @@ class _Layers(torch.nn.Module):
             "max pool": lambda: F.max_pool2d(x, 2, padding=1),
             "average pool": lambda: F.avg_pool2d(x, 3, 2, padding=1, ceil_mode=True, count_include_pad=False),
             "adaptive pool": lambda: F.adaptive_avg_pool2d(x, (3, 4)),
+            "adaptive max pool": lambda: F.adaptive_max_pool2d(x, (3, 4)),
+            "replicated": lambda: F.pad(x, (1, 2, 3, -1), mode="replicate"),
+            "log sigmoid": lambda: F.logsigmoid(x),
+            "shrunk": lambda: F.softshrink(x, 0.1) + F.hardshrink(x, 0.2),
+            "bilinear layer": lambda: self.product(rows, rows.flip(0)),
             "bilinear": lambda: F.interpolate(x, size=(7, 5), mode="bilinear"),
             "nearest": lambda: F.interpolate(x, scale_factor=2, mode="nearest-exact"),
         }
@@ -504,7 +510,8 @@ class _Layers(torch.nn.Module):
 @pytest.mark.parametrize(
     "name",
     ["convolution", "transposed", "layer norm", "group norm", "batch norm", "lstm", "attention", "einsum",
-     "cross entropy", "max pool", "average pool", "adaptive pool", "bilinear", "nearest"],
+     "cross entropy", "max pool", "average pool", "adaptive pool", "adaptive max pool", "replicated", "log sigmoid",
+     "shrunk", "bilinear layer", "bilinear", "nearest"],
 )  # fmt: skip
 def test_gradients_within_forward(name: str) -> None:
     wrapped, eager, x = _Layers(name), _Layers(name), _input(2, 2, 5, 6)

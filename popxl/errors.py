@@ -124,7 +124,8 @@ class TensorTruthWarning(PopxlWarning):
 
 class LostUpdateWarning(PopxlWarning):
     """A change is lost. A graph makes it in place to an input that it takes by value, and the caller's tensor stays as
-    it is; or a write to one variable between runs takes the others back to what the host has.
+    it is; a program makes it to what no variable keeps, and does not read that; or a write to one variable between runs
+    takes the others back to what the host has.
     """
 
 

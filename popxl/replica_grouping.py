@@ -8,7 +8,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 from popxl.values.shapes import integer, integers
 
@@ -241,11 +241,10 @@ def grouping_of(ir: "Ir", group: "Groups | None", what: str) -> ReplicaGrouping:
     """
     if group is None:
         return constant_grouping(ir)
-    if isinstance(group, ReplicaGrouping):
-        return group
-    names = (group,) if isinstance(group, str) else group
-    if isinstance(names, tuple | list) and all(isinstance(name, str) for name in names):
-        return grouping_along(ir, names, what)
+    if means_groups(group):
+        if isinstance(group, ReplicaGrouping):
+            return group
+        return grouping_along(ir, (group,) if isinstance(group, str) else group, what)
     raise TypeError(
         f"{what} must be a ReplicaGrouping, the name of an axis or several names, or None for all replicas; got "
         f"{group!r} ({type(group).__name__}). Make one with `ir.replica_grouping(stride, group_size)`."
@@ -298,6 +297,13 @@ def grouping_from_assignments(ir: "Ir", assignment: list[int]) -> ReplicaGroupin
 
 Groups: TypeAlias = ReplicaGrouping | str | Sequence[str]
 """What arguments take that say which replicas belong together: a grouping, the name of an axis, or several names."""
+
+
+def means_groups(value: object) -> TypeGuard[Groups]:
+    """Whether a value is what such arguments take."""
+    if isinstance(value, tuple | list):
+        return all(isinstance(name, str) for name in value)
+    return isinstance(value, ReplicaGrouping | str)
 
 
 def _constant(ir_ref: "Callable[[], Ir | None]", num_replicas: int, stride: int, group_size: int) -> ReplicaGrouping:

@@ -52,6 +52,8 @@ def warn_of_doubts(main: Graph) -> None:
             told[_LOST, op.source][f"`{t.path}` in {run.graph.title}"] = None
         for op, t in run.not_stored:
             told[_NOT_STORED, op.source][f"`{t.path}`"] = None
+        for op, t in run.not_kept:
+            told[_NOT_KEPT, op.source][f"`{t.path}`"] = None
         for op in _named_anew(run.graph):
             told[_NAMED_ANEW, op.source][f"`{op.inputs[0].path}`"] = None
     for op in program.repeated():
@@ -80,6 +82,12 @@ _NOT_STORED = _Doubt(
     LostUpdateWarning,
     "What was loaded from a remote buffer, {names}, is changed ({line}), and the buffer keeps what it had: nothing "
     "reads or stores it afterwards. Store it, with `ops.remote_store` or a graph that does.",
+)
+_NOT_KEPT = _Doubt(
+    LostUpdateWarning,
+    "The change of {names} is lost ({line}): no variable keeps it, and nothing reads it afterwards. Change the "
+    "variable itself, or its piece if it is in pieces; or write to it what was computed, with "
+    "`ops.var_updates.copy_var_update_(variable, ...)`.",
 )
 _SAME_SLOT = _Doubt(
     RemoteSlotWarning,
@@ -158,6 +166,7 @@ class _Run:
         lost: inputs that are changed for nobody, with the op.
         loaded: the outputs that were loaded from a remote buffer, by number.
         not_stored: those that are changed for nobody, with the op.
+        not_kept: constants and what is computed that are changed for nobody, with the op.
     """
 
     graph: Graph
@@ -173,6 +182,7 @@ class _Run:
     lost: list[tuple[Op, Tensor]] = field(default_factory=list)
     loaded: set[int] = field(default_factory=set)
     not_stored: list[tuple[Op, Tensor]] = field(default_factory=list)
+    not_kept: list[tuple[Op, Tensor]] = field(default_factory=list)
 
 
 class _Program:
@@ -284,6 +294,7 @@ class _Walk:
         run.writers = [self.writer.get(t) for t in held]
         run.loaded = {i for i, t in enumerate(graph.outputs) if t in self.loaded}
         run.not_stored = [*self.not_stored()]
+        run.not_kept = [*self.not_kept()]
         if graph.call_sites:
             run.lost = [*self.lost()]
 
@@ -329,8 +340,7 @@ class _Walk:
         """Note that an op uses its operands, and changes some."""
         for i, t in enumerate(op.inputs):
             for s in self.stored(t):
-                if s in self.number or s in self.loaded:
-                    self.last[s] = (op, i in changed)
+                self.last[s] = (op, i in changed)
 
     def plain(self, op: Op) -> None:
         """An op that runs no graphs."""
@@ -438,6 +448,19 @@ class _Walk:
         for t in self.loaded:
             op, changed = self.last.get(t, (None, False))
             if op is not None and changed and t not in returned:
+                yield op, t
+
+    def not_kept(self) -> Iterator[tuple[Op, Tensor]]:
+        """Constants and what this graph computes that an op of it changes last of all, and that go nowhere.
+
+        Not where graphs are called that do so: they may keep what only they need, such as the number of a slot.
+        """
+        if self.run.graph.gradient_of is not None:
+            return
+        kept = {s for t in self.run.graph.outputs for s in self.stored(t)}
+        kept |= {t for v in self.run.graph.variables for t in (v, v.piece) if t is not None}
+        for t, (op, changed) in self.last.items():
+            if changed and not op.called_graphs and not (t in kept or t in self.number or t in self.loaded):
                 yield op, t
 
     def lost(self) -> Iterator[tuple[Op, Tensor]]:

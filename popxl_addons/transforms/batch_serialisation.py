@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 import popxl
 from popxl.base.arguments import check_type
+from popxl.replica_grouping import Groups, means_groups
 from popxl.tensor import Tensor
 from popxl.values.shapes import integer
 from popxl_addons.graph import GraphWithNamedArgs
@@ -36,7 +37,7 @@ IOMode = Literal["compute", "io", "io_overlapped"]
 LoadHandles = dict[Tensor, popxl.HostToDeviceStream | RemoteHandle | RemoteBufferWithOffset]
 StoreStreams = dict[Tensor, popxl.DeviceToHostStream]
 StoreBuffers = dict[Tensor, RemoteHandle | RemoteBufferWithOffset]
-StoreBuffersOrGroups = dict[Tensor, RemoteHandle | RemoteBufferWithOffset | popxl.ReplicaGrouping | str]
+StoreBuffersOrGroups = dict[Tensor, RemoteHandle | RemoteBufferWithOffset | Groups]
 
 _logger = logging.getLogger(__name__)
 
@@ -190,7 +191,7 @@ def batch_serialise_fwd_and_grad(
         load_handles: as for `batch_serialise`, by tensors of either graph. Each gradient that `gradient_graph` is given
             has to be loaded.
         store_streams: as for `batch_serialise`, by tensors of either graph.
-        store_buffers: likewise. A replica grouping, or the name of an axis, stands for a new buffer, sharded over it;
+        store_buffers: likewise. A replica grouping, or names of axes, stand for a new buffer, sharded over them;
             in place, it becomes the `RemoteHandle`.
         seed_input: as for `batch_serialise`, of the forward graph.
 
@@ -229,7 +230,7 @@ def batch_serialise_fwd_and_grad(
         """Where the forward graph has the values of `t`."""
         if isinstance(source := loads.get(t), RemoteHandle):
             return source
-        if given is None or isinstance(given, popxl.ReplicaGrouping | str):
+        if given is None or means_groups(given):
             return RemoteHandle(batch_serial_buffer(t, steps, rows, given), 0, given)
         return RemoteHandle.of("store_buffers", given)
 

@@ -13,16 +13,14 @@ from typing import Any
 
 import popxl
 from popxl import ops
-from popxl.replica_grouping import Groups, grouping_of
+from popxl.replica_grouping import Groups, grouping_of, means_groups
 from popxl.values.shapes import integer
 from popxl_addons import _io_tiles
 from popxl_addons.remote import create_remote_buffer
 from popxl_addons.rts import gather_replica_sharded_tensor
 
 RowOffset = int | Callable[[popxl.Tensor], popxl.Tensor] | None
-RemoteBufferWithOffset = (
-    tuple[popxl.RemoteBuffer, int | None] | tuple[popxl.RemoteBuffer, int | None, popxl.ReplicaGrouping | None]
-)
+RemoteBufferWithOffset = tuple[popxl.RemoteBuffer, RowOffset] | tuple[popxl.RemoteBuffer, RowOffset, Groups | None]
 """What may be written instead of a `RemoteHandle`."""
 
 
@@ -57,11 +55,11 @@ class RemoteHandle:
         if not (
             isinstance(self.buffer, popxl.RemoteBuffer)
             and (offset is None or callable(offset) or isinstance(offset, Integral))
-            and (group is None or isinstance(group, popxl.ReplicaGrouping | str))
+            and (group is None or means_groups(group))
         ):
             raise TypeError(
                 "RemoteHandle: expected a remote buffer, a row offset (an integer, None or a function of the row), and "
-                f"a replica grouping, the name of an axis or None; got {self.buffer!r}, {offset!r} and {group!r}."
+                f"a replica grouping, names of axes or None; got {self.buffer!r}, {offset!r} and {group!r}."
             )
 
     @classmethod

@@ -182,6 +182,28 @@ def returned_by_the_graph_that_changes_it(ir: popxl.Ir) -> None:
     ops.remote_store(buffer, 0, w)
 
 
+def of_a_copy(ir: popxl.Ir) -> None:
+    copy = popxl.variable([1.0, 2.0, 3.0]) * 1.0
+    copy += 1
+
+
+def of_a_constant(ir: popxl.Ir) -> None:
+    one = popxl.constant([1.0, 2.0, 3.0])
+    ops.add_(one.reshape_((3, 1)), popxl.constant(1.0))
+
+
+def of_what_was_put_together(ir: popxl.Ir) -> None:
+    _, piece = popxl.replica_sharded_variable(np.ones(4), F32, "w")
+    piece += 1
+    ops.add_(ops.collectives.replicated_all_gather(piece), popxl.constant(1.0))
+
+
+@pytest.mark.parametrize("build", [of_a_copy, of_a_constant, of_what_was_put_together])
+def test_changes_of_what_no_variable_keeps(build: Build) -> None:
+    with pytest.raises(LostUpdateWarning, match=r"The change of `\w+` is lost \(.*: no variable keeps it"):
+        popxl.Session(program(build, 2))
+
+
 def named_anew(ir: popxl.Ir) -> None:
     w = popxl.variable([1.0, 2.0], name="w")
     w -= w * 0.1

@@ -87,15 +87,16 @@ USES: dict[str, Use] = {
 
 @pytest.mark.parametrize("use", USES)
 def test_names_in_place_of_groupings(use: str) -> None:
-    def made(names: bool, axis: str) -> tuple[str, Any]:
+    def made(names: bool, axes: tuple[str, ...]) -> tuple[str, Any]:
         ir = popxl.Ir(axes=AXES)
         with ir.main_graph:
-            result = USES[use](axis if names else ir.grouping(axis))
+            result = USES[use]((axes if len(axes) > 1 else axes[0]) if names else ir.grouping(*axes))
         return str(ir), str(result)
 
-    by_name = {axis: made(True, axis) for axis in AXES}
-    assert by_name == {axis: made(False, axis) for axis in AXES}
-    assert by_name["data"] != by_name["tensor"]
+    ways = [("data",), ("tensor",), ("data", "tensor")]
+    by_name = [made(True, axes) for axes in ways]
+    assert by_name == [made(False, axes) for axes in ways]
+    assert by_name[0] != by_name[1] != by_name[2]
 
 
 def test_a_wrong_name_is_told() -> None:

@@ -532,9 +532,10 @@ def test_masks_agree(ir, numbers, mode):
     np.testing.assert_allclose(outputs[dxs], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_activations_in_rows_and_pieces():
+@pytest.mark.parametrize("pieces", ["grouping", "tensor", ("data", "tensor")])
+def test_activations_in_rows_and_pieces(pieces):
     """Two layers that are one pair of graphs. A grouping stands for a buffer of pieces, wherever values are kept."""
-    ir = popxl.Ir(replication=4)
+    ir = popxl.Ir(axes={"data": 2, "tensor": 2})
     ir.num_host_transfers = STEPS
     rng = np.random.default_rng(9)
     w, b, x, dy = (
@@ -542,29 +543,29 @@ def test_activations_in_rows_and_pieces():
     )
     spec = popxl.TensorSpec((2, 4), F32)
     with ir.main_graph, popxl.in_sequence():
-        pairs = ir.replica_grouping(group_size=2)
+        pieces = ir.replica_grouping(group_size=2) if pieces == "grouping" else pieces
         layers = [Layer(w[i], b[i]).create_graph(spec) for i in range(2)]
         graph = layers[0][1]
         grad = autodiff(graph)
         t, y = graph.graph.inputs[0], graph.graph.outputs[0]
         given, dx = grad.graph.inputs[0], grad.graph.outputs[0]
         xs, dys, dws = (popxl.h2d_stream((2, 4), F32), popxl.h2d_stream((2, 4), F32), popxl.d2h_stream((4, 4), F32))
-        values, gradients = batch_serial_buffer(t, STEPS, 3, pairs), batch_serial_buffer(dx, STEPS, 3, pairs)
+        values, gradients = batch_serial_buffer(t, STEPS, 3, pieces), batch_serial_buffer(dx, STEPS, 3, pieces)
 
         for stream, buffer, row in ((xs, values, 0), (dys, gradients, 2)):  # fill a row from the host
             half, into, out = halve(spec)
-            handle = RemoteHandle(buffer, row, pairs)
+            handle = RemoteHandle(buffer, row, pieces)
             batch_serialise(half, STEPS, {into: stream}, {}, {out: handle}, io_mode="compute").graph.call(0)
 
         activations = {e.fwd_tensor for e in grad.grad_graph_info.expected_inputs if e.is_activation}
-        groups = {a: pairs for a in activations - {t, y, *graph.args.values_flat()}}
-        stores = {y: (values, 1, pairs), dx: (gradients, 0, pairs), t: pairs, **groups}
-        loads = {t: (values, 0, pairs), given: (gradients, 1, pairs)}
+        groups = {a: pieces for a in activations - {t, y, *graph.args.values_flat()}}
+        stores = {y: (values, 1, pieces), dx: (gradients, 0, pieces), t: pieces, **groups}
+        loads = {t: (values, 0, pieces), given: (gradients, 1, pieces)}
         forward, backward = batch_serialise_fwd_and_grad(
             graph, grad, graph.args, STEPS, loads, {grad.graph.outputs[1]: dws}, stores, rows=2, io_mode="compute"
         )
         assert (values.entries, gradients.entries) == (3 * STEPS, 3 * STEPS)
-        assert all(isinstance(handle, RemoteHandle) and handle.shard_group == pairs for handle in stores.values())
+        assert all(isinstance(handle, RemoteHandle) and handle.shard_group == pieces for handle in stores.values())
         assert forward.stored_buffers[t] is loads[t] is stores[t]  # where it is loaded from, not in a buffer of its own
         assert all(a in forward.stored_buffers for a in activations - {*graph.args.values_flat()})
         assert list(backward.stored_buffers) == [dx]

@@ -214,7 +214,6 @@ def test_loss_scaling(how) -> None:
         vu.accumulate_(total, g, 0.25 / scale)
         vu.accumulate_(total, g, 0.75 / scale)
         adam(decoupled=DECAY)(w, m, v, t, total)
-        vu.accumulator_zero_(total)
 
     gradients = (GRADIENTS * scale).astype(np.float16)
     weights, _ = trained(how, update, gradients)

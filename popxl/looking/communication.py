@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 __all__ = ["Collective", "Communication", "communication_of"]
 
 Array = Any
-CollectiveKind = Literal["all-reduce", "reduce-scatter", "all-gather"]
+CollectiveKind = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all"]
 
 
 class Collective(Record):
     """One exchange of an op.
 
     Attributes:
-        kind: what replicas do: `"all-reduce"`, `"reduce-scatter"` or `"all-gather"`.
+        kind: what replicas do: `"all-reduce"`, `"reduce-scatter"`, `"all-gather"` or `"all-to-all"`.
         op: the type of the op.
         tensor: the name of the tensor that the op is given.
         bytes: of one replica: what goes in, or what comes out, whichever is more.
@@ -269,6 +269,10 @@ class _Listening(Exchanging):
     def scattered(self, rows: Array) -> Array:
         self._hear("reduce-scatter", 1, rows)
         return rows[: len(rows) // self.size]
+
+    def exchanged(self, t: Array) -> Array:
+        self._hear("all-to-all", 1, t)
+        return t
 
     def _hear(self, kind: CollectiveKind, times: int, t: Array) -> None:
         self.heard.append((kind, times * t.size * t.dtype.itemsize))

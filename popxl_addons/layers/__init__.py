@@ -3,6 +3,7 @@
 from popxl_addons.layers._values import undrawn_weights
 from popxl_addons.layers.conv import Conv2D
 from popxl_addons.layers.embedding import Embedding, TiedEmbedding
+from popxl_addons.layers.experts import Experts
 from popxl_addons.layers.group_norm import GroupNorm
 from popxl_addons.layers.language_model import LanguageConfig, LanguageModel
 from popxl_addons.layers.layer_norm import LayerNorm
@@ -15,6 +16,7 @@ __all__ = [
     "Attention",
     "Conv2D",
     "Embedding",
+    "Experts",
     "GroupNorm",
     "LanguageConfig",
     "LanguageModel",

@@ -7,8 +7,9 @@ A text is a tensor of shape (batch, length, width). Where positions are turned a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -254,6 +255,25 @@ def _among(seen: popxl.Tensor, mask: popxl.Tensor | None) -> popxl.Tensor:
 # Blocks -------------------------------------------------------------------------------------------------------------
 
 
+Activation = Literal["gelu", "geluerf", "relu", "swiglu"]
+
+
+def checked_activation(layer: str, activation: Activation) -> Activation:
+    """The argument of a layer; `ValueError` if it is none."""
+    if not isinstance(activation, str) or activation not in get_args(Activation):
+        raise ValueError(f"{layer}: `activation` is {activation!r}; expected 'gelu', 'geluerf', 'relu' or 'swiglu'.")
+    return activation
+
+
+def activated(activation: Activation, layer: Callable[[str], popxl.Tensor]) -> popxl.Tensor:
+    """What goes down again, of the layers `up` and, where there is one, `gate`."""
+    if activation == "swiglu":
+        gate = ops.swish(layer("gate"))
+        return gate * layer("up")
+    result: popxl.Tensor = getattr(ops, activation)(layer("up"))
+    return result
+
+
 class MLP(Module):
     """The network after attention: wider, an activation, and back.
 
@@ -275,25 +295,21 @@ class MLP(Module):
     def __init__(
         self,
         hidden: int | None = None,
-        activation: Literal["gelu", "geluerf", "relu", "swiglu"] = "gelu",
+        activation: Activation = "gelu",
         bias: bool = True,
     ):
         super().__init__()
-        if activation not in ("gelu", "geluerf", "relu", "swiglu"):
-            raise ValueError(f"MLP: `activation` is {activation!r}; expected 'gelu', 'geluerf', 'relu' or 'swiglu'.")
-        self.hidden, self.activation, self.bias = hidden, activation, bias
+        self.hidden, self.activation, self.bias = hidden, checked_activation("MLP", activation), bias
 
     def build(self, x: popxl.Tensor) -> popxl.Tensor:
         """`x` of shape (..., width) to the same."""
         hidden = 4 * x.shape[-1] if self.hidden is None else self.hidden
-        if self.activation == "swiglu":
-            self.gate = Linear(hidden, bias=self.bias)
-            gate = ops.swish(self.gate(x))
-            self.up = Linear(hidden, bias=self.bias)
-            inner = gate * self.up(x)
-        else:
-            self.up = Linear(hidden, bias=self.bias)
-            inner = getattr(ops, self.activation)(self.up(x))
+
+        def layer(name: str) -> popxl.Tensor:
+            setattr(self, name, made := Linear(hidden, bias=self.bias))
+            return made(x)
+
+        inner = activated(self.activation, layer)
         self.down = Linear(x.shape[-1], bias=self.bias)
         return self.down(inner)
 

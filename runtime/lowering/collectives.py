@@ -116,6 +116,9 @@ class _OnMesh(Exchanging):
     def scattered(self, rows: Array) -> Array:
         return lax.psum_scatter(rows, self._along, axis_index_groups=self._groups, tiled=True)
 
+    def exchanged(self, t: Array) -> Array:
+        return lax.all_to_all(t, self._along, 0, 0, axis_index_groups=self._groups, tiled=True)
+
 
 def devices_meet(ops: Iterable[Op], replicas: Replicas) -> bool:
     """Whether devices wait for each other where replicas run these ops."""

@@ -12,6 +12,7 @@ from popxl.ops.collectives.replicated import (
     replicated_all_gather,
     replicated_all_reduce,
     replicated_all_reduce_,
+    replicated_all_to_all,
     replicated_reduce_scatter,
     replicated_slice,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "replicated_all_gather",
     "replicated_all_reduce",
     "replicated_all_reduce_",
+    "replicated_all_to_all",
     "replicated_reduce_scatter",
     "replicated_slice",
 ]

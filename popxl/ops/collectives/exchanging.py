@@ -31,7 +31,7 @@ _TERMS: dict[str, Callable[[Array], Array]] = {"add": wide, "mean": wide, "squar
 
 
 class Exchanging(Group):
-    """A group of several members, built on four exchanges."""
+    """A group of several members, built on five exchanges."""
 
     # Exchanges -------------------------------------------------------------------------------------------------------
 
@@ -50,6 +50,10 @@ class Exchanging(Group):
     @abstractmethod
     def scattered(self, rows: Array) -> Array:
         """The own rows of the sum of `rows` over the members, who have equally many of them, in order."""
+
+    @abstractmethod
+    def exchanged(self, t: Array) -> Array:
+        """What the members have for this one, by rank: one block of the first dimension of `t` is for each of them."""
 
     # What they make up -----------------------------------------------------------------------------------------------
 

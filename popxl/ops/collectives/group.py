@@ -58,6 +58,11 @@ class Group(ABC):
         """The own chunk of that."""
         return self.chunk(self.combined(t, op), chunk_size(t.size, self.size))
 
+    def exchanged(self, t: Array) -> Array:
+        """What the members have for this one, by rank: one block of the first dimension of `t` is for each of them."""
+        length = len(t) // self.size
+        return lax.dynamic_slice_in_dim(self.members(t), self.rank * length, length, axis=1).reshape(t.shape)
+
     def chunk(self, t: Array, length: int) -> Array:
         """The replica's own chunk of an array; zeros follow its end."""
         return lax.dynamic_index_in_dim(self.chunks(t, length), self.rank, keepdims=False)

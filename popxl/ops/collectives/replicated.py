@@ -1,8 +1,9 @@
-"""Collectives between replicas: reductions, gathers, and slices that differ from replica to replica.
+"""Collectives between replicas: reductions, gathers, exchanges, and slices that differ from replica to replica.
 
 The ops themselves work on flat tensors that are cut into chunks, one for each member of a group; axes are brought to
 the front and back by ordinary ops. What a group is, where replicas run, is in `runtime.lowering.collectives`. A gather
-and a slice are each other's gradients. Gradients are not summed over replicas: a reduction has to be asked for.
+and a slice are each other's gradients, an exchange is its own. Gradients are not summed over replicas: a reduction has
+to be asked for.
 """
 
 from __future__ import annotations
@@ -352,6 +353,86 @@ def replicated_slice(t: Tensor, axis: int = 0, group: Groups | None = None) -> T
     else:
         result = reshape(own, (length, *others))
     return transpose(result, back) if axis else result
+
+
+# Exchanges ----------------------------------------------------------------------------------------------------------
+
+
+def _all_to_all(t: Array, *, group: Group) -> Array:
+    return _as(t.dtype, group.exchanged(_as_bytes(t)))
+
+
+def _sent_back(g: Tensor, t_spec: TensorSpec, stride: int, group_size: int) -> Tensor:
+    """The gradients of the parts that others have got: they have them where they have put the parts."""
+    return all_to_all_kind(g, stride=stride, group_size=group_size)
+
+
+all_to_all_kind: OpKind = OpKind(
+    "ReplicatedAllToAll",
+    _all_to_all,
+    shape=like_first,
+    gradient={"t": _sent_back},
+    result="{t}_all_to_all",
+    traits=[BetweenReplicas()],
+)
+
+
+def replicated_all_to_all(t: Tensor, split_axis: int = 0, concat_axis: int = 0, group: Groups | None = None) -> Tensor:
+    """Give each member of a group its part of what every member has: part `i` of `t` goes to member `i`.
+
+    With it tokens reach the replica that has their expert, and come back; or a tensor that is in pieces along one axis
+    is in pieces along another one. What was sent with the axes ``a, b`` comes back with ``b, a``, and that is how
+    gradients go, too: each part's is that which the member has that got it.
+
+    Args:
+        t: tensor of any dtype, rank 1 or more.
+        split_axis: along which `t` is cut into equal parts, one for each member. Its size is a multiple of theirs.
+        concat_axis: along which a member joins what it gets, in the order of the replicas. Negative axes count from
+            the back.
+        group: which replicas talk to each other: a grouping, or names of axes; all of them by default.
+
+    Returns:
+        A new tensor of the same dtype, without a meta-shape. `split_axis` is smaller than that of `t` by the size of
+        the groups, and `concat_axis` larger; where they are one axis, the shape is that of `t`.
+
+    Raises:
+        ValueError: if the size of `split_axis` is no multiple of that of the groups, or the replicas of the Ir cannot
+            be grouped like this.
+        NotImplementedError: for a grouping whose members are not always the same distance apart.
+        PopxlError: if there is no such axis.
+
+    See also: `jax.lax.all_to_all`, `torch.distributed.all_to_all_single`.
+
+    Example:
+        All tokens with some of the features become some of the tokens with all features.
+
+        >>> with popxl.Ir(replication=4).main_graph:
+        ...     x = popxl.variable(np.ones((8, 3)), popxl.float32)
+        ...     print(ops.collectives.replicated_all_to_all(x, 0, 1).shape)
+        (2, 12)
+    """
+    name = "replicated_all_to_all"
+    groups = members(name, group)
+    size = groups["group_size"]
+    split, concat = integer(split_axis, f"{name}: `split_axis`"), integer(concat_axis, f"{name}: `concat_axis`")
+    all_to_all_kind.check(t, **groups)
+    split, concat = _axis(name, t, split), _axis(name, t, concat)
+    if not t.shape or t.shape[split] % size:
+        raise ValueError(
+            f"{name}: axis {split} of `t`, {brief(t)}, cannot be cut into {size} equal parts, one for each member of a "
+            "group."
+        )
+    piece = [*t.shape]
+    piece[split] //= size
+    parts = reshape(t, (*piece[:split], size, *piece[split:]))
+    front, _ = _permutations(split, parts.rank)
+    got = all_to_all_kind(transpose(parts, front) if split else parts, **groups)
+    _, back = _permutations(concat, parts.rank)
+    piece[concat] *= size
+    return reshape(transpose(got, back) if concat else got, piece)
+
+
+# Axes ---------------------------------------------------------------------------------------------------------------
 
 
 def _axis(name: str, t: Tensor, axis: int) -> int:

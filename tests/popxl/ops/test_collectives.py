@@ -209,6 +209,20 @@ def sliced(shape: tuple[int, ...], axis: int, dtype: str = "float32") -> Case:
     )
 
 
+def exchanged(shape: tuple[int, ...], split: int, concat: int, dtype: str = "float32") -> Case:
+    def meaning(split: int, concat: int) -> Callable[[Sequence[Array], int], Array]:
+        return lambda xs, rank: np.concatenate([np.split(x, len(xs), split)[rank] for x in xs], concat)
+
+    return Case(
+        f"all_to_all of axis {split} to {concat}",
+        lambda t, group: c.replicated_all_to_all(t, split, concat, group),
+        shape,
+        meaning(split, concat),
+        meaning(concat, split),
+        dtype,
+    )
+
+
 CASES = [
     *(all_reduce(op, dtype) for op in OP_MAP for dtype in ("float32", "int32")),
     *(all_reduce(op, "float16", (5,)) for op in ("add", "mean", "mul", "max", "square_add")),
@@ -234,6 +248,8 @@ CASES = [
     *(there_and_back(shape) for shape in ((2, 3), (17,))),
     *(sliced(shape, axis) for shape, axis in (((8, 2), 0), ((3, 8, 2), 1), ((3, 2, 16), -1), ((16, 5, 3), 0))),
     *(sliced((8,), 0, dtype) for dtype in ("float16", "int32", "bool")),
+    *(exchanged((8, 3, 16), split, concat) for split, concat in ((0, 0), (0, 1), (2, 0), (-1, -1), (0, 2))),
+    *(exchanged((16, 3), 0, 1, dtype) for dtype in ("float16", "int32", "bool")),
 ]
 
 GROUPINGS = {

@@ -127,4 +127,13 @@ COLLECTIVES = [
         differentiable=(0,), keeps=0,
         bad=[bad(TypeError, "`axis` must be an integer", X, 1.5), bad(PopxlError, "axis 2 does not exist", X, 2),
              bad(PopxlError, "axis 1 does not exist in a tensor of rank 1", FLAT, 1)]),
+    Row("replicated_all_to_all", lambda t, split_axis=0, concat_axis=0: t,
+        [*over(ANY, (2, 3)), *over("float32", (2, 3, 4), split_axis=1), *over("float32", (2, 3), concat_axis=-1),
+         *over("float32", (3, 2, 4), split_axis=2, concat_axis=1), sample(FLAT, np.int32(0))],
+        "Reshape ReplicatedAllToAll Reshape", "{0}_reshaped_all_to_all_reshaped", adds=3, differentiable=(0,), keeps=0,
+        bad=[bad(TypeError, "`split_axis` must be an integer", X, 1.5), bad(PopxlError, "axis 2 does not exist", X, 2),
+             bad(TypeError, "`concat_axis` must be an integer", X, 0, "0"), bad(TypeError, "`t` must be a Tensor", 3),
+             bad(PopxlError, "axis 1 does not exist in a tensor of rank 1", FLAT, 0, 1),
+             bad(ValueError, r"axis 0 of `t`, f32\[\], cannot be cut into 1 equal parts", scalar(1)),
+             bad(TypeError, "`group` must be a ReplicaGrouping", X, 0, 0, [0, 1])]),
 ]  # fmt: skip

@@ -1,0 +1,141 @@
+"""A mixture of experts: networks of which each token goes through a few, divided among replicas."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import numpy as np
+
+import popxl
+from popxl import ops
+from popxl.replica_grouping import Groups
+from popxl.values.shapes import integer, number
+from popxl_addons.layers._values import weights
+from popxl_addons.layers.transformer import Activation, activated, checked_activation
+from popxl_addons.module import Module
+from popxl_addons.named_replica_grouping import resolved
+
+__all__ = ["Experts"]
+
+
+class Experts(Module):
+    """A network for each token, chosen by a router: ``sum of gate * expert(token)`` over the experts with most of it.
+
+    Replicas of a `group` have some experts each, and tokens of their own. Tokens are sent to the replicas that have
+    their experts, and back: two all-to-alls, and two for the gradients. An expert takes as many tokens of each replica
+    as it has room for, those that come first; a token without a place adds nothing, so keep ``x +`` around the layer.
+
+    Variables, without biases: `router` of shape (width, count), in float32; and, of the dtype of `x` and of the experts
+    that a replica has, `up` of shape (experts, width, hidden) and `down` of shape (experts, hidden, width); with
+    `activation="swiglu"` also `gate`, like `up`. They begin as the weight of `Linear` does.
+
+    The gradient of an expert is that of the sum of the losses of its group, as tokens come from all its replicas. Where
+    the other gradients are means over replicas, take the mean over those that have the expert, and divide by the size
+    of the group.
+
+    Args:
+        count: how many experts there are, a multiple of the size of the group.
+        hidden: how wide they are; by default four times the width of `x`.
+        chosen: how many experts a token goes through. The gate of one is its probability; those of several are
+            divided by their sum.
+        capacity_factor: the room of an expert, in multiples of the tokens that it would get if all got as many.
+        activation: as of `MLP`.
+        group: the replicas that experts are divided among: a grouping, or names of axes; by default each replica has
+            all experts.
+
+    Raises:
+        ValueError: if `count` is no multiple of the size of the group, `chosen` is not within 1 and `count`, or
+            `capacity_factor` is not above 0.
+
+    See also: Fedus et al., "Switch Transformers" (2021), and Lepikhin et al., "GShard" (2020).
+
+    Example:
+        >>> with popxl.Ir(axes={"data": 2, "expert": 4}).main_graph:
+        ...     text = popxl.TensorSpec((2, 16, 6), popxl.float32)
+        ...     facts, graph = Experts(8, group="expert").create_graph(text)
+        >>> facts.up.shape, [t.shape for t in graph.graph.outputs]
+        ((2, 6, 24), [(2, 16, 6), ()])
+    """
+
+    def __init__(
+        self,
+        count: int,
+        hidden: int | None = None,
+        *,
+        chosen: int = 1,
+        capacity_factor: float = 1.25,
+        activation: Activation = "gelu",
+        group: Groups | None = None,
+    ):
+        super().__init__()
+        self.count, self.chosen = integer(count, "Experts: `count`"), integer(chosen, "Experts: `chosen`")
+        if not 1 <= self.chosen <= self.count:
+            raise ValueError(f"Experts: `chosen` is {chosen}; expected 1 to {count}, as many as there are experts.")
+        self.capacity_factor = number(capacity_factor, "Experts: `capacity_factor`")
+        if not self.capacity_factor > 0:
+            raise ValueError(f"Experts: `capacity_factor` is {capacity_factor}; expected a number above 0.")
+        self.hidden = None if hidden is None else integer(hidden, "Experts: `hidden`")
+        self.activation = checked_activation("Experts", activation)
+        self.group = group
+
+    def build(self, x: popxl.Tensor) -> tuple[popxl.Tensor, popxl.Tensor]:
+        """`x` of shape (..., width) to the same, and a float32 scalar to be added to the loss, some 0.01 of it.
+
+        That is 1 where the tokens of this replica are divided evenly among experts, and more where they are not: the
+        number of experts times the sum, over them, of the share of tokens that choose one and its mean probability
+        (Fedus et al., equation 4).
+        """
+        size = 1 if self.group is None else resolved(self.group, "Experts: `group`").group_size
+        if self.count % size:
+            raise ValueError(
+                f"Experts: `count` is {self.count}; expected a multiple of {size}, the size of the group that experts "
+                "are divided among."
+            )
+        rows = x.reshape((-1, x.shape[-1]))
+        tokens = rows.shape[0]
+        router = self.add_variable_input("router", partial(weights, rows.shape[1], self.count), popxl.float32)
+        probabilities = ops.softmax(rows.astype(popxl.float32) @ router, axis=-1)
+        gates, chosen = ops.topk(probabilities, self.chosen, axis=1, largest=True, sorted=True)
+        if self.chosen > 1:
+            gates = gates / ops.sum(gates, axis=1, keepdims=True)
+
+        choices = ops.flatten(chosen.T)  # the first of all tokens, then the second: these are the first without a place
+        is_chosen = ops.onehot(choices, popxl.constant(self.count), popxl.constant([0, 1]), axis=-1)
+        place = ops.sum(ops.cumsum(is_chosen) * is_chosen, axis=1) - 1
+        room = math.ceil(tokens * self.chosen / self.count * self.capacity_factor)
+        slots = self.count * room
+        slot = ops.where(place < room, choices * room + place, slots)  # which is beyond the last
+        token = ops.concat([ops.arange(tokens)] * self.chosen)
+        nobody = popxl.constant(np.full(slots, tokens, np.int32))
+        token_of = ops.scatter(nobody, slot, token)
+
+        there = ops.gather(rows, token_of, zero_OOR=True).reshape((self.count, room, rows.shape[1]))
+        back = self._experts(there).reshape((slots, rows.shape[1]))
+        parts = ops.gather(back, slot, zero_OOR=True).reshape((self.chosen, *rows.shape))
+        y = ops.sum(parts * gates.T.reshape((self.chosen, tokens, 1)).astype(x.dtype), axis=0)
+
+        shares = ops.mean(is_chosen.astype(popxl.float32), axis=0)
+        balance = ops.sum(shares * ops.mean(probabilities, axis=0)) * self.count
+        return y.reshape(x.shape), balance
+
+    def _experts(self, there: popxl.Tensor) -> popxl.Tensor:
+        """What the experts make of tokens of this replica, of shape (count, room, width); they may be elsewhere."""
+        if self.group is None:
+            return self._own_experts(there)
+        there = ops.collectives.replicated_all_to_all(there, 0, 1, self.group)
+        return ops.collectives.replicated_all_to_all(self._own_experts(there), 1, 0, self.group)
+
+    def _own_experts(self, there: popxl.Tensor) -> popxl.Tensor:
+        """The networks of this replica, each on its tokens: (experts, tokens, width) to the same."""
+        experts, _, width = there.shape
+        hidden = 4 * width if self.hidden is None else self.hidden
+        having = None if self.group is None else resolved(self.group, "Experts: `group`").transpose()
+
+        def layer(name: str, t: popxl.Tensor, size: int) -> popxl.Tensor:
+            weight = partial(weights, experts, t.shape[-1], size)
+            axis = None if having is None else 0
+            return t @ self.add_variable_input(name, weight, t.dtype, replica_grouping=having, group_axis=axis)
+
+        inner = activated(self.activation, lambda name: layer(name, there, hidden))
+        return layer("down", inner, width)

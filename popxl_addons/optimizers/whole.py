@@ -25,10 +25,12 @@ from popxl.ops.collectives.collectives import members
 from popxl.ops.collectives.group import Group
 from popxl.ops.var_updates.factors import factor
 from popxl.tensor import Variable
+from popxl.values.shapes import flag, number
 from popxl.values.sharding import piece_count
 from popxl_addons.dot_tree import DotTree, sanitise
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.ops.grad_reduce_square_add import grad_reduce_square_add
+from popxl_addons.optimizers.arguments import check_floating, numbers, weight_decays
 from popxl_addons.optimizers.loss_scaling import LossScale, all_finite
 from popxl_addons.optimizers.means import Means, MeansOverPieces
 from popxl_addons.optimizers.schedules import Schedule
@@ -102,7 +104,7 @@ def _trained(optimizer: str, variables: Tensors, gradients: Tensors) -> list[_Tr
     if isinstance(gradients, Mapping | DotTree):
         given = _by_name(optimizer, "gradients", gradients)
     else:
-        listed = list(gradients)
+        listed = _listed(optimizer, "gradients", gradients)
         if len(listed) != len(named):
             raise ValueError(f"{optimizer}: there are {len(named)} `variables` and {len(listed)} `gradients`.")
         given = dict(zip(named, listed, strict=True))
@@ -119,6 +121,8 @@ def _trained(optimizer: str, variables: Tensors, gradients: Tensors) -> list[_Tr
             f"{optimizer}: {'; '.join(problems)}. Of a variable in pieces the gradient is a piece, too: "
             "`rts.reduce_replica_sharded_tensor`."
         )
+    for name, t in tensors.items():
+        check_floating(t.dtype, f"{optimizer}: the dtype of the variable `{name}`")
     owners = {v.piece: v for v in graph.variables if v.piece is not None}
     return [_of(name, t, given[name], owners.get(t, t)) for name, t in tensors.items()]
 
@@ -137,13 +141,23 @@ def _by_name(optimizer: str, what: str, tensors: Tensors) -> dict[str, popxl.Ten
     elif isinstance(tensors, Mapping):
         found = dict(tensors)
     else:
-        listed = list(tensors)
+        listed = _listed(optimizer, what, tensors)
         found = {sanitise(t.name): t for t in listed if isinstance(t, popxl.Tensor)}
         if len(found) != len(listed):
             raise ValueError(f"{optimizer}: `{what}` are {listed}; expected tensors, each with a name of its own.")
     if odd := [f"{name}: {t!r}" for name, t in found.items() if not isinstance(t, popxl.Tensor)]:
         raise TypeError(f"{optimizer}: `{what}` must be tensors by name, or a sequence of tensors; got {odd}.")
     return found
+
+
+def _listed(optimizer: str, what: str, tensors: Any) -> list[Any]:
+    """An argument that has to be a sequence, if it has no names."""
+    if isinstance(tensors, str) or not isinstance(tensors, Iterable):
+        raise TypeError(
+            f"{optimizer}: `{what}` must be tensors by name, or a sequence of tensors; got {tensors!r:.200} "
+            f"({type(tensors).__name__})."
+        )
+    return list(tensors)
 
 
 def _norm(trained: Iterable[_Trained], loss_scaling: float | popxl.Tensor) -> popxl.Tensor:
@@ -208,7 +222,7 @@ class _Step:
             lr = factor(lr, f"{optimizer}: `lr`")
         if not isinstance(scale, popxl.Tensor) and not 0 < scale < math.inf:
             raise ValueError(f"{optimizer}: `loss_scaling` is {scale!r}; expected a positive number.")
-        if clip_norm is not None and not clip_norm > 0:
+        if clip_norm is not None and not number(clip_norm, f"{optimizer}: `clip_norm`") > 0:
             raise ValueError(f"{optimizer}: `clip_norm` is {clip_norm!r}; expected a positive number, or None.")
         self.number = popxl.variable(0, popxl.float32, "optimizer.step")
         self.state: dict[str, popxl.Tensor] = {"step": self.number}
@@ -274,11 +288,6 @@ def _if_made(made: Sequence[Array], new: Iterable[Array], old: Iterable[Array]) 
     return tuple(new) if not made else tuple(jnp.where(made[0], *each) for each in zip(new, old, strict=True))
 
 
-def _decay_of(weight_decay: float, decays: Callable[[str], bool]) -> Callable[[str], float]:
-    """The weight decay of a variable, by its name."""
-    return lambda name: float(weight_decay) if decays(name) else 0.0
-
-
 def _updated(
     step: _Step, kind: OpKind, slots: Mapping[str, popxl.dtype], decay: Callable[[str], float], **numbers: Any
 ) -> NamedTensors:
@@ -339,7 +348,9 @@ def adamw(
         and with a `LossScale` its `loss_scaling.value` and `.good_steps`.
 
     Raises:
-        ValueError: outside of the main graph, and for gradients that are missing, left over, or of other shapes.
+        ValueError: outside of the main graph, for gradients that are missing, left over, or of other shapes, and for
+            variables or moments that are not of floating point numbers.
+        TypeError: for anything but tensors, numbers and the like.
 
     See also: `torch.optim.AdamW`, `optax.adamw`.
 
@@ -350,11 +361,12 @@ def adamw(
         >>> state.keys_flat()
         ['step', 'w.first_moment', 'w.second_moment']
     """
+    how, decay = numbers("adamw", beta1=beta1, beta2=beta2, eps=eps), weight_decays("adamw", weight_decay, decays)
+    kept = check_floating(moment_dtype, "adamw: `moment_dtype`")
+    slots = dict.fromkeys(("first_moment", "second_moment"), kept)
     with popxl.in_sequence():
         step = _Step("adamw", variables, gradients, lr, clip_norm, loss_scaling)
-        slots = dict.fromkeys(("first_moment", "second_moment"), moment_dtype)
-        decay = _decay_of(weight_decay, decays)
-        return _updated(step, _adamw, slots, decay, beta1=float(beta1), beta2=float(beta2), eps=float(eps))
+        return _updated(step, _adamw, slots, decay, **how)
 
 
 def _sgd_formula(
@@ -396,7 +408,7 @@ def sgd(
         The state, by name: `step`, and with momentum `<variable>.velocity`.
 
     Raises:
-        ValueError: as `adamw`.
+        ValueError, TypeError: as `adamw`.
 
     See also: `torch.optim.SGD`.
 
@@ -407,11 +419,12 @@ def sgd(
         >>> state.keys_flat()
         ['step', 'w.velocity']
     """
+    how, decay = numbers("sgd", momentum=momentum), weight_decays("sgd", weight_decay, decays)
+    ahead, kept = flag(nesterov, "sgd: `nesterov`"), check_floating(velocity_dtype, "sgd: `velocity_dtype`")
+    kind, slots = (_momentum, {"velocity": kept}) if how["momentum"] else (_sgd, {})
     with popxl.in_sequence():
         step = _Step("sgd", variables, gradients, lr, clip_norm, loss_scaling)
-        kind, slots = (_momentum, {"velocity": velocity_dtype}) if momentum else (_sgd, {})
-        decay = _decay_of(weight_decay, decays)
-        return _updated(step, kind, slots, decay, momentum=float(momentum), nesterov=bool(nesterov))
+        return _updated(step, kind, slots, decay, **how, nesterov=ahead)
 
 
 def _lion_formula(
@@ -448,7 +461,7 @@ def lion(
         The state, by name: `step`, and `<variable>.momentum`.
 
     Raises:
-        ValueError: as `adamw`.
+        ValueError, TypeError: as `adamw`.
 
     See also: `optax.lion`; Chen et al., https://arxiv.org/abs/2302.06675.
 
@@ -459,10 +472,11 @@ def lion(
         >>> state.keys_flat()
         ['step', 'w.momentum']
     """
+    how, decay = numbers("lion", beta1=beta1, beta2=beta2), weight_decays("lion", weight_decay, decays)
+    slots = {"momentum": check_floating(moment_dtype, "lion: `moment_dtype`")}
     with popxl.in_sequence():
         step = _Step("lion", variables, gradients, lr, clip_norm, loss_scaling)
-        decay = _decay_of(weight_decay, decays)
-        return _updated(step, _lion, {"momentum": moment_dtype}, decay, beta1=float(beta1), beta2=float(beta2))
+        return _updated(step, _lion, slots, decay, **how)
 
 
 def _adafactor_formula(
@@ -536,7 +550,7 @@ def adafactor(
         or `.variance` of vectors.
 
     Raises:
-        ValueError: as `adamw`.
+        ValueError, TypeError: as `adamw`.
 
     See also: `torch.optim.Adafactor`; Shazeer and Stern, https://arxiv.org/abs/1804.04235.
 
@@ -547,17 +561,19 @@ def adafactor(
         >>> state.w.row_variance.shape, state.w.column_variance.shape
         ((2, 1), (1, 3))
     """
+    if not isinstance(eps, tuple | list) or len(eps) != 2:
+        raise TypeError(f"adafactor: `eps` must be a pair of numbers; got {eps!r} ({type(eps).__name__}).")
+    said = numbers("adafactor", beta2_decay=beta2_decay, update_clip=update_clip)
+    smallest = numbers("adafactor", **{"eps[0]": eps[0], "eps[1]": eps[1]})
+    named: dict[str, Any] = dict(
+        zip(("beta2_decay", "clip", "eps1", "eps2"), (*said.values(), *smallest.values()), strict=True)
+    )
+    decay = weight_decays("adafactor", weight_decay, decays)
     with popxl.in_sequence():
         step = _Step("adafactor", variables, gradients, lr, clip_norm, loss_scaling)
-        factors, decay = step.factors, _decay_of(weight_decay, decays)
-        numbers: dict[str, Any] = {
-            "beta2_decay": float(beta2_decay),
-            "eps1": eps[0],
-            "eps2": eps[1],
-            "clip": float(update_clip),
-        }
+        factors = step.factors
         for each in step.trained:
-            shape, f32, how = each.whole_shape, popxl.float32, numbers | {"decay": decay(each.name)}
+            shape, f32, how = each.whole_shape, popxl.float32, named | {"decay": decay(each.name)}
             cut = bool(each.tensor.meta_shape)
             if cut:
                 how |= {"whole": shape, "pieces": each.pieces, **members("adafactor", each.grouping.const_rg)}

@@ -235,3 +235,52 @@ def test_what_is_refused() -> None:
         assert len(main.variables) == 2 and main.ops == []
     with ir.create_empty_graph("inner"), pytest.raises(ValueError, match="Call the optimiser in the main graph"):
         optimizers.adamw([], [], lr=0.1)
+
+
+WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a tensor": (lambda w: optimizers.adamw(w, [w], 0.1), "adamw: `variables` must be tensors by name, or a sequence"),
+    "none": (lambda w: optimizers.sgd([w], None, 0.1), "sgd: `gradients` must be tensors by name, or a .* got None"),
+    "beta": (lambda w: optimizers.adamw([w], [w], 0.1, beta1="0.9"), "adamw: `beta1` must be a number; got '0.9'"),
+    "eps": (lambda w: optimizers.adamw([w], [w], 0.1, eps=None), "adamw: `eps` must be a number; got None"),
+    "clip": (lambda w: optimizers.lion([w], [w], 0.1, clip_norm="1"), "lion: `clip_norm` must be a number; got '1'"),
+    "decay": (lambda w: optimizers.lion([w], [w], 0.1, weight_decay="1"), "lion: `weight_decay` must be a number"),
+    "decays": (lambda w: optimizers.sgd([w], [w], 0.1, decays=["w"]), "sgd: `decays` must be a function of a variable"),
+    "nesterov": (lambda w: optimizers.sgd([w], [w], 0.1, nesterov="no"), "sgd: `nesterov` must be True or False"),
+    "pair": (lambda w: optimizers.adafactor([w], [w], eps=1e-3), "adafactor: `eps` must be a pair of numbers; got 0.0"),
+    "of a pair": (lambda w: optimizers.adafactor([w], [w], eps=(1, "2")), r"adafactor: `eps\[1\]` must be a number"),
+    "clipping": (
+        lambda w: optimizers.adafactor([w], [w], update_clip=[1]),
+        "adafactor: `update_clip` must be a number",
+    ),
+    "dtype": (lambda w: optimizers.adamw([w], [w], 0.1, moment_dtype="f32"), "adamw: `moment_dtype` must be a popxl"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_arguments_of_the_wrong_kind(name: str) -> None:
+    call, message = WRONG[name]
+    with popxl.Ir().main_graph as main:
+        w = popxl.variable([1.0], name="w")
+        with pytest.raises(TypeError, match=message):
+            call(w)
+        assert main.variables == (w,) and main.ops == []
+
+
+def test_steps_are_parts_of_numbers() -> None:
+    """Integers would lose them: weights and moments of zeros, and no word of it."""
+    with popxl.Ir().main_graph as main:
+        w, whole = popxl.variable([1.0, 2.0], name="w"), popxl.variable([1, 2], popxl.int32, "whole")
+        for optimizer in (optimizers.adamw, optimizers.sgd, optimizers.lion, optimizers.adafactor):
+            with pytest.raises(ValueError, match="the dtype of the variable `whole` is int32; expected a floating"):
+                optimizer([w, whole], [w, w], 0.1)
+        for optimizer, name in [
+            (optimizers.adamw, "moment_dtype"),
+            (optimizers.lion, "moment_dtype"),
+            (optimizers.sgd, "velocity_dtype"),
+        ]:
+            with pytest.raises(ValueError, match=f"`{name}` is int32; expected a floating point type"):
+                optimizer([w], [w], 0.1, **{name: popxl.int32})
+        assert len(main.variables) == 2 and main.ops == []
+        for given, dtype in ((whole, popxl.float16), (w, popxl.int32)):
+            with pytest.raises(ValueError, match="is int32; expected a floating point type"):
+                optimizers.AdamOptimizerStep().create_graph(given, w, lr=0.1, first_order_dtype=dtype)

@@ -32,7 +32,7 @@ from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.ops.grad_reduce_square_add import grad_reduce_square_add
 from popxl_addons.optimizers.arguments import check_floating, numbers, weight_decays
 from popxl_addons.optimizers.loss_scaling import LossScale, all_finite
-from popxl_addons.optimizers.means import Means, MeansOverPieces
+from popxl_addons.optimizers.means import Means, MeansOverGroups, MeansOverPieces, Within
 from popxl_addons.optimizers.schedules import Schedule
 from popxl_addons.variable_factory import VariableFactory
 
@@ -73,6 +73,11 @@ class _Trained:
         return self.tensor.meta_shape or self.tensor.shape
 
     @property
+    def axis(self) -> int | None:
+        """The axis along which several groups of replicas have parts of one value, if they do."""
+        return self.group_axis if self.grouping.num_groups > 1 else None
+
+    @property
     def copies(self) -> int:
         """How many replicas hold the same numbers."""
         return self.grouping.const_rg.group_size // self.pieces
@@ -80,10 +85,10 @@ class _Trained:
     def state(self, name: str, dtype: popxl.dtype, shape: tuple[int, ...] | None = None, start: Any = 0) -> Variable:
         """A variable that belongs to it: in groups and pieces as it is, if of its shape."""
         data = np.broadcast_to(np.asarray(start, dtype.as_numpy()), self.whole_shape if shape is None else shape)
-        pieces = self.pieces if shape is None else 1
-        factory = VariableFactory(
-            lambda: np.array(data), dtype, name, False, self.grouping, pieces, self._group_axis_of(data.shape)
-        )
+        pieces, axis = self.pieces if shape is None else 1, self._group_axis_of(data.shape)
+        is_reduced = self.axis is not None and axis is None  # then all groups have the same
+        grouping = popxl.gir().replica_grouping() if is_reduced else self.grouping
+        factory = VariableFactory(lambda: np.array(data), dtype, name, False, grouping, pieces, axis)
         return factory.create_tensor(f"optimizer.{self.name}.{name}")
 
     def _group_axis_of(self, shape: tuple[int, ...]) -> int | None:
@@ -490,7 +495,7 @@ def _adafactor_formula(
         rows = rows + new * (means.of_rows(squares) - rows)
         columns = columns + new * (means.of_columns(squares) - columns)
         variances = (rows, columns)
-        variance = means.part(rows * columns / jnp.maximum(rows.mean(-2, keepdims=True), smallest))
+        variance = means.part(rows * columns / jnp.maximum(means.over_rows(rows), smallest))
     else:
         variance = variances[0] + new * (squares - variances[0])
         variances = (variance,)
@@ -507,12 +512,30 @@ def _adafactor_in_pieces(
     return _adafactor_formula(*arrays, means=MeansOverPieces(group, whole, pieces), **numbers)
 
 
+def _adafactor_in_groups(
+    *arrays: Array,
+    group: Group,
+    axis: int,
+    whole: tuple[int, ...],
+    pieces: int = 1,
+    holders: tuple[int, int] | None = None,
+    **numbers: float,
+) -> tuple[Array, ...]:
+    """`group` is all replicas; `holders` those that hold the pieces of a group's part, if there are pieces."""
+    own = Means() if holders is None else MeansOverPieces(Within(group, *holders), whole, pieces)
+    return _adafactor_formula(*arrays, means=MeansOverGroups(own, group, axis), **numbers)
+
+
 _MATRIX, _VECTOR = ("row_variance", "column_variance"), ("variance",)
 _adafactor_of_matrices = _formula("AdafactorStep", _adafactor_formula, *_MATRIX)
 _adafactor_of_vectors = _formula("AdafactorVectorStep", _adafactor_formula, *_VECTOR)
 _adafactor_of_cut_matrices, _adafactor_of_cut_vectors = (
     _formula(name, _adafactor_in_pieces, *slots, traits=[BetweenReplicas()])
     for name, slots in (("AdafactorPieceStep", _MATRIX), ("AdafactorVectorPieceStep", _VECTOR))
+)
+_adafactor_of_divided_matrices, _adafactor_of_divided_vectors = (
+    _formula(name, _adafactor_in_groups, *slots, traits=[BetweenReplicas()])
+    for name, slots in (("AdafactorGroupStep", _MATRIX), ("AdafactorVectorGroupStep", _VECTOR))
 )
 
 
@@ -537,6 +560,10 @@ def adafactor(
     of `optax.adafactor(min_dim_size_to_factor=1)` for vectors and matrices, where neither bound is met; Optax's own of
     `from_optax(optax.adafactor(lr))`.
 
+    Of a variable that groups of replicas divide between them, as with tensor parallelism, the numbers are those of the
+    whole, if it has a `group_axis`: `Linear(…, replica_grouping="data", group_axis=1)`. Without one, each group has a
+    variable of its own.
+
     Args:
         lr: an upper bound of the learning rate, which is relative to the size of a variable.
         beta2_decay: the second moment forgets `1 - t ** beta2_decay` less in each step t.
@@ -546,8 +573,8 @@ def adafactor(
         variables, gradients, decays, clip_norm, loss_scaling: as for `adamw`.
 
     Returns:
-        The state, by name: `step`; `<variable>.row_variance` and `.column_variance`, which are whole on all replicas,
-        or `.variance` of vectors.
+        The state, by name: `step`; `<variable>.row_variance` and `.column_variance`, which are not in pieces, or
+        `.variance` of vectors.
 
     Raises:
         ValueError, TypeError: as `adamw`.
@@ -574,18 +601,25 @@ def adafactor(
         factors = step.factors
         for each in step.trained:
             shape, f32, how = each.whole_shape, popxl.float32, named | {"decay": decay(each.name)}
-            cut = bool(each.tensor.meta_shape)
-            if cut:
-                how |= {"whole": shape, "pieces": each.pieces, **members("adafactor", each.grouping.const_rg)}
+            matrices, vectors = _adafactor_of_matrices, _adafactor_of_vectors
+            holders = members("adafactor", each.grouping.const_rg)
+            if each.tensor.meta_shape:
+                matrices, vectors = _adafactor_of_cut_matrices, _adafactor_of_cut_vectors
+                how |= {"whole": shape, "pieces": each.pieces, **holders}
+            if each.axis is not None:
+                matrices, vectors = _adafactor_of_divided_matrices, _adafactor_of_divided_vectors
+                how |= {"whole": shape, "axis": each.axis - len(shape), **members("adafactor", None)}
+                if each.tensor.meta_shape:
+                    how |= {"holders": (holders["stride"], holders["group_size"])}
             if len(shape) > 1:
-                kind = _adafactor_of_cut_matrices if cut else _adafactor_of_matrices
+                kind = matrices
                 kept = step.kept(
                     each,
                     row_variance=(f32, (*shape[:-1], 1)),
                     column_variance=(f32, (*shape[:-2], 1, shape[-1])),
                 )
             else:
-                kind = _adafactor_of_cut_vectors if cut else _adafactor_of_vectors
+                kind = vectors
                 kept = step.kept(each, variance=f32)
             kind(each.tensor, each.gradient, step.number, *kept, *factors, **how)
         return step.named_state

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import popxl
+import popxl_addons as addons
 from popxl import ops
 from popxl_addons import optimizers
 from popxl_addons.optimizers import schedules
@@ -212,6 +213,53 @@ def test_adafactor_over_pieces() -> None:
         return {name: found[v] for name, v in variables.items()} | {"state": found[state.two.column_variance]}
 
     assert_close(updated(4), updated(1))
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_adafactor_of_what_groups_divide(in_pieces: bool) -> None:
+    """Groups of replicas have parts of one value, as with tensor parallelism: the numbers are those of the whole."""
+    torch = pytest.importorskip("torch")
+    axes = {"rows": 0, "columns": 1, "batches": 0, "vector": 0, "everyone": None}
+    shapes = {"rows": (4, 3), "columns": (3, 4), "batches": (2, 3, 5), "vector": (6,), "everyone": (3, 2)}
+    starts = {name: RANDOM.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    # One half has far larger gradients, so that means over a part are other ones.
+    steps = [
+        {name: (RANDOM.normal(size=s) * np.linspace(0.1, 3, np.prod(s)).reshape(s)) for name, s in shapes.items()}
+        for _ in range(2)
+    ]
+    ir = popxl.Ir(axes={"data": 2, "tensor": 2})
+    variables, given, streams = {}, {}, {}
+    with ir.main_graph, popxl.in_sequence():
+        for name, axis in axes.items():
+            parts = [starts[name]] if axis is None else np.split(starts[name], 2, axis)
+            factory = addons.VariableFactory(
+                iter(parts), popxl.float32, name, replica_grouping=None if axis is None else "data", group_axis=axis
+            )
+            v = variables[name] = factory.create_tensor(sharded=in_pieces)
+            streams[name] = popxl.h2d_stream(v.shape, popxl.float32, name)
+            given[name] = ops.host_load(streams[name])
+            if v.piece is not None:
+                given[name] = ops.collectives.replica_sharded_slice(given[name], v.replica_grouping.const_rg)
+        state = optimizers.adafactor(variables, given, lr=0.3, weight_decay=0.1)
+    assert (state.rows.column_variance.replica_grouping.num_groups, state.rows.row_variance.group_axis) == (1, 0)
+    with popxl.Session(ir, "ipu_hw") as session:
+        for gradients in steps:
+            fed = {}
+            for name, axis in axes.items():
+                halves = [gradients[name]] * 2 if axis is None else np.split(gradients[name], 2, axis)
+                fed[streams[name]] = np.stack(halves * 2).astype(np.float32)
+            session.run(fed)
+        found = {name: np.array(session.get_tensor_data(v)) for name, v in variables.items()}
+    parameters = {name: torch.nn.Parameter(torch.tensor(value.astype(np.float64))) for name, value in starts.items()}
+    smallest = float(np.finfo(np.float32).eps)
+    adafactor = torch.optim.Adafactor(parameters.values(), lr=0.3, weight_decay=0.1, eps=(smallest, 1e-3))
+    for gradients in steps:
+        for name, p in parameters.items():
+            p.grad = torch.tensor(gradients[name])
+        adafactor.step()
+    for name, axis in axes.items():
+        whole = found[name] if axis is None else np.concatenate([*found[name]], axis)
+        np.testing.assert_allclose(whole, parameters[name].detach(), rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_what_is_refused() -> None:

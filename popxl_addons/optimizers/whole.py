@@ -20,6 +20,9 @@ import numpy as np
 
 import popxl
 from popxl import ops
+from popxl.base.source import SourceLocation, warn_at
+from popxl.context import user_frame
+from popxl.errors import ShardedUpdateWarning
 from popxl.op import BetweenReplicas, Colocated, OpKind, Overwrites, Trait
 from popxl.ops.collectives.collectives import members
 from popxl.ops.collectives.group import Group
@@ -31,6 +34,7 @@ from popxl_addons.dot_tree import DotTree, sanitise
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.ops.grad_reduce_square_add import grad_reduce_square_add
 from popxl_addons.optimizers.arguments import check_floating, numbers, weight_decays
+from popxl_addons.optimizers.elementwise import combining
 from popxl_addons.optimizers.loss_scaling import LossScale, all_finite
 from popxl_addons.optimizers.means import Means, MeansOverGroups, MeansOverPieces, Within
 from popxl_addons.optimizers.schedules import Schedule
@@ -633,8 +637,9 @@ def from_optax(transformation: Any) -> Callable[..., NamedTensors]:
 
     The first step that runs makes the first state, of what the variables hold then; until it has, the state is zeros.
     State that belongs to a variable is in pieces where the variable is. A transformation that looks at a whole variable
-    or at all of them, as clipping by norm does, would see pieces only: use `clip_norm` here. A program with it is saved
-    and loaded by those who have made the same optimiser before.
+    or at all of them, as clipping by norm does, sees pieces and parts only, and a `popxl.errors.ShardedUpdateWarning`
+    says so: use `clip_norm` here. A program with it is saved and loaded by those who have made the same optimiser
+    before.
 
     Args:
         transformation: an `optax.GradientTransformation`, with the learning rate in it.
@@ -672,6 +677,7 @@ def _by_optax(
         trained = {each.name: each for each in step.trained}
         wholes = {name: jax.ShapeDtypeStruct(t.whole_shape, t.tensor.dtype.as_jax()) for name, t in trained.items()}
         leaves, tree, owners = _first_state(transformation, wholes)
+        _warn_of_parts(step.trained, transformation.update, jax.tree.unflatten(tree, leaves), wholes)
         state = []
         for i, (leaf, name) in enumerate(zip(leaves, owners, strict=True)):
             dtype = popxl.dtype.as_dtype(leaf.dtype)
@@ -686,6 +692,20 @@ def _by_optax(
         of_trained = (each.gradient for each in step.trained)
         kind(*tensors, *state, *of_trained, step.number, *step.factors[1:])
         return step.named_state
+
+
+def _warn_of_parts(trained: Iterable[_Trained], update: Callable[..., Any], state: Any, wholes: Any) -> None:
+    """Warn of an update that combines elements where replicas have some of them only."""
+    divided = [each.name for each in trained if each.tensor.meta_shape or each.grouping.num_groups > 1]
+    if divided and (combined_by := combining(update, wholes, state, wholes)):
+        warn_at(
+            SourceLocation.of(user_frame()),
+            f"from_optax: the transformation combines elements of arrays ({', '.join(combined_by)}), and each replica "
+            f"has a part of {', '.join(f'`{name}`' for name in divided)} only. What it does to parts is not what it "
+            "would do to the whole. To clip by the norm use `clip_norm`; otherwise keep variables whole, or use an "
+            "optimiser of `popxl_addons.optimizers`.",
+            ShardedUpdateWarning,
+        )
 
 
 def _first_state(

@@ -11,6 +11,7 @@ import pytest
 import popxl
 import popxl_addons as addons
 from popxl import ops
+from popxl.errors import ShardedUpdateWarning
 from popxl_addons import optimizers
 from popxl_addons.optimizers import schedules
 
@@ -136,6 +137,27 @@ def test_transformations_of_optax() -> None:
         updates, state = transformation.update(scaled, state, params)
         params = optax.apply_updates(params, updates)
     assert_close(found, {name: np.asarray(value) for name, value in params.items()})
+
+
+def test_transformations_of_optax_that_combine_elements() -> None:
+    """They see the pieces and parts of a replica, so what they do depends on how many replicas there are."""
+    optax = pytest.importorskip("optax")
+    plain = [optax.sgd(0.1, momentum=0.9), optax.adamw(optax.cosine_decay_schedule(0.1, 5)), optax.rmsprop(0.1)]
+    plain += [optax.lion(0.1), optax.adagrad(0.1), optax.MultiSteps(optax.adam(0.1), 2), optax.clip(0.1)]
+    combining = [optax.clip_by_global_norm(1.0), optax.lamb(0.1), optax.adafactor(0.1, 1), optax.centralize()]
+    ir = popxl.Ir(replication=2)
+    with ir.main_graph:
+        v, piece = popxl.replica_sharded_variable(np.ones((4, 3), np.float32), name="cut")
+        whole = popxl.variable(np.ones((4, 3), np.float32), name="whole")
+        own = popxl.variable(np.ones((2, 3), np.float32), name="own", replica_grouping=ir.replica_grouping(1, 1))
+        for transformation in plain:
+            optimizers.from_optax(transformation)([v, own], [piece * 1.0, own * 1.0])
+        for transformation in combining:
+            with pytest.warns(ShardedUpdateWarning, match="has a part of `cut` only.*To clip by the norm use `clip_n"):
+                optimizers.from_optax(transformation)([v], [piece * 1.0])
+            optimizers.from_optax(transformation)([whole], [whole * 1.0])
+        with pytest.warns(ShardedUpdateWarning, match=r"\(.*reduce_sum.*\), and each replica has a part of `own` only"):
+            optimizers.from_optax(combining[0])([own, whole], [own * 1.0, whole * 1.0])
 
 
 def test_schedules() -> None:

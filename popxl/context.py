@@ -89,6 +89,11 @@ class Context(threading.local):
         return self._graphs[-1]
 
     @property
+    def has_graph(self) -> bool:
+        """Whether a graph was entered."""
+        return bool(self._graphs)
+
+    @property
     def ir(self) -> Ir:
         """The Ir in use: that of the graph entered first. `RuntimeError` if no graph was entered."""
         return (self._graphs[0] if self._graphs else self.graph).ir

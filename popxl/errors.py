@@ -118,6 +118,10 @@ class RowsAsValuesWarning(PopxlWarning):
     """An array was given where several values are expected: each of its rows is taken for the value of a variable."""
 
 
+class ShardedUpdateWarning(PopxlWarning):
+    """An update combines elements of arrays, of which each replica sees its own piece or part only."""
+
+
 class TensorTruthWarning(PopxlWarning):
     """`if tensor:` says whether the tensor has elements, and not what they are."""
 

@@ -251,6 +251,24 @@ def grouping_of(ir: "Ir", group: "Groups | None", what: str) -> ReplicaGrouping:
     )
 
 
+def sharing_of(ir: "Ir", group: "Groups | None", what: str) -> ReplicaGrouping:
+    """As `grouping_of`, for values that the replicas of `ir` share: `ValueError` too for one of other replicas.
+
+    Example:
+        >>> sharing_of(popxl.Ir(replication=2), popxl.Ir(replication=4).replica_grouping(), "here")
+        Traceback (most recent call last):
+            ...
+        ValueError: here groups 4 replicas, and the Ir has 2. Make groupings of the Ir after its replicas are set.
+    """
+    grouping = grouping_of(ir, group, what)
+    if len(grouping._assignment) != ir.replication_factor:
+        raise ValueError(
+            f"{what} groups {len(grouping._assignment)} replicas, and the Ir has {ir.replication_factor}. Make "
+            "groupings of the Ir after its replicas are set."
+        )
+    return grouping
+
+
 def plain_grouping(num_replicas: int, stride: int, group_size: int) -> ReplicaGrouping:
     """A constant grouping of so many replicas, which are those of no Ir."""
     return _constant(_of_no_ir, num_replicas, stride, group_size)

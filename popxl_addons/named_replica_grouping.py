@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from pydantic import BaseModel, PositiveInt
 
 import popxl
-from popxl.replica_grouping import Groups, grouping_of
+from popxl.context import get_current_context
+from popxl.replica_grouping import Groups, sharing_of
 from popxl_addons.dot_tree import CLS, DotTree
 
 
@@ -45,8 +46,11 @@ def resolved(group: Groups | None, what: str) -> popxl.ReplicaGrouping:
     """The grouping that an argument means: names are those of axes of the current Ir, and `None` is all its replicas.
 
     Args:
-        group: the argument. For a grouping itself no graph has to be current.
+        group: the argument. For a grouping itself no graph has to be current; if one is, it is of its replicas.
         what: what was called, and the argument's name, for errors.
+
+    Raises:
+        TypeError, ValueError: for anything else, axes that the Ir does not have, and a grouping of other replicas.
 
     Example:
         >>> ir = popxl.Ir(axes={"data": 2, "tensor": 3})
@@ -54,9 +58,9 @@ def resolved(group: Groups | None, what: str) -> popxl.ReplicaGrouping:
         ...     resolved("tensor", "here") == ir.replica_grouping(group_size=3)
         True
     """
-    if isinstance(group, popxl.ReplicaGrouping):
+    if isinstance(group, popxl.ReplicaGrouping) and not get_current_context().has_graph:
         return group
-    return grouping_of(popxl.gcg().ir, group, what)
+    return sharing_of(popxl.gcg().ir, group, what)
 
 
 def fill_none_group(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import popxl
-from popxl.replica_grouping import Groups, grouping_of
+from popxl.replica_grouping import Groups, sharing_of
 from popxl.tensor import Variable
 
 
@@ -39,7 +39,7 @@ def seed_variable(seed: int, replica_grouping: Groups | None = None) -> tuple[Va
     """
     ir = popxl.gcg().ir
     own = ir.replica_grouping(group_size=1)
-    group = own if replica_grouping is None else grouping_of(ir, replica_grouping, "seed_variable: `replica_grouping`")
+    group = own if replica_grouping is None else sharing_of(ir, replica_grouping, "seed_variable: `replica_grouping`")
     seeds = popxl.create_seeds(seed, replicas=group.num_groups)
     variable = popxl.variable(seeds, popxl.uint32, "random_seed", replica_grouping=group)
     return variable, variable

@@ -68,8 +68,9 @@ class TaskSession(popxl.Session):
         session_state: facts about the session that are saved with it, such as JSON knows. ``steps`` counts the runs.
 
     Raises:
-        TypeError: for streams in the other direction, and if `max_checkpoints` is no number.
-        ValueError: if `max_checkpoints` is less than 1, and as `popxl.Session` does.
+        TypeError: for streams in the other direction, if `max_checkpoints` is no number, and for a `state` of anything
+            but variables and constants.
+        ValueError: if `max_checkpoints` is less than 1, for a `state` of another program, and as `popxl.Session` does.
 
     Example:
         >>> import tempfile
@@ -104,9 +105,10 @@ class TaskSession(popxl.Session):
             )
         if max_checkpoints < 1:
             raise ValueError(f"TaskSession: `max_checkpoints` is {max_checkpoints}; expected at least 1.")
-        self.state = state
+        _check_state(state)
         with timer("PopXL compilation"):
             super().__init__(*args, **kwargs)
+        self.state = state
         self.inputs = inputs if isinstance(inputs, InputStreams) else InputStreams.from_streams(inputs)
         self.outputs = outputs if isinstance(outputs, OutputStreams) else OutputStreams.from_streams(outputs)
         self.max_checkpoints = max_checkpoints
@@ -117,17 +119,16 @@ class TaskSession(popxl.Session):
     def state(self) -> NamedTensors:
         """The variables that are saved and loaded, under their names. May be assigned.
 
-        `TypeError` for what has no names as `NamedTensors` have them.
+        `TypeError` for what has no names as `NamedTensors` have them, and for leaves that are neither variables nor
+        constants; `ValueError` for those of another program.
         """
         return self._state
 
     @state.setter
     def state(self, state: NamedTensors) -> None:
-        if not isinstance(state, DotTree):
-            raise TypeError(
-                f"TaskSession: `state` is a {type(state).__name__}, expected NamedTensors. "
-                "Make one of a dictionary with `NamedTensors.from_dict`."
-            )
+        _check_state(state)
+        for t in _readable(state).values():
+            self._check_own("state", t)
         self._state = state
         self._writer = checkpoint.Writer(self)
 
@@ -606,6 +607,22 @@ def initialise_memmap_dir_from_checkpoint(
                 target / source.name, partial(shutil.copyfile, source)
             ):  # a program that maps the old file keeps it, whole
                 pass
+
+
+def _check_state(state: Any) -> None:
+    """Whether there is something to save under each name. Else nobody would know before the first checkpoint."""
+    if not isinstance(state, DotTree):
+        raise TypeError(
+            f"TaskSession: `state` is a {type(state).__name__}, expected NamedTensors. "
+            "Make one of a dictionary with `NamedTensors.from_dict`."
+        )
+    if odd := [
+        f"`{name}` is {t!r:.80}" for name, t in state.to_dict().items() if not isinstance(t, Variable | Constant)
+    ]:
+        raise TypeError(
+            f"TaskSession: `state` holds variables, and constants; {', '.join(odd)}. The variables of a module are "
+            "what `facts.init()` returns, of the factories that `create_graph` returns first."
+        )
 
 
 def _readable(state: NamedTensors) -> dict[str, Variable | Constant]:

@@ -18,7 +18,7 @@ from popxl.dtypes import dtype as dtype_
 from popxl.errors import NarrowedNumberWarning, PopxlError
 from popxl.fp8_utils import as_array
 from popxl.initial import Initial
-from popxl.replica_grouping import grouping_of
+from popxl.replica_grouping import sharing_of
 from popxl.tensorlocation import ON_DEVICE
 from popxl.utils import downcast_np_dtypes, narrowed, to_numpy
 from popxl.values.shapes import integers, sizes
@@ -79,7 +79,7 @@ def variable(
         raise ValueError(
             f"variable: `retrieval_mode` is {retrieval_mode!r}; expected 'one_per_group' or 'all_replicas'."
         )
-    grouping = grouping_of(graph.ir, replica_grouping, "variable: `replica_grouping`")
+    grouping = sharing_of(graph.ir, replica_grouping, "variable: `replica_grouping`")
     if dtype is not None:
         check_dtype(dtype, "variable: `dtype`")
     if isinstance(data, Initial):

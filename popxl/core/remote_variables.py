@@ -15,7 +15,7 @@ from popxl.core.create import variable
 from popxl.core.tensor import Tensor, Variable
 from popxl.dtypes import dtype as dtype_
 from popxl.remote_buffer import RemoteBuffer
-from popxl.replica_grouping import grouping_of
+from popxl.replica_grouping import sharing_of
 from popxl.tensorlocation import LocationInfo
 from popxl.values.shapes import integer, integers
 from popxl.values.sharding import piece_length
@@ -113,7 +113,7 @@ def replica_sharded_buffer(
         (2,)
     """
     ir = get_current_context().ir
-    grouping = grouping_of(ir, replica_grouping, "replica_sharded_buffer: `replica_grouping`")
+    grouping = sharing_of(ir, replica_grouping, "replica_sharded_buffer: `replica_grouping`")
     whole = integers(shape, "replica_sharded_buffer: `shape`")
     if grouping.num_groups > 1:
         whole = whole[1:]

@@ -10,6 +10,7 @@ from popxl.ops.convert import cast_if_needed
 from popxl.ops.var_updates.factors import factor
 from popxl.replica_grouping import Groups
 from popxl_addons.module import Module
+from popxl_addons.optimizers.arguments import check_floating
 
 __all__ = ["AdamOptimizerStep"]
 
@@ -78,12 +79,15 @@ class AdamOptimizerStep(Module):
             group_axis: that of the variable, for the state.
 
         Raises:
+            ValueError: if the variable or the first moment is not of floating point numbers.
             AssertionError: if `global_norm` is given without `global_norm_max`.
         """
         if global_norm is not None and global_norm_max is None:
             raise AssertionError(
                 "AdamOptimizerStep: `global_norm` is given without `global_norm_max`; pass the norm to clip to."
             )
+        check_floating(var.dtype, "AdamOptimizerStep: the dtype of `var`")
+        check_floating(first_order_dtype, "AdamOptimizerStep: `first_order_dtype`")
         groups: dict[str, Any] = {"replica_grouping": replica_grouping, "group_axis": group_axis}
         first_order = self._state("first_order", var, first_order_dtype, groups)
         second_order = self._state("second_order", var, popxl.float32, groups)

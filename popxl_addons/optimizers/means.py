@@ -1,4 +1,4 @@
-"""Means over a variable and over its rows and columns, where each replica may hold a piece of it only."""
+"""Means over a variable and over its rows and columns, where each replica may hold a piece or a part of it only."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from popxl.ops.collectives.collectives import OP_MAP
 from popxl.ops.collectives.group import Group
 from popxl.values.sharding import piece_length
 
-__all__ = ["Means", "MeansOverPieces"]
+__all__ = ["Means", "MeansOverGroups", "MeansOverPieces", "Within"]
 
 Array = Any
 
@@ -31,6 +32,10 @@ class Means:
     def of_columns(self, t: Array) -> Array:
         """The means over the last axis but one, likewise."""
         return t.mean(-2, keepdims=True)
+
+    def over_rows(self, rows: Array) -> Array:
+        """The means over the last axis but one of what `of_rows` gives, likewise."""
+        return rows.mean(-2, keepdims=True)
 
     def part(self, whole: Array) -> Array:
         """What a replica holds of an array."""
@@ -88,3 +93,59 @@ class MeansOverPieces(Means):
     def _total(self, t: Array) -> Array:
         """The sum over the pieces, which several members may hold."""
         return self.group.combined(t, "add") * (self.pieces / self.group.size)
+
+
+class MeansOverGroups(Means):
+    """Means over arrays that groups of replicas divide between them, equally, along an axis.
+
+    All members of a group have the same means over its part, and groups have the same size: so what means over all
+    parts are is the mean of what all replicas have.
+
+    Args:
+        own: the means over the part of a group.
+        everyone: all replicas.
+        axis: the axis, counted from the end: -1 divides rows, and -2 columns.
+    """
+
+    def __init__(self, own: Means, everyone: Group, axis: int) -> None:
+        self.own, self.everyone, self.axis = own, everyone, axis
+
+    def of_all(self, t: Array) -> Array:
+        return self._mean(self.own.of_all(t))
+
+    def of_rows(self, t: Array) -> Array:
+        rows = self.own.of_rows(t)
+        return self._mean(rows) if self.axis == -1 else rows
+
+    def of_columns(self, t: Array) -> Array:
+        columns = self.own.of_columns(t)
+        return self._mean(columns) if self.axis == -2 else columns
+
+    def over_rows(self, rows: Array) -> Array:
+        mean = self.own.over_rows(rows)
+        return self._mean(mean) if self.axis == -2 else mean
+
+    def part(self, whole: Array) -> Array:
+        return self.own.part(whole)
+
+    def _mean(self, t: Array) -> Array:
+        return self.everyone.combined(t, "add") / self.everyone.size
+
+
+class Within(Group):
+    """A smaller group, for an op that talks to all replicas, too. The values of all are gathered for it."""
+
+    def __init__(self, everyone: Group, stride: int, size: int) -> None:
+        super().__init__(everyone.count, stride, size)
+        self.everyone = everyone
+
+    @property
+    def rank(self) -> Array:
+        return self.everyone.rank // self.stride % self.size
+
+    def members(self, t: Array) -> Array:
+        first = self.everyone.rank - self.rank * self.stride
+        return self.everyone.members(t)[first + self.stride * jnp.arange(self.size)]
+
+    def combined(self, t: Array, op: str) -> Array:
+        return OP_MAP[op]([*self.members(t)])

@@ -20,17 +20,23 @@ import numpy as np
 
 import popxl
 from popxl import ops
+from popxl.base.source import SourceLocation, warn_at
+from popxl.context import user_frame
+from popxl.errors import ShardedUpdateWarning
 from popxl.op import BetweenReplicas, Colocated, OpKind, Overwrites, Trait
 from popxl.ops.collectives.collectives import members
 from popxl.ops.collectives.group import Group
 from popxl.ops.var_updates.factors import factor
 from popxl.tensor import Variable
+from popxl.values.shapes import flag, number
 from popxl.values.sharding import piece_count
 from popxl_addons.dot_tree import DotTree, sanitise
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.ops.grad_reduce_square_add import grad_reduce_square_add
+from popxl_addons.optimizers.arguments import check_floating, numbers, weight_decays
+from popxl_addons.optimizers.elementwise import combining
 from popxl_addons.optimizers.loss_scaling import LossScale, all_finite
-from popxl_addons.optimizers.means import Means, MeansOverPieces
+from popxl_addons.optimizers.means import Means, MeansOverGroups, MeansOverPieces, Within
 from popxl_addons.optimizers.schedules import Schedule
 from popxl_addons.variable_factory import VariableFactory
 
@@ -71,6 +77,11 @@ class _Trained:
         return self.tensor.meta_shape or self.tensor.shape
 
     @property
+    def axis(self) -> int | None:
+        """The axis along which several groups of replicas have parts of one value, if they do."""
+        return self.group_axis if self.grouping.num_groups > 1 else None
+
+    @property
     def copies(self) -> int:
         """How many replicas hold the same numbers."""
         return self.grouping.const_rg.group_size // self.pieces
@@ -78,10 +89,10 @@ class _Trained:
     def state(self, name: str, dtype: popxl.dtype, shape: tuple[int, ...] | None = None, start: Any = 0) -> Variable:
         """A variable that belongs to it: in groups and pieces as it is, if of its shape."""
         data = np.broadcast_to(np.asarray(start, dtype.as_numpy()), self.whole_shape if shape is None else shape)
-        pieces = self.pieces if shape is None else 1
-        factory = VariableFactory(
-            lambda: np.array(data), dtype, name, False, self.grouping, pieces, self._group_axis_of(data.shape)
-        )
+        pieces, axis = self.pieces if shape is None else 1, self._group_axis_of(data.shape)
+        is_reduced = self.axis is not None and axis is None  # then all groups have the same
+        grouping = popxl.gir().replica_grouping() if is_reduced else self.grouping
+        factory = VariableFactory(lambda: np.array(data), dtype, name, False, grouping, pieces, axis)
         return factory.create_tensor(f"optimizer.{self.name}.{name}")
 
     def _group_axis_of(self, shape: tuple[int, ...]) -> int | None:
@@ -102,7 +113,7 @@ def _trained(optimizer: str, variables: Tensors, gradients: Tensors) -> list[_Tr
     if isinstance(gradients, Mapping | DotTree):
         given = _by_name(optimizer, "gradients", gradients)
     else:
-        listed = list(gradients)
+        listed = _listed(optimizer, "gradients", gradients)
         if len(listed) != len(named):
             raise ValueError(f"{optimizer}: there are {len(named)} `variables` and {len(listed)} `gradients`.")
         given = dict(zip(named, listed, strict=True))
@@ -119,6 +130,8 @@ def _trained(optimizer: str, variables: Tensors, gradients: Tensors) -> list[_Tr
             f"{optimizer}: {'; '.join(problems)}. Of a variable in pieces the gradient is a piece, too: "
             "`rts.reduce_replica_sharded_tensor`."
         )
+    for name, t in tensors.items():
+        check_floating(t.dtype, f"{optimizer}: the dtype of the variable `{name}`")
     owners = {v.piece: v for v in graph.variables if v.piece is not None}
     return [_of(name, t, given[name], owners.get(t, t)) for name, t in tensors.items()]
 
@@ -137,13 +150,23 @@ def _by_name(optimizer: str, what: str, tensors: Tensors) -> dict[str, popxl.Ten
     elif isinstance(tensors, Mapping):
         found = dict(tensors)
     else:
-        listed = list(tensors)
+        listed = _listed(optimizer, what, tensors)
         found = {sanitise(t.name): t for t in listed if isinstance(t, popxl.Tensor)}
         if len(found) != len(listed):
             raise ValueError(f"{optimizer}: `{what}` are {listed}; expected tensors, each with a name of its own.")
     if odd := [f"{name}: {t!r}" for name, t in found.items() if not isinstance(t, popxl.Tensor)]:
         raise TypeError(f"{optimizer}: `{what}` must be tensors by name, or a sequence of tensors; got {odd}.")
     return found
+
+
+def _listed(optimizer: str, what: str, tensors: Any) -> list[Any]:
+    """An argument that has to be a sequence, if it has no names."""
+    if isinstance(tensors, str) or not isinstance(tensors, Iterable):
+        raise TypeError(
+            f"{optimizer}: `{what}` must be tensors by name, or a sequence of tensors; got {tensors!r:.200} "
+            f"({type(tensors).__name__})."
+        )
+    return list(tensors)
 
 
 def _norm(trained: Iterable[_Trained], loss_scaling: float | popxl.Tensor) -> popxl.Tensor:
@@ -208,7 +231,7 @@ class _Step:
             lr = factor(lr, f"{optimizer}: `lr`")
         if not isinstance(scale, popxl.Tensor) and not 0 < scale < math.inf:
             raise ValueError(f"{optimizer}: `loss_scaling` is {scale!r}; expected a positive number.")
-        if clip_norm is not None and not clip_norm > 0:
+        if clip_norm is not None and not number(clip_norm, f"{optimizer}: `clip_norm`") > 0:
             raise ValueError(f"{optimizer}: `clip_norm` is {clip_norm!r}; expected a positive number, or None.")
         self.number = popxl.variable(0, popxl.float32, "optimizer.step")
         self.state: dict[str, popxl.Tensor] = {"step": self.number}
@@ -274,11 +297,6 @@ def _if_made(made: Sequence[Array], new: Iterable[Array], old: Iterable[Array]) 
     return tuple(new) if not made else tuple(jnp.where(made[0], *each) for each in zip(new, old, strict=True))
 
 
-def _decay_of(weight_decay: float, decays: Callable[[str], bool]) -> Callable[[str], float]:
-    """The weight decay of a variable, by its name."""
-    return lambda name: float(weight_decay) if decays(name) else 0.0
-
-
 def _updated(
     step: _Step, kind: OpKind, slots: Mapping[str, popxl.dtype], decay: Callable[[str], float], **numbers: Any
 ) -> NamedTensors:
@@ -339,7 +357,9 @@ def adamw(
         and with a `LossScale` its `loss_scaling.value` and `.good_steps`.
 
     Raises:
-        ValueError: outside of the main graph, and for gradients that are missing, left over, or of other shapes.
+        ValueError: outside of the main graph, for gradients that are missing, left over, or of other shapes, and for
+            variables or moments that are not of floating point numbers.
+        TypeError: for anything but tensors, numbers and the like.
 
     See also: `torch.optim.AdamW`, `optax.adamw`.
 
@@ -350,11 +370,12 @@ def adamw(
         >>> state.keys_flat()
         ['step', 'w.first_moment', 'w.second_moment']
     """
+    how, decay = numbers("adamw", beta1=beta1, beta2=beta2, eps=eps), weight_decays("adamw", weight_decay, decays)
+    kept = check_floating(moment_dtype, "adamw: `moment_dtype`")
+    slots = dict.fromkeys(("first_moment", "second_moment"), kept)
     with popxl.in_sequence():
         step = _Step("adamw", variables, gradients, lr, clip_norm, loss_scaling)
-        slots = dict.fromkeys(("first_moment", "second_moment"), moment_dtype)
-        decay = _decay_of(weight_decay, decays)
-        return _updated(step, _adamw, slots, decay, beta1=float(beta1), beta2=float(beta2), eps=float(eps))
+        return _updated(step, _adamw, slots, decay, **how)
 
 
 def _sgd_formula(
@@ -396,7 +417,7 @@ def sgd(
         The state, by name: `step`, and with momentum `<variable>.velocity`.
 
     Raises:
-        ValueError: as `adamw`.
+        ValueError, TypeError: as `adamw`.
 
     See also: `torch.optim.SGD`.
 
@@ -407,11 +428,12 @@ def sgd(
         >>> state.keys_flat()
         ['step', 'w.velocity']
     """
+    how, decay = numbers("sgd", momentum=momentum), weight_decays("sgd", weight_decay, decays)
+    ahead, kept = flag(nesterov, "sgd: `nesterov`"), check_floating(velocity_dtype, "sgd: `velocity_dtype`")
+    kind, slots = (_momentum, {"velocity": kept}) if how["momentum"] else (_sgd, {})
     with popxl.in_sequence():
         step = _Step("sgd", variables, gradients, lr, clip_norm, loss_scaling)
-        kind, slots = (_momentum, {"velocity": velocity_dtype}) if momentum else (_sgd, {})
-        decay = _decay_of(weight_decay, decays)
-        return _updated(step, kind, slots, decay, momentum=float(momentum), nesterov=bool(nesterov))
+        return _updated(step, kind, slots, decay, **how, nesterov=ahead)
 
 
 def _lion_formula(
@@ -448,7 +470,7 @@ def lion(
         The state, by name: `step`, and `<variable>.momentum`.
 
     Raises:
-        ValueError: as `adamw`.
+        ValueError, TypeError: as `adamw`.
 
     See also: `optax.lion`; Chen et al., https://arxiv.org/abs/2302.06675.
 
@@ -459,10 +481,11 @@ def lion(
         >>> state.keys_flat()
         ['step', 'w.momentum']
     """
+    how, decay = numbers("lion", beta1=beta1, beta2=beta2), weight_decays("lion", weight_decay, decays)
+    slots = {"momentum": check_floating(moment_dtype, "lion: `moment_dtype`")}
     with popxl.in_sequence():
         step = _Step("lion", variables, gradients, lr, clip_norm, loss_scaling)
-        decay = _decay_of(weight_decay, decays)
-        return _updated(step, _lion, {"momentum": moment_dtype}, decay, beta1=float(beta1), beta2=float(beta2))
+        return _updated(step, _lion, slots, decay, **how)
 
 
 def _adafactor_formula(
@@ -476,7 +499,7 @@ def _adafactor_formula(
         rows = rows + new * (means.of_rows(squares) - rows)
         columns = columns + new * (means.of_columns(squares) - columns)
         variances = (rows, columns)
-        variance = means.part(rows * columns / jnp.maximum(rows.mean(-2, keepdims=True), smallest))
+        variance = means.part(rows * columns / jnp.maximum(means.over_rows(rows), smallest))
     else:
         variance = variances[0] + new * (squares - variances[0])
         variances = (variance,)
@@ -493,12 +516,30 @@ def _adafactor_in_pieces(
     return _adafactor_formula(*arrays, means=MeansOverPieces(group, whole, pieces), **numbers)
 
 
+def _adafactor_in_groups(
+    *arrays: Array,
+    group: Group,
+    axis: int,
+    whole: tuple[int, ...],
+    pieces: int = 1,
+    holders: tuple[int, int] | None = None,
+    **numbers: float,
+) -> tuple[Array, ...]:
+    """`group` is all replicas; `holders` those that hold the pieces of a group's part, if there are pieces."""
+    own = Means() if holders is None else MeansOverPieces(Within(group, *holders), whole, pieces)
+    return _adafactor_formula(*arrays, means=MeansOverGroups(own, group, axis), **numbers)
+
+
 _MATRIX, _VECTOR = ("row_variance", "column_variance"), ("variance",)
 _adafactor_of_matrices = _formula("AdafactorStep", _adafactor_formula, *_MATRIX)
 _adafactor_of_vectors = _formula("AdafactorVectorStep", _adafactor_formula, *_VECTOR)
 _adafactor_of_cut_matrices, _adafactor_of_cut_vectors = (
     _formula(name, _adafactor_in_pieces, *slots, traits=[BetweenReplicas()])
     for name, slots in (("AdafactorPieceStep", _MATRIX), ("AdafactorVectorPieceStep", _VECTOR))
+)
+_adafactor_of_divided_matrices, _adafactor_of_divided_vectors = (
+    _formula(name, _adafactor_in_groups, *slots, traits=[BetweenReplicas()])
+    for name, slots in (("AdafactorGroupStep", _MATRIX), ("AdafactorVectorGroupStep", _VECTOR))
 )
 
 
@@ -523,6 +564,10 @@ def adafactor(
     of `optax.adafactor(min_dim_size_to_factor=1)` for vectors and matrices, where neither bound is met; Optax's own of
     `from_optax(optax.adafactor(lr))`.
 
+    Of a variable that groups of replicas divide between them, as with tensor parallelism, the numbers are those of the
+    whole, if it has a `group_axis`: `Linear(…, replica_grouping="data", group_axis=1)`. Without one, each group has a
+    variable of its own.
+
     Args:
         lr: an upper bound of the learning rate, which is relative to the size of a variable.
         beta2_decay: the second moment forgets `1 - t ** beta2_decay` less in each step t.
@@ -532,11 +577,11 @@ def adafactor(
         variables, gradients, decays, clip_norm, loss_scaling: as for `adamw`.
 
     Returns:
-        The state, by name: `step`; `<variable>.row_variance` and `.column_variance`, which are whole on all replicas,
-        or `.variance` of vectors.
+        The state, by name: `step`; `<variable>.row_variance` and `.column_variance`, which are not in pieces, or
+        `.variance` of vectors.
 
     Raises:
-        ValueError: as `adamw`.
+        ValueError, TypeError: as `adamw`.
 
     See also: `torch.optim.Adafactor`; Shazeer and Stern, https://arxiv.org/abs/1804.04235.
 
@@ -547,29 +592,38 @@ def adafactor(
         >>> state.w.row_variance.shape, state.w.column_variance.shape
         ((2, 1), (1, 3))
     """
+    if not isinstance(eps, tuple | list) or len(eps) != 2:
+        raise TypeError(f"adafactor: `eps` must be a pair of numbers; got {eps!r} ({type(eps).__name__}).")
+    said = numbers("adafactor", beta2_decay=beta2_decay, update_clip=update_clip)
+    smallest = numbers("adafactor", **{"eps[0]": eps[0], "eps[1]": eps[1]})
+    named: dict[str, Any] = dict(
+        zip(("beta2_decay", "clip", "eps1", "eps2"), (*said.values(), *smallest.values()), strict=True)
+    )
+    decay = weight_decays("adafactor", weight_decay, decays)
     with popxl.in_sequence():
         step = _Step("adafactor", variables, gradients, lr, clip_norm, loss_scaling)
-        factors, decay = step.factors, _decay_of(weight_decay, decays)
-        numbers: dict[str, Any] = {
-            "beta2_decay": float(beta2_decay),
-            "eps1": eps[0],
-            "eps2": eps[1],
-            "clip": float(update_clip),
-        }
+        factors = step.factors
         for each in step.trained:
-            shape, f32, how = each.whole_shape, popxl.float32, numbers | {"decay": decay(each.name)}
-            cut = bool(each.tensor.meta_shape)
-            if cut:
-                how |= {"whole": shape, "pieces": each.pieces, **members("adafactor", each.grouping.const_rg)}
+            shape, f32, how = each.whole_shape, popxl.float32, named | {"decay": decay(each.name)}
+            matrices, vectors = _adafactor_of_matrices, _adafactor_of_vectors
+            holders = members("adafactor", each.grouping.const_rg)
+            if each.tensor.meta_shape:
+                matrices, vectors = _adafactor_of_cut_matrices, _adafactor_of_cut_vectors
+                how |= {"whole": shape, "pieces": each.pieces, **holders}
+            if each.axis is not None:
+                matrices, vectors = _adafactor_of_divided_matrices, _adafactor_of_divided_vectors
+                how |= {"whole": shape, "axis": each.axis - len(shape), **members("adafactor", None)}
+                if each.tensor.meta_shape:
+                    how |= {"holders": (holders["stride"], holders["group_size"])}
             if len(shape) > 1:
-                kind = _adafactor_of_cut_matrices if cut else _adafactor_of_matrices
+                kind = matrices
                 kept = step.kept(
                     each,
                     row_variance=(f32, (*shape[:-1], 1)),
                     column_variance=(f32, (*shape[:-2], 1, shape[-1])),
                 )
             else:
-                kind = _adafactor_of_cut_vectors if cut else _adafactor_of_vectors
+                kind = vectors
                 kept = step.kept(each, variance=f32)
             kind(each.tensor, each.gradient, step.number, *kept, *factors, **how)
         return step.named_state
@@ -583,8 +637,9 @@ def from_optax(transformation: Any) -> Callable[..., NamedTensors]:
 
     The first step that runs makes the first state, of what the variables hold then; until it has, the state is zeros.
     State that belongs to a variable is in pieces where the variable is. A transformation that looks at a whole variable
-    or at all of them, as clipping by norm does, would see pieces only: use `clip_norm` here. A program with it is saved
-    and loaded by those who have made the same optimiser before.
+    or at all of them, as clipping by norm does, sees pieces and parts only, and a `popxl.errors.ShardedUpdateWarning`
+    says so: use `clip_norm` here. A program with it is saved and loaded by those who have made the same optimiser
+    before.
 
     Args:
         transformation: an `optax.GradientTransformation`, with the learning rate in it.
@@ -622,6 +677,7 @@ def _by_optax(
         trained = {each.name: each for each in step.trained}
         wholes = {name: jax.ShapeDtypeStruct(t.whole_shape, t.tensor.dtype.as_jax()) for name, t in trained.items()}
         leaves, tree, owners = _first_state(transformation, wholes)
+        _warn_of_parts(step.trained, transformation.update, jax.tree.unflatten(tree, leaves), wholes)
         state = []
         for i, (leaf, name) in enumerate(zip(leaves, owners, strict=True)):
             dtype = popxl.dtype.as_dtype(leaf.dtype)
@@ -636,6 +692,20 @@ def _by_optax(
         of_trained = (each.gradient for each in step.trained)
         kind(*tensors, *state, *of_trained, step.number, *step.factors[1:])
         return step.named_state
+
+
+def _warn_of_parts(trained: Iterable[_Trained], update: Callable[..., Any], state: Any, wholes: Any) -> None:
+    """Warn of an update that combines elements where replicas have some of them only."""
+    divided = [each.name for each in trained if each.tensor.meta_shape or each.grouping.num_groups > 1]
+    if divided and (combined_by := combining(update, wholes, state, wholes)):
+        warn_at(
+            SourceLocation.of(user_frame()),
+            f"from_optax: the transformation combines elements of arrays ({', '.join(combined_by)}), and each replica "
+            f"has a part of {', '.join(f'`{name}`' for name in divided)} only. What it does to parts is not what it "
+            "would do to the whole. To clip by the norm use `clip_norm`; otherwise keep variables whole, or use an "
+            "optimiser of `popxl_addons.optimizers`.",
+            ShardedUpdateWarning,
+        )
 
 
 def _first_state(

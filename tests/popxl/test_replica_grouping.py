@@ -6,6 +6,7 @@ import weakref
 import numpy as np
 import pytest
 
+import popxl
 from popxl.ir import Ir
 from popxl.replica_grouping import ReplicaGrouping
 
@@ -243,3 +244,15 @@ def test_groupings_of_what_is_no_integer(wrong) -> None:
         with pytest.raises(TypeError, match="^replica_grouping: `group_size` must be an integer; got"):
             ir.replica_grouping(group_size=wrong)
     assert ir.replica_grouping(np.int64(2), np.int8(2)).assignment == [0, 1, 0, 1]
+
+
+def test_values_are_shared_by_the_replicas_of_their_ir() -> None:
+    """A grouping of other replicas would be found when a session is made, if at all."""
+    ir = Ir(2)
+    others = Ir(4).replica_grouping(group_size=2)
+    with ir.main_graph as main:
+        with pytest.raises(ValueError, match="^variable: `replica_grouping` groups 4 replicas, and the Ir has 2. Make"):
+            popxl.variable(np.zeros((2, 3)), replica_grouping=others)
+        with pytest.raises(ValueError, match="^replica_sharded_buffer: `replica_grouping` groups 4 replicas"):
+            popxl.replica_sharded_buffer((2, 3), popxl.float32, others)
+    assert not main.variables

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import popxl
+import popxl_addons as addons
 from popxl import ops
+from popxl.errors import ShardedUpdateWarning
 from popxl_addons import optimizers
 from popxl_addons.optimizers import schedules
 
@@ -137,6 +139,27 @@ def test_transformations_of_optax() -> None:
     assert_close(found, {name: np.asarray(value) for name, value in params.items()})
 
 
+def test_transformations_of_optax_that_combine_elements() -> None:
+    """They see the pieces and parts of a replica, so what they do depends on how many replicas there are."""
+    optax = pytest.importorskip("optax")
+    plain = [optax.sgd(0.1, momentum=0.9), optax.adamw(optax.cosine_decay_schedule(0.1, 5)), optax.rmsprop(0.1)]
+    plain += [optax.lion(0.1), optax.adagrad(0.1), optax.MultiSteps(optax.adam(0.1), 2), optax.clip(0.1)]
+    combining = [optax.clip_by_global_norm(1.0), optax.lamb(0.1), optax.adafactor(0.1, 1), optax.centralize()]
+    ir = popxl.Ir(replication=2)
+    with ir.main_graph:
+        v, piece = popxl.replica_sharded_variable(np.ones((4, 3), np.float32), name="cut")
+        whole = popxl.variable(np.ones((4, 3), np.float32), name="whole")
+        own = popxl.variable(np.ones((2, 3), np.float32), name="own", replica_grouping=ir.replica_grouping(1, 1))
+        for transformation in plain:
+            optimizers.from_optax(transformation)([v, own], [piece * 1.0, own * 1.0])
+        for transformation in combining:
+            with pytest.warns(ShardedUpdateWarning, match="has a part of `cut` only.*To clip by the norm use `clip_n"):
+                optimizers.from_optax(transformation)([v], [piece * 1.0])
+            optimizers.from_optax(transformation)([whole], [whole * 1.0])
+        with pytest.warns(ShardedUpdateWarning, match=r"\(.*reduce_sum.*\), and each replica has a part of `own` only"):
+            optimizers.from_optax(combining[0])([own, whole], [own * 1.0, whole * 1.0])
+
+
 def test_schedules() -> None:
     made = [
         (schedules.cosine(2.0, 10, end=1.0), lambda t: 1 + (1 + np.cos(np.pi * min(t / 10, 1))) / 2),
@@ -214,6 +237,53 @@ def test_adafactor_over_pieces() -> None:
     assert_close(updated(4), updated(1))
 
 
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_adafactor_of_what_groups_divide(in_pieces: bool) -> None:
+    """Groups of replicas have parts of one value, as with tensor parallelism: the numbers are those of the whole."""
+    torch = pytest.importorskip("torch")
+    axes = {"rows": 0, "columns": 1, "batches": 0, "vector": 0, "everyone": None}
+    shapes = {"rows": (4, 3), "columns": (3, 4), "batches": (2, 3, 5), "vector": (6,), "everyone": (3, 2)}
+    starts = {name: RANDOM.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    # One half has far larger gradients, so that means over a part are other ones.
+    steps = [
+        {name: (RANDOM.normal(size=s) * np.linspace(0.1, 3, np.prod(s)).reshape(s)) for name, s in shapes.items()}
+        for _ in range(2)
+    ]
+    ir = popxl.Ir(axes={"data": 2, "tensor": 2})
+    variables, given, streams = {}, {}, {}
+    with ir.main_graph, popxl.in_sequence():
+        for name, axis in axes.items():
+            parts = [starts[name]] if axis is None else np.split(starts[name], 2, axis)
+            factory = addons.VariableFactory(
+                iter(parts), popxl.float32, name, replica_grouping=None if axis is None else "data", group_axis=axis
+            )
+            v = variables[name] = factory.create_tensor(sharded=in_pieces)
+            streams[name] = popxl.h2d_stream(v.shape, popxl.float32, name)
+            given[name] = ops.host_load(streams[name])
+            if v.piece is not None:
+                given[name] = ops.collectives.replica_sharded_slice(given[name], v.replica_grouping.const_rg)
+        state = optimizers.adafactor(variables, given, lr=0.3, weight_decay=0.1)
+    assert (state.rows.column_variance.replica_grouping.num_groups, state.rows.row_variance.group_axis) == (1, 0)
+    with popxl.Session(ir, "ipu_hw") as session:
+        for gradients in steps:
+            fed = {}
+            for name, axis in axes.items():
+                halves = [gradients[name]] * 2 if axis is None else np.split(gradients[name], 2, axis)
+                fed[streams[name]] = np.stack(halves * 2).astype(np.float32)
+            session.run(fed)
+        found = {name: np.array(session.get_tensor_data(v)) for name, v in variables.items()}
+    parameters = {name: torch.nn.Parameter(torch.tensor(value.astype(np.float64))) for name, value in starts.items()}
+    smallest = float(np.finfo(np.float32).eps)
+    adafactor = torch.optim.Adafactor(parameters.values(), lr=0.3, weight_decay=0.1, eps=(smallest, 1e-3))
+    for gradients in steps:
+        for name, p in parameters.items():
+            p.grad = torch.tensor(gradients[name])
+        adafactor.step()
+    for name, axis in axes.items():
+        whole = found[name] if axis is None else np.concatenate([*found[name]], axis)
+        np.testing.assert_allclose(whole, parameters[name].detach(), rtol=1e-4, atol=1e-5, err_msg=name)
+
+
 def test_what_is_refused() -> None:
     ir = popxl.Ir()
     with ir.main_graph as main:
@@ -235,3 +305,52 @@ def test_what_is_refused() -> None:
         assert len(main.variables) == 2 and main.ops == []
     with ir.create_empty_graph("inner"), pytest.raises(ValueError, match="Call the optimiser in the main graph"):
         optimizers.adamw([], [], lr=0.1)
+
+
+WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a tensor": (lambda w: optimizers.adamw(w, [w], 0.1), "adamw: `variables` must be tensors by name, or a sequence"),
+    "none": (lambda w: optimizers.sgd([w], None, 0.1), "sgd: `gradients` must be tensors by name, or a .* got None"),
+    "beta": (lambda w: optimizers.adamw([w], [w], 0.1, beta1="0.9"), "adamw: `beta1` must be a number; got '0.9'"),
+    "eps": (lambda w: optimizers.adamw([w], [w], 0.1, eps=None), "adamw: `eps` must be a number; got None"),
+    "clip": (lambda w: optimizers.lion([w], [w], 0.1, clip_norm="1"), "lion: `clip_norm` must be a number; got '1'"),
+    "decay": (lambda w: optimizers.lion([w], [w], 0.1, weight_decay="1"), "lion: `weight_decay` must be a number"),
+    "decays": (lambda w: optimizers.sgd([w], [w], 0.1, decays=["w"]), "sgd: `decays` must be a function of a variable"),
+    "nesterov": (lambda w: optimizers.sgd([w], [w], 0.1, nesterov="no"), "sgd: `nesterov` must be True or False"),
+    "pair": (lambda w: optimizers.adafactor([w], [w], eps=1e-3), "adafactor: `eps` must be a pair of numbers; got 0.0"),
+    "of a pair": (lambda w: optimizers.adafactor([w], [w], eps=(1, "2")), r"adafactor: `eps\[1\]` must be a number"),
+    "clipping": (
+        lambda w: optimizers.adafactor([w], [w], update_clip=[1]),
+        "adafactor: `update_clip` must be a number",
+    ),
+    "dtype": (lambda w: optimizers.adamw([w], [w], 0.1, moment_dtype="f32"), "adamw: `moment_dtype` must be a popxl"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_arguments_of_the_wrong_kind(name: str) -> None:
+    call, message = WRONG[name]
+    with popxl.Ir().main_graph as main:
+        w = popxl.variable([1.0], name="w")
+        with pytest.raises(TypeError, match=message):
+            call(w)
+        assert main.variables == (w,) and main.ops == []
+
+
+def test_steps_are_parts_of_numbers() -> None:
+    """Integers would lose them: weights and moments of zeros, and no word of it."""
+    with popxl.Ir().main_graph as main:
+        w, whole = popxl.variable([1.0, 2.0], name="w"), popxl.variable([1, 2], popxl.int32, "whole")
+        for optimizer in (optimizers.adamw, optimizers.sgd, optimizers.lion, optimizers.adafactor):
+            with pytest.raises(ValueError, match="the dtype of the variable `whole` is int32; expected a floating"):
+                optimizer([w, whole], [w, w], 0.1)
+        for optimizer, name in [
+            (optimizers.adamw, "moment_dtype"),
+            (optimizers.lion, "moment_dtype"),
+            (optimizers.sgd, "velocity_dtype"),
+        ]:
+            with pytest.raises(ValueError, match=f"`{name}` is int32; expected a floating point type"):
+                optimizer([w], [w], 0.1, **{name: popxl.int32})
+        assert len(main.variables) == 2 and main.ops == []
+        for given, dtype in ((whole, popxl.float16), (w, popxl.int32)):
+            with pytest.raises(ValueError, match="is int32; expected a floating point type"):
+                optimizers.AdamOptimizerStep().create_graph(given, w, lr=0.1, first_order_dtype=dtype)

@@ -93,6 +93,23 @@ def test_the_state_has_names():
     assert session.state.keys() == ["fc"]
 
 
+def test_the_state_can_be_saved():
+    """Else nobody would know before the first checkpoint, maybe hours later."""
+    with popxl.Ir().main_graph:
+        facts, graph = Model().create_graph(popxl.TensorSpec((), popxl.float32))
+        elsewhere = popxl.variable(1.0, name="elsewhere")
+    for leaf in (facts.fc.w, graph.args.fc.w, 3, np.ones(2)):
+        with pytest.raises(TypeError, match=r"`state` holds variables, and constants; `w` is .*`facts\.init\(\)`"):
+            make(pick=lambda state, leaf=leaf: addons.NamedTensors(b=state.fwd.fc.b, w=leaf))
+    with pytest.raises(ValueError, match="elsewhere.* another program"):
+        make(pick=lambda state: addons.NamedTensors(w=elsewhere))
+    session = make()
+    state = session.state
+    with pytest.raises(TypeError, match="`fc.w` is .*, `fc.b` is "):
+        session.state = graph.args
+    assert session.state is state
+
+
 @pytest.mark.parametrize("kind", [list, dict.fromkeys])
 def test_streams_of_other_kinds(ir, kind):
     _, x_stream, x = addons.host_load(0.0, popxl.float32, "x")

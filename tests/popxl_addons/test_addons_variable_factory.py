@@ -293,3 +293,11 @@ def test_free_functions(replicated_ir):
     assert (s.shape, s.meta_shape, sf.replica_sharded) == ((6,), (4, 6), True)
     assert (s.by_ref, h.by_ref, h.shape) == (False, True, (12,))
     assert (whole.shape, whole.meta_shape, wf.replica_sharded) == ((4, 6), (), False)
+
+
+def test_a_grouping_of_other_replicas(ir):
+    others = popxl.Ir(replication=4).replica_grouping(group_size=2)
+    with pytest.raises(ValueError, match="^VariableFactory `w`: `replica_grouping` groups 4 replicas"):
+        VariableFactory(lambda: np.zeros(3), popxl.float32, "w", replica_grouping=others)
+    with pytest.raises(ValueError, match="^create_remote_buffer: `replica_group` groups 4 replicas"):
+        addons.create_remote_buffer(popxl.TensorSpec((4,), popxl.float32), replica_group=others)

@@ -1,0 +1,60 @@
+"""Whether a function of arrays treats each element by itself, so that it does the same to pieces as to the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+
+__all__ = ["combining"]
+
+_ELEMENTWISE = frozenset(
+    "add sub mul div rem neg abs sign max min pow integer_pow square sqrt rsqrt cbrt exp exp2 log expm1 log1p logistic "
+    "sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh atan2 erf erfc erf_inv lgamma digamma floor ceil "
+    "round nextafter clamp add_any eq ne lt le gt ge and or xor not is_finite select_n convert_element_type "
+    "reduce_precision copy copy_p stop_gradient real imag conj complex".split()
+)
+"""JAX's primitives that make each element of their result of the elements in its place."""
+
+
+def combining(function: Callable[..., Any], *args: Any) -> list[str]:
+    """The primitives that may make one element of others, as sums and products of matrices do; traced only.
+
+    Args:
+        function: of trees of arrays.
+        args: trees of arrays, or of `jax.ShapeDtypeStruct`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> combining(lambda x: jnp.exp(x) * 2, jnp.ones(3)), combining(lambda x: x / jnp.sum(x), jnp.ones(3))
+        ([], ['reduce_sum'])
+    """
+    return sorted(set(_combining(jax.make_jaxpr(function)(*args).jaxpr)))
+
+
+def _combining(jaxpr: Any) -> Iterator[str]:
+    for equation in jaxpr.eqns:
+        inner = [*_inside(equation.params.values())]
+        if inner:
+            for each in inner:
+                yield from _combining(each)
+        elif equation.primitive.name not in _ELEMENTWISE and not _keeps_shapes(equation):
+            yield equation.primitive.name
+
+
+def _keeps_shapes(equation: Any) -> bool:
+    """Whether nothing but numbers without dimensions is taken in, or the shape becomes what it is already."""
+    shapes = [value.aval.shape for value in equation.invars]
+    if equation.primitive.name in ("broadcast_in_dim", "reshape", "squeeze"):
+        return all(shape in ((), equation.outvars[0].aval.shape) for shape in shapes)
+    return not any(shapes)
+
+
+def _inside(parameters: Iterable[Any]) -> Iterator[Any]:
+    """The traces among the parameters of an equation."""
+    for value in parameters:
+        if isinstance(value, tuple | list):
+            yield from _inside(value)
+        elif hasattr(value, "eqns"):
+            yield getattr(value, "jaxpr", value)

@@ -105,6 +105,8 @@ class VariableFactory:
         first = _first_element(self.data_iter, name)
         of_data = first.dtype if isinstance(first, Initial) else None
         self.dtype = dtype or of_data or popxl.dtype.as_dtype(first.dtype)
+        if isinstance(first, Initial):
+            first.check_held_by(self.dtype, f"VariableFactory `{name}`: `data_iter`")
         self.input_dtype = self.dtype
         self.shape: tuple[int, ...] = tuple(first.shape)
         self.meta_shape: tuple[int, ...] | None = None

@@ -132,6 +132,7 @@ def _described(
             f"the {groups} groups of {grouping!r}."
         )
     spec = TensorSpec(shape[1:] if groups > 1 else shape, dtype or initial.dtype)
+    initial.check_held_by(spec.dtype, "variable: `data`")
     t: Variable = graph.new_tensor(name, spec, Variable)
     t.begins_with(initial)
     return _settled(t, grouping, retrieval_mode)

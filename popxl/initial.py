@@ -71,6 +71,9 @@ class Initial(BaseModel, ABC):
         """Number of elements."""
         return math.prod(self.shape)
 
+    def check_held_by(self, dtype: dtype_, what: str) -> None:
+        """`ValueError` if the dtype cannot hold such numbers: integers cannot hold draws, nor 0.5."""
+
     @abstractmethod
     def elements(self, start: int, stop: int) -> Array:
         """The elements from one number to another, in the order of the array's rows."""
@@ -103,6 +106,10 @@ class Full(Initial):
     kind: Literal["full"] = "full"
     value: int | float
 
+    def check_held_by(self, dtype: dtype_, what: str) -> None:
+        if dtype.is_int and self.value != self.value // 1:
+            raise ValueError(f"{what} is {self.value} everywhere, which {dtype.name} does not hold.")
+
     def elements(self, start: int, stop: int) -> Array:
         return np.broadcast_to(self.value, stop - start)  # one number in memory
 
@@ -121,6 +128,13 @@ class Random(Initial):
     low: float
     high: float
     seed: Annotated[int, Field(ge=0, lt=2**64)]
+
+    def check_held_by(self, dtype: dtype_, what: str) -> None:
+        if not dtype.is_inexact:
+            raise ValueError(
+                f"{what} are draws of a {self.kind} distribution, which {dtype.name} does not hold: their fractions "
+                "would be cut off. Draw integers with NumPy, such as `np.random.default_rng(1).integers(10, size=3)`."
+            )
 
     def elements(self, start: int, stop: int) -> Array:
         first = start // 4  # a count gives four
@@ -186,6 +200,10 @@ class Stacked(Initial):
     @property
     def is_complete(self) -> bool:
         return all(part.is_complete for part in self.parts)
+
+    def check_held_by(self, dtype: dtype_, what: str) -> None:
+        for part in self.parts:
+            part.check_held_by(dtype, what)
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:

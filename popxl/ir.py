@@ -20,7 +20,7 @@ from popxl.graph import Graph
 from popxl.looking.communication import Communication, communication_of
 from popxl.looking.dot import write_checkpoint
 from popxl.looking.memory import Memory, memory_of
-from popxl.options import SessionOptions
+from popxl.options import MOST_REPLICAS, SessionOptions
 from popxl.program import debug_info, reading, writing
 from popxl.replica_grouping import (
     ReplicaGrouping,
@@ -82,7 +82,7 @@ class Ir:
         self.counters = {"op_ids": 100, "subgraph_numbers": 0, "suffixes": 0}
         self.graphs: list[Graph] = [Graph._make(self, "")]
         self.remote_buffers: list[RemoteBuffer] = []
-        if replication == "popdist":
+        if isinstance(replication, str) and replication == "popdist":
             self._share_replicas()
         else:
             of_axes = 1 if self._axes is None else self._axes.count
@@ -141,8 +141,8 @@ class Ir:
                 "Ir.replication_factor: a session has been made of this Ir; set the number of replicas before that."
             )
         count = integer(value, "Ir: the number of replicas")
-        if count < 1:
-            raise ValueError(f"Ir: the number of replicas is {count}; expected 1 or more.")
+        if not 1 <= count <= MOST_REPLICAS:
+            raise ValueError(f"Ir: the number of replicas is {count}; expected 1 to {MOST_REPLICAS}.")
         if self._axes is not None and count != self._axes.count:
             raise ValueError(
                 f"Ir: the number of replicas is {count}, and the axes {self._axes} have {self._axes.count}. Leave it "

@@ -11,7 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from popxl.base.edit_counter import EditCounter
 from popxl.base.log import Logger
 
-__all__ = ["OF_THE_RUN", "SessionOptions"]
+__all__ = ["MOST_REPLICAS", "OF_THE_RUN", "SessionOptions"]
+
+MOST_REPLICAS = 2**16
 
 OfTheRun = object()
 """The mark of an option that touches the machine, by a folder that is named, say. It is for who runs a program, and no
@@ -28,14 +30,17 @@ class SessionOptions(BaseModel):
     model_config = ConfigDict(validate_assignment=True, extra="forbid")
 
     replicatedGraphCount: int = Field(
-        default=1, ge=1, le=2**16, description="Number of replicas of this process; see `Ir.replication_factor`."
+        default=1,
+        ge=1,
+        le=MOST_REPLICAS,
+        description="Number of replicas of this process; see `Ir.replication_factor`.",
     )
     enableReplicatedGraphs: bool = Field(default=False, description="Whether `replicatedGraphCount` counts.")
     enableDistributedReplicatedGraphs: bool = Field(
         default=False, description="Whether `globalReplicationFactor` counts."
     )
     globalReplicationFactor: int = Field(
-        default=1, ge=1, le=2**16, description="Number of replicas over all processes."
+        default=1, ge=1, le=MOST_REPLICAS, description="Number of replicas over all processes."
     )
     globalReplicaOffset: int = Field(
         default=0, ge=0, le=2**16, description="Number of the first replica of this process."

@@ -46,12 +46,19 @@ class OutlinedCall:
         self._grads_required = grads_required
 
     def __call__(self, *inputs: Any, **options: Any) -> tuple[popxl.Tensor, ...]:
-        """The outputs of the module for these tensors. `options` only go to `create_graph`: they cannot be tensors."""
+        """The outputs of the module for these arguments, which are those of `create_graph`.
+
+        Tensors among `inputs`, and lists of them, are what the graph is called with. `TypeError` for tensors by name.
+        """
+        if named := [name for name, value in options.items() if _is_input(value)]:
+            raise TypeError(
+                f"call_module: the tensors {named} are given by name; give them by position, as they come in `build`."
+            )
         self.var_factories, self.graph = self._module.create_graph(*inputs, **options)
         args = self._caller.add_variable_inputs(self._name, self.var_factories)
         self.n_outputs_pre_autodiff = len(self.graph.graph.outputs)
         self._record_gradients()
-        return self.graph.bind(args).call(*inputs)[: self.n_outputs_pre_autodiff]
+        return self.graph.bind(args).call(*filter(_is_input, inputs))[: self.n_outputs_pre_autodiff]
 
     def _record_gradients(self) -> None:
         known = self._caller.called_graphs_grad_info
@@ -64,3 +71,9 @@ class OutlinedCall:
             grads_required=self._grads_required and self._grads_required(self.graph),
         )
         known.add(self.graph, grad)
+
+
+def _is_input(argument: Any) -> bool:
+    """Whether `create_graph` makes inputs of an argument: of tensors, and lists of them; the rest is for `build`."""
+    first = argument[0] if isinstance(argument, list | tuple) and argument else argument
+    return isinstance(first, popxl.Tensor | popxl.TensorSpec)

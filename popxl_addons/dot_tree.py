@@ -7,6 +7,7 @@ collections with a meaning of their own (`NamedTensors`, `NamedVariableFactories
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import UnionType
 from typing import Any, Generic, TypeVar
 
 from popxl.base.arguments import check_type
@@ -322,6 +323,22 @@ class DotTree(Generic[L]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.to_dict()!r})"
+
+
+def check_leaves(tree: object, kinds: type | UnionType, what: str, expected: str) -> None:
+    """`TypeError` for what is no tree, and for a tree with leaves of other kinds; all of these are named.
+
+    Args:
+        tree: the argument.
+        kinds: the types that its leaves may have.
+        what: the function and the name of the argument, as the message begins.
+        expected: what it has to be, in words.
+    """
+    check_type(tree, DotTree, what, expected)
+    leaves = tree.to_dict().items() if isinstance(tree, DotTree) else ()
+    odd = [f"`{name}` is {t!r:.80} ({type(t).__name__})" for name, t in leaves if not isinstance(t, kinds)]
+    if odd:
+        raise TypeError(f"{what} must be {expected}; {', '.join(odd)}.")
 
 
 def to_mapping(key: DotTree[K], value: DotTree[V]) -> dict[K, V]:

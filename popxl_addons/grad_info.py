@@ -32,8 +32,14 @@ def as_graph(graph: GraphLike) -> popxl.Graph:
 
 
 def as_grad_graph_info(info: GradGraphInfoLike) -> GradGraphInfo:
-    """The `GradGraphInfo` itself, also from the gradient graph that carries it."""
-    return info if isinstance(info, GradGraphInfo) else info.grad_graph_info
+    """The `GradGraphInfo` itself, also from the gradient graph that has it. `TypeError` for what is and has none."""
+    found = info if isinstance(info, GradGraphInfo) else getattr(info, "grad_graph_info", None)
+    if not isinstance(found, GradGraphInfo):
+        raise TypeError(
+            f"Expected a gradient graph, such as `graph.autodiff()` returns, or its `grad_graph_info`; got "
+            f"{info!r:.200} ({type(info).__name__})."
+        )
+    return found
 
 
 def merge_called_graphs(*infos: CalledGraphsGradInfoLike | None) -> dict[popxl.Graph, GradGraphInfo]:

@@ -183,6 +183,7 @@ class BoundGraph:
     """
 
     def __init__(self, graph: popxl.Graph, args: TensorMap | None = None):
+        check_type(graph, popxl.Graph, "BoundGraph: `graph`", "a popxl.Graph")
         self.graph = graph
         self.args = _by_tensor(args)
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, Self, SupportsInt
 from weakref import WeakKeyDictionary
 
 import popxl
+from popxl.base.arguments import check_type
 from popxl.replica_grouping import Groups
 from popxl_addons._collected import Build, Collected
 from popxl_addons._outlined_call import Autodiff, Choice, OutlinedCall
@@ -183,6 +184,8 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
 
     def add_variable_factory(self, variable_f: VariableFactory, name: str | None = None) -> popxl.Tensor:
         """A placeholder for an existing factory, under `name` or the factory's own name."""
+        what = f"{type(self).__name__}.add_variable_factory: `variable_f`"
+        check_type(variable_f, VariableFactory, what, "a VariableFactory; for several, there is `add_variable_inputs`")
         return self._collected.add(name or variable_f.name or "", variable_f)
 
     def call_module(
@@ -212,6 +215,7 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
             >>> len(graph.graph.called_graphs)
             2
         """
+        check_type(module, Module, "call_module: `module`", "a popxl_addons.Module, whose graph is to be made")
         return OutlinedCall(self, module, name, autodiff, grads_provided, grads_required)
 
     # Submodules

@@ -16,7 +16,7 @@ from popxl.base.arguments import check_type
 from popxl.replica_grouping import Groups
 from popxl.values.shapes import integer
 from popxl_addons import _io_tiles
-from popxl_addons.dot_tree import DotTree
+from popxl_addons.dot_tree import DotTree, check_leaves
 from popxl_addons.graph import GraphWithNamedArgs
 from popxl_addons.named_replica_grouping import resolved
 from popxl_addons.named_tensors import NamedTensors
@@ -65,7 +65,7 @@ def create_remote_buffer(
     """
     check_type(spec, popxl.TensorSpec | popxl.Tensor, "create_remote_buffer: `spec`", "a TensorSpec or a tensor")
     group = resolved(replica_group, "create_remote_buffer: `replica_group`").const_rg
-    pieces = group.group_size if shard_over is None else int(shard_over)
+    pieces = group.group_size if shard_over is None else integer(shard_over, "create_remote_buffer: `shard_over`")
     if spec.meta_shape or pieces == 1:
         buffer = popxl.remote_buffer(spec.shape, spec.dtype, entries)
         buffer.meta_shape = tuple(spec.meta_shape)
@@ -106,7 +106,7 @@ def named_variable_buffers(
         >>> buffers.w.tensor_shape, buffers.step.tensor_shape
         ((3,), ())
     """
-    check_type(factories, DotTree, "named_variable_buffers: `factories`", "NamedVariableFactories")
+    check_leaves(factories, VariableFactory, "named_variable_buffers: `factories`", "NamedVariableFactories")
     named = factories.to_dict().items()
     pieces = {name: _pieces(name, factory, shard_over_dict) for name, factory in named}
     return NamedRemoteBuffers.from_dict(
@@ -145,7 +145,8 @@ def named_buffers(tensors: NamedTensors | NamedVariableFactories, entries: int =
         >>> buffers.w.tensor_shape, buffers.w.entries
         ((2,), 3)
     """
-    check_type(tensors, DotTree, "named_buffers: `tensors`", "NamedTensors or NamedVariableFactories")
+    kinds = popxl.Tensor | VariableFactory
+    check_leaves(tensors, kinds, "named_buffers: `tensors`", "NamedTensors or NamedVariableFactories")
     return NamedRemoteBuffers.from_dict(
         {name: create_remote_buffer(t.spec, entries, shard_over=1) for name, t in tensors.to_dict().items()}
     )
@@ -220,7 +221,7 @@ def load_remote_graph(
         >>> names, layer.w.shape
         (['w'], (2,))
     """
-    check_type(buffers, DotTree, "load_remote_graph: `buffers`", "NamedRemoteBuffers")
+    check_leaves(buffers, popxl.RemoteBuffer, "load_remote_graph: `buffers`", "NamedRemoteBuffers")
     entries = integer(entries, "load_remote_graph: `entries`")
     ir = popxl.gir()
     with ir.undone_on_failure():
@@ -251,7 +252,7 @@ def store_remote_graph(buffers: NamedRemoteBuffers, entries: int = 1, use_io_til
         ...     store = store_remote_graph(buffers, entries=2)
         ...     _ = store.bind(NamedTensors(w=popxl.constant([1.0, 2.0]))).call(1)
     """
-    check_type(buffers, DotTree, "store_remote_graph: `buffers`", "NamedRemoteBuffers")
+    check_leaves(buffers, popxl.RemoteBuffer, "store_remote_graph: `buffers`", "NamedRemoteBuffers")
     entries = integer(entries, "store_remote_graph: `entries`")
     ir = popxl.gir()
     with ir.undone_on_failure():

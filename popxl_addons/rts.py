@@ -14,9 +14,11 @@ from typing import Any, Literal
 
 import popxl
 from popxl import ops
+from popxl.base.arguments import check_type
 from popxl.replica_grouping import Groups
 from popxl.tensor import Variable
 from popxl_addons import _io_tiles
+from popxl_addons.dot_tree import check_leaves
 from popxl_addons.graph import GraphWithNamedArgs
 from popxl_addons.named_replica_grouping import NamedReplicaGrouping, resolved
 from popxl_addons.named_tensors import NamedTensors
@@ -48,6 +50,8 @@ def replica_sharded_spec(t: popxl.Tensor | popxl.TensorSpec | VariableFactory, s
         >>> replica_sharded_spec(popxl.TensorSpec((8, 2), popxl.float32), everyone)
         TensorSpec(shape=(4,), dtype=popxl.dtypes.float32, meta_shape=(8, 2))
     """
+    kinds = popxl.Tensor | popxl.TensorSpec | VariableFactory
+    check_type(t, kinds, "replica_sharded_spec: `t`", "a tensor, a spec or a VariableFactory")
     nelms, pieces = math.prod(t.shape), resolved(shard_over, "replica_sharded_spec: `shard_over`").const_rg.group_size
     if t.meta_shape or pieces == 1 or nelms % pieces:
         return popxl.TensorSpec(t.shape, t.dtype, t.meta_shape or ())
@@ -70,6 +74,7 @@ def gather_replica_sharded_tensor(
         ...     gather_replica_sharded_tensor(piece).shape
         (2, 3)
     """
+    check_type(t, popxl.Tensor, "gather_replica_sharded_tensor: `t`", "a tensor")
     t = _piece(t)
     if not t.meta_shape:
         return t
@@ -108,6 +113,7 @@ def reduce_replica_sharded_tensor(
     name = "reduce_replica_sharded_tensor"
     if op not in ("add", "mean"):
         raise ValueError(f"{name}: `op` is {op!r}; expected 'add' or 'mean'.")
+    check_type(t, popxl.Tensor, f"{name}: `t`", "a tensor")
     reduced_over = resolved(replica_group, f"{name}: `replica_group`")
     shared_by = (reduced_over if shard_group is None else resolved(shard_group, f"{name}: `shard_group`")).const_rg
     sharded = shared_by.group_size > 1 and t.nelms % shared_by.group_size == 0
@@ -145,9 +151,11 @@ def all_gather_replica_sharded_graph(
         >>> whole.w.shape
         (2, 3)
     """
+    name = "all_gather_replica_sharded_graph"
+    _check_named(name, tensors, replica_groups, "replica_groups")
     groups = dict.fromkeys(tensors.keys_flat()) if replica_groups is None else replica_groups.to_dict()
     if missing := [name for name in tensors.keys_flat() if name not in groups]:
-        raise KeyError(f"all_gather_replica_sharded_graph: `replica_groups` has no grouping for {missing}.")
+        raise KeyError(f"{name}: `replica_groups` has no grouping for {missing}.")
 
     def gathered(name: str, t: popxl.Tensor) -> popxl.Tensor:
         return gather_replica_sharded_tensor(t, use_io_tiles, groups[name])
@@ -186,6 +194,7 @@ def reduce_replica_sharded_graph(
         >>> pieces.w.shape, pieces.w.meta_shape
         ((3,), (2, 3))
     """
+    _check_named("reduce_replica_sharded_graph", tensors, shard_groups, "shard_groups")
     groups = {} if shard_groups is None else shard_groups.to_dict()
 
     def reduced(name: str, t: popxl.Tensor) -> popxl.Tensor:
@@ -209,6 +218,14 @@ def graph_over(
             for key, t in args.items():
                 popxl.graph_output(function(key, t))
     return GraphWithNamedArgs(graph, NamedTensors.from_dict(args)), list(args)
+
+
+def _check_named(function: str, tensors: object, groups: object, argument: str) -> None:
+    expected = "NamedTensors or NamedVariableFactories"
+    check_leaves(tensors, popxl.Tensor | VariableFactory, f"{function}: `tensors`", expected)
+    if groups is not None:
+        kinds = popxl.ReplicaGrouping | str | tuple | list | None
+        check_leaves(groups, kinds, f"{function}: `{argument}`", "a NamedReplicaGrouping, or None")
 
 
 def _piece(t: Any) -> Any:

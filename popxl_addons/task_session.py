@@ -19,6 +19,7 @@ from typing import Any, Literal, NoReturn, Protocol, cast
 import numpy as np
 
 import popxl
+from popxl.base.arguments import check_type
 from popxl.base.distributed import Instance, launched
 from popxl.base.files import ReplacedError, replaced_file
 from popxl.errors import MissingStateWarning, PopxlRuntimeError
@@ -198,6 +199,7 @@ class TaskSession(popxl.Session):
             ValueError: if no name is in both states, or shapes or dtypes differ; for missing names, if these are
                 errors. Nothing is written then.
         """
+        check_type(src, TaskSession, "TaskSession.load_from_session: `src`", "another TaskSession")
         # Copies: sessions of one Ir share the host copies of its variables.
         theirs = src._values(_readable(src.state), copied=True)
         arrays = {name: array_files.InMemory(a.copy() if array_files.map_file(a) else a) for name, a in theirs.items()}
@@ -250,7 +252,7 @@ class TaskSession(popxl.Session):
             ValueError: for another `format`, or memory maps that lie in `checkpoint_dir`.
             ImportError: for an artifact, if `wandb` is not installed; `RuntimeError` if no run is active.
         """
-        place = os.fspath(checkpoint_dir)
+        place = _place("save_checkpoint", checkpoint_dir)
         with self._writer.turn:
             self._save(place, format, wait)
 
@@ -394,7 +396,7 @@ class TaskSession(popxl.Session):
             FileNotFoundError: if there is no checkpoint; or, by the data loader, if its file is not in it.
             ImportError: for an artifact, if `wandb` is not installed.
         """
-        place = os.fspath(checkpoint_dir)
+        place = _place("load_checkpoint", checkpoint_dir)
         self._writer.wait()
         together = self._is_divided and self.is_attached
         for _ in range(0 if together else _ATTEMPTS - 1):
@@ -564,6 +566,10 @@ def write_variables_pb(session: popxl.Session, weights: Mapping[popxl.Tensor, np
         >>> session.get_tensor_data(v)
         array(2., dtype=float32)
     """
+    check_type(session, popxl.Session, "write_variables_pb: `session`", "a Session")
+    check_type(weights, Mapping, "write_variables_pb: `weights`", "a mapping from tensors to arrays")
+    for t in weights:
+        check_type(t, popxl.Tensor, "write_variables_pb: each key of `weights`", "a tensor")
     main = session.ir.main_graph
     session.write_variables_data({cast(Variable, main.get_tensor(t.id)): data for t, data in weights.items()})
 
@@ -607,6 +613,13 @@ def initialise_memmap_dir_from_checkpoint(
                 target / source.name, partial(shutil.copyfile, source)
             ):  # a program that maps the old file keeps it, whole
                 pass
+
+
+def _place(method: str, checkpoint_dir: Any) -> str:
+    """The name of a checkpoint."""
+    expected = 'the path of a directory, or the name of an artifact, "wandb://<name>"'
+    check_type(checkpoint_dir, str | os.PathLike, f"TaskSession.{method}: `checkpoint_dir`", expected)
+    return os.fspath(checkpoint_dir)
 
 
 def _check_state(state: Any) -> None:

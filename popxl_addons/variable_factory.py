@@ -30,7 +30,7 @@ from popxl.tensor import Variable
 from popxl.values.shapes import integer, one_axis
 from popxl.values.sharding import piece_count, piece_length
 from popxl_addons._memory_map import memory_map
-from popxl_addons.dot_tree import DotTree
+from popxl_addons.dot_tree import DotTree, check_leaves
 from popxl_addons.named_replica_grouping import NamedReplicaGrouping, resolved
 from popxl_addons.named_tensors import NamedTensors
 
@@ -94,7 +94,7 @@ class VariableFactory:
         self.replica_grouping = resolved(replica_grouping, f"VariableFactory `{name}`: `replica_grouping`")
         _warn_of_rows(data_iter, name, self.replica_grouping.num_groups)
 
-        shard_over = int(shard_over)
+        shard_over = _whole(shard_over, f"VariableFactory `{name}`: `shard_over`")
         if shard_over > self.replica_grouping.group_size:
             raise AssertionError(
                 f"VariableFactory `{name}`: `shard_over` is {shard_over}, but a group has only "
@@ -105,6 +105,8 @@ class VariableFactory:
         first = _first_element(self.data_iter, name)
         of_data = first.dtype if isinstance(first, Initial) else None
         self.dtype = dtype or of_data or popxl.dtype.as_dtype(first.dtype)
+        if isinstance(first, Initial):
+            first.check_held_by(self.dtype, f"VariableFactory `{name}`: `data_iter`")
         self.input_dtype = self.dtype
         self.shape: tuple[int, ...] = tuple(first.shape)
         self.meta_shape: tuple[int, ...] | None = None
@@ -316,8 +318,9 @@ class NamedVariableFactories(DotTree[VariableFactory]):
             >>> layers[1].w.name
             'layer1.w'
         """
-        factories = sorted(self.to_dict().items())
-        check_type(buffers, DotTree, "NamedVariableFactories.init_remote: `buffers`", "NamedRemoteBuffers")
+        factories = self._sorted("init_remote")
+        what = "NamedVariableFactories.init_remote: `buffers`"
+        check_leaves(buffers, popxl.RemoteBuffer, what, "NamedRemoteBuffers")
         slots = buffers.to_dict()
         if missing := [name for name, _ in factories if name not in slots]:
             raise KeyError(f"NamedVariableFactories.init_remote: `buffers` has no buffer for {missing}.")
@@ -350,9 +353,14 @@ class NamedVariableFactories(DotTree[VariableFactory]):
         return NamedTensors.from_dict(
             {
                 name: factory.create_tensor(_join(prefix, name), empty, memmap_dir, read_only_if_exists, sharded)
-                for name, factory in sorted(self.to_dict().items())
+                for name, factory in self._sorted("init")
             }
         )
+
+    def _sorted(self, method: str) -> list[tuple[str, VariableFactory]]:
+        """The factories by name, in sorted order. `TypeError` if there is something else among them."""
+        check_leaves(self, VariableFactory, f"NamedVariableFactories.{method}: leaves", "VariableFactory")
+        return sorted(self.to_dict().items())
 
     def _init_plain(self, init_type: Literal["zero", "undef"]) -> NamedTensors:
         return NamedTensors.from_dict(
@@ -477,6 +485,13 @@ def _first_element(elements: _Peekable, name: str | None) -> Any:
             "Wrap it in `np.array(...)`."
         )
     return first
+
+
+def _whole(number: Any, what: str) -> int:
+    """An argument that has to be a whole number, of any type that has them: NumPy's quotients among them."""
+    if isinstance(number, float | np.floating) and number.is_integer():
+        return int(number)
+    return integer(number, what)
 
 
 def _fits(factory: VariableFactory, buffer: popxl.RemoteBuffer) -> bool:

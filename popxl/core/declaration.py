@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import numpy as np
+
 from popxl.base.names import snake
 from popxl.context import get_current_context
 from popxl.core.recording import Op, at_this_line, check_colocated, foreign_tensor, not_a_tensor
@@ -268,6 +270,9 @@ class OpKind:
         try:
             if attributes:
                 operands, attributes = self._parameters.sorted_out(self.name, operands, attributes)
+                for name, value in attributes.items():
+                    if isinstance(value, np.ndarray):
+                        raise TypeError(f"{self.name}: `{name}` must be a plain value; got {value!r:.200}, an array.")
             inputs = self._tensors(operands, graph)
             if len(inputs) < len(operands):
                 named = dict(zip(self.operand_names(len(operands)), operands, strict=True))

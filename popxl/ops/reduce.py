@@ -21,7 +21,16 @@ from popxl.ops.families import REAL, reduction
 from popxl.ops.kernels.sums import largest, summed
 from popxl.ops.precision import rounded_once, widened
 from popxl.ops.shape import reshape
-from popxl.values.shapes import flag, integer, integer_or_integers, like_first, one_axis, reduced_shape, reduction_axes
+from popxl.values.shapes import (
+    flag,
+    integer,
+    integer_or_integers,
+    like_first,
+    number,
+    one_axis,
+    reduced_shape,
+    reduction_axes,
+)
 from popxl.values.spec import TensorSpec
 
 _broadcast = OpKind(
@@ -161,7 +170,7 @@ def norm(t: Tensor, ord: float = 2, axis: int | Iterable[int] | None = None, kee
         A new tensor of the same dtype; of complex numbers a real one.
 
     Raises:
-        ValueError: for another `ord`.
+        ValueError: for another `ord`; `TypeError` if it is no number.
         PopxlError: if there is no such axis.
 
     See also: `numpy.linalg.norm`, `torch.linalg.vector_norm`.
@@ -171,6 +180,7 @@ def norm(t: Tensor, ord: float = 2, axis: int | Iterable[int] | None = None, kee
     """
     if isinstance(t, Tensor) and t.dtype.is_complex:
         t = abs(t)
+    ord = number(ord, "norm: `ord`")
     if ord == 1:
         return l1(t, axis, keepdims)
     if ord == 2:

@@ -17,7 +17,7 @@ from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.ops.families import REAL
 from popxl.ops.precision import wide_dtype, widened
-from popxl.values.shapes import integer, integers, number
+from popxl.values.shapes import integer, integers, is_one_of, number
 from popxl.values.spec import TensorSpec
 
 InterpolateType = Literal["nearest", "linear", "cubic"]
@@ -225,7 +225,7 @@ def interpolate(
         "coordinate_transformation_mode": (coordinate_transformation_mode, InterpolateCoordinateTransformationType),
     }
     for name, (choice, known) in choices.items():
-        if choice not in get_args(known):
+        if not is_one_of(choice, get_args(known)):
             raise ValueError(f"interpolate: `{name}` is {choice!r}; expected one of {', '.join(get_args(known))}.")
     return _resize(t, scale_factor=_factors(scale_factor), **{name: choice for name, (choice, _) in choices.items()})
 
@@ -329,6 +329,12 @@ def _aligned(
         raise PopxlError(
             f"`sampling_ratio` is {sampling_ratio} and `spatial_scale` {spatial_scale}; expected numbers above 0."
         )
+    samples = math.prod(output_size) * sampling_ratio**2
+    if samples >= 2**31:
+        raise PopxlError(
+            f"`sampling_ratio` is {sampling_ratio} and `output_size` {output_size}: {samples} samples of each "
+            "region; expected fewer than 2**31."
+        )
     return TensorSpec((regions, t.shape[1], *output_size), t.dtype)
 
 
@@ -381,7 +387,7 @@ def roi_align(
 
     Raises:
         PopxlError: if the ranks are not 4, 2 and 1, the shapes do not fit, `spatial_scale` is not above 0, or
-            `sampling_ratio` is 0.
+            `sampling_ratio` is 0 or makes 2**31 samples of a region.
         TypeError: for a negative `sampling_ratio`.
 
     See also: `torchvision.ops.roi_align`, with `aligned=False`.

@@ -34,6 +34,7 @@ from popxl.transforms.grad_graph_info import (
     make_grad_graph_info,
 )
 from popxl.transforms.op_gradient import Forward, gradients, passes
+from popxl.values.shapes import flag
 
 __all__ = ["ExpectedConnection", "ExpectedConnectionType", "GradGraphInfo", "autodiff", "make_grad_graph_info"]
 
@@ -77,6 +78,7 @@ def autodiff(
         >>> dx, dw = ops.call(info.graph, dy, inputs_dict=info.inputs_dict(site))
     """
     check_type(graph, Graph, "autodiff: `graph`", "a Graph")
+    return_all_grad_graphs = flag(return_all_grad_graphs, "autodiff: `return_all_grad_graphs`")
     for name, given in (("grads_provided", grads_provided), ("grads_required", grads_required)):
         if given is not None:
             check_type(given, Iterable, f"autodiff: `{name}`", "a list of tensors")

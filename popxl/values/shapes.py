@@ -68,6 +68,11 @@ def flag(value: Any, what: str) -> bool:
     return bool(value)
 
 
+def is_one_of(value: Any, words: Iterable[str]) -> bool:
+    """Whether an argument is one of some words. An array is none: it compares with each by its elements."""
+    return isinstance(value, str) and value in words
+
+
 def given(**hints: Any) -> dict[str, Any]:
     """The hints that were given, which an op keeps as attributes: those that are not `None`."""
     return {name: hint for name, hint in hints.items() if hint is not None}

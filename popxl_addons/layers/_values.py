@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,16 @@ def weights(*shape: int, std: float = 0.02) -> np.ndarray | Initial:
     if math.prod(shape) < DESCRIBED_FROM:
         return truncated_normal(*shape, std=std)
     return initial.truncated_normal(shape, std=std, seed=int(np.random.randint(2**63 - 1)))
+
+
+def drawn_weights(layer: str, dtype: popxl.dtype, *shape: int) -> Callable[[], np.ndarray | Initial]:
+    """`weights` for a variable of this dtype. `ValueError` for integers: all of them would be zeros."""
+    if not dtype.is_inexact:
+        raise ValueError(
+            f"{layer}: the weights would be of {dtype.name}, and begin with random numbers around 0 that it does not "
+            "hold. Cast the input with `ops.cast`, or ask for a floating point type."
+        )
+    return partial(weights, *shape)
 
 
 def torch_weights(

@@ -11,7 +11,7 @@ import popxl
 from popxl import initial, ops
 from popxl.ops.conv import PadType
 from popxl.replica_grouping import Groups
-from popxl_addons.layers._values import torch_weights, weights
+from popxl_addons.layers._values import drawn_weights, torch_weights
 from popxl_addons.module import Module
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.utils import WeightsDict
@@ -78,7 +78,7 @@ class Conv2D(Module):
             raise AssertionError(f"Conv2D: `x` has the shape {x.shape}; expected images (N, C, H, W).")
         weight = self.add_variable_input(
             "weight",
-            partial(weights, self.out_channels, x.shape[1] // self.groups, *self.kernel_size),
+            drawn_weights("Conv2D", x.dtype, self.out_channels, x.shape[1] // self.groups, *self.kernel_size),
             x.dtype,
             replica_grouping=self.replica_grouping,
         )

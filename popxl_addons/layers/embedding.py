@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 
 import popxl
 from popxl import ops
 from popxl.replica_grouping import Groups
-from popxl_addons.layers._values import weights
+from popxl_addons.layers._values import drawn_weights
 from popxl_addons.module import Module
 from popxl_addons.named_replica_grouping import resolved
 
@@ -80,7 +80,7 @@ class Embedding(Module):
         """Integer `indices` of any shape to (\\*indices.shape, hidden_size)."""
         weight = self.add_variable_input(
             "weight",
-            partial(weights, self.vocab_shard_size, self.hidden_size),
+            drawn_weights("Embedding", self.dtype, self.vocab_shard_size, self.hidden_size),
             self.dtype,
             replica_grouping=self.replica_grouping,
             group_axis=0,
@@ -141,5 +141,6 @@ class TiedEmbedding(Module):
 
     def build(self, indices: popxl.Tensor) -> tuple[popxl.Tensor, popxl.Tensor]:
         """Integer `indices` of any shape to (\\*indices.shape, hidden_size); and the table."""
-        table = self.add_variable_input("weight", partial(weights, self.vocab_size, self.hidden_size), self.dtype)
+        values = drawn_weights("TiedEmbedding", self.dtype, self.vocab_size, self.hidden_size)
+        table = self.add_variable_input("weight", values, self.dtype)
         return ops.gather(table, indices), table

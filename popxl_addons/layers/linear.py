@@ -10,7 +10,7 @@ import numpy as np
 import popxl
 from popxl import initial
 from popxl.replica_grouping import Groups
-from popxl_addons.layers._values import torch_weights, weights
+from popxl_addons.layers._values import drawn_weights, torch_weights
 from popxl_addons.module import Module
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.utils import WeightsDict
@@ -64,7 +64,7 @@ class Linear(Module):
     def _weight(self, x: popxl.Tensor) -> popxl.Tensor:
         return self.add_variable_input(
             "weight",
-            partial(weights, x.shape[-1], self.out_features),
+            drawn_weights(type(self).__name__, x.dtype, x.shape[-1], self.out_features),
             x.dtype,
             replica_grouping=self.replica_grouping,
             group_axis=self.group_axis,

@@ -9,7 +9,7 @@ one computed. How the loop is made is in `_serial_loop`; where its values are in
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -18,6 +18,7 @@ from popxl.base.arguments import check_type
 from popxl.replica_grouping import Groups, means_groups
 from popxl.tensor import Tensor
 from popxl.values.shapes import integer
+from popxl_addons.dot_tree import check_leaves
 from popxl_addons.graph import GraphWithNamedArgs
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.transforms._serial_loop import SerialLoop, Values
@@ -220,6 +221,11 @@ def batch_serialise_fwd_and_grad(
         >>> list(forward.stored_buffers) == [x]
         True
     """
+    what = "batch_serialise_fwd_and_grad"
+    check_type(forward_graph, GraphWithNamedArgs, f"{what}: `forward_graph`", "a GraphWithNamedArgs")
+    check_type(gradient_graph, GraphWithNamedArgs, f"{what}: `gradient_graph`", "a GraphWithNamedArgs of a gradient")
+    check_leaves(named_inputs_for_grad_graph, Tensor, f"{what}: `named_inputs_for_grad_graph`", "NamedTensors")
+    _check_dictionaries(what, load_handles, store_streams, store_buffers)
     _check_settings(forward_graph.graph.ir, steps, rows, io_mode)
     _check_pair(forward_graph, gradient_graph, (*load_handles, *store_streams, *store_buffers))
     loads = _load_sources(load_handles)
@@ -271,6 +277,7 @@ def _serialised(
     overlapped: bool,
 ) -> BatchSerialResult:
     """A graph and its inputs and outputs, all checked, as a loop."""
+    _check_dictionaries("batch_serialise", load_handles, store_streams, store_buffers)
     loads = _load_sources(load_handles)
     stores = {t: RemoteHandle.of("store_buffers", handle) for t, handle in store_buffers.items()}
     _check_tensors(graph, loads, store_streams, stores, seed_input)
@@ -324,6 +331,18 @@ def _joined(named: dict[str, Tensor], args: NamedTensors) -> NamedTensors:
 # Checks -------------------------------------------------------------------------------------------------------------
 
 
+def _check_dictionaries(function: str, load_handles: Any, store_streams: Any, store_buffers: Any) -> None:
+    """Whether what is loaded and stored is said by dictionaries, which are changed in place, of tensors."""
+    for name, given in (
+        ("load_handles", load_handles),
+        ("store_streams", store_streams),
+        ("store_buffers", store_buffers),
+    ):
+        check_type(given, MutableMapping, f"{function}: `{name}`", "a dictionary with tensors of the graph as keys")
+        for key in given:
+            check_type(key, Tensor, f"{function}: each key of `{name}`", "a tensor of the graph")
+
+
 def _check_settings(ir: popxl.Ir, steps: int, rows: int, io_mode: str) -> None:
     for name, value in (("steps", steps), ("rows", rows)):
         if integer(value, f"batch_serialise: `{name}`") < 1:
@@ -370,6 +389,11 @@ def _check_tensors(
 
 def _check_pair(forward: GraphWithNamedArgs, gradient: GraphWithNamedArgs, keys: Iterable[Tensor]) -> None:
     """Whether two graphs belong together, and tensors to them."""
+    if not hasattr(gradient, "grad_graph_info"):
+        raise ValueError(
+            f"batch_serialise_fwd_and_grad: `gradient_graph` is `{gradient.graph.name}`, which is no gradient graph; "
+            "expected what `autodiff` or another transform made of `forward_graph`."
+        )
     differentiated = gradient.grad_graph_info.forward_graph
     if differentiated != forward.graph:
         raise ValueError(

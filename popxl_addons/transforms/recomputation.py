@@ -82,6 +82,7 @@ def add_recompute_inputs(grad_info: GradGraphInfo) -> _Inputs:
         ...     [t.name for t in add_recompute_inputs(info)]
         ['Gradient___mul_out', 'x']
     """
+    check_type(grad_info, GradGraphInfo, "add_recompute_inputs: `grad_info`", "what `grad_graph_info` of a graph says")
     forward = grad_info.forward_graph
     Fwd = ExpectedConnectionType.Fwd
     kept = [

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import operator
-
 import popxl
 from popxl import Tensor, ops
+from popxl.base.arguments import check_type
+from popxl.values.shapes import integer
 from popxl_addons.transforms._stand_in import stand_in
 
 __all__ = ["repeat_graph"]
@@ -42,7 +42,8 @@ def repeat_graph(graph: popxl.Graph, repeat_count: int) -> popxl.Graph:
         (['Loop'], ['AddLhsInplace'])
         >>> ir.num_host_transfers = 5
     """
-    if operator.index(repeat_count) <= 1:
+    check_type(graph, popxl.Graph, "repeat_graph: `graph`", "a popxl.Graph, such as `graph.graph` of one with names")
+    if integer(repeat_count, "repeat_graph: `repeat_count`") <= 1:
         return graph
     ir, outputs = graph.ir, graph.outputs
     moving = [op for op in graph.ops if op.execution_context is popxl.ExecutionContext.Normal]

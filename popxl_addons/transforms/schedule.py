@@ -11,12 +11,16 @@ bubble (the form H1) from Qi et al. 2023, https://arxiv.org/abs/2401.10241.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from popxl.base.arguments import check_type
+from popxl.values.shapes import integer, integers
 
 __all__ = ["SCHEDULES", "PipelineSchedule", "PipelineTimeline", "PipelineValue", "Task"]
 
@@ -139,10 +143,19 @@ class PipelineSchedule:
     device_of: tuple[int, ...] = field(init=False, repr=False)
 
     def __init__(self, rows: Iterable[Iterable[tuple[int, int]]], needs: Sequence[Sequence[int]] | None = None) -> None:
-        table = tuple(tuple(Task(*task) for task in row) for row in rows)
+        try:
+            table = tuple(tuple(Task(*map(operator.index, task)) for task in row) for row in rows)
+        except TypeError:
+            raise TypeError(
+                "PipelineSchedule: `rows` must have a row for each device, of pairs of a stage and a micro-batch, "
+                f"such as [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]; got {rows!r:.200}."
+            ) from None
         device_of = _devices_of(table)
         stages = len(device_of)
-        given = [[s - 1] * (s > 0) for s in range(stages)] if needs is None else needs
+        given: Sequence[Sequence[int]] = [[s - 1] * (s > 0) for s in range(stages)]
+        if needs is not None:
+            check_type(needs, Sequence, "PipelineSchedule: `needs`", "a list with a list of stages for each stage")
+            given = [integers(need, "PipelineSchedule: each of `needs`") for need in needs]
         if len(given) != stages:
             raise ValueError(f"PipelineSchedule: `needs` is of {len(given)} stages, and the rows are of {stages}.")
         if unknown := sorted({n for need in given for n in need if not 0 <= n < stages}):
@@ -187,6 +200,7 @@ class PipelineSchedule:
             placement: the device of each stage.
             steps: the number of micro-batches.
         """
+        _check(placement, steps)
         every = [[Task(s, m) for s in row for m in range(steps)] for row in _rows(placement)]
         for row in every:
             row.sort(key=lambda task: (task.stage + task.micro_batch, task.stage))
@@ -245,6 +259,7 @@ class PipelineSchedule:
             0 | 0:0 0:1  .  3:0 0:2 3:1 5:0 3:2 5:1 5:2
             1 |  .  1:0 2:0 1:1 2:1 1:2 2:2 4:0 4:1 4:2
         """
+        _check(placement, steps)
         rows = _rows(placement)
         devices = len(rows)
         backward = [devices - 1 - d for d in range(devices)]
@@ -348,6 +363,13 @@ class PipelineSchedule:
         )
 
 
+def _check(placement: Sequence[int], steps: int) -> None:
+    """Whether a schedule of a name can be made for these."""
+    if not integers(placement, "PipelineSchedule: `placement`"):
+        raise ValueError("PipelineSchedule: `placement` has no stage; expected the device of each, as in (0, 1, 1, 0).")
+    integer(steps, "PipelineSchedule: `steps`")
+
+
 def _numbered(placement: Sequence[int]) -> list[int]:
     """The device of each stage, numbered in the order in which they come."""
     numbers = {device: i for i, device in enumerate(dict.fromkeys(placement))}
@@ -362,6 +384,7 @@ def _rows(placement: Sequence[int]) -> list[list[int]]:
 
 def _forward_and_backward(name: str, placement: Sequence[int], steps: int, warm_up: Any) -> list[list[Task]]:
     """For each device: forward tasks as many as it takes to warm up, then one forward, one backward, then the rest."""
+    _check(placement, steps)
     numbered = _numbered(placement)
     trains = len(numbered) > 1 and numbered == numbered[::-1]
     forward = numbered[: (len(numbered) + 1) // 2] if trains else numbered

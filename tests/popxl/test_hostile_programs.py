@@ -280,7 +280,7 @@ def test_counts_are_checked_when_they_are_set() -> None:
     for value in (0, -1):
         with pytest.raises(ValueError, match=f"num_host_transfers is {value}; expected 1 or more"):
             ir.num_host_transfers = value
-        with pytest.raises(ValueError, match=f"number of replicas is {value}; expected 1 or more"):
+        with pytest.raises(ValueError, match=f"number of replicas is {value}; expected 1 to 65536"):
             ir.replication_factor = value
         with pytest.raises(ValueError, match="greater than or equal to 1"):
             ir.options.replicatedGraphCount = value

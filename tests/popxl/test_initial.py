@@ -53,6 +53,23 @@ def test_any_part_is_that_of_the_whole(described: initial.Initial) -> None:
         np.testing.assert_array_equal(described.elements(start, stop).astype(np.float32), whole.ravel()[start:stop])
 
 
+@pytest.mark.parametrize("kind", [initial.normal, initial.truncated_normal, initial.uniform])
+def test_integers_hold_no_draws(kind: Any) -> None:
+    """They would be zeros."""
+    with popxl.Ir(replication=2).main_graph as main:
+        for described in (kind((3,), seed=1), initial.full(3, 0.5)):
+            for dtype in (popxl.int32, popxl.uint8):
+                with pytest.raises(ValueError, match=f"^variable: `data` .*, which {dtype.name} does not hold"):
+                    popxl.variable(described, dtype)
+                with pytest.raises(ValueError, match="^VariableFactory `w`: `data_iter` (are draws|is 0.5)"):
+                    addons.VariableFactory(lambda described=described: described, dtype, "w")
+        with pytest.raises(ValueError, match="are draws"):
+            rows = initial.stacked([kind((3,), seed=1)] * 2)
+            popxl.variable(rows, popxl.int32, replica_grouping=main.ir.replica_grouping(group_size=1))
+        assert not main.variables
+        assert popxl.variable(initial.full(2, 3.0), popxl.int32).data.tolist() == [3, 3]
+
+
 def test_a_number_is_rounded_to_the_dtype_of_the_variable_alone() -> None:
     with popxl.Ir().main_graph as main:
         variables = [popxl.variable(initial.full(2, 0.1), dtype) for dtype in (popxl.float64, popxl.float16)]

@@ -146,3 +146,51 @@ def test_building(program: Any, name: str) -> None:
     with pytest.raises(error, match=message):
         build(program)
     assert str(program.ir) == before
+
+
+WORDS: dict[str, Callable[[Any, Any], Any]] = {
+    "mode": lambda p, a: ops.interpolate(p.x, (1.0, 2.0), a),
+    "auto_pad": lambda p, a: ops.max_pool(p.image, (2, 2), auto_pad=a),
+    "storage_order": lambda p, a: ops.max_pool(p.image, (2, 2), storage_order=a),
+    "pad_type": lambda p, a: ops.conv(p.image, p.image, pad_type=a),
+    "ord": lambda p, a: ops.norm(p.x, a),
+    "reduction": lambda p, a: ops.nll_loss(p.x, p.labels, reduction=a),
+    "init_type": lambda p, a: ops.init((2,), popxl.float32, "t", a),
+    "float_format": lambda p, a: ops.print_tensor(p.x, float_format=a),
+    "partials_type": lambda p, a: ops.matmul(p.x, p.x.T, partials_type=a),
+    "retrieval_mode": lambda p, a: popxl.variable(X, retrieval_mode=a),
+    "return_all_grad_graphs": lambda p, a: autodiff(p.other, return_all_grad_graphs=a),
+    "the number of replicas": lambda p, a: popxl.Ir(a),
+}
+
+
+REFUSED = (TypeError, ValueError, KeyError, popxl.errors.PopxlError)
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_an_array_in_the_place_of_a_word(program: Any, name: str) -> None:
+    """NumPy's error about the truth value of an array says nothing of the argument. Nothing stays of it."""
+    p = program
+    p.image, p.labels = popxl.constant(np.ones((1, 1, 4, 4), np.float32)), popxl.constant(np.zeros(2, np.int32))
+    p.other = p.ir.create_graph(lambda t: ops.tanh(t), p.x)
+
+    def made() -> tuple[int, ...]:
+        main = p.ir.main_graph
+        return len(p.ir.graphs), len(main.ops), len(main.variables), len(main.constants)
+
+    before = made()
+    with pytest.raises(REFUSED, match=rf"`?{name}`? (is|must be) .*array\(\[1., 1., 1.\]\)"):
+        WORDS[name](p, np.ones(3))
+    # `p.x.T` is an op of the program.
+    assert made() == (before if name != "partials_type" else (before[0], before[1] + 1, *before[2:]))
+
+
+def test_numbers_beyond_all_bounds() -> None:
+    for build in (lambda: popxl.Ir(2**40), lambda: popxl.Ir(axes={"data": 2**40})):
+        with pytest.raises(ValueError, match="^Ir: the number of replicas is 1099511627776; expected 1 to 65536"):
+            build()
+    with popxl.Ir().main_graph as main:
+        image, regions = popxl.constant(np.ones((1, 1, 4, 4), np.float32)), popxl.constant(np.ones((1, 4), np.float32))
+        with pytest.raises(popxl.errors.PopxlError, match=r"`sampling_ratio` is 1099511627776 .* fewer than 2\*\*31"):
+            ops.roi_align(image, regions, popxl.constant([0]), (2, 2), 1.0, 2**40)
+        assert main.ops == []

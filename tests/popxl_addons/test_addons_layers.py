@@ -388,3 +388,11 @@ class TestLinearGQ:
             LinearGQ(12, group_size=4, dim=2)
         with pytest.raises(ValueError, match=r"`group_size` is 8; expected a divisor of 12, the size of axis -1"):
             LinearGQ(12, group_size=8).create_graph(SPEC)
+
+
+def test_weights_are_no_integers(ir):
+    """Random numbers around 0 would all be zeros."""
+    indices, image = popxl.TensorSpec((2, 3), popxl.int32), popxl.TensorSpec((1, 2, 4, 4), popxl.int32)
+    for layer, spec in [(Linear(4), indices), (Conv2D(3, 2), image), (Embedding(popxl.int32, 16, 4), indices)]:
+        with pytest.raises(ValueError, match=f"^{type(layer).__name__}: the weights would be of int32"):
+            layer.create_graph(spec)

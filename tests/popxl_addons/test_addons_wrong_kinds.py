@@ -11,6 +11,8 @@ import pytest
 
 import popxl
 import popxl_addons as addons
+from popxl_addons.transforms import PipelineSchedule
+from popxl_addons.transforms.repeat_graph import repeat_graph
 
 ONES = np.ones((2, 3), np.float32)
 
@@ -78,6 +80,110 @@ CASES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "pieces": (lambda m: addons.shard(ONES, None, 0), "The number of parts must be an integer; got None"),
     "axis": (lambda m: addons.shard(ONES, 2, "0"), "`axis` must be an integer; got '0'"),
+    "a graph for a module": (
+        lambda m: Linear().call_module(m.graph),
+        "call_module: `module` must be a popxl_addons.Module, .*; got <.*GraphWithNamedArgs",
+    ),
+    "a tensor by name": (
+        lambda m: Linear().call_module(Linear())(x=m.x),
+        r"call_module: the tensors \['x'\] are given by name; give them by position",
+    ),
+    "several factories for one": (
+        lambda m: Linear().add_variable_factory(m.facts),
+        "Linear.add_variable_factory: `variable_f` must be a VariableFactory; .*`add_variable_inputs`; got Named",
+    ),
+    "a number for a gradient graph": (
+        lambda m: addons.autodiff(m.graph, called_graphs_grad_info={m.graph: 1}),
+        r"Expected a gradient graph, .*; got 1 \(int\)",
+    ),
+    "a graph for gradient information": (
+        lambda m: addons.add_recompute_inputs(m.graph),
+        "add_recompute_inputs: `grad_info` must be .*; got <.*GraphWithNamedArgs",
+    ),
+    "a graph with names to be repeated": (
+        lambda m: repeat_graph(m.graph, 3),
+        "repeat_graph: `graph` must be a popxl.Graph, .*; got <.*GraphWithNamedArgs",
+    ),
+    "turns": (
+        lambda m: repeat_graph(m.graph.graph, "3"),
+        "repeat_graph: `repeat_count` must be an integer; got '3'",
+    ),
+    "nothing bound": (lambda m: addons.BoundGraph(None), "BoundGraph: `graph` must be a popxl.Graph; got None"),
+    "placeholders for factories": (
+        lambda m: addons.named_variable_buffers(m.args),
+        "named_variable_buffers: `factories` must be NamedVariableFactories; `w` is Tensor",
+    ),
+    "numbers for tensors": (
+        lambda m: addons.named_buffers(addons.NamedTensors(w=3)),
+        r"named_buffers: `tensors` must be NamedTensors or NamedVariableFactories; `w` is 3 \(int\)",
+    ),
+    "factories for buffers": (
+        lambda m: m.facts.init_remote(m.facts),
+        "init_remote: `buffers` must be NamedRemoteBuffers; `w` is <.*VariableFactory",
+    ),
+    "tensors for buffers": (
+        lambda m: addons.load_remote_graph(m.args),
+        "load_remote_graph: `buffers` must be NamedRemoteBuffers; `w` is Tensor",
+    ),
+    "variables for factories": (
+        lambda m: addons.NamedVariableFactories(w=m.x).init(),
+        "NamedVariableFactories.init: leaves must be VariableFactory; `w` is Variable",
+    ),
+    "parts": (
+        lambda m: addons.VariableFactory(lambda: ONES, popxl.float32, "w", shard_over=None),
+        "VariableFactory `w`: `shard_over` must be an integer; got None",
+    ),
+    "gathered": (
+        lambda m: addons.rts.all_gather_replica_sharded_graph({"w": m.x}),
+        "all_gather_replica_sharded_graph: `tensors` must be NamedTensors or NamedVariableFactories; got {'w'",
+    ),
+    "reduced": (
+        lambda m: addons.rts.reduce_replica_sharded_graph([m.x]),
+        "reduce_replica_sharded_graph: `tensors` must be NamedTensors or NamedVariableFactories; got .Variable",
+    ),
+    "groups by name": (
+        lambda m: addons.rts.reduce_replica_sharded_graph(m.args, shard_groups=[1]),
+        r"reduce_replica_sharded_graph: `shard_groups` must be a NamedReplicaGrouping, or None; got \[1\]",
+    ),
+    "gathered number": (lambda m: addons.rts.gather_replica_sharded_tensor(3), "`t` must be a tensor; got 3"),
+    "reduced number": (lambda m: addons.rts.reduce_replica_sharded_tensor(3), "`t` must be a tensor; got 3"),
+    "loads": (
+        lambda m: addons.batch_serialise(m.graph, 4, None, {}, {}, io_mode="compute"),
+        "batch_serialise: `load_handles` must be a dictionary with tensors of the graph as keys; got None",
+    ),
+    "stores": (
+        lambda m: addons.batch_serialise(m.graph, 4, {}, {}, [m.x], io_mode="compute"),
+        "batch_serialise: `store_buffers` must be a dictionary",
+    ),
+    "loads by name": (
+        lambda m: addons.batch_serialise(m.graph, 4, {"x": m.x}, {}, {}, io_mode="compute"),
+        "batch_serialise: each key of `load_handles` must be a tensor of the graph; got 'x'",
+    ),
+    "forward": (
+        lambda m: addons.batch_serialise_fwd_and_grad(m.graph.graph, m.graph, m.args, 4, {}, {}, {}),
+        "batch_serialise_fwd_and_grad: `forward_graph` must be a GraphWithNamedArgs; got",
+    ),
+    "gradient": (
+        lambda m: addons.batch_serialise_fwd_and_grad(m.graph, m.graph.graph, m.args, 4, {}, {}, {}),
+        "batch_serialise_fwd_and_grad: `gradient_graph` must be a GraphWithNamedArgs of a gradient; got",
+    ),
+    "named inputs": (
+        lambda m: addons.batch_serialise_fwd_and_grad(m.graph, m.graph, {"w": m.x}, 4, {}, {}, {}),
+        "batch_serialise_fwd_and_grad: `named_inputs_for_grad_graph` must be NamedTensors; got {'w'",
+    ),
+    "factories for named inputs": (
+        lambda m: addons.batch_serialise_fwd_and_grad(m.graph, m.graph, m.facts, 4, {}, {}, {}),
+        "batch_serialise_fwd_and_grad: `named_inputs_for_grad_graph` must be NamedTensors; `w` is <.*Factory",
+    ),
+    "loads of both": (
+        lambda m: addons.batch_serialise_fwd_and_grad(m.graph, m.graph, m.args, 4, {"x": 3}, {}, {}),
+        "batch_serialise_fwd_and_grad: each key of `load_handles` must be a tensor of the graph; got 'x'",
+    ),
+    "placement": (lambda m: PipelineSchedule.gpipe(3, 4), "`placement` must be a sequence of integers; got 3"),
+    "micro-batches": (lambda m: PipelineSchedule.cycles([0, 1], "4"), "`steps` must be an integer; got '4'"),
+    "rows": (lambda m: PipelineSchedule([[3]]), r"`rows` must have a row for each device, of pairs.*; got \[\[3\]\]"),
+    "needs": (lambda m: PipelineSchedule([[(0, 0)]], 3), "`needs` must be a list with a list of stages.*; got 3"),
+    "weights": (lambda m: addons.write_variables_pb(3, {}), "write_variables_pb: `session` must be a Session; got 3"),
     "counted": (lambda m: addons.evaluate_FLOPs(m.graph), "evaluate_FLOPs: `graph` must be a popxl.Graph; got"),
 }
 
@@ -87,3 +193,55 @@ def test_it_is_told_by_name(model: Any, name: str) -> None:
     call, message = CASES[name]
     with pytest.raises(TypeError, match=message):
         call(model)
+
+
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        (lambda session: session.load_from_session(3), "src"),
+        (lambda session: session.load_checkpoint(3), "checkpoint_dir"),
+        (lambda session: session.save_checkpoint(None), "checkpoint_dir"),
+        (lambda session: addons.write_variables_pb(session, 3), "weights"),
+        (lambda session: addons.write_variables_pb(session, {3: ONES}), "each key of `weights"),
+    ],
+)
+def test_it_is_told_of_sessions(call: Callable[[Any], Any], argument: str) -> None:
+    ir = popxl.Ir()
+    with ir.main_graph:
+        x = popxl.variable(ONES, name="x")
+        x += 1.0
+    session = addons.TaskSession([], [], addons.NamedTensors(x=x), ir=ir)
+    with pytest.raises(TypeError, match=f"{argument}` must be .*; got (3|None)"):
+        call(session)
+
+
+def test_no_gradient_graph_and_no_stage(model: Any) -> None:
+    """Of the right kind, but no gradient graph; no device at all."""
+    with pytest.raises(ValueError, match="`gradient_graph` is `Linear.*`, which is no gradient graph; expected what"):
+        addons.batch_serialise_fwd_and_grad(model.graph, model.graph, model.args, 4, {}, {}, {}, io_mode="compute")
+    for make in (PipelineSchedule.cycles, PipelineSchedule.gpipe, PipelineSchedule.zero_bubble):
+        with pytest.raises(ValueError, match="`placement` has no stage; expected the device of each"):
+            make([], 4)
+
+
+class Scaled(Linear):
+    """Its `build` takes a number, too."""
+
+    def build(self, x: popxl.Tensor, factor: float) -> popxl.Tensor:
+        return super().build(x) * float(factor)
+
+
+class Outer(addons.Module):
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        (y,) = self.call_module(Scaled())(x, 4)
+        return y
+
+
+def test_a_module_is_called_with_numbers_by_position(model: Any) -> None:
+    """A number is for `build`, as with `create_graph`; it was taken for the value of an input, too."""
+    facts, graph = Outer().create_graph(model.x.spec)
+    (y,) = graph.bind(facts.init()).call(model.x)
+    out = popxl.d2h_stream(y.shape, y.dtype)
+    popxl.ops.host_store(out, y)
+    with popxl.Session(model.x.ir, "cpu") as session:
+        np.testing.assert_array_equal(session.run()[out], np.full((2, 4), 12.0))

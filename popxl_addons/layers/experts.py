@@ -8,15 +8,25 @@ from functools import partial
 import numpy as np
 
 import popxl
-from popxl import ops
+from popxl import OpKind, ops
 from popxl.replica_grouping import Groups
-from popxl.values.shapes import integer, number
+from popxl.values.shapes import integer, like_first, number
 from popxl_addons.layers._values import weights
 from popxl_addons.layers.transformer import Activation, activated, checked_activation
 from popxl_addons.module import Module
 from popxl_addons.named_replica_grouping import resolved
 
 __all__ = ["Experts"]
+
+
+_of_mean = OpKind(
+    "GradientOfMean",
+    lambda w, *, size: w,
+    shape=like_first,
+    gradient={"w": lambda g, size: g * (1 / size)},
+    key="popxl_addons.GradientOfMean",
+)
+"""The same tensor; its gradient, a sum over so many losses, becomes that of their mean."""
 
 
 class Experts(Module):
@@ -30,9 +40,9 @@ class Experts(Module):
     that a replica has, `up` of shape (experts, width, hidden) and `down` of shape (experts, hidden, width); with
     `activation="swiglu"` also `gate`, like `up`. They begin as the weight of `Linear` does.
 
-    The gradient of an expert is that of the sum of the losses of its group, as tokens come from all its replicas. Where
-    the other gradients are means over replicas, take the mean over those that have the expert, and divide by the size
-    of the group.
+    Tokens come from all replicas of the group, and each has a loss of its own. The gradient of an expert is that of the
+    mean of these losses. So the mean of gradients over the replicas that share a variable, as `train_step` takes it, is
+    right for all variables.
 
     Args:
         count: how many experts there are, a multiple of the size of the group.
@@ -130,12 +140,15 @@ class Experts(Module):
         """The networks of this replica, each on its tokens: (experts, tokens, width) to the same."""
         experts, _, width = there.shape
         hidden = 4 * width if self.hidden is None else self.hidden
-        having = None if self.group is None else resolved(self.group, "Experts: `group`").transpose()
+        group = None if self.group is None else resolved(self.group, "Experts: `group`")
 
         def layer(name: str, t: popxl.Tensor, size: int) -> popxl.Tensor:
-            weight = partial(weights, experts, t.shape[-1], size)
-            axis = None if having is None else 0
-            return t @ self.add_variable_input(name, weight, t.dtype, replica_grouping=having, group_axis=axis)
+            begin = partial(weights, experts, t.shape[-1], size)
+            if group is None:
+                return t @ self.add_variable_input(name, begin, t.dtype)
+            having = group.transpose()
+            w = self.add_variable_input(name, begin, t.dtype, replica_grouping=having, group_axis=0)
+            return t @ _of_mean(w, size=group.group_size)
 
         inner = activated(self.activation, lambda name: layer(name, there, hidden))
         return layer("down", inner, width)

@@ -1,6 +1,8 @@
 """`Experts` against the same mixture in JAX, where every token goes through every expert: results, every gradient, the
 tokens that find no place, and what replicas send each other."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import popxl
 import popxl_addons as addons
 from popxl import ops
+from popxl_addons import optimizers
 from popxl_addons.layers import Experts
 from tests.devices import a_device_each, one_device
 
@@ -108,11 +111,51 @@ def test_experts(axes, group, device, chosen, capacity, activation):
         if name != "router" and size > 1:  # experts in a dimension of their own, by the axis that they are divided on
             by_axes = (4, 2) if [*axes][0] == "expert" else (2, 4)
             of_all = np.moveaxis(of_all.reshape(*by_axes, *of_all.shape[1:]), by_axes.index(4), 1)
-            of_all = of_all.reshape(2, *dw.shape)
+            of_all = of_all.reshape(2, *dw.shape) * 4  # each is that of the mean of four losses
         np.testing.assert_allclose(of_all.sum(0), dw, **near, err_msg=name)
 
     kinds = {kind: count for kind, (count, _) in sent.totals.items()}
     assert kinds == ({} if size == 1 else {"all-to-all": 4})
+
+
+class Regression(addons.Module):
+    def build(self, x, target, group):
+        self.experts = Experts(COUNT, HIDDEN, capacity_factor=8.0, group=group)
+        y, _ = self.experts(x)  # without the balance, which is of each replica's tokens
+        difference = x + y - target
+        return ops.mean(difference * difference)
+
+
+def test_training_moves_to_other_replicas(tmp_path):
+    """A step of eight replicas, and one of two that read what the first left: those of one replica that has all."""
+    x, target = RNG.normal(size=(2, 2, 8 * TOKENS, WIDTH)).astype(np.float32)
+
+    def trained(axes, group, steps, read=None, left=None):
+        ir = popxl.Ir(axes=axes)
+        with ir.main_graph:
+            streams = [popxl.h2d_stream((8 * TOKENS // ir.replication_factor, WIDTH), popxl.float32) for _ in "xt"]
+            training = addons.train_step(Regression(), *streams, optimizer=partial(optimizers.sgd, lr=0.5), group=group)
+            loss = addons.host_store(training.loss)
+        state = training.variables
+        with addons.TaskSession(streams, [loss], state, ir=ir, device_desc="ipu_hw") as session:
+            if read:
+                session.load_checkpoint(str(read))
+            else:
+                weights = {v: WEIGHTS[name.rpartition(".")[2]] for name, v in state.to_dict().items()}
+                session.write_variables_data({v: w.reshape(v.shape_on_host) for v, w in weights.items()})
+            losses = []
+            for i in steps:
+                fed = [a[i].reshape(session.host_shape(s.shape)) for s, a in zip(streams, (x, target), strict=True)]
+                losses.append(session.run(dict(zip(streams, fed, strict=True)))[loss].flat[0])
+            if left:
+                session.save_checkpoint(str(left))
+        return losses
+
+    alone = trained({"all": 1}, None, [0, 1])
+    found = trained({"data": 2, "expert": 4}, "expert", [0], left=tmp_path / "left")
+    found += trained({"expert": 2}, "expert", [1], read=tmp_path / "left")
+    np.testing.assert_allclose(found, alone, rtol=1e-5)
+    assert alone[1] < alone[0]
 
 
 def test_bad_experts():

@@ -71,6 +71,7 @@ def ran(axes, group, x, device, **how):
         )
         outputs = session.run({stream: x.reshape(session.host_shape(stream.shape))})
         found = {name: outputs[s].reshape(replicas, *s.shape) for name, s in streams.items()}
+        assert not session.communication().differences
     return found, ir.communication()
 
 

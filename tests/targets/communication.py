@@ -1,4 +1,4 @@
-"""What fifty programs send between chips, as they say and as they were compiled, on 8, 64 and 256 chips.
+"""What fifty-one programs send between chips, as they say and as they were compiled, on 8, 64 and 256 chips.
 
     python -m tests.targets.communication [--programs "sharded optimiser" "random 7"] [--kinds gpu tpu] [--chips 8 64]
 
@@ -16,7 +16,12 @@ from functools import partial
 import numpy as np
 
 import popxl
+import popxl_addons as addons
 from popxl import ops
+from popxl.replica_grouping import Groups
+from popxl_addons import optimizers
+from popxl_addons.layers import Experts
+from popxl_addons.named_replica_grouping import resolved
 from popxl_addons.transforms.autodiff import autodiff_with_accumulation
 from popxl_addons.transforms.pipelining import pipelined_execution
 from runtime.costs.communication import Sent, sent_by
@@ -45,6 +50,24 @@ def gpt(chips: int) -> None:
     VARIANTS["tensor parallel"](
         Config(vocabulary=2 * chips, width=4 * chips, heads=chips, layers=1, batch=2, shards=chips)
     )
+
+
+class Mixture(addons.Module):
+    """An expert for each replica of a group, and a loss of what they make of tokens."""
+
+    def build(self, x: popxl.Tensor, group: Groups) -> popxl.Tensor:
+        self.experts = Experts(resolved(group, "here").group_size, chosen=2, capacity_factor=2.0, group=group)
+        y, balance = self.experts(x)
+        return ops.mean(y * y).astype(popxl.float32) + balance * 0.01
+
+
+def experts(chips: int) -> None:
+    """A mixture of experts, which are divided along an axis."""
+    ir = popxl.Ir(axes=AXES[chips])
+    with ir.main_graph:
+        x = popxl.h2d_stream((64, 128), popxl.bfloat16, "x")
+        addons.train_step(Mixture(), x, optimizer=partial(optimizers.adamw, lr=0.1), group="tensor")
+    session(ir)
 
 
 def pipeline(schedule: str, chips: int) -> None:
@@ -89,6 +112,7 @@ PROGRAMS: Mapping[str, Callable[[int], None]] = {
     "GPT, tensor-parallel": gpt,
     "sharded optimiser": lambda chips: in_pieces(chips, 16, 256),
     "data parallel, Adam": lambda chips: trained("Adam", chips, rows=16, width=128, hidden=256),
+    "experts along an axis": experts,
     "pipeline, gpipe": partial(pipeline, "gpipe"),
     "pipeline, 1f1b": partial(pipeline, "1f1b"),
     **{f"random {seed}": partial(lambda seed, chips: session(drawn(seed, AXES[chips])), seed) for seed in range(43)},

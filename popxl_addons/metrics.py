@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,7 +13,6 @@ import popxl
 from popxl.base.distributed import Instance, launched
 from popxl.fp8_utils import host_pow2scale_cast_from_fp8
 from popxl.streams import Stream
-from popxl.tensor import Variable
 from popxl_addons import _wandb
 
 __all__ = ["Metrics"]
@@ -80,9 +79,8 @@ class Metrics:
                     self._writer.add_histogram(f"{name}/histogram", finite, step)
 
     def variables(self, session: popxl.Session, step: int) -> None:
-        """Log `histograms` of all variables of a session's program, under their names: but those of int8 and uint8,
-        which a session does not read back."""
-        data = session.get_tensors_data(readable(session.ir.main_graph.variables))
+        """Log `histograms` of all variables of a session's program, under their names."""
+        data = session.values_of(session.ir.main_graph.variables)
         self.histograms({t.name: array for t, array in data.items()}, step)
 
     def close(self) -> None:
@@ -97,11 +95,6 @@ class Metrics:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def readable(variables: Iterable[Variable]) -> list[Variable]:
-    """The variables that a session reads back."""
-    return [v for v in variables if v.dtype not in (popxl.int8, popxl.uint8, popxl.complex128)]
 
 
 def as_numbers(array: np.ndarray) -> np.ndarray:

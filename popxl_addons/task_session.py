@@ -27,7 +27,7 @@ from popxl.tensor import Constant, HostScalarTensor, Variable
 from popxl_addons import _wandb, array_files, checkpoint, pieces
 from popxl_addons.array_munging import unshard
 from popxl_addons.dot_tree import DotTree
-from popxl_addons.metrics import as_numbers, readable
+from popxl_addons.metrics import as_numbers
 from popxl_addons.named_tensors import NamedTensorData, NamedTensors
 from popxl_addons.streams import InputStreams, OutputStreams
 from popxl_addons.utils import timer
@@ -182,7 +182,7 @@ class TaskSession(popxl.Session):
         copies of the variables; copy them to keep them.
         """
         named = _readable(self.state)
-        data = self.get_tensors_data(named.values())
+        data = self.values_of(named.values())
         return NamedTensorData.from_dict({name: data[t] for name, t in named.items()})
 
     def load_from_session(self, src: TaskSession, report_missing: ReportMissingMethods = "warn") -> None:
@@ -512,7 +512,7 @@ class TaskSession(popxl.Session):
     def _values(self, named: Mapping[str, Variable | Constant], copied: bool) -> dict[str, np.ndarray]:
         """The values of tensors, whole, by name. Memory maps are as they are; others are copies if so wanted."""
         with self._lock, self.ir.host_copies.lock:
-            data = self.get_tensors_data(named.values())
+            data = self.values_of(named.values())
             wholes = {name: _whole(t, data[t]) for name, t in named.items()}
             if copied:
                 for name, t in named.items():
@@ -539,8 +539,8 @@ class TaskSession(popxl.Session):
         _wandb.log_arrays({name: as_numbers(data)}, step)
 
     def wandb_variable_histograms(self, step: int = 0) -> None:
-        """Log each variable of the main graph that can be read back as `wandb_histogram` does, under its name."""
-        data = self.get_tensors_data(readable(self.ir.main_graph.variables))
+        """Log each variable of the main graph as `wandb_histogram` does, under its name."""
+        data = self.values_of(self.ir.main_graph.variables)
         _wandb.log_arrays({v.name: as_numbers(array) for v, array in data.items()}, step)
 
 

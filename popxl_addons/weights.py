@@ -467,7 +467,7 @@ def save_safetensors(
     """
     own = _own("save_safetensors", variables, session)
     parts = _parts_by_name(own, _table(names, own))
-    data = session.get_tensors_data(own.values()) if session is not None else {v: v.data for v in own.values()}
+    data = session.values_of(own.values()) if session is not None else {v: v.data for v in own.values()}
     views = {name: [_joined(name, v, data[v], s) for v, s in each] for name, each in parts.items()}
     if (launched() or Instance()).instance_index != 0:
         return

@@ -117,7 +117,7 @@ def _taken_from(program: Any) -> tuple[Ir, Mapping[Any, np.ndarray]]:
     if isinstance(program, Session):
         program._check_unchanged("export")
         wanted = (v for v in program.ir.main_graph.variables if not v.location_info.isRemote())
-        return program.ir, program.get_tensors_data(wanted)
+        return program.ir, program.values_of(wanted)
     if not isinstance(program, Ir):
         raise TypeError(f"export: `program` must be an Ir or a Session; got {program!r} ({type(program).__name__}).")
     return program, {}

@@ -616,7 +616,7 @@ class Session:
 
         Raises:
             TypeError: for any other tensor.
-            ValueError: for a tensor of another Ir.
+            ValueError: for a tensor of another Ir, and for a variable of int8, uint8 or complex128: see `values_of`.
         """
         return self.get_tensors_data([tensor])[tensor]
 
@@ -629,14 +629,35 @@ class Session:
         wanted = list(tensors)
         for t in wanted:
             self._check_readable(t)
-        if self._owners and any(t in self._owners for t in wanted):
-            known = {t: self._data_of_owner(t) for t in wanted if t in self._owners}
-            rest = self.get_tensors_data([t for t in wanted if t not in known])
-            return {t: known[t] if t in known else rest[t] for t in wanted}
+            if isinstance(t, Variable) and t.dtype.name in ("int8", "uint8", "complex128"):
+                raise ValueError(
+                    f"Session.get_tensors_data: {t!r} cannot be read back: {t.dtype.name} is not supported, as in "
+                    "PopXL. `session.values_of([variable])` reads any dtype."
+                )
+        return self.values_of(wanted)
+
+    def values_of(self, tensors: Iterable[Variable | Constant]) -> dict[Variable | Constant, np.ndarray]:
+        """As `get_tensors_data`, also for variables of int8, uint8 and complex128, which PopXL refuses to read back.
+
+        Example:
+            >>> ir = popxl.Ir()
+            >>> with ir.main_graph:
+            ...     v = popxl.variable([1, 2], popxl.int8)
+            ...     v += 1
+            >>> with popxl.Session(ir) as session:
+            ...     _ = session.run()
+            >>> session.values_of([v])[v]
+            array([2, 3], dtype=int8)
+        """
+        wanted = list(tensors)
+        for t in wanted:
+            self._check_readable(t)
+        known = {t: self._data_of_owner(t) for t in wanted if t in self._owners}
+        own = [t for t in wanted if t not in known]
         with self._lock, self._ir.host_copies.lock:
-            if any(isinstance(t, Variable) for t in wanted) and self._device_is_ahead():
+            if any(isinstance(t, Variable) for t in own) and self._device_is_ahead():
                 self.weights_to_host()
-            return {t: self._copies.read(t) for t in wanted}
+            return {t: known[t] if t in known else self._copies.read(t) for t in wanted}
 
     def _check_readable(self, t: Variable | Constant) -> None:
         if not isinstance(t, Variable | Constant):
@@ -645,8 +666,6 @@ class Session:
                 "stream (`ops.host_store`)."
             )
         self._check_own("get_tensors_data", t)
-        if isinstance(t, Variable) and t.dtype.name in ("int8", "uint8", "complex128"):
-            raise ValueError(f"Session.get_tensors_data: {t!r} cannot be read back: {t.dtype.name} is not supported.")
 
     def _device_is_ahead(self) -> bool:
         """Whether values are to be read from the device. Warns if they are ahead there, and cannot be."""
@@ -701,7 +720,7 @@ class Session:
 
     def _data_of_owner(self, t: Variable | Constant) -> np.ndarray:
         owner, theirs = self._owners[t]  # type: ignore[index]  # a variable
-        return owner.get_tensor_data(theirs)
+        return owner.values_of([theirs])[theirs]
 
     def write_variable_data(self, tensor: Variable, data: Any) -> None:
         """Give a variable new numbers, on the host and, if the session is attached, on the device.

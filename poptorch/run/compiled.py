@@ -490,7 +490,7 @@ class Compiled:
     def _write(self, values: Mapping[Variable, np.ndarray]) -> None:
         if self.is_attached:  # all are written, those too that the device has changed
             others = set(self.session.ir.main_graph.variables) - set(values)
-            self._on_host(others)
+            self.session.values_of(others)
         self.session.write_variables_data(values)
 
     def _fetched(self, variables: Mapping[Name, Variable]) -> dict[Name, np.ndarray]:
@@ -498,17 +498,8 @@ class Compiled:
         wanted = list(variables.values())
         found: Mapping[Any, np.ndarray] | None = self.session.program.read_here(wanted) if self.is_attached else None
         if found is None:
-            found = self._on_host(wanted)
+            found = self.session.values_of(wanted)
         return {name: np.asarray(found[v]) for name, v in variables.items()}
-
-    def _on_host(self, variables: Iterable[Variable]) -> dict[Any, np.ndarray]:
-        """The host copies of variables, brought home before if the device is ahead. A session reads no bytes back."""
-        of_bytes, others = list[Variable](), list[Variable]()
-        for v in variables:
-            (of_bytes if v.dtype in (popxl.int8, popxl.uint8) else others).append(v)
-        if of_bytes and self.is_attached:
-            self.session.weights_to_host()
-        return {**self.session.get_tensors_data(others), **{v: v.data for v in of_bytes}}
 
 
 def _memory(t: torch.Tensor) -> np.ndarray:

@@ -719,6 +719,8 @@ def test_dtypes_that_cannot_be_read(ir, dtype):
         with pytest.raises(ValueError, match="cannot be read back"):
             session.get_tensor_data(v)
         session.weights_to_host()
+        assert session.run()[s].tolist() == [3, 4]
+        assert session.values_of([v])[v].tolist() == [3, 4]
 
 
 # Writing --------------------------------------------------------------------------------------------------------------

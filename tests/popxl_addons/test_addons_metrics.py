@@ -75,7 +75,7 @@ def test_wandb(session: popxl.Session, monkeypatch: pytest.MonkeyPatch) -> None:
     assert logged == [(3, {"loss": 0.5}), (4, {"layer.w:histogram": [2, 4], "layer.w:not_finite": 1})]
 
 
-def test_variables_that_are_not_read_back_and_complex_ones(ir: popxl.Ir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_bytes_and_complex_ones(ir: popxl.Ir, monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[Any] = []
     package = SimpleNamespace(log=lambda record, step: logged.append(record), Histogram=np.ndarray.tolist)
     monkeypatch.setitem(sys.modules, "wandb", package)
@@ -91,7 +91,8 @@ def test_variables_that_are_not_read_back_and_complex_ones(ir: popxl.Ir, monkeyp
     with Metrics(wandb=True) as metrics, TaskSession([], main.ir.get_all_d2h_streams(), state, ir=ir) as session:
         metrics.variables(session, 0)
         session.wandb_variable_histograms(0)
-    expected = {"z:histogram": [5.0], "z:not_finite": 1, "w:histogram": [5.0], "w:not_finite": 0}
+    expected = {"narrow:histogram": [1, 2], "narrow:not_finite": 0}
+    expected |= {"z:histogram": [5.0], "z:not_finite": 1, "w:histogram": [5.0], "w:not_finite": 0}
     assert logged == [expected] * 2
 
 

@@ -180,6 +180,27 @@ def test_constants_of_the_state_are_saved_and_stay(tmp_path):
     assert np.load(tmp_path / "c" / "model" / "offsets.npz")["offsets"].tolist() == [3, 4]
 
 
+@pytest.mark.parametrize("dtype", [popxl.int8, popxl.uint8])
+@pytest.mark.parametrize("format", ["npz", "safetensors"])
+def test_bytes_that_popxl_does_not_read_back(tmp_path, dtype, format):
+    def of(values):
+        ir = popxl.Ir()
+        with ir.main_graph:
+            v = popxl.variable(values, dtype, "v")
+            ops.add_(v, popxl.constant(1, dtype))
+        return v, TaskSession([], [], addons.NamedTensors(v=v), ir=ir)
+
+    _, session = of([1, 2])
+    with session:
+        session.run()
+        session.save_checkpoint(str(tmp_path), format)
+    v, session = of([7, 8])
+    with session:
+        session.load_checkpoint(str(tmp_path), "error")
+        session.run()
+        assert session.values_of([v])[v].tolist() == [3, 4]
+
+
 def test_what_a_constructor_refuses():
     with pytest.raises(ValueError, match="`max_checkpoints` is 0; expected at least 1"):
         make(max_checkpoints=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import numpy as np
 
@@ -11,7 +10,7 @@ import popxl
 from popxl import OpKind, ops
 from popxl.replica_grouping import Groups
 from popxl.values.shapes import integer, like_first, number
-from popxl_addons.layers._values import weights
+from popxl_addons.layers._values import drawn_weights
 from popxl_addons.layers.transformer import Activation, activated, checked_activation
 from popxl_addons.module import Module
 from popxl_addons.named_replica_grouping import resolved
@@ -104,7 +103,8 @@ class Experts(Module):
             )
         rows = x.reshape((-1, x.shape[-1]))
         tokens = rows.shape[0]
-        router = self.add_variable_input("router", partial(weights, rows.shape[1], self.count), popxl.float32)
+        routes = drawn_weights("Experts", popxl.float32, rows.shape[1], self.count)
+        router = self.add_variable_input("router", routes, popxl.float32)
         probabilities = ops.softmax(rows.astype(popxl.float32) @ router, axis=-1)
         gates, chosen = ops.topk(probabilities, self.chosen, axis=1, largest=True, sorted=True)
         if self.chosen > 1:
@@ -143,7 +143,7 @@ class Experts(Module):
         group = None if self.group is None else resolved(self.group, "Experts: `group`")
 
         def layer(name: str, t: popxl.Tensor, size: int) -> popxl.Tensor:
-            begin = partial(weights, experts, t.shape[-1], size)
+            begin = drawn_weights("Experts", t.dtype, experts, t.shape[-1], size)
             if group is None:
                 return t @ self.add_variable_input(name, begin, t.dtype)
             having = group.transpose()

@@ -170,3 +170,5 @@ def test_bad_experts():
             Experts(**wrong)
     with popxl.Ir(axes={"expert": 4}).main_graph, pytest.raises(ValueError, match="a multiple of 4, the size of"):
         Experts(6, group="expert").create_graph(popxl.TensorSpec((8, 3), popxl.float32))
+    with popxl.Ir().main_graph, pytest.raises(ValueError, match="Experts: the weights would be of int32"):
+        Experts(4).create_graph(popxl.TensorSpec((8, 3), popxl.int32))

@@ -67,8 +67,8 @@ class OpKind:
         lowering: the meaning of the op: a JAX function of the operands (arrays) and the attributes, returning one
             array, or a tuple of arrays.
         shape: the function's counterpart on specs: given tensors in place of arrays, it returns the `TensorSpec` of
-            the result (or a sequence of them), or raises. Left out, it is derived from `lowering` by abstract
-            evaluation.
+            the result, or a tensor that it is like (or a sequence of these), or raises. Left out, it is derived from
+            `lowering` by abstract evaluation.
         gradient: how gradients flow. `VJP` (the default) takes JAX's derivative of `lowering`; `None` lets none
             pass; `REFUSED` makes autodiff raise. A mapping from operand names to rules gives gradients to these
             operands only. A rule is written with ops, and its parameters say what it reads: `g`, the incoming
@@ -363,7 +363,8 @@ class OpKind:
         """Specs of the results; errors are told with the operands and the user's source line."""
         try:
             if self.shape is not None:
-                return self.shape(*operands, **attributes)
+                made = self.shape(*operands, **attributes)
+                return made if isinstance(made, TensorSpec) else _specs(made)
             return abstract_evaluation(self.on_arrays(names, attributes | plain), [t.spec for t in inputs])
         except (PopxlError, ValueError, TypeError) as problem:
             named = zip(names or self.operand_names(len(inputs)), inputs, strict=True)
@@ -371,6 +372,15 @@ class OpKind:
             shown = "" if self.runs else ", ".join(f"`{name}` is {brief(t)}" for name, t in named)
             here = f"Here {shown}. " if shown else ""
             raise type(problem)(f"{self.name}: {problem} {here}{at_this_line(graph)}") from None
+
+
+def _specs(made: Any) -> Specs:
+    """What a rule for shapes has made: specs, or tensors that results are like."""
+    several = made if isinstance(made, list | tuple) else [made]
+    if odd := [each for each in several if not isinstance(each, TensorSpec | Tensor)]:
+        raise TypeError(f"`shape` made {odd[0]!r} ({type(odd[0]).__name__}); expected the TensorSpec of a result.")
+    specs = [each if isinstance(each, TensorSpec) else each.spec for each in several]
+    return specs if several is made else specs[0]
 
 
 _declared: weakref.WeakValueDictionary[str, OpKind] = weakref.WeakValueDictionary()

@@ -318,6 +318,17 @@ def test_a_shape_rule_that_is_wrong_is_found_out_when_the_program_is_compiled() 
         evaluate(wrong, X)
 
 
+def test_a_shape_rule_may_name_a_tensor_that_the_result_is_like() -> None:
+    double = popxl.OpKind("Double", lambda t: t * 2, shape=lambda t: t)
+    both = popxl.OpKind("Both", lambda a, b: (b, a), shape=lambda a, b: [b, a])
+    for (found,), expected in [(evaluate(double, X), 2 * X), (evaluate(lambda t: both(t, t[0])[1], X), X)]:
+        np.testing.assert_array_equal(found, expected)
+    for shape, told in [((2, 3), r"`shape` made 2 \(int\); expected the TensorSpec"), (None, "`shape` made None")]:
+        wrong = popxl.OpKind("Wrong", lambda t: t, shape=lambda t, shape=shape: shape)
+        with popxl.Ir().main_graph, pytest.raises(TypeError, match=told):
+            wrong(popxl.variable(X))
+
+
 def test_a_function_is_traced_once_for_each_signature() -> None:
     traced = []
 

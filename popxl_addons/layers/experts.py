@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import jax.numpy as jnp
 import numpy as np
 
 import popxl
@@ -26,6 +27,27 @@ _of_mean = OpKind(
     key="popxl_addons.GradientOfMean",
 )
 """The same tensor; its gradient, a sum over so many losses, becomes that of their mean."""
+
+
+def _sent_back(g: popxl.Tensor, index: popxl.Tensor, inverse: popxl.Tensor, times: int) -> popxl.Tensor:
+    rows = _picked(g, inverse, index, times=1)
+    return ops.sum(rows.reshape((times, -1, *rows.shape[1:])), axis=0) if times > 1 else rows
+
+
+_picked = OpKind(
+    "PickRows",
+    lambda t, index, inverse, *, times: jnp.take(
+        t, jnp.where(index < times * len(t), index % len(t), len(t)), axis=0, mode="fill", fill_value=0
+    ),
+    shape=lambda t, index, inverse, *, times: popxl.TensorSpec((*index.shape, *t.shape[1:]), t.dtype),
+    gradient={"t": _sent_back},
+    key="popxl_addons.PickRows",
+)
+"""Rows of `t`, which is there so many `times`, one after the other; an index beyond gives zeros.
+
+Each of these rows is picked once at most, and `inverse` says where to: so gradients are picked, too, where those of
+`ops.gather` are added up, which takes accelerators longer.
+"""
 
 
 class Experts(Module):
@@ -116,13 +138,12 @@ class Experts(Module):
         room = math.ceil(tokens * self.chosen / self.count * self.capacity_factor)
         slots = self.count * room
         slot = ops.where(place < room, choices * room + place, slots)  # which is beyond the last
-        token = ops.concat([ops.arange(tokens)] * self.chosen)
-        nobody = popxl.constant(np.full(slots, tokens, np.int32))
-        token_of = ops.scatter(nobody, slot, token)
+        nobody = popxl.constant(np.full(slots, choices.nelms, np.int32))
+        choice = ops.scatter(nobody, slot, ops.arange(choices.nelms))
 
-        there = ops.gather(rows, token_of, zero_OOR=True).reshape((self.count, room, rows.shape[1]))
+        there = _picked(rows, choice, slot, times=self.chosen).reshape((self.count, room, rows.shape[1]))
         back = self._experts(there).reshape((slots, rows.shape[1]))
-        parts = ops.gather(back, slot, zero_OOR=True).reshape((self.chosen, *rows.shape))
+        parts = _picked(back, slot, choice, times=1).reshape((self.chosen, *rows.shape))
         y = ops.sum(parts * gates.T.reshape((self.chosen, tokens, 1)).astype(x.dtype), axis=0)
 
         shares = ops.mean(is_chosen.astype(popxl.float32), axis=0)

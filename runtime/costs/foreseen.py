@@ -162,7 +162,8 @@ class _Program:
         orders = [kernels, _frees_most_first(kernels, {*results})]
         if self._platform == "cuda" and any(kernel.step.is_exchange for kernel in kernels):
             orders = [_sends_first(order) for order in orders]
-        found = (_Room(order, {*results}, old, stacked, is_turn).most() for order in orders)
+        reuses = self._platform == "cuda"
+        found = (_Room(order, {*results}, old, stacked, is_turn, reuses).most() for order in orders)
         return replace(min(found, key=lambda most: most.bytes), rounded=rounded(traced, given, results))
 
     def _most_of_a_turn(self, jaxpr: Any, others: int, replaced: int) -> Turn:
@@ -271,6 +272,7 @@ class _Room:
         old: what its results replace.
         stacked: results that have room already.
         is_turn: whether it is a turn of a loop.
+        reuses: whether values lie in the places of results that are not made yet; on TPUs, temporaries lie apart.
     """
 
     def __init__(
@@ -280,6 +282,7 @@ class _Room:
         old: Mapping[Value, Value],
         stacked: set[Value],
         is_turn: bool = False,
+        reuses: bool = True,
     ) -> None:
         self._order, self._results, self._old, self._stacked = order, results, old, stacked
         self._last = {value: i for i, kernel in enumerate(order) for value in kernel.reads}
@@ -289,7 +292,7 @@ class _Room:
         places = [[value.bytes, made[value], -1] for value in own]
         self._always = sum(bytes for bytes, *_ in places)
         places += [[*place] for place in unread if place[2] < place[1] and not is_turn]  # a loop keeps what it carries
-        self._free = sorted(places, key=lambda place: place[0])
+        self._free = sorted(places, key=lambda place: place[0]) if reuses else []
         self._bytes: dict[Value, int] = {}  # of what is there
         self._place = {value: value.bytes for value in old.values()}  # how large the place is in which a value lies
 

@@ -12,8 +12,8 @@ The rules, which hold for most programs:
 - On a GPU, all arrays that begin with the same number are filled in at once. Products compute what is computed of one
   array alone.
 - On a TPU, float32 that only products use, which round it, is kept as bfloat16; so are stacks of loops whose turns do
-  that. What several kernels use is written down, if each would read four times as much to compute it. What convolutions
-  give is tiled along images and channels.
+  that. What is reduced besides is reduced by the kernel that rounds it. What several kernels use is written down, if
+  each would read four times as much to compute it. What convolutions give is tiled along images and channels.
 
 `runtime.costs.foreseen` asks when each value is there.
 """
@@ -219,7 +219,7 @@ class Traced:
         if kind == "cond" and (platforms := params.get("branches_platforms")):
             there = (i for i, names in enumerate(platforms) if names is None or self.platform in names)
             return self.go_through(params["branches"][next(there)], taken[1:])
-        if kind in _VIEWS:
+        if kind in _VIEWS or (kind == "broadcast_in_dim" and _is_product_of_same_size(taken[0], equation.outvars[0])):
             return taken[: len(equation.outvars)]
         if kind == "optimization_barrier":
             barrier = tuple(value.itself for value in taken)
@@ -277,6 +277,11 @@ class Traced:
         if key is not None:
             self._known[key] = made
         return made
+
+
+def _is_product_of_same_size(value: Value, made: Any) -> bool:
+    """Whether it is what a product gives, and only dimensions of one element are added to it."""
+    return value.maker is not None and value.maker.kind in _PRODUCTS and value.elements == math.prod(made.aval.shape)
 
 
 def _is_of_convolution(value: Value, least: Value) -> bool:
@@ -382,9 +387,18 @@ def _is_rounded(value: Value, users: Mapping[Value, Mapping[Step, None]], result
     for step in users.get(value, {}):
         if step.kind in _MOVES and step.taken[0] is value:
             rounds.append(_is_rounded(step.made[0], users, results))
-        elif step.kind not in _REDUCTIONS:
+        elif not _is_only_reduced(step, users, results):
             rounds.append(value in step.rounded)
     return any(rounds) and all(rounds)
+
+
+def _is_only_reduced(step: Step, users: Mapping[Value, Mapping[Step, None]], results: Set[Value]) -> bool:
+    """Whether a step reduces, or all that is computed of what it makes, element by element, is reduced in the end."""
+    if step.kind in _REDUCTIONS:
+        return True
+    if not step.is_fused or not results.isdisjoint(step.made):
+        return False
+    return all(_is_only_reduced(user, users, results) for value in step.made for user in users.get(value, {}))
 
 
 def _rounded(value: Value, users: Mapping[Value, Mapping[Step, None]]) -> Value | None:

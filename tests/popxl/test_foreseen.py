@@ -334,7 +334,25 @@ def test_what_is_computed_of_far_more_is_written_down_for_several() -> None:
 
         return on_tpus(build, (rows, width), replicas=4)
 
-    assert program(4) < 6 * one  # or all parts would be there to the end, and three results
+    assert program(4) < 7 * one  # or all parts would be there to the end, three results, and what comes out
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize(("products", "values"), [(2, 1.5), (3, 2.0)])
+def test_sums_are_part_of_products_and_products_are_written_rounded(products: int, values: float) -> None:
+    """XLA's compiler says as much, of matrices that do not fit on the chip: what comes out, in float32, and before that
+    one or two in bfloat16, which do not lie in its place."""
+    rows, width = 1024, 512
+
+    def build(x: popxl.Tensor) -> popxl.Tensor:
+        x, total = ops.cast(x, popxl.float32), popxl.constant(0.0)
+        for i in range(products):
+            x = x @ matrix(width, width, name=f"w{i}")
+            total += ops.sum(x * x)
+        ops.host_store(popxl.d2h_stream((), popxl.float32, "total"), total)
+        return x
+
+    assert on_tpus(build, (rows, width), precision="default") == pytest.approx(values * 4 * rows * width, rel=0.02)
 
 
 PROGRAM = """

@@ -449,6 +449,8 @@ def test_gradient(batch) -> None:
 @pytest.mark.thorough
 @batches([row for row in DIFFERENTIABLE if len(row.samples) > 1])
 def test_gradient_of_all_samples(batch) -> None:
+    if not any(map(other_gradients, batch)):
+        pytest.skip("`test_gradient` has all samples of these")
     check_together(check_gradients, batch, other_gradients)
 
 

@@ -24,6 +24,7 @@ from runtime.program.blocks import Block
 from runtime.program.compiled import Compiled, one_run
 from runtime.program.debugging import Debugged, tell_given_nans, together
 from runtime.program.state import State
+from runtime.targets.destination import HOST
 from runtime.timeline import Recorder, Timeline
 
 Array = Any
@@ -214,15 +215,25 @@ class Runner:
         replicas, count = layout.replicas, layout.replicas.count
         devices = [replicas.device] * count if replicas.mesh is None else list(replicas.mesh.devices.flat)
 
+        def lies_on_host(array: Array) -> bool:
+            """Where what replicas have follows each other: see `runtime.targets.replicas`."""
+            return isinstance(array, jax.Array) and array.sharding.memory_kind == HOST
+
         def shares(array: Array, is_shared: bool = False) -> list[Array]:
             """What each replica has of an array, on its device, from wherever it is."""
             whole = replicas.fetched(array)
-            alike = is_shared or count == 1
-            return [jax.device_put(whole if alike else whole[i], device) for i, device in enumerate(devices)]
+            if is_shared or count == 1:
+                parts = [whole] * count
+            else:
+                parts = np.split(whole, count) if lies_on_host(array) else list(whole)
+            return [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
 
         def joined(parts: Sequence[Array], like: Array) -> Array:
             """The array of all replicas. It is a copy: arrays that are given up later must not be somebody else's."""
-            whole = np.stack(parts) if count > 1 else np.array(parts[0])
+            if count == 1:
+                whole = np.array(parts[0])
+            else:
+                whole = np.concatenate(parts) if lies_on_host(like) else np.stack(parts)
             return replicas.place(whole, like.sharding)
 
         own = layout.replicas_first([np.array(feed) for feed in feeds], layout.channels)

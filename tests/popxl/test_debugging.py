@@ -246,7 +246,7 @@ def test_arrays_of_the_user_are_not_given_up() -> None:
 # The same numbers -----------------------------------------------------------------------------------------------------
 
 
-OFTEN = ("grouped variables", "alone", "several IPUs")
+OFTEN = ("grouped variables", "alone", "several IPUs", "sharded variables on the host")
 """Programs that run in each mode of all that replicas and IPUs do."""
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import popxl
+from popxl.core.binding import is_input
 from popxl_addons.graph import GraphWithNamedArgs
 from popxl_addons.variable_factory import NamedVariableFactories
 
@@ -50,7 +51,7 @@ class OutlinedCall:
 
         Tensors among `inputs`, and lists of them, are what the graph is called with. `TypeError` for tensors by name.
         """
-        if named := [name for name, value in options.items() if _is_input(value)]:
+        if named := [name for name, value in options.items() if is_input(value)]:
             raise TypeError(
                 f"call_module: the tensors {named} are given by name; give them by position, as they come in `build`."
             )
@@ -58,7 +59,7 @@ class OutlinedCall:
         args = self._caller.add_variable_inputs(self._name, self.var_factories)
         self.n_outputs_pre_autodiff = len(self.graph.graph.outputs)
         self._record_gradients()
-        return self.graph.bind(args).call(*filter(_is_input, inputs))[: self.n_outputs_pre_autodiff]
+        return self.graph.bind(args).call(*filter(is_input, inputs))[: self.n_outputs_pre_autodiff]
 
     def _record_gradients(self) -> None:
         known = self._caller.called_graphs_grad_info
@@ -71,9 +72,3 @@ class OutlinedCall:
             grads_required=self._grads_required and self._grads_required(self.graph),
         )
         known.add(self.graph, grad)
-
-
-def _is_input(argument: Any) -> bool:
-    """Whether `create_graph` makes inputs of an argument: of tensors, and lists of them; the rest is for `build`."""
-    first = argument[0] if isinstance(argument, list | tuple) and argument else argument
-    return isinstance(first, popxl.Tensor | popxl.TensorSpec)

@@ -26,7 +26,7 @@ from popxl.errors import MissingStateWarning, PopxlRuntimeError
 from popxl.tensor import Constant, HostScalarTensor, Variable
 from popxl_addons import _wandb, array_files, checkpoint, pieces
 from popxl_addons.array_munging import unshard
-from popxl_addons.dot_tree import DotTree
+from popxl_addons.dot_tree import DotTree, check_leaves
 from popxl_addons.metrics import as_numbers
 from popxl_addons.named_tensors import NamedTensorData, NamedTensors
 from popxl_addons.streams import InputStreams, OutputStreams
@@ -629,13 +629,12 @@ def _check_state(state: Any) -> None:
             f"TaskSession: `state` is a {type(state).__name__}, expected NamedTensors. "
             "Make one of a dictionary with `NamedTensors.from_dict`."
         )
-    if odd := [
-        f"`{name}` is {t!r:.80}" for name, t in state.to_dict().items() if not isinstance(t, Variable | Constant)
-    ]:
-        raise TypeError(
-            f"TaskSession: `state` holds variables, and constants; {', '.join(odd)}. The variables of a module are "
-            "what `facts.init()` returns, of the factories that `create_graph` returns first."
-        )
+    check_leaves(
+        state,
+        Variable | Constant,
+        "TaskSession: `state`",
+        "NamedTensors of variables and constants, as `facts.init()` is",
+    )
 
 
 def _readable(state: NamedTensors) -> dict[str, Variable | Constant]:

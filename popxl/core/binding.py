@@ -65,6 +65,11 @@ def _convert(graph: Graph, parameter: inspect.Parameter, value: Any) -> Any:
     return value
 
 
+def is_input(argument: Any) -> bool:
+    """Whether a graph gets inputs for an argument of its function: for tensors, and lists of them."""
+    return _is_spec(argument) or (isinstance(argument, list | tuple) and any(map(_is_spec, argument)))
+
+
 def _is_spec(value: Any) -> bool:
     return isinstance(value, Tensor | TensorSpec)
 

@@ -21,6 +21,7 @@ from popxl import OpKind, ops
 from popxl.core.traits import REFUSED, Overwrites
 from popxl.errors import PopxlError
 from popxl.ops.precision import rounded_once
+from popxl.values.shapes import is_one_of
 from popxl_addons.layers.layer_norm import LayerNorm
 from popxl_addons.layers.linear import Linear
 from popxl_addons.layers.rms_norm import RMSNorm
@@ -260,7 +261,7 @@ Activation = Literal["gelu", "geluerf", "relu", "swiglu"]
 
 def checked_activation(layer: str, activation: Activation) -> Activation:
     """The argument of a layer; `ValueError` if it is none."""
-    if not isinstance(activation, str) or activation not in get_args(Activation):
+    if not is_one_of(activation, get_args(Activation)):
         raise ValueError(f"{layer}: `activation` is {activation!r}; expected 'gelu', 'geluerf', 'relu' or 'swiglu'.")
     return activation
 

@@ -215,26 +215,20 @@ class Runner:
         replicas, count = layout.replicas, layout.replicas.count
         devices = [replicas.device] * count if replicas.mesh is None else list(replicas.mesh.devices.flat)
 
-        def lies_on_host(array: Array) -> bool:
-            """Where what replicas have follows each other: see `runtime.targets.replicas`."""
-            return isinstance(array, jax.Array) and array.sharding.memory_kind == HOST
-
         def shares(array: Array, is_shared: bool = False) -> list[Array]:
             """What each replica has of an array, on its device, from wherever it is."""
             whole = replicas.fetched(array)
             if is_shared or count == 1:
                 parts = [whole] * count
+            elif isinstance(array, jax.Array) and array.sharding.memory_kind == HOST:
+                parts = np.split(whole, count)  # what replicas have follows each other there
             else:
-                parts = np.split(whole, count) if lies_on_host(array) else list(whole)
+                parts = list(whole)
             return [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
 
         def joined(parts: Sequence[Array], like: Array) -> Array:
             """The array of all replicas. It is a copy: arrays that are given up later must not be somebody else's."""
-            if count == 1:
-                whole = np.array(parts[0])
-            else:
-                whole = np.concatenate(parts) if lies_on_host(like) else np.stack(parts)
-            return replicas.place(whole, like.sharding)
+            return replicas.place(np.stack(parts).reshape(like.shape), like.sharding)
 
         own = layout.replicas_first([np.array(feed) for feed in feeds], layout.channels)
         things: list[Block | Channel] = [*layout.changing, *layout.buffers, *layout.constant, *layout.fed]

@@ -99,7 +99,7 @@ def test_the_state_can_be_saved():
         facts, graph = Model().create_graph(popxl.TensorSpec((), popxl.float32))
         elsewhere = popxl.variable(1.0, name="elsewhere")
     for leaf in (facts.fc.w, graph.args.fc.w, 3, np.ones(2)):
-        with pytest.raises(TypeError, match=r"`state` holds variables, and constants; `w` is .*`facts\.init\(\)`"):
+        with pytest.raises(TypeError, match=r"`state` must be .*`facts\.init\(\)` is; `w` is "):
             make(pick=lambda state, leaf=leaf: addons.NamedTensors(b=state.fwd.fc.b, w=leaf))
     with pytest.raises(ValueError, match="elsewhere.* another program"):
         make(pick=lambda state: addons.NamedTensors(w=elsewhere))

@@ -55,7 +55,7 @@ class Channels:
     def __init__(self, channels: dict[Channel, tuple[Array, Position]], running: Array | None = None) -> None:
         self._channels = channels
         self.running = running
-        self._slots_before: tuple[Array, ...] = ()  # of all buffers, when one was last fetched from
+        self._slots_before = self._slots()  # when one was last fetched, or all began
 
     def load(self, stream: Stream) -> Array:
         """The next element of a stream."""
@@ -92,23 +92,21 @@ class Channels:
         """Give a remote buffer other slots."""
         self._channels[buffer] = (slots, 0)
 
-    def fetch_in_order(self, least: int) -> None:
+    def fetch_in_order(self) -> None:
         """Have what is fetched from buffers next come after all that was stored to any of them.
 
         XLA knows no order but that of what depends on each other. It would fetch slots when a run begins, keep them on
         the device until they are needed, and make one of two loads of a slot. So the buffers pass a barrier together.
-
-        Args:
-            least: how many slots a buffer has that does so. Of one slot, behind a barrier, the compiler of TPUs (libtpu
-                0.0.52) says that it is no buffer.
         """
-        buffers = [c for c in self._channels if isinstance(c, RemoteBuffer) and len(self.slots(c)) >= least]
-        slots = tuple(map(self.slots, buffers))
-        if any(now is not before for now, before in zip(slots, self._slots_before, strict=False)):
-            slots = lax.optimization_barrier(slots)
-            for buffer, array in zip(buffers, slots, strict=True):
+        slots = self._slots()
+        if any(array is not self._slots_before[buffer] for buffer, array in slots.items()):
+            for buffer, array in zip(slots, lax.optimization_barrier((*slots.values(),)), strict=True):
                 self.set_slots(buffer, array)
-        self._slots_before = slots
+        self._slots_before = self._slots()
+
+    def _slots(self) -> dict[RemoteBuffer, Array]:
+        """The slots of all remote buffers."""
+        return {c: slots for c, (slots, _) in self._channels.items() if isinstance(c, RemoteBuffer)}
 
     def check(self, op: Op, number: int, holds: Array) -> None:
         """Note that an op fails a check, if it does and is the first."""
@@ -132,7 +130,7 @@ class Channels:
         return {i: _carried(stream, *self._channels[stream]) for i, stream in enumerate(streams)}
 
     def move(self, streams: Sequence[Channel], positions: dict[int, Any]) -> None:
-        """Set what `positions` gives."""
+        """Begin where `positions` says."""
         for i, stream in enumerate(streams):
             if isinstance(stream, HostToDeviceStream):
                 self._channels[stream] = (self._channels[stream][0], positions[i])
@@ -140,6 +138,7 @@ class Channels:
                 self.set_slots(stream, positions[i])
             else:
                 self._channels[stream] = positions[i]
+        self._slots_before = self._slots()
 
     def stepping(self, streams: Sequence[Channel]) -> Stepping:
         """The streams as a loop uses them."""

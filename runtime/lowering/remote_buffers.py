@@ -70,7 +70,7 @@ def _store(lowering: Lowering, op: Op, environment: Environment, channels: Chann
         channels.set_slots(buffer, _replaced(slots, value, offset))
         return
     if channels.running is not None:  # a branch that is not run puts back what is there
-        value = jnp.where(channels.running, value, _fetched(slots, offset))
+        value = jnp.where(channels.running, value, _from_host(lowering, slots, offset))
     channels.set_slots(buffer, _put(slots, value, offset))
 
 
@@ -78,8 +78,8 @@ def _slot(lowering: Lowering, op: Op, environment: Environment, channels: Channe
     buffer = op.attributes["buffer"]
     offset = _offset(op, environment)
     if is_on_host(channels.slots(buffer)):
-        channels.fetch_in_order(least=2 if lowering.replicas.platform == "tpu" else 1)
-        slot = _fetched(channels.slots(buffer), offset)
+        channels.fetch_in_order()
+        slot = _from_host(lowering, channels.slots(buffer), offset)
     else:
         slot = lax.dynamic_index_in_dim(channels.slots(buffer), offset, keepdims=False)
     if slot.shape != buffer.tensor_shape:  # whole blocks
@@ -130,9 +130,21 @@ _replaced = partial(lax.dynamic_update_index_in_dim, axis=0)
 # and scatter them at once, which XLA does in the device's memory only.
 
 
+def _from_host(lowering: Lowering, slots: Array, offset: Array) -> Array:
+    """A slot of those in the host's memory, on the device.
+
+    The only slot of a buffer comes in halves to a TPU. As a whole it is the buffer for XLA (libtpu 0.0.52), which says
+    of that, behind a barrier, that it is not on the host any more.
+    """
+    if lowering.replicas.platform != "tpu" or len(slots) > 1:
+        return _fetched(slots, offset)
+    halves = slots.reshape(2, -1, *BLOCK)
+    return jnp.concatenate([_fetched(halves, jnp.int32(i)) for i in range(2)])
+
+
 @custom_vmap
 def _fetched(slots: Array, offset: Array) -> Array:
-    """A slot of those in the host's memory, on the device.
+    """One of several slots, on the device.
 
     Another shape is given to it there: XLA makes one reshape of two, and takes the first and only slot for the buffer.
     """
@@ -249,7 +261,8 @@ def _shape(buffer: RemoteBuffer, replicas: Replicas, where: Any) -> tuple[int, .
     """The shape of the array of a buffer; see `runtime.targets.replicas`."""
     if where.memory_kind != HOST:
         return replicas.shape((buffer.entries, *buffer.tensor_shape))
-    blocks = max(1, -(-buffer.slot_nelms // math.prod(BLOCK)))
+    parts = 2 if buffer.entries == 1 else 1  # see `_from_host`
+    blocks = parts * max(1, -(-buffer.slot_nelms // (parts * math.prod(BLOCK))))
     return (replicas.count * buffer.entries, blocks, *BLOCK)
 
 

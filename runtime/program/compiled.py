@@ -206,9 +206,9 @@ def one_run(
     count = len(layout.changing)
     held = zip((*layout.changing, *layout.constant), (*changing[:count], *constant), strict=True)
     values = {t: place for block, array in held for t, place in block.places(array).items()}
-    channels = Channels(dict(zip(layout.channels, layout.begin(feeds, layout.channels), strict=True)))
-    for buffer, slots in zip(layout.buffers, changing[count:], strict=True):
-        channels.set_slots(buffer, slots)
+    begun = zip(layout.channels, layout.begin(feeds, layout.channels), strict=True)
+    slots = ((buffer, (array, 0)) for buffer, array in zip(layout.buffers, changing[count:], strict=True))
+    channels = Channels(dict((*begun, *slots)))
     with lowering.meeting_after(None):
         environment = yield lowering.running(lowering.scheduling.schedule(layout.main), values, channels)
     changed = (*(block.after(environment) for block in layout.changing), *map(channels.slots, layout.buffers))

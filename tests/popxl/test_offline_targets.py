@@ -244,14 +244,15 @@ def test_gpus_multiply_blocks_whose_rows_no_tile_holds() -> None:
 
 @pytest.mark.targets
 @pytest.mark.parametrize("description", ["tpu v5e", "gpu h100"])
-def test_slots_are_fetched_when_the_program_says_so(description: str) -> None:
+@pytest.mark.parametrize("entries", [1, 2])
+def test_slots_are_fetched_when_the_program_says_so(entries: int, description: str) -> None:
     """The slot of a buffer is fetched after that of the one before was stored: there is one, and what is computed."""
     ir, shape = popxl.Ir(), (1024, 512)
     with ir.main_graph, popxl.in_sequence():
         x = ops.host_load(popxl.h2d_stream(shape, popxl.float32, "x"))
-        for buffer in [popxl.remote_buffer(shape, popxl.float32, entries=2) for _ in range(8)]:
-            w = ops.remote_load(buffer, 1)
-            ops.remote_store(buffer, 1, w + x @ (x.T @ w))
+        for buffer in [popxl.remote_buffer(shape, popxl.float32, entries) for _ in range(8)]:
+            w = ops.remote_load(buffer, entries - 1)
+            ops.remote_store(buffer, entries - 1, w + x @ (x.T @ w))
     assert popxl.Session(ir, description).memory().temporaries < 5 * 4 * 1024 * 512
 
 
@@ -261,7 +262,7 @@ def test_slots_are_fetched_when_the_program_says_so(description: str) -> None:
 def test_buffers_that_are_loaded_and_stored_in_turn_stay_on_the_host(
     entries: tuple[int, int], description: str
 ) -> None:
-    ir, shape = popxl.Ir(), (8, 128)
+    ir, shape = popxl.Ir(), (16, 128)
     with ir.main_graph, popxl.in_sequence():
         x = popxl.variable(popxl.initial.zeros(shape), popxl.float32, "x")
         one, other = (popxl.remote_buffer(shape, popxl.float32, count) for count in entries)
@@ -270,7 +271,7 @@ def test_buffers_that_are_loaded_and_stored_in_turn_stay_on_the_host(
             ops.remote_store(second, 0, w + x)
             ops.add_(x, ops.remote_load(first, 0))
     memory = popxl.Session(ir, description).memory()
-    assert (memory.buffers, memory.buffers_on_host) == (0, sum(entries) * 4 * 8 * 128)
+    assert (memory.buffers, memory.buffers_on_host) == (0, sum(entries) * 4 * 16 * 128)
 
 
 @pytest.mark.targets

@@ -24,6 +24,7 @@ from pydantic import computed_field
 
 from popxl.base.pages import OnPage, Page, Table, bytes_text
 from popxl.base.records import Record
+from runtime.costs.heap import Span, Spans, packed
 from runtime.costs.kernels import Kernel, Room, Step, Traced, Turn, Value, kernels_of, rounded
 from runtime.program.compiled import traced_for
 from runtime.program.layout import Layout
@@ -121,12 +122,10 @@ def tiled(shape: Sequence[int], size: int, along: Sequence[int] | None = None) -
 
 
 @dataclass(frozen=True)
-class _Most:
-    """What is there when most is needed; and of each that a trace is given, whether it only rounds that."""
+class _Most(Turn):
+    """What a trace needs, and what is there when most is."""
 
-    bytes: int
     largest: tuple[tuple[str, int], ...] = ()
-    rounded: tuple[bool, ...] = ()
 
 
 class _Program:
@@ -162,14 +161,13 @@ class _Program:
         orders = [kernels, _frees_most_first(kernels, {*results})]
         if self._platform == "cuda" and any(kernel.step.is_exchange for kernel in kernels):
             orders = [_sends_first(order) for order in orders]
-        reuses = self._platform == "cuda"
-        found = (_Room(order, {*results}, old, stacked, is_turn, reuses).most() for order in orders)
+        is_tpu = self._platform == "tpu"
+        found = (_Room(order, {*results}, old, stacked, is_turn, is_tpu).most() for order in orders)
         return replace(min(found, key=lambda most: most.bytes), rounded=rounded(traced, given, results))
 
     def _most_of_a_turn(self, jaxpr: Any, others: int, replaced: int) -> Turn:
         """The same, of a turn of a loop."""
-        most = self.most(jaxpr, others, replaced, is_turn=True)
-        return Turn(most.bytes, most.rounded)
+        return self.most(jaxpr, others, replaced, is_turn=True)
 
 
 def _copied(kernels: Sequence[Kernel], old: Mapping[Value, Value]) -> list[Kernel]:
@@ -272,7 +270,8 @@ class _Room:
         old: what its results replace.
         stacked: results that have room already.
         is_turn: whether it is a turn of a loop.
-        reuses: whether values lie in the places of results that are not made yet; on TPUs, temporaries lie apart.
+        is_tpu: whether values lie apart from results, with gaps between them. Else they lie in the places of results
+            that are not made yet, too.
     """
 
     def __init__(
@@ -282,9 +281,10 @@ class _Room:
         old: Mapping[Value, Value],
         stacked: set[Value],
         is_turn: bool = False,
-        reuses: bool = True,
+        is_tpu: bool = False,
     ) -> None:
         self._order, self._results, self._old, self._stacked = order, results, old, stacked
+        self._is_turn, self._is_tpu = is_turn, is_tpu
         self._last = {value: i for i, kernel in enumerate(order) for value in kernel.reads}
         made = {value: i for i, kernel in enumerate(order) for value in kernel.made}
         own = (value for value in results if value in made and value not in old and value not in stacked)
@@ -292,13 +292,14 @@ class _Room:
         places = [[value.bytes, made[value], -1] for value in own]
         self._always = sum(bytes for bytes, *_ in places)
         places += [[*place] for place in unread if place[2] < place[1] and not is_turn]  # a loop keeps what it carries
-        self._free = sorted(places, key=lambda place: place[0]) if reuses else []
+        self._free = sorted(places, key=lambda place: place[0]) if not is_tpu else []
         self._bytes: dict[Value, int] = {}  # of what is there
         self._place = {value: value.bytes for value in old.values()}  # how large the place is in which a value lies
 
     def most(self) -> _Most:
         """What is there when most is."""
         now, most, largest = 0, 0, {}
+        spans = Spans()
         for i, kernel in enumerate(self._order):
             ended = [v for v in kernel.reads if self._last[v] == i and (v in self._bytes or v in self._place)]
             over = [v for v in ended if v in kernel.overwrites and not (kernel.step.is_fused and v not in self._bytes)]
@@ -310,17 +311,26 @@ class _Room:
                 if taken is not None:
                     over.remove(taken)
                     self._bytes[value], self._place[value] = self._bytes.pop(taken, 0), self._place.pop(taken)
+                    spans.pass_on(taken, value)
                     continue
                 self._bytes[value] = self._place[value] = bytes
+                spans.take(value, bytes)
                 now += bytes
-            if self._always + now + kernel.step.inside > most:
-                most, largest = self._always + now + kernel.step.inside, dict(self._bytes)
+            inside = kernel.step.inside
+            if self._always + now + inside.bytes > most:
+                most, largest = self._always + now + inside.bytes, dict(self._bytes)
+            spans.insert(inside.kernels, inside.spans)
             for value in (*ended, *kernel.made):
                 if value not in self._results and self._last.get(value, i) <= i:
                     now -= self._bytes.pop(value, 0)
                     self._place.pop(value, None)
-        shown = sorted(((v.name, bytes) for v, bytes in largest.items() if bytes), key=lambda each: -each[1])
-        return _Most(most, tuple(shown))
+                    spans.free(value)
+            spans.kernels += 1
+        room = [*spans.all(), *([Span(0, spans.kernels, self._always)] if self._always else [])]
+        gaps = packed(room) - most if self._is_tpu and not self._is_turn else 0
+        there = [(value.name, bytes) for value, bytes in largest.items()] + [("gaps between them", gaps)]
+        shown = sorted((each for each in there if each[1] > 0), key=lambda each: -each[1])
+        return _Most(most + max(gaps, 0), kernels=spans.kernels, spans=tuple(room), largest=tuple(shown))
 
     def _new(self, value: Value, i: int, kernel: Kernel) -> int:
         """The bytes that a value needs which kernel `i` makes, if it overwrites nothing."""

@@ -28,6 +28,8 @@ from typing import Any
 
 from jax.extend import core
 
+from runtime.costs.heap import Span
+
 _FUSED = frozenset(
     "add sub mul div rem neg abs sign max min pow integer_pow square sqrt rsqrt cbrt exp exp2 log expm1 log1p logistic "
     "sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh atan2 erf erfc erf_inv lgamma digamma floor ceil "
@@ -66,6 +68,9 @@ ROW = 16384
 
 FAR_MORE = 4
 """Where two kernels read four arrays to compute one, fewer bytes are moved if that is written down, and read twice."""
+
+MANY_MORE = 128
+"""Of arrays that are so much smaller than what is computed, nobody minds how often they are read."""
 
 Room = Callable[..., int]
 """The bytes of an array: of its shape, the size of an element, and the two dimensions that it is tiled along, if others
@@ -115,7 +120,7 @@ class Step:
         kind: its name.
         taken: what it takes.
         made: what it makes.
-        inside: the most that a turn of a loop, or a branch, needs.
+        inside: what a turn of a loop, or a branch, needs.
         in_place: what of the taken it may overwrite.
         rounded: what of the taken it rounds before it does anything: products do, and turns of a loop.
     """
@@ -123,7 +128,7 @@ class Step:
     kind: str
     taken: tuple[Value, ...]
     made: tuple[Value, ...]
-    inside: int = 0
+    inside: Turn = field(default_factory=lambda: Turn(0))
     in_place: tuple[Value, ...] = ()
     rounded: frozenset[Value] = frozenset()
 
@@ -161,10 +166,14 @@ class Turn:
     Attributes:
         bytes: the most, besides what it is given.
         rounded: of each that it is given, whether it is rounded before anything is done with it.
+        kernels: how many it has.
+        spans: the room that it takes, and when.
     """
 
     bytes: int
-    rounded: tuple[bool, ...]
+    rounded: tuple[bool, ...] = ()
+    kernels: int = 0
+    spans: tuple[Span, ...] = ()
 
 
 class Traced:
@@ -260,15 +269,15 @@ class Traced:
         if kind == "scan":
             consts, carried = params["num_consts"], params["num_carry"]
             turn = self._most(params["jaxpr"], consts, carried)
-            step.inside, step.in_place = turn.bytes, step.taken[consts : consts + carried]
+            step.inside, step.in_place = turn, step.taken[consts : consts + carried]
             exact = {value for value, rounds in zip(step.taken, turn.rounded, strict=True) if not rounds}
             step.rounded = frozenset(step.taken) - exact
         elif kind == "while":
             others = params["cond_nconsts"] + params["body_nconsts"]
             step.in_place = step.taken[others:]
-            step.inside = self._most(params["body_jaxpr"], params["body_nconsts"], len(step.in_place)).bytes
+            step.inside = self._most(params["body_jaxpr"], params["body_nconsts"], len(step.in_place))
         elif kind == "cond":
-            step.inside = max(self._most(branch, 0, 0).bytes for branch in params["branches"])
+            step.inside = max((self._most(branch, 0, 0) for branch in params["branches"]), key=lambda turn: turn.bytes)
         elif kind in _PRODUCTS:
             step.rounded = frozenset(() if "HIGH" in str(params["precision"]) else step.taken)
         elif kind in _IN_PLACE:
@@ -295,8 +304,7 @@ def _is_of_convolution(value: Value, least: Value) -> bool:
 
 def _is_zero(value: Value) -> bool:
     """Whether it is made of a number that is written down; nobody scatters into another one than zero."""
-    while value.maker is not None and value.maker.kind in ("broadcast_in_dim", "convert_element_type"):
-        value = value.maker.taken[0]
+    value = _before_repeating(value)
     return value.maker is None and not value.is_given
 
 
@@ -335,6 +343,7 @@ def kernels_of(traced: Traced, given_back: Iterable[Value]) -> list[Kernel]:
             if step.kind == _CONVOLUTION and end is not None and end.dtype == step.made[0].dtype:
                 end.bytes = step.made[0].bytes  # it is laid out in the same way
         _write_down(steps, there, users)
+        there.update(_masks(products))
         _narrow(there, users, results)
     made = [step for step in steps if not step.is_fused or not there.isdisjoint(step.made)]
     reads = _Reads(there)
@@ -343,7 +352,8 @@ def kernels_of(traced: Traced, given_back: Iterable[Value]) -> list[Kernel]:
         _keep_rows(found)
         _fill_at_once(found)
     _append_to_products(found, ends, results, is_tpu)
-    return list(found.values())
+    kernels = [*found.values()]
+    return _fill_for_each(kernels, results) if is_tpu else kernels
 
 
 def _write_down(steps: Iterable[Step], there: set[Value], users: Mapping[Value, Mapping[Step, None]]) -> None:
@@ -354,6 +364,16 @@ def _write_down(steps: Iterable[Step], there: set[Value], users: Mapping[Value, 
         if step.is_fused and value not in there and len(users.get(value, ())) > 1:
             if sum(each.bytes for each in reads.of([value])) >= FAR_MORE * value.bytes:
                 there.add(value)
+
+
+def _masks(products: Iterable[Step]) -> Iterator[Value]:
+    """By what products choose between a few numbers, repeated: that is kept, and what it was computed of is not."""
+    for product in products:
+        for step in (_before_transposes(value).maker for value in product.taken):
+            if step is not None and step.kind == "select_n":
+                mask, *cases = step.taken
+                if all(MANY_MORE * _before_repeating(case).elements <= mask.elements for case in cases):
+                    yield mask
 
 
 def rounded(traced: Traced, given: Sequence[Value], results: Iterable[Value]) -> tuple[bool, ...]:
@@ -454,11 +474,16 @@ def _read_by(step: Step, value: Value) -> Value:
     return value
 
 
-def _is_number(value: Value) -> bool:
-    """Whether it is one number, in however many elements."""
+def _before_repeating(value: Value) -> Value:
+    """The array that is repeated along dimensions."""
     while value.maker is not None and value.maker.kind in ("broadcast_in_dim", "convert_element_type"):
         (value, *_) = value.maker.taken
-    return value.elements == 1
+    return value
+
+
+def _is_number(value: Value) -> bool:
+    """Whether it is one number, in however many elements."""
+    return _before_repeating(value).elements == 1
 
 
 def _end(
@@ -547,6 +572,22 @@ def _fill_at_once(kernels: Mapping[Step, Kernel]) -> None:
             taken.add(value)
         kernel.reads = tuple(dict.fromkeys((*(v for v in kernel.reads if v not in alike), *own)))
         kernel.overwrites = tuple(dict.fromkeys((*(v for v in kernel.overwrites if v not in alike), *own)))
+
+
+def _fill_for_each(kernels: Sequence[Kernel], results: Set[Value]) -> list[Kernel]:
+    """Have arrays of numbers that are written down made right before they are used, for each that uses them."""
+    numbers = (kernel for kernel in kernels if not any(map(_is_computed, kernel.reads)))
+    fills = {kernel.made[0]: kernel for kernel in numbers if results.isdisjoint(kernel.made)}
+    found = list[Kernel]()
+    for kernel in kernels:
+        if kernel.made and kernel.made[0] in fills:
+            continue
+        own = {value: replace(value) for value in kernel.reads if value in fills}
+        found += [replace(fills[value], made=(new,)) for value, new in own.items()]
+        kernel.reads = tuple(own.get(value, value) for value in kernel.reads)
+        kernel.overwrites = tuple(own.get(value, value) for value in kernel.overwrites)
+        found.append(kernel)
+    return found
 
 
 def _is_computed(value: Value) -> bool:

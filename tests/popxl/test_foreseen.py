@@ -7,12 +7,15 @@ from typing import Any
 
 import jax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import popxl
 import popxl_addons as addons
 from popxl import ops
 from popxl.__main__ import main
 from runtime.costs.foreseen import Foreseen, exact, foreseen, tiled
+from runtime.costs.heap import Span, packed
 from runtime.program.program import Described
 from runtime.targets.devices import Device
 from runtime.targets.offline import Target
@@ -353,6 +356,60 @@ def test_sums_are_part_of_products_and_products_are_written_rounded(products: in
         return x
 
     assert on_tpus(build, (rows, width), precision="default") == pytest.approx(values * 4 * rows * width, rel=0.02)
+
+
+@pytest.mark.targets
+def test_products_choose_by_what_is_kept_for_that() -> None:
+    """The gradient of a mean is a number for each channel, and zero elsewhere: a byte for each element says where."""
+    images, channels, size = 16, 24, 32
+
+    def network(x: popxl.Tensor, *weights: popxl.Tensor) -> popxl.Tensor:
+        for w in weights:
+            x = ops.relu(ops.conv(x, w, padding=(1, 1, 1, 1)))
+        return ops.mean(x, (2, 3))
+
+    def trained(x: popxl.Tensor) -> None:
+        x = ops.cast(x, popxl.float32).reshape((images, 2, size, size))
+        shapes = (("v", (channels, 2, 3, 3)), ("w", (channels, channels, 3, 3)))
+        weights = [popxl.variable(popxl.initial.zeros(shape), popxl.float32, name) for name, shape in shapes]
+        graph = popxl.gcg().ir.create_graph(network, x, *weights)
+        grad = popxl.transforms.autodiff(graph, grads_required=graph.inputs[1:])
+        call = ops.call_with_info(graph, x, *weights)
+        for w, g in zip(
+            weights, ops.call(grad.graph, call.outputs[0], inputs_dict=grad.inputs_dict(call)), strict=True
+        ):
+            ops.scaled_add_(w, g, b=-0.01)
+
+    both = 2 * 4 * images * 128 * size * size  # what the convolutions give
+    needed = on_tpus(trained, (images * 2, size * size), precision="default")
+    assert both * 1.125 <= needed < both * 1.2  # and a byte for each element of the second
+
+
+@pytest.mark.targets
+def test_numbers_are_filled_in_when_a_loop_begins() -> None:
+    def program(loops: int) -> int:
+        def build(x: popxl.Tensor) -> popxl.Tensor:
+            turn = popxl.gcg().ir.create_graph(lambda total, x: (ops.sin(total @ x.T @ x), x), x, x)
+            zeros = [ops.init((64, 256), popxl.bfloat16) for _ in range(loops)]
+            return sum((ops.sum(ops.repeat(turn, 4, t, x)[0]) for t in zeros), start=ops.sum(x))
+
+        return on_tpus(build, (64, 256))
+
+    assert program(3) - program(1) < 2 * 64 * 256
+
+
+def test_what_is_there_leaves_gaps() -> None:
+    """The largest for the longest is placed first: 3, then 2 above it, which leave no gap of 4 below."""
+    assert packed([]) == 0
+    assert packed([Span(0, 9, 2), Span(0, 1, 4), Span(2, 9, 3)]) == 3 + 2 + 4
+    assert packed([Span(0, 9, 2), Span(0, 1, 3), Span(2, 9, 3)]) == 3 + 2
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(1, 50)), max_size=12))
+def test_gaps_are_at_most_what_is_there(times: list[tuple[int, int, int]]) -> None:
+    spans = [Span(min(a, b), max(a, b), bytes) for a, b, bytes in times]
+    most = max((sum(s.bytes for s in spans if s.first <= time <= s.last) for time in range(10)), default=0)
+    assert most <= packed(spans) <= sum(span.bytes for span in spans)
 
 
 PROGRAM = """

@@ -1,8 +1,8 @@
 """The memory of a chip that is foreseen for programs, beside what the compiler says.
 
-    python -m tests.targets.memory [--programs "GPT, plain" vocabulary] [--targets "tpu v5e" "gpu h100"] [--others]
+    python -m tests.targets.memory [--programs "GPT, plain" vocabulary | --large | --others] [--targets "tpu v5e"]
 
-Nothing is run. `memory_programs` has the programs: twenty, and twelve others.
+Nothing is run. `memory_programs` has the programs: twenty, these as large as a chip, and twelve others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from runtime.program.program import Described, Program, Ready
 from runtime.session import Session
 from runtime.targets.devices import Device
 from runtime.targets.offline import Target
-from tests.targets.memory_programs import OTHERS, PROGRAMS
+from tests.targets.memory_programs import LARGE, OTHERS, PROGRAMS
+
+ALL = {**PROGRAMS, **LARGE, **OTHERS}
 
 FASTER = "--xla_gpu_autotune_level=0 --xla_backend_optimization_level=0"
 """For XLA: memory is laid out before code is made, which need not be good here."""
@@ -84,7 +86,7 @@ def caught(make: Callable[[], object], target: str) -> tuple[Ir, Device]:
 
 def compared(name: str, kind: str) -> Compared:
     """A program, foreseen and compiled."""
-    chips, make = (PROGRAMS | OTHERS)[name]
+    chips, make = ALL[name]
     layout = f":{SQUARES.get(kind, chips)}" if chips > 1 else ""
     ir, device = caught(make, kind + layout)
     ir.options.precision = "default"  # of float32, XLA for TPUs compiles other products for minutes
@@ -117,12 +119,16 @@ def lines(names: list[str], kinds: list[str]) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser("python -m tests.targets.memory", description=__doc__.split("\n")[0])
-    parser.add_argument("--programs", nargs="+", choices=[*PROGRAMS, *OTHERS])
-    parser.add_argument("--others", action="store_true", help="those that no rule was made for")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--programs", nargs="+", choices=ALL)
+    help = "the same programs, as large as a chip"
+    which.add_argument("--large", action="store_const", dest="programs", const=[*LARGE], help=help)
+    help = "those that no rule was made for"
+    which.add_argument("--others", action="store_const", dest="programs", const=[*OTHERS], help=help)
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=[*TARGETS])
     options = parser.parse_args()
     compile_faster()
-    for line in lines(options.programs or [*(OTHERS if options.others else PROGRAMS)], options.targets):
+    for line in lines(options.programs or [*PROGRAMS], options.targets):
         print(line, flush=True)
     return 0
 

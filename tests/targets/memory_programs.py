@@ -1,6 +1,7 @@
 """Programs whose memory is foreseen, and compared with what compilers say: `tests.targets.memory`.
 
 They are of the size of real ones, hundreds of megabytes to some gigabytes, as small ones lie in the caches of a chip.
+`LARGE` are the same, of the size that fills a chip.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +25,11 @@ from tests.popxl_addons.gpt.variants import VARIANTS
 C = ops.collectives
 F32, BF16 = popxl.float32, popxl.bfloat16
 
-GPT = Config(vocabulary=8192, width=1024, heads=8, layers=2, sequence=512, batch=16, micro_batches=4)
+
+def gpt_of(n: int) -> Config:
+    """A GPT of two blocks."""
+    size = {"vocabulary": 8192 * n * n, "width": 1024 * n, "heads": 8 * n, "sequence": 512 * n, "batch": 16 * n}
+    return Config(layers=2, micro_batches=8, **size)
 
 
 def session(ir: popxl.Ir) -> None:
@@ -51,20 +55,18 @@ class Layers(addons.Module):
         return x
 
 
-def forward_only() -> None:
+def forward_only(rows: int) -> None:
     """A network that is only used."""
     ir = popxl.Ir()
     with ir.main_graph:
-        x = ops.host_load(popxl.h2d_stream((16384, 2048), F32, "x"))
+        x = ops.host_load(popxl.h2d_stream((rows, 2048), F32, "x"))
         facts, graph = Layers(8192, 8192, 1024).create_graph(x)
         (y,) = graph.bind(facts.init()).call(x)
         ops.host_store(popxl.d2h_stream(y.shape, y.dtype, "y"), y)
     session(ir)
 
 
-def trained(
-    rule: str, replicas: int = 1, dtype: popxl.dtype = F32, rows: int = 8192, width: int = 1024, hidden: int = 4096
-) -> None:
+def trained(rule: str, replicas: int = 1, dtype: popxl.dtype = F32, *, rows: int, width: int, hidden: int) -> None:
     """A network that is trained by plain gradients or Adam, alone or by several replicas."""
     ir = popxl.Ir(replication=replicas)
     with ir.main_graph, popxl.in_sequence():
@@ -89,7 +91,7 @@ def trained(
     session(ir)
 
 
-def in_pieces(replicas: int = 4, rows: int = 4096, width: int = 1024) -> None:
+def in_pieces(replicas: int, rows: int, width: int) -> None:
     """Each replica keeps a piece of the weights and their momentum, gathers them, and changes its piece."""
     ir = popxl.Ir(replication=replicas)
     shapes = [(width, 8 * width), (8 * width, 8 * width), (8 * width, width)]
@@ -116,7 +118,7 @@ def in_pieces(replicas: int = 4, rows: int = 4096, width: int = 1024) -> None:
     session(ir)
 
 
-def convolutions(batch: int = 64, side: int = 112, channels: Sequence[int] = (3, 64, 128, 128)) -> None:
+def convolutions(batch: int, side: int, channels: Sequence[int] = (3, 64, 128, 128)) -> None:
     """Convolutions over images, and their gradients."""
     ir = popxl.Ir()
 
@@ -140,7 +142,7 @@ def update(weights: Sequence[popxl.Tensor], gradients: Sequence[popxl.Tensor]) -
         ops.scaled_add_(w, g, b=-0.01)
 
 
-def vocabulary() -> None:
+def vocabulary(tokens: int, words: int) -> None:
     """A table of words, looked up, multiplied with, and updated."""
     ir = popxl.Ir()
 
@@ -148,12 +150,12 @@ def vocabulary() -> None:
         return ops.gather(table, tokens) @ table.T
 
     with ir.main_graph, popxl.in_sequence():
-        tokens = ops.host_load(popxl.h2d_stream((4096,), popxl.int32, "tokens"))
-        labels = ops.host_load(popxl.h2d_stream((4096,), popxl.int32, "labels"))
-        table = variable(65536, 1024, name="table")
-        graph = ir.create_graph(scores, tokens, table)
+        x = ops.host_load(popxl.h2d_stream((tokens,), popxl.int32, "tokens"))
+        labels = ops.host_load(popxl.h2d_stream((tokens,), popxl.int32, "labels"))
+        table = variable(words, 1024, name="table")
+        graph = ir.create_graph(scores, x, table)
         grad = popxl.transforms.autodiff(graph, grads_required=graph.inputs[1:])
-        call = ops.call_with_info(graph, tokens, table)
+        call = ops.call_with_info(graph, x, table)
         loss, dlogits = addons.ops.cross_entropy_with_grad(call.outputs[0], labels)
         (gradient,) = ops.call(grad.graph, dlogits, inputs_dict=grad.inputs_dict(call))
         ops.scaled_add_(table, gradient, b=-0.01)
@@ -161,11 +163,11 @@ def vocabulary() -> None:
     session(ir)
 
 
-def repeated() -> None:
+def repeated(rows: int) -> None:
     """A layer that a value goes through eight times, and the gradient of that."""
     ir = popxl.Ir()
     with ir.main_graph, popxl.in_sequence():
-        x = ops.host_load(popxl.h2d_stream((16384, 2048), F32, "x"))
+        x = ops.host_load(popxl.h2d_stream((rows, 2048), F32, "x"))
         w = variable(2048, 2048, name="w")
 
         def network(x: popxl.Tensor, w: popxl.Tensor) -> popxl.Tensor:
@@ -180,11 +182,11 @@ def repeated() -> None:
     session(ir)
 
 
-def attention() -> None:
+def attention(batch: int, heads: int) -> None:
     """Attention over long sequences, in bfloat16, only used."""
     ir = popxl.Ir()
     with ir.main_graph:
-        shape = (8, 8, 2048, 128)
+        shape = (batch, heads, 2048, 128)
         q, k, v = (ops.host_load(popxl.h2d_stream(shape, BF16, name)) for name in "qkv")
         shares = ops.softmax(ops.cast(q @ k.transpose((0, 1, 3, 2)), F32), axis=-1)
         y = ops.cast(shares, BF16) @ v
@@ -192,13 +194,13 @@ def attention() -> None:
     session(ir)
 
 
-def random_program(seed: int) -> None:
+def random_program(seed: int, rows: int = 8192) -> None:
     """Products, sums, and what is computed element by element, in a random order."""
     rng = np.random.default_rng(seed)
     ir = popxl.Ir()
     with ir.main_graph:
         width = 4096
-        known = [ops.host_load(popxl.h2d_stream((8192, width), F32, f"x{i}")) for i in range(2)]
+        known = [ops.host_load(popxl.h2d_stream((rows, width), F32, f"x{i}")) for i in range(2)]
         weights = [variable(width, width, name=f"w{i}") for i in range(2)]
         for _ in range(14):
             a, b = (known[rng.integers(len(known))] for _ in range(2))
@@ -253,40 +255,43 @@ def penalised() -> None:
     session(ir)
 
 
-def block_in_bfloat16() -> None:
-    """Two blocks of a transformer, divided among four chips, with Adam's state in remote buffers."""
-    session(pod.training(2, 4096, 2048, 1, 4))
+def blocks_in_bfloat16(layers: int, width: int, rows: int) -> None:
+    """Blocks of a transformer, divided among four chips, with Adam's state in remote buffers."""
+    session(pod.training(layers, width, rows, 1, 4))
 
 
-def gpt(variant: str, **sizes: Any) -> None:
-    """A GPT of two blocks; see `tests.popxl_addons.gpt`."""
-    VARIANTS[variant](replace(GPT, **sizes))
-
-
-PROGRAMS: Mapping[str, tuple[int, Callable[[], None]]] = {
-    "network, only used": (1, forward_only),
-    "network, plain gradients": (1, partial(trained, "plain")),
-    "network, Adam": (1, partial(trained, "Adam")),
-    "network, Adam, bfloat16": (1, partial(trained, "Adam", dtype=BF16)),
-    "network, Adam, 4 chips": (4, partial(trained, "Adam", 4)),
-    "weights and momenta in pieces, 4 chips": (4, in_pieces),
-    "convolutions": (1, convolutions),
-    "vocabulary": (1, vocabulary),
-    "a layer, eight times": (1, repeated),
-    "attention, bfloat16": (1, attention),
-    "random 1": (1, partial(random_program, 1)),
-    "random 2": (1, partial(random_program, 2)),
-    "blocks, bfloat16, 4 chips": (4, block_in_bfloat16),
-    **{
-        f"GPT, {variant}": (4 if "tensor" in variant else 1, partial(gpt, variant, micro_batches=8))
-        for variant in VARIANTS
-        if variant != "pipelined"  # a plan, of which each executable is compiled alone
-    },
-    "GPT, plain, dropout": (1, partial(gpt, "plain", dropout=0.1)),
-}
+Programs = Mapping[str, tuple[int, Callable[[], object]]]
 """By name: how many chips a program is for, and what makes its session."""
 
-OTHERS: Mapping[str, tuple[int, Callable[[], None]]] = {
+
+def programs(n: int) -> Programs:
+    """Twenty programs; whose sizes are so many times larger, or twice as many times."""
+    size = {"rows": 8192 * n * n, "width": 1024 * n, "hidden": 4096 * n}
+    gpt = {name: partial(make, gpt_of(n)) for name, make in VARIANTS.items()}
+    del gpt["pipelined"]  # a plan, of which each executable is compiled alone
+    return {
+        "network, only used": (1, partial(forward_only, 16384 * n * n)),
+        "network, plain gradients": (1, partial(trained, "plain", **size)),
+        "network, Adam": (1, partial(trained, "Adam", **size)),
+        "network, Adam, bfloat16": (1, partial(trained, "Adam", dtype=BF16, **size)),
+        "network, Adam, 4 chips": (4, partial(trained, "Adam", 4, **size)),
+        "weights and momenta in pieces, 4 chips": (4, partial(in_pieces, 4, 4096 * n * n, 1024 * n)),
+        "convolutions": (1, partial(convolutions, 64 * n, 112 * n)),
+        "vocabulary": (1, partial(vocabulary, 4096 * n, 65536 * n)),
+        "a layer, eight times": (1, partial(repeated, 16384 * n * n)),
+        "attention, bfloat16": (1, partial(attention, 8 * n, 8 * n)),
+        "random 1": (1, partial(random_program, 1, 8192 * n * n)),
+        "random 2": (1, partial(random_program, 2, 8192 * n * n)),
+        "blocks, bfloat16, 4 chips": (4, partial(blocks_in_bfloat16, 2 * n, 4096 * n, 2048 * n)),
+        **{f"GPT, {name}": (4 if "tensor" in name else 1, make) for name, make in gpt.items()},
+        "GPT, plain, dropout": (1, partial(VARIANTS["plain"], replace(gpt_of(n), dropout=0.1))),
+    }
+
+
+PROGRAMS, LARGE = programs(1), {f"{name}, large": program for name, program in programs(2).items()}
+"""Those of some hundred megabytes, and those that fill a chip."""
+
+OTHERS: Programs = {
     **{f"random {seed}": (1, partial(random_program, seed)) for seed in range(3, 9)},
     "products, squared and summed": (1, energies),
     "the same, trained": (1, penalised),

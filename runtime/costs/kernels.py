@@ -54,7 +54,8 @@ _REDUCTIONS = frozenset(
 _CONVERSIONS = frozenset({"convert_element_type"})
 _CONVOLUTION = "conv_general_dilated"
 _PRODUCTS = frozenset({"dot_general", _CONVOLUTION})
-_EXCHANGES = frozenset("psum psum_invariant pmax pmin all_gather reduce_scatter all_to_all ppermute".split())
+_ALL_REDUCES = frozenset("psum psum_invariant pmax pmin".split())
+_EXCHANGES = _ALL_REDUCES | frozenset("all_gather reduce_scatter all_to_all ppermute".split())
 _IN_PLACE = frozenset(
     "dynamic_update_slice scatter scatter-add scatter_add scatter-mul scatter_mul scatter_min scatter_max".split()
 )
@@ -282,6 +283,8 @@ class Traced:
             step.rounded = frozenset(() if "HIGH" in str(params["precision"]) else step.taken)
         elif kind in _IN_PLACE:
             step.in_place = step.taken[:1]
+        elif kind in _ALL_REDUCES and self.platform == "tpu":
+            step.in_place = step.taken
         self.steps.append(step)
         if key is not None:
             self._known[key] = made

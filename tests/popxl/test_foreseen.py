@@ -321,6 +321,17 @@ def test_what_collectives_give_is_kept_as_it_is_rounded() -> None:
 
 
 @pytest.mark.targets
+def test_sums_of_replicas_lie_where_their_parts_lay() -> None:
+    rows, width = 64, 1024
+
+    def build(x: popxl.Tensor) -> popxl.Tensor:
+        part = ops.cast(x, popxl.float32) @ matrix(width, width)
+        return ops.sum(ops.collectives.replicated_all_reduce(part))
+
+    assert 4 * rows * width <= on_tpus(build, (rows, width), replicas=4) < 5 * rows * width
+
+
+@pytest.mark.targets
 def test_what_is_computed_of_far_more_is_written_down_for_several() -> None:
     rows, width = 64, 1024
     one = 4 * rows * width

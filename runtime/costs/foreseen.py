@@ -161,6 +161,7 @@ class _Program:
         orders = [kernels, _frees_most_first(kernels, {*results})]
         if self._platform == "cuda" and any(kernel.step.is_exchange for kernel in kernels):
             orders = [_sends_first(order) for order in orders]
+        orders = [_fetched_early(order) for order in orders]
         is_tpu = self._platform == "tpu"
         found = (_Room(order, {*results}, old, stacked, is_turn, is_tpu).most() for order in orders)
         return replace(min(found, key=lambda most: most.bytes), rounded=rounded(traced, given, results))
@@ -259,6 +260,19 @@ def _sends_first(kernels: Sequence[Kernel]) -> list[Kernel]:
         order.append(Kernel(Step("done", kernel.reads, ()), kernel.reads, (), ()))
         stretch = []
     return order + stretch
+
+
+def _fetched_early(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """An order, where what comes from the host is on its way as soon as what it waits for is there."""
+    place: dict[Value, int] = {}
+    for i, kernel in enumerate(kernels):
+        at = i
+        if any(value.is_on_host for value in kernel.reads):
+            waits = {value for made in kernel.made for barrier in made.waits for value in barrier}
+            at = max((place[value] for value in waits.union(kernel.reads) if value in place), default=0)
+        place.update((value, at) for value in kernel.made)
+    places = [place[kernel.made[0]] if kernel.made else i for i, kernel in enumerate(kernels)]
+    return [kernel for _, kernel in sorted(zip(places, kernels, strict=True), key=lambda each: each[0])]
 
 
 class _Room:

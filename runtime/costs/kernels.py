@@ -112,6 +112,10 @@ class Value:
     def dtype(self) -> str:
         return self.name.partition("[")[0]
 
+    @property
+    def is_on_host(self) -> bool:
+        return self.elements > 0 and not self.bytes
+
 
 @dataclass(eq=False)
 class Step:
@@ -330,6 +334,10 @@ def kernels_of(traced: Traced, given_back: Iterable[Value]) -> list[Kernel]:
             there.update(step.made)
             if step.kind not in _REDUCTIONS and not (is_tpu and step.kind in _PRODUCTS):
                 there.update(v for v in (_read_by(step, taken) for taken in step.taken) if v.maker is not None)
+    barriers = {barrier for step in steps for value in step.made for barrier in value.waits}
+    for barrier in barriers:
+        if any(value.is_on_host for value in barrier):  # before what is fetched
+            there.update(value for value in barrier if value.maker is not None)
     there.update(kept for value in [*there] if (kept := _rounded(value, users)) is not None)
     order = {step: number for number, step in enumerate(steps)}
     alone = set() if is_tpu else {_CONVOLUTION}  # GPUs carry it out by a library, to which nothing is appended
@@ -397,9 +405,9 @@ def _users(steps: Iterable[Step]) -> Mapping[Value, Mapping[Step, None]]:
 
 def _narrow(there: Iterable[Value], users: Mapping[Value, Mapping[Step, None]], results: Set[Value]) -> None:
     """Have float32 numbers lie as bfloat16, if that is what all make of them who use them; but for what collectives
-    give, which round nothing."""
+    give, which round nothing, and what comes from the host."""
     for value in there:
-        is_sent = value.maker is not None and value.maker.is_exchange
+        is_sent = value.maker is not None and (value.maker.is_exchange or value.maker.kind == "device_put")
         if value.dtype == "float32" and not is_sent and _is_rounded(value, users, results):
             value.bytes //= 2
 

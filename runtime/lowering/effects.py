@@ -55,7 +55,9 @@ class Channels:
     def __init__(self, channels: dict[Channel, tuple[Array, Position]], running: Array | None = None) -> None:
         self._channels = channels
         self.running = running
+        self._computed: Array | None = None  # last
         self._slots_before = self._slots()  # when one was last fetched, or all began
+        self._computed_before = self._computed
 
     def load(self, stream: Stream) -> Array:
         """The next element of a stream."""
@@ -93,15 +95,35 @@ class Channels:
         self._channels[buffer] = (slots, 0)
 
     def fetch_in_order(self) -> None:
-        """Have what is fetched from buffers next come after all that was stored to any of them.
+        """Have what is fetched from buffers next come after all that was stored to any of them; or else after what was
+        computed before the last fetch, so that it comes while that one is used.
 
         XLA knows no order but that of what depends on each other. It would fetch slots when a run begins, keep them on
         the device until they are needed, and make one of two loads of a slot. So the buffers pass a barrier together.
         """
+        computed = self._computed_before
+        waits = () if computed is None or computed is self._computed or self._has_stored() else (computed,)
+        if waits or self._has_stored():
+            self._pass_barrier(waits)
+        self._computed_before = self._computed
+
+    def store_in_order(self) -> None:
+        """Have what is stored next come after what was stored before other things were computed.
+
+        XLA would let all of it be under way until it is needed, and keep it on the device meanwhile.
+        """
+        if self._has_stored() and self._computed is not self._computed_before:
+            self._pass_barrier(())
+        self._computed_before = self._computed
+
+    def _has_stored(self) -> bool:
+        """Whether anything was stored since slots passed a barrier."""
+        return any(array is not self._slots_before[buffer] for buffer, array in self._slots().items())
+
+    def _pass_barrier(self, others: Sequence[Array]) -> None:
         slots = self._slots()
-        if any(array is not self._slots_before[buffer] for buffer, array in slots.items()):
-            for buffer, array in zip(slots, lax.optimization_barrier((*slots.values(),)), strict=True):
-                self.set_slots(buffer, array)
+        for buffer, array in zip(slots, lax.optimization_barrier((*slots.values(), *others)), strict=False):
+            self.set_slots(buffer, array)
         self._slots_before = self._slots()
 
     def _slots(self) -> dict[RemoteBuffer, Array]:
@@ -121,6 +143,16 @@ class Channels:
     def put_back(self, streams: Sequence[Channel], states: Sequence[tuple[Array, Position]]) -> None:
         """The state in which a graph left some streams."""
         self._channels.update(zip(streams, states, strict=True))
+
+    def leave(self, stepping: Stepping, positions: dict[int, Any], computed: Any) -> None:
+        """Go on after a loop or a branch, which moved streams on, and computed something."""
+        self._channels.update(stepping.at(positions)._channels)
+        self.note(computed)
+
+    def note(self, computed: Any) -> None:
+        """Note what was computed last: real numbers, as others count slots."""
+        arrays = jax.tree.leaves(computed)
+        self._computed = next((a for a in arrays if jnp.issubdtype(jnp.result_type(a), jnp.floating)), self._computed)
 
     def positions(self, streams: Sequence[Channel]) -> dict[int, Any]:
         """What a loop has to carry of each stream: the number of the next transfer; where stores go, also the array.

@@ -303,6 +303,8 @@ class Lowering:
                 f"Session: {op!r} in {op.graph.title}, at {text}({op.source}), cannot be run: {problem}"
             ) from problem
         store_results(op, results, environment)
+        if op.inputs:  # else it waits for nothing
+            channels.note(results)
         return None
 
     def apply(self, op: Op, operands: Sequence[Array]) -> Any:
@@ -372,6 +374,7 @@ class Lowering:
         outputs, written, used, met = self._function(graph)(*given)
         self.meet_after(met)
         channels.put_back(streams, used)
+        channels.note((outputs, written))
         return Results(outputs, written)
 
     def _inline(self, graph: Graph, inputs: Sequence[Array | Row], channels: Channels) -> Nested[Results]:
@@ -580,7 +583,7 @@ def _conditional(lowering: Lowering, op: Op, environment: Environment, channels:
     one_of = _both if lowering.is_shared and any(map(is_on_host, jax.tree.leaves(stepping.start))) else lax.cond
     outputs, (positions, met) = one_of(cond.reshape(()), *branches, (stepping.start, lowering.met((op,))))
     lowering.meet_after(met)
-    channels.put_back(streams, stepping.at(positions).take(streams))
+    channels.leave(stepping, positions, outputs)
     for t, value in zip(op.outputs, outputs, strict=True):
         environment.write(t, value)
 
@@ -664,5 +667,5 @@ def _loop(lowering: Lowering, op: Op, environment: Environment, channels: Channe
     start = (loop.start, stepping.start, lowering.met((op,)))
     (state, positions, met), stacked = lax.scan(turn, start, jnp.arange(count, dtype=jnp.int32))
     lowering.meet_after(met)
-    channels.put_back(streams, stepping.at(positions).take(streams))
+    channels.leave(stepping, positions, (state, stacked))
     loop.finish(state, stacked, environment)

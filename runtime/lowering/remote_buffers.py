@@ -62,6 +62,8 @@ def _load_inplace(lowering: Lowering, op: Op, environment: Environment, channels
 def _store(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
     """Overwrite a slot with the tensor."""
     buffer, offset = op.attributes["buffer"], _offset(op, environment)
+    if is_on_host(channels.slots(buffer)):
+        channels.store_in_order()
     slots, value = channels.slots(buffer), sent(environment.read(op.inputs[0]), buffer.tensor_dtype)
     room = slots.shape[1:]
     if room != value.shape:  # whole blocks

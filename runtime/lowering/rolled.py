@@ -129,7 +129,7 @@ def roll(lowering: Lowering, loop: Rolled, environment: Environment, channels: C
     start = (turning.start, stepping.start, lowering.met(loop.ops))
     (held, positions, met), _ = lax.scan(turn, start, turning.rows, length=len(loop.turns))
     lowering.meet_after(met)
-    channels.put_back(streams, stepping.at(positions).take(streams))
+    channels.leave(stepping, positions, held)
     turning.finish(held, environment)
 
 

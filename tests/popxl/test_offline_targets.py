@@ -257,6 +257,26 @@ def test_slots_are_fetched_when_the_program_says_so(entries: int, description: s
 
 
 @pytest.mark.targets
+@pytest.mark.parametrize(("entries", "stores"), [(1, False), (8, False), (4, True), (8, True)])
+def test_a_slot_comes_while_the_one_before_is_used(entries: int, stores: bool) -> None:
+    """Of eight weights, or of what eight layers were given, two are there at once, and what is computed."""
+    ir, shape = popxl.Ir(), (512, 512)
+    ir.options.precision = "default"
+    with ir.main_graph, popxl.in_sequence():
+        x = ops.host_load(popxl.h2d_stream(shape, popxl.float32, "x"))
+        w = popxl.variable(popxl.initial.zeros(shape), popxl.float32, "w")
+        buffers = [popxl.remote_buffer(shape, popxl.float32, entries) for _ in range(8 // entries)]
+        slots = [(buffer, slot) for buffer in buffers for slot in range(entries)]
+        for slot in slots if stores else ():
+            ops.remote_store(*slot, x)
+            x = ops.tanh(x @ w)
+        for slot in slots:
+            x = ops.tanh(x @ ops.remote_load(*slot))
+        ops.host_store(popxl.d2h_stream(x.shape, popxl.float32, "y"), x)
+    assert popxl.Session(ir, "tpu v5e").memory().temporaries < 3.5 * 4 * 512 * 512
+
+
+@pytest.mark.targets
 @pytest.mark.parametrize("description", ["tpu v5e", "gpu h100"])
 @pytest.mark.parametrize("entries", [(1, 1), (1, 2), (2, 3)])
 def test_buffers_that_are_loaded_and_stored_in_turn_stay_on_the_host(

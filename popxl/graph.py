@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from popxl.base.arguments import check_type
+from popxl.base.copies import NoCopies
 from popxl.context import get_current_context
 from popxl.core import editing
 from popxl.core.printing import algebra, page, schedule
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Graph"]
 
 
-class Graph:
+class Graph(NoCopies):
     """A graph of an Ir: its main graph, or a subgraph that other graphs call.
 
     Obtain graphs from an `Ir`: `ir.main_graph`, `ir.create_graph(...)`, `ir.create_empty_graph(...)`.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from popxl.base.arguments import check_type
+from popxl.base.copies import NoCopies
 from popxl.base.distributed import launched
 from popxl.base.edit_counter import EditCounter
 from popxl.base.host_copies import HostCopies
@@ -41,7 +42,7 @@ __all__ = ["Ir"]
 _ids = itertools.count()
 
 
-class Ir:
+class Ir(NoCopies):
     """A program under construction, and later what a `popxl.Session` runs.
 
     Args:

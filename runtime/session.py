@@ -15,6 +15,7 @@ import numpy as np
 
 from popxl.base.arguments import check_type
 from popxl.base.choices import check_environment
+from popxl.base.copies import NoCopies
 from popxl.base.log import Logger
 from popxl.base.source import SourceLocation, warn_at
 from popxl.context import user_frame
@@ -50,7 +51,7 @@ __all__ = ["Session"]
 _log = Logger("session")
 
 
-class Session:
+class Session(NoCopies):
     """A compiled Ir, with its variables, ready to run as often as you like.
 
     Threads may share a session, or have sessions of one Ir: their calls take turns. Sessions of one Ir share the host

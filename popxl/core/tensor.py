@@ -11,10 +11,11 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 import numpy as np
 
+from popxl.base.copies import NoCopies
 from popxl.core import no_numbers
 from popxl.errors import PopxlError, UndefinedValue
 from popxl.tensorlocation import ON_DEVICE, LocationInfo, TileSet
@@ -35,7 +36,7 @@ else:
 Location = tuple[int | None, bool | None]
 
 
-class Tensor(Operators):
+class Tensor(NoCopies, Operators):
     """A value in a graph. Tensors are made by ops, by graph inputs, and by `popxl.variable` and `popxl.constant`.
 
     Two tensors are equal only if they are the same tensor; to compare their elements use `ops.equal`.
@@ -113,6 +114,12 @@ class Tensor(Operators):
         t._origin = None
         t._used_at, t.is_read_elsewhere = (None, None), False
         return t
+
+    def __copy__(self) -> Self:
+        return self  # a name for a value: so what holds tensors can be copied
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
 
     @property
     def id(self) -> str:

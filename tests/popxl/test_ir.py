@@ -1,6 +1,9 @@
 """`Ir`: its counters, its identity, how long it lives, the graphs and streams it knows, and its picture."""
 
+import copy
 import gc
+import itertools
+import pickle
 import re
 import weakref
 from pathlib import Path
@@ -312,3 +315,18 @@ def test_dot_files(tmp_path, ir):
     assert main.startswith("digraph") and main.count("{") == main.count("}")
     assert len(re.findall(r"label=\"Call", main)) == 2
     assert "outer.scale_subgraph(0)" in main
+
+
+def test_programs_are_not_copied_and_tensors_are_their_own_copies():
+    ir = popxl.Ir()
+    with ir.main_graph:
+        x = popxl.variable([1.0, 2.0], popxl.float32, "x")
+        y = copy.deepcopy({"values": [x, x * 2]})["values"]
+        assert y[0] is x
+        assert copy.copy(y[1]) is y[1]
+    whole = ir, ir.main_graph, popxl.Session(ir)
+    for thing, attempt in itertools.product(whole, (copy.copy, copy.deepcopy, pickle.dumps)):
+        with pytest.raises(TypeError, match=r"can neither be copied nor pickled. `ir.save\(path\)` writes"):
+            attempt(thing)
+    with pytest.raises(TypeError, match="x.* can neither be copied nor pickled"):
+        pickle.dumps(x)

@@ -291,16 +291,18 @@ class _Sequence(_Composite):
 
 
 class _Mapping(_Composite):
-    """A dictionary, subclasses included. The order of its keys is that of the first one."""
+    """A dictionary, subclasses included, also those whose items are attributes, too. The order of its keys is that of
+    the first one."""
 
     def __init__(self, name: str, value: dict[Any, Any], known: Known) -> None:
         self.name = name
         self._type = type(value)
         self._items = {key: structure_of(item, f"{name}[{key!r}]", known) for key, item in value.items()}
         self._children = list(self._items.values())
+        attributes = getattr(value, "__dict__", {})
+        self._attributes = [key for key, item in value.items() if attributes.get(key, attributes) is item]
         self._empty = copy.copy(value)  # a subclass may have attributes of its own, or want arguments to be made
-        for key in value:  # without keeping tensors alive; one by one, as some subclasses have no `update`
-            self._empty[key] = None
+        self._fill(self._empty, dict.fromkeys(value))  # without keeping tensors alive
 
     def _apart(self, value: Any) -> Iterable[Any]:
         if value.keys() != self._items.keys():
@@ -318,9 +320,14 @@ class _Mapping(_Composite):
 
     def build(self, parts: Parts) -> Any:
         built = copy.copy(self._empty)
-        for key, child in self._items.items():
-            built[key] = child.build(parts)
+        self._fill(built, {key: child.build(parts) for key, child in self._items.items()})
         return built
+
+    def _fill(self, mapping: Any, items: Mapping[Any, Any]) -> None:
+        for key, item in items.items():  # one by one, as some subclasses have no `update`
+            mapping[key] = item
+        for key in self._attributes:
+            object.__setattr__(mapping, key, items[key])
 
     def constants(self) -> Iterator[tuple[str, Any]]:
         yield self.name, self._empty  # for its attributes

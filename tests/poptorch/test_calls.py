@@ -209,6 +209,29 @@ def test_a_dataclass_that_is_a_dictionary() -> None:
     assert of_it(Result(X, (X + 1,))).tolist() == (2 * X + 1).tolist()
 
 
+@dataclass
+class Mirrored(OrderedDict):
+    """A dataclass whose fields are put into the dictionary, and that is all."""
+
+    logits: Any = None
+    loss: Any = None
+
+    def __post_init__(self) -> None:
+        self.update({each.name: getattr(self, each.name) for each in dataclasses.fields(self)})
+
+
+def test_fields_that_are_items_too_are_filled_in_with_them() -> None:
+    model = poptorch.inferenceModel(lambda x: Mirrored(x + 1, {"of": x * 2}))
+    for x in (X, -X):
+        out = model(x)
+        assert type(out) is Mirrored and list(out) == ["logits", "loss"]
+        assert out["logits"] is out.logits and out["loss"] is out.loss
+        assert out.logits.tolist() == (x + 1).tolist() and out.loss["of"].tolist() == (x * 2).tolist()
+    of_it = poptorch.inferenceModel(lambda result: result.logits + result["logits"])
+    for x in (X, X + 1):
+        assert of_it(Mirrored(x)).tolist() == (2 * x).tolist()
+
+
 class Attributed(dict):
     """A dictionary that keeps a tensor beside its items."""
 

@@ -298,11 +298,14 @@ class _Mapping(_Composite):
         self.name = name
         self._type = type(value)
         self._items = {key: structure_of(item, f"{name}[{key!r}]", known) for key, item in value.items()}
-        self._children = list(self._items.values())
         attributes = getattr(value, "__dict__", {})
         self._attributes = [key for key, item in value.items() if attributes.get(key, attributes) is item]
+        names: list[str] = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+        own = {each: attributes[each] for each in names if each in attributes and each not in self._attributes}
+        self._fields = {each: structure_of(item, f"{name}.{each}", known) for each, item in own.items()}
+        self._children = [*self._items.values(), *self._fields.values()]
         self._empty = copy.copy(value)  # a subclass may have attributes of its own, or want arguments to be made
-        self._fill(self._empty, dict.fromkeys(value))  # without keeping tensors alive
+        self._fill(self._empty, dict.fromkeys(value), dict.fromkeys(own))  # without keeping tensors alive
 
     def _apart(self, value: Any) -> Iterable[Any]:
         if value.keys() != self._items.keys():
@@ -316,18 +319,19 @@ class _Mapping(_Composite):
                     if keys
                 )
             )
-        return [value[key] for key in self._items]
+        return [value[key] for key in self._items] + [getattr(value, name, None) for name in self._fields]
 
     def build(self, parts: Parts) -> Any:
         built = copy.copy(self._empty)
-        self._fill(built, {key: child.build(parts) for key, child in self._items.items()})
+        items = {key: child.build(parts) for key, child in self._items.items()}
+        self._fill(built, items, {name: child.build(parts) for name, child in self._fields.items()})
         return built
 
-    def _fill(self, mapping: Any, items: Mapping[Any, Any]) -> None:
+    def _fill(self, mapping: Any, items: Mapping[Any, Any], fields: Mapping[str, Any]) -> None:
         for key, item in items.items():  # one by one, as some subclasses have no `update`
             mapping[key] = item
-        for key in self._attributes:
-            object.__setattr__(mapping, key, items[key])
+        for name, value in (*fields.items(), *((key, items[key]) for key in self._attributes)):
+            object.__setattr__(mapping, name, value)
 
     def constants(self) -> Iterator[tuple[str, Any]]:
         yield self.name, self._empty  # for its attributes

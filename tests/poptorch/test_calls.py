@@ -227,9 +227,11 @@ def test_fields_that_are_items_too_are_filled_in_with_them() -> None:
         assert type(out) is Mirrored and list(out) == ["logits", "loss"]
         assert out["logits"] is out.logits and out["loss"] is out.loss
         assert out.logits.tolist() == (x + 1).tolist() and out.loss["of"].tolist() == (x * 2).tolist()
-    of_it = poptorch.inferenceModel(lambda result: result.logits + result["logits"])
+    of_it = poptorch.inferenceModel(lambda result: result.logits + 3 * result["logits"])
     for x in (X, X + 1):
-        assert of_it(Mirrored(x)).tolist() == (2 * x).tolist()
+        given = Mirrored(x)
+        given["logits"] = x * 2  # the item alone
+        assert of_it(given).tolist() == (7 * x).tolist()
 
 
 class Attributed(dict):

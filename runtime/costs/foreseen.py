@@ -2,9 +2,10 @@
 
 What JAX traces of the program becomes kernels, by rules: `runtime.costs.kernels`. These are gone through in two orders,
 that of the program and one that always takes next what frees most; compilers take the one that needs less. GPUs that
-send to each other begin with that as soon as they can. A value needs room from the kernel that makes it to the last one
-that reads it. Variables that are overwritten stay where they are, if all that read them come before; on GPUs, if the
-data say so: else these read a copy.
+send to each other begin with that as soon as they can; so does what comes from the host. A value needs room from the
+kernel that makes it to the last one that reads it. Variables that are overwritten stay where they are, if all that read
+them come before; on GPUs, if the data say so: else these read a copy. On TPUs, there are gaps between values:
+`runtime.costs.heap`.
 
 How far this is from what compilers say: `docs/scaling.md`.
 """

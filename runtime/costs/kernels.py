@@ -13,7 +13,9 @@ The rules, which hold for most programs:
   array alone.
 - On a TPU, float32 that only products use, which round it, is kept as bfloat16; so are stacks of loops whose turns do
   that. What is reduced besides is reduced by the kernel that rounds it. What several kernels use is written down, if
-  each would read four times as much to compute it. What convolutions give is tiled along images and channels.
+  each would read four times as much to compute it; numbers that are repeated are filled in for each. Products that
+  choose between a few numbers keep by what they choose. What convolutions give is tiled along images and channels. Sums
+  of replicas lie where their parts lay.
 
 `runtime.costs.foreseen` asks when each value is there.
 """

@@ -73,7 +73,7 @@ def _store(lowering: Lowering, op: Op, environment: Environment, channels: Chann
         return
     if channels.running is not None:  # a branch that is not run puts back what is there
         value = jnp.where(channels.running, value, _from_host(lowering, slots, offset))
-    channels.set_slots(buffer, _put(slots, value, offset))
+    channels.set_slots(buffer, _to_host(lowering, slots, value, offset))
 
 
 def _slot(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> Array:
@@ -133,15 +133,30 @@ _replaced = partial(lax.dynamic_update_index_in_dim, axis=0)
 
 
 def _from_host(lowering: Lowering, slots: Array, offset: Array) -> Array:
-    """A slot of those in the host's memory, on the device.
-
-    The only slot of a buffer comes in halves to a TPU. As a whole it is the buffer for XLA (libtpu 0.0.52), which says
-    of that, behind a barrier, that it is not on the host any more.
-    """
-    if lowering.replicas.platform != "tpu" or len(slots) > 1:
+    """A slot of those in the host's memory, on the device."""
+    if not _in_halves(lowering, slots):
         return _fetched(slots, offset)
     halves = slots.reshape(2, -1, *BLOCK)
     return jnp.concatenate([_fetched(halves, jnp.int32(i)) for i in range(2)])
+
+
+def _to_host(lowering: Lowering, slots: Array, value: Array, offset: Array) -> Array:
+    """The slots in the host's memory, of which one is what is on the device."""
+    if not _in_halves(lowering, slots):
+        return _put(slots, value, offset)
+    halves = slots.reshape(2, -1, *BLOCK)
+    for i, half in enumerate(jnp.split(value, 2)):
+        halves = _put(halves, half, jnp.int32(i))
+    return halves.reshape(slots.shape)
+
+
+def _in_halves(lowering: Lowering, slots: Array) -> bool:
+    """Whether a slot comes and goes in halves: the only one of a buffer, to and from a TPU.
+
+    As a whole it is the buffer for XLA (libtpu 0.0.52): it says of a buffer behind a barrier that it is not on the host
+    any more, and keeps what is stored on the device, too, until it is loaded.
+    """
+    return lowering.replicas.platform == "tpu" and len(slots) == 1
 
 
 @custom_vmap
@@ -263,7 +278,7 @@ def _shape(buffer: RemoteBuffer, replicas: Replicas, where: Any) -> tuple[int, .
     """The shape of the array of a buffer; see `runtime.targets.replicas`."""
     if where.memory_kind != HOST:
         return replicas.shape((buffer.entries, *buffer.tensor_shape))
-    parts = 2 if buffer.entries == 1 else 1  # see `_from_host`
+    parts = 2 if buffer.entries == 1 else 1  # see `_in_halves`
     blocks = parts * max(1, -(-buffer.slot_nelms // (parts * math.prod(BLOCK))))
     return (replicas.count * buffer.entries, blocks, *BLOCK)
 

@@ -257,7 +257,7 @@ def test_slots_are_fetched_when_the_program_says_so(entries: int, description: s
 
 
 @pytest.mark.targets
-@pytest.mark.parametrize(("entries", "stores"), [(1, False), (8, False), (4, True), (8, True)])
+@pytest.mark.parametrize(("entries", "stores"), [(1, False), (8, False), (1, True), (4, True), (8, True)])
 def test_a_slot_comes_while_the_one_before_is_used(entries: int, stores: bool) -> None:
     """Of eight weights, or of what eight layers were given, two are there at once, and what is computed."""
     ir, shape = popxl.Ir(), (512, 512)

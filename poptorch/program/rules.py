@@ -1,9 +1,5 @@
-"""Optimisers as rules: formulas, what each keeps, the numbers that it takes, and what an optimiser says of them.
-
-An optimiser is a formula: a function of the parameter, its gradient and the state, which returns their new contents.
-What it takes besides are the numbers of a parameter group, under torch's names and with torch's defaults; those after
-the star shape the formula and cannot be variable. In a program everything is computed in float32 and rounded once.
-"""
+"""Optimisers as rules: of each its formula as an op, what it keeps, the numbers that it takes, and what an optimiser
+says of them."""
 
 from __future__ import annotations
 
@@ -19,6 +15,19 @@ from jax import lax
 
 import popxl
 from poptorch import optim
+from poptorch.program.formulas import (
+    Array,
+    adadelta,
+    adagrad,
+    adam,
+    adamax,
+    adamw,
+    lamb,
+    nadam,
+    radam,
+    rmsprop,
+    sgd,
+)
 from popxl.errors import PopxlError
 from popxl.op import Colocated, Overwrites
 
@@ -29,13 +38,12 @@ __all__ = [
     "SGD",
     "VELOCITY",
     "WHOLE",
-    "Array",
     "Kept",
     "Key",
-    "Number",
     "Rule",
     "attribute_of",
     "attributes_of",
+    "classes_of",
     "in_parts",
     "numbers_of",
     "op_kind",
@@ -43,135 +51,7 @@ __all__ = [
     "usual_attributes",
 ]
 
-Array = Any
-Number = Any  # of a formula: a plain number, or an array of one element
 Key = tuple[int | None, str]  # a number of a parameter group, or (`None`) of the whole optimiser, and its name
-
-
-# Formulas -----------------------------------------------------------------------------------------------------------
-
-
-def _plus(x: Array, factor: Number, y: Array) -> Array:
-    """x + factor y, where nothing is added for the plain number 0."""
-    return x if isinstance(factor, float) and factor == 0 else x + factor * y
-
-
-def _moving(average: Array, value: Array, beta: Number) -> Array:
-    return beta * average + (1 - beta) * value
-
-
-def _direction(m: Array, v: Array, t: Array | None, beta1: Number, beta2: Number, eps: Number) -> Array:
-    """What Adam steps along, per learning rate: the moments are corrected if the number `t` of the step is given."""
-    if t is not None:
-        m, v = m / _correction(beta1, t), v / _correction(beta2, t)
-    return m / (jnp.sqrt(v) + eps)
-
-
-def _correction(beta: Number, t: Array) -> Array:
-    """1 - beta ** t, in a form that keeps its digits where beta is close to 1."""
-    exact = isinstance(beta, float)
-    return -jnp.expm1(t * (jnp.log(beta) if not exact else math.log(beta) if beta else -math.inf))
-
-
-def sgd(
-    w: Array,
-    g: Array,
-    v: Array | None = None,
-    lr: Number = 1e-3,
-    momentum: Number = 0.0,
-    dampening: Number = 0.0,
-    weight_decay: Number = 0.0,
-    nesterov: Number = False,
-    velocity_scaling: Number = 1.0,
-) -> tuple[Array, ...]:
-    d = _plus(g, weight_decay, w)
-    if v is None:  # the momentum always is 0
-        return (w - lr * (1 - dampening) * d,)
-    v = momentum * v + (1 - dampening) * velocity_scaling * d
-    step = jnp.where(nesterov, velocity_scaling * d + momentum * v, v)
-    return w - lr / velocity_scaling * step, v
-
-
-def adam(
-    w: Array,
-    g: Array,
-    m: Array,
-    v: Array,
-    t: Array,
-    lr: Number = 1e-3,
-    beta1: Number = 0.9,
-    beta2: Number = 0.999,
-    eps: Number = 1e-8,
-    weight_decay: Number = 0.0,
-) -> tuple[Array, ...]:
-    d = _plus(g, weight_decay, w)
-    m, v = _moving(m, d, beta1), _moving(v, d * d, beta2)
-    return w - lr * _direction(m, v, t, beta1, beta2, eps), m, v
-
-
-def adamw(
-    w: Array,
-    g: Array,
-    m: Array,
-    v: Array,
-    t: Array,
-    lr: Number = 1e-3,
-    beta1: Number = 0.9,
-    beta2: Number = 0.999,
-    eps: Number = 1e-8,
-    weight_decay: Number = 1e-2,
-) -> tuple[Array, ...]:
-    m, v = _moving(m, g, beta1), _moving(v, g * g, beta2)
-    return w - lr * _plus(_direction(m, v, t, beta1, beta2, eps), weight_decay, w), m, v
-
-
-def lamb(
-    w: Array,
-    g: Array,
-    m: Array,
-    v: Array,
-    t: Array,
-    lr: Number = 1e-3,
-    beta1: Number = 0.9,
-    beta2: Number = 0.999,
-    eps: Number = 1e-8,
-    weight_decay: Number = 1e-2,
-    max_weight_norm: Number = 65500.0,
-    *,
-    bias_correction: bool = True,
-) -> tuple[Array, ...]:
-    m, v = _moving(m, g, beta1), _moving(v, g * g, beta2)
-    x = _plus(_direction(m, v, t if bias_correction else None, beta1, beta2, eps), weight_decay, w)
-    length, step = jnp.minimum(jnp.linalg.norm(w.ravel()), max_weight_norm), jnp.linalg.norm(x.ravel())
-    ratio = jnp.where((length == 0) | (step == 0), 1, length / step)
-    return w - lr * ratio * x, m, v
-
-
-def rmsprop(
-    w: Array,
-    g: Array,
-    s: Array,
-    a: Array | None = None,
-    b: Array | None = None,
-    lr: Number = 1e-2,
-    alpha: Number = 0.99,
-    eps: Number = 1e-8,
-    weight_decay: Number = 0.0,
-    momentum: Number = 0.0,
-    *,
-    centered: bool = False,
-    use_tf_variant: bool = False,
-) -> tuple[Array | None, ...]:
-    d = _plus(g, weight_decay, w)
-    s, variance = (_moving(s, d * d, alpha),) * 2
-    if a is not None:  # centred
-        a = _moving(a, d, alpha)
-        variance = jnp.maximum(s - a * a, 0)  # rounding may leave less than nothing
-    q = d / (jnp.sqrt(variance + eps) if use_tf_variant else jnp.sqrt(variance) + eps)
-    q = lr * q if use_tf_variant else q
-    b = None if b is None else momentum * b + q
-    step = q if b is None else b
-    return w - (step if use_tf_variant else lr * step), s, a, b
 
 
 # Declarations -------------------------------------------------------------------------------------------------------
@@ -187,7 +67,8 @@ class Kept:
         torch_name: what PyTorch calls it.
         type_from: the attribute of the optimiser that gives its type.
         needs: a number without which it is not kept: one that is constant and 0, or false.
-        ones: a flag with which it starts at 1, not 0.
+        start: what its elements are at first, or the name of the number that says so; true is 1.
+        single: it is one number for each parameter.
     """
 
     operand: str
@@ -195,14 +76,16 @@ class Kept:
     torch_name: str
     type_from: str
     needs: str = ""
-    ones: str = ""
+    start: str | float = 0.0
+    single: bool = False
 
 
 class Rule:
     """An optimiser: its name, its formula as an op that works in place, what it keeps, and the numbers it takes.
 
     Attributes:
-        numbers: numbers of a parameter group, with their defaults.
+        numbers: numbers of a parameter group that the formula takes, with their defaults.
+        others: those that it does not take, as they only say what its state is at first.
         counts: steps are counted, as PyTorch counts them.
         takes_count: the formula takes the number of the step.
     """
@@ -217,6 +100,7 @@ class Rule:
         parameters = inspect.signature(formula).parameters
         self.takes_count = "t" in parameters
         self.numbers = {p.name: p.default for p in parameters.values() if p.name not in {*tensors, "g", "t"}}
+        self.others = {k.start: 0.0 for k in kept if isinstance(k.start, str) and k.start not in self.numbers}
         changed = tuple(p for p in parameters if p in tensors)
         self.step = op_kind(
             name,
@@ -247,8 +131,8 @@ def _in_float32(formula: Callable[..., tuple[Array | None, ...]], changed: tuple
         wide = {name: in_parts(x) if hasattr(x, "astype") else x for name, x in given.items()}
         wide["g"] = wide["g"] * wide.pop("scale", 1.0)
         found = formula(**wide)
-        whole = _of_parts if jnp.iscomplexobj(given["w"]) else _as_it_is
-        return tuple(whole(x) for name, x in zip(changed, found, strict=False) if given.get(name) is not None)
+        kept = ((given.get(name), x) for name, x in zip(changed, found, strict=False))
+        return tuple(_of_parts(x) if jnp.iscomplexobj(old) else x for old, x in kept if old is not None)
 
     lowering.__signature__ = signature  # type: ignore[attr-defined]
     return lowering
@@ -261,10 +145,6 @@ def in_parts(x: Array) -> Array:
 
 def _of_parts(x: Array) -> Array:
     return lax.complex(x[..., 0], x[..., 1])
-
-
-def _as_it_is(x: Array) -> Array:
-    return x
 
 
 def _no_result(w: Any, g: Any, *others: Any, **fixed: Any) -> tuple[popxl.TensorSpec, ...]:
@@ -285,16 +165,27 @@ _LAMB = Rule("LAMB", lamb, *_MOMENTS)
 _RMSPROP = Rule(
     "RMSprop",
     rmsprop,
-    Kept("s", "Accl1", "square_avg", _SECOND, ones="use_tf_variant"),
+    Kept("s", "Accl1", "square_avg", _SECOND, start="use_tf_variant"),
     Kept("a", "Accl2", "grad_avg", _FIRST, needs="centered"),
     Kept("b", "Accl3", "momentum_buffer", _FIRST, needs="momentum"),
 )
-RULES: dict[type, Rule] = {  # torch's AdamW is an Adam, so it comes first
+RULES: dict[type, Rule] = {
     torch.optim.SGD: SGD,
-    torch.optim.AdamW: _ADAMW,
     torch.optim.Adam: _ADAM,
+    torch.optim.AdamW: _ADAMW,
     torch.optim.RMSprop: _RMSPROP,
     optim.LAMB: _LAMB,
+    torch.optim.Adagrad: Rule(
+        "Adagrad", adagrad, Kept("s", "Accl1", "sum", _SECOND, start="initial_accumulator_value")
+    ),
+    torch.optim.Adadelta: Rule(
+        "Adadelta", adadelta, Kept("s", "Accl1", "square_avg", _SECOND), Kept("a", "Accl2", "acc_delta", _SECOND)
+    ),
+    torch.optim.Adamax: Rule("Adamax", adamax, _MOMENTS[0], Kept("u", "Accl2", "exp_inf", _SECOND)),
+    torch.optim.NAdam: Rule(
+        "NAdam", nadam, *_MOMENTS, Kept("p", "Accl3", "mu_product", _FIRST, start=1.0, single=True)
+    ),
+    torch.optim.RAdam: Rule("RAdam", radam, *_MOMENTS),
 }
 WHOLE: dict[str, Any] = {  # what is the same for all groups
     "loss_scaling": 1.0,
@@ -304,7 +195,14 @@ WHOLE: dict[str, Any] = {  # what is the same for all groups
     "use_combined_accum": False,
     **dict.fromkeys(("accum_type", "velocity_accum_type", _FIRST, _SECOND), torch.float32),
 }
-FIXED = {"bias_correction", "use_tf_variant", "use_combined_accum", "centered"}  # flags that shape a program
+FIXED = {  # what shapes a program, and what its state is at first
+    "bias_correction",
+    "centered",
+    "decoupled_weight_decay",
+    "initial_accumulator_value",
+    "use_combined_accum",
+    "use_tf_variant",
+}
 BETAS = ("beta1", "beta2")
 
 
@@ -318,11 +216,11 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
         AssertionError: for another class, or parameter groups that differ in `centered`.
         ValueError: for `amsgrad`, and for `use_tf_variant` where there is none.
     """
-    rule = next((rule for kind, rule in RULES.items() if isinstance(optimizer, kind)), None)
+    rule = next((RULES[kind] for kind in type(optimizer).__mro__ if kind in RULES), None)
     if rule is None:
         raise AssertionError(
             f"Unsupported optimizer type {type(optimizer).__name__}. Expected one of `poptorch.optim` (SGD, Adam, "
-            "AdamW, RMSprop, LAMB), or torch's SGD, Adam, AdamW or RMSprop."
+            f"AdamW, RMSprop, LAMB), or torch's {', '.join(r.name for r in RULES.values() if r is not _LAMB)}."
         )
     if rule is _ADAM and optimizer.defaults.get("decoupled_weight_decay"):
         rule = _ADAMW
@@ -340,7 +238,7 @@ def numbers_of(optimizer: torch.optim.Optimizer, rule: Rule) -> dict[Key, Any]:
     found: dict[Key, Any] = {(None, name): _plain(getattr(optimizer, name, None), d) for name, d in WHOLE.items()}
     combined = found[None, "use_combined_accum"]
     for i, group in enumerate(optimizer.param_groups):
-        for name, default in rule.numbers.items():
+        for name, default in (rule.numbers | rule.others).items():
             if name in BETAS:
                 found[i, name] = _plain(group["betas"][BETAS.index(name)], default)
             elif name == "velocity_scaling" and not combined:
@@ -362,6 +260,11 @@ def attribute_of(number: str) -> str:
     return "betas" if number in BETAS else number
 
 
+def classes_of(rule: Rule) -> tuple[type[torch.optim.Optimizer], ...]:
+    """The classes of an optimiser: torch's and poptorch's, where there are such."""
+    return tuple(kind for module in (torch.optim, optim) if (kind := getattr(module, rule.name, None)) is not None)
+
+
 def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
     """Names of the attributes of an optimiser, by what a message calls them."""
     return {
@@ -373,8 +276,8 @@ def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
 
 def usual_attributes(kind: str, rule: Rule) -> set[str]:
     """Names of attributes that optimisers of a rule have, in poptorch or torch."""
-    own = getattr(optim, rule.name)
     if kind == "optimizer attribute":
-        return {*inspect.signature(own).parameters, "param_groups", "defaults", "state", "variable_attrs", "device"}
-    numbers = {attribute_of(name) for name in rule.numbers if name not in WHOLE}
+        usual = {"param_groups", "defaults", "state", "variable_attrs", "device"}
+        return usual.union(*(inspect.signature(own).parameters for own in classes_of(rule)))
+    numbers = {attribute_of(name) for name in rule.numbers | rule.others if name not in WHOLE}
     return numbers | {"params", "amsgrad", "decoupled_weight_decay", *optim.TORCH_ONLY}

@@ -58,6 +58,7 @@ from poptorch import optim
 from poptorch.base.dtypes import device_dtype, from_numpy
 from poptorch.base.logging_ import logger
 from poptorch.errors import Error, createPoptorchError
+from poptorch.program.formulas import Array, Number
 from poptorch.program.rules import (
     BETAS,
     FIXED,
@@ -65,12 +66,11 @@ from poptorch.program.rules import (
     SGD,
     VELOCITY,
     WHOLE,
-    Array,
     Kept,
     Key,
-    Number,
     attribute_of,
     attributes_of,
+    classes_of,
     in_parts,
     numbers_of,
     op_kind,
@@ -153,7 +153,7 @@ class Update:
     """An optimiser, as the program that was made with it has it.
 
     Args:
-        optimizer: one of `poptorch.optim`, or torch's SGD, Adam, AdamW or RMSprop.
+        optimizer: one of `poptorch.optim`, or one of torch's of which `poptorch.program.rules` has a rule.
         parameters: parameters of the model by name, as they are on the host. Those that need no gradient, and those
             that the optimiser does not have, are not trained.
         replica_groupings: those of parameters that are not the same on all replicas, by name. Their rows are parts of
@@ -191,7 +191,7 @@ class Update:
     ) -> None:
         self._rule = rule_of(optimizer)
         self._groups = len(optimizer.param_groups)
-        if type(optimizer) not in (*RULES, getattr(optim, self._rule.name)):
+        if type(optimizer) not in (*RULES, *classes_of(self._rule)):
             logger.warning(
                 "%s is a subclass of an optimiser: a wrapped model reads the numbers of %s from it, and what its own "
                 "code does has no effect.",
@@ -296,7 +296,7 @@ class Update:
             own = {}
             for kept in self._rule.kept:
                 if (t := state.get(f"{kept.name}___{name}")) is not None:
-                    wide = t.to(torch.promote_types(t.dtype, parameters[name].dtype))
+                    wide = t if kept.single else t.to(torch.promote_types(t.dtype, parameters[name].dtype))
                     scale = self._state_scale(kept, name, values)
                     own[kept.torch_name] = wide if scale == 1 else wide / scale
             if own:
@@ -484,12 +484,18 @@ class Update:
             if kept.needs and needs not in self._slots and not self._numbers[needs]:
                 continue
             dtype = device_dtype(parameter.dtype) if combined else self._numbers[None, kept.type_from]
-            fill = np.ones if kept.ones and self._numbers[None, kept.ones] else np.zeros
-            if parameter.is_complex():  # a number for each part
-                numbers = fill((*parameter.shape, 2), np.float32).view(np.complex64)[..., 0]
+            start = kept.start if isinstance(kept.start, float) else self._numbers[self._key(name, kept.start)]
+            if parameter.is_complex() and not kept.single:  # a number for each part
+                numbers = np.full((*parameter.shape, 2), start, np.float32).view(np.complex64)[..., 0]
             else:
-                numbers = fill(tuple(parameter.shape), popxl.dtype.as_dtype(dtype).as_numpy())
+                shape = self._rows(name) if kept.single else tuple(parameter.shape)
+                numbers = np.full(shape, start, popxl.dtype.as_dtype(dtype).as_numpy())
             yield State(f"{kept.name}___{name}", numbers, name)
+
+    def _rows(self, name: str) -> tuple[int, ...]:
+        """What the host has more of a parameter than replicas: a row for each group of them."""
+        grouping = self._groupings.get(name)
+        return () if grouping is None or grouping.num_groups == 1 else (grouping.num_groups,)
 
     def _common(self) -> Iterator[State]:
         """What there is one of."""

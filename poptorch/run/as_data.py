@@ -27,6 +27,7 @@ from poptorch.base.custom_types import parser_of
 from poptorch.errors import createPoptorchError
 from poptorch.options import Anchor, Options, TensorLocationSettings
 from poptorch.placement.strategies import _IExecutionStrategy
+from poptorch.program.rules import RULES, classes_of
 from poptorch.settings.setting import OptionsDict, Setting
 from popxl.options import OF_THE_RUN
 
@@ -269,15 +270,9 @@ def options_from_data(data: Mapping[str, Any]) -> Options:
 # Optimisers -----------------------------------------------------------------------------------------------------------
 
 _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
-    "poptorch.SGD": optim.SGD,
-    "poptorch.AdamW": optim.AdamW,
-    "poptorch.Adam": optim.Adam,
-    "poptorch.RMSprop": optim.RMSprop,
-    "poptorch.LAMB": optim.LAMB,
-    "torch.SGD": torch.optim.SGD,
-    "torch.AdamW": torch.optim.AdamW,  # which is an Adam
-    "torch.Adam": torch.optim.Adam,
-    "torch.RMSprop": torch.optim.RMSprop,
+    f"{'poptorch' if issubclass(kind, optim.Optimizer) else 'torch'}.{kind.__name__}": kind
+    for rule in RULES.values()
+    for kind in classes_of(rule)
 }
 
 
@@ -306,7 +301,7 @@ class OptimizerData(BaseModel):
             optimizer: of one of the classes that models can be trained with.
             parameters: of the model, by name. Others are left out.
         """
-        kind = next(name for name, known in _CLASSES.items() if isinstance(optimizer, known))
+        kind = next(name for c in type(optimizer).__mro__ for name, known in _CLASSES.items() if c is known)
         names = {id(p): name for name, p in parameters.items()}
         accepted = inspect.signature(_CLASSES[kind]).parameters
         own = {name: value for name, value in vars(optimizer).items() if name in getattr(optimizer, "_own", ())}

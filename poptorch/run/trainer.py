@@ -265,7 +265,8 @@ class Trainer:
         state, own = self.optimizer.state, self._parameters.values()
         if is_known and isinstance(state, MirroredState):
             return state.has_changed(own)
-        return any(p in state for p in own) or self._mirror is not None and state is not self._mirror
+        begun = any(p in state and _has_begun(state[p]) for p in own)
+        return begun or self._mirror is not None and state is not self._mirror
 
     def _take(self) -> None:
         """Take `optimizer.state` as what the device is to have."""
@@ -382,6 +383,11 @@ def _device_state(optimizer: torch.optim.Optimizer) -> optim.DeviceState:
 def _hooks_of_step(optimizer: torch.optim.Optimizer) -> list[Mapping[int, Any]]:
     own: list[Any] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
     return [*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+
+
+def _has_begun(state: Mapping[str, Any]) -> bool:
+    """Whether the state of a parameter is of some steps: Adagrad has state before the first."""
+    return float(state.get("step", 1)) > 0
 
 
 def _said(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[dict[str, Any]]]:

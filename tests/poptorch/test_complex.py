@@ -81,8 +81,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "Spectral": (Spectral, (2, 3, 4)),
 }
 OPTIMISERS = {
-    "Rotary": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
-    "FNet": lambda p: torch.optim.AdamW(p, 0.01),
+    "Rotary": lambda p: torch.optim.NAdam(p, 0.01),
+    "FNet": lambda p: torch.optim.Adagrad(p, 0.01, initial_accumulator_value=0.1),
     "Fourier": lambda p: torch.optim.Adam(p, 0.01, weight_decay=0.1),
     "Spectral": lambda p: torch.optim.RMSprop(p, 0.01, momentum=0.9, centered=True),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -29,19 +31,29 @@ class Columns(torch.nn.Module):
         (CommGroupType.Consecutive, CommGroupType.Orthogonal),
     ],
 )
-@pytest.mark.parametrize("momentum", [None, 0.9])
-def test_shards_train_as_the_whole(of_weight: CommGroupType, of_input: CommGroupType, momentum: float | None) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "kept"),
+    [
+        (lambda p: optim.SGD(p, lr=0.05), None),
+        (lambda p: optim.SGD(p, lr=0.05, momentum=0.9), "momentum_buffer"),
+        (lambda p: torch.optim.NAdam(p, lr=0.05), "exp_avg"),  # which keeps one number of each group, too
+    ],
+    ids=["sgd", "momentum", "nadam"],
+)
+def test_shards_train_as_the_whole(
+    of_weight: CommGroupType, of_input: CommGroupType, optimizer: Callable[..., torch.optim.Optimizer], kept: str | None
+) -> None:
     torch.manual_seed(1)
     whole, rows = torch.randn(3, 8) / 3, torch.randn(2, 2, 3)  # two groups of rows, of two
     module = Columns(whole.reshape(3, 4, 2).swapaxes(0, 1).contiguous())
     options = poptorch.Options().replicationFactor(8).inputReplicaGrouping(4, of_input)
     options.outputMode(poptorch.OutputMode.All)
-    optimizer = optim.SGD(module.parameters(), lr=0.05, momentum=momentum)
-    model = poptorch.trainingModel(module, options, optimizer)
+    ours = optimizer(module.parameters())
+    model = poptorch.trainingModel(module, options, ours)
     model.weight.replicaGrouping(of_weight, 2, VariableRetrievalMode.OnePerGroup)
 
     reference = torch.nn.Parameter(whole.clone())
-    stepper = torch.optim.SGD([reference], lr=0.05, momentum=momentum or 0.0)
+    stepper = optimizer([reference])
     for _ in range(4):
         losses = model(rows.reshape(4, 3))
         stepper.zero_grad()
@@ -52,11 +64,11 @@ def test_shards_train_as_the_whole(of_weight: CommGroupType, of_input: CommGroup
         torch.testing.assert_close(losses.sum() / 8, loss.detach(), rtol=1e-6, atol=1e-6)
     found = module.weight.detach().swapaxes(0, 1).reshape(3, 8)
     torch.testing.assert_close(found, reference.detach(), rtol=1e-6, atol=1e-6)
-    if momentum:
-        state = optimizer.state_dict()["ipu_state"]["Accl1___weight"]
+    if kept:
+        state = ours.state[module.weight][kept]
         assert state.shape == (4, 3, 2)
         torch.testing.assert_close(
-            state.swapaxes(0, 1).reshape(3, 8), stepper.state[reference]["momentum_buffer"], rtol=1e-5, atol=1e-6
+            state.swapaxes(0, 1).reshape(3, 8), stepper.state[reference][kept], rtol=1e-5, atol=1e-6
         )
 
 

@@ -103,6 +103,8 @@ def test_inference_comes_back_without_the_class(module: Model, tmp_path: Path) -
         lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.3),
         lambda p: torch.optim.SGD(p, lr=0.001, momentum=0.9, nesterov=True),
         lambda p: optim.LAMB(p, lr=torch.tensor(0.01).item(), bias_correction=False),
+        lambda p: torch.optim.Adagrad(p, lr=0.01, lr_decay=0.1, initial_accumulator_value=0.2),
+        lambda p: torch.optim.NAdam([{"params": p[:1], "lr": 0.002}, {"params": p[1:]}], lr=0.001),
         lambda p: optim.RMSprop(p, lr=0.001, momentum=0.5, centered=True, use_tf_variant=True),
     ],
 )

@@ -454,6 +454,11 @@ MAKES = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.2),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1, weight_decay=0.1),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.1, betas=(0.9, 0.95)),
     "lamb": lambda p: optim.LAMB(p, lr=0.1),
     "combined": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, use_combined_accum=True, velocity_scaling=128.0),
 }
@@ -495,6 +500,16 @@ def test_training_goes_on_exactly_from_a_state_and_in_pytorch_too(name: str) -> 
     theirs = make(reference.parameters())
     eagerly(reference, theirs, 10)
     torch.testing.assert_close(back.state_dict(), reference.state_dict(), rtol=1e-5, atol=1e-5)
+
+
+def test_an_adagrad_that_is_new_goes_on_with_the_state_of_the_device() -> None:
+    """It has state before its first step, which is not taken for what somebody has loaded."""
+    module, _, model = trained(MAKES["adagrad"], 2)
+    model.setOptimizer(MAKES["adagrad"](module.parameters()))
+    model(ROWS)
+    reference = Layers()
+    eagerly(reference, MAKES["adagrad"](reference.parameters()), 3)
+    torch.testing.assert_close(module.state_dict(), reference.state_dict(), rtol=1e-5, atol=1e-6)
 
 
 def test_state_is_read_when_somebody_looks_and_what_is_changed_in_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,10 @@ import copy
 import logging
 import pickle
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,6 +16,7 @@ torch = pytest.importorskip("torch")
 import popxl  # noqa: E402
 from poptorch import optim  # noqa: E402
 from poptorch.errors import Error  # noqa: E402
+from poptorch.program.formulas import averaged  # noqa: E402
 from poptorch.program.updates import Update  # noqa: E402
 from popxl import TensorByRef, ops  # noqa: E402
 
@@ -206,6 +209,41 @@ def test_optimisers_of_torch(name: str) -> None:
     assert_equal(program.run(gradients()), expected)
 
 
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("Adagrad", {}),
+    ("Adagrad", dict(lr=0.1, lr_decay=0.3, weight_decay=0.1, initial_accumulator_value=0.5, eps=1e-4)),
+    ("Adadelta", {}),
+    ("Adadelta", dict(lr=0.3, rho=0.7, weight_decay=0.1, eps=1e-3)),
+    ("Adamax", {}),
+    ("Adamax", dict(lr=0.1, betas=(0.7, 0.8), weight_decay=0.1, eps=1e-2)),
+    ("NAdam", {}),
+    ("NAdam", dict(lr=0.1, weight_decay=0.1, momentum_decay=0.1)),
+    ("NAdam", dict(lr=0.1, weight_decay=0.1, decoupled_weight_decay=True)),
+    ("RAdam", dict(lr=0.1)),
+    ("RAdam", dict(lr=0.1, betas=(0.0, 0.6))),  # the average of squares is never of more than four
+    ("RAdam", dict(lr=0.1, weight_decay=0.1, betas=(0.8, 0.9))),
+    ("RAdam", dict(lr=0.1, weight_decay=0.1, decoupled_weight_decay=True)),
+]
+
+
+@pytest.mark.parametrize(("name", "numbers"), OTHERS, ids=[f"{i}-{row[0]}" for i, row in enumerate(OTHERS)])
+def test_ten_steps_of_optimisers_that_only_torch_has(name: str, numbers: dict[str, Any]) -> None:
+    ours, theirs = (
+        (named, getattr(torch.optim, name)([{"params": [named["a"]]}, {"params": [named["b"]], "lr": 0.02}], **numbers))
+        for named in (parameters(), parameters())
+    )
+    assert_equal(Program(ours[1], ours[0]).run(gradients()), by_torch(theirs[1], theirs[0]), tolerance=2e-6)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.999, 0.99999])
+def test_how_many_steps_an_average_is_of(beta: float) -> None:
+    """Beside the formula in exact fractions: in float32, 1998 would be taken from 1999."""
+    b = Fraction(beta)
+    for t in (1, 2, 5, 6, 30, 400):
+        exact = float(2 / (1 - b) - 1 - 2 * t * b**t / (1 - b**t))
+        assert float(averaged(beta, jnp.float32(t))) == pytest.approx(exact, rel=3e-7)
+
+
 def test_an_adam_whose_weight_decay_is_decoupled_is_an_adamw() -> None:
     ours, theirs = parameters(), parameters()
     program = Program(torch.optim.Adam(ours.values(), 0.01, weight_decay=0.3, decoupled_weight_decay=True), ours)
@@ -264,6 +302,7 @@ KEPT: list[tuple[Callable[..., Optimizer], dict[str, Any], list[str]]] = [
     (optim.SGD, dict(lr=0.1, momentum=0.9), ["Accl1___w"]),
     (optim.Adam, dict(), ["Accl1___w", "Accl2___w", "Step"]),
     (optim.LAMB, dict(), ["Accl1___w", "Accl2___w", "Step"]),
+    (torch.optim.Adagrad, dict(), ["Accl1___w", "Step"]),
     (optim.RMSprop, dict(), ["Accl1___w", "Step"]),
     (optim.RMSprop, dict(centered=True, momentum=0.9), ["Accl1___w", "Accl2___w", "Accl3___w", "Step"]),
 ]
@@ -557,8 +596,8 @@ def test_subclasses_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_what_is_refused() -> None:
     w = torch.nn.Parameter(torch.ones(2))
-    with pytest.raises(AssertionError, match="Unsupported optimizer type Adagrad. Expected one of `poptorch.optim`"):
-        Update(torch.optim.Adagrad([w]), {"w": w})
+    with pytest.raises(AssertionError, match="type Rprop. Expected one of `poptorch.optim` .*, NAdam"):
+        Update(torch.optim.Rprop([w]), {"w": w})
     with pytest.raises(ValueError, match="Adam: `amsgrad` is not supported"):
         Update(torch.optim.Adam([w], amsgrad=True), {"w": w})
     with pytest.raises(ValueError, match="SGD: there is no `use_tf_variant` of it"):

@@ -33,6 +33,7 @@ from popxl.op import Colocated, Overwrites
 
 __all__ = [
     "BETAS",
+    "CYCLED",
     "FIXED",
     "RULES",
     "SGD",
@@ -204,6 +205,8 @@ FIXED = {  # what shapes a program, and what its state is at first
     "use_tf_variant",
 }
 BETAS = ("beta1", "beta2")
+CYCLED = "base_momentum"
+"""What schedulers that change momentum, or the first of the betas, note in parameter groups when they are made."""
 
 
 # What an optimiser says -----------------------------------------------------------------------------------------------

@@ -61,6 +61,7 @@ from poptorch.errors import Error, createPoptorchError
 from poptorch.program.formulas import Array, Number
 from poptorch.program.rules import (
     BETAS,
+    CYCLED,
     FIXED,
     RULES,
     SGD,
@@ -252,7 +253,7 @@ class Update:
             )
         for key, value in numbers.items():
             if key not in self._slots and value != self._numbers[key]:
-                raise _constant_changed(key, self._numbers[key], value, isinstance(optimizer, optim.Optimizer))
+                raise _constant_changed(key, self._numbers[key], value, optimizer)
         return np.array([numbers[key] for key in self._slots], np.float32)
 
     def named_values(self, values: np.ndarray) -> dict[str, float]:
@@ -505,7 +506,8 @@ class Update:
             yield State(LOSS_SCALE_FACTOR, np.ones((), np.float32))
 
     def _varies(self, optimizer: torch.optim.Optimizer, key: Key) -> bool:
-        """Whether a number is variable: by what a poptorch optimiser says, else where it is not torch's default."""
+        """Whether a number is variable: by what a poptorch optimiser says, else where it is not torch's default. The
+        first of the betas is, too, where a scheduler cycles it."""
         group, name = key
         if self._automatic and name == "loss_scaling":
             return True
@@ -513,6 +515,8 @@ class Update:
             return False
         if name == "velocity_scaling" and not self._numbers[None, "use_combined_accum"]:
             return False
+        if name == "beta1" and group is not None and CYCLED in optimizer.param_groups[group]:
+            return True
         if isinstance(optimizer, optim.Optimizer):
             attribute = attribute_of(name)
             return attribute in optimizer.variable_attrs and not optimizer.variable_attrs.isConstant(attribute)
@@ -540,16 +544,18 @@ def _shown(number: str) -> str:
     return first + "".join(other.capitalize() for other in others)
 
 
-def _constant_changed(key: Key, before: Any, now: Any, ours: bool) -> Error:
+def _constant_changed(key: Key, before: Any, now: Any, optimizer: torch.optim.Optimizer) -> Error:
     group, number = key
     name = attribute_of(number)
     where = f"{name!r}" if group is None else f"{name!r} of group {group}"
     variable = not isinstance(now, torch.dtype) and number not in FIXED
     remedy = ""
-    if variable and ours:
+    if variable and isinstance(optimizer, optim.Optimizer):
         remedy = f" Mark it with `optimizer.variable_attrs.markAsVariable({name!r})` before you compile."
-    elif variable:
+    elif variable and hasattr(optim, type(optimizer).__name__):
         remedy = f" An optimizer of `poptorch.optim` that is made with `{name}=...` can change it."
+    if number == "beta1":
+        remedy += " So can a scheduler (`OneCycleLR`, `CyclicLR`) that is made before the model is compiled."
     return createPoptorchError(
         f"The optimizer's {where} is {now!r}, and the model was compiled with {before!r} as a constant.{remedy} {_ANEW}"
     )

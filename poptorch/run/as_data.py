@@ -27,7 +27,7 @@ from poptorch.base.custom_types import parser_of
 from poptorch.errors import createPoptorchError
 from poptorch.options import Anchor, Options, TensorLocationSettings
 from poptorch.placement.strategies import _IExecutionStrategy
-from poptorch.program.rules import RULES, classes_of
+from poptorch.program.rules import CYCLED, RULES, classes_of
 from poptorch.settings.setting import OptionsDict, Setting
 from popxl.options import OF_THE_RUN
 
@@ -316,7 +316,7 @@ class OptimizerData(BaseModel):
                     if name == "params"
                     else to_data(_plain(value), f"the optimizer's {name}")
                     for name, value in group.items()
-                    if name == "params" or name in accepted
+                    if name in accepted or name in ("params", CYCLED)
                 }
                 for group in optimizer.param_groups
             ],

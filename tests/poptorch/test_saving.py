@@ -122,6 +122,23 @@ def test_training_continues_where_it_was(module: Model, make: Callable, tmp_path
     assert loaded.model.count.item() == 4
 
 
+def test_a_scheduler_that_cycles_betas_goes_on(module: Model, tmp_path: Path) -> None:
+    model = training_of(module, lambda p: torch.optim.AdamW(p, lr=0.01))
+    ours = model._trainer.optimizer
+    schedule = torch.optim.lr_scheduler.OneCycleLR(ours, 0.1, total_steps=9)
+    model(X, T), schedule.step()
+    model.save(tmp_path / "model.poptorch")
+    loaded = poptorch.load(tmp_path / "model.poptorch")
+    theirs = loaded._trainer.optimizer
+    again = torch.optim.lr_scheduler.OneCycleLR(theirs, 0.1, total_steps=9)
+    again.load_state_dict(schedule.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    for _ in range(2):
+        torch.testing.assert_close(loaded(X, T)[1], model(X, T)[1], rtol=0, atol=0)
+        schedule.step(), again.step()
+    assert theirs.param_groups[0]["betas"] == ours.param_groups[0]["betas"] != (0.95, 0.999)
+
+
 def test_numbers_of_the_optimizer_are_those_of_now(module: Model, tmp_path: Path) -> None:
     model = training_of(module, lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.5))
     model(X, T)

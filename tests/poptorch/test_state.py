@@ -502,6 +502,31 @@ def test_training_goes_on_exactly_from_a_state_and_in_pytorch_too(name: str) -> 
     torch.testing.assert_close(back.state_dict(), reference.state_dict(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RAdam, optim.Adam])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=8),
+        lambda o: torch.optim.lr_scheduler.CyclicLR(o, base_lr=0.01, max_lr=0.1, step_size_up=3),
+    ],
+    ids=["one", "cyclic"],
+)
+def test_schedulers_that_cycle_the_first_beta(kind, schedule) -> None:
+    ours, theirs = Layers(), Layers()
+    optimizers = [kind(module.parameters(), lr=0.01) for module in (ours, theirs)]
+    schedulers = [schedule(optimizer) for optimizer in optimizers]
+    model = poptorch.trainingModel(ours, optimizer=optimizers[0])
+    betas = set()
+    for _ in range(6):
+        model(ROWS)
+        eagerly(theirs, optimizers[1], 1)
+        betas.add(optimizers[0].param_groups[0]["betas"][0])
+        for scheduler in schedulers:
+            scheduler.step()
+    assert len(betas) > 3
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-5, atol=1e-5)
+
+
 def test_an_adagrad_that_is_new_goes_on_with_the_state_of_the_device() -> None:
     """It has state before its first step, which is not taken for what somebody has loaded."""
     module, _, model = trained(MAKES["adagrad"], 2)

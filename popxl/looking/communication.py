@@ -29,14 +29,15 @@ if TYPE_CHECKING:
 __all__ = ["Collective", "Communication", "communication_of"]
 
 Array = Any
-CollectiveKind = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all"]
+CollectiveKind = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"]
 
 
 class Collective(Record):
     """One exchange of an op.
 
     Attributes:
-        kind: what replicas do: `"all-reduce"`, `"reduce-scatter"`, `"all-gather"` or `"all-to-all"`.
+        kind: what replicas do: `"all-reduce"`, `"reduce-scatter"`, `"all-gather"`, `"all-to-all"` or
+            `"collective-permute"`.
         op: the type of the op.
         tensor: the name of the tensor that the op is given.
         bytes: of one replica: what goes in, or what comes out, whichever is more.
@@ -272,6 +273,10 @@ class _Listening(Exchanging):
 
     def exchanged(self, t: Array) -> Array:
         self._hear("all-to-all", 1, t)
+        return t
+
+    def shifted(self, t: Array, distance: int) -> Array:
+        self._hear("collective-permute", 1, t)
         return t
 
     def _hear(self, kind: CollectiveKind, times: int, t: Array) -> None:

@@ -26,7 +26,7 @@ class Exchange(Record):
 
     Attributes:
         kind: what chips do together: "all-reduce".
-        group_size: how many are together.
+        group_size: how many are together: two in a `"collective-permute"`, in which each chip sends to one other.
         said, said_bytes: how many of them a run carries out as the program says, and their bytes.
         needed_bytes: those of them whose results somebody needs, and that are not only added to what another gives.
         compiled, compiled_bytes: the same, of what was compiled.
@@ -108,11 +108,12 @@ def sent_by(ir: Ir, program: CompiledProgram) -> Sent:
     totals: dict[tuple[str, int], _Totals] = {}
     added: set[tuple[str, int]] = set()
     for each in said.collectives:
-        of = totals.setdefault((each.kind, each.group_size), _Totals())
+        size = 2 if each.kind == "collective-permute" else each.group_size
+        of = totals.setdefault((each.kind, size), _Totals())
         of.said += each.turns
         of.said_bytes += each.turns * each.bytes
         if each.is_added:
-            added.add((each.kind, each.group_size))
+            added.add((each.kind, size))
         else:
             of.needed_bytes += each.needed * each.bytes
     for found in account_of_program(program).collectives:

@@ -119,6 +119,11 @@ class _OnMesh(Exchanging):
     def exchanged(self, t: Array) -> Array:
         return lax.all_to_all(t, self._along, 0, 0, axis_index_groups=self._groups, tiled=True)
 
+    def shifted(self, t: Array, distance: int) -> Array:
+        groups = self._groups or [list(range(self.size))]  # along some dimensions of the mesh, all groups do the same
+        pairs = [(group[i - distance % self.size], member) for group in groups for i, member in enumerate(group)]
+        return lax.ppermute(t, self._along, pairs)
+
 
 def devices_meet(ops: Iterable[Op], replicas: Replicas) -> bool:
     """Whether devices wait for each other where replicas run these ops."""

@@ -14,6 +14,7 @@ from popxl.ops.collectives.replicated import (
     replicated_all_reduce_,
     replicated_all_to_all,
     replicated_reduce_scatter,
+    replicated_shift,
     replicated_slice,
 )
 
@@ -29,5 +30,6 @@ __all__ = [
     "replicated_all_reduce_",
     "replicated_all_to_all",
     "replicated_reduce_scatter",
+    "replicated_shift",
     "replicated_slice",
 ]

@@ -31,7 +31,7 @@ _TERMS: dict[str, Callable[[Array], Array]] = {"add": wide, "mean": wide, "squar
 
 
 class Exchanging(Group):
-    """A group of several members, built on five exchanges."""
+    """A group of several members, built on six exchanges."""
 
     # Exchanges -------------------------------------------------------------------------------------------------------
 
@@ -54,6 +54,10 @@ class Exchanging(Group):
     @abstractmethod
     def exchanged(self, t: Array) -> Array:
         """What the members have for this one, by rank: one block of the first dimension of `t` is for each of them."""
+
+    @abstractmethod
+    def shifted(self, t: Array, distance: int) -> Array:
+        """What `t` is on the member so many places before this one; those before the first are the last."""
 
     # What they make up -----------------------------------------------------------------------------------------------
 

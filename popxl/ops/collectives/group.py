@@ -63,6 +63,10 @@ class Group(ABC):
         length = len(t) // self.size
         return lax.dynamic_slice_in_dim(self.members(t), self.rank * length, length, axis=1).reshape(t.shape)
 
+    def shifted(self, t: Array, distance: int) -> Array:
+        """What `t` is on the member so many places before this one; those before the first are the last."""
+        return lax.dynamic_index_in_dim(self.members(t), (self.rank - distance) % self.size, keepdims=False)
+
     def chunk(self, t: Array, length: int) -> Array:
         """The replica's own chunk of an array; zeros follow its end."""
         return lax.dynamic_index_in_dim(self.chunks(t, length), self.rank, keepdims=False)

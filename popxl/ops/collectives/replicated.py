@@ -2,8 +2,8 @@
 
 The ops themselves work on flat tensors that are cut into chunks, one for each member of a group; axes are brought to
 the front and back by ordinary ops. What a group is, where replicas run, is in `runtime.lowering.collectives`. A gather
-and a slice are each other's gradients, an exchange is its own. Gradients are not summed over replicas: a reduction has
-to be asked for.
+and a slice are each other's gradients, an all-to-all is its own, and that of a shift is a shift back. Gradients are not
+summed over replicas: a reduction has to be asked for.
 """
 
 from __future__ import annotations
@@ -430,6 +430,61 @@ def replicated_all_to_all(t: Tensor, split_axis: int = 0, concat_axis: int = 0, 
     _, back = _permutations(concat, parts.rank)
     piece[concat] *= size
     return reshape(transpose(got, back) if concat else got, piece)
+
+
+def _shift(t: Array, *, distance: int, group: Group) -> Array:
+    return _as(t.dtype, group.shifted(_as_bytes(t), distance)) if distance % group.size else t
+
+
+def _shifted_back(g: Tensor, t_spec: TensorSpec, distance: int, stride: int, group_size: int) -> Tensor:
+    return shift_kind(g, distance=-distance, stride=stride, group_size=group_size)
+
+
+shift_kind: OpKind = OpKind(
+    "ReplicatedShift",
+    _shift,
+    shape=like_first,
+    gradient={"t": _shifted_back},
+    result="{t}_shifted",
+    traits=[BetweenReplicas()],
+)
+
+
+def replicated_shift(t: Tensor, distance: int = 1, group: Groups | None = None) -> Tensor:
+    """Give `t` to the member of the group so many places further on; the last ones give theirs to the first.
+
+    The members of a group are a ring, and each sends to one other only: to a neighbour, over a link of its own, where
+    the machine has such links. After as many shifts by one as there are members, each has seen what all have, and none
+    has had room for more than two at once. The gradient is shifted back.
+
+    Args:
+        t: tensor of any shape and dtype.
+        distance: how many places further on; negative numbers go back.
+        group: which replicas talk to each other: a grouping, or names of axes; all of them by default.
+
+    Returns:
+        A new tensor of the same shape and dtype: `t` of the member `distance` places before.
+
+    Raises:
+        TypeError: if `distance` is no integer.
+        ValueError: if the replicas of the Ir cannot be grouped like this.
+        NotImplementedError: for a grouping whose members are not always the same distance apart.
+
+    See also: `jax.lax.ppermute`, `torch.distributed.batch_isend_irecv`.
+
+    Example:
+        The sum over a ring, which every member computes in an order of its own.
+
+        >>> with popxl.Ir(replication=4).main_graph:
+        ...     t = total = popxl.variable([1.0, 2.0], popxl.float32)
+        ...     for _ in range(3):
+        ...         t = ops.collectives.replicated_shift(t)
+        ...         total = total + t
+        >>> total.shape
+        (2,)
+    """
+    name = "replicated_shift"
+    return shift_kind(t, distance=integer(distance, f"{name}: `distance`"), **members(name, group))
 
 
 # Axes ---------------------------------------------------------------------------------------------------------------

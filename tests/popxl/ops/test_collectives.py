@@ -223,6 +223,20 @@ def exchanged(shape: tuple[int, ...], split: int, concat: int, dtype: str = "flo
     )
 
 
+def shifted(shape: tuple[int, ...], distance: int, dtype: str = "float32") -> Case:
+    def meaning(distance: int) -> Callable[[Sequence[Array], int], Array]:
+        return lambda xs, rank: xs[(rank - distance) % len(xs)]
+
+    return Case(
+        f"shift by {distance}",
+        lambda t, group: c.replicated_shift(t, distance, group),
+        shape,
+        meaning(distance),
+        meaning(-distance),
+        dtype,
+    )
+
+
 CASES = [
     *(all_reduce(op, dtype) for op in OP_MAP for dtype in ("float32", "int32")),
     *(all_reduce(op, "float16", (5,)) for op in ("add", "mean", "mul", "max", "square_add")),
@@ -250,6 +264,8 @@ CASES = [
     *(sliced((8,), 0, dtype) for dtype in ("float16", "int32", "bool")),
     *(exchanged((8, 3, 16), split, concat) for split, concat in ((0, 0), (0, 1), (2, 0), (-1, -1), (0, 2))),
     *(exchanged((16, 3), 0, 1, dtype) for dtype in ("float16", "int32", "bool")),
+    *(shifted((3, 2), distance) for distance in (0, 1, -1, 2, 5, -8)),
+    *(shifted(shape, 1, dtype) for shape in ((), (5,)) for dtype in ("float16", "int32", "bool")),
 ]
 
 GROUPINGS = {

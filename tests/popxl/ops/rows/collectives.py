@@ -136,4 +136,9 @@ COLLECTIVES = [
              bad(PopxlError, "axis 1 does not exist in a tensor of rank 1", FLAT, 0, 1),
              bad(ValueError, r"axis 0 of `t`, f32\[\], cannot be cut into 1 equal parts", scalar(1)),
              bad(TypeError, "`group` must be a ReplicaGrouping", X, 0, 0, [0, 1])]),
+    Row("replicated_shift", lambda t, distance=1: t,
+        [*over(ANY, (2, 3)), *over("float32", (2, 3), distance=-2), *over("float32", ()), sample(FLAT, np.int32(0))],
+        "ReplicatedShift", "{0}_shifted", differentiable=(0,), keeps=0,
+        bad=[bad(TypeError, "`distance` must be an integer", X, 1.5), bad(TypeError, "`t` must be a Tensor", 3),
+             bad(TypeError, "`group` must be a ReplicaGrouping", X, 1, [0, 1])]),
 ]  # fmt: skip

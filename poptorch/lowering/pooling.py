@@ -17,7 +17,7 @@ import popxl
 from poptorch.lowering.convolution import per_axis
 from poptorch.lowering.registry import jax_op, lowers
 from poptorch.lowering.resample import Axis, resampled
-from popxl.ops.kernels.elements import over_images
+from popxl.ops.kernels.elements import over_images, room
 from popxl.ops.kernels.kernel import Kernel
 from popxl.ops.kernels.windows import first_largest, first_largest_gradient
 from popxl.ops.precision import widened
@@ -226,7 +226,7 @@ def _unpool(input: Any, indices: Any, *, output_size: tuple[int, ...]) -> Any:
     """Zeros, and each number at its place in the last axes, counted row by row."""
     outer = input.shape[: input.ndim - len(output_size)]
     rows, places = (t.reshape(math.prod(outer), -1) for t in (input, indices))
-    out = jnp.zeros((len(rows), math.prod(output_size)), input.dtype)
+    out = room((len(rows), math.prod(output_size)), 0, input.dtype, after=input)
     return out.at[jnp.arange(len(rows))[:, None], places].set(rows).reshape(*outer, *output_size)
 
 

@@ -22,6 +22,7 @@ from popxl.core.recording import not_a_tensor
 from popxl.core.tensor import Tensor
 from popxl.core.traits import REFUSED, Drops
 from popxl.errors import PopxlError
+from popxl.ops.kernels.elements import room
 from popxl.ops.kernels.kernel import Kernel
 from popxl.ops.kernels.sums import largest, summed
 from popxl.ops.kernels.words import derived, words
@@ -137,7 +138,7 @@ class _Blocks:
 
     def filled(self, channels: int, value: float = 0) -> Any:
         """`channels` equal numbers for each query, in the form that blocks are put into."""
-        return jnp.full((*self.lead, self.q.shape[3], channels), value, self.wide)
+        return room((*self.lead, self.q.shape[3], channels), value, self.wide, after=self.q)
 
 
 def _block(length: int) -> int:
@@ -190,11 +191,21 @@ def attended(queries: Any, keys: Any, values: Any, mask: Any, seed: Any, **how: 
 
 @Kernel
 def attended_backward(
-    g: Any, queries: Any, keys: Any, values: Any, out: Any, logs: Any, mask: Any, seed: Any, **how: Any
+    g: Any,
+    queries: Any,
+    keys: Any,
+    values: Any,
+    out: Any,
+    logs: Any,
+    mask: Any,
+    seed: Any,
+    *,
+    is_part: bool = False,
+    **how: Any,
 ) -> tuple[Any, Any, Any]:
-    """The gradients of queries, keys and values."""
+    """The gradients of queries, keys and values; of queries, their share, if `out` and `logs` are of more keys."""
     blocks = _Blocks(queries, keys, values, mask, seed, **how)
-    slopes = _slopes(blocks, g, out, logs)
+    slopes = _slopes(blocks, g, out, logs, is_part)
 
     def step(state: tuple[Any, Any, Any], i: Any, j: Any) -> tuple[Any, Any, Any]:
         dq, dk, dv = state
@@ -206,15 +217,17 @@ def attended_backward(
         dq = _put(dq, blocks.row(dq, i) + to_q, 3, i)
         return dq, *(_put(t, blocks.column(t, j) + more, 2, j) for t, more in ((dk, to_k), (dv, to_v)))
 
-    start = tuple(jnp.zeros(t.shape, blocks.wide) for t in (blocks.q, blocks.k, blocks.v))
+    start = tuple(room(t.shape, 0, blocks.wide, after=g) for t in (blocks.q, blocks.k, blocks.v))
     dq, dk, dv = blocks.over(step, start)
     dk, dv = (t[:, :, : blocks.keys_length] for t in (dk, dv))
     return dq[..., : blocks.length, :].reshape(queries.shape), dk.reshape(keys.shape), dv.reshape(values.shape)
 
 
-def _slopes(blocks: _Blocks, g: Any, out: Any, logs: Any) -> Callable[[Any, Any], tuple[Any, Any, Any]]:
+def _slopes(
+    blocks: _Blocks, g: Any, out: Any, logs: Any, is_part: bool = False
+) -> Callable[[Any, Any], tuple[Any, Any, Any]]:
     """For a pair of blocks: the weights, the gradient of the scores, and the incoming gradient."""
-    if blocks.is_one:
+    if blocks.is_one and not is_part:
 
         def of_all(i: Any, j: Any) -> tuple[Any, Any, Any]:
             (weights, _), g_i = blocks.softmax(), blocks.of_rows(g)
@@ -249,7 +262,7 @@ def _mask_pullback(
         more = summed(slopes(i, j)[1], alike, keepdims=True)
         return _put(dm, _put(rows, _cut(rows, 4, j, blocks.columns) + more, 4, j), 3, i)
 
-    dm = blocks.over(step, jnp.zeros(blocks.mask.shape, blocks.wide))
+    dm = blocks.over(step, room(blocks.mask.shape, 0, blocks.wide, after=g))
     shape = (1,) * (len(blocks.batch) + 3 - mask.ndim) + mask.shape
     dm = dm[:, :, :, : shape[-2], : shape[-1]]
     if dm.shape[0] > 1:

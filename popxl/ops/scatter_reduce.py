@@ -16,6 +16,7 @@ from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.ops.families import REAL
 from popxl.ops.host import init
+from popxl.ops.kernels.elements import room
 from popxl.ops.logic import equal, where
 from popxl.ops.precision import widened
 from popxl.ops.scatter import leading, padded, put, read
@@ -121,7 +122,7 @@ def _combined(
     index, values = indices.reshape(full), leading(data, block)
     start = initial_values
     if start is None:
-        start = jnp.zeros((*block[:axis], axis_size, *block[axis + 1 :]), data.dtype)
+        start = room((*block[:axis], axis_size, *block[axis + 1 :]), 0, data.dtype, after=data)
         if reduction in ("max", "min"):  # where there are elements, any of them takes the place of the 0 first
             start = put(start, index, values, axis)
     if reduction == "sum":

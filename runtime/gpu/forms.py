@@ -6,14 +6,16 @@ from collections.abc import Mapping
 
 from jax import lax
 
-from popxl.ops.kernels.elements import needed_again
+from popxl.ops.kernels.elements import needed_again, room
 from popxl.ops.kernels.kernel import Form, Kernel
 from popxl.ops.kernels.sums import softmax_gradient
+from runtime.gpu import rooms as of_rooms
 from runtime.gpu import sums as of_sums
 
 FORMS: Mapping[Kernel, Form] = {
     needed_again: lax.optimization_barrier,
+    room: of_rooms.room,
     softmax_gradient: of_sums.softmax_gradient,
 }
 """Gradients behind a barrier: without one, XLA would keep the tanh or erf of each element from the forward pass on, in
-float32. And sums along rows, in a form that XLA makes one kernel of."""
+float32. Rooms that are written when they are needed. And sums along rows, in a form that XLA makes one kernel of."""

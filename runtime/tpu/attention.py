@@ -44,11 +44,21 @@ def attended(queries: Array, keys: Array, values: Array, mask: Array, seed: Arra
 
 
 def attended_backward(
-    g: Array, queries: Array, keys: Array, values: Array, out: Array, logs: Array, mask: Array, seed: Array, **how: Any
+    g: Array,
+    queries: Array,
+    keys: Array,
+    values: Array,
+    out: Array,
+    logs: Array,
+    mask: Array,
+    seed: Array,
+    *,
+    is_part: bool = False,
+    **how: Any,
 ) -> tuple[Array, Array, Array]:
     """`popxl.ops.attention.attended_backward`."""
     if not _takes(queries, keys, values, mask, how):
-        return plain_backward.plain(g, queries, keys, values, out, logs, mask, seed, **how)
+        return plain_backward.plain(g, queries, keys, values, out, logs, mask, seed, is_part=is_part, **how)
     q, k, v = _by_head(queries, keys, values)
     g, out, logs = (t.reshape(*q.shape[:3], *t.shape[queries.ndim - 1 :]) for t in (g, out, logs))
     shift = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), -1)

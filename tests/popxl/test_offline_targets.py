@@ -295,6 +295,46 @@ def test_buffers_that_are_loaded_and_stored_in_turn_stay_on_the_host(
 
 
 @pytest.mark.targets
+@pytest.mark.parametrize("layers", [2, 8])
+def test_gpus_write_zeros_when_a_loop_begins_that_fills_them(layers: int) -> None:
+    """Attention goes through long texts block by block: scores of a block are eight arrays, and eight are besides."""
+    ir, shape = popxl.Ir(), (4, 1024, 64)
+    ir.options.calledGraphs = "inlined"
+    with ir.main_graph, popxl.in_sequence():
+        x = ops.host_load(popxl.h2d_stream(shape, popxl.bfloat16, "x"))
+        for _ in range(layers):
+            x = ops.attention(x, x * 2, x * 3)
+        ops.host_store(popxl.d2h_stream(shape, popxl.bfloat16, "y"), x)
+    assert popxl.Session(ir, "gpu h100").memory().temporaries < 17 * 2 * 4 * 1024 * 64
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("op", ["gather", "subsample"])
+def test_gpus_write_zeros_when_a_gradient_comes_that_is_put_there(op: str) -> None:
+    """Of eight layers their inputs are kept, and the gradient of one is there."""
+    ir, shape = popxl.Ir(), (512, 256)
+    ir.options.calledGraphs = "inlined"
+
+    def layers(x: popxl.Tensor) -> popxl.Tensor:
+        places = popxl.constant(np.arange(512)[::-1].copy(), popxl.int32)
+        for _ in range(8):
+            x = ops.tanh(x)
+            if op == "gather":
+                x = ops.gather(x, places)
+            else:
+                x = ops.concat([ops.subsample(x, (2, 1)), ops.subsample(ops.exp(x), (2, 1))])
+        return x
+
+    with ir.main_graph, popxl.in_sequence():
+        x = popxl.variable(popxl.initial.zeros(shape), popxl.float32, "x")
+        graph = ir.create_graph(layers, x)
+        gradient = popxl.transforms.autodiff(graph)
+        call = ops.call_with_info(graph, x)
+        ops.add_(x, *ops.call(gradient.graph, call.outputs[0], inputs_dict=gradient.inputs_dict(call)))
+    assert popxl.Session(ir, "gpu h100").memory().temporaries < 11 * 4 * 512 * 256
+
+
+@pytest.mark.targets
 @pytest.mark.parametrize("gelu", [ops.gelu, ops.geluerf], ids=["gelu", "geluerf"])
 def test_gpus_compute_gelu_again_for_its_gradient(gelu: Callable[[popxl.Tensor], popxl.Tensor]) -> None:
     """Of each of four layers, what goes into gelu and what comes out is kept, and nothing in float32."""

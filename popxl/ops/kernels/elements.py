@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -39,6 +39,12 @@ def over_images(function: Callable[..., Any], axes: int, *arrays: Any) -> Any:
 def of_elements(function: Callable[[Any], Any], t: Any) -> Any:
     """What a function of elements makes of an array, if it takes long."""
     return function(t)
+
+
+@Kernel
+def room(shape: Sequence[int], value: Any, dtype: Any, after: Any) -> Any:
+    """An array of equal numbers that is to be filled bit by bit, which begins when another array is there."""
+    return jnp.full(shape, value, dtype)
 
 
 @Kernel

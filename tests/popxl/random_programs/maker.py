@@ -422,7 +422,7 @@ class Maker:
         return []
 
     def talk(self, values: list[Value]) -> list[Value]:
-        """Combine or gather what the replicas of a group have."""
+        """Combine, gather or pass on what the replicas of a group have."""
         if self.is_in_branch:
             raise NothingFits
         group, collectives = self.grouping(), ops.collectives
@@ -430,6 +430,9 @@ class Maker:
             t = self.pick(values, lambda v: v.t.nelms * self.replicas <= LARGEST).t
             axis = self.axis(t) if t.rank else 0
             return [fresh(collectives.replicated_all_gather(t, axis, group, self.choice(["concat", "new_axis"])))]
+        if self.maybe(0.2):
+            t = self.choice(values).t
+            return [fresh(collectives.replicated_shift(t, self.between(-3, 3), group))]
         v = self.pick(values, is_number)
         how = self.choice(["mean" if v.is_float else "add", "max", "min"])
         if self.maybe(0.2):

@@ -369,6 +369,7 @@ BETWEEN: dict[str, Callable[..., Array]] = {  # of the values of a group, and th
     "ReplicatedAllReduce": _all_reduced,
     "ReplicatedAllReduceInplace": _all_reduced,
     "ReplicatedAllGather": lambda values, rank, shape, **group: numpy.stack(values).reshape(shape),
+    "ReplicatedShift": lambda values, rank, distance, **group: values[(rank - distance) % len(values)],
     "ReplicatedReduceScatter": lambda values, rank, op, sharded, **group: _chunk(
         _all_reduced(values, rank, op), rank, len(values)
     ),

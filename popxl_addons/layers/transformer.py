@@ -21,11 +21,14 @@ from popxl import OpKind, ops
 from popxl.core.traits import REFUSED, Overwrites
 from popxl.errors import PopxlError
 from popxl.ops.precision import rounded_once
+from popxl.replica_grouping import Groups
 from popxl.values.shapes import is_one_of
 from popxl_addons.layers.layer_norm import LayerNorm
 from popxl_addons.layers.linear import Linear
 from popxl_addons.layers.rms_norm import RMSNorm
 from popxl_addons.module import Module
+from popxl_addons.named_replica_grouping import resolved
+from popxl_addons.ops.ring_attention import ring_attention
 
 __all__ = ["MLP", "Attention", "Cache", "Stretch", "TransformerBlock"]
 
@@ -123,6 +126,8 @@ class Attention(Module):
         head_norm: `eps` of a norm over the channels of each query and each key; none by default.
         bias: whether the projections have biases: of all four, of none, or of ``"qkv"``, all but `output`.
         dropout: the probability that a place overlooks another in training: then `build` needs a seed.
+        group: the replicas that have some places of each text, those of one after those of the one before: a grouping,
+            or names of axes. By default each has whole texts. See `addons.ops.ring_attention`.
 
     Example:
         >>> with popxl.Ir().main_graph:
@@ -144,13 +149,14 @@ class Attention(Module):
         head_norm: float | None = None,
         bias: bool | Literal["qkv"] = True,
         dropout: float = 0.0,
+        group: Groups | None = None,
     ):
         super().__init__()
         self.heads, self.key_heads = heads, heads if key_heads is None else key_heads
         if self.key_heads < 1 or heads % self.key_heads:
             raise ValueError(f"Attention: `key_heads` is {key_heads}; expected a divisor of the {heads} heads.")
         self.channels, self.causal, self.rotary, self.bias, self.dropout = channels, causal, rotary, bias, dropout
-        self.stretch, self.head_norm = stretch, head_norm
+        self.stretch, self.head_norm, self.group = stretch, head_norm, group
 
     def build(
         self,
@@ -172,6 +178,8 @@ class Attention(Module):
         kept = None if cache is None else Cache(*cache)
         known = None if kept is None else kept.known
         self._check(x, kept)
+        if self.group is not None and not (mask is None and cache is None and seed is None):
+            raise ValueError("Attention: replicas that have places of texts take no `mask`, `cache` or `seed`.")
         channels = x.shape[-1] // self.heads if self.channels is None else self.channels
         batch, length, width = x.shape
         self.query = Linear(self.heads * channels, bias=bool(self.bias))
@@ -186,7 +194,7 @@ class Attention(Module):
         if self.head_norm is not None:
             self.query_norm, self.key_norm = RMSNorm(), RMSNorm()
             q, k = self.query_norm(q, self.head_norm), self.key_norm(k, self.head_norm)
-        first = popxl.constant(0, popxl.int32) if known is None else known
+        first = self._first(length) if known is None else known
         if self.rotary is not None:
             stretch = {} if self.stretch is None else {"stretch": astuple(self.stretch)}
             q, k = (_rotary(t, first, base=float(self.rotary), **stretch) for t in (q, k))
@@ -198,10 +206,19 @@ class Attention(Module):
             if known is not None:
                 k, v = all_keys, all_values
                 mask, causal = _among(_seen(length, k.shape[-2], first, causal), mask), False
-        mixed = ops.attention(
-            q, k, v, mask, causal, dropout=self.dropout if seed is not None else 0.0, seed_tensor=seed
-        )
+        if self.group is not None:
+            mixed = ring_attention(q, k, v, causal, group=self.group)
+        else:
+            dropout = self.dropout if seed is not None else 0.0
+            mixed = ops.attention(q, k, v, mask, causal, dropout=dropout, seed_tensor=seed)
         return self.output(mixed.transpose((0, 2, 1, 3)).reshape((batch, length, self.heads * channels)))
+
+    def _first(self, length: int) -> popxl.Tensor:
+        """The place in the text of the first that this replica has."""
+        if self.group is None:
+            return popxl.constant(0, popxl.int32)
+        size = resolved(self.group, "Attention: `group`").group_size
+        return ops.collectives.replicated_slice(ops.arange(0, size * length, length), group=self.group)
 
     def _check(self, x: popxl.Tensor, kept: Cache | None) -> None:
         """`ValueError` for a text that does not fit the heads or the cache."""

@@ -1,0 +1,187 @@
+"""Attention over texts that are longer than one device has room for: replicas have some places each.
+
+Keys and values go round the ring of the replicas, and each replica joins what its queries get of them, as
+`popxl.ops.attention` joins blocks: of each query there is the result so far, and the logarithm of the sum of the
+exponentials of its scores. The gradient sends them round again, and with them their gradients, which come home last.
+That goes the other way round: XLA would take pieces that come the same way for those that came before, and keep all.
+
+A piece is on its way while the one before is looked at. It waits, behind a barrier, for what was seen of the one before
+that, as all would come at once otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+import popxl
+from popxl import OpKind
+from popxl.core.traits import REFUSED, BetweenReplicas
+from popxl.errors import PopxlError
+from popxl.ops.attention import attended, attended_backward
+from popxl.ops.collectives.collectives import members
+from popxl.ops.collectives.group import Group
+from popxl.replica_grouping import Groups
+from popxl.values.shapes import flag, like_first, number, same_dtype
+
+__all__ = ["ring_attention"]
+
+
+def _ring(q: Any, k: Any, v: Any, *, causal: bool, scale: float, group: Group) -> tuple[Any, Any]:
+    def attention(k: Any, v: Any, causal: bool) -> tuple[Any, Any]:
+        out, logs = attended(q, k, v, None, None, causal=causal, scale=scale, dropout=0.0)
+        return out.astype(logs.dtype), logs
+
+    coming = _sent(group, 1, k, v)
+    out, logs = attention(k, v, causal)
+    for distance in range(1, group.size):
+        k, v = coming
+        if distance + 1 < group.size:
+            (k, v), (out, logs) = lax.optimization_barrier(((k, v), (out, logs)))
+            coming = _sent(group, 1, k, v)
+        more, more_logs = attention(k, v, False)
+        if causal:  # those that come from behind are of later places
+            more_logs = jnp.where(group.rank >= distance, more_logs, -jnp.inf)
+        total = jnp.logaddexp(logs, more_logs)
+        out = sum(t * jnp.exp(own - total)[..., None] for t, own in ((out, logs), (more, more_logs)))
+        logs = total
+    return out, logs
+
+
+def _ring_backward(
+    g: Any, q: Any, k: Any, v: Any, out: Any, logs: Any, *, causal: bool, scale: float, group: Group
+) -> tuple[Any, Any, Any]:
+    def gradients(k: Any, v: Any, logs: Any, causal: bool) -> tuple[Any, Any, Any]:
+        found = attended_backward(
+            g, q, k, v, out, logs, None, None, is_part=True, causal=causal, scale=scale, dropout=0.0
+        )
+        return tuple(t.astype(logs.dtype) for t in found)
+
+    coming = _sent(group, -1, k, v)
+    dq, dk, dv = gradients(k, v, logs, causal)
+    for distance in range(1, group.size):
+        k, v = coming
+        if distance + 1 < group.size:
+            (k, v), (dq, dk, dv) = lax.optimization_barrier(((k, v), (dq, dk, dv)))
+            coming = _sent(group, -1, k, v)
+        is_later = causal & (group.rank + distance < group.size)
+        dk, dv = _sent(group, -1, dk, dv)
+        more = gradients(k, v, jnp.where(is_later, jnp.inf, logs), False)  # of later places all weights are 0
+        dq, dk, dv = (t + each for t, each in zip((dq, dk, dv), more, strict=True))
+    return dq, *_sent(group, -1, dk.astype(k.dtype), dv.astype(v.dtype))
+
+
+def _sent(group: Group, distance: int, *ts: Any) -> tuple[Any, ...]:
+    return tuple(group.shifted(t, distance) for t in ts) if group.size > 1 else ts
+
+
+def _specs(q: Any, k: Any, v: Any, *, causal: bool, scale: float, **groups: int) -> Sequence[popxl.TensorSpec]:
+    same_dtype(q, k, v)
+    if not q.dtype.is_floating_point or q.dtype.is_float8:
+        raise PopxlError(f"queries, keys and values are floats of 16 bits or more; these are {q.dtype.name}.")
+    rank = len(q.shape)
+    if rank < 3 or {len(k.shape), len(v.shape)} != {rank}:
+        raise PopxlError("expected queries, keys and values of one rank, 3 or more: (..., heads, length, channels).")
+    if k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:
+        raise PopxlError("expected a value for each key, and keys with as many channels as the queries.")
+    if q.shape[:-3] != k.shape[:-3] or q.shape[-3] % max(k.shape[-3], 1):
+        raise PopxlError("expected keys with the batch of the queries, and a number of heads that divides theirs.")
+    if not k.shape[-2] or (causal and q.shape[-2] != k.shape[-2]):
+        raise PopxlError(
+            f"a replica has {q.shape[-2]} queries and {k.shape[-2]} keys; expected at least one key, and with `causal` "
+            "as many as queries."
+        )
+    wide = popxl.float32 if q.dtype.is_half else q.dtype
+    return popxl.TensorSpec((*q.shape[:-1], v.shape[-1]), q.dtype), popxl.TensorSpec(q.shape[:-1], wide)
+
+
+def _gradient(forward: Any, gs: Sequence[popxl.Tensor | None]) -> dict[int, popxl.Tensor]:
+    """One op makes all three."""
+    op, (g, _) = forward.op, gs
+    if g is None:
+        return {}
+    found = _ring_attention_grad(g, *map(forward.read, (*op.inputs, *op.outputs)), **op.attributes)
+    return {i: dt for i, dt in enumerate(found) if forward.wants(i)}
+
+
+_ring_attention = OpKind(
+    "RingAttention",
+    _ring,
+    shape=_specs,
+    operands=("queries", "keys", "values"),
+    result=("attention_out", "attention_logs"),
+    gradient=_gradient,
+    traits=[BetweenReplicas()],
+    key="popxl_addons.RingAttention",
+)
+_ring_attention_grad = OpKind(
+    "RingAttentionGrad",
+    _ring_backward,
+    shape=lambda g, q, k, v, out, logs, **how: tuple(map(like_first, (q, k, v))),
+    result=("attention_queries_grad", "attention_keys_grad", "attention_values_grad"),
+    gradient=REFUSED,
+    traits=[BetweenReplicas()],
+    key="popxl_addons.RingAttentionGrad",
+)
+
+
+def ring_attention(
+    queries: popxl.Tensor,
+    keys: popxl.Tensor,
+    values: popxl.Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    group: Groups | None = None,
+) -> popxl.Tensor:
+    """`ops.attention` over texts that the members of a group have some places of each: those of one member follow those
+    of the one before.
+
+    Keys and values go from member to member, in one step less than there are members. No member ever has more than two
+    pieces of them, so texts may be as many times longer. In a step each member looks at all that has come. With
+    `causal` it has to wait for nothing of later places, but the last member looks at all: a step takes as long as
+    without.
+
+    The gradient sends keys and values round again, and with them their gradients, in float32. It is that of the sum of
+    what the members do with their results.
+
+    Args:
+        queries: of shape `(..., heads, length, channels)`, of the places that a replica has.
+        keys: of shape `(..., key heads, key length, channels)`, likewise. The number of heads divides that of the
+            queries.
+        values: of shape `(..., key heads, key length, value channels)`.
+        causal: each query sees the keys up to its own place.
+        scale: of the scores, 1 / √channels by default.
+        group: the replicas that have the pieces of a text, in order: a grouping, or names of axes; all by default.
+
+    Returns:
+        A new tensor of shape `(..., heads, length, value channels)`, and of the dtype of the queries.
+
+    Raises:
+        PopxlError: if the shapes do not fit, or the dtypes differ.
+        TypeError: if `scale` is no number.
+        ValueError: if the replicas of the Ir cannot be grouped like this.
+
+    See also: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023).
+
+    Example:
+        Texts of 4 × 16 places, on four replicas.
+
+        >>> with popxl.Ir(axes={"data": 2, "text": 4}).main_graph:
+        ...     x = popxl.variable(np.ones((2, 8, 16, 32)), popxl.bfloat16)
+        ...     y = addons.ops.ring_attention(x, x, x, causal=True, group="text")
+        >>> y.shape
+        (2, 8, 16, 32)
+    """
+    name = "ring_attention"
+    if scale is None:
+        scale = 1 / math.sqrt(max(queries.shape[-1], 1)) if isinstance(queries, popxl.Tensor) and queries.shape else 1.0
+    how: dict[str, Any] = {
+        "causal": flag(causal, f"{name}: `causal`"),
+        "scale": float(number(scale, f"{name}: `scale`")),
+    }
+    out, _ = _ring_attention(queries, keys, values, **how, **members(name, group))
+    return out

@@ -19,7 +19,6 @@ from poptorch.lowering.emission import emission
 from poptorch.lowering.operands import Number, axis_of, broadcast, lined, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import dtypes, ops
-from popxl.ops.kernels.elements import room
 from popxl.ops.precision import widened
 
 
@@ -50,7 +49,7 @@ def picked(input: Any, *indices: Any, dims: tuple[int, ...], aligned: bool = Fal
 @jax_op(title="IndexGrad")
 def _given_back(g: Any, *indices: Any, shape: tuple[int, ...], dims: tuple[int, ...], aligned: bool = False) -> Any:
     g = widened(g)
-    return _at(room(shape, 0, g.dtype, after=g), indices, dims, aligned).add(g)
+    return _at(jnp.zeros(shape, g.dtype), indices, dims, aligned).add(g)
 
 
 # Reading --------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
-from popxl.ops.kernels.elements import room
 from popxl.ops.precision import widened
 from popxl.values.shapes import flag, given, integer, one_axis
 from popxl.values.spec import TensorSpec
@@ -68,7 +67,7 @@ def _scattered(g: Any, indices: Any, *, axis: int, shape: tuple[int, ...], group
         return jax.vmap(functools.partial(_scattered, axis=axis - 1, shape=shape[1:]))(g, indices)
     g = widened(g)
     places = (*(builtins.slice(None),) * axis, or_beyond(indices, shape[axis]))
-    return room(shape, 0, g.dtype, after=g).at[places].add(g, mode="drop", wrap_negative_indices=False)
+    return jnp.zeros(shape, g.dtype).at[places].add(g, mode="drop", wrap_negative_indices=False)
 
 
 _gather_grad = OpKind("GatherGrad", _scattered, shape=lambda g, indices, *, shape, **where: TensorSpec(shape, g.dtype))

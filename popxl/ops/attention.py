@@ -223,6 +223,32 @@ def attended_backward(
     return dq[..., : blocks.length, :].reshape(queries.shape), dk.reshape(keys.shape), dv.reshape(values.shape)
 
 
+def attended_backward_anew(
+    g: Any,
+    queries: Any,
+    keys: Any,
+    values: Any,
+    out: Any,
+    logs: Any,
+    mask: Any,
+    seed: Any,
+    *,
+    is_part: bool = False,
+    **how: Any,
+) -> tuple[Any, Any, Any]:
+    """`attended_backward` that has nothing in common with the forward pass, unless that is little.
+
+    XLA would keep what both compute: all scores of a block, in float32, and what was rounded to the result. Behind a
+    barrier it keeps what the program does, and waits for `g` with the rest.
+    """
+    operands = sum(t.size * t.dtype.itemsize for t in (queries, keys, values, out))
+    if 2 * 4 * logs.size * keys.shape[-2] > operands:
+        known = (g, queries, keys, values, out, logs, mask)
+        g, queries, keys, values, out, logs, mask = lax.optimization_barrier(known)
+        is_part = True
+    return attended_backward.plain(g, queries, keys, values, out, logs, mask, seed, is_part=is_part, **how)
+
+
 def _slopes(
     blocks: _Blocks, g: Any, out: Any, logs: Any, is_part: bool = False
 ) -> Callable[[Any, Any], tuple[Any, Any, Any]]:

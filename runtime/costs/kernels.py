@@ -8,7 +8,7 @@ The rules, which hold for most programs:
 - What a product gives goes through what is computed of it element by element, as far as all of that ends in one value.
 - What is computed twice of the same is computed once. What nobody needs is left out.
 - A loop needs room for what its turns carry and stack, and for the most that a turn needs.
-- Of what a collective gives, and everyone rounds, the rounded is kept.
+- Of what a collective gives, and everyone rounds, the rounded is kept; on a GPU also of what a product gives.
 - On a GPU, all arrays that begin with the same number are filled in at once. Products compute what is computed of one
   array alone.
 - On a TPU, float32 that only products use, which round it, is kept as bfloat16; so are stacks of loops whose turns do
@@ -340,7 +340,8 @@ def kernels_of(traced: Traced, given_back: Iterable[Value]) -> list[Kernel]:
     for barrier in barriers:
         if any(value.is_on_host for value in barrier):  # before what is fetched
             there.update(value for value in barrier if value.maker is not None)
-    there.update(kept for value in [*there] if (kept := _rounded(value, users)) is not None)
+    rounding = {step for step in steps if step.is_exchange or (step.kind in _PRODUCTS and not is_tpu)}
+    there.update(kept for value in [*there] if value.maker in rounding and (kept := _rounded(value, users)) is not None)
     order = {step: number for number, step in enumerate(steps)}
     alone = set() if is_tpu else {_CONVOLUTION}  # GPUs carry it out by a library, to which nothing is appended
     products = [step for step in steps if step.kind in _PRODUCTS - alone]
@@ -435,9 +436,9 @@ def _is_only_reduced(step: Step, users: Mapping[Value, Mapping[Step, None]], res
 
 
 def _rounded(value: Value, users: Mapping[Value, Mapping[Step, None]]) -> Value | None:
-    """What a collective gives, rounded to fewer bytes, if nobody wants it otherwise: that is kept then."""
+    """A value rounded to fewer bytes, if nobody wants it otherwise: that is kept then."""
     after = [*users.get(value, {})]
-    if value.maker is None or not value.maker.is_exchange or len(after) != 1:
+    if len(after) != 1:
         return None
     (step,) = after
     return step.made[0] if step.kind == "convert_element_type" and step.made[0].bytes < value.bytes else None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from jax import lax
 
+from popxl.ops.attention import attended_backward, attended_backward_anew
 from popxl.ops.kernels.elements import needed_again, room
 from popxl.ops.kernels.kernel import Form, Kernel
 from popxl.ops.kernels.sums import softmax_gradient
@@ -13,6 +14,7 @@ from runtime.gpu import rooms as of_rooms
 from runtime.gpu import sums as of_sums
 
 FORMS: Mapping[Kernel, Form] = {
+    attended_backward: attended_backward_anew,
     needed_again: lax.optimization_barrier,
     room: of_rooms.room,
     softmax_gradient: of_sums.softmax_gradient,

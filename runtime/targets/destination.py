@@ -136,7 +136,7 @@ class Destination:
     def compile_options(self) -> Mapping[str, str | bool] | None:
         """What XLA is told when it compiles for these devices."""
         if self.platform != "cpu":
-            return None
+            return _AS_ROUNDED if self.platform == "gpu" else None
         from runtime.cpu.flags import compile_options  # of no use elsewhere
 
         return compile_options()
@@ -175,7 +175,7 @@ class Destination:
             return self._compiled(lowered, self.compile_options)
         except jax.errors.JaxRuntimeError as problem:
             if not self.is_here and _NO_TILES in str(problem):
-                return self._compiled(lowered, _PRODUCTS_BY_CUBLAS)
+                return self._compiled(lowered, {**_AS_ROUNDED, **_PRODUCTS_BY_CUBLAS})
             if self.is_here or "RESOURCE_EXHAUSTED" not in str(problem):
                 raise
             raise PopxlError(
@@ -189,6 +189,10 @@ class Destination:
         devices = self.replicas.devices if not self.is_here and takes_something else None
         return lowered.compile(compiler_options=options, device_assignment=devices)
 
+
+_AS_ROUNDED: Mapping[str, str | bool] = {"xla_allow_excess_precision": False}
+"""What a program rounds is rounded on a GPU. Else XLA may keep numbers in float32 as long as gradients need them, which
+takes twice as much memory as the program says."""
 
 _NO_TILES = "Couldn't find output tile sizes"
 """How XLA refuses to write a product as a kernel of its own. On a GPU it tries kernels of several tiles, and leaves out

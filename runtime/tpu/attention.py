@@ -12,10 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas.ops.tpu import flash_attention as kernel
 
 from popxl.ops.attention import attended as plain
-from popxl.ops.attention import attended_backward as plain_backward
+from popxl.ops.attention import attended_backward_anew
 
 Array = Any
 
@@ -58,7 +59,9 @@ def attended_backward(
 ) -> tuple[Array, Array, Array]:
     """`popxl.ops.attention.attended_backward`."""
     if not _takes(queries, keys, values, mask, how):
-        return plain_backward.plain(g, queries, keys, values, out, logs, mask, seed, is_part=is_part, **how)
+        return attended_backward_anew(g, queries, keys, values, out, logs, mask, seed, is_part=is_part, **how)
+    # The kernels take each of them 128 times, which XLA would write as soon as the forward pass has them.
+    g, logs = lax.optimization_barrier((g, logs))
     q, k, v = _by_head(queries, keys, values)
     g, out, logs = (t.reshape(*q.shape[:3], *t.shape[queries.ndim - 1 :]) for t in (g, out, logs))
     shift = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), -1)

@@ -223,30 +223,17 @@ def attended_backward(
     return dq[..., : blocks.length, :].reshape(queries.shape), dk.reshape(keys.shape), dv.reshape(values.shape)
 
 
-def attended_backward_anew(
-    g: Any,
-    queries: Any,
-    keys: Any,
-    values: Any,
-    out: Any,
-    logs: Any,
-    mask: Any,
-    seed: Any,
-    *,
-    is_part: bool = False,
-    **how: Any,
-) -> tuple[Any, Any, Any]:
+def attended_backward_anew(*known: Any, is_part: bool = False, **how: Any) -> tuple[Any, Any, Any]:
     """`attended_backward` that has nothing in common with the forward pass, unless that is little.
 
     XLA would keep what both compute: all scores of a block, in float32, and what was rounded to the result. Behind a
-    barrier it keeps what the program does, and waits for `g` with the rest.
+    barrier it keeps what the program does, and waits for the incoming gradient with the rest.
     """
+    _, queries, keys, values, out, logs, *_ = known
     operands = sum(t.size * t.dtype.itemsize for t in (queries, keys, values, out))
     if 2 * 4 * logs.size * keys.shape[-2] > operands:
-        known = (g, queries, keys, values, out, logs, mask)
-        g, queries, keys, values, out, logs, mask = lax.optimization_barrier(known)
-        is_part = True
-    return attended_backward.plain(g, queries, keys, values, out, logs, mask, seed, is_part=is_part, **how)
+        known, is_part = lax.optimization_barrier(known), True
+    return attended_backward.plain(*known, is_part=is_part, **how)
 
 
 def _slopes(
@@ -300,9 +287,14 @@ def _mask_pullback(
 # The op -------------------------------------------------------------------------------------------------------------
 
 
-def _specs(
+def attention_specs(
     queries: Any, keys: Any, values: Any, mask: Any = None, seed_tensor: Any = None, *, dropout: float, **how: Any
 ) -> tuple[TensorSpec, TensorSpec]:
+    """What an attention gives: the result, and the logarithm of the sum of exponentials.
+
+    Raises:
+        PopxlError, ValueError: if the operands do not fit.
+    """
     same_dtype(queries, keys, values)
     if queries.dtype.is_float8 or not queries.dtype.is_floating_point:
         raise PopxlError(f"queries, keys and values are floats of 16 bits or more; these are {queries.dtype.name}.")
@@ -348,7 +340,7 @@ _attention = OpKind(
     lambda queries, keys, values, mask=None, seed_tensor=None, *, causal, scale, dropout: attended(
         queries, keys, values, mask, seed_tensor, causal=causal, scale=scale, dropout=dropout
     ),
-    shape=_specs,
+    shape=attention_specs,
     result=("attention_out", "attention_logs"),
     gradient=_gradient,
     traits=[Drops("seed_tensor", "dropout")],

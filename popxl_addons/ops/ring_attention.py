@@ -22,11 +22,11 @@ import popxl
 from popxl import OpKind
 from popxl.core.traits import REFUSED, BetweenReplicas
 from popxl.errors import PopxlError
-from popxl.ops.attention import attended, attended_backward
+from popxl.ops.attention import attended, attended_backward, attention_specs
 from popxl.ops.collectives.collectives import members
 from popxl.ops.collectives.group import Group
 from popxl.replica_grouping import Groups
-from popxl.values.shapes import flag, like_first, number, same_dtype
+from popxl.values.shapes import flag, like_first, number
 
 __all__ = ["ring_attention"]
 
@@ -79,24 +79,14 @@ def _sent(group: Group, distance: int, *ts: Any) -> tuple[Any, ...]:
     return tuple(group.shifted(t, distance) for t in ts) if group.size > 1 else ts
 
 
-def _specs(q: Any, k: Any, v: Any, *, causal: bool, scale: float, **groups: int) -> Sequence[popxl.TensorSpec]:
-    same_dtype(q, k, v)
-    if not q.dtype.is_floating_point or q.dtype.is_float8:
-        raise PopxlError(f"queries, keys and values are floats of 16 bits or more; these are {q.dtype.name}.")
-    rank = len(q.shape)
-    if rank < 3 or {len(k.shape), len(v.shape)} != {rank}:
-        raise PopxlError("expected queries, keys and values of one rank, 3 or more: (..., heads, length, channels).")
-    if k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:
-        raise PopxlError("expected a value for each key, and keys with as many channels as the queries.")
-    if q.shape[:-3] != k.shape[:-3] or q.shape[-3] % max(k.shape[-3], 1):
-        raise PopxlError("expected keys with the batch of the queries, and a number of heads that divides theirs.")
+def _specs(q: Any, k: Any, v: Any, *, causal: bool, **how: Any) -> Sequence[popxl.TensorSpec]:
+    found = attention_specs(q, k, v, dropout=0.0)
     if not k.shape[-2] or (causal and q.shape[-2] != k.shape[-2]):
         raise PopxlError(
             f"a replica has {q.shape[-2]} queries and {k.shape[-2]} keys; expected at least one key, and with `causal` "
             "as many as queries."
         )
-    wide = popxl.float32 if q.dtype.is_half else q.dtype
-    return popxl.TensorSpec((*q.shape[:-1], v.shape[-1]), q.dtype), popxl.TensorSpec(q.shape[:-1], wide)
+    return found
 
 
 def _gradient(forward: Any, gs: Sequence[popxl.Tensor | None]) -> dict[int, popxl.Tensor]:

@@ -259,7 +259,10 @@ def test_slots_are_fetched_when_the_program_says_so(entries: int, description: s
 @pytest.mark.targets
 @pytest.mark.parametrize(("entries", "stores"), [(1, False), (8, False), (1, True), (4, True), (8, True)])
 def test_a_slot_comes_while_the_one_before_is_used(entries: int, stores: bool) -> None:
-    """Of eight weights, or of what eight layers were given, two are there at once, and what is computed."""
+    """Of eight weights, or of what eight layers were given, two are there at once, and what is computed.
+
+    That is 3.8 arrays at most with libtpu 0.0.42, which JAX 0.10.2 asks for, and 3.3 with 0.0.52.
+    """
     ir, shape = popxl.Ir(), (512, 512)
     ir.options.precision = "default"
     with ir.main_graph, popxl.in_sequence():
@@ -273,7 +276,7 @@ def test_a_slot_comes_while_the_one_before_is_used(entries: int, stores: bool) -
         for slot in slots:
             x = ops.tanh(x @ ops.remote_load(*slot))
         ops.host_store(popxl.d2h_stream(x.shape, popxl.float32, "y"), x)
-    assert popxl.Session(ir, "tpu v5e").memory().temporaries < 3.5 * 4 * 512 * 512
+    assert popxl.Session(ir, "tpu v5e").memory().temporaries < 4 * 4 * 512 * 512
 
 
 @pytest.mark.targets

@@ -86,8 +86,10 @@ def adam(
     beta2: Number = 0.999,
     eps: Number = 1e-8,
     weight_decay: Number = 0.0,
+    *,
+    decoupled_weight_decay: bool = False,
 ) -> tuple[Array, ...]:
-    d = _plus(g, weight_decay, w)
+    w, d = _decayed(w, g, lr, weight_decay, decoupled_weight_decay)
     m, v = _moving(m, d, beta1), _moving(v, d * d, beta2)
     return w - lr * _direction(m, v, t, beta1, beta2, eps), m, v
 
@@ -103,9 +105,10 @@ def adamw(
     beta2: Number = 0.999,
     eps: Number = 1e-8,
     weight_decay: Number = 1e-2,
+    *,
+    decoupled_weight_decay: bool = True,
 ) -> tuple[Array, ...]:
-    m, v = _moving(m, g, beta1), _moving(v, g * g, beta2)
-    return w - lr * _plus(_direction(m, v, t, beta1, beta2, eps), weight_decay, w), m, v
+    return adam(w, g, m, v, t, lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay=decoupled_weight_decay)
 
 
 def lamb(

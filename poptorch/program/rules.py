@@ -86,7 +86,7 @@ class Rule:
 
     Attributes:
         numbers: numbers of a parameter group that the formula takes, with their defaults.
-        others: those that it does not take, as they only say what its state is at first.
+        others: those that it does not take, as they only say what its state is at first, for all groups.
         counts: steps are counted, as PyTorch counts them.
         takes_count: the formula takes the number of the step.
     """
@@ -160,8 +160,6 @@ _MOMENTS = (Kept("m", "Accl1", "exp_avg", _FIRST), Kept("v", "Accl2", "exp_avg_s
 VELOCITY = Kept("v", "Accl1", "momentum_buffer", "velocity_accum_type", needs="momentum")
 
 SGD = Rule("SGD", sgd, VELOCITY, counts=False)
-_ADAM = Rule("Adam", adam, *_MOMENTS)
-_ADAMW = Rule("AdamW", adamw, *_MOMENTS)
 _LAMB = Rule("LAMB", lamb, *_MOMENTS)
 _RMSPROP = Rule(
     "RMSprop",
@@ -172,8 +170,8 @@ _RMSPROP = Rule(
 )
 RULES: dict[type, Rule] = {
     torch.optim.SGD: SGD,
-    torch.optim.Adam: _ADAM,
-    torch.optim.AdamW: _ADAMW,
+    torch.optim.Adam: Rule("Adam", adam, *_MOMENTS),
+    torch.optim.AdamW: Rule("AdamW", adamw, *_MOMENTS),
     torch.optim.RMSprop: _RMSPROP,
     optim.LAMB: _LAMB,
     torch.optim.Adagrad: Rule(
@@ -225,8 +223,6 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
             f"Unsupported optimizer type {type(optimizer).__name__}. Expected one of `poptorch.optim` (SGD, Adam, "
             f"AdamW, RMSprop, LAMB), or torch's {', '.join(r.name for r in RULES.values() if r is not _LAMB)}."
         )
-    if rule is _ADAM and optimizer.defaults.get("decoupled_weight_decay"):
-        rule = _ADAMW
     if any(group.get("amsgrad") for group in optimizer.param_groups):
         raise ValueError(f"{rule.name}: `amsgrad` is not supported; leave it out.")
     if getattr(optimizer, "use_tf_variant", False) and rule is not _RMSPROP:
@@ -247,7 +243,8 @@ def numbers_of(optimizer: torch.optim.Optimizer, rule: Rule) -> dict[Key, Any]:
             elif name == "velocity_scaling" and not combined:
                 found[i, name] = default
             elif name not in WHOLE:
-                found[i, name] = _plain(group.get(name), default)
+                said_by = optimizer.defaults if name in rule.others else group
+                found[i, name] = _plain(said_by.get(name), default)
     return found
 
 

@@ -316,7 +316,7 @@ class OptimizerData(BaseModel):
                     if name == "params"
                     else to_data(_plain(value), f"the optimizer's {name}")
                     for name, value in group.items()
-                    if name in accepted or name in ("params", CYCLED)
+                    if name in accepted or name in ("params", "decoupled_weight_decay", CYCLED)
                 }
                 for group in optimizer.param_groups
             ],

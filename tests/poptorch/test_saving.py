@@ -101,6 +101,7 @@ def test_inference_comes_back_without_the_class(module: Model, tmp_path: Path) -
         lambda p: optim.Adam(p, lr=0.01, loss_scaling=4.0),
         lambda p: optim.SGD([{"params": p[:1], "lr": 0.002}, {"params": p[1:]}], lr=0.001, momentum=0.9),
         lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.3),
+        lambda p: torch.optim.AdamW([{"params": p, "decoupled_weight_decay": False}], lr=0.01, weight_decay=0.3),
         lambda p: torch.optim.SGD(p, lr=0.001, momentum=0.9, nesterov=True),
         lambda p: optim.LAMB(p, lr=torch.tensor(0.01).item(), bias_correction=False),
         lambda p: torch.optim.Adagrad(p, lr=0.01, lr_decay=0.1, initial_accumulator_value=0.2),
@@ -115,6 +116,8 @@ def test_training_continues_where_it_was(module: Model, make: Callable, tmp_path
     model.save(tmp_path / "model.poptorch")
     loaded = poptorch.load(tmp_path / "model.poptorch")
     assert loaded.rng_state == model.rng_state
+    groups, expected = (m._trainer.optimizer.param_groups for m in (loaded, model))
+    assert [{**group, "params": ()} for group in groups] == [{**group, "params": ()} for group in expected]
     for _ in range(2):  # with the same dropout
         torch.testing.assert_close(loaded(X, T)[1], model(X, T)[1], rtol=0, atol=0)
     for name, expected in module.state_dict().items():

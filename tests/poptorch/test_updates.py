@@ -250,6 +250,31 @@ def test_an_adam_whose_weight_decay_is_decoupled_is_an_adamw() -> None:
     assert_equal(program.run(gradients()), by_torch(torch.optim.AdamW(theirs.values(), 0.01, weight_decay=0.3), theirs))
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_groups_of_which_one_has_decoupled_weight_decay(kind: type[Optimizer]) -> None:
+    ours, theirs = (
+        (
+            named,
+            kind(
+                [{"params": [p], "decoupled_weight_decay": p is named["b"]} for p in named.values()],
+                0.1,
+                weight_decay=0.5,
+            ),
+        )
+        for named in (parameters(), parameters())
+    )
+    assert_equal(Program(ours[1], ours[0]).run(gradients()), by_torch(theirs[1], theirs[0]))
+
+
+def test_adagrad_begins_with_what_its_constructor_was_given() -> None:
+    """PyTorch has no regard for what a group says."""
+    ours, theirs = (
+        (named, torch.optim.Adagrad([{"params": named.values(), "initial_accumulator_value": 2.0}], 0.1, 0.0, 0.0, 0.3))
+        for named in (parameters(), parameters())
+    )
+    assert_equal(Program(ours[1], ours[0]).run(gradients()), by_torch(theirs[1], theirs[0]))
+
+
 def test_steps_in_a_loop() -> None:
     ours, theirs = parameters(), parameters()
     program = Program(optim.Adam(ours.values(), lr=0.01, max_grad_norm=1.0), ours, loop=STEPS)

@@ -89,14 +89,21 @@ class Rule:
         others: those that it does not take, as they only say what its state is at first, for all groups.
         counts: steps are counted, as PyTorch counts them.
         takes_count: the formula takes the number of the step.
+        count_needs: a number without which that number makes no difference: where it is constant and 0.
     """
 
     def __init__(
-        self, name: str, formula: Callable[..., tuple[Array | None, ...]], *kept: Kept, counts: bool = True
+        self,
+        name: str,
+        formula: Callable[..., tuple[Array | None, ...]],
+        *kept: Kept,
+        counts: bool = True,
+        count_needs: str = "",
     ) -> None:
         self.name = name
         self.kept = kept
         self.counts = counts
+        self.count_needs = count_needs
         tensors = ("w", *(k.operand for k in kept))
         parameters = inspect.signature(formula).parameters
         self.takes_count = "t" in parameters
@@ -175,7 +182,10 @@ RULES: dict[type, Rule] = {
     torch.optim.RMSprop: _RMSPROP,
     optim.LAMB: _LAMB,
     torch.optim.Adagrad: Rule(
-        "Adagrad", adagrad, Kept("s", "Accl1", "sum", _SECOND, start="initial_accumulator_value")
+        "Adagrad",
+        adagrad,
+        Kept("s", "Accl1", "sum", _SECOND, start="initial_accumulator_value"),
+        count_needs="lr_decay",
     ),
     torch.optim.Adadelta: Rule(
         "Adadelta", adadelta, Kept("s", "Accl1", "square_avg", _SECOND), Kept("a", "Accl2", "acc_delta", _SECOND)

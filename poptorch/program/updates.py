@@ -226,7 +226,9 @@ class Update:
     @property
     def step_matters(self) -> bool:
         """Whether a step depends on how many there were before, of which one number is kept for all parameters."""
-        return self._rule.takes_count
+        keys = ((group, self._rule.count_needs) for group in range(self._groups))
+        makes_none = self._rule.count_needs and not any(key in self._slots or self._numbers[key] for key in keys)
+        return self._rule.takes_count and not makes_none
 
     # On the host ----------------------------------------------------------------------------------------------------
 
@@ -338,7 +340,7 @@ class Update:
             unknown |= own.keys() - {"step", *(kept.torch_name for kept in self._rule.kept)}
         if unknown:
             logger.warning("Ignoring optimizer state that the program does not have: %s", ", ".join(sorted(unknown)))
-        if self._rule.takes_count and len(set(steps.values())) > 1:
+        if self.step_matters and len(set(steps.values())) > 1:
             shown = ", ".join(f"{steps[name]:g} for {name}" for name in sorted(steps, key=steps.__getitem__))
             raise createPoptorchError(
                 f"The optimizer's state counts different numbers of steps: {shown}. A wrapped model counts one for all "

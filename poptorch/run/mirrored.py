@@ -50,6 +50,8 @@ class MirroredState(defaultdict[Any, Any]):
     def __init__(self, state: Mapping[Any, Any]) -> None:
         super().__init__(dict, state)
         self._sources: list[weakref.ref[_Source]] = []
+        self._holders: dict[Any, weakref.ref[_Source]] = {}
+        self._last: Callable[[], _Source | None] = lambda: None  # to hold any
         self._seen: dict[Any, _Seen] = {}
 
     def add(self, source: _Source) -> None:
@@ -66,12 +68,18 @@ class MirroredState(defaultdict[Any, Any]):
             if (source := ref()) is not None:
                 source.show()
 
-    def show(self, parameter: torch.Tensor, state: dict[str, torch.Tensor] | None) -> None:
-        """Have this state of a parameter, from a source; `None` for none."""
-        if state is None:
-            dict.pop(self, parameter, None)
-        else:
-            dict.__setitem__(self, parameter, state)
+    def hold(self, parameters: Iterable[torch.Tensor], source: _Source) -> None:
+        """From now on a source has the newest state of parameters, which others may have had before."""
+        self._last = weakref.ref(source)
+        self._holders.update(dict.fromkeys(parameters, self._last))
+
+    def is_held(self, parameters: Iterable[torch.Tensor], source: _Source) -> bool:
+        """Whether a source has the newest state of parameters."""
+        return self._last() is source or all(self._holders[p]() is source for p in parameters)
+
+    def show(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+        """Have this state of a parameter, from a source."""
+        dict.__setitem__(self, parameter, state)
         self._seen[parameter] = _versions(state)
 
     def has_changed(self, parameters: Iterable[torch.Tensor]) -> bool:

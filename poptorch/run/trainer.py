@@ -60,6 +60,7 @@ class Trainer:
         self._is_offline = False
         self._parameters: dict[str, torch.Tensor] = {}
         self._requires_grad: dict[str, bool] = {}
+        self._with_state: dict[str, torch.Tensor] = {}  # what the program keeps, and the parameter that it is for
         self._said: tuple[list[Any], list[dict[str, Any]]] = [], []
         self._mirror: MirroredState | None = None
         self._shown: Any = None
@@ -155,6 +156,9 @@ class Trainer:
             offline: it will not run.
         """
         self._compiled, self._is_offline = compiled, offline
+        assert self.update is not None
+        kept = ((s.name, s.parameter) for s in self.update.state if s.name in compiled.ends.state)
+        self._with_state = {name: self._parameters[of] for name, of in kept if of is not None}
         compiled.write_numbers(self.numbers)
         self._connect()
         self._tell_of_new()
@@ -231,7 +235,17 @@ class Trainer:
             if not self.device.pending:
                 self._take()
             self._begin_mirroring()
-        elif self._shown is not None and state.has_changed(self._parameters.values()):
+        elif not state.is_held(self._with_state.values(), self):
+            if isinstance(self.optimizer, optim.Optimizer):
+                raise createPoptorchError(
+                    f"The {type(self.optimizer).__name__} of `poptorch.optim` trains some parameters in another "
+                    "wrapper by now, and its state is there. Use an optimizer of `torch.optim`, whose state follows, "
+                    "or one for each wrapper; or call `destroy()` on this wrapper, which goes on with the state when "
+                    "it is compiled anew."
+                )
+            self._take()
+            state.hold(self._with_state.values(), self)
+        elif self._shown is not None and state.has_changed(self._with_state.values()):
             self._take()
 
     def check_trained(self) -> None:
@@ -262,10 +276,11 @@ class Trainer:
 
     def _has_news(self, is_known: bool) -> bool:
         """Whether `optimizer.state` has anything that a program does not know which is not connected to it."""
-        state, own = self.optimizer.state, self._parameters.values()
+        state, own = self.optimizer.state, self._with_state
         if is_known and isinstance(state, MirroredState):
-            return state.has_changed(own)
-        begun = any(p in state and _has_begun(state[p]) for p in own)
+            known = self.device.content["ipu_state"] or {}  # of a program that may not have had some parameters
+            return state.has_changed(own.values()) or any(p in state for name, p in own.items() if name not in known)
+        begun = any(p in state and _has_begun(state[p]) for p in own.values())
         return begun or self._mirror is not None and state is not self._mirror
 
     def _take(self) -> None:
@@ -291,6 +306,7 @@ class Trainer:
         self._mirror = state
         self._mirror.remove(self)
         self._mirror.add(self)
+        self._mirror.hold(self._with_state.values(), self)
         self._shown = None
         self.optimizer.state = self._mirror
 
@@ -309,8 +325,8 @@ class Trainer:
             return
         with torch.inference_mode(False):  # others do not count how often they are written to
             found = self.update.as_torch(content, self._parameters, self.numbers)
-        for name in self.update.names:
-            self._mirror.show(self._parameters[name], found.get(name))
+        for name, own in found.items():
+            self._mirror.show(self._parameters[name], own)
         self._shown = content
 
     def write_pending(self) -> None:

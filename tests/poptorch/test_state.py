@@ -527,6 +527,123 @@ def test_schedulers_that_cycle_the_first_beta(kind, schedule) -> None:
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-5, atol=1e-5)
 
 
+class Head(torch.nn.Module):
+    """Layers trained by a loss of one's own; its parameters have other names than theirs."""
+
+    def __init__(self, name: str, layers: Layers, loss) -> None:
+        super().__init__()
+        self.add_module(name, layers)
+        self.layers, self.loss = [layers], loss
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (layers,) = self.layers
+        return self.loss(layers.second(layers.first(x).tanh()), torch.ones_like(x[:, :2]))
+
+
+def losses_in_turn(layers: Layers) -> list[Head]:
+    functional = torch.nn.functional
+    return [Head("a", layers, functional.mse_loss), Head("b", layers, functional.l1_loss)]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "nadam"])
+def test_the_state_of_one_optimizer_is_where_it_was_used_last(name: str) -> None:
+    ours, theirs = Layers(), Layers()
+    optimizer, reference = MAKES[name](ours.parameters()), MAKES[name](theirs.parameters())
+    models = [poptorch.trainingModel(head, optimizer=optimizer) for head in losses_in_turn(ours)]
+    for step, which in enumerate((0, 1, 0, 0, 1)):
+        expected = losses_in_turn(theirs)[which](ROWS)
+        reference.zero_grad()
+        expected.backward()
+        reference.step()
+        torch.testing.assert_close(models[which](ROWS), expected.detach(), rtol=1e-5, atol=1e-5)
+        if step == 1:  # somebody looks
+            optimizer.state_dict()
+    models[1].destroy()
+    models[0](ROWS)
+    reference.zero_grad()
+    losses_in_turn(theirs)[0](ROWS).backward()
+    reference.step()
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(optimizer.state_dict(), reference.state_dict(), rtol=1e-5, atol=1e-5)
+
+
+def test_an_optimizer_of_poptorch_has_its_state_in_one_wrapper() -> None:
+    ours, theirs = Layers(), Layers()
+    optimizer, reference = (optim.Adam(layers.parameters(), lr=0.1) for layers in (ours, theirs))
+    first, second = (poptorch.trainingModel(head, optimizer=optimizer) for head in losses_in_turn(ours))
+    first(ROWS), second(ROWS)
+    with pytest.raises(poptorch.Error, match="The Adam of `poptorch.optim` trains some parameters in another wrapper"):
+        first(ROWS)
+    first.destroy()
+    first(ROWS)
+    for which in (0, 1, 0):
+        reference.zero_grad()
+        losses_in_turn(theirs)[which](ROWS).backward()
+        reference.step()
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adagrad", "adamw"])
+def test_state_of_parameters_that_the_loss_does_not_reach_stays(name: str) -> None:
+    module, reference = Layers(), Layers()
+    optimizer, theirs = MAKES[name](module.parameters()), MAKES[name](reference.parameters())
+    for each, stepper in ((module, optimizer), (reference, theirs)):
+        sum(p.sum() for p in each.parameters()).backward()
+        stepper.step()
+    model = poptorch.trainingModel(module, optimizer=optimizer)
+    for _ in range(2):
+        model(ROWS)
+        eagerly(reference, theirs, 1)
+        torch.testing.assert_close(optimizer.state_dict(), theirs.state_dict(), rtol=1e-5, atol=1e-5)
+
+
+def test_an_adagrad_goes_on_with_layers_that_are_thawed() -> None:
+    """Without decay of its rate it is all the same to it how many steps there were."""
+    ours, theirs = Layers(), Layers()
+    optimizer, reference = (torch.optim.Adagrad(layers.parameters(), lr=0.1) for layers in (ours, theirs))
+    for layers in (ours, theirs):
+        layers.second.requires_grad_(False)
+    model = poptorch.trainingModel(ours, optimizer=optimizer)
+    for _ in range(2):
+        model(ROWS)
+    eagerly(theirs, reference, 2)
+    for layers in (ours, theirs):
+        layers.second.requires_grad_(True)
+    model.destroy()
+    model(ROWS)
+    eagerly(theirs, reference, 1)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-5, atol=1e-5)
+
+
+class Switched(torch.nn.Module):
+    """A trunk, and the head that is used now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.heads = torch.nn.Linear(3, 4), torch.nn.ModuleList([torch.nn.Linear(4, 2) for _ in range(2)])
+        self.which = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return poptorch.identity_loss(self.heads[self.which](self.trunk(x)).square().sum(), "sum")
+
+
+def test_state_of_a_head_waits_until_it_is_used_again() -> None:
+    ours, theirs = Switched(), Switched()
+    optimizer, reference = (torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9) for module in (ours, theirs))
+    for ours.which in (0, 1, 0):
+        theirs.which = ours.which
+        model = poptorch.trainingModel(ours, optimizer=optimizer)
+        for _ in range(2):
+            reference.zero_grad()
+            loss = theirs(ROWS)
+            loss.backward()
+            reference.step()
+            torch.testing.assert_close(model(ROWS), loss.detach(), rtol=1e-5, atol=1e-5)
+        model.destroy()
+    torch.testing.assert_close(optimizer.state_dict(), reference.state_dict(), rtol=1e-5, atol=1e-5)
+
+
 def test_an_adagrad_that_is_new_goes_on_with_the_state_of_the_device() -> None:
     """It has state before its first step, which is not taken for what somebody has loaded."""
     module, _, model = trained(MAKES["adagrad"], 2)

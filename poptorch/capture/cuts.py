@@ -74,14 +74,21 @@ class Cuts:
         inputs: its arguments, with numbers.
         answers: what has been made at the first cuts in a run. What is made at others the host finds out.
         training: whether it is to be differentiated.
+        micro_batches: how many the arguments have the rows of.
 
     Attributes:
         found: those that there were.
     """
 
-    def __init__(self, inputs: Sequence[torch.Tensor], answers: Sequence[Any] = (), training: bool = False) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[torch.Tensor],
+        answers: Sequence[Any] = (),
+        training: bool = False,
+        micro_batches: int = 1,
+    ) -> None:
         self.found: list[Cut] = []
-        self._training = training
+        self._training, self._micro_batches = training, micro_batches
         self._trained: frozenset[Value] = frozenset()
         self._inputs, self._answers = list(inputs), list(answers)
         self._known: dict[Value, torch.Tensor] = {}
@@ -119,8 +126,14 @@ class Cuts:
             tracked: whether gradients flow through what is given.
 
         Raises:
-            poptorch.Error: if they would have to flow through what the host makes.
+            poptorch.Error: if they would have to flow through what the host makes, or there are several micro-batches.
         """
+        if self._micro_batches > 1:
+            raise createPoptorchError(
+                f"{source}: the host has to look at numbers here, to know a shape or what Python does next. Each "
+                "micro-batch would need a program of its own. Keep shapes, with `torch.where`; or have one micro-batch "
+                "in a call: `deviceIterations(1)`, `replicationFactor(1)`, `Training.gradientAccumulation(1)`."
+            )
         cut = Cut(at, given, run, source)
         number = len(self.found)
         if number < len(self._answers):

@@ -78,10 +78,11 @@ def compiled_model(
     signature = Signature(model.forward, args, kwargs)
     batching = Batching.of(options, update is not None)
     seed = options.random_seed if options.random_seed is not None else secrets.randbits(31)
+    micro_batches = batching.micro_batches * batching.groups.replicas
     call, module, grouped, training = model.call, model.module, list(model.grouped), update is not None
 
     def capture(tensors: Sequence[torch.Tensor], answers: Sequence[Any]) -> Way:
-        cuts = Cuts(tensors, answers, training) if options.kept_programs > 1 else None
+        cuts = Cuts(tensors, answers, training, micro_batches) if options.kept_programs > 1 else None
         captured, answer = captured_model(call, module, signature, batching, options, training, grouped, cuts)
         return Way(captured, answer, () if cuts is None else cuts.found)
 

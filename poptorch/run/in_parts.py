@@ -347,12 +347,6 @@ class InParts:
     def _check(self, way: Way) -> None:
         """Check that a model may be cut."""
         where = way.cuts[0].source
-        if self._batching.micro_batches * self._batching.groups.replicas > 1:
-            raise createPoptorchError(
-                f"{where}: the host has to look at numbers here, to know a shape or what Python does next. Each "
-                "micro-batch would need a program of its own. Keep shapes, with `torch.where`; or have one micro-batch "
-                "in a call: `deviceIterations(1)`, `replicationFactor(1)`, `Training.gradientAccumulation(1)`."
-            )
         if way.captured.written and not self._may_overwrite_buffers:
             raise createPoptorchError(
                 f"{where}: the host has to look at numbers here, so the model is several programs. They cannot "

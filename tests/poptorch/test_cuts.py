@@ -185,6 +185,10 @@ class Counting(nn.Module):
 def test_what_is_not_cut_says_so() -> None:
     with pytest.raises(poptorch.Error, match=r"test_cuts.py.*Each micro-batch would need.*deviceIterations\(1\)"):
         poptorch.inferenceModel(lambda x: x[x > 1], poptorch.Options().deviceIterations(2))(X)
+    with pytest.raises(poptorch.Error, match=r"test_cuts.py.*Each micro-batch would need"):  # rows one by one
+        poptorch.inferenceModel(lambda x, n: x[:, : n.tolist()[0]], poptorch.Options().deviceIterations(2))(
+            X, torch.ones(len(X), dtype=torch.int32)
+        )
     with pytest.raises(poptorch.Error, match="They cannot overwrite buffers, as it does with count"):
         poptorch.inferenceModel(Counting())(X)
 

@@ -299,6 +299,7 @@ class _Mapping(_Composite):
         self._type = type(value)
         self._items = {key: structure_of(item, f"{name}[{key!r}]", known) for key, item in value.items()}
         attributes = getattr(value, "__dict__", {})
+        self._is_own_dict = attributes is value  # as in recipes that say `self.__dict__ = self`
         self._attributes = [key for key, item in value.items() if attributes.get(key, attributes) is item]
         names: list[str] = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
         own = {each: attributes[each] for each in names if each in attributes and each not in self._attributes}
@@ -328,6 +329,8 @@ class _Mapping(_Composite):
         return built
 
     def _fill(self, mapping: Any, items: Mapping[Any, Any], fields: Mapping[str, Any]) -> None:
+        if self._is_own_dict:  # a copy has another one
+            object.__setattr__(mapping, "__dict__", mapping)
         for key, item in items.items():  # one by one, as some subclasses have no `update`
             mapping[key] = item
         for name, value in (*fields.items(), *((key, items[key]) for key in self._attributes)):

@@ -234,6 +234,26 @@ def test_fields_that_are_items_too_are_filled_in_with_them() -> None:
         assert of_it(given).tolist() == (7 * x).tolist()
 
 
+class Items(dict):
+    """A dictionary whose attributes are its items."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.__dict__ = self
+
+
+def test_a_dictionary_that_is_its_own_attributes_stays_so() -> None:
+    def forward(given: Items) -> Items:
+        given.x = given.x + 1
+        given["y"] = given["x"] * 2
+        return Items(of=given, y=given.y)
+
+    out = poptorch.inferenceModel(forward)(Items(x=X))
+    out.y = out.y - out.of.y
+    assert out["of"]["x"].tolist() == (X + 1).tolist()
+    assert not out["y"].any() and out.__dict__ is out
+
+
 class Attributed(dict):
     """A dictionary that keeps a tensor beside its items."""
 

@@ -62,6 +62,7 @@ class Trainer:
         self._requires_grad: dict[str, bool] = {}
         self._with_state: dict[str, torch.Tensor] = {}  # what the program keeps, and the parameter that it is for
         self._said: tuple[list[Any], list[dict[str, Any]]] = [], []
+        self._is_apart = False  # another wrapper has other state of the same parameters, and that was told
         self._mirror: MirroredState | None = None
         self._shown: Any = None
 
@@ -236,14 +237,17 @@ class Trainer:
                 self._take()
             self._begin_mirroring()
         elif not state.is_held(self._with_state.values(), self):
-            if isinstance(self.optimizer, optim.Optimizer):
-                raise createPoptorchError(
-                    f"The {type(self.optimizer).__name__} of `poptorch.optim` trains some parameters in another "
-                    "wrapper by now, and its state is there. Use an optimizer of `torch.optim`, whose state follows, "
-                    "or one for each wrapper; or call `destroy()` on this wrapper, which goes on with the state when "
-                    "it is compiled anew."
+            if not isinstance(self.optimizer, optim.Optimizer):
+                self._take()
+            elif not self._is_apart:  # as in PopTorch, where each wrapper has its own state
+                self._is_apart = True
+                logger.warning(
+                    "The %s of `poptorch.optim` has trained some parameters in another wrapper meanwhile. This wrapper "
+                    "goes on with its own state, which knows nothing of that. An optimizer of `torch.optim` has one "
+                    "state for all wrappers; or call `destroy()` on this wrapper, which begins with the newest state "
+                    "when it is compiled anew.",
+                    type(self.optimizer).__name__,
                 )
-            self._take()
             state.hold(self._with_state.values(), self)
         elif self._shown is not None and state.has_changed(self._with_state.values()):
             self._take()

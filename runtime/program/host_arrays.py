@@ -40,7 +40,14 @@ class Outputs(UserDict[DeviceToHostStream, np.ndarray], dict[DeviceToHostStream,
         return reversed(self.data)
 
     def __getitem__(self, stream: DeviceToHostStream) -> np.ndarray:
-        array = self.data[stream]
+        try:
+            array = self.data[stream]
+        except KeyError:
+            expected = ", ".join(map(str, self.data)) or "none"
+            raise KeyError(
+                f"Session.run: the program stores to no stream {stream!r}; those it stores to: {expected}. The "
+                "keys are the streams themselves."
+            ) from None
         if not isinstance(array, np.ndarray):
             host = to_host(np.asarray(array), stream.dtype)
             array = self.data[stream] = host if host.flags.writeable else host.copy()

@@ -41,7 +41,17 @@ def ask_for_cpu_devices() -> None:
     if by_flag or jax.config.values["jax_num_cpu_devices"] != -1:
         return
     with contextlib.suppress(RuntimeError):  # JAX runs already
-        jax.config.update("jax_num_cpu_devices", int(os.environ.get(CPU_DEVICES, min(_cores(), MOST_CPU_DEVICES))))
+        jax.config.update("jax_num_cpu_devices", _wanted_cpu_devices())
+
+
+def _wanted_cpu_devices() -> int:
+    """The number of devices that the CPU is to be."""
+    wanted = os.environ.get(CPU_DEVICES)
+    if wanted is None:
+        return min(_cores(), MOST_CPU_DEVICES)
+    if not (wanted.strip().isdecimal() and int(wanted) > 0):
+        raise ValueError(f"The environment variable {CPU_DEVICES} is {wanted!r}; expected a whole number from 1 on.")
+    return int(wanted)
 
 
 def _cores() -> int:

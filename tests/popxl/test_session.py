@@ -144,6 +144,16 @@ def test_a_cpu_is_as_many_devices_as_there_are_cores():
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120, env=environment)
 
 
+@pytest.mark.parametrize("wanted", ["four", "0", "-1", ""])
+def test_a_number_of_cpu_devices_that_is_none(wanted):
+    environment = os.environ | {"POPXL_CPU_DEVICES": wanted, "XLA_FLAGS": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", "import popxl"], timeout=120, env=environment, capture_output=True, text=True
+    )
+    said = f"ValueError: The environment variable POPXL_CPU_DEVICES is {wanted!r}; expected a whole number from 1 on.\n"
+    assert done.returncode == 1 and done.stderr.endswith(said)
+
+
 def test_nothing_to_run(ir):
     with ir.main_graph:
         popxl.variable(1.0)
@@ -950,6 +960,15 @@ def test_outputs_are_a_dict_of_numpy_arrays(program):
             assert [*reversed(outputs)] == [*outputs][::-1]
             assert all(type(array) is np.ndarray for array in take(outputs).values())
         np.testing.assert_equal({program.twice: outputs.pop(program.twice)}, {program.twice: 6})
+
+
+def test_a_stream_that_has_no_output(program):
+    with popxl.Session(program.ir) as session:
+        outputs = session.run(program.feeds())
+    for key in ("y", next(iter(program.feeds()))):
+        with pytest.raises(KeyError, match=r"stores to no stream .*; those it stores to: .*\[y .*streams themselves"):
+            outputs[key]
+        assert key not in outputs and outputs.get(key) is None
 
 
 def test_outputs_print_as_numpy_arrays(program):

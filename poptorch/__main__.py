@@ -14,7 +14,7 @@ from runtime.pipes import quiet_in_a_pipe
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the page that the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m poptorch", description=__doc__)
-    parser.add_argument("page", choices=["options"])
+    parser.add_argument("page", choices=["options"], metavar="options", help="the page to print")
     parser.parse_args(arguments)
     print(options_page(), end="")
     return 0

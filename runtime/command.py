@@ -106,18 +106,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=ShowVersions)
     commands = parser.add_subparsers(dest="command", required=True, metavar="{show,report,foresee,fit}")
-    for name, text in (("show", _SHOW), ("report", _REPORT), ("foresee", _FORESEE), ("fit", _FIT)):
+    commands_and_targets = (
+        ("show", _SHOW, "compile for a machine that need not be here, and run nothing"),
+        ("report", _REPORT, "compile for a machine that need not be here, and run nothing"),
+        ("foresee", _FORESEE, "the machine, which need not be here"),
+        ("fit", _FIT, "the machine to compile for, which need not be here"),
+    )
+    for name, text, target in commands_and_targets:
         # Without abbreviations: what looks like several of these options may be one of the program.
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        command.add_argument(
-            "--pictures", type=Path, metavar="FOLDER", help="write pictures of the memory there, as SVG"
-        )
+        command.set_defaults(pictures=None)
+        if name in ("show", "report"):  # the others have no schedule to draw
+            command.add_argument(
+                "--pictures", type=Path, metavar="FOLDER", help="write pictures of the memory there, as SVG"
+            )
         command.add_argument("--pages", type=Path, metavar="FOLDER", help="write the reports there, as HTML pages")
-        command.add_argument(
-            "--target", metavar="MACHINE", help=f"compile for a machine that need not be here, and run nothing: {FORMS}"
-        )
+        command.add_argument("--target", metavar="MACHINE", help=f"{target}: {FORMS}")
         command.add_argument("file", metavar="FILE.py", help="the program")
-        command.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the program")
+        args = command.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the program")
+        args.required = False  # or argparse would say that they are missing, too, where the file is
     return parser
 
 
@@ -230,8 +237,9 @@ def foresee(asked: Asked) -> int:
         if found is None:
             print("  It is a plan of executables: what each needs is known when it is compiled.")
             continue
-        fits = "It fits" if found.device <= target.chip.memory_bytes else "It does not fit"
-        print(f"{found}\n  {fits}, if this is so: a chip of {target} has {bytes_text(target.chip.memory_bytes)}.")
+        fits = "fits" if found.device <= target.chip.memory_bytes else "does not fit"
+        has = bytes_text(target.chip.memory_bytes)
+        print(f"{found}\n  By this estimate it {fits}: a chip of {target} has {has}.")
         if asked.pages is not None:
             found.save(asked.pages / f"foreseen_{number}.html")
     if not machine.planned and not code:

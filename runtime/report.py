@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import computed_field
 
-from popxl.base.pages import Facts, Listing, OnPage, Page, Table, bytes_text, count_text, seconds_text
+from popxl.base.pages import Facts, Listing, OnPage, Page, Table, bytes_text, count_text, flops_text, seconds_text
 from popxl.base.records import Record
 from popxl.looking.estimate import Estimate
 from popxl.looking.memory import Memory
@@ -229,7 +229,7 @@ class TargetReport(Record):
             ["needed, without them", bytes_text(self.without_buffers)],
             ["code", bytes_text(self.cost.code_bytes) if self.cost.code_bytes is not None else "not said by XLA"],
             ["kernels", str(self.cost.kernels)],
-            ["operations", f"{count_text(self.cost.flops)}FLOP"],
+            ["operations", flops_text(self.cost.flops)],
             ["read and written", bytes_text(self.cost.bytes_accessed)],
         ]
         used = f"{self.used} of {self.chips} chips are used ({self.chip})."
@@ -357,7 +357,7 @@ class Report(OnPage, Record):
         crossing = sum(stream.bytes for stream in self.streams)
         known = [
             ("memory of a device", bytes_text(self.memory.device)),
-            ("work of a run", f"{count_text(self.flops)}FLOP"),
+            ("work of a run", flops_text(self.flops)),
             ("ops of all graphs", count_text(self.size.ops)),
             ("in and out in a run", bytes_text(crossing)),
             ("compiled in", seconds_text(self.seconds)),

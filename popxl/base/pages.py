@@ -16,7 +16,18 @@ from pathlib import Path
 
 from popxl.base.files import replace_file
 
-__all__ = ["Facts", "Listing", "OnPage", "Page", "Picture", "Table", "bytes_text", "count_text", "seconds_text"]
+__all__ = [
+    "Facts",
+    "Listing",
+    "OnPage",
+    "Page",
+    "Picture",
+    "Table",
+    "bytes_text",
+    "count_text",
+    "flops_text",
+    "seconds_text",
+]
 
 LONGEST = 12
 """A table that is cut has so many rows; the record that it shows has all."""
@@ -254,6 +265,16 @@ def count_text(count: float) -> str:
     if count < 999.5:
         return f"{count:.0f}"
     return _scaled(count, ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")))
+
+
+def flops_text(count: float) -> str:
+    """A number of floating point operations, in three digits or so.
+
+    Example:
+        >>> flops_text(46_900), flops_text(12)
+        ('46.9 kFLOP', '12 FLOP')
+    """
+    return f"{count_text(count)}{'FLOP' if count >= 999.5 else ' FLOP'}"
 
 
 def seconds_text(seconds: float) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, seconds_text
+from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, flops_text, seconds_text
 from popxl.base.records import Record
 from popxl.looking.flops import moved
 from popxl.looking.memory import runs_of
@@ -146,7 +146,7 @@ class Cost(OnPage, Record):
         sizes = ("code", "argument", "temporary", "alias", "host")
         found = ((name, getattr(self, f"{name}_bytes")) for name in sizes)
         rows = [[name, bytes_text(count)] for name, count in found if count is not None]
-        rows += [["read and written", bytes_text(self.bytes_accessed)], ["operations", f"{count_text(self.flops)}FLOP"]]
+        rows += [["read and written", bytes_text(self.bytes_accessed)], ["operations", flops_text(self.flops)]]
         rows += [["kernels", str(self.kernels)], ["copies", str(self.copies)]]
         rows += [["cycles, estimated by XLA", count_text(self.cycles)]] if self.cycles is not None else []
         rows += [["a run, estimated", seconds_text(self.seconds)]] if self.seconds is not None else []
@@ -165,7 +165,7 @@ class Cost(OnPage, Record):
             return parts
         rows = [
             [
-                *(g.name or "main graph", g.bound or "", seconds_text(g.seconds or 0), f"{count_text(g.flops)}FLOP"),
+                *(g.name or "main graph", g.bound or "", seconds_text(g.seconds or 0), flops_text(g.flops)),
                 *map(bytes_text, (g.bytes_accessed, g.network_bytes, g.host_bytes)),
             ]
             for g in self.graphs

@@ -277,6 +277,23 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([])
     assert "{show,report,foresee,fit}" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["show"])
+    assert capsys.readouterr().err.endswith("popxl show: error: the following arguments are required: FILE.py\n")
+
+
+@pytest.mark.parametrize("name", ["foresee", "fit"])
+def test_commands_without_a_schedule_draw_no_pictures(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([name, "--pictures", str(tmp_path / "pictures"), "program.py", "--target", "gpu h100"])
+    assert "unrecognized arguments: --pictures" in capsys.readouterr().err
+    assert not (tmp_path / "pictures").exists()
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"])
+    out = capsys.readouterr().out
+    assert "--pages" in out and "--pictures" not in out and "run nothing" not in out
 
 
 def test_as_a_command(tmp_path: Path) -> None:

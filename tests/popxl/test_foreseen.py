@@ -451,7 +451,7 @@ def test_the_command(tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypa
     file.write_text(PROGRAM)
     assert main(["foresee", str(file), "--target", "gpu h100"]) == 0
     told = capsys.readouterr().out
-    assert "in all                       206 GB" in told and "It does not fit, if this is so" in told
+    assert "in all                       206 GB" in told and "By this estimate it does not fit" in told
     monkeypatch.setenv("POPXL_CHOICES", "rows=16")
     assert main(["foresee", str(file), "--target", "gpu h100"]) == 0
     assert "It fits" in capsys.readouterr().out

@@ -214,7 +214,10 @@ def hardware_device(count: int = 1, ipus: int | None = None, kind: str | None = 
     try:
         found = _local_devices(kind)
     except RuntimeError as problem:
-        raise RuntimeError(f"Session: JAX finds no device of the kind {kind!r}: {problem}") from problem
+        raise RuntimeError(
+            f"Session: JAX finds no device of the kind {kind!r}: {str(problem).rstrip('.')}. Install JAX for it, as its"
+            ' own pages say; or take "ipu_hw", which is the best device that there is.'
+        ) from problem
     return Device(kind or "ipu_hw", _some(found, best, count), DeviceType.Ipu, count if ipus is None else ipus)
 
 

@@ -65,7 +65,7 @@ class Group(ABC):
 
     def shifted(self, t: Array, distance: int) -> Array:
         """What `t` is on the member so many places before this one; those before the first are the last."""
-        return lax.dynamic_index_in_dim(self.members(t), (self.rank - distance) % self.size, keepdims=False)
+        return lax.dynamic_index_in_dim(self.members(t), (self.rank - distance % self.size) % self.size, keepdims=False)
 
     def chunk(self, t: Array, length: int) -> Array:
         """The replica's own chunk of an array; zeros follow its end."""

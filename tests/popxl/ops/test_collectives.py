@@ -264,7 +264,7 @@ CASES = [
     *(sliced((8,), 0, dtype) for dtype in ("float16", "int32", "bool")),
     *(exchanged((8, 3, 16), split, concat) for split, concat in ((0, 0), (0, 1), (2, 0), (-1, -1), (0, 2))),
     *(exchanged((16, 3), 0, 1, dtype) for dtype in ("float16", "int32", "bool")),
-    *(shifted((3, 2), distance) for distance in (0, 1, -1, 2, 5, -8)),
+    *(shifted((3, 2), distance) for distance in (0, 1, -1, 2, 5, -8, 2**31 + 1, -(2**31))),
     *(shifted(shape, 1, dtype) for shape in ((), (5,)) for dtype in ("float16", "int32", "bool")),
 ]
 

@@ -61,6 +61,8 @@ def _ring_backward(
         )
         return tuple(t.astype(logs.dtype) for t in found)
 
+    if group.size == 2:  # both ways are one
+        g, k, v = lax.optimization_barrier((g, k, v))
     coming = _sent(group, -1, k, v)
     dq, dk, dv = gradients(k, v, logs, causal)
     for distance in range(1, group.size):

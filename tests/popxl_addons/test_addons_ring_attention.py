@@ -156,12 +156,15 @@ def test_training_with_divided_texts_is_that_with_whole_ones():
 
 
 @pytest.mark.targets
-@pytest.mark.parametrize("description", ["tpu v5e:2x4", "gpu h100:8"])
+@pytest.mark.parametrize(
+    ("description", "replicas"), [("tpu v5e:2x4", 8), ("gpu h100:8", 8), ("tpu v5e:2x2", 2), ("gpu h100:2", 2)]
+)
 @pytest.mark.parametrize("dtype", [popxl.float32, popxl.bfloat16])
-def test_what_is_sent_and_kept_on_targets(description, dtype):
-    """Pieces go to neighbours, and nothing else is sent; and no replica has more than some of them."""
+def test_what_is_sent_and_kept_on_targets(description, replicas, dtype):
+    """Pieces go to neighbours, and nothing else is sent; and no replica has more than some of them. The gradient sends
+    them again: of two replicas, too, where the other way round is the same way."""
     length, channels = 1024, 128
-    ir = popxl.Ir(axes={"text": 8})
+    ir = popxl.Ir(axes={"text": replicas})
     with ir.main_graph, popxl.in_sequence():
         qkv = [popxl.variable(popxl.initial.zeros((2, length, channels)), dtype) for _ in range(3)]
         graph = ir.create_graph(lambda *qkv: ring_attention(*qkv, causal=True), *qkv)

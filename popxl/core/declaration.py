@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from popxl.base.names import snake
+from popxl.base.told_apart import told_apart
 from popxl.context import get_current_context
 from popxl.core.recording import Op, at_this_line, check_colocated, foreign_tensor, not_a_tensor
 from popxl.core.tensor import Tensor
@@ -203,13 +204,15 @@ class OpKind:
         return self.remembered(("on_arrays", names, tuple(attributes.items())), lambda: function)
 
     def remembered(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """What `make` made for this key before. It is kept with the declaration, and gone with it.
+        """What `make` made for this key before. It is kept with the declaration, and gone with it. Numbers in a key are
+        told apart: see `told_apart`.
 
         Nothing is kept for a key that cannot be hashed, or that holds a graph or a tensor: a declaration lives longer
         than any Ir.
         """
         if _holds_graph(key):
             return make()
+        key = told_apart(key)
         try:
             if key not in self._memory:
                 self._memory[key] = make()

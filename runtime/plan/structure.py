@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from popxl.base.nesting import Nested, done
+from popxl.base.told_apart import told_apart
 from popxl.core.aliasing import callees_first
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
@@ -175,8 +176,6 @@ class Encoding:
             return (type(value), *map(self._token, value))
         if isinstance(value, dict):
             return (dict, *((self._token(k), self._token(v)) for k, v in value.items()))
-        if isinstance(value, float):
-            return repr(value)
         if isinstance(value, np.ndarray) and value.nbytes <= _LARGE:
             return (value.dtype, value.shape, value.tobytes())
         if isinstance(value, RemoteBuffer):  # what is compiled depends on the number of slots, which may be set
@@ -185,7 +184,7 @@ class Encoding:
             return (_Same(value), value.num_host_transfers)
         if isinstance(value, np.ndarray) or type(value).__hash__ is None:
             return _Same(value)
-        return (type(value), value)
+        return (type(value), told_apart(value))
 
 
 _LARGE = 4096  # bytes; larger arrays are equal to themselves only

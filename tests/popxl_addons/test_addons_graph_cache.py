@@ -15,6 +15,10 @@ def scale(x, by=2.0):
     return x * by
 
 
+def takes_anything(x, value):
+    return x + 1.0
+
+
 class Sized(popxl.Module):
     def __init__(self, size):
         self.size = size
@@ -74,6 +78,12 @@ def test_values_of_different_types_are_different(a):
 
 
 @pytest.mark.usefixtures("only_new_objects")
+def test_zeros_of_either_sign_are_different(a):
+    cache = addons.GraphCache()
+    zeros = (0.0, -0.0, complex(0.0, -0.0), 0j, (0.0,), (-0.0,))
+    assert len({cache.create_graph(takes_anything, a, zero) for zero in zeros}) == len(zeros)
+
+
 def test_modules_are_compared_by_their_hashes(a):
     cache = addons.GraphCache()
     graph = cache.create_graph(Sized(2), a)

@@ -453,3 +453,44 @@ def test_checks_of_operands(ir: popxl.Ir) -> None:
     for check in (utils.check_tensor_ipu_and_tile_set, lambda t: utils.check_in_graph(main, t)):
         with pytest.raises(Exception, match="pass tensors as keyword arguments"):
             check(x)
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 1.0), ((2, 1), (2, 1.0))])
+def test_attributes_that_python_takes_for_equal_make_different_results(first, second):
+    kind = popxl.OpKind("Lengthened", lambda x, *, by: x * jnp.prod(jnp.asarray(by)))
+    with popxl.Ir().main_graph:
+        x = popxl.variable(np.array([1, 2, 3]), popxl.int32, "x")
+        assert [kind(x, by=by).dtype for by in (first, second, first)] == [popxl.int32, popxl.float32, popxl.int32]
+
+
+@pytest.mark.parametrize("calls", ["inlined", "kept", "dispatched"])
+@pytest.mark.parametrize("number", [float, np.float32, complex])
+def test_attributes_of_either_sign_of_zero(calls, number):
+    """Each has its numbers and its gradient, although `0.0 == -0.0`."""
+    ir = popxl.Ir()
+    ir.options.calledGraphs = calls
+    x = np.array([2.0, 3.0], np.float32)
+
+    def meaning(x, *, like):
+        return x * x * jnp.copysign(jnp.float32(1), jnp.real(jnp.asarray(like)).astype(jnp.float32))
+
+    def fetched(t):
+        stream = popxl.d2h_stream(t.shape, t.dtype)
+        ops.host_store(stream, t)
+        return stream
+
+    kind, signs, stored = popxl.OpKind("Signed", meaning), (1.0, -1.0, 1.0), []
+    with ir.main_graph, popxl.in_sequence():
+        v = popxl.variable(x, name="x")
+        for sign in signs:
+            like = -number(0) if sign < 0 else number(0)
+            graph = ir.create_graph(lambda x, like=like: kind(x, like=like), v)
+            gradients = popxl.transforms.autodiff(graph)
+            site = ops.call_with_info(graph, v)
+            (dx,) = ops.call(gradients.graph, popxl.constant(np.ones_like(x)), inputs_dict=gradients.inputs_dict(site))
+            stored.append((fetched(site.outputs[0]), fetched(dx)))
+    with popxl.Session(ir) as session:
+        outputs = session.run()
+    for sign, (y, dx) in zip(signs, stored, strict=True):
+        np.testing.assert_array_equal(outputs[y], sign * x * x)
+        np.testing.assert_array_equal(outputs[dx], sign * 2 * x)

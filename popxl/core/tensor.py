@@ -381,7 +381,8 @@ class Variable(Tensor, tensor_type="Variable"):
 
     @data.setter
     def data(self, value: np.ndarray) -> None:
-        self._data, self.initial = value, None
+        # In C order, also where somebody wrote another: what comes from the device is put in through a flat view.
+        self._data, self.initial = value if value.flags.c_contiguous else value.copy("C"), None
 
     def numbers(self) -> np.ndarray:
         """A copy of the host copy; of a variable that is only described, its numbers, which are not kept."""

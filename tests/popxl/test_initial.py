@@ -305,3 +305,17 @@ def test_no_memory_is_taken(tmp_path: Path) -> None:
         timeout=120,
     )
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+def test_numbers_in_another_order_may_be_written_and_come_back_after_a_run() -> None:
+    """They became the host copy as they lay in memory, and what came from the device went into a copy of that."""
+    ir = popxl.Ir()
+    with ir.main_graph:
+        v = popxl.variable(initial.normal((2, 3), seed=7), popxl.float32, "v")
+        ops.add_(v, popxl.constant(1.0))
+    numbers = np.arange(6, dtype=np.float32).reshape(3, 2).T
+    session = popxl.Session(ir)
+    session.write_variable_data(v, numbers)
+    with session:
+        session.run()
+    np.testing.assert_array_equal(session.get_tensor_data(v), numbers + 1)

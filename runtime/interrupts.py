@@ -79,8 +79,8 @@ def uninterrupted(work: Callable[[], object]) -> None:
             _signal.signal(number, handler)
         came = dict.fromkeys(number for number, _ in _waiting)
         _waiting.clear()
-        for number in came:
-            signal.raise_signal(number)
+        for number in came:  # not raised anew: who reads what `signal.set_wakeup_fd` writes, as asyncio, has been told
+            _signal.getsignal(number)(number, sys._getframe())
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 Whatever happens: the numbers are right, or an error says what is wrong and the variables are what they were.
 """
 
+import asyncio
 import gc
 import os
 import random
@@ -744,3 +745,18 @@ def test_programs_are_built_in_threads(calls, at_once, tmp_path):
         assert text == expected_text
         np.testing.assert_array_equal(found, expected)
     assert os.listdir(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="the system has no such signals")
+def test_asyncio_is_told_once_of_a_signal():
+    handled = []
+
+    async def work():
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGUSR1, lambda: handled.append("once"))
+        uninterrupted(lambda: signal.raise_signal(signal.SIGUSR1))
+        await asyncio.sleep(0.01)
+        loop.remove_signal_handler(signal.SIGUSR1)
+
+    asyncio.run(work())
+    assert handled == ["once"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn, SupportsIndex
+from typing import NoReturn, Self, SupportsIndex
 
 
 class NoCopies:
@@ -16,3 +16,15 @@ class NoCopies:
             f"{self!r} can neither be copied nor pickled. `ir.save(path)` writes a program, and `popxl.Ir.load(path)` "
             "makes another one of that."
         )
+
+
+class CopiedAsItself(NoCopies):
+    """A name for something in a program: the same in a copy, also a deep one, of what holds it."""
+
+    __slots__ = ()
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self

@@ -11,11 +11,11 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 
-from popxl.base.copies import NoCopies
+from popxl.base.copies import CopiedAsItself
 from popxl.core import no_numbers
 from popxl.errors import PopxlError, UndefinedValue
 from popxl.tensorlocation import ON_DEVICE, LocationInfo, TileSet
@@ -36,7 +36,7 @@ else:
 Location = tuple[int | None, bool | None]
 
 
-class Tensor(NoCopies, Operators):
+class Tensor(CopiedAsItself, Operators):
     """A value in a graph. Tensors are made by ops, by graph inputs, and by `popxl.variable` and `popxl.constant`.
 
     Two tensors are equal only if they are the same tensor; to compare their elements use `ops.equal`.
@@ -114,12 +114,6 @@ class Tensor(NoCopies, Operators):
         t._origin = None
         t._used_at, t.is_read_elsewhere = (None, None), False
         return t
-
-    def __copy__(self) -> Self:
-        return self  # a name for a value: so what holds tensors can be copied
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self
 
     @property
     def id(self) -> str:

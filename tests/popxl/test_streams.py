@@ -1,5 +1,7 @@
 """Streams: what they are, where they live, and which element goes where."""
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -304,3 +306,16 @@ def test_what_nobody_looks_at_is_not_sent(way, replicas):
                 assert session.run(feeds)[out].tolist() == (data * 2).tolist()
     (sent,) = [s.bytes for s in session.report.streams if s.direction == "in" and s.spec == "f32[3]"]
     assert session.memory().arguments == sent > 0
+
+
+def test_copies_of_what_holds_streams_and_buffers_hold_the_same_ones():
+    """Of outputs, whose keys they are, a deep copy could not be read."""
+    ir = popxl.Ir()
+    with ir.main_graph:
+        stream, buffer = popxl.d2h_stream((2,), popxl.float32), popxl.remote_buffer((3,), popxl.float32)
+        popxl.ops.host_store(stream, popxl.variable([1.0, 2.0]) + 1.0)
+    with popxl.Session(ir) as session:
+        outputs = copy.deepcopy(session.run())
+    np.testing.assert_array_equal(outputs[stream], [2.0, 3.0])
+    assert copy.deepcopy([stream, buffer]) == [copy.copy(stream), copy.copy(buffer)] == [stream, buffer]
+    assert copy.deepcopy(buffer) is buffer

@@ -80,7 +80,11 @@ def uninterrupted(work: Callable[[], object]) -> None:
         came = dict.fromkeys(number for number, _ in _waiting)
         _waiting.clear()
         for number in came:  # not raised anew: who reads what `signal.set_wakeup_fd` writes, as asyncio, has been told
-            _signal.getsignal(number)(number, sys._getframe())
+            handler = _signal.getsignal(number)  # one of those before may have set another one
+            if callable(handler):
+                handler(number, sys._getframe())
+            else:
+                _signal.raise_signal(number)
 
 
 @contextmanager

@@ -106,21 +106,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=ShowVersions)
     commands = parser.add_subparsers(dest="command", required=True, metavar="{show,report,foresee,fit}")
-    commands_and_targets = (
-        ("show", _SHOW, "compile for a machine that need not be here, and run nothing"),
-        ("report", _REPORT, "compile for a machine that need not be here, and run nothing"),
-        ("foresee", _FORESEE, "the machine, which need not be here"),
-        ("fit", _FIT, "the machine to compile for, which need not be here"),
-    )
-    for name, text, target in commands_and_targets:
+    for name, text in (("show", _SHOW), ("report", _REPORT), ("foresee", _FORESEE), ("fit", _FIT)):
+        runs = name in ("show", "report")  # the others run nothing in any case, and have no schedule to draw
         # Without abbreviations: what looks like several of these options may be one of the program.
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.set_defaults(pictures=None)
-        if name in ("show", "report"):  # the others have no schedule to draw
+        if runs:
             command.add_argument(
                 "--pictures", type=Path, metavar="FOLDER", help="write pictures of the memory there, as SVG"
             )
         command.add_argument("--pages", type=Path, metavar="FOLDER", help="write the reports there, as HTML pages")
+        target = (
+            "compile for a machine that need not be here, and run nothing"
+            if runs
+            else "the machine, which need not be here"
+        )
         command.add_argument("--target", metavar="MACHINE", help=f"{target}: {FORMS}")
         command.add_argument("file", metavar="FILE.py", help="the program")
         args = command.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the program")

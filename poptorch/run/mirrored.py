@@ -51,7 +51,7 @@ class MirroredState(defaultdict[Any, Any]):
         super().__init__(dict, state)
         self._sources: list[weakref.ref[_Source]] = []
         self._holders: dict[Any, weakref.ref[_Source]] = {}
-        self._last: Callable[[], _Source | None] = lambda: None  # to hold any
+        self._last: Callable[[], _Source | None] = lambda: None  # who came to hold any last, and holds all of its own
         self._seen: dict[Any, _Seen] = {}
 
     def add(self, source: _Source) -> None:

@@ -271,10 +271,11 @@ def flops_text(count: float) -> str:
     """A number of floating point operations, in three digits or so.
 
     Example:
-        >>> flops_text(46_900), flops_text(12)
-        ('46.9 kFLOP', '12 FLOP')
+        >>> flops_text(46_900), flops_text(12), flops_text(0)
+        ('46.9 kFLOP', '12 FLOP', '0 FLOP')
     """
-    return f"{count_text(count)}{'FLOP' if count >= 999.5 else ' FLOP'}"
+    units = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"), (1, "FLOP"))
+    return _scaled(count, units) if count else "0 FLOP"
 
 
 def seconds_text(seconds: float) -> str:

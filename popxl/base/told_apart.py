@@ -18,8 +18,9 @@ def told_apart(value: Any) -> Any:
         >>> told_apart(("axis", 1)) == told_apart(("axis", 1))
         True
     """
-    if isinstance(value, tuple | frozenset):
-        return type(value), (tuple if isinstance(value, tuple) else frozenset)(map(told_apart, value))
+    for kind in (tuple, frozenset):
+        if isinstance(value, kind):
+            return type(value), kind(map(told_apart, value))
     if isinstance(value, int | float | complex | np.number):
         return type(value), repr(value)
     return value

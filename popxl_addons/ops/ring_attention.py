@@ -61,7 +61,7 @@ def _ring_backward(
         )
         return tuple(t.astype(logs.dtype) for t in found)
 
-    if group.size == 2:  # both ways are one
+    if group.size == 2:  # both ways round are one: XLA would keep all that came forward, instead of sending it again
         g, k, v = lax.optimization_barrier((g, k, v))
     coming = _sent(group, -1, k, v)
     dq, dk, dv = gradients(k, v, logs, causal)

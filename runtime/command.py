@@ -1,4 +1,4 @@
-"""What the command `popxl` does: `show`, `report`, `foresee`, `fit` and `--version`. `popxl.__main__` starts it."""
+"""What the command `popxl` does: `show`, `report`, `fit` and `--version`. `popxl.__main__` starts it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from types import TracebackType
-from typing import cast
 
 from popxl.base.pages import OnPage, bytes_text
 from popxl.context import get_current_context
@@ -23,12 +22,11 @@ from popxl.errors import PopxlError
 from popxl.ir import Ir
 from popxl.looking.memory import Memory
 from runtime.costs.cost import cost_of
-from runtime.costs.foreseen import foreseen
-from runtime.costs.memory import memory_of_program
-from runtime.fitting import FAR, Compiled, fit
+from runtime.costs.memory import least_memory_of, memory_of_program
+from runtime.fitting import Compiled, fit
 from runtime.inspection import report_of
 from runtime.pipes import nobody_reads, quiet_in_a_pipe
-from runtime.program.machine import Machine, NothingRuns, Planned, PlanningMachine, TargetMachine
+from runtime.program.machine import Machine, NothingRuns, PlanningMachine, TargetMachine
 from runtime.program.program import Described, Program, Ready
 from runtime.session import Session
 from runtime.targets.devices import Device
@@ -43,7 +41,6 @@ examples:
   popxl report --pages pages train.py       the same, with the reports as HTML pages in the folder pages
   popxl show train.py --target "tpu v5e"    compile it for a TPU that need not be here, and print what it needs there
   popxl report train.py --target "gpu h100:8"   the same for eight GPUs, with the reports
-  popxl foresee train.py --target "tpu v5e"     print the memory that it will need there; nothing is compiled
   popxl fit train.py --target "tpu v5e:4x4"     try the choices of the program, and print which fit, and the fastest
   popxl --version                           what programs run with here: for a report of a problem
 
@@ -55,11 +52,6 @@ Run a program as far as its first `session.run`, with sessions that compile and 
 each Ir that it has built, and the memory that they need.
 """
 
-_FORESEE = """\
-Run a program as far as its first `session.run`, and print the memory of a chip that each of its sessions will need on a
-machine that need not be here. Nothing is compiled: it takes seconds, and is an estimate.
-"""
-
 _FIT = """\
 Compile a program with each combination of its choices, `popxl.choice(name, options)`, for a machine that need not be
 here, and print which fit into its memory, and which of these is the fastest by the estimate. Nothing is run.
@@ -67,10 +59,19 @@ here, and print which fit into its memory, and which of these is the fastest by 
 
 _REPORT = "Run a program, and print the report of each session that it has made."
 
+_REMOVED = {
+    "foresee": "`popxl report FILE.py --target MACHINE` compiles the program and prints the exact memory that a chip "
+    "needs; `popxl fit FILE.py --target MACHINE` does so for each of its choices"
+}
+"""Commands of earlier versions, and what to use instead."""
+
 
 @quiet_in_a_pipe
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, by default those of the command line. Returns its exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in _REMOVED:
+        return _fail(f"`{arguments[0]}` was removed: {_REMOVED[arguments[0]]}.", 2)
     options = _parser().parse_args(arguments)
     if options.target is None:
         options.target, options.args = _target_of(options.args)
@@ -91,9 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             return _fail(f"--{name} {folder}: {problem}", 2)
-    if options.command in ("foresee", "fit") and target is None:
-        return _fail(f"{options.command}: `--target` is missing; expected {FORMS}.", 2)
-    run = {"show": show, "report": report, "foresee": foresee, "fit": fit_into}[options.command]
+    if options.command == "fit" and target is None:
+        return _fail(f"fit: `--target` is missing; expected {FORMS}.", 2)
+    run = {"show": show, "report": report, "fit": fit_into}[options.command]
     return run(Asked(file, options.args, options.pictures, options.pages, target))
 
 
@@ -105,9 +106,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=ShowVersions)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{show,report,foresee,fit}")
-    for name, text in (("show", _SHOW), ("report", _REPORT), ("foresee", _FORESEE), ("fit", _FIT)):
-        runs = name in ("show", "report")  # the others run nothing in any case, and have no schedule to draw
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{show,report,fit}")
+    for name, text in (("show", _SHOW), ("report", _REPORT), ("fit", _FIT)):
+        runs = name != "fit"  # which runs nothing in any case, and has no schedule to draw
         # Without abbreviations: what looks like several of these options may be one of the program.
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.set_defaults(pictures=None)
@@ -220,33 +221,6 @@ def report(asked: Asked) -> int:
     return code
 
 
-def foresee(asked: Asked) -> int:
-    """Print the memory of a chip that each session of a program will need on a target. Nothing is compiled.
-
-    Returns:
-        The exit code: that of the program, if it fails; 1, if it makes no session.
-    """
-    target = asked.target
-    assert target is not None  # the command line has it
-    machine = _Foreseeing(target)
-    with _watching(machine):
-        _, code = _run(asked.file, asked.arguments)
-    for number, planned in enumerate(machine.planned):
-        found = foreseen(planned.layout)
-        print(f"\n=== session {number} ===\n")
-        if found is None:
-            print("  It is a plan of executables: what each needs is known when it is compiled.")
-            continue
-        fits = "fits" if found.device <= target.chip.memory_bytes else "does not fit"
-        has = bytes_text(target.chip.memory_bytes)
-        print(f"{found}\n  By this estimate it {fits}: a chip of {target} has {has}.")
-        if asked.pages is not None:
-            found.save(asked.pages / f"foreseen_{number}.html")
-    if not machine.planned and not code:
-        return _fail(f"{asked.file} makes no session: there is nothing to foresee.", 1)
-    return code
-
-
 def fit_into(asked: Asked) -> int:
     """Compile a program with each combination of its choices, and print what fits a target and what is fastest there.
 
@@ -262,7 +236,7 @@ def fit_into(asked: Asked) -> int:
             _, code = _run(asked.file, asked.arguments)
         if code and not machine.problem:
             raise PopxlError(f"{asked.file} ended with the exit code {code}.")
-        return Compiled(machine.programs, machine.problem, machine.foreseen)
+        return Compiled(machine.programs, machine.problem)
 
     try:
         found = fit(compiled, lambda line: print(line, file=sys.stderr))
@@ -302,45 +276,26 @@ class _Watching(Machine):
         return program
 
 
-class _Foreseeing(TargetMachine):
-    """Compiles nothing, and remembers what it would.
-
-    Attributes:
-        planned: the programs.
-    """
-
-    def __init__(self, target: Target) -> None:
-        super().__init__(target)
-        self.planned: list[Planned] = []
-
-    def program(self, ir: Ir, device: Device, ready: Ready | None) -> Program:
-        self.planned.append(Planned(ir, device))
-        return cast(Program, self.planned[-1])  # what it does not have ends the user's program
-
-
 class _Trying(_Watching):
-    """The same; a program that cannot be compiled ends the user's, and leaves the problem. So does one that is foreseen
-    to need far more memory than there is.
+    """Remembers programs that compile; one that does not compile ends the user's program, and leaves the problem. So
+    does one whose variables and feeds alone need more memory than a chip has: that is known without compiling.
 
     Attributes:
         problem: why a program could not be compiled.
-        foreseen: the memory of a chip that the one which needs most was foreseen to need, if any was.
     """
 
     problem = ""
-    foreseen: int | None = None
 
     def program(self, ir: Ir, device: Device, ready: Ready | None) -> Program:
         target = device.target
         assert target is not None  # `fit` has one
         try:
-            found = foreseen(Described(ir, device).layout)
-            if found is not None:
-                self.foreseen = max(found.device, self.foreseen or 0)
-                if found.device > FAR * target.chip.memory_bytes:
-                    has = bytes_text(target.chip.memory_bytes)
-                    told = f"a chip has {has}, and {bytes_text(found.device)} are foreseen, so it was not compiled"
-                    raise PopxlError(f"The program does not fit: {told}. {found.told()}")
+            least, capacity = least_memory_of(Described(ir, device).layout), target.chip.memory_bytes
+            if least > capacity:
+                raise PopxlError(
+                    f"The program does not fit, and was not compiled: its variables and feeds alone need "
+                    f"{bytes_text(least)} of a chip, which has {bytes_text(capacity)}."
+                )
             return super().program(ir, device, ready)
         except PopxlError as problem:
             self.problem = str(problem)

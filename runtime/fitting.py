@@ -1,7 +1,4 @@
-"""Which choices of a program fit a machine, and which of them is the fastest: each is compiled, and nothing is run.
-
-What a combination needs is foreseen first. One that needs far more than there is, is not compiled.
-"""
+"""Which choices of a program fit a machine, and which of them is the fastest: each is compiled, and nothing is run."""
 
 from __future__ import annotations
 
@@ -31,7 +28,6 @@ class Tried(_Part):
 
     Attributes:
         choices: the value of each choice.
-        foreseen_bytes: the memory that it was foreseen to need; `None` if it is a plan of executables.
         memory_bytes: the memory that it needs; `None` if it was not compiled, or the compiler gave up.
         fits: whether that is there.
         seconds: how long a run takes by the chip's published figures: an estimate; `None` if it was not compiled.
@@ -40,7 +36,6 @@ class Tried(_Part):
     """
 
     choices: Mapping[str, Any]
-    foreseen_bytes: int | None = None
     memory_bytes: int | None
     fits: bool
     seconds: float | None
@@ -76,22 +71,20 @@ class Fit(OnPage, _Part):
         names = [*dict.fromkeys(name for t in self.tried for name in t.choices)]
         rows = []
         for t in self.tried:
-            memory = ["" if n is None else bytes_text(n) for n in (t.foreseen_bytes, t.memory_bytes)]
+            memory = "" if t.memory_bytes is None else bytes_text(t.memory_bytes)
             seconds = "" if t.seconds is None else seconds_text(t.seconds)
             a_unit = [seconds_text(t.seconds_a_unit) if t.seconds is not None else ""] * self._has_work
             verdict = "best" if t is self.best else "fits" if t.fits else "does not fit"
-            rows.append([*(str(t.choices.get(n, "")) for n in names), *memory, seconds, *a_unit, verdict])
-        columns = [*names, "foreseen", "memory of a chip", "a run, estimated", *["for one"] * self._has_work, ""]
+            rows.append([*(str(t.choices.get(n, "")) for n in names), memory, seconds, *a_unit, verdict])
+        columns = [*names, "memory of a chip", "a run, estimated", *["for one"] * self._has_work, ""]
         problems = [f"{as_text(t.choices)}: {t.problem}" for t in self.tried if t.problem]
         told = (
             f"None fits: a chip of {self.target} has {bytes_text(self.capacity)}."
             if self.best is None
             else f'The fastest that fits: {VARIABLE}="{as_text(self.best.choices)}"'
         )
-        intro = (
-            f"A chip has {bytes_text(self.capacity)}. What is foreseen is so before compiling. Times are estimates "
-            "from published figures; nothing has run."
-        )
+        has = bytes_text(self.capacity)
+        intro = f"A chip has {has}. Times are estimates from published figures; nothing has run."
         return Page(f"Fitting into {self.target}", [intro, Table(columns, rows), *problems, told])
 
     @property
@@ -105,17 +98,10 @@ class Compiled(NamedTuple):
     Attributes:
         programs: those that were compiled, with their Irs.
         problem: why one was not; empty if all were.
-        foreseen: the memory that the one which needs most was foreseen to need.
     """
 
     programs: Sequence[tuple[Ir, Program]]
     problem: str = ""
-    foreseen: int | None = None
-
-
-FAR = 1.5
-"""A program is compiled, unless it is foreseen to need so many times the memory that there is. Of the programs of
-`tests.targets.memory`, none on a GPU was foreseen to need more than 1.4 times what it needs."""
 
 
 def fit(compiled: Callable[[], Compiled], told: Callable[[str], object]) -> Fit:
@@ -153,7 +139,7 @@ def _tried(
     compiled: Callable[[], Compiled], taken: Mapping[str, Any]
 ) -> tuple[Choices, tuple[Tried, TargetReport | None]]:
     with choosing(taken) as choices:
-        programs, problem, foreseen = compiled()
+        programs, problem = compiled()
     if not programs and not problem:
         with_these = f" with {as_text(choices.each())}" if choices.options else ""
         raise PopxlError(f"the program makes no session{with_these}, so there is nothing to compile.")
@@ -161,7 +147,6 @@ def _tried(
     found = [report.target for report in reports if report.target is not None]
     tried = Tried(
         choices=choices.each(),
-        foreseen_bytes=foreseen,
         memory_bytes=max((report.memory.device for report in reports), default=None),
         fits=not problem and all(target.fits for target in found),
         seconds=None if problem else sum(target.cost.seconds or 0.0 for target in found),

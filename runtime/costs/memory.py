@@ -18,6 +18,7 @@ from popxl.looking.memory import (
 )
 from popxl.values.spec import brief
 from runtime.plan.plan import Plan
+from runtime.program.layout import Layout
 from runtime.program.program import CompiledProgram
 
 
@@ -46,14 +47,31 @@ def memory_of_program(ir: Ir, program: CompiledProgram) -> Memory:
     )
 
 
-def _of_ipu(ir: Ir, program: CompiledProgram, ipu: int) -> DeviceMemory:
-    """What is on the device of an IPU; or on any, if IPUs are no devices of their own."""
+def least_memory_of(layout: Layout) -> int:
+    """Bytes of the fullest device that a program needs before it computes anything: variables, remote buffers on the
+    device, and what is fed. Nothing is compiled; what it computes and returns comes on top."""
+    return max(sum(_arguments(layout, ipu)) for ipu in layout.ipus)
+
+
+def _arguments(layout: Layout, ipu: int) -> tuple[int, int, int]:
+    """The bytes of variables, of remote buffers and of feeds on the device of an IPU."""
 
     def here(thing: Any) -> bool:
-        return program.layout.ipu_of(thing) in (None, ipu)
+        return layout.ipu_of(thing) in (None, ipu)
 
-    held, buffers = program.layout.bytes_of_variables(), program.layout.bytes_of_buffers()
-    streams = program.layout.bytes_of_streams()
+    held, buffers, streams = layout.bytes_of_variables(), layout.bytes_of_buffers(), layout.bytes_of_streams()
+    return (
+        sum(bytes for v, (bytes, _) in held.items() if here(v)),
+        sum(bytes for b, (bytes, is_on_host) in buffers.items() if here(b) and not is_on_host),
+        sum(streams[s] for s in layout.inputs if here(s)),
+    )
+
+
+def _of_ipu(ir: Ir, program: CompiledProgram, ipu: int) -> DeviceMemory:
+    """What is on the device of an IPU; or on any, if IPUs are no devices of their own."""
+    layout = program.layout
+    variables, buffers, arguments = _arguments(layout, ipu)
+    streams = layout.bytes_of_streams()
     moments, _ = _steps(ir, program, ipu)
     temporaries = max((m.held + m.inside for m in moments), default=0)
     executables = program.executables()
@@ -64,10 +82,10 @@ def _of_ipu(ir: Ir, program: CompiledProgram, ipu: int) -> DeviceMemory:
         temporaries = program.temporaries()
     return DeviceMemory(
         name=f"IPU {ipu}",
-        variables=sum(bytes for v, (bytes, _) in held.items() if here(v)),
-        buffers=sum(bytes for b, (bytes, is_on_host) in buffers.items() if here(b) and not is_on_host),
-        arguments=sum(streams[s] for s in program.inputs if here(s)),
-        outputs=sum(streams[s] for s in program.outputs if here(s)),
+        variables=variables,
+        buffers=buffers,
+        arguments=arguments,
+        outputs=sum(streams[s] for s in program.outputs if layout.ipu_of(s) in (None, ipu)),
         constants=sum(map(size, constants_of(ir.main_graph))),
         temporaries=temporaries,
         code=sum(found.memory_analysis().generated_code_size_in_bytes for found in executables) or None,

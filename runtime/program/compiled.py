@@ -160,14 +160,6 @@ def lowered_for(layout: Layout, platform: str) -> Any:
         return _lowered(layout, platform)
 
 
-def traced_for(layout: Layout) -> tuple[Any, tuple[Any, ...]]:
-    """The whole program as one, as JAX has traced it for its target, and the types of what it is given. Nothing is
-    lowered or compiled."""
-    with layout.precision(), room_to_recurse(layout.main):
-        step, arguments = _step(layout)
-        return lower(lambda: layout.destination.trace(donating(step, 0), *arguments)), arguments
-
-
 def _lowered(layout: Layout, platform: str = "") -> Any:
     """The whole program as one, lowered for its target, or for a platform."""
     step, arguments = _step(layout)

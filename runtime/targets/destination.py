@@ -141,11 +141,6 @@ class Destination:
 
         return compile_options()
 
-    def trace(self, jitted: Any, *arguments: Any) -> Any:
-        """What JAX traces of a jitted function, for these devices; arguments as for `lower`."""
-        with self._in_mind():
-            return jitted.trace(*arguments)
-
     def _in_mind(self) -> AbstractContextManager[Any]:
         """JAX would ask a GPU of which maker it is, and, for arrays in the host's memory alone, the CPU for everything;
         so it is told a device that is not here."""
@@ -160,10 +155,10 @@ class Destination:
             platform: what to lower for in place of the devices.
         """
         if self.replicas.is_here:
-            return self.trace(jitted, *arguments).lower(lowering_platforms=(platform,) if platform else None)
+            return jitted.trace(*arguments).lower(lowering_platforms=(platform,) if platform else None)
         platform = platform or ("cuda" if self.platform == "gpu" else self.platform)
         with self._in_mind():
-            return self.trace(jitted, *arguments).lower(lowering_platforms=(platform,))
+            return jitted.trace(*arguments).lower(lowering_platforms=(platform,))
 
     def compile(self, lowered: Any) -> Any:
         """What XLA makes of a lowered function.

@@ -276,24 +276,27 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert "popxl show" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         main([])
-    assert "{show,report,foresee,fit}" in capsys.readouterr().err
+    assert "{show,report,fit}" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["show"])
     assert capsys.readouterr().err.endswith("popxl show: error: the following arguments are required: FILE.py\n")
 
 
-@pytest.mark.parametrize("name", ["foresee", "fit"])
-def test_commands_without_a_schedule_draw_no_pictures(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fit_has_no_schedule_and_draws_no_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main([name, "--pictures", str(tmp_path / "pictures"), "program.py", "--target", "gpu h100"])
+        main(["fit", "--pictures", str(tmp_path / "pictures"), "program.py", "--target", "gpu h100"])
     assert "unrecognized arguments: --pictures" in capsys.readouterr().err
     assert not (tmp_path / "pictures").exists()
     with pytest.raises(SystemExit, match="0"):
-        main([name, "--help"])
+        main(["fit", "--help"])
     out = capsys.readouterr().out
     assert "--pages" in out and "--pictures" not in out and "run nothing" not in out
+
+
+def test_a_removed_command_says_what_to_use_instead(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["foresee", "train.py", "--target", "gpu h100"]) == 2
+    err = capsys.readouterr().err
+    assert "`foresee` was removed" in err and "`popxl report FILE.py --target MACHINE` compiles" in err
 
 
 def test_as_a_command(tmp_path: Path) -> None:

@@ -6,13 +6,18 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import popxl
+from popxl import ops
 from popxl.__main__ import main
 from popxl.base.choices import as_text, choosing
 from popxl.errors import PopxlError
+from runtime.costs.memory import least_memory_of, memory_of_program
 from runtime.fitting import Compiled, Fit, Tried, fit
+from runtime.program.program import CompiledProgram, Described
+from runtime.targets.devices import model_device
 
 PROGRAM = """
     import numpy as np
@@ -138,6 +143,24 @@ def test_the_fastest_that_fits() -> None:
     assert none.best is None and "None fits: a chip of tpu v5e has 3 kB." in str(none)
 
 
+def test_the_memory_that_a_program_needs_before_it_computes() -> None:
+    """Variables, remote buffers on the device and feeds, known without compiling: as the compiled program has them."""
+    ir = popxl.Ir(replication=2)
+    ir.num_host_transfers = 3
+    with ir.main_graph:
+        x = ops.host_load(popxl.h2d_stream((4, 5), popxl.float16, "x"))
+        w = popxl.variable(np.ones((5, 7)), popxl.float16, "w")
+        buffer = popxl.remote_buffer((4, 7), popxl.float16, 2)
+        popxl.remote_variable(np.ones((4, 7)), buffer, 1)
+        y = x @ w + ops.remote_load(buffer, 1)
+        ops.host_store(popxl.d2h_stream(y.shape, y.dtype, "y"), y)
+    device = model_device()  # for both replicas, which share the variable
+    memory = memory_of_program(ir, CompiledProgram(ir, device))
+    bytes_of_both = 2 * (5 * 7 + 2 * (2 * 4 * 7 + 3 * 4 * 5))
+    assert least_memory_of(Described(ir, device).layout) == bytes_of_both
+    assert memory.variables + memory.buffers + memory.arguments == bytes_of_both
+
+
 def test_a_target_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "program.py").write_text("")
     assert main(["fit", str(tmp_path / "program.py")]) == 2
@@ -160,6 +183,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ["16", "False", "fits"],
     ]
     assert 'POPXL_CHOICES="rows=8 twice=True"' in out and "is not shown" not in out
+    assert out.count("was not compiled: its variables and feeds alone need 103 GB of a chip") == 2
     assert err.splitlines()[0] == "2: rows=8 twice=False"
     for text, message in (
         ("", "makes no session"),

@@ -30,8 +30,7 @@ from tests.benchmarks import pod
 from tests.popxl.test_communication import drawn, training
 from tests.popxl_addons.gpt.model import Config
 from tests.popxl_addons.gpt.variants import VARIANTS
-from tests.targets.memory import caught, compile_faster
-from tests.targets.memory_programs import Layers, in_pieces, session, trained
+from tests.targets.programs import Layers, caught, compile_faster, in_pieces, session, trained
 
 MACHINES = {
     "gpu": {8: "gpu h100:8", 64: "gpu h100:64", 256: "gpu h100:256"},

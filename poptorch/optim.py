@@ -26,11 +26,8 @@ StateDict = dict[str, Any]
 
 _KEYS = ("ipu_state", "ipu_param")
 _GROUPED = ("velocity_scaling", "max_weight_norm")  # numbers of a parameter group that torch does not know
-TORCH_ONLY = ("capturable", "differentiable", "foreach", "fused", "maximize")
+TORCH_ONLY = ("capturable", "differentiable", "foreach", "fused")
 """Attributes that only torch's own steps know."""
-
-NOT_MAXIMISED = "%s: maximize=True has no effect in a wrapped model: its loss is minimised."
-"""What is told of an optimiser that maximises."""
 
 _NEVER_VARIABLE = {
     *TORCH_ONLY,
@@ -39,6 +36,7 @@ _NEVER_VARIABLE = {
     "bias_correction",
     "centered",
     "first_order_momentum_accum_type",
+    "maximize",
     "second_order_momentum_accum_type",
     "use_combined_accum",
     "use_tf_variant",
@@ -252,8 +250,6 @@ def _check(name: str, given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     for attribute, value in own.items():
         if attribute.endswith("accum_type") and value not in (torch.float32, torch.float16):
             raise AssertionError(f"{name}: `{attribute}` is {value!r}; expected torch.float32 or torch.float16.")
-    if given.get("amsgrad"):
-        raise ValueError(f"{name}: `amsgrad` is not supported; leave it out.")
     for attribute in ("loss_scaling", "velocity_scaling"):
         if not 0 < _number(own.get(attribute, 1.0)) < math.inf:  # they are divided by
             raise ValueError(f"{name}: `{attribute}` is {own[attribute]!r}; expected a positive number.")
@@ -266,8 +262,6 @@ def _check(name: str, given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         logger.warning("%s: velocity_scaling has no effect without use_combined_accum=True.", name)
     if given.get("bias_correction") is False and name == "AdamW":
         logger.warning("AdamW: bias_correction=False has no effect; the moments are always corrected.")
-    if given.get("maximize"):
-        logger.warning(NOT_MAXIMISED, name)
 
 
 def _check_as_torch(name: str, numbers: Mapping[str, Any]) -> None:
@@ -330,7 +324,8 @@ class SGD(Optimizer, torch.optim.SGD):
         dampening: what is taken away from d.
         weight_decay: L2 penalty.
         nesterov: see above.
-        maximize, foreach, differentiable: for torch; without effect in a wrapped model.
+        maximize: step up the gradient, not down.
+        foreach, differentiable: for torch; without effect in a wrapped model.
         loss_scaling: the gradient of the loss starts at this; gradients are divided by it before they are used. For
             float16, where they would vanish.
         velocity_scaling: with `use_combined_accum`, v is kept times this. It may differ between groups.
@@ -387,8 +382,9 @@ class Adam(Optimizer, torch.optim.Adam):
     Args:
         params: parameters to train, or groups of them: dictionaries with `"params"`, and with numbers of their own.
         lr, betas, eps, weight_decay: as in torch.
-        amsgrad: has to be false.
-        foreach, maximize, capturable, differentiable, fused: for torch; without effect in a wrapped model.
+        amsgrad: divide by the root of the largest second moment so far.
+        maximize: step up the gradient, not down.
+        foreach, capturable, differentiable, fused: for torch; without effect in a wrapped model.
         loss_scaling: the gradient of the loss starts at this; gradients are divided by it before they are used.
         accum_type: the type in which gradients are summed over micro-batches.
         first_order_momentum_accum_type, second_order_momentum_accum_type: the types of the moments.
@@ -396,7 +392,7 @@ class Adam(Optimizer, torch.optim.Adam):
 
     Raises:
         AssertionError: if a type is neither `torch.float32` nor `torch.float16`.
-        ValueError: for what torch refuses, for `amsgrad`, and for a `max_grad_norm` below 0 or NaN.
+        ValueError: for what torch refuses, and for a `max_grad_norm` below 0 or NaN.
 
     Example:
         >>> optimizer = Adam(params, lr=0.001, max_grad_norm=1.0)
@@ -437,7 +433,7 @@ class AdamW(Optimizer, torch.optim.AdamW):
 
     Raises:
         AssertionError: if a type is neither `torch.float32` nor `torch.float16`.
-        ValueError: for what torch refuses, for `amsgrad`, and for a `max_grad_norm` below 0 or NaN.
+        ValueError: for what torch refuses, and for a `max_grad_norm` below 0 or NaN.
 
     Example:
         >>> optimizer = AdamW(params, lr=0.001, weight_decay=0.1)
@@ -477,7 +473,8 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
         params: parameters to train, or groups of them: dictionaries with `"params"`, and with numbers of their own.
         lr, alpha, eps, weight_decay, momentum: as in torch.
         centered: as in torch; the same for all groups.
-        foreach, maximize, differentiable: for torch; without effect in a wrapped model.
+        maximize: step up the gradient, not down.
+        foreach, differentiable: for torch; without effect in a wrapped model.
         loss_scaling: the gradient of the loss starts at this; gradients are divided by it before they are used.
         accum_type: the type in which gradients are summed over micro-batches.
         first_order_momentum_accum_type: the type of the mean of the gradient, and of the momentum.
@@ -609,6 +606,7 @@ class LAMB(Optimizer, torch.optim.Optimizer):
         return _step_of_each(self, closure, self._step)
 
     def _step(self, w: torch.Tensor, g: torch.Tensor, group: Mapping[str, Any]) -> None:
+        g = -g if group.get("maximize") else g
         kept = self.state[w]
         if not kept:
             kept.update(step=0, exp_avg=torch.zeros_like(w), exp_avg_sq=torch.zeros_like(w))

@@ -81,6 +81,7 @@ def adam(
     m: Array,
     v: Array,
     t: Array,
+    largest: Array | None = None,
     lr: Number = 1e-3,
     beta1: Number = 0.9,
     beta2: Number = 0.999,
@@ -88,10 +89,12 @@ def adam(
     weight_decay: Number = 0.0,
     *,
     decoupled_weight_decay: bool = False,
-) -> tuple[Array, ...]:
+    amsgrad: bool = False,
+) -> tuple[Array | None, ...]:
     w, d = _decayed(w, g, lr, weight_decay, decoupled_weight_decay)
     m, v = _moving(m, d, beta1), _moving(v, d * d, beta2)
-    return w - lr * _direction(m, v, t, beta1, beta2, eps), m, v
+    largest = None if largest is None else jnp.maximum(largest, v)
+    return w - lr * _direction(m, v if largest is None else largest, t, beta1, beta2, eps), m, v, largest
 
 
 def adamw(
@@ -100,6 +103,7 @@ def adamw(
     m: Array,
     v: Array,
     t: Array,
+    largest: Array | None = None,
     lr: Number = 1e-3,
     beta1: Number = 0.9,
     beta2: Number = 0.999,
@@ -107,8 +111,10 @@ def adamw(
     weight_decay: Number = 1e-2,
     *,
     decoupled_weight_decay: bool = True,
-) -> tuple[Array, ...]:
-    return adam(w, g, m, v, t, lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay=decoupled_weight_decay)
+    amsgrad: bool = False,
+) -> tuple[Array | None, ...]:
+    fixed = {"decoupled_weight_decay": decoupled_weight_decay, "amsgrad": amsgrad}
+    return adam(w, g, m, v, t, largest, lr, beta1, beta2, eps, weight_decay, **fixed)
 
 
 def lamb(

@@ -108,6 +108,7 @@ class Rule:
         parameters = inspect.signature(formula).parameters
         self.takes_count = "t" in parameters
         self.numbers = {p.name: p.default for p in parameters.values() if p.name not in {*tensors, "g", "t"}}
+        self.numbers["maximize"] = False
         self.others = {k.start: 0.0 for k in kept if isinstance(k.start, str) and k.start not in self.numbers}
         changed = tuple(p for p in parameters if p in tensors)
         self.step = op_kind(
@@ -128,16 +129,19 @@ def op_kind(name: str, lowering: Callable[..., Any], **settings: Any) -> popxl.O
 
 
 def _in_float32(formula: Callable[..., tuple[Array | None, ...]], changed: tuple[str, ...]) -> Callable[..., Any]:
-    """The formula with all arrays as float32, and `scale`, for the gradient; of what it returns, what is kept."""
+    """The formula with all arrays as float32; the gradient is multiplied by `scale`, and negated with `maximize`. Of
+    what the formula returns, what is kept."""
     own = list(inspect.signature(formula).parameters.values())
     scale = inspect.Parameter("scale", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=1.0)
+    maximize = inspect.Parameter("maximize", inspect.Parameter.KEYWORD_ONLY, default=False)
     last = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in own)
-    signature = inspect.Signature([*own[:last], scale, *own[last:]])
+    signature = inspect.Signature([*own[:last], scale, *own[last:], maximize])
 
     def lowering(*operands: Any, **named: Any) -> tuple[Array, ...]:
         given = signature.bind(*operands, **named).arguments
         wide = {name: in_parts(x) if hasattr(x, "astype") else x for name, x in given.items()}
-        wide["g"] = wide["g"] * wide.pop("scale", 1.0)
+        gradient = wide["g"] * wide.pop("scale", 1.0)
+        wide["g"] = -gradient if wide.pop("maximize", False) else gradient
         found = formula(**wide)
         kept = ((given.get(name), x) for name, x in zip(changed, found, strict=False))
         return tuple(_of_parts(x) if jnp.iscomplexobj(old) else x for old, x in kept if old is not None)
@@ -163,6 +167,7 @@ def _no_result(w: Any, g: Any, *others: Any, **fixed: Any) -> tuple[popxl.Tensor
 
 _FIRST, _SECOND = "first_order_momentum_accum_type", "second_order_momentum_accum_type"
 _MOMENTS = (Kept("m", "Accl1", "exp_avg", _FIRST), Kept("v", "Accl2", "exp_avg_sq", _SECOND))
+_LARGEST = Kept("largest", "Accl3", "max_exp_avg_sq", _SECOND, needs="amsgrad")
 
 VELOCITY = Kept("v", "Accl1", "momentum_buffer", "velocity_accum_type", needs="momentum")
 
@@ -177,8 +182,8 @@ _RMSPROP = Rule(
 )
 RULES: dict[type, Rule] = {
     torch.optim.SGD: SGD,
-    torch.optim.Adam: Rule("Adam", adam, *_MOMENTS),
-    torch.optim.AdamW: Rule("AdamW", adamw, *_MOMENTS),
+    torch.optim.Adam: Rule("Adam", adam, *_MOMENTS, _LARGEST),
+    torch.optim.AdamW: Rule("AdamW", adamw, *_MOMENTS, _LARGEST),
     torch.optim.RMSprop: _RMSPROP,
     optim.LAMB: _LAMB,
     torch.optim.Adagrad: Rule(
@@ -205,10 +210,12 @@ WHOLE: dict[str, Any] = {  # what is the same for all groups
     **dict.fromkeys(("accum_type", "velocity_accum_type", _FIRST, _SECOND), torch.float32),
 }
 FIXED = {  # what shapes a program, and what its state is at first
+    "amsgrad",
     "bias_correction",
     "centered",
     "decoupled_weight_decay",
     "initial_accumulator_value",
+    "maximize",
     "use_combined_accum",
     "use_tf_variant",
 }
@@ -225,7 +232,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
 
     Raises:
         AssertionError: for another class, or parameter groups that differ in `centered`.
-        ValueError: for `amsgrad`, and for `use_tf_variant` where there is none.
+        ValueError: for `use_tf_variant` where there is none.
     """
     rule = next((RULES[kind] for kind in type(optimizer).__mro__ if kind in RULES), None)
     if rule is None:
@@ -233,8 +240,6 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
             f"Unsupported optimizer type {type(optimizer).__name__}. Expected one of `poptorch.optim` (SGD, Adam, "
             f"AdamW, RMSprop, LAMB), or torch's {', '.join(r.name for r in RULES.values() if r is not _LAMB)}."
         )
-    if any(group.get("amsgrad") for group in optimizer.param_groups):
-        raise ValueError(f"{rule.name}: `amsgrad` is not supported; leave it out.")
     if getattr(optimizer, "use_tf_variant", False) and rule is not _RMSPROP:
         raise ValueError(f"{rule.name}: there is no `use_tf_variant` of it; only RMSprop has one.")
     if len({bool(group.get("centered")) for group in optimizer.param_groups}) > 1:

@@ -172,7 +172,7 @@ class Update:
 
     Raises:
         AssertionError: for another optimiser, and if groups differ in `centered`.
-        ValueError: for `amsgrad`, or if `use_tf_variant` is set on an optimiser that has no such variant.
+        ValueError: if `use_tf_variant` is set on an optimiser that has no such variant.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2, 3))
@@ -199,10 +199,6 @@ class Update:
                 type(optimizer).__name__,
                 self._rule.name,
             )
-        if any(group.get("maximize") for group in optimizer.param_groups) and not isinstance(
-            optimizer, optim.Optimizer
-        ):
-            logger.warning(optim.NOT_MAXIMISED, self._rule.name)
         self._numbers = numbers_of(optimizer, self._rule)
         self._automatic = automatic_loss_scaling
         self._slots = [key for key in self._numbers if self._varies(optimizer, key)]

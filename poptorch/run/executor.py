@@ -88,7 +88,7 @@ class PoplarExecutor:
         poptorch.Error: if `model` cannot be called, `options` is no `Options`, or they do not fit.
         RuntimeError: if the model is being trained by another executor.
         AssertionError: if there is an optimiser without training, or no model can be trained with its class.
-        ValueError: if it has `amsgrad`.
+        ValueError: if it has `use_tf_variant`, and is no RMSprop.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ def trainingModel(
     Raises:
         RuntimeError: if another wrapper trains the model.
         AssertionError: if no model can be trained with the class of the optimiser.
-        ValueError: if that has `amsgrad`.
+        ValueError: if that has `use_tf_variant`, and is no RMSprop.
 
     Example:
         >>> class Fit(torch.nn.Module):

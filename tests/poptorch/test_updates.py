@@ -178,6 +178,8 @@ TORCH: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("AdamW", dict(lr=0.01, weight_decay=0.3), dict(max_grad_norm=1.0)),
     ("RMSprop", dict(lr=0.01, alpha=0.9, momentum=0.5, weight_decay=0.1), {}),
     ("RMSprop", dict(lr=0.01, centered=True, eps=1e-4), dict(loss_scaling=8.0)),
+    ("SGD", dict(lr=0.1, momentum=0.9, weight_decay=0.2, maximize=True), dict(loss_scaling=8.0)),
+    ("Adam", dict(lr=0.1, betas=(0.5, 0.4), amsgrad=True), dict(max_grad_norm=1.0)),
 ]
 
 
@@ -248,6 +250,23 @@ def test_an_adam_whose_weight_decay_is_decoupled_is_an_adamw() -> None:
     ours, theirs = parameters(), parameters()
     program = Program(torch.optim.Adam(ours.values(), 0.01, weight_decay=0.3, decoupled_weight_decay=True), ours)
     assert_equal(program.run(gradients()), by_torch(torch.optim.AdamW(theirs.values(), 0.01, weight_decay=0.3), theirs))
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop", *dict(OTHERS)])
+def test_one_group_maximises(name: str) -> None:
+    numbers = dict(lr=0.05, weight_decay=0.2)
+    if name in ("Adam", "AdamW"):
+        numbers |= dict(betas=(0.5, 0.4), amsgrad=True)
+    ours, theirs = (
+        (
+            named,
+            getattr(torch.optim, name)(
+                [{"params": [named["a"]], "maximize": True}, {"params": [named["b"]]}], **numbers
+            ),
+        )
+        for named in (parameters(), parameters())
+    )
+    assert_equal(Program(ours[1], ours[0]).run(gradients()), by_torch(theirs[1], theirs[0]))
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
@@ -327,6 +346,7 @@ KEPT: list[tuple[Callable[..., Optimizer], dict[str, Any], list[str]]] = [
     (optim.SGD, dict(lr=0.1, momentum=0.9), ["Accl1___w"]),
     (optim.Adam, dict(), ["Accl1___w", "Accl2___w", "Step"]),
     (optim.LAMB, dict(), ["Accl1___w", "Accl2___w", "Step"]),
+    (torch.optim.Adam, dict(amsgrad=True), ["Accl1___w", "Accl2___w", "Accl3___w", "Step"]),
     (torch.optim.Adagrad, dict(), ["Accl1___w", "Step"]),
     (optim.RMSprop, dict(), ["Accl1___w", "Step"]),
     (optim.RMSprop, dict(centered=True, momentum=0.9), ["Accl1___w", "Accl2___w", "Accl3___w", "Step"]),
@@ -550,6 +570,8 @@ CONSTANT: list[tuple[Callable[..., Optimizer], str, Any, str]] = [
     (torch.optim.SGD, "weight_decay", 0.5, "'weight_decay' of group 0 is 0.5.*is made with `weight_decay=...`"),
     (optim.RMSprop, "centered", True, "'centered' of group 0 is True"),
     (optim.RMSprop, "use_tf_variant", True, "'use_tf_variant' is True"),
+    (torch.optim.SGD, "maximize", True, "'maximize' of group 0 is True, and the model was compiled with False"),
+    (optim.Adam, "amsgrad", True, "'amsgrad' of group 0 is True"),
 ]
 
 
@@ -623,8 +645,6 @@ def test_what_is_refused() -> None:
     w = torch.nn.Parameter(torch.ones(2))
     with pytest.raises(AssertionError, match="type Rprop. Expected one of `poptorch.optim` .*, NAdam"):
         Update(torch.optim.Rprop([w]), {"w": w})
-    with pytest.raises(ValueError, match="Adam: `amsgrad` is not supported"):
-        Update(torch.optim.Adam([w], amsgrad=True), {"w": w})
     with pytest.raises(ValueError, match="SGD: there is no `use_tf_variant` of it"):
         Update(changed(optim.SGD([w], lr=0.1), "use_tf_variant", True), {"w": w})
     named = parameters()

@@ -225,7 +225,7 @@ def fit_into(asked: Asked) -> int:
     """Compile a program with each combination of its choices, and print what fits a target and what is fastest there.
 
     Returns:
-        The exit code: 1, if nothing fits, or there is nothing to choose.
+        The exit code: 1, if nothing fits, or there is nothing to choose; 130 after Ctrl-C, as of other commands.
     """
     target = asked.target
     assert target is not None  # the command line has it
@@ -239,13 +239,13 @@ def fit_into(asked: Asked) -> int:
         return Compiled(machine.programs, machine.problem)
 
     try:
-        found = fit(compiled, lambda line: print(line, file=sys.stderr))
+        found = fit(compiled, lambda line: print(line, file=sys.stderr, flush=True))
     except PopxlError as problem:
         return _fail(f"fit: {problem}", 1)
     print(found)
     if asked.pages is not None:
         found.save(asked.pages / "fit.html")
-    return 0 if found.best is not None else 1
+    return 130 if not found.is_complete else 0 if found.best is not None else 1
 
 
 def _fail(message: str, code: int) -> int:

@@ -47,6 +47,12 @@ class Tried(_Part):
         """What is compared: the time of a run, by how much it does."""
         return float("inf") if self.seconds is None else self.seconds / self.units
 
+    def line(self) -> str:
+        """The choices and what came of them, in a line."""
+        memory = "not compiled" if self.memory_bytes is None else bytes_text(self.memory_bytes)
+        seconds = "" if self.seconds is None else f", {seconds_text(self.seconds)} a run, estimated"
+        return f"{as_text(self.choices)}: {memory}{seconds}, {'fits' if self.fits else 'does not fit'}"
+
 
 class Fit(OnPage, _Part):
     """What was tried, in the order of the options, and what is best.
@@ -54,12 +60,14 @@ class Fit(OnPage, _Part):
     Attributes:
         target: the machine.
         capacity: the memory of one of its chips, in bytes.
-        tried: all combinations.
+        tried: all combinations, or those before an interruption.
+        is_complete: whether these are all.
     """
 
     target: str
     capacity: int
     tried: tuple[Tried, ...]
+    is_complete: bool = True
 
     @property
     def best(self) -> Tried | None:
@@ -85,7 +93,8 @@ class Fit(OnPage, _Part):
         )
         has = bytes_text(self.capacity)
         intro = f"A chip has {has}. Times are estimates from published figures; nothing has run."
-        return Page(f"Fitting into {self.target}", [intro, Table(columns, rows), *problems, told])
+        stopped = [] if self.is_complete else ["Interrupted: other combinations were not tried."]
+        return Page(f"Fitting into {self.target}", [intro, Table(columns, rows), *problems, *stopped, told])
 
     @property
     def _has_work(self) -> bool:
@@ -105,34 +114,43 @@ class Compiled(NamedTuple):
 
 
 def fit(compiled: Callable[[], Compiled], told: Callable[[str], object]) -> Fit:
-    """Compile a program with each combination of its choices.
+    """Compile a program with each combination of its choices. Ctrl-C returns those that were tried before it.
 
     Args:
         compiled: runs the program as far as its first run on a device.
-        told: is called with a line before each combination but the first: what is chosen so far.
+        told: is called with a line after each combination: its choices, and what came of them.
 
     Raises:
         PopxlError: if the program has no choices, makes no session, or cannot be compiled with any of them.
+        KeyboardInterrupt: if nothing was tried before.
     """
     tried: list[tuple[Tried, TargetReport | None]] = []
     untried: list[dict[str, Any]] = [{}]
+    is_complete = True
     while untried:  # what a program asks for may depend on what it got before; so each run says what else there is
         taken = untried.pop()
-        if tried:
-            told(f"{len(tried) + 1}: {as_text(taken)}")
-        choices, found = _tried(compiled, taken)
+        try:
+            choices, found = _tried(compiled, taken)
+        except KeyboardInterrupt:
+            if not tried:
+                raise
+            is_complete = False
+            break
         tried.append(found)
+        if choices.options:
+            told(f"{len(tried)}: {found[0].line()}")
         got = list(choices.each().items())
         for number in range(len(taken), len(got)):
             name = got[number][0]
             others = (option for option in choices.options[name] if option != got[number][1])
             untried += reversed([{**dict(got[:number]), name: option} for option in others])
-    if len(tried) == 1 and not tried[0][0].choices:
+    if is_complete and len(tried) == 1 and not tried[0][0].choices:
         raise PopxlError("the program has no choices; it asks for them by `popxl.choice(name, options)`.")
     target = next((each[1] for each in tried if each[1] is not None), None)
     if target is None:
         raise PopxlError(f"no combination of its choices can be compiled. {tried[0][0].problem}")
-    return Fit(target=target.description, capacity=target.capacity, tried=tuple(each for each, _ in tried))
+    results = tuple(each for each, _ in tried)
+    return Fit(target=target.description, capacity=target.capacity, tried=results, is_complete=is_complete)
 
 
 def _tried(

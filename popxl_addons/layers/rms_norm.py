@@ -75,7 +75,7 @@ class RMSNorm(Module):
         ((4,), popxl.dtypes.bfloat16)
     """
 
-    def build(self, x: popxl.Tensor, eps: float = 1e-6) -> popxl.Tensor:
+    def build(self, x: popxl.Tensor, eps: float = 1e-5) -> popxl.Tensor:
         """`x` of shape (..., C), normalised. `ValueError` for a scalar."""
         if not x.rank:
             raise ValueError("RMSNorm: `x` is a scalar; expected a tensor with an axis to normalise over.")

@@ -26,7 +26,7 @@ class Chip(BaseModel):
         sources: where the figures are from.
         flops: floating point (or integer) operations, by the dtype of the factors. `"tfloat32"` is what GPUs round
             float32 to unless they are told not to.
-        memory_bytes: its memory.
+        memory_bytes: its memory that a program can use. XLA for TPUs keeps some of what is published for itself.
         memory_bandwidth: bytes between the chip and its memory.
         network_bandwidth: bytes that it sends to other chips, all links together, in one direction.
         host_bandwidth: bytes between it and the memory of its host, in one direction.

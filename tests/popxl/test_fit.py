@@ -112,7 +112,7 @@ def test_choices_that_depend_on_others() -> None:
     with pytest.raises(PopxlError, match="no combination of its choices can be compiled. there is no compiler"):
         fit(compiled, told.append)
     assert seen == [(True, 1, 4), (True, 1, 8), (True, 2, 4), (True, 2, 8), (False, None, 16)]
-    assert told[0] == "2: recompute=True every=1 rows=8"
+    assert told[1] == "2: recompute=True every=1 rows=8: not compiled, does not fit"
     one = Tried(choices={"recompute": False}, memory_bytes=1, fits=True, seconds=1.0, units=1)
     other = Tried(choices={"recompute": True, "every": 2}, memory_bytes=1, fits=True, seconds=2.0, units=1)
     assert 'POPXL_CHOICES="recompute=False"' in str(Fit(target="tpu v5e", capacity=3, tried=(one, other)))
@@ -168,6 +168,22 @@ def test_a_target_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.targets
+def test_an_interrupted_command_prints_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "program.py"
+    text = textwrap.dedent(PROGRAM).replace(
+        "ir = popxl.Ir()", "if rows == 16:\n    raise KeyboardInterrupt\nir = popxl.Ir()"
+    )
+    file.write_text(text)
+    assert main(["fit", str(file), "--target", "gpu h100"]) == 130
+    out = capsys.readouterr().out
+    assert "Interrupted: other combinations were not tried." in out and "8589934592   False" in out
+    assert 'The fastest that fits: POPXL_CHOICES="rows=8 twice=True"' in out
+    file.write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        main(["fit", str(file), "--target", "gpu h100"])
+
+
+@pytest.mark.targets
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "program.py"
     file.write_text(textwrap.dedent(PROGRAM))
@@ -183,8 +199,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ["16", "False", "fits"],
     ]
     assert 'POPXL_CHOICES="rows=8 twice=True"' in out and "is not shown" not in out
-    assert out.count("was not compiled: its variables and feeds alone need 103 GB of a chip") == 2
-    assert err.splitlines()[0] == "2: rows=8 twice=False"
+    assert " ".join(out.split()).count("was not compiled: its variables and feeds alone need 103 GB of a chip") == 2
+    assert err.splitlines()[1].startswith("2: rows=8 twice=False: ") and err.splitlines()[1].endswith(
+        " estimated, fits"
+    )
     for text, message in (
         ("", "makes no session"),
         (

@@ -46,7 +46,7 @@ def test_there_are_programs() -> None:
         "jax": 6,
         "popxl-programs": 1,
         "pytorch": 3,
-        "scaling": 5,
+        "scaling": 6,
     }
 
 

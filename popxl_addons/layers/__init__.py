@@ -9,7 +9,8 @@ from popxl_addons.layers.language_model import LanguageConfig, LanguageModel
 from popxl_addons.layers.layer_norm import LayerNorm
 from popxl_addons.layers.linear import Linear
 from popxl_addons.layers.rms_norm import RMSNorm
-from popxl_addons.layers.transformer import MLP, Attention, Stretch, TransformerBlock
+from popxl_addons.layers.transformer import MLP, Attention, TransformerBlock
+from popxl_addons.ops.rotary_positions import Stretch
 
 __all__ = [
     "MLP",

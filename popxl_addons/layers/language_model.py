@@ -13,13 +13,16 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 
 import popxl
 from popxl import initial, ops
+from popxl.replica_grouping import Groups
 from popxl_addons import weights
 from popxl_addons.layers.embedding import TiedEmbedding
 from popxl_addons.layers.layer_norm import LayerNorm
 from popxl_addons.layers.linear import Linear
 from popxl_addons.layers.rms_norm import RMSNorm
-from popxl_addons.layers.transformer import MLP, Attention, Cache, Stretch, TransformerBlock
+from popxl_addons.layers.tensor_parallel import TensorParallel
+from popxl_addons.layers.transformer import MLP, Attention, Cache, TransformerBlock
 from popxl_addons.module import Module
+from popxl_addons.ops.rotary_positions import Stretch
 
 __all__ = ["LanguageConfig", "LanguageModel"]
 
@@ -266,9 +269,19 @@ class _Remembering(TransformerBlock):
     ) -> popxl.Tensor:
         attention = self.attention
         channels = attention.channels or x.shape[-1] // attention.heads
-        shape = (self.texts, attention.key_heads, self.room, channels)
-        empty = partial(initial.zeros, shape)
-        keys, values = (self.add_variable_input(name, empty, x.dtype, by_ref=True) for name in ("keys", "values"))
+        parallel = TensorParallel.along(attention.tensor, "Attention")
+        shape = (self.texts, parallel.share(attention.key_heads, "`key_heads`"), self.room, channels)
+        keys, values = (
+            self.add_variable_input(
+                name,
+                partial(initial.zeros, shape),
+                x.dtype,
+                by_ref=True,
+                replica_grouping=None if parallel.group is None else parallel.group.transpose(),
+                group_axis=None if parallel.group is None else 1,
+            )
+            for name in ("keys", "values")
+        )
         return super().build(x, cache=Cache(keys, values, first, slot))
 
 
@@ -283,6 +296,8 @@ class LanguageModel(Module):
     Args:
         config: what it is made of.
         dtype: of the variables, and of what is computed.
+        tensor: the replicas that divide the heads and hidden channels of each block between them, as of `Attention`.
+            Embeddings, norms and `head` are whole on each.
 
     Example:
         >>> config = LanguageConfig(vocabulary=100, width=8, layers=2, heads=2, context=16)
@@ -292,9 +307,9 @@ class LanguageModel(Module):
         ((3, 5, 100), (8, 32))
     """
 
-    def __init__(self, config: LanguageConfig, dtype: popxl.dtype = popxl.float32):
+    def __init__(self, config: LanguageConfig, dtype: popxl.dtype = popxl.float32, tensor: Groups | None = None):
         super().__init__()
-        self.config = config
+        self.config, self.tensor = config, tensor
         self.embedding = TiedEmbedding(dtype, config.vocabulary, config.width)
         if config.rotary is None:
             self.positions = TiedEmbedding(dtype, config.context, config.width)
@@ -355,6 +370,8 @@ class LanguageModel(Module):
             stretch=config.stretch,
             head_norm=config.eps if config.head_norm else None,
             bias=config.bias,
+            tensor=self.tensor,
         )
-        parts = (attention, MLP(config.hidden, config.activation, config.mlp_bias), config.norm, config.eps)
+        mlp = MLP(config.hidden, config.activation, config.mlp_bias, self.tensor)
+        parts = (attention, mlp, config.norm, config.eps)
         return _Remembering(texts, room, *parts) if room else TransformerBlock(*parts)

@@ -13,7 +13,9 @@ import popxl
 from popxl import OpKind, initial
 from popxl.errors import PopxlError
 from popxl.ops.precision import wide_dtype
+from popxl.replica_grouping import Groups
 from popxl_addons.layers._values import torch_weights
+from popxl_addons.layers.tensor_parallel import TensorParallel
 from popxl_addons.module import Module
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.utils import WeightsDict
@@ -68,6 +70,10 @@ class RMSNorm(Module):
 
     Variable, of the dtype of `x`: `weight`, of the length of the last axis; ones.
 
+    Args:
+        tensor: replicas that normalise different parts of the same text, such as its heads: a grouping, or names of
+            axes. The gradient of the weight is summed over them. By default each replica has whole texts of its own.
+
     Example:
         >>> with popxl.Ir().main_graph:
         ...     facts, graph = RMSNorm().create_graph(popxl.TensorSpec((2, 5, 4), popxl.bfloat16))
@@ -75,12 +81,16 @@ class RMSNorm(Module):
         ((4,), popxl.dtypes.bfloat16)
     """
 
+    def __init__(self, tensor: Groups | None = None):
+        super().__init__()
+        self.tensor = tensor
+
     def build(self, x: popxl.Tensor, eps: float = 1e-5) -> popxl.Tensor:
         """`x` of shape (..., C), normalised. `ValueError` for a scalar."""
         if not x.rank:
             raise ValueError("RMSNorm: `x` is a scalar; expected a tensor with an axis to normalise over.")
         weight = self.add_variable_input("weight", partial(initial.ones, x.shape[-1]), x.dtype)
-        return _rms_norm(x, weight, eps=float(eps))
+        return _rms_norm(x, TensorParallel.along(self.tensor, "RMSNorm").entered(weight), eps=float(eps))
 
     @staticmethod
     def torch_mapping(

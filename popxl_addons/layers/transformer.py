@@ -1,36 +1,31 @@
 """The layers of a language model: attention, the network after it, and a block of both.
 
-A text is a tensor of shape (batch, length, width). Where positions are turned angles (rotary), channels `i` and
-`i + half` form a pair, as in the weights of Llama and Qwen.
+A text is a tensor of shape (batch, length, width).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 import popxl
 from popxl import OpKind, ops
 from popxl.core.traits import REFUSED, Overwrites
-from popxl.errors import PopxlError
-from popxl.ops.precision import rounded_once
 from popxl.replica_grouping import Groups
 from popxl.values.shapes import is_one_of
 from popxl_addons.layers.layer_norm import LayerNorm
-from popxl_addons.layers.linear import Linear
 from popxl_addons.layers.rms_norm import RMSNorm
+from popxl_addons.layers.tensor_parallel import TensorParallel
 from popxl_addons.module import Module
 from popxl_addons.named_replica_grouping import resolved
 from popxl_addons.ops.ring_attention import ring_attention
+from popxl_addons.ops.rotary_positions import Stretch, rotary_positions
 
-__all__ = ["MLP", "Attention", "Cache", "Stretch", "TransformerBlock"]
+__all__ = ["MLP", "Attention", "Cache", "TransformerBlock"]
 
 
 class Cache(NamedTuple):
@@ -49,61 +44,6 @@ class Cache(NamedTuple):
     values: popxl.Tensor
     known: popxl.Tensor | None
     slot: popxl.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """How rotary positions go slower than their base says, for texts longer than those that a model first learnt from.
-
-    Attributes:
-        factor: how many times slower.
-        low, high: waves that fit less than `low` times into `length` go slower by the whole factor, and those that fit
-            more than `high` times not at all. In between there is a ramp.
-        length: of the texts that the model first learnt from; 0 for all waves alike.
-    """
-
-    factor: float
-    low: float = 1.0
-    high: float = 4.0
-    length: int = 0
-
-    def of(self, frequencies: np.ndarray) -> np.ndarray:
-        """The frequencies after it."""
-        if not self.length:
-            return frequencies / self.factor
-        fits = self.length * frequencies / (2 * math.pi)
-        share = np.clip((fits - self.low) / (self.high - self.low), 0, 1)
-        return frequencies * (share + (1 - share) / self.factor)
-
-
-# Rotary positions ----------------------------------------------------------------------------------------------------
-
-
-def _turned(t: Any, first: Any, *, base: float, stretch: tuple[Any, ...] = ()) -> Any:
-    half = t.shape[-1] // 2
-    waves = float(base) ** (-np.arange(half) / half)
-    frequencies = jnp.asarray(Stretch(*stretch).of(waves) if stretch else waves, jnp.float32)
-    angles = (first.reshape(-1, 1) + jnp.arange(t.shape[-2])).astype(jnp.float32)[..., None] * frequencies
-    sin, cos = (f(angles).reshape(-1, *(1,) * (t.ndim - 3), *angles.shape[-2:]) for f in (jnp.sin, jnp.cos))
-    a, b = t[..., :half], t[..., half:]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-def _rotary_spec(t: Any, first: Any, *, base: float, stretch: tuple[Any, ...] = ()) -> popxl.TensorSpec:
-    if len(t.shape) < 3 or t.shape[-1] % 2:
-        raise PopxlError("expected `t` of shape (batch, ..., length, channels), with an even number of channels.")
-    if not first.dtype.is_int or first.nelms not in (1, t.shape[0]):
-        raise PopxlError("expected `first` to be an integer, the position of the first row, or one for each text.")
-    return popxl.TensorSpec(t.shape, t.dtype)
-
-
-_rotary = OpKind(
-    "RotaryPositions",
-    rounded_once(lambda t, first, **how: _turned(t, first, **how)),
-    shape=_rotary_spec,
-    operands=("t", "first"),
-    key="popxl_addons.RotaryPositions",
-)
 
 
 # Attention ----------------------------------------------------------------------------------------------------------
@@ -128,6 +68,12 @@ class Attention(Module):
         dropout: the probability that a place overlooks another in training: then `build` needs a seed.
         group: the replicas that have some places of each text, those of one after those of the one before: a grouping,
             or names of axes. By default each has whole texts. See `addons.ops.ring_attention`.
+        tensor: the replicas that divide the heads between them: a grouping, or names of axes. Each has the same texts
+            and its part of the projections: two all-reduces, one of them in the backward pass. By default each replica
+            has all heads.
+
+    Raises:
+        ValueError: if `key_heads` is no divisor of `heads`, or the replicas along `tensor` cannot divide both equally.
 
     Example:
         >>> with popxl.Ir().main_graph:
@@ -150,13 +96,14 @@ class Attention(Module):
         bias: bool | Literal["qkv"] = True,
         dropout: float = 0.0,
         group: Groups | None = None,
+        tensor: Groups | None = None,
     ):
         super().__init__()
         self.heads, self.key_heads = heads, heads if key_heads is None else key_heads
         if self.key_heads < 1 or heads % self.key_heads:
             raise ValueError(f"Attention: `key_heads` is {key_heads}; expected a divisor of the {heads} heads.")
         self.channels, self.causal, self.rotary, self.bias, self.dropout = channels, causal, rotary, bias, dropout
-        self.stretch, self.head_norm, self.group = stretch, head_norm, group
+        self.stretch, self.head_norm, self.group, self.tensor = stretch, head_norm, group, tensor
 
     def build(
         self,
@@ -169,11 +116,11 @@ class Attention(Module):
 
         Args:
             x: the text, or with a `cache` what follows the text that has been read.
-            mask: what each place sees of what there is for it to see, as of `ops.attention`. With a `cache` of which
-                something is known, keys are all places of it.
+            mask: what each place sees of what there is for it to see, as of `ops.attention`, the same for all heads
+                where replicas divide these. With a `cache` of which something is known, keys are all places of it.
             cache: what has been read. The keys and values of `x` are added to it, in place; its count is left to the
                 caller, as the layers of a model share it.
-            seed: for dropout.
+            seed: for dropout; the same on all replicas along `tensor`, each of which makes its own of it.
         """
         kept = None if cache is None else Cache(*cache)
         known = None if kept is None else kept.known
@@ -182,22 +129,25 @@ class Attention(Module):
             raise ValueError("Attention: replicas that have places of texts take no `mask`, `cache` or `seed`.")
         channels = x.shape[-1] // self.heads if self.channels is None else self.channels
         batch, length, width = x.shape
-        self.query = Linear(self.heads * channels, bias=bool(self.bias))
-        self.key, self.value = (Linear(self.key_heads * channels, bias=bool(self.bias)) for _ in range(2))
-        self.output = Linear(width, bias=self.bias is True)
+        parallel = TensorParallel.along(self.tensor, "Attention")
+        heads, key_heads = parallel.share(self.heads, "`heads`"), parallel.share(self.key_heads, "`key_heads`")
+        if parallel.size > 1 and mask is not None and mask.rank > 2 and mask.shape[-3] > 1:
+            raise ValueError(f"Attention: `mask` has the shape {mask.shape}; along `tensor`, all heads have the same.")
+        self.query = parallel.columns(heads * channels, bool(self.bias))
+        self.key, self.value = (parallel.columns(key_heads * channels, bool(self.bias)) for _ in range(2))
+        self.output = parallel.rows(width, self.bias is True)
 
         def by_head(t: popxl.Tensor, heads: int) -> popxl.Tensor:
             return t.reshape((batch, length, heads, channels)).transpose((0, 2, 1, 3))
 
-        q, k, v = by_head(self.query(x), self.heads), by_head(self.key(x), self.key_heads), self.value(x)
-        v = by_head(v, self.key_heads)
+        x = parallel.entered(x)
+        q, k, v = (by_head(self.query(x), heads), by_head(self.key(x), key_heads), by_head(self.value(x), key_heads))
         if self.head_norm is not None:
-            self.query_norm, self.key_norm = RMSNorm(), RMSNorm()
+            self.query_norm, self.key_norm = (RMSNorm(self.tensor) for _ in range(2))
             q, k = self.query_norm(q, self.head_norm), self.key_norm(k, self.head_norm)
         first = self._first(length) if known is None else known
         if self.rotary is not None:
-            stretch = {} if self.stretch is None else {"stretch": astuple(self.stretch)}
-            q, k = (_rotary(t, first, base=float(self.rotary), **stretch) for t in (q, k))
+            q, k = (rotary_positions(t, first, base=self.rotary, stretch=self.stretch) for t in (q, k))
         causal = self.causal
         if kept is not None:
             all_keys, all_values = (
@@ -210,8 +160,9 @@ class Attention(Module):
             mixed = ring_attention(q, k, v, causal, group=self.group)
         else:
             dropout = self.dropout if seed is not None else 0.0
+            seed = seed if seed is None or not dropout else parallel.own_seed(seed)
             mixed = ops.attention(q, k, v, mask, causal, dropout=dropout, seed_tensor=seed)
-        return self.output(mixed.transpose((0, 2, 1, 3)).reshape((batch, length, self.heads * channels)))
+        return self.output(mixed.transpose((0, 2, 1, 3)).reshape((batch, length, heads * channels)))
 
     def _first(self, length: int) -> popxl.Tensor:
         """The place in the text of the first that this replica has."""
@@ -302,6 +253,10 @@ class MLP(Module):
         activation: ``"gelu"`` (its tanh form), ``"geluerf"`` (the exact one), ``"relu"``, or ``"swiglu"``:
             ``swish(gate(x)) * up(x)``.
         bias: whether the layers have biases.
+        tensor: the replicas that divide the hidden channels between them, as of `Attention`.
+
+    Raises:
+        ValueError: if they cannot divide them equally.
 
     Example:
         >>> with popxl.Ir().main_graph:
@@ -315,20 +270,24 @@ class MLP(Module):
         hidden: int | None = None,
         activation: Activation = "gelu",
         bias: bool = True,
+        tensor: Groups | None = None,
     ):
         super().__init__()
         self.hidden, self.activation, self.bias = hidden, checked_activation("MLP", activation), bias
+        self.tensor = tensor
 
     def build(self, x: popxl.Tensor) -> popxl.Tensor:
         """`x` of shape (..., width) to the same."""
-        hidden = 4 * x.shape[-1] if self.hidden is None else self.hidden
+        parallel = TensorParallel.along(self.tensor, "MLP")
+        hidden = parallel.share(4 * x.shape[-1] if self.hidden is None else self.hidden, "`hidden`")
+        entered = parallel.entered(x)
 
         def layer(name: str) -> popxl.Tensor:
-            setattr(self, name, made := Linear(hidden, bias=self.bias))
-            return made(x)
+            setattr(self, name, made := parallel.columns(hidden, self.bias))
+            return made(entered)
 
         inner = activated(self.activation, layer)
-        self.down = Linear(x.shape[-1], bias=self.bias)
+        self.down = parallel.rows(x.shape[-1], self.bias)
         return self.down(inner)
 
 
@@ -337,9 +296,11 @@ class TransformerBlock(Module):
 
     Variables: those of `attention_norm`, `attention`, `mlp_norm` and `mlp`.
 
+    Where the parts are divided along the same axis (`tensor`), so is the block: its norms are whole on each replica.
+
     Args:
-        attention: makes an `Attention`; so a block may be used for several graphs.
-        mlp: makes an `MLP`.
+        attention: the `Attention`.
+        mlp: the `MLP`.
         norm: ``"layer"`` for `LayerNorm`, ``"rms"`` for `RMSNorm`.
         eps: of the norms.
 

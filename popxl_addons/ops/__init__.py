@@ -4,6 +4,7 @@ from popxl_addons.ops.cross_entropy import cross_entropy as cross_entropy
 from popxl_addons.ops.cross_entropy import cross_entropy_with_grad
 from popxl_addons.ops.fp8_amax_scale import fp8_amax_scale as fp8_amax_scale
 from popxl_addons.ops.ring_attention import ring_attention as ring_attention
+from popxl_addons.ops.rotary_positions import rotary_positions as rotary_positions
 from popxl_addons.ops.sampling import sample_token
 from popxl_addons.ops.streams import host_load, host_store
 
@@ -14,5 +15,6 @@ __all__ = [
     "host_load",
     "host_store",
     "ring_attention",
+    "rotary_positions",
     "sample_token",
 ]

@@ -1,0 +1,102 @@
+"""Rotary positions: pairs of channels are turned by angles that grow with the position.
+
+Source: Su et al., "RoFormer" (2021), https://arxiv.org/abs/2104.09864, in the form in which channels `i` and `i + half`
+are a pair, as in the weights of Llama and Qwen. `rotary_pos_embed` has the form whose pairs are neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import popxl
+from popxl import OpKind
+from popxl.errors import PopxlError
+from popxl.ops.precision import rounded_once
+
+__all__ = ["Stretch", "rotary_positions"]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """How rotary positions go slower than their base says, for texts longer than those that a model first learnt from.
+
+    Attributes:
+        factor: how many times slower.
+        low, high: waves that fit less than `low` times into `length` go slower by the whole factor, and those that fit
+            more than `high` times not at all. In between there is a ramp.
+        length: of the texts that the model first learnt from; 0 for all waves alike.
+    """
+
+    factor: float
+    low: float = 1.0
+    high: float = 4.0
+    length: int = 0
+
+    def of(self, frequencies: np.ndarray) -> np.ndarray:
+        """The frequencies after it."""
+        if not self.length:
+            return frequencies / self.factor
+        fits = self.length * frequencies / (2 * math.pi)
+        share = np.clip((fits - self.low) / (self.high - self.low), 0, 1)
+        return frequencies * (share + (1 - share) / self.factor)
+
+
+def rotary_positions(
+    t: popxl.Tensor, first: popxl.Tensor | int = 0, *, base: float = 10000.0, stretch: Stretch | None = None
+) -> popxl.Tensor:
+    """Turn each pair of channels `i` and `i + half` of the row at position `p` by the angle ``p * base**(-i / half)``.
+
+    Args:
+        t: queries or keys of shape (batch, ..., length, channels), with an even number of channels.
+        first: the position of the first row: an integer, an integer tensor of one element, or one of shape (batch,)
+            with a position for each text.
+        base: of the wavelengths; the longest is nearly ``2 * pi * base`` positions.
+        stretch: how these are made longer; not at all by default.
+
+    Returns:
+        A new tensor of the same shape and dtype, computed in float32 and rounded once.
+
+    Raises:
+        PopxlError: for other shapes, or a `first` that is not of integers.
+
+    Example:
+        >>> with popxl.Ir().main_graph:
+        ...     query = popxl.variable(np.ones((2, 4, 6, 8)), popxl.float32, "query")
+        ...     turned = rotary_positions(query, base=500000.0)
+        >>> turned.shape
+        (2, 4, 6, 8)
+    """
+    start = first if isinstance(first, popxl.Tensor) else popxl.constant(first, popxl.int32)
+    return _rotary(t, start, base=float(base), **({} if stretch is None else {"stretch": astuple(stretch)}))
+
+
+def _turned(t: Any, first: Any, *, base: float, stretch: tuple[Any, ...] = ()) -> Any:
+    half = t.shape[-1] // 2
+    waves = float(base) ** (-np.arange(half) / half)
+    frequencies = jnp.asarray(Stretch(*stretch).of(waves) if stretch else waves, jnp.float32)
+    angles = (first.reshape(-1, 1) + jnp.arange(t.shape[-2])).astype(jnp.float32)[..., None] * frequencies
+    sin, cos = (f(angles).reshape(-1, *(1,) * (t.ndim - 3), *angles.shape[-2:]) for f in (jnp.sin, jnp.cos))
+    a, b = t[..., :half], t[..., half:]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def _rotary_spec(t: Any, first: Any, *, base: float, stretch: tuple[Any, ...] = ()) -> popxl.TensorSpec:
+    if len(t.shape) < 3 or t.shape[-1] % 2:
+        raise PopxlError("expected `t` of shape (batch, ..., length, channels), with an even number of channels.")
+    if not first.dtype.is_int or first.nelms not in (1, t.shape[0]):
+        raise PopxlError("expected `first` to be an integer, the position of the first row, or one for each text.")
+    return popxl.TensorSpec(t.shape, t.dtype)
+
+
+_rotary = OpKind(
+    "RotaryPositions",
+    rounded_once(lambda t, first, **how: _turned(t, first, **how)),
+    shape=_rotary_spec,
+    operands=("t", "first"),
+    key="popxl_addons.RotaryPositions",
+)

@@ -9,6 +9,7 @@ import torch
 from torch._subclasses import FakeTensor
 
 from poptorch.base.hidden_tensors import hidden_problem, holds_tensor
+from poptorch.base.introspection import attributes
 from poptorch.base.structures import Leaf, Parts, Structure, given_objects, structure_of
 
 __all__ = ["Answer", "Changes"]
@@ -32,7 +33,7 @@ class Changes:
 
     def __init__(self, objects: Sequence[Any]) -> None:
         self._objects = list(objects)
-        self._before = [{key: _kept(value) for key, value in vars(each).items()} for each in self._objects]
+        self._before = [{key: _kept(value) for key, value in attributes(each).items()} for each in self._objects]
 
     def found(self) -> dict[int, dict[str, Any]]:
         """By number of an object, the attributes that have been set, or whose lists hold something else now.
@@ -41,7 +42,7 @@ class Changes:
         """
         found: dict[int, dict[str, Any]] = {}
         for i, (each, before) in enumerate(zip(self._objects, self._before, strict=True)):
-            now = vars(each)
+            now = attributes(each)
             changed = {k: v for k, v in now.items() if k not in before or not _is_same(before[k], v)}
             changed |= {key: Changes.GONE for key in before if key not in now}
             if changed:
@@ -56,9 +57,9 @@ class Changes:
         for i, changed in found.items():
             for key, value in changed.items():
                 if value is Changes.GONE:
-                    vars(objects[i]).pop(key, None)
+                    attributes(objects[i]).pop(key, None)
                 else:
-                    vars(objects[i])[key] = value
+                    attributes(objects[i])[key] = value
 
 
 def _kept(value: Any) -> Any:

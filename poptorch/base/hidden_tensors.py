@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from poptorch.base.introspection import is_a
 from poptorch.errors import createPoptorchError
 
 __all__ = ["hidden_problem", "holds_tensor"]
@@ -28,12 +29,12 @@ def holds_tensor(value: Any, kind: type[torch.Tensor]) -> bool:
     left = [value]
     while left:
         each = left.pop()
-        if id(each) in seen or isinstance(each, type | ModuleType):
+        if id(each) in seen or is_a(each, (type, ModuleType)):
             continue
         seen.add(id(each))
-        if isinstance(each, kind):
+        if is_a(each, kind):
             return True
-        if isinstance(each, FunctionType):  # what it has taken along, not all that its module knows
+        if is_a(each, FunctionType):  # what it has taken along, not all that its module knows
             left += [each.__closure__, each.__defaults__, each.__kwdefaults__]
         else:
             left += gc.get_referents(each)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from types import ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from poptorch.base.custom_types import ICustomArgParser, parser_of
+from poptorch.base.hidden_tensors import holds_tensor
+from poptorch.base.introspection import attributes
 from poptorch.errors import createPoptorchError
 
 __all__ = ["MAY_BE_THE_LAST", "Leaf", "Parts", "Structure", "given_objects", "structure_of"]
@@ -86,10 +90,16 @@ class Structure(ABC):
 
 
 class Parts:
-    """What a value is built of: tensors that are taken one by one, and objects that are known by number."""
+    """What a value is built of: tensors that are taken one by one, and objects that are known by number.
+
+    Attributes:
+        given: the objects.
+        enclosing: objects that are being built, by the identity of their structures.
+    """
 
     def __init__(self, tensors: Iterator[torch.Tensor], given: Sequence[Any] = ()) -> None:
         self._tensors, self.given = tensors, given
+        self.enclosing: dict[int, Any] = {}
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return self
@@ -106,8 +116,9 @@ def structure_of(value: Any, name: str, known: Known | None = None) -> Structure
     """The structure of a value: tensors in tuples, lists, dictionaries, dataclasses and registered types, nested.
 
     Types may be registered with `registerCustomArgParser`, or with `torch.utils._pytree`. Other objects are taken apart
-    by their attributes, if their class is a plain one, written in Python, that neither compares nor copies them in a
-    way of its own. Whatever else is in there is a constant, and stands for itself; so does a dataclass without tensors.
+    by their attributes, if their class is written in Python, callable or not; partial functions and methods by what
+    they are bound to. Whatever else is in there is a constant, and stands for itself: functions, modules, and what
+    holds no tensors, if it is a dataclass, can be called, or has a class that compares or copies it its own way.
 
     Args:
         value: any value.
@@ -115,22 +126,28 @@ def structure_of(value: Any, name: str, known: Known | None = None) -> Structure
         known: structures of objects that are known, by their identity; see `given_objects`.
     """
     known = known or {}
+    kind = type(value)
     if (parser := parser_of(value)) is not None:
         return _Custom(name, value, parser)
-    if isinstance(value, torch.Tensor):
+    if issubclass(kind, torch.Tensor):
         return Leaf(name, tuple(value.shape), value.dtype)
-    if isinstance(value, (tuple, list)):
+    if issubclass(kind, tuple | list):
         return _Sequence(name, value, known)
-    if isinstance(value, dict):
+    if issubclass(kind, dict):
         return _Mapping(name, value, known)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type | torch.nn.Module):
-        fields = _Fields(name, value, known)
-        if any(True for _ in fields.leaves()):
-            return fields
-    elif type(value) in pytree.SUPPORTED_NODES:
+    if issubclass(kind, type | ModuleType | torch.nn.Module):
+        return _Constant(name, value)
+    if kind in pytree.SUPPORTED_NODES and not dataclasses.is_dataclass(kind):
         return _Node(name, value, known)
-    elif _is_plain(value):
-        return known.get(id(value)) or _Object(name, value, known)
+    if id(value) in known:
+        return known[id(value)]
+    if _is_plain(value):
+        return _Object(name, value, known)
+    make = _Fields if dataclasses.is_dataclass(kind) else _Bound if kind in _BOUND else _Object
+    if (make is not _Object or _is_of_python(kind)) and holds_tensor(value, torch.Tensor):
+        found = make(name, value, known)
+        if any(True for _ in found.leaves()):
+            return found
     return _Constant(name, value)
 
 
@@ -140,16 +157,23 @@ def given_objects(objects: Sequence[Any]) -> Known:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether an object is what its attributes are: its class is written in Python, and has no other ideas."""
+    """Whether an object is what its attributes are, whatever these are: its class has no other ideas."""
     kind = type(value)
     return (
-        hasattr(value, "__dict__")
-        and not callable(value)
+        _is_of_python(kind)
+        and not (callable(value) or dataclasses.is_dataclass(kind))
         and all(getattr(kind, name) is getattr(object, name) for name in ("__reduce_ex__", "__reduce__", "__eq__"))
         and kind.__getstate__ is object.__getstate__
         and not hasattr(kind, "__copy__")
+    )
+
+
+def _is_of_python(kind: type) -> bool:
+    """Whether all objects of a class have attributes, and can be made by setting them."""
+    return (
+        kind.__dictoffset__ != 0
+        and (kind.__new__ is object.__new__ or isinstance(kind.__new__, FunctionType))
         and all(each is object or each.__flags__ & _OF_PYTHON for each in kind.__mro__)
-        and not isinstance(value, ModuleType)
     )
 
 
@@ -211,7 +235,9 @@ class _Constant(Structure):
                 f"told ({problem})"
             ) from problem
         if not is_equal:
-            raise _mismatch(f"Value mismatch for {self.name}: expected {self.value!r} but got {value!r}")
+            expected, got = repr(self.value), repr(value)
+            same = " (another one, which is not equal)" * (expected == got)
+            raise _mismatch(f"Value mismatch for {self.name}: expected {expected} but got {got}{same}")
 
     def build(self, parts: Parts) -> Any:
         return self.value
@@ -241,6 +267,34 @@ class _Given(Structure):
 
     def constants(self) -> Iterator[tuple[str, Any]]:
         return iter(())
+
+
+@dataclass(frozen=True, slots=True)
+class _Enclosing(Structure):
+    """An object within itself: whatever stands for the object is found there again."""
+
+    name: str
+    structure: Structure
+
+    def collect(self, value: Any, into: list[torch.Tensor]) -> None:
+        return
+
+    def build(self, parts: Parts) -> Any:
+        return parts.enclosing[id(self.structure)]
+
+    def leaves(self) -> Iterator[Leaf]:
+        return iter(())
+
+    def constants(self) -> Iterator[tuple[str, Any]]:
+        return iter(())
+
+
+@dataclass(frozen=True, slots=True)
+class _WeakReference(_Enclosing):
+    """A weak reference to an object within it."""
+
+    def build(self, parts: Parts) -> Any:
+        return weakref.ref(self.structure.build(parts))
 
 
 class _Composite(Structure):
@@ -393,34 +447,63 @@ class _Node(_Composite):
 
 
 class _Object(_Composite):
-    """An object of a plain class, which is what its attributes are. `__init__` is not called for others like it.
-
-    One that can be reached from itself is not taken apart any further there.
-    """
+    """An object of a class written in Python, which is what its attributes are. `__init__` is not called for others
+    like it. Where it can be reached from itself there is the one that is built."""
 
     def __init__(self, name: str, value: Any, known: Known) -> None:
         self.name = name
         self._type = type(value)
-        inside = {**known, id(value): _Constant(name, value)}
-        self._items = {key: structure_of(item, f"{name}.{key}", inside) for key, item in vars(value).items()}
+        enclosing = _Enclosing(name, self)
+        inside = {**known, id(value): enclosing}
+        own = attributes(value)
+        inside |= {id(ref): _WeakReference(name, enclosing) for ref in weakref.getweakrefs(value)}
+        self._items = {key: structure_of(item, f"{name}.{key}", inside) for key, item in own.items()}
         self._children = list(self._items.values())
 
     def _apart(self, value: Any) -> Iterable[Any]:
-        attributes = vars(value)
-        if attributes.keys() != self._items.keys():
-            differing = ", ".join(sorted(map(str, attributes.keys() ^ self._items.keys())))
+        own = attributes(value)
+        if own.keys() != self._items.keys():
+            differing = ", ".join(sorted(map(str, own.keys() ^ self._items.keys())))
             raise _mismatch(f"Attributes mismatch for {self.name}: not both have {differing}")
-        return [attributes[key] for key in self._items]
+        return [own[key] for key in self._items]
 
     def build(self, parts: Parts) -> Any:
         built: Any = object.__new__(self._type)
+        parts.enclosing[id(self)] = built
         for key, child in self._items.items():
-            vars(built)[key] = child.build(parts)
+            attributes(built)[key] = child.build(parts)
         return built
 
     def objects(self, value: Any) -> Iterator[Any]:
         yield value
         yield from super().objects(value)
+
+
+class _Bound(_Composite):
+    """A partial function, or a method: a function, and what it is bound to."""
+
+    def __init__(self, name: str, value: Any, known: Known) -> None:
+        self.name = name
+        self._type = type(value)
+        self._attributes, self._make = _BOUND[self._type]
+        parts = zip(self._attributes, self._apart(value), strict=True)
+        self._children = [structure_of(part, f"{name}.{key}", known) for key, part in parts]
+
+    def _apart(self, value: Any) -> Iterable[Any]:
+        return [getattr(value, key) for key in self._attributes]
+
+    def build(self, parts: Parts) -> Any:
+        return self._make(*(child.build(parts) for child in self._children))
+
+
+def _partial(function: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> functools.partial[Any]:
+    return functools.partial(function, *args, **keywords)
+
+
+_BOUND: Mapping[type, tuple[Sequence[str], Callable[..., Any]]] = {
+    functools.partial: (("func", "args", "keywords"), _partial),
+    MethodType: (("__func__", "__self__"), MethodType),
+}
 
 
 class _Custom(_Composite):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from poptorch.base.introspection import is_a
 from poptorch.errors import createPoptorchError
 
 __all__ = ["Attributes", "not_rebound"]
@@ -113,11 +114,11 @@ def _containers(attributes: Mapping[str, Any]) -> list[Any]:
     waiting = [value for name, value in attributes.items() if name not in _OF_MODULES]
     while waiting:
         each = waiting.pop()
-        if not (type(each) in _CONTAINERS or isinstance(each, tuple)) or id(each) in found:
+        if not (type(each) in _CONTAINERS or is_a(each, tuple)) or id(each) in found:
             continue
         found[id(each)] = each
         waiting += each.values() if isinstance(each, dict) else each
-    return [each for each in found.values() if not isinstance(each, tuple)]
+    return [each for each in found.values() if not is_a(each, tuple)]
 
 
 def _restore(container: Any, content: Any) -> None:

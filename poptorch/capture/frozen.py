@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from poptorch.base.introspection import attributes, is_a, items
+
 __all__ = ["Frozen", "found"]
 
 
@@ -75,14 +77,14 @@ def found(
     known: set[int] = set()
     while waiting and len(known) < _MOST:
         text, each, of_module = waiting.popleft()
-        if isinstance(each, _CLOSED) or id(each) in known:
+        if is_a(each, _CLOSED) or id(each) in known:
             continue
         known.add(id(each))
         for holder, key, value, name in islice(_parts(each), _MOST):
             if value is t:
                 return Frozen(text + name, of_module, holder, key, weakref.ref(t), numbers, _version(t))
-            is_child = isinstance(each, torch.nn.Module) and holder is each._modules
-            waiting.append((text + name, value, of_module and (is_child or isinstance(value, _CONTAINERS))))
+            is_child = is_a(each, torch.nn.Module) and holder is attributes(each).get("_modules")
+            waiting.append((text + name, value, of_module and (is_child or is_a(value, _CONTAINERS))))
     return None
 
 
@@ -99,15 +101,16 @@ _OF_MODULES = frozenset(vars(torch.nn.Module()))
 
 def _parts(each: Any) -> Iterator[tuple[Any, Any, Any, str]]:
     """What an object has: what has it, under which key, what it is, and how that is called. Runs none of its code."""
-    if isinstance(each, dict):
-        yield from ((each, key, value, f"[{key!r}]") for key, value in each.items())
-    elif isinstance(each, _CONTAINERS):
-        yield from ((each, i, value, f"[{i}]") for i, value in enumerate(each))
+    if is_a(each, _CONTAINERS):
+        for key, value in items(each):
+            yield each, key, value, f"[{key!r}]" if type(key) in (int, str) else f"[{type(key).__name__}]"
     else:
-        own = getattr(each, "__dict__", {}) if type(each).__getattribute__ is object.__getattribute__ else {}
-        is_module = isinstance(each, torch.nn.Module)
+        own, is_module = attributes(each), is_a(each, torch.nn.Module)
         ours = [kind for kind in type(each).__mro__[:-1] if kind.__module__.partition(".")[0] != "torch"]
-        namespaces = [own, *([own[name] for name in ("_parameters", "_buffers", "_modules")] if is_module else [])]
+        namespaces = [
+            own,
+            *([own.get(name, {}) for name in ("_parameters", "_buffers", "_modules")] if is_module else []),
+        ]
         for namespace in (*namespaces, *map(vars, ours)):
             for name, value in namespace.items():
                 if not (is_module and namespace is own and name in _OF_MODULES):

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from poptorch.base.introspection import is_a, items
 from poptorch.base.logging_ import logger
 from poptorch.capture.constants import made_of, numbers_of
 from poptorch.capture.frozen import Frozen, found
@@ -623,7 +624,7 @@ def _text_of(name: str, value: object, t: torch.Tensor) -> str | None:
     """How a program calls a tensor, if this is what it names, or in the list, tuple or dictionary that it names."""
     if value is t:
         return name
-    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    pairs = items(value) if is_a(value, (dict, list, tuple)) else ()
     return next((f"{name}[{key!r}]" for key, each in pairs if each is t), None)
 
 

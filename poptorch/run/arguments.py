@@ -13,6 +13,7 @@ import torch
 
 from poptorch.base.custom_types import parser_of
 from poptorch.base.hidden_tensors import hidden_problem, holds_tensor
+from poptorch.base.introspection import is_a
 from poptorch.base.logging_ import logger
 from poptorch.base.structures import Parts, structure_of
 from poptorch.errors import Error, createPoptorchError
@@ -206,4 +207,4 @@ class Signature:
 def _has_dict(value: Any) -> bool:
     if parser_of(value) is not None:
         return False
-    return isinstance(value, dict) or (isinstance(value, (tuple, list)) and any(map(_has_dict, value)))
+    return is_a(value, dict) or (is_a(value, (tuple, list)) and any(map(_has_dict, value)))

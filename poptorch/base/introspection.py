@@ -1,0 +1,47 @@
+"""Looks into objects of the user's that run none of their code.
+
+`isinstance` and `vars` ask an object for its `__class__` and `__dict__`. A weak proxy answers for another object or
+raises `ReferenceError`, and so does a class with a `__getattribute__` of its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["CONTAINERS", "attributes", "is_a", "items"]
+
+CONTAINERS = (dict, list, tuple, deque, set, frozenset)
+"""The types of Python that hold other objects."""
+
+
+def is_a(value: object, kinds: type | tuple[type, ...]) -> bool:
+    """Whether an object is an instance of a class, whatever it says of itself.
+
+    Example:
+        >>> import weakref
+        >>> class Layer: ...
+        >>> layer = Layer()
+        >>> proxy = weakref.proxy(layer)
+        >>> isinstance(proxy, Layer), is_a(proxy, Layer)
+        (True, False)
+    """
+    return issubclass(type(value), kinds)
+
+
+def attributes(value: object) -> dict[str, Any]:
+    """The attributes of an object, itself and not a copy; empty for one without a `__dict__`."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return found if is_a(found, dict) else {}
+
+
+def items(container: Any) -> Iterator[tuple[Any, Any]]:
+    """The pairs of keys and values of a container; keys are numbers, but for dictionaries."""
+    if is_a(container, dict):
+        return iter(tuple(dict.items(container)))
+    base = next(kind for kind in CONTAINERS if is_a(container, kind))
+    return enumerate(tuple(base.__iter__(container)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from popxl import dtypes
 from popxl.dtypes import dtype
 
-__all__ = ["get_all_dtypes", "get_all_int_dtypes"]
+__all__ = ["get_all_dtypes", "get_all_int_dtypes", "get_all_supported_dtypes"]
 
 
 def get_all_int_dtypes(include_signed: bool = True, include_unsigned: bool = True) -> list[dtype]:
@@ -21,7 +21,13 @@ def get_all_int_dtypes(include_signed: bool = True, include_unsigned: bool = Tru
 
 
 def get_all_dtypes() -> list[dtype]:
-    """All dtypes but `bool`: integers, floats, complex numbers."""
+    """The dtypes of PopXL but `bool`: integers, floats, complex numbers. NumPy knows each by its name, but for those of
+    8 bits."""
+    return [d for d in get_all_supported_dtypes() if d is not dtypes.bfloat16]
+
+
+def get_all_supported_dtypes() -> list[dtype]:
+    """All dtypes that there are here but `bool`: those of `get_all_dtypes`, and `bfloat16`."""
     floats = [dtypes.float8_143, dtypes.float8_152, dtypes.float16, dtypes.bfloat16]
     floats += [dtypes.float32, dtypes.float64]
     return get_all_int_dtypes() + floats + [dtypes.complex64, dtypes.complex128]

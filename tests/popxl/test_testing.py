@@ -1,7 +1,9 @@
 """`popxl.testing` lists dtypes in the documented order."""
 
+import numpy as np
+
 import popxl
-from popxl.testing import get_all_dtypes, get_all_int_dtypes
+from popxl.testing import get_all_dtypes, get_all_int_dtypes, get_all_supported_dtypes
 
 
 def test_integers() -> None:
@@ -10,8 +12,19 @@ def test_integers() -> None:
     assert get_all_int_dtypes(False, False) == []
 
 
-def test_all_but_bool() -> None:
+def test_all_of_popxl() -> None:
     names = [d.name for d in get_all_dtypes()]
-    assert names[8:] == ["float8_143", "float8_152", "float16", "bfloat16", *names[-4:]]
-    assert names[-4:] == ["float32", "float64", "complex64", "complex128"]
-    assert popxl.bool not in get_all_dtypes() and len(set(names)) == 16
+    assert names[8:] == ["float8_143", "float8_152", "float16", "float32", "float64", "complex64", "complex128"]
+    assert popxl.bool not in get_all_dtypes() and len(set(names)) == 15
+
+
+def test_numpy_knows_all_of_popxl_by_name() -> None:
+    """Programs ask it for each."""
+    for name in (d.name for d in get_all_dtypes() if not d.name.startswith("float8")):
+        assert np.dtype(name).name == name
+
+
+def test_all_that_are_supported() -> None:
+    names = [d.name for d in get_all_supported_dtypes()]
+    assert names.index("bfloat16") == names.index("float16") + 1
+    assert [name for name in names if name != "bfloat16"] == [d.name for d in get_all_dtypes()]

@@ -108,3 +108,30 @@ def overwritten(op: Op) -> frozenset[int]:
     return (
         op.modified & _changed_by_runs(op, {g: changed_inputs(g) for g in op.called_graphs}) if op.runs else op.modified
     )
+
+
+def by_reference(op: Op) -> frozenset[int]:
+    """Positions of the inputs that an op passes to a graph by reference, or as marked at this call."""
+    declared = (run.first + i for run in op.runs for i, t in enumerate(run.inputs) if t.by_ref)
+    return op.modified.union(declared)
+
+
+def shares_by_reference(op: Op) -> bool:
+    """Whether an op passes to a graph by reference what lies in the same storage, wholly or in part."""
+    by_ref = by_reference(op)
+    parts = [_made_of(op.inputs[i]) for i in by_ref] if len(by_ref) > 1 else []
+    return sum(map(len, parts)) > len(set[Tensor]().union(*parts))
+
+
+def _made_of(t: Tensor) -> set[Tensor]:
+    """The tensors whose storage a tensor is made of."""
+    found: set[Tensor] = set()
+    waiting = [t]
+    while waiting:
+        origin = waiting.pop().origin
+        producer = origin.producer
+        if producer is not None and producer.kind.view is not None:
+            waiting += producer.inputs
+        else:
+            found.add(origin)
+    return found

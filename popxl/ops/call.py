@@ -288,6 +288,9 @@ def call(
 ) -> tuple[Tensor, ...]:
     """Run a graph.
 
+    The graph gets copies, and what it changes is changed in the copies only. An input by reference is the caller's
+    tensor itself; where several share storage, what is written to one is read of the others.
+
     Args:
         graph: what to run.
         *inputs: values for the graph's inputs, in order. Iterables are flattened by one level. A value that is no

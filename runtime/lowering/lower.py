@@ -26,7 +26,7 @@ from jax import lax
 
 from popxl.base.names import identifier
 from popxl.base.nesting import Nested, done
-from popxl.core.aliasing import callees_first, changed_inputs, reachable, written_inputs
+from popxl.core.aliasing import by_reference, callees_first, changed_inputs, reachable, written_inputs
 from popxl.core.declaration import OpKind
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
@@ -45,10 +45,11 @@ from runtime.interrupts import handle_waiting
 from runtime.lowering import effects
 from runtime.lowering.collectives import devices_meet, group_of
 from runtime.lowering.effects import Channels, channels_of
-from runtime.lowering.machine_parts import MachineParts, Order, parts_for
+from runtime.lowering.machine_parts import AnyOrder, MachineParts, Order, parts_for
 from runtime.lowering.meetings import Meetings
 from runtime.lowering.rolled import AsWritten, Rolled, roll
 from runtime.lowering.scopes import Scopes, of_op
+from runtime.lowering.sharing import Sharing
 from runtime.lowering.stacks import Row, put_back, read
 from runtime.targets.replicas import Replicas, is_on_host
 
@@ -108,6 +109,38 @@ class Environment:
         storage, views = self._seen_through(t)
         place = None if views else self.values.get(storage)
         return place if isinstance(place, Row) else self.read(t)
+
+    def sharing(self, op: Op) -> Sharing:
+        """Which inputs of the graph that an op runs share storage, of those that are by reference."""
+        (run,) = op.runs
+        by_ref = by_reference(op)
+        storages = {i: self._storages(op.inputs[i]) for i in by_ref} if len(by_ref) > 1 else {}
+        users: dict[Tensor, set[int]] = {}
+        for i, of_input in storages.items():
+            for storage in of_input:
+                users.setdefault(storage, set()).add(i)
+        groups = [found for found in users.values() if len(found) > 1 and not found.isdisjoint(op.modified)]
+        positions = frozenset[int]().union(*groups)
+        if not positions:
+            return Sharing()
+        same = {run.inputs[i]: op.inputs[i] for i in sorted(positions)}
+        inside = dict.fromkeys(storage for i in sorted(positions) for storage in storages[i])
+        written = dict.fromkeys(storage for i in sorted(positions & op.modified) for storage in storages[i])
+        values = {storage: self.read(storage) for storage in inside}
+        return Sharing(positions, {**self._same, **same}, values, tuple(written))
+
+    def _storages(self, t: Tensor) -> tuple[Tensor, ...]:
+        """The storages that a tensor is made of."""
+        found: dict[Tensor, None] = {}
+        waiting = [t]
+        while waiting:
+            storage, _ = self._seen_through(waiting.pop())
+            joined = view_of(storage)
+            if joined is None:
+                found[storage] = None
+            else:
+                waiting += reversed(joined.inputs)
+        return tuple(found)
 
     def read(self, t: Tensor) -> Array:
         """The current value of a tensor: of its storage, or seen through the views that lie between."""
@@ -204,17 +237,19 @@ class Results:
     Attributes:
         outputs: those of the graph.
         written: the final values of the inputs that it overwrote, by position.
+        shared: those of the storages that inputs share, and that it may have changed.
         computed: what was computed last from inputs, by position; of a graph whose call is not kept.
     """
 
     outputs: tuple[Any, ...]
     written: dict[int, Any]
+    shared: dict[Tensor, Array] = field(default_factory=dict)
     computed: dict[int, Array] = field(default_factory=dict)
 
     def read(self) -> Results:
         """The same, with nothing in rows."""
         written = {i: read(place) for i, place in self.written.items()}
-        return Results(tuple(map(read, self.outputs)), written, self.computed)
+        return Results(tuple(map(read, self.outputs)), written, self.shared, self.computed)
 
 
 class Lowering:
@@ -268,10 +303,15 @@ class Lowering:
         return done(self.running(ops, values, channels))
 
     def running(
-        self, ops: Iterable[Op | Rolled], values: Mapping[Tensor, Array | Row], channels: Channels
+        self,
+        ops: Iterable[Op | Rolled],
+        values: Mapping[Tensor, Array | Row],
+        channels: Channels,
+        same: Mapping[Tensor, Tensor] | None = None,
     ) -> Nested[Environment]:
-        """The same, as work that is nested."""
-        environment = Environment(values, self.machine.order(self._in_loop), self.scheduling.same, self._turns)
+        """The same, as work that is nested. The scheduling says what stands for others, unless that is given."""
+        same = self.scheduling.same if same is None else same
+        environment = Environment(values, self.machine.order(self._in_loop), same, self._turns)
         for op in (part for each in ops for part in ((each,) if isinstance(each, Rolled) else each.parts)):
             handle_waiting()
             if isinstance(op, Rolled):
@@ -356,7 +396,12 @@ class Lowering:
         return done(self.calling(graph, inputs, channels))
 
     def calling(
-        self, graph: Graph, inputs: Sequence[Array | Row], channels: Channels, in_rows: bool = False
+        self,
+        graph: Graph,
+        inputs: Sequence[Array | Row],
+        channels: Channels,
+        in_rows: bool = False,
+        sharing: Sharing = Sharing(),  # noqa: B008  # it has no state
     ) -> Nested[Results]:
         """The same, as work that is nested.
 
@@ -365,9 +410,11 @@ class Lowering:
             inputs: for its inputs, values; or rows, which are overwritten where it overwrites these.
             channels: what it uses besides.
             in_rows: what it gives may be in rows, too.
+            sharing: inputs that share storage. A call in which there are some is not kept.
         """
-        if graph not in self._kept or (channels.running is not None and effects.acts_at_once(graph)):
-            results = yield self._inline(graph, inputs, channels)
+        acts_at_once = channels.running is not None and effects.acts_at_once(graph)
+        if graph not in self._kept or sharing or acts_at_once:
+            results = yield self._inline(graph, inputs, channels, sharing)
             return results if in_rows else results.read()
         streams = channels_of(graph)
         given = tuple(map(read, inputs)), channels.take(streams), self.met(graph.ops)
@@ -377,15 +424,21 @@ class Lowering:
         channels.note((outputs, written))
         return Results(outputs, written)
 
-    def _inline(self, graph: Graph, inputs: Sequence[Array | Row], channels: Channels) -> Nested[Results]:
+    def _inline(
+        self, graph: Graph, inputs: Sequence[Array | Row], channels: Channels, sharing: Sharing
+    ) -> Nested[Results]:
         given = dict(zip(graph.inputs, self._apart(graph, inputs), strict=True))
+        if sharing:
+            given = {t: value for t, value in given.items() if t not in sharing.same} | dict(sharing.values)
+        same = sharing.same if sharing else None
         with self._scopes.of_graph(graph), self.within(inputs):
-            environment = yield self.running(self.scheduling.schedule(graph), given, channels)
+            environment = yield self.running(self.scheduling.schedule(graph), given, channels, same)
         count = Counter(t.origin for t in graph.outputs)
         own = [t.origin not in given and count[t.origin] == 1 for t in graph.outputs]
         return Results(
             tuple((environment.place if o else environment.read)(t) for t, o in zip(graph.outputs, own, strict=True)),
-            {i: environment.place(graph.inputs[i]) for i in written_inputs(graph)},
+            {i: environment.place(t) for i in written_inputs(graph) if (t := graph.inputs[i]) in given},
+            {storage: environment.read(storage) for storage in sharing.written},
             environment.computed_from(graph.inputs),
         )
 
@@ -432,7 +485,7 @@ class Lowering:
         def function(inputs: tuple[Array, ...], taken: Any, met: Array | None) -> Any:
             channels = Channels(dict(zip(streams, taken, strict=True)))
             with self.within_turn(), self.meeting_after(met) as now:  # as a loop: it is called several times
-                results = done(self._inline(graph, inputs, channels)).read()
+                results = done(self._inline(graph, inputs, channels, Sharing())).read()
                 return results.outputs, results.written, channels.take(streams), now()
 
         function.__name__ = function.__qualname__ = identifier(graph.id) or "graph"
@@ -512,8 +565,8 @@ def _call(lowering: Lowering, op: Op, environment: Environment, channels: Channe
     """Copy in, run, copy out; inputs by reference are copied back."""
     (graph,) = op.called_graphs
     check_bound(op)
-    places = _given(op, environment)
-    results = yield lowering.calling(graph, places, channels, in_rows=True)
+    places, sharing = _given(op, environment), environment.sharing(op)
+    results = yield lowering.calling(graph, places, channels, in_rows=True, sharing=sharing)
     for t, place in zip(op.outputs, results.outputs, strict=False):  # the graph may have gained outputs since
         environment.put(t, place)
     for i in sorted(op.modified & results.written.keys()):
@@ -521,6 +574,8 @@ def _call(lowering: Lowering, op: Op, environment: Environment, channels: Channe
             environment.write(op.inputs[i], read(results.written[i]))
         else:
             put_back(results.written[i], places[i])
+    for storage, value in results.shared.items():
+        environment.write(storage, value)
     environment.note_call(op, results)
 
 
@@ -599,7 +654,8 @@ class Loop:
     """What a loop does, turn by turn.
 
     Carried from turn to turn are the first inputs, as many as there are carried results; and the inputs by reference,
-    but for those that each turn returns. Everything else is the same in every turn. Further results are those of all
+    but for those that each turn returns. Of inputs that share storage, that is carried: a turn begins by writing the
+    carried results to it, in their order. Everything else is the same in every turn. Further results are those of all
     turns, stacked.
 
     Attributes:
@@ -609,18 +665,21 @@ class Loop:
     def __init__(self, op: Op, environment: Environment) -> None:
         self._op = op
         self._carried = op.attributes["carried"]
-        self._carried_too = returned_by_ref(op) if op.modified else frozenset()
+        self._sharing = environment.sharing(op)
+        self._carried_too = returned_by_ref(op) - self._sharing.positions if op.modified else frozenset()
         by_value = frozenset(range(self._carried)) | self._carried_too
-        self._inputs = _given(op, environment, EXTRA_INPUTS, by_value)
+        self._inputs = _given(op, environment, EXTRA_INPUTS, by_value | self._sharing.positions)
         self._rows = {k: place for k, place in enumerate(self._inputs) if isinstance(place, Row)}
         self._stacks = tuple(dict.fromkeys(row.stack for k, row in self._rows.items() if k in op.modified))
-        by_ref = sorted(op.modified - self._carried_too - self._rows.keys())
-        contents = {k: self._inputs[k] for k in by_ref}
-        self.start = (tuple(self._inputs[: self._carried]), contents, [stack.array for stack in self._stacks])
+        self._alone = op.modified - self._rows.keys() - self._sharing.positions
+        contents = {k: self._inputs[k] for k in sorted(self._alone - self._carried_too)}
+        arrays = [stack.array for stack in self._stacks]
+        shared = {storage: self._sharing.values[storage] for storage in self._sharing.written}
+        self.start = (tuple(self._inputs[: self._carried]), contents, arrays, shared)
 
     def turning(self, lowering: Lowering, state: Any, i: Array, channels: Channels) -> Nested[tuple[Any, Any]]:
         """One turn: what the next one gets, and the further results."""
-        results_before, contents, arrays = state
+        results_before, contents, arrays, shared = state
         now = dict(zip(self._stacks, arrays, strict=True))
         outside = dict.fromkeys(row.stack for row in self._rows.values())
         stacks = {stack: stack.holding(now.get(stack, stack.array)) for stack in outside}
@@ -631,23 +690,31 @@ class Loop:
             values[k] = Row(stacks[row.stack], row.number)
         values[: self._carried] = results_before
         given = [i, jnp.asarray(True), *values]
-        results = yield lowering.calling(self._op.attributes["graph"], given, channels, in_rows=True)
+        sharing = self._sharing.holding(shared)
+        if sharing:
+            storages = Environment(sharing.values, AnyOrder(), sharing.same, 1)
+            for k in sorted(sharing.positions.intersection(range(self._carried))):
+                storages.write(self._op.inputs[k], results_before[k])
+            sharing = sharing.holding(storages.values)
+        results = yield lowering.calling(self._op.attributes["graph"], given, channels, in_rows=True, sharing=sharing)
         for k in self._rows.keys() & self._op.modified:
             put_back(results.written.get(k + EXTRA_INPUTS, values[k]), values[k])
         after = {k: read(results.written.get(k + EXTRA_INPUTS, values[k])) for k in contents}
         outputs = tuple(map(read, results.outputs[EXTRA_OUTPUTS:]))
         arrays = [stacks[stack].array for stack in self._stacks]
-        return (outputs[: self._carried], after, arrays), outputs[self._carried :]
+        return (outputs[: self._carried], after, arrays, results.shared), outputs[self._carried :]
 
     def finish(self, state: Any, stacked: Sequence[Array], environment: Environment) -> None:
         """Write the results, given what a further turn would get, and the further results of all turns."""
-        outputs, contents, arrays = state
+        outputs, contents, arrays, shared = state
         for stack, array in zip(self._stacks, arrays, strict=True):
             stack.array = array
         for t, value in zip(self._op.outputs, (*outputs, *stacked), strict=True):
             environment.write(t, value)
-        for k in sorted(self._op.modified - self._rows.keys()):
+        for k in sorted(self._alone):
             environment.write(self._op.inputs[k], outputs[k] if k in self._carried_too else contents[k])
+        for storage, value in shared.items():
+            environment.write(storage, value)
 
 
 @meaning(loop_kind)

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from functools import cache
 
-from popxl.core.aliasing import callees_first, reachable
+from popxl.core.aliasing import callees_first, reachable, shares_by_reference
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import is_call, is_loop
@@ -87,7 +87,7 @@ class Choice:
     def is_piece(self, op: Op) -> bool:
         """Whether an op is a call that is a piece of its own."""
         is_alike = is_call(op) and self._structures.of(op.called_graphs[0]) in self._pieces
-        return is_alike and not self.is_on_several(op)
+        return is_alike and not self.is_on_several(op) and not shares_by_reference(op)
 
     def is_entered(self, op: Op) -> bool:
         """Whether an op is a call or loop that the host carries out step by step: because there are pieces in the graph

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from popxl.core.aliasing import callees_first
+from popxl.core.aliasing import callees_first, shares_by_reference
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import chooses, is_call
@@ -23,10 +23,11 @@ def can_enter(op: Op, replicas: int = 1) -> bool:
     """Whether the host can go through the graphs of an op: of a call; of a loop, turn by turn; of a conditional, once
     it knows the condition. Several replicas may take different branches at the same time: not through those, then.
 
-    What is passed and returned has to be whole: neither views, nor constants that are returned.
+    What is passed and returned has to be whole: neither views, nor constants that are returned. What is passed by
+    reference has to be apart, for each graph that the host goes through has its own storages.
     """
     runs = op.runs
-    if not runs or any(run.turns == 0 for run in runs):
+    if not runs or any(run.turns == 0 for run in runs) or shares_by_reference(op):
         return False
     if chooses(op) and (replicas > 1 or isinstance(op.inputs[0].origin, Constant)):
         return False

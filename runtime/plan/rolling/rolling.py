@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from popxl.base.nesting import Nested, done
-from popxl.core.aliasing import callees_first, changed_inputs, reachable
+from popxl.core.aliasing import callees_first, changed_inputs, reachable, shares_by_reference
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.core.traits import Run, chooses, is_call
@@ -49,8 +49,12 @@ class Rolling(AsWritten):
         self.same = flat.same
         forms = Forms(structures, flat.same)
         self._reasons: dict[Graph, str] = {}
+        sharing = (op for graph in reachable(main) for op in graph.ops if shares_by_reference(op))
+        in_order = {g for op in sharing for callee in op.called_graphs for g in reachable(callee)}
         self._schedules = {
-            graph: loops_of(ops, graph.outputs, forms, structures.size, self._reasons)
+            graph: ops
+            if graph in in_order  # what its inputs are is changed under several names
+            else loops_of(ops, graph.outputs, forms, structures.size, self._reasons)
             for graph, ops in flat.graphs.items()
         }
         for loop in self.loops:

@@ -1,8 +1,9 @@
 """From a seed to a random program: ops of all sorts, on tensors that fit, written straight into graphs.
 
-Programs never leave defined ground: what is written in place has one cell for each element, what is passed by reference
-does not overlap, replicas talk to each other where all of them come by, and whatever decides about control flow is an
-integer or a bool, which is the same on every machine. Floats stay small, so that rounding does too.
+Programs never leave defined ground: what is written in place has one cell for each element, a tensor is passed by
+reference once, though others may share its storage, replicas talk to each other where all of them come by, and whatever
+decides about control flow is an integer or a bool, which is the same on every machine. Floats stay small, so that
+rounding does too.
 """
 
 from __future__ import annotations
@@ -454,7 +455,8 @@ class Maker:
         site = ops.call_with_info(graph, *ts[:k], inputs_dict=dict(zip(graph.inputs[k:], ts[k:], strict=True)))
         taken = [v.storage for v, t in zip(bound, graph.inputs, strict=True) if t.by_ref]
         for i, v in enumerate(bound):
-            free = not graph.inputs[i].by_ref and writable(v) and all(v.storage.isdisjoint(each) for each in taken)
+            free = not graph.inputs[i].by_ref and writable(v)
+            free = free and (all(v.storage.isdisjoint(each) for each in taken) or self.maybe(0.3))
             if free and ts.count(v.t) == 1 and not self.pure and self.maybe(0.2):
                 site.set_parent_input_modified(v.t, self.maybe())
                 self.marks.add((site.op.id, i))
@@ -493,7 +495,7 @@ class Maker:
             now: list[Value] = []
             for graph, roles in sites:
                 bound = [role(turn, [*values, *(made[-1] if made else []), *there, *now]) for role in roles]
-                if overlap(graph, bound):
+                if is_refused(graph, bound):
                     raise NothingFits
                 now += list(map(fresh, ops.call(graph, *(v.t for v in bound))))
                 now += [v for v in bound if isinstance(v.t, Variable)]
@@ -592,27 +594,32 @@ class Maker:
             return ops.init(spec.shape, spec.dtype)
 
     def bind(self, graph: popxl.Graph, values: list[Value]) -> list[Value]:
-        """A value for each input of a graph. Those by reference do not overlap, and are bound once."""
+        """A value for each input of a graph. Those by reference are bound once, and rarely overlap."""
         bound: list[Value] = []
         shared: list[Value] = []
+        overlapping = self.maybe(0.3)
 
         def fits(v: Value) -> bool:
             return v not in shared
 
-        def apart(v: Value) -> bool:
-            return writable(v) and v not in bound and all(v.storage.isdisjoint(u.storage) for u in shared)
+        def overlaps(v: Value) -> bool:
+            return any(not v.storage.isdisjoint(u.storage) for u in shared)
+
+        def free(v: Value) -> bool:
+            return writable(v) and v not in bound and (overlapping or not overlaps(v))
 
         for t in graph.inputs:
-            bound.append(self.pick(values, like(t.spec), apart if t.by_ref else fits))
+            tests = (like(t.spec), free) if t.by_ref else (like(t.spec), fits)
+            by_ref = overlapping and t.by_ref
+            bound.append(self.rather(0.7, overlaps, values, *tests) if by_ref else self.pick(values, *tests))
             shared.extend(bound[-1:] * t.by_ref)
         return bound
 
 
-def overlap(graph: popxl.Graph, bound: Sequence[Value]) -> bool:
-    """Whether a call could not be told apart from another order of its changes: what it changes is passed twice."""
-    storages = [s for v in bound for s in (v.storage or {v.t})]
+def is_refused(graph: popxl.Graph, bound: Sequence[Value]) -> bool:
+    """Whether a call would be refused: what it changes is passed twice, or has no cells of its own."""
     by_ref = [v for v, t in zip(bound, graph.inputs, strict=True) if t.by_ref]
-    return any(not writable(v) or any(storages.count(s) > 1 for s in v.storage) for v in by_ref)
+    return any(not writable(v) or bound.count(v) > 1 for v in by_ref)
 
 
 def away_from_0(t: popxl.Tensor) -> popxl.Tensor:

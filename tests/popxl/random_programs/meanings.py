@@ -1,7 +1,8 @@
 """What graphs mean, said once more: in NumPy with every rule about storage, and in JAX without storage.
 
 `Machine` carries out a whole Ir, for each replica on a memory of numbered cells. A tensor is an array of cell numbers:
-a view is the same cells in another arrangement, an in-place op writes to them, a call copies its inputs to new ones.
+a view is the same cells in another arrangement, an in-place op writes to them, a call copies its inputs to new ones,
+unless they are by reference.
 Nothing here asks `popxl` what aliases or what is written; of a program it reads the ops, their inputs and attributes,
 and which graph inputs are by reference. Where calls were marked as modifying an input is told by whoever marked them.
 """
@@ -265,32 +266,30 @@ class Replica:
     # Ops that run graphs ----------------------------------------------------------------------------------------------
 
     def call(self, op: Any, cells: list[Array]) -> Work:
-        """Copy in, run, copy out; what is by reference, or marked at this call, is copied back."""
+        """Run a graph on copies, and on the cells themselves of what is by reference, or marked at this call."""
         (graph,) = op.called_graphs
-        inside = [self.copy(each) for each in cells]
-        results = yield from self.carry_out(graph, dict(zip(graph.inputs, inside, strict=True)))
-        for i, t in enumerate(graph.inputs):
-            if t.by_ref or (op.id, i) in self.marks:
-                self.cells[cells[i]] = self.cells[inside[i]]
-        return results
+        inside = {
+            t: each if t.by_ref or (op.id, i) in self.marks else self.copy(each)
+            for i, (t, each) in enumerate(zip(graph.inputs, cells, strict=True))
+        }
+        return (yield from self.carry_out(graph, inside))
 
     def loop(self, op: Any, cells: list[Array]) -> Work:
         """Results become the first inputs of the next turn; inputs by reference keep their changes, others do not."""
         (turn,) = op.called_graphs
         iteration, go_on, *inputs = turn.inputs
         count = op.attributes["carried"]
-        carried, kept = [self.copy(each) for each in cells[:count]], [self.copy(each) for each in cells]
+        carried = [self.copy(each) for each in cells[:count]]
+        before = [self.copy(each) for each in cells]  # what is by value begins with that each time
+        kept = [each if t.by_ref else self.copy(each) for t, each in zip(inputs, cells, strict=True)]
         for i in range(op.attributes["repeat_count"]):
             for k, t in enumerate(inputs):
                 if k < count:
                     self.cells[kept[k]] = self.cells[carried[k]]
                 elif not t.by_ref:
-                    self.cells[kept[k]] = self.cells[cells[k]]
+                    self.cells[kept[k]] = self.cells[before[k]]
             given = {iteration: self.new(i), go_on: self.new(True), **dict(zip(inputs, kept, strict=True))}
             _, *carried = yield from self.carry_out(turn, given)
-        for k, t in enumerate(inputs):
-            if t.by_ref:
-                self.cells[cells[k]] = self.cells[kept[k]]
         return carried
 
     def conditional(self, op: Any, cells: list[Array]) -> Work:

@@ -1,0 +1,40 @@
+"""What an op passes to a graph by reference, where several of it lie in one storage.
+
+A graph has a storage for each of its inputs. Two inputs by reference may be bound to one and the same, or to parts of
+it that overlap: a variable and a view of it, say. While the graph runs there, both are what is bound to them, so that
+what is written to one is read of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from popxl.core.tensor import Tensor
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Inputs of a graph that overlap, by what they stand for while it runs. False, if there are none.
+
+    Attributes:
+        positions: of the operands of the op.
+        same: for these inputs, the tensors of the caller.
+        values: the storages of the caller that these are in, with what they hold at first.
+        written: those of the storages that the op may change.
+    """
+
+    positions: frozenset[int] = frozenset()
+    same: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    values: Mapping[Tensor, Array] = field(default_factory=dict)
+    written: tuple[Tensor, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.positions)
+
+    def holding(self, values: Mapping[Tensor, Array]) -> Sharing:
+        """The same where storages hold other values."""
+        return replace(self, values={**self.values, **values})

@@ -68,7 +68,7 @@ class Ends:
         inputs: by number of an input, its stream; inputs that are not used have none.
         outputs: the streams of the results.
         variables: those of parameters and buffers, by name.
-        written: names of those that each replica has a value of its own of.
+        written: names of those that `forward` overwrites. Each replica has a value of its own of them.
         numbers: the stream of the numbers of the optimiser, if it has any that change.
         state: the variables of its state, by name.
         random: the variable of random numbers, if there are any.
@@ -91,7 +91,7 @@ class Ends:
             program.inputs,
             program.outputs,
             program.variables,
-            frozenset(program.written if program.ir.replication_factor > 1 else ()),
+            frozenset(program.written),
             program.numbers,
             program.state,
             program.random,
@@ -408,7 +408,8 @@ class Compiled:
     def weights(self, names: Container[str] | None = None) -> dict[str, np.ndarray]:
         """The values of parameters and buffers that the device has, by name; of all, or of these."""
         found = self._fetched({n: v for n, v in self.ends.variables.items() if names is None or n in names})
-        return {name: array[0] if name in self.ends.written else array for name, array in found.items()}
+        of_each_replica = self.ends.written if self.session.ir.replication_factor > 1 else ()
+        return {name: array[0] if name in of_each_replica else array for name, array in found.items()}
 
     def write_weights(self, host: Mapping[str, np.ndarray]) -> None:
         """Overwrite the device's values of parameters and buffers; of those that are given.

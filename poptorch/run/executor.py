@@ -166,8 +166,7 @@ class PoplarExecutor:
                 if not compiled.is_attached:
                     self._check_online("run a model")
                     self._attach(compiled)
-                if self._trainings.have_news(self._instrumented):
-                    self._upload()
+                self._follow()
                 self._tell_of_changes()
                 if self._trainer is not None:
                     self._check_untouched()
@@ -175,14 +174,13 @@ class PoplarExecutor:
                     if self._trainer.device.pending:
                         self.copyWeightsToHostIfNeeded()
                         self._trainer.write_pending()
-            if self._trainer is None:
-                return compiled.run(tensors, objects)
             try:
                 return compiled.run(tensors, objects)
             finally:  # even a run that fails has changed something
-                self._trainer.has_run()
-                assert self._instrumented is not None
-                self._instrumented.has_run()
+                if self._trainer is not None:
+                    self._trainer.has_run()
+                if self._instrumented is not None:
+                    self._instrumented.has_run()
 
     def _tell_of_changes(self) -> None:
         """Warn, once each, of what has been done to the module and has no effect on the device."""
@@ -215,7 +213,7 @@ class PoplarExecutor:
                 "%s. Call `copyWeightsToDevice()` of the wrapper after it, or load with its `load_state_dict`.",
                 f"{written[0]} and {len(written) - 1} other tensors have" if written[1:] else f"{written[0]} has",
                 "them" if written[1:] else "it",
-                ", which overwrite those of the host" * self._training,
+                ", which overwrite those of the host" * (self._training or written[0] in self._required.ends.written),
             )
         if "others" not in self._told and (others := self._host_writes.replaced()):
             self._tell(
@@ -317,10 +315,13 @@ class PoplarExecutor:
         """Run this from now on."""
         self._compiled = compiled
         offline = self._options.connection_type is ConnectionType.Never
-        if self._instrumented is not None and self._trainer is not None:
-            assert isinstance(compiled, Compiled | TrainedInParts)
+        if not self._training and (written := compiled.ends.written):
+            self._instrumented = Instrumented(self._host.module, self._fetch_weights, self._host.grouped, written)
+        if self._instrumented is not None:
             self._forgotten = weakref.finalize(self, _bring_home, compiled, self._instrumented, self._trainer)
             self._forgotten.atexit = False
+        if self._trainer is not None:
+            assert isinstance(compiled, Compiled | TrainedInParts)
             self._trainer.connect(compiled, offline)
         if not offline:
             self._attach(compiled)
@@ -451,19 +452,20 @@ class PoplarExecutor:
         return self._instrumented or self._host
 
     def _fetch_weights(self) -> Mapping[str, np.ndarray]:
-        return self._required.weights()
+        return _changed_weights(self._required, self._training)
 
     @_traced("copyWeightsToHost")
     def copyWeightsToHost(self) -> None:
         """Bring parameters and buffers from the device to the module."""
         compiled = self._required
+        self._follow()
         if self._instrumented is not None:
-            self._instrumented.to_host()
+            self._instrumented.to_host(compiled.weights)
         else:
             self._host.write(compiled.weights())
 
     def copyWeightsToHostIfNeeded(self) -> bool:
-        """The same, if training has changed them on the device since. Returns whether it had."""
+        """The same, if runs have changed them on the device since. Returns whether they had."""
         return self._instrumented is not None and self._instrumented.to_host_if_stale()
 
     @_traced("copyWeightsToDevice")
@@ -475,6 +477,11 @@ class PoplarExecutor:
         self._upload()
         if self._instrumented is not None:
             self._instrumented.version += 1
+
+    def _follow(self) -> None:
+        """Take over what other wrappers of the module have changed."""
+        if self._trainings.have_news(self._instrumented):
+            self._upload()
 
     def _upload(self) -> None:
         if self._kinds is not None:
@@ -788,15 +795,16 @@ class PoplarExecutor:
         return value
 
 
-def _bring_home(
-    compiled: Compiled | TrainedInParts,
-    instrumented: Instrumented,
-    trainer: Trainer,
-) -> None:
-    """What was trained by a wrapper that nobody has any more comes home now, if it has not been read."""
+def _changed_weights(compiled: Compiled | InParts, training: bool) -> dict[str, np.ndarray]:
+    """The parameters and buffers that a program may have changed: where it only runs the model, those it overwrites."""
+    return compiled.weights(None if training else compiled.ends.written)
+
+
+def _bring_home(compiled: Compiled | InParts, instrumented: Instrumented, trainer: Trainer | None) -> None:
+    """Bring home what a wrapper has changed that is being collected, if it has not been read."""
     with without_modes():  # a capture may be going on
         if instrumented.is_stale:
-            instrumented.is_stale = False
-            instrumented.write(compiled.weights())
+            instrumented.to_host(partial(_changed_weights, compiled, trainer is not None))
         instrumented.destroy()
-        trainer.disconnect()
+        if trainer is not None:
+            trainer.disconnect()

@@ -1,9 +1,10 @@
 """Parameters and buffers, on the host and on the device: who holds the truth, and how it comes home.
 
-A training run changes the weights on the device and nothing else: the host's copies are *stale* from then on. Whoever
-reads them first, wherever that is, brings them home, once. For that the classes of the module that is trained and of
-its parameters and buffers are replaced by subclasses that look first whether they are stale; `Instrumented` does so,
-and undoes it. Values are written in place, so that views and optimisers keep what they have.
+A run changes what it writes on the device and nothing else: the weights that it trains, and the buffers that `forward`
+overwrites. The host's copies are *stale* from then on. The first read of them, wherever it is, brings them home, once.
+For that the classes of the module and of these parameters and buffers are replaced by subclasses that look first
+whether they are stale; `Instrumented` does so, and undoes it. Values are written in place, so that views and optimisers
+keep what they have.
 """
 
 from __future__ import annotations
@@ -156,23 +157,26 @@ def _check_names(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> N
 
 
 class Instrumented:
-    """A module that is being trained on a device: it brings its weights home when somebody reads them.
+    """A module whose parameters and buffers a device changes: they come home when they are read.
 
-    It holds until `destroy`, or until nobody has a reference to this object, which the module has not.
+    It holds until `destroy`, or until the last reference to this object is gone; the module has none.
 
     Args:
-        module: the module. It, its parameters and its buffers get other classes, of the same types as before for
-            `isinstance`; copies of them, and what is pickled, are of the classes that they had. `None` is a model
+        module: the module. It and the tensors that the device changes get other classes, of the same types as before
+            for `isinstance`; copies of them, and what is pickled, are of the classes that they had. `None` is a model
             without weights.
-        fetch: gives the device's values by name, in the shapes that `write` takes. A bound method does not keep its
-            object alive.
+        fetch: gives the device's values of what it changes by name, in the shapes that `write` takes. A bound method
+            does not keep its object alive.
         groupings: the parameters with a value for each group of replicas; looked at when values are transferred.
+        changed: names of the tensors that the device changes, where the module is run and not trained; `None` stands
+            for training, which may change all of them.
 
     Raises:
-        RuntimeError: if the module is instrumented already.
+        RuntimeError: if the module is to be trained, and is being trained already.
         Error: if a buffer is no tensor.
 
     Attributes:
+        trains: whether the device trains the module.
         is_stale: whether the device is ahead of the host; set it when the device has changed weights.
         version: how often the host has had other values, that came home or that the device was given.
         is_thawed: whether somebody has set `requires_grad` of a tensor; set it to false once that is looked at.
@@ -191,14 +195,16 @@ class Instrumented:
         module: torch.nn.Module | None,
         fetch: Callable[[], Mapping[str, np.ndarray]],
         groupings: Groupings | None = None,
+        changed: Container[str] | None = None,
     ) -> None:
-        if isinstance(module, _Watched) and _owners(type(module)):
+        self.trains = changed is None
+        if self.trains and isinstance(module, _Watched) and _trainers(type(module)):
             raise RuntimeError(
                 f"{module._original.__name__} is already wrapped for training: its weights can come from one training "
                 "model only. Call `destroy()` on that one first."
             )
         self._homes = tensors_of(module)
-        tensors = list(self._homes.values())
+        tensors = [t for name, t in self._homes.items() if changed is None or name in changed]
         self._module = module
         self._fetch: Callable[[], Any] = weakref.WeakMethod(fetch) if hasattr(fetch, "__self__") else lambda: fetch
         self._groupings = {} if groupings is None else groupings
@@ -247,12 +253,15 @@ class Instrumented:
                 _CLIPPING,
             )
 
-    def to_host(self) -> None:
-        """Bring the device's values home, whether or not the host is stale."""
+    def to_host(self, fetch: Callable[[], Mapping[str, np.ndarray]] | None = None) -> None:
+        """Bring the device's values home, whether or not the host is stale.
+
+        Args:
+            fetch: gives them; by default, those of what the device changes.
+        """
         was_stale, self.is_stale = self.is_stale, False  # writing looks at tensors, which must not ask again
         try:
-            fetch = self._fetch()
-            self.write(fetch())
+            self.write((fetch or self._fetch())())
         except BaseException:
             self.is_stale = was_stale
             raise
@@ -308,10 +317,10 @@ _followers: weakref.WeakSet[Trainings] = weakref.WeakSet()
 
 
 class Trainings:
-    """The trainings that change the weights of a module, as another wrapper of it sees them.
+    """The wrappers that change tensors of a module, as another wrapper of it sees them.
 
     Args:
-        module: the module that the wrapper runs. A training concerns it if they have a parameter or buffer in common.
+        module: the module that the wrapper runs. Others concern it if they change a parameter or buffer of it.
 
     Example:
         >>> module = torch.nn.Linear(2, 3, bias=False)
@@ -329,7 +338,7 @@ class Trainings:
         _followers.add(self)
 
     def has_ended(self, training: Instrumented) -> None:
-        """Note that a training has ended, after whatever it has brought home."""
+        """Note that another wrapper has ended, after whatever it has brought home."""
         if self._concern(training) and training.version > self._seen.get(training, 0):
             self._has_missed = True
 
@@ -340,7 +349,7 @@ class Trainings:
         """Bring home what is stale. Returns whether anything has come home since the last call of this.
 
         Args:
-            own: the training of the wrapper itself. It is no news, and comes home before news overwrite its weights.
+            own: what the wrapper itself changes. It is no news, and comes home before news overwrite it.
         """
         news = [
             training
@@ -467,7 +476,7 @@ class _WatchedTensor(_Watched):
 
 
 def _no_hook(watched: type[_Watched], handle: Any) -> None:
-    if _owners(watched):
+    if _trainers(watched):
         handle.remove()
         raise hook_problem("A parameter of the model")
 
@@ -478,7 +487,7 @@ def _thaw(watched: type[_Watched], result: Any) -> None:
 
 
 def _tell_of_gradient(watched: type[_Watched], gradient: torch.Tensor | None) -> None:
-    for owner in _owners(watched) if gradient is None else ():
+    for owner in _trainers(watched) if gradient is None else ():
         owner.tell_of_gradients(sys._getframe(2).f_globals.get("__name__", ""))
 
 
@@ -516,6 +525,10 @@ def _owners(watched: type[_Watched]) -> list[Instrumented]:
     return [owner for ref in watched._refs if (owner := ref()) is not None]
 
 
+def _trainers(watched: type[_Watched]) -> list[Instrumented]:
+    return [owner for owner in _owners(watched) if owner.trains]
+
+
 def _refresh(watched: type[_Watched]) -> None:
     for ref in watched._refs:
         owner = ref()
@@ -548,7 +561,7 @@ def take_off(module: Any) -> None:
 
 
 def put_on(module: Any) -> None:
-    """Undo `take_off`; a module that is not being trained is left as it is."""
+    """Undo `take_off`; a module that no device changes is left as it is."""
     refs = tuple(weakref.ref(training) for training in _trainings if training._module is module)
     if refs and not isinstance(module, _Watched):
         _become(module, type(module), refs, _WatchedModule)

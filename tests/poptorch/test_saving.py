@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import io
 import json
 import math
@@ -81,8 +82,9 @@ def test_inference_comes_back_without_the_class(module: Model, tmp_path: Path) -
     torch.testing.assert_close(found["constant"], expected["constant"])
     assert loaded.options.output_mode is poptorch.OutputMode.Final
     assert loaded.options.model_name == "mine"
-    assert type(loaded.model) is torch.nn.Module
+    assert type(copy.copy(loaded.model)) is torch.nn.Module
     assert loaded.model.state_dict().keys() == module.state_dict().keys()
+    assert loaded.model.count.item() == module.count.item() == 1
     assert not loaded.model.training
     assert loaded.model.get_parameter("second.0.weight") is loaded.model.get_parameter("first.weight")
     assert not loaded.model.frozen.requires_grad

@@ -149,9 +149,11 @@ def test_inference_follows_training(transfers: Transfers) -> None:
     inference(X)
     assert transfers.of(training) == transfers.of(inference) == (0, 0)
     training(X)
+    assert transfers.of(inference) == (1, 0)  # what it has counted
     training.copyWeightsToHost()
     assert inference(X).tolist() == [-1, -1]
     assert transfers.of(inference) == (0, 1)
+    assert module.count.item() == 5
 
 
 def test_inference_does_not_see_what_users_write(transfers: Transfers) -> None:
@@ -557,14 +559,92 @@ def test_a_wrapper_in_a_cycle_is_forgotten_too() -> None:
     poptorch.trainingModel(module)
 
 
-def test_buffers_of_inference_stay_on_the_device() -> None:
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda m: m.state_dict(),
+        lambda m: m.count.item(),
+        lambda m: dict(m.named_buffers()),
+        lambda m: copy.deepcopy(m),
+        lambda m: torch.save(m, io.BytesIO()),
+    ],
+)
+def test_buffers_that_inference_overwrites_come_home_when_read(read, transfers: Transfers) -> None:
     module = Model().eval()
     model = poptorch.inferenceModel(module)
     for _ in range(3):
         model(X)
-    assert module.count.item() == 0
+    assert transfers.of(model) == (0, 1)
+    read(module)
+    assert transfers.of(model) == (1, 0)
+    read(module)
+    assert module.count.item() == 3 and transfers.of(model) == (0, 0)
+    with torch.no_grad():
+        module.w.fill_(9)  # what the program does not overwrite is left as the host has it
+    model(X)
+    assert (module.count.item(), module.w.item()) == (4, 9)
     model.copyWeightsToHost()
-    assert module.count.item() == 3
+    assert (module.count.item(), module.w.item()) == (4, 1)
+
+
+@pytest.mark.parametrize("leave", [PoplarExecutor.destroy, PoplarExecutor.detachFromDevice, lambda model: None])
+def test_buffers_of_a_reader_that_leaves(leave) -> None:
+    module = Model().eval()
+    models = [poptorch.inferenceModel(module)]
+    models[0](X)
+    leave(models[0])
+    models[0](X)
+    models.clear()
+    assert module.count.item() == 2
+    assert type(module) is Model and type(module.count) is torch.Tensor
+
+
+class Normed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)
+        self.register_buffer("seen", torch.zeros(5, 3))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None):
+        self.seen[: len(x)] = x
+        out = self.norm(self.layer(x))
+        return out if y is None else (out, torch.nn.functional.mse_loss(out, y))
+
+
+def test_all_wrappers_of_a_module_write_the_same_buffers() -> None:
+    """Two readers and a training in turn, all in `train()` mode, with the numbers of PyTorch."""
+    torch.manual_seed(0)
+    module = Normed()
+    reference = copy.deepcopy(module)
+    rows, target = torch.randn(7, 5, 3), torch.randn(5, 4)
+    step = torch.optim.SGD(reference.parameters(), lr=0.1)
+    training = poptorch.trainingModel(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    readers = [poptorch.inferenceModel(module) for _ in range(2)]
+    for x, which in zip(rows, (0, 1, 2, 2, 0, 2, 1), strict=True):
+        if which:
+            found, expected = readers[which - 1](x), reference(x)
+        else:
+            found, (expected, loss) = training(x, target)[0], reference(x, target)
+            step.zero_grad()
+            loss.backward()
+            step.step()
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-5)
+    training.copyWeightsToHost()  # nothing of what others have changed is lost
+    torch.testing.assert_close(module.state_dict(), reference.state_dict(), rtol=1e-5, atol=1e-5)
+
+
+def test_statistics_of_averaged_weights() -> None:
+    """As `update_bn` collects them: reset, and averaged over all that is seen."""
+    torch.manual_seed(0)
+    module, rows = torch.optim.swa_utils.AveragedModel(Normed()), torch.randn(3, 5, 3)
+    reference = copy.deepcopy(module)
+    torch.optim.swa_utils.update_bn(rows, reference)
+    module.module.norm.reset_running_stats()
+    module.module.norm.momentum = None
+    model = poptorch.inferenceModel(module.train())
+    for x in rows:
+        model(x)
+    torch.testing.assert_close(module.state_dict(), reference.state_dict())
 
 
 def test_named_buffers() -> None:
@@ -589,7 +669,6 @@ def test_buffers_of_several_replicas() -> None:
     model = poptorch.inferenceModel(module, poptorch.Options().replicationFactor(2).broadcastBuffers(False))
     model(torch.ones(2))
     model(torch.ones(2))
-    model.copyWeightsToHost()
     assert module.count.item() == 2
 
 

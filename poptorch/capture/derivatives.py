@@ -114,17 +114,41 @@ def deriving(tracer: Tracer) -> Iterator[list[Application]]:
         return noted
 
     changed = []
-    for function in list(below(torch.autograd.Function)):
+
+    def change(function: type) -> None:
         if not function.__module__.startswith("torch."):
             for name, noting in (("forward", noting_forward), ("setup_context", noting_setup)):
                 if isinstance(method := vars(function).get(name), staticmethod):
-                    changed.append((function, name, method))
-                    setattr(function, name, staticmethod(noting(method.__func__)))
+                    other = staticmethod(noting(method.__func__))
+                    changed.append((function, name, method, other))
+                    setattr(function, name, other)
+
+    for function in list(below(torch.autograd.Function)):
+        change(function)
     try:
-        yield found
+        with _noting_classes(change):
+            yield found
     finally:
-        for function, name, method in changed:
-            setattr(function, name, method)
+        for function, name, method, other in changed:
+            if vars(function).get(name) is other:  # and `forward` has not replaced it
+                setattr(function, name, method)
+
+
+@contextmanager
+def _noting_classes(note: Callable[[type], None]) -> Iterator[None]:
+    """Call a function for each `torch.autograd.Function` that a block defines, or imports."""
+    kind: Any = type(torch.autograd.Function)
+    make = kind.__init__
+
+    def making(function: type, *args: Any) -> None:
+        make(function, *args)
+        note(function)
+
+    kind.__init__ = making
+    try:
+        yield
+    finally:
+        kind.__init__ = make
 
 
 def _apart(results: Any, storages: set[int]) -> Any:

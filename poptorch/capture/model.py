@@ -6,7 +6,7 @@ says where.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -19,6 +19,7 @@ from poptorch.capture.attributes import Attributes, not_rebound
 from poptorch.capture.cuts import Cuts
 from poptorch.capture.derivatives import derive, deriving
 from poptorch.capture.frozen import Frozen
+from poptorch.capture.gradient_hooks import hooks_of, noting_hooks
 from poptorch.capture.modules import averaging, recurrent_in_any_dtype
 from poptorch.capture.recorder import Recorder
 from poptorch.capture.seeding import seeding
@@ -148,7 +149,7 @@ def _capture(
     if cuts is not None:
         trained = [value for key, value in state_values.items() if state[key].requires_grad]
         cuts.begin(input_values, {value: state[key].detach() for key, value in state_values.items()}, trained)
-    tracer.hooks += _hooks(module, state)
+    tracer.hooks += hooks_of(module, state)
     attributes = Attributes(module)
     with ExitStack() as stack:
         stack.enter_context(recorder.leaving_numbers())
@@ -165,6 +166,8 @@ def _capture(
         for change in _ALWAYS:
             stack.enter_context(change())
         applications = stack.enter_context(deriving(tracer)) if derives else []
+        if derives:
+            stack.enter_context(noting_hooks(tracer))
         stack.enter_context(tracer.listening())
         with _told(recorder):
             result = forward(list(inputs))
@@ -214,19 +217,6 @@ _ALWAYS = (
     derivable_attention,
 )
 """What PyTorch does otherwise while any function is captured."""
-
-
-def _hooks(module: torch.nn.Module | None, state: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """What of a module has hooks on gradients, in words; those of all modules that there are included."""
-    private = torch.nn.modules.module
-    if private._global_backward_hooks or private._global_backward_pre_hooks:
-        yield "Every module"
-    for name, t in state.items():
-        if t._backward_hooks or t.is_leaf and t._post_accumulate_grad_hooks:
-            yield f"The parameter {name}"
-    for path, each in torch.nn.Module.named_modules(module) if module is not None else ():
-        if each._backward_hooks or each._backward_pre_hooks:
-            yield f"The module {path or type(each).__name__}"
 
 
 @contextmanager

@@ -629,6 +629,15 @@ def test_what_is_frozen_for_a_part_of_forward(freeze: Function) -> None:
     _trains_as_eager(lambda: _Adversarial(freeze), _input(5, 3))
 
 
+_SAVED: dict[str, tuple[Function, Function]] = {
+    "in half": (lambda t: t.half(), lambda t: t.float()),
+    "zeros": (torch.zeros_like, lambda t: t),
+    "copies": (torch.clone, lambda t: t),
+    "lists": (lambda t: [t.detach()], lambda kept: kept[0]),
+}
+"""Functions that pack what PyTorch saves for gradients. The last two change no numbers."""
+
+
 class _Hooked(torch.nn.Module):
     """A model with a hook on gradients somewhere."""
 
@@ -647,6 +656,22 @@ class _Hooked(torch.nn.Module):
         y = self.linear(x)
         if self.kind == "tensor":
             y.register_hook(lambda gradient: gradient * 100)
+        if self.kind == "node":
+            y.grad_fn.register_hook(lambda into, out: None)
+        if self.kind == "before a node":
+            y.grad_fn.register_prehook(lambda out: None)
+        if self.kind == "module in forward":
+            self.linear.register_full_backward_hook(lambda module, into, out: None)
+            self.linear(x)
+        if self.kind == "saved":
+            y = y.exp()
+            y.grad_fn._raw_saved_result.register_hooks(lambda t: t * 0, lambda t: t)
+        if self.kind in _SAVED:
+            with torch.autograd.graph.saved_tensors_hooks(*_SAVED[self.kind]):
+                y = y.exp()
+        if self.kind == "on the host":
+            with torch.autograd.graph.save_on_cpu():
+                y = y.exp()
         return F.mse_loss(y, torch.ones_like(y))
 
 
@@ -657,6 +682,12 @@ class _Hooked(torch.nn.Module):
         ("after a parameter", "The parameter linear.bias has hooks"),
         ("module", "The module linear has hooks"),
         ("tensor", r"A tensor of `forward` \(test_capture_corners.py:\d+\) has hooks"),
+        ("node", r"A `grad_fn` of `forward` \(test_capture_corners.py:\d+\) has hooks"),
+        ("before a node", r"A `grad_fn` of `forward` \(test_capture_corners.py:\d+\) has hooks"),
+        ("module in forward", r"A `grad_fn` of `forward` \(test_capture_corners.py:\d+\) has hooks"),
+        ("saved", r"A tensor that PyTorch saves for gradients of `forward` \(.*:\d+\) has hooks"),
+        ("in half", r"A tensor that PyTorch saves for gradients of `forward` \(.*:\d+\) has hooks"),
+        ("zeros", r"A tensor that PyTorch saves for gradients of `forward` \(.*:\d+\) has hooks"),
     ],
 )
 def test_hooks_on_gradients_are_refused_where_a_model_is_trained(kind: str, where: str) -> None:
@@ -668,6 +699,16 @@ def test_hooks_on_gradients_do_nothing_where_there_are_none() -> None:
     model, x = _Hooked("tensor"), _input(4, 2)
     model.linear.register_full_backward_hook(lambda module, into, out: None)
     torch.testing.assert_close(poptorch.inferenceModel(model)(x), model(x).detach())
+
+
+@pytest.mark.parametrize("kind", ["copies", "lists", "on the host"])
+def test_saved_tensors_that_keep_their_numbers_may_be_packed(kind: str) -> None:
+    ours, x = _Hooked(kind), _input(4, 2)
+    theirs = copy.deepcopy(ours)
+    poptorch.trainingModel(ours, optimizer=torch.optim.SGD(ours.parameters(), lr=0.1))(x)
+    theirs(x).backward()
+    torch.optim.SGD(theirs.parameters(), lr=0.1).step()
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
 
 
 def test_hooks_on_gradients_that_come_later_are_refused() -> None:

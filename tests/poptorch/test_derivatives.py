@@ -154,6 +154,26 @@ def _overwritten(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return y.add_(1).mul_(Exponential.apply(w))
 
 
+def _defined(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    class Doubled(Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            return g * x.cos()
+
+    class Halved(Rounded):
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+            return g / 2
+
+    return Doubled.apply(h) * Halved.apply(w * 5)
+
+
 USES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "a view": lambda h, w: Reversed.apply(h, 0.3),
     "the input": lambda h, w: Threefold.apply(h),
@@ -170,6 +190,7 @@ USES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "in a checkpoint that is reentrant": lambda h, w: checkpoint(
         lambda x: Reversed.apply(x) * w, h, use_reentrant=True
     ),
+    "defined while it runs": _defined,
     "differentiates itself": lambda h, w: Recomputed.apply(lambda x, w: torch.tanh(x * w), h, w),
 }
 

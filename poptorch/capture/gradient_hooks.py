@@ -1,0 +1,87 @@
+"""Hooks on gradients, which have no effect in a program: those that a module has, and those that its `forward` sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from poptorch.capture.torch_private import without_modes
+from poptorch.capture.tracer import Tracer
+
+__all__ = ["hooks_of", "noting_hooks"]
+
+
+def hooks_of(module: torch.nn.Module | None, state: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """What of a module has hooks on gradients, in words; those of all modules that there are included."""
+    private = torch.nn.modules.module
+    if private._global_backward_hooks or private._global_backward_pre_hooks:
+        yield "Every module"
+    for name, t in state.items():
+        if t._backward_hooks or t.is_leaf and t._post_accumulate_grad_hooks:
+            yield f"The parameter {name}"
+    for path, each in torch.nn.Module.named_modules(module) if module is not None else ():
+        if each._backward_hooks or each._backward_pre_hooks:
+            yield f"The module {path or type(each).__name__}"
+
+
+@contextmanager
+def noting_hooks(tracer: Tracer) -> Iterator[None]:
+    """Note the hooks that a block sets on nodes of PyTorch's graph, and those on saved tensors that change these.
+
+    The tracer itself hears of hooks on tensors.
+    """
+    function: Any = torch.autograd.Function
+    private: Any = torch._C._autograd
+    saved = private.SavedTensor
+    register, push = function._register_hook, private._push_saved_tensors_default_hooks
+    register_saved = saved.register_hooks
+
+    def note(what: str) -> None:
+        tracer.hooks.append(f"{what} of `forward` ({tracer.recorder.source()})")
+
+    def noting_register(hooks: Any, hook: Any) -> Any:
+        note("A `grad_fn`")
+        return register(hooks, hook)
+
+    def noting_push(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+        known: set[tuple[torch.Size, torch.dtype]] = set()
+
+        def noting_pack(t: torch.Tensor) -> Any:
+            if (t.shape, t.dtype) not in known:
+                known.add((t.shape, t.dtype))
+                with tracer.suspended(), without_modes(), torch.no_grad():
+                    if not _keeps_numbers(t, pack, unpack):
+                        note("A tensor that PyTorch saves for gradients")
+            return pack(t)
+
+        is_torchs = getattr(pack, "__module__", "") in ("torch.autograd.graph", "torch.utils.checkpoint")
+        push(pack if is_torchs else noting_pack, unpack)
+
+    def noting_register_saved(saved_tensor: Any, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+        note("A tensor that PyTorch saves for gradients")
+        register_saved(saved_tensor, pack, unpack)
+
+    function._register_hook = staticmethod(noting_register)
+    private._push_saved_tensors_default_hooks = noting_push
+    saved.register_hooks = noting_register_saved
+    try:
+        yield
+    finally:
+        del function._register_hook
+        private._push_saved_tensors_default_hooks = push
+        saved.register_hooks = register_saved
+
+
+def _keeps_numbers(t: torch.Tensor, pack: Callable[..., Any], unpack: Callable[..., Any]) -> bool:
+    """Whether a tensor like this one has the same numbers after it was saved by these functions."""
+    numbers = (torch.arange(t.numel(), dtype=torch.float64) * 0.618 % 1 * 2 - 1).reshape(t.shape)
+    numbers = numbers.to(t.dtype) if t.is_floating_point() or t.is_complex() else (numbers * 9).to(t.dtype)
+    found = unpack(pack(numbers.clone()))
+    return found.dtype is numbers.dtype and found.shape == numbers.shape and torch.equal(_bytes(found), _bytes(numbers))
+
+
+def _bytes(t: torch.Tensor) -> torch.Tensor:
+    return t.reshape(-1).view(torch.uint8)

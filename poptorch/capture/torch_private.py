@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 from poptorch.capture.backward import BACKWARD
+from poptorch.capture.foreach import for_each
 from poptorch.capture.quantisation import QUANTISATION
 from poptorch.capture.torchvision_ops import OF_TORCHVISION
 
@@ -223,6 +224,8 @@ def decomposition(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
     """A function that does the same as an op, made of simpler ones; `None` if there is none."""
     if op.namespace == "torchvision":
         return OF_TORCHVISION.get(op._opname)
+    if (each := for_each(op)) is not None:
+        return each
     if op.namespace != "aten":  # asking for others inside of a mode ends the process
         return None
     known = _decompositions().get(op)

@@ -298,7 +298,7 @@ class Tracer:
                 whole += [t for t in pytree.tree_leaves([made, *written.values()]) if isinstance(t, torch.Tensor)]
             if results is not NotImplemented:
                 return results
-        plain = [t for t in written.values() if not isinstance(t, FakeTensor)]
+        plain = [t for t in pytree.tree_leaves(written) if not isinstance(t, FakeTensor)]
         try:
             results = self._on_stand_ins(op, args, kwargs, plain) if plain else op(*args, **kwargs)
         except UNREADABLE:
@@ -322,15 +322,16 @@ class Tracer:
         return results
 
     def _record_written(
-        self, name: str, overload: str, given: Mapping[str, Any], written: Mapping[str, torch.Tensor], results: Any
+        self, name: str, overload: str, given: Mapping[str, Any], written: Mapping[str, Any], results: Any
     ) -> None:
         """Write down an op that overwrites some of its arguments: their new values are results of it."""
         read = {"input"} if name not in _OVERWRITING else set()
         inputs = {key: value for key, value in given.items() if key not in written or key in read}
         node = self.recorder.node(name, overload, inputs)
-        overwritten = list(map(id, written.values()))
+        tensors = [t for t in pytree.tree_leaves(dict(written)) if isinstance(t, torch.Tensor)]
+        overwritten = list(map(id, tensors))
         self.recorder.results(node, [t for t in pytree.tree_leaves(results) if id(t) not in overwritten])
-        for t in written.values():
+        for t in tensors:
             self.recorder.write(t, self.recorder.result(node, tuple(t.shape), t.dtype))
 
     def _drawn(self, op: torch._ops.OpOverload, generator: torch.Generator, args: Any, kwargs: Any) -> Any:

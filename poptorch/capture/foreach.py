@@ -1,0 +1,67 @@
+"""`torch._foreach_add_` and its like: each is what the function of its name does, for one tensor of its lists at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["for_each"]
+
+_PREFIX = "_foreach_"
+
+
+def for_each(op: torch._ops.OpOverload) -> Callable[..., list[torch.Tensor] | None] | None:
+    """A function that runs an op on lists tensor by tensor; `None` for other ops."""
+    if not op._opname.startswith(_PREFIX):
+        return None
+    name = op._opname.removeprefix(_PREFIX)
+    arguments = op._schema.arguments
+
+    def is_divided(i: int) -> bool:
+        return str(arguments[i].type).startswith("List") or arguments[i].name == "scalars"
+
+    def run(*args: Any, **kwargs: Any) -> list[torch.Tensor] | None:
+        count = next(len(each) for i, each in enumerate(args) if is_divided(i))
+        rows = zip(*(each if is_divided(i) else [each] * count for i, each in enumerate(args)), strict=True)
+        made = [_run(name, row, kwargs) for row in rows]
+        return None if name.endswith("_") else made
+
+    return run
+
+
+def _run(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    if (function := _FUNCTIONS.get(name.removesuffix("_"))) is None:
+        made: torch.Tensor = getattr(torch.Tensor, name)(*args, **kwargs)
+        return made
+    made = function(*args, **kwargs)
+    return args[0].copy_(made) if name.endswith("_") else made
+
+
+def _maximum(t: torch.Tensor, other: Any) -> torch.Tensor:
+    return t.maximum(other) if isinstance(other, torch.Tensor) else t.clamp_min(other)
+
+
+def _minimum(t: torch.Tensor, other: Any) -> torch.Tensor:
+    return t.minimum(other) if isinstance(other, torch.Tensor) else t.clamp_max(other)
+
+
+def _norm(t: torch.Tensor, order: float = 2, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.linalg.vector_norm(t, order, dtype=dtype)
+
+
+def _power_sum(t: torch.Tensor, order: float = 2, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return t.abs().pow(order).sum(dtype=dtype)
+
+
+_FUNCTIONS: Mapping[str, Callable[..., torch.Tensor]] = {
+    "addcdiv": lambda t, a, b, value=1: t + a / b * value,
+    "addcmul": lambda t, a, b, value=1: t + a * b * value,
+    "maximum": _maximum,
+    "minimum": _minimum,
+    "norm": _norm,
+    "pow": torch.pow,
+    "powsum": _power_sum,
+}
+"""What methods of tensors do not do, or not for all kinds of arguments."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ import numpy as np
 import popxl
 from popxl import ops
 from popxl.base.source import SourceLocation, warn_at
-from popxl.context import user_frame
+from popxl.context import get_current_context, user_frame
 from popxl.errors import ShardedUpdateWarning
 from popxl.op import BetweenReplicas, Colocated, OpKind, Overwrites, Trait
 from popxl.ops.collectives.collectives import members
@@ -37,6 +37,7 @@ from popxl_addons.optimizers.arguments import check_floating, numbers, weight_de
 from popxl_addons.optimizers.elementwise import combining
 from popxl_addons.optimizers.loss_scaling import LossScale, all_finite
 from popxl_addons.optimizers.means import Means, MeansOverGroups, MeansOverPieces, Within
+from popxl_addons.optimizers.placement import Placement
 from popxl_addons.optimizers.schedules import Schedule
 from popxl_addons.variable_factory import VariableFactory
 
@@ -169,18 +170,22 @@ def _listed(optimizer: str, what: str, tensors: Any) -> list[Any]:
     return list(tensors)
 
 
-def _norm(trained: Iterable[_Trained], loss_scaling: float | popxl.Tensor) -> popxl.Tensor:
-    """The norm of all gradients together. Numbers that several replicas hold count once."""
-    parts: dict[int, list[popxl.Tensor]] = {}
+def _norm(trained: Iterable[_Trained], loss_scaling: float | popxl.Tensor, placement: Placement) -> popxl.Tensor:
+    """The norm of all gradients together, on the current IPU. Numbers that several replicas hold count once."""
+    here, parts = get_current_context().ipu_id, dict[tuple[int, int | None], list[popxl.Tensor]]()
     for each in trained:
-        parts.setdefault(each.copies, []).append(grad_reduce_square_add(each.gradient, loss_scaling))
+        ipu = placement.ipu_of(each.gradient)
+        scale = placement.on(loss_scaling, ipu) if isinstance(loss_scaling, popxl.Tensor) else loss_scaling
+        with get_current_context().set(ipu_id=ipu):
+            parts.setdefault((each.copies, ipu), []).append(grad_reduce_square_add(each.gradient, scale))
     replicas = popxl.gir().replication_factor
     total = []
-    for copies, squares in parts.items():
-        part = ops.add_n(*squares)
-        if copies < replicas:
-            part = ops.collectives.replicated_all_reduce(part) / copies
-        total.append(part)
+    for (holders, ipu), squares in parts.items():
+        with get_current_context().set(ipu_id=ipu):
+            part = ops.add_n(*squares)
+            if holders < replicas:
+                part = ops.collectives.replicated_all_reduce(part) / holders
+        total.append(placement.on(part, here))
     return ops.sqrt(reduce(ops.add, total))
 
 
@@ -198,13 +203,21 @@ def global_norm(variables: Tensors, gradients: Tensors, loss_scaling: float | po
         ...     w, dw = popxl.variable([1.0, 2.0], name="w"), popxl.constant([3.0, 4.0])
         ...     norm = global_norm([w], [dw])  # 5
     """
-    return _norm(_trained("global_norm", variables, gradients), loss_scaling)
+    return _norm(_trained("global_norm", variables, gradients), loss_scaling, Placement())
 
 
-def _finite(trained: Sequence[_Trained]) -> popxl.Tensor:
-    """Whether all gradients are finite, on all replicas."""
+def _finite(trained: Sequence[_Trained], placement: Placement) -> popxl.Tensor:
+    """Whether all gradients are finite, on all replicas: on the current IPU."""
+    here, parts = get_current_context().ipu_id, dict[int | None, list[_Trained]]()
+    for each in trained:
+        parts.setdefault(placement.ipu_of(each.gradient), []).append(each)
     replicas = popxl.gir().replication_factor
-    return all_finite((each.gradient for each in trained), any(each.copies < replicas for each in trained))
+    answers = []
+    for ipu, there in parts.items():
+        with get_current_context().set(ipu_id=ipu):
+            answer = all_finite((each.gradient for each in there), any(each.copies < replicas for each in there))
+        answers.append(placement.on(answer, here))
+    return reduce(ops.logical_and, answers)
 
 
 class _Step:
@@ -224,7 +237,7 @@ class _Step:
         clip_norm: float | None,
         loss_scaling: Scale,
     ) -> None:
-        self.trained = _trained(optimizer, variables, gradients)
+        self.trained, self._placement = _trained(optimizer, variables, gradients), Placement()
         scale = loss_scaling.value if isinstance(loss_scaling, LossScale) else loss_scaling
         scale = factor(scale, f"{optimizer}: `loss_scaling`")
         if not callable(lr):
@@ -237,13 +250,13 @@ class _Step:
         self.state: dict[str, popxl.Tensor] = {"step": self.number}
         self.finite: popxl.Tensor | None = None
         if isinstance(loss_scaling, LossScale):
-            self.finite = _finite(self.trained)
+            self.finite = _finite(self.trained, self._placement)
         one = popxl.constant(1, popxl.float32) if self.finite is None else self.finite.astype(popxl.float32)
         ops.var_updates.accumulate_(self.number, one)
         self.lr: float | popxl.Tensor = lr(self.number) if callable(lr) else lr
         self.scale: float | popxl.Tensor = 1 / scale
         if clip_norm is not None:
-            norm = _norm(self.trained, scale)
+            norm = _norm(self.trained, scale, self._placement)
             self.scale = ops.minimum(clip_norm / (norm + 1e-6), 1.0) * self.scale
         if isinstance(loss_scaling, LossScale) and self.finite is not None:
             loss_scaling.update_(self.finite)
@@ -258,7 +271,7 @@ class _Step:
             made.append(v if v.piece is None else v.piece)
         return made
 
-    @property
+    @cached_property
     def factors(self) -> tuple[popxl.Tensor, ...]:
         """The learning rate, what gradients are multiplied by, and maybe whether the step is made."""
         known = tuple(
@@ -266,6 +279,13 @@ class _Step:
             for each in (self.lr, self.scale)
         )
         return known if self.finite is None else (*known, self.finite)
+
+    def update(self, kind: OpKind, each: _Trained, slots: Mapping[str, Any], **how: Any) -> None:
+        """Update one variable, on its IPU, by an op that takes state of it; `slots` are as for `kept`."""
+        ipu = self._placement.ipu_of(each.tensor)
+        gradient, number, *factors = (self._placement.on(t, ipu) for t in (each.gradient, self.number, *self.factors))
+        with get_current_context().set(ipu_id=ipu):
+            kind(each.tensor, gradient, number, *self.kept(each, **slots), *factors, **how)
 
     @property
     def named_state(self) -> NamedTensors:
@@ -301,10 +321,8 @@ def _updated(
     step: _Step, kind: OpKind, slots: Mapping[str, popxl.dtype], decay: Callable[[str], float], **numbers: Any
 ) -> NamedTensors:
     """Update all variables by an op that takes state of their shapes. Returns the state of the optimiser."""
-    factors = step.factors
     for each in step.trained:
-        kept = step.kept(each, **slots)
-        kind(each.tensor, each.gradient, step.number, *kept, *factors, **numbers, decay=decay(each.name))
+        step.update(kind, each, slots, **numbers, decay=decay(each.name))
     return step.named_state
 
 
@@ -602,7 +620,6 @@ def adafactor(
     decay = weight_decays("adafactor", weight_decay, decays)
     with popxl.in_sequence():
         step = _Step("adafactor", variables, gradients, lr, clip_norm, loss_scaling)
-        factors = step.factors
         for each in step.trained:
             shape, f32, how = each.whole_shape, popxl.float32, named | {"decay": decay(each.name)}
             matrices, vectors = _adafactor_of_matrices, _adafactor_of_vectors
@@ -616,16 +633,10 @@ def adafactor(
                 if each.tensor.meta_shape:
                     how |= {"holders": (holders["stride"], holders["group_size"])}
             if len(shape) > 1:
-                kind = matrices
-                kept = step.kept(
-                    each,
-                    row_variance=(f32, (*shape[:-1], 1)),
-                    column_variance=(f32, (*shape[:-2], 1, shape[-1])),
-                )
+                rows, columns = (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
+                step.update(matrices, each, {"row_variance": (f32, rows), "column_variance": (f32, columns)}, **how)
             else:
-                kind = vectors
-                kept = step.kept(each, variance=f32)
-            kind(each.tensor, each.gradient, step.number, *kept, *factors, **how)
+                step.update(vectors, each, {"variance": f32}, **how)
         return step.named_state
 
 

@@ -64,8 +64,9 @@ def pipelined(config: Config, micro_batches: int = 8) -> addons.TaskSession:
         variables = addons.NamedTensors.from_dict({**low.to_dict(), **high.to_dict()})
         means = addons.NamedTensors.from_dict({**low_means.accum.to_dict(), **high_means.accum.to_dict()})
         state = optimizer_of(config)(addons.NamedTensors(gpt=variables), addons.NamedTensors(gpt=means))
-        for each in (low_means, high_means):
-            ops.var_updates.accumulator_zero_(each.mean_accum_counter)
+        for ipu, each in enumerate((low_means, high_means)):
+            with popxl.ipu(ipu):
+                ops.var_updates.accumulator_zero_(each.mean_accum_counter)
     state = addons.NamedTensors(model=variables, optimizer=state)
     return addons.TaskSession([inputs, labels], [losses], state, ir=ir, device_desc="ipu_hw")
 

@@ -1,0 +1,67 @@
+"""Optimisers of programs on several IPUs: state lies beside its variable, and the numbers are those of one IPU."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import popxl
+from popxl import ops
+from popxl_addons import optimizers
+
+Array = np.ndarray
+
+
+def trained(optimizer: Any, ipus: tuple[int, int], in_a_loop: bool, scaling: Any) -> tuple[Any, ...]:
+    """The variables and state after two steps of a network of two layers, one on each IPU, and the bytes there."""
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        values = [np.arange(6).reshape(2, 3) / 6, np.ones((3, 5)) / 3]
+        weights = [popxl.variable(v, popxl.float32, f"w{i}") for i, v in enumerate(values)]
+        sums = [popxl.variable(np.zeros_like(v), popxl.float32, f"g{i}") for i, v in enumerate(values)]
+        x = popxl.variable(np.ones((4, 2)) / 2, popxl.float32, "x")
+
+        def step(x: Any, w0: Any, w1: Any, g0: popxl.TensorByRef, g1: popxl.TensorByRef) -> None:
+            with popxl.ipu(ipus[0]):
+                h = (x @ w0).copy_to_ipu(ipus[1]) if ipus[0] != ipus[1] else x @ w0
+            with popxl.ipu(ipus[1]):
+                dy = h @ w1
+                g1 += h.T @ dy
+                dh = dy @ w1.T
+                dh = dh.copy_to_ipu(ipus[0]) if ipus[0] != ipus[1] else dh
+            with popxl.ipu(ipus[0]):
+                g0 += x.T @ dh
+
+        graph = ir.create_graph(step, x, *weights, *sums)
+        ops.repeat(graph, 2, x, *weights, *sums) if in_a_loop else ops.call(graph, x, *weights, *sums)
+        scale = scaling.init() if scaling else 1.0
+        state = optimizer(weights, sums, loss_scaling=scale)
+    ir.options.placement = "several" if ipus[0] != ipus[1] else "one"  # small ops would be on one device
+    with popxl.Session(ir, "ipu_model") as session:
+        session.run()
+        session.run()
+        found = {v.name: session.get_tensor_data(v) for v in [*weights, *state.values_flat(), *sums, x]}
+        return found, [each.variables for each in session.memory().devices]
+
+
+@pytest.mark.parametrize("in_a_loop", [False, True], ids=["called", "in a loop"])
+@pytest.mark.parametrize(
+    ("optimizer", "scaling"),
+    [
+        (partial(optimizers.adamw, lr=0.1, clip_norm=0.5), None),
+        (partial(optimizers.adafactor, lr=0.1), None),
+        (partial(optimizers.sgd, lr=0.1, momentum=0.9, clip_norm=1.0), optimizers.DynamicLossScaling(start=4.0)),
+    ],
+    ids=["adamw", "adafactor", "sgd, scaled"],
+)
+def test_state_lies_beside_its_variable(optimizer: Any, scaling: Any, in_a_loop: bool) -> None:
+    expected, _ = trained(optimizer, (0, 0), in_a_loop, scaling)
+    for first in (0, 1):  # the optimiser is called on IPU 0
+        found, bytes_there = trained(optimizer, (first, 1 - first), in_a_loop, scaling)
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+        sizes, of = [0, 0], {"w0": first, "g0": first, "x": first, "w1": 1 - first, "g1": 1 - first}
+        for name, value in expected.items():
+            sizes[next((ipu for part, ipu in of.items() if part in name.split(".")), 0)] += value.nbytes
+        assert bytes_there == sizes

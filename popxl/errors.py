@@ -140,6 +140,10 @@ class RepeatedSeedWarning(PopxlWarning):
     """
 
 
+class CrossingUpdateWarning(PopxlWarning):
+    """A variable is changed on another device than the one that reads it, so that each run copies it there and back."""
+
+
 class DriftingVariableWarning(PopxlWarning):
     """Replicas that share a variable change it by values that differ, so that it is no longer the same for them.
 

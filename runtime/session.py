@@ -24,7 +24,7 @@ from popxl.errors import LostUpdateWarning, PopxlError
 from popxl.ir import Ir
 from popxl.looking.ambiguity import check_in_place_order
 from popxl.looking.dot import write_checkpoint
-from popxl.looking.doubts import warn_of_doubts
+from popxl.looking.doubts import warn_of_crossing_updates, warn_of_doubts
 from popxl.looking.edits import Snapshot
 from popxl.looking.memory import Memory
 from popxl.looking.transfers import warn_of_unused_transfers
@@ -111,6 +111,8 @@ class Session(NoCopies):
         self._device = self.machine.device(device_desc, ir)
         write_checkpoint(ir, "Final")
         self.program = self.machine.program(ir, self._device, ready)
+        if ready is None and len(self.program.ipus) > 1:
+            warn_of_crossing_updates(ir.main_graph)
         self._copies = VariableCopies(ir, self.program)
         comes_back = self._is_here and not self._copies.are_read_only
         self.weights_to_host_on_exit = weights_to_host_on_exit and comes_back

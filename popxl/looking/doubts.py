@@ -20,6 +20,7 @@ from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.core.traits import is_call, is_loop
 from popxl.errors import (
+    CrossingUpdateWarning,
     DriftingVariableWarning,
     LostUpdateWarning,
     PopxlWarning,
@@ -27,10 +28,11 @@ from popxl.errors import (
     RepeatedSeedWarning,
 )
 from popxl.graph import Graph
+from popxl.looking.placement import crossing_updates
 from popxl.remote_buffer import RemoteBuffer
 from popxl.replica_grouping import ReplicaGrouping
 
-__all__ = ["warn_of_doubts"]
+__all__ = ["warn_of_crossing_updates", "warn_of_doubts"]
 
 # What a value can depend on besides the inputs of its graph. Bits up to `_INPUTS` are for what replicas do not share.
 _MOVES = 1  # something that is not the same in the next run
@@ -46,7 +48,7 @@ def warn_of_doubts(main: Graph) -> None:
     Whoever means it switches the warning off: see `popxl.errors.PopxlWarning`.
     """
     program = _Program(main)
-    told: dict[tuple[_Doubt, SourceLocation], dict[str, None]] = defaultdict(dict)
+    told: _Told = defaultdict(dict)
     for run in program.runs.values():
         for op, t in run.lost:
             told[_LOST, op.source][f"`{t.path}` in {run.graph.title}"] = None
@@ -62,6 +64,18 @@ def warn_of_doubts(main: Graph) -> None:
         told[_DRIFTING, op.source][f"`{v.name}`"] = None
     for found_in, doubt in _misplaced(main):
         told[doubt, SourceLocation.of(user_frame())][found_in] = None
+    _tell(told)
+
+
+def warn_of_crossing_updates(main: Graph) -> None:
+    """Warn of variables that are changed on another IPU than the one that reads them, where IPUs are devices."""
+    told: _Told = defaultdict(dict)
+    for v, op in crossing_updates(main):
+        told[_CROSSING, op.source][f"`{v.name}`"] = None
+    _tell(told)
+
+
+def _tell(told: _Told) -> None:
     for (doubt, source), found in told.items():
         names = ", ".join([*found][:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
         line = f"`{source.text}`, {source}" if source.text else str(source)
@@ -71,6 +85,10 @@ def warn_of_doubts(main: Graph) -> None:
 class _Doubt(NamedTuple):
     category: type[PopxlWarning]
     text: str
+
+
+_Told = dict[tuple[_Doubt, SourceLocation], dict[str, None]]
+"""By doubt and line, the names of what it is about."""
 
 
 _LOST = _Doubt(
@@ -109,6 +127,11 @@ _REPEATED = _Doubt(
     RepeatedSeedWarning,
     "A dropout in {names} drops the same elements in every run ({line}): its seed comes from constants and from "
     "variables that the program does not change. Change the seed in each run (`seed += 1`), or load it from a stream.",
+)
+_CROSSING = _Doubt(
+    CrossingUpdateWarning,
+    "{names} is read on one IPU and changed on another ({line}), so that each run copies it there and back. Make the "
+    "change within `with popxl.ipu(n):` of the IPU that reads it; the optimisers of popxl_addons do so by themselves.",
 )
 _DRIFTING = _Doubt(
     DriftingVariableWarning,

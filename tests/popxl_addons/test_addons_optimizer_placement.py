@@ -1,5 +1,6 @@
 """Optimisers of programs on several IPUs: state lies beside its variable, and the numbers are those of one IPU."""
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 import popxl
 from popxl import ops
+from popxl.errors import CrossingUpdateWarning
 from popxl_addons import optimizers
 
 Array = np.ndarray
@@ -65,3 +67,29 @@ def test_state_lies_beside_its_variable(optimizer: Any, scaling: Any, in_a_loop:
         for name, value in expected.items():
             sizes[next((ipu for part, ipu in of.items() if part in name.split(".")), 0)] += value.nbytes
         assert bytes_there == sizes
+
+
+@pytest.mark.parametrize("update_on", [0, 1])
+def test_an_update_on_another_ipu_is_told(update_on: int) -> None:
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        w = popxl.variable(np.ones((2, 3)), popxl.float32, "w")
+        count = popxl.variable(0, popxl.float32, "count")  # a scalar is nothing to speak of
+
+        def on_both(w: Any, count: Any) -> Any:
+            with popxl.ipu(1):
+                y = (w + count).copy_to_ipu(0)
+            with popxl.ipu(0):
+                return y + 1
+
+        (y,) = ops.call(ir.create_graph(on_both, w, count), w, count)
+        with popxl.ipu(update_on):
+            ops.var_updates.accumulate_(w, y if update_on == 0 else y.copy_to_ipu(1))
+        count += 1
+    ir.options.placement = "several"
+    with nullcontext() if update_on == 1 else pytest.warns(CrossingUpdateWarning, match="`w` is .*accumulate_") as told:
+        session = popxl.Session(ir, "ipu_model")
+    assert told is None or "`count`" not in str(told[0].message)
+    with session:
+        session.run()
+    np.testing.assert_array_equal(session.get_tensor_data(w), np.full((2, 3), 3.0))

@@ -1,0 +1,52 @@
+"""Which IPUs read the tensors of a graph, and which updates of variables are made on another one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+
+from popxl.core.aliasing import callees_first
+from popxl.core.recording import Op
+from popxl.core.tensor import Tensor, Variable
+from popxl.graph import Graph
+
+__all__ = ["crossing_updates", "reading_ipus"]
+
+
+def reading_ipus(main: Graph) -> Mapping[Tensor, Collection[int | None]]:
+    """For each tensor that a graph reads, the IPUs of the ops that do, the first reader's first.
+
+    A called graph on several IPUs reads its inputs where its ops do; one on a single IPU runs where it is called. Ops
+    that overwrite a tensor do not count.
+    """
+    ipus: dict[Graph, set[int | None]] = {}
+    readers: dict[Graph, dict[Tensor, dict[int | None, None]]] = {}
+    for graph in callees_first(main):
+        ipus[graph] = {op.ipu for op in graph.ops}.union(*(ipus[each] for op in graph.ops for each in op.called_graphs))
+        found: dict[Tensor, dict[int | None, None]] = defaultdict(dict)
+        for op in graph.ops:
+            spread = [run for run in op.runs if len(ipus[run.graph]) > 1]
+            passed = {t for run in spread for t in run.given}
+            for run in spread:
+                for t, inner in zip(run.given, run.inputs, strict=False):
+                    found[t] |= readers[run.graph].get(inner, {})
+            for i, t in enumerate(op.inputs):
+                if t not in passed and (op.runs or i not in op.modified):
+                    found[t][op.ipu] = None
+        readers[graph] = {t: found[t] for t in found if found[t]}
+    return readers[main]
+
+
+def crossing_updates(main: Graph) -> Iterator[tuple[Variable, Op]]:
+    """Variables that are read on one IPU and changed on another, and the op that changes them. Scalars do not count."""
+    readers = reading_ipus(main)
+    for op in main.ops:
+        for i in sorted(op.modified):
+            v = op.inputs[i].origin
+            if (
+                isinstance(v, Variable)
+                and v.nelms > 1
+                and not op.called_graphs
+                and op.ipu not in readers.get(v, [op.ipu])
+            ):
+                yield v, op

@@ -1,4 +1,4 @@
-"""`torch._foreach_add_` and its like: each is what the function of its name does, for one tensor of its lists at a time."""
+"""`torch._foreach_add_` and its like, one tensor of their lists at a time, as what the function of that name does."""
 
 from __future__ import annotations
 

@@ -6,16 +6,19 @@ from __future__ import annotations
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
+from types import FrameType
 from typing import Any
 
 import torch
 
 from poptorch.base.introspection import attributes, is_a, items
+from popxl.base.source import SourceLocation
 
-__all__ = ["Frozen", "found"]
+__all__ = ["Frozen", "found", "is_users"]
 
 
 @dataclass
@@ -23,12 +26,13 @@ class Frozen:
     """A tensor whose numbers are a part of a program.
 
     Attributes:
-        text: how the user calls it: `model.scale`, `model.config.scales[0]`.
-        of_module: whether a module has it, or a list or dictionary of one; otherwise an object that is no module.
-        holder, key: what has it, and under which name or number there.
+        text: how the user calls it: `model.scale`, `model.config.scales[0]`, `target`.
+        of_module: whether a module has it, or a list or dictionary of one; otherwise a variable or another object.
+        holder, key: what has it, and under which name or number there; without a holder, a variable of a function.
         tensor: refers to the tensor.
         numbers: what it held.
         version: how often PyTorch had changed it; -1, if PyTorch does not count.
+        met: the first line where something is made of it and of a tensor of the device, if it was not moved there.
     """
 
     text: str
@@ -38,10 +42,13 @@ class Frozen:
     tensor: weakref.ref[torch.Tensor]
     numbers: torch.Tensor
     version: int
+    met: SourceLocation | None = None
 
     @property
     def there(self) -> Any:
         """What is in its place now."""
+        if self.holder is None:
+            return self.tensor()
         try:
             return self.holder[self.key]
         except LookupError:
@@ -50,6 +57,8 @@ class Frozen:
     def change(self) -> str:
         """What has become of it since, in words: "" if nothing has."""
         tensor = self.tensor()
+        if self.holder is None and tensor is None:
+            return ""
         if tensor is None or self.there is not tensor:
             return "is another object"
         version = _version(tensor)
@@ -62,29 +71,60 @@ class Frozen:
 
 
 def found(
-    t: torch.Tensor, numbers: torch.Tensor, module: torch.nn.Module | None, names: Mapping[str, Any]
+    t: torch.Tensor, numbers: torch.Tensor, module: torch.nn.Module | None, frame: FrameType | None
 ) -> Frozen | None:
     """Where the user has a tensor; `None` if it is nowhere near, as one is that an op has just made.
+
+    It is looked for in the module that is captured, then in what the functions that are running take from around them,
+    then in their own variables.
 
     Args:
         t: the tensor.
         numbers: what it holds.
-        module: the module that is captured. It is looked into first.
-        names: what the functions that are running name.
+        module: the module, if any.
+        frame: where it is used.
     """
-    roots = [*([] if module is None else [("model", module)]), *names.items()]
-    waiting = deque((text, each, each is module) for text, each in roots)
+    own: set[int] = set() if module is None else {id(each) for each in torch.nn.Module.modules(module)}
+    around: list[_Part] = []
+    variables: list[_Part] = []
+    while frame is not None and frame.f_code.co_name != "_capture":  # who calls the model may name what they like
+        if is_users(frame):
+            code, names, variables_here = frame.f_code, frame.f_globals, frame.f_locals
+            around += [(None, name, variables_here.get(name), name) for name in code.co_freevars]
+            around += [(names, name, names[name], name) for name in code.co_names if name in names]
+            variables += [(None, name, value, name) for name, value in variables_here.items()]
+        frame = frame.f_back
+    of_module: list[_Part] = [] if module is None else [(None, "", module, "model")]
+    for roots in (of_module, around, variables):
+        if (place := _place(t, roots, own)) is not None:
+            (holder, key, _, text), is_own = place
+            return Frozen(text, is_own, holder, key, weakref.ref(t), numbers, _version(t))
+    return None
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether it is code of a user, or of a library of theirs, and none of PyTorch."""
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "poptorch", "contextlib")
+
+
+_Part = tuple[Any, Any, Any, str]
+"""What has something, under which key, what that is, and how it is called."""
+
+
+def _place(t: torch.Tensor, roots: Iterable[_Part], own: Collection[int]) -> tuple[_Part, bool] | None:
+    """Which of some objects, or of their parts, a tensor is; and whether one of the modules `own` has it."""
+    waiting = deque((part, False) for part in roots)
     known: set[int] = set()
     while waiting and len(known) < _MOST:
-        text, each, of_module = waiting.popleft()
+        part, of_module = waiting.popleft()
+        _, _, each, text = part
+        if each is t:
+            return part, of_module
         if is_a(each, _CLOSED) or id(each) in known:
             continue
         known.add(id(each))
-        for holder, key, value, name in islice(_parts(each), _MOST):
-            if value is t:
-                return Frozen(text + name, of_module, holder, key, weakref.ref(t), numbers, _version(t))
-            is_child = is_a(each, torch.nn.Module) and holder is attributes(each).get("_modules")
-            waiting.append((text + name, value, of_module and (is_child or is_a(value, _CONTAINERS))))
+        is_own = id(each) in own or of_module and is_a(each, _CONTAINERS)
+        waiting += [((*of, text + name), is_own) for *of, name in islice(_parts(each), _MOST)]
     return None
 
 
@@ -99,11 +139,13 @@ _CLOSED = (
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 
 
-def _parts(each: Any) -> Iterator[tuple[Any, Any, Any, str]]:
+def _parts(each: Any) -> Iterator[_Part]:
     """What an object has: what has it, under which key, what it is, and how that is called. Runs none of its code."""
     if is_a(each, _CONTAINERS):
         for key, value in items(each):
             yield each, key, value, f"[{key!r}]" if type(key) in (int, str) else f"[{type(key).__name__}]"
+    elif is_a(each, partial):
+        yield from ((None, name, getattr(each, name), f".{name}") for name in ("func", "args", "keywords"))
     else:
         own, is_module = attributes(each), is_a(each, torch.nn.Module)
         ours = [kind for kind in type(each).__mro__[:-1] if kind.__module__.partition(".")[0] != "torch"]

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from poptorch.capture.attributes import Attributes, not_rebound
 from poptorch.capture.cuts import Cuts
 from poptorch.capture.derivatives import derive, deriving
+from poptorch.capture.devices import named_as_cpus
 from poptorch.capture.frozen import Frozen
 from poptorch.capture.gradient_hooks import hooks_of, noting_hooks
 from poptorch.capture.modules import averaging, recurrent_in_any_dtype
@@ -163,6 +164,7 @@ def _capture(
                 stack.enter_context(_scopes(module, recorder.scopes))
         stack.enter_context(going_on(tracer))
         stack.enter_context(seeding(recorder))
+        stack.enter_context(named_as_cpus(tracer.device_of))
         for change in _ALWAYS:
             stack.enter_context(change())
         applications = stack.enter_context(deriving(tracer)) if derives else []

@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from poptorch.base.introspection import is_a, items
 from poptorch.base.logging_ import logger
 from poptorch.capture.constants import made_of, numbers_of
-from poptorch.capture.frozen import Frozen, found
+from poptorch.capture.frozen import Frozen, found, is_users
 from poptorch.capture.torch_private import FakeTensor, become, storage_key, without_modes
-from poptorch.capture.trace import LOOKED_AT, Data, Node, Trace, Value, View, with_values
+from poptorch.capture.trace import LOOKED_AT, Data, Node, Trace, Value, View, values_in, with_values
 from poptorch.errors import createPoptorchError
 from poptorch.placement.ambient import Ambient
 from popxl.base.source import SourceLocation
@@ -129,28 +129,29 @@ class Recorder:
     Args:
         ambient: what holds for ops that arrive: the block they are in, and so on.
         excludes: parts of the paths of files in which nobody wants to be told that an op was made.
-        is_models: whether a tensor of the host belongs to the model, as an attribute.
         module: the module that is captured, if any.
 
     Attributes:
         scopes: names of the modules that are running, outermost first.
         frozen: tensors of the host whose numbers have become a part of the program.
         read: the buffers whose numbers were asked for, by name, and where that was first.
+        makes_on_host: whether what is made of no tensors is on the host, to the model.
+        made_on_host: ops that have made tensors which `forward` wants to be on the host.
     """
 
     def __init__(
         self,
         ambient: Ambient,
         excludes: Sequence[str] = (),
-        is_models: Callable[[torch.Tensor], bool] = lambda t: False,
         module: torch.nn.Module | None = None,
     ) -> None:
         self.scopes: list[str] = []
         self.frozen: list[Frozen] = []
         self.read: dict[str, SourceLocation] = {}
+        self.makes_on_host = False
+        self.made_on_host: set[Node] = set()
         self._ambient = ambient
         self._excludes = tuple(excludes)
-        self._is_models = is_models
         self._module = module
         self._frames = [_Frame()]
         self._seen: dict[int, _Seen] = {}
@@ -159,6 +160,7 @@ class Recorder:
         self._parts = 0
         self._beside: Node | None = None
         self._numbers: dict[Value, torch.Tensor] = {}
+        self._of_host: dict[Node, Frozen] = {}
 
     # Tensors and values ---------------------------------------------------------------------------------------------
 
@@ -260,10 +262,11 @@ class Recorder:
         numbers = numbers_of(given, self._numbers) if isinstance(given, Value) else given
         return None if numbers is None else int(numbers)
 
-    def new_constant(self, t: torch.Tensor, numbers: torch.Tensor) -> None:
+    def new_constant(self, t: torch.Tensor, numbers: torch.Tensor) -> Node:
         """Note that a tensor has these numbers, which nobody else writes to."""
         node = self.node("poptorch.constant", "", {"data": Data(numbers)})
         self._introduce(t, self.result(node, tuple(t.shape), t.dtype))
+        return node
 
     def new_made(self, t: torch.Tensor) -> Value:
         """A value that is there from here on, and that nothing in the program makes: the host has made it."""
@@ -333,6 +336,7 @@ class Recorder:
         for frame in self._frames[home + 1 :]:
             inside = frame.taken.get(id(value))
             if inside is None:
+                self._leave_host(value)
                 inside = Value(value.shape, value.dtype)
                 frame.taken[id(value)] = frame.own[id(inside)] = inside
                 frame.trace.outer.append(value)
@@ -378,13 +382,15 @@ class Recorder:
                     "function that is taken as a whole, by PyTorch's own backward pass, or when the model was compiled "
                     "before, and kept since. Make it in `forward`, from what `forward` is given."
                 )
-            named = self._check_frozen(t)
+            is_on_host = self.is_on_host(t)
             with without_modes():
                 numbers = t.detach().clone()
-                frozen = None if named is None else found(t, numbers, self._module, named)
+                frozen = found(t, numbers, self._module, sys._getframe(1)) if is_on_host else None
+            node = self.new_constant(t, numbers)
+            node.is_on_host = is_on_host
             if frozen is not None:
-                self._note_frozen(frozen)
-            self.new_constant(t, numbers)
+                self.frozen.append(frozen)
+                self._of_host[node] = frozen
             return self._seen[id(t)]
         if any(of(t) != of(cell.base) for of in (torch.is_complex, torch.is_conj, torch.is_neg)):
             raise createPoptorchError(
@@ -405,55 +411,55 @@ class Recorder:
             )
         return storage_key(t)
 
-    def _note_frozen(self, frozen: Frozen) -> None:
-        """Keep a tensor of the host in mind, and tell of one that no module has."""
-        self.frozen.append(frozen)
-        if not frozen.of_module:
-            logger.warning(
-                "`%s` is a tensor of the host in an object that is no module. Its numbers are a part of the program "
-                "from now on (%s). If they are to change, give them to the model as an argument, or have the module "
-                "own them as a buffer (`register_buffer`).",
-                frozen.text,
-                self.source(),
-            )
+    def is_on_host(self, t: torch.Tensor) -> bool:
+        """Whether the model has a tensor on the host: it was there before, or is made of such tensors alone."""
+        if not isinstance(t, FakeTensor):
+            return not getattr(t, _MADE_IN_CAPTURE, False)
+        seen = self._seen.get(id(t))
+        return seen is not None and (seen.value if seen.version == seen.cell.version else seen.cell.value).is_on_host
 
-    def _check_frozen(self, t: torch.Tensor) -> Mapping[str, Any] | None:
-        """Check that a tensor of the host, whose numbers become a part of the program, is a constant of the model.
+    def move(self, t: torch.Tensor, moved: torch.Tensor) -> None:
+        """Note that a tensor is one of the host, moved to the device: a constant of the program, and meant to be."""
+        node = self.node("aten.alias", "default", {"input": t})
+        node.is_on_host = False
+        self.results(node, moved)
 
-        Those that the program names, as a variable of a file or of a function around, may change afterwards; and so
-        may what is in a list, tuple or dictionary that it names.
+    def _meet(self, node: Node) -> None:
+        """Note that an op has been given tensors of the host beside others, if it has.
 
-        Returns:
-            What the user's functions name that are running; `None` for a tensor that a capture has made.
+        Raises:
+            poptorch.Error: if one is an index that `forward` has made there.
         """
-        if getattr(t, _MADE_IN_CAPTURE, False):
-            return None
-        known: dict[str, Any] = {}
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_name != "_capture":  # who calls the model may name what they like
-            code = frame.f_code
-            named = {name: frame.f_globals.get(name) for name in code.co_names}
-            named |= {name: frame.f_locals.get(name) for name in code.co_freevars}
-            names = [text for name, value in named.items() if (text := _text_of(name, value, t)) is not None]
-            is_users = frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USERS
-            if is_users:
-                known |= frame.f_locals | named
-            if names and is_users:
-                if self._is_models(t):
-                    break
+        indices = [values_in(node.arguments[name]) for name in _INDICES.get(node.op, ()) if name in node.arguments]
+        for value in chain(*indices):
+            if value.is_on_host and not self.made_on_host.isdisjoint(_origins(value)):
+                kind = _KINDS.get(value.dtype, str(value.dtype))
                 raise createPoptorchError(
-                    f"`{names[0]}` is a tensor of the host, {tuple(t.shape)} of {t.dtype}, and neither a parameter, a "
-                    f"buffer, an input nor a constant of the module. It is used here ({self.source()}), where its "
-                    "numbers would be frozen. Give it to the model as an argument; or have the module own it, as a "
-                    "buffer (`register_buffer`), or as an attribute if it never changes."
+                    f"Expected an IPU tensor but got tensor(device=cpu, shape={list(value.shape)}, dtype={kind}). "
+                    f"`forward` makes an index on the host, and uses it on the device ({node.source}). Make it with "
+                    "`torch.tensor`, or move it: `index.to(x.device)`, where `x` is an input."
                 )
-            frame = frame.f_back
-        return known
+        for value in node.inputs:
+            self._leave_host(value)
+
+    def _leave_host(self, value: Value) -> None:
+        """Note where tensors of the host are first used on the device, of those that this value is made of there."""
+        for origin in _origins(value):
+            frozen = self._of_host.get(origin)
+            if frozen is not None and frozen.met is None:
+                frozen.met = self.source()
 
     # Ops ------------------------------------------------------------------------------------------------------------
 
-    def node(self, op: str, overload: str, arguments: Mapping[str, Any], has_effect: bool = False) -> Node:
-        """Write an op down. Its arguments may hold tensors; they are read."""
+    def node(
+        self,
+        op: str,
+        overload: str,
+        arguments: Mapping[str, Any],
+        has_effect: bool = False,
+        written: Iterable[torch.Tensor] = (),
+    ) -> Node:
+        """Write an op down. Its arguments may hold tensors; they are read. Others may be written to."""
         values = pytree.tree_map_only(torch.Tensor, self._read, dict(arguments))
         values = with_values(values, self._here)
         scope = self.scopes[-1] if self.scopes else ""
@@ -462,6 +468,10 @@ class Recorder:
         names = made_of(op, overload, values)
         site = self._ambient.site() if self._beside is None else self._beside.site
         node = Node(op, overload, values, site, scope, self.source(), has_effect, made_of=names)
+        given = [*(value.is_on_host for value in node.inputs), *map(self.is_on_host, written)]
+        node.is_on_host = all(given) if given else self.makes_on_host
+        if not node.is_on_host:
+            self._meet(node)
         self.trace.nodes.append(node)
         return node
 
@@ -533,8 +543,7 @@ class Recorder:
         frame = frame or sys._getframe(1)
         outermost = None
         while frame is not None:
-            name = frame.f_globals.get("__name__", "")
-            if name.partition(".")[0] not in _NOT_THE_USERS:
+            if is_users(frame):
                 file = frame.f_code.co_filename
                 outermost = SourceLocation.of((frame.f_code, frame.f_lineno))
                 if not any(part in file for part in self._excludes):
@@ -620,12 +629,29 @@ _COPIES = frozenset(f"aten.{name}" for name in ("_to_copy", "alias", "clone", "d
 """Ops that give the number they are given."""
 
 
-def _text_of(name: str, value: object, t: torch.Tensor) -> str | None:
-    """How a program calls a tensor, if this is what it names, or in the list, tuple or dictionary that it names."""
-    if value is t:
-        return name
-    pairs = items(value) if is_a(value, (dict, list, tuple)) else ()
-    return next((f"{name}[{key!r}]" for key, each in pairs if each is t), None)
+_INDICES = {
+    f"aten.{name}": ("index", "indices")
+    for name in ("embedding", "gather", "index", "index_add", "index_copy", "index_fill", "index_put", "index_reduce",
+                 "index_select", "scatter", "scatter_add", "scatter_reduce", "take")
+} | {f"torch.{name}": ("input",) for name in ("embedding", "embedding_bag")}  # fmt: skip
+"""Names of the arguments that say which rows, of ops that have such."""
+
+_KINDS = {
+    torch.int64: "Long", torch.int32: "Int", torch.int16: "Short", torch.int8: "Char", torch.uint8: "Byte",
+    torch.bool: "Bool",
+}  # fmt: skip
+"""What PyTorch calls its dtypes in errors."""
+
+
+def _origins(value: Value) -> Iterator[Node]:
+    """The ops that have made tensors of the host, of those that this value is made of there."""
+    waiting, known = [value], set()
+    while waiting:
+        node = waiting.pop().made_by
+        if node is not None and node.is_on_host and node not in known:
+            known.add(node)
+            yield node
+            waiting += node.inputs
 
 
 def _is_in_own_derivative() -> bool:
@@ -677,9 +703,6 @@ def _lens(base: _Place, seen: _Place, dtype: torch.dtype) -> tuple[View, ...]:
 
 def _replaced(arguments: Any, one: Any, by: Any) -> Any:
     return pytree.tree_map(lambda leaf: by if leaf is one else leaf, arguments)
-
-
-_NOT_THE_USERS = frozenset({"torch", "poptorch", "contextlib"})
 
 
 def _stop_gradients(trace: Trace) -> None:

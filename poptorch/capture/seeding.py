@@ -39,7 +39,13 @@ class _Kind(type(_torch_generator)):  # type: ignore[misc]
 
 
 class Remade(_torch_generator, metaclass=_Kind):
-    """A generator that `forward` makes anew in each run."""
+    """A generator that `forward` makes anew in each run. There is none of the device's but that of PyTorch."""
+
+    def __new__(cls, device: Any = None) -> Any:
+        return super().__new__(cls)
+
+    def __init__(self, device: Any = None) -> None:
+        super().__init__()
 
     @staticmethod
     def at(state: torch.Tensor) -> torch.Generator:

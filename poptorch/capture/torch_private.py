@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributions import Distribution
 from torch.jit._state import _try_get_jit_cached_function
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 from torch.nn.utils.stateless import _reparametrize_module as with_tensors
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
@@ -38,12 +40,15 @@ __all__ = [
     "FakeTensor",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
+    "answering_for_devices",
     "become",
     "decomposition",
     "derivable_attention",
     "fake_mode",
     "forget_history",
+    "hears_functions",
     "in_transform",
+    "is_wrapped",
     "one_by_one",
     "storage_key",
     "uncompiled",
@@ -169,6 +174,28 @@ def derivable_attention() -> Iterator[None]:
         yield
     finally:
         private._validate_device = before
+
+
+def is_wrapped(t: torch.Tensor) -> bool:
+    """Whether a tensor is one of a function that `torch.func` transforms, which stands for others."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(t)
+
+
+@contextmanager
+def answering_for_devices(device_of: Callable[[torch.Tensor, FrameType], torch.device | None]) -> Iterator[None]:
+    """Have a function say where tensors without numbers are, to who asks in a frame, where it gives a device."""
+    kind: Any = FakeTensor
+    before = kind.device
+    kind.device = property(lambda t: device_of(t, sys._getframe(1)) or before.fget(t))
+    try:
+        yield
+    finally:
+        kind.device = before
+
+
+def hears_functions(mode: TorchFunctionMode) -> bool:
+    """Whether a mode hears of the function that this thread calls next."""
+    return torch._C._is_torch_function_mode_enabled() and mode in _get_current_function_mode_stack()
 
 
 def in_transform() -> bool:

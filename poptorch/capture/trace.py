@@ -45,6 +45,11 @@ class Value:
         return self.made_by.made_of if self.made_by is not None else None
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether the model has it on the host: it is of tensors that are there alone, and not moved to the device."""
+        return self.made_by is not None and self.made_by.is_on_host
+
+    @property
     def is_constant(self) -> bool:
         """Whether its numbers are the same in every run."""
         return self.made_of == frozenset()
@@ -94,6 +99,7 @@ class Node:
         has_effect: whether it is kept, even if nothing uses its results.
         stops: positions of the results through which no gradient goes.
         made_of: names of the buffers that its results come of; `None` if they come of anything else of a run.
+        is_on_host: whether the model has the results on the host.
     """
 
     op: str
@@ -106,6 +112,7 @@ class Node:
     results: list[Value] = field(default_factory=list)
     stops: frozenset[int] = frozenset()
     made_of: frozenset[str] | None = None
+    is_on_host: bool = False
 
     @property
     def inputs(self) -> list[Value]:

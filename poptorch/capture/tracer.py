@@ -7,9 +7,11 @@ in a printed graph. Ops for which there is no lowering are replaced by what PyTo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from torch.utils import _pytree as pytree
 from poptorch.base.structures import structure_of
 from poptorch.capture.composed import COMPOSED
 from poptorch.capture.cuts import Cuts
+from poptorch.capture.devices import ASKING, HOST, IPU, LIKE_ANOTHER, on_cpu
+from poptorch.capture.frozen import is_users
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.indexing import getitem, setitem
 from poptorch.capture.recorder import Recorder
@@ -30,7 +34,9 @@ from poptorch.capture.torch_private import (
     TorchDispatchMode,
     decomposition,
     fake_mode,
+    hears_functions,
     in_transform,
+    is_wrapped,
     without_modes,
     written_arguments,
 )
@@ -95,7 +101,7 @@ class Tracer:
         cuts: Cuts | None = None,
     ) -> None:
         self._cuts = cuts
-        self.recorder = Recorder(ambient, excludes, lambda t: _is_attribute(t, module), module)
+        self.recorder = Recorder(ambient, excludes, module)
         self.hooks: list[str] = []
         self._keeps_whole = keeps_whole
         self._has_whole = False
@@ -132,6 +138,37 @@ class Tracer:
         """Whether what is done now to what is given is written down: another thread may do something else."""
         is_own = any(isinstance(t, FakeTensor) and t.fake_mode is self._fake for t in pytree.tree_leaves(given))
         return is_own and not self._suspended and not in_transform()
+
+    # Where tensors are ----------------------------------------------------------------------------------------------
+
+    def device_of(self, t: torch.Tensor, frame: FrameType) -> torch.device | None:
+        """Where a tensor is, for whoever asks in a frame; `None` where PyTorch is to say it."""
+        is_heard = hears_functions(self._functions) and not self._suspended
+        return self.to_model(t) if is_heard and is_users(frame) else None
+
+    def to_model(self, t: torch.Tensor) -> torch.device:
+        """Where a tensor is, to the model."""
+        return HOST if not is_wrapped(t) and self.recorder.is_on_host(t) else IPU
+
+    @contextmanager
+    def making(self, args: Any, kwargs: Any) -> Iterator[None]:
+        """Have what a function makes on the way be on the host, if all that it is given is there."""
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        before = self.recorder.makes_on_host
+        self.recorder.makes_on_host = bool(tensors) and all(self.to_model(t) == HOST for t in tensors)
+        try:
+            yield
+        finally:
+            self.recorder.makes_on_host = before
+
+    def on_device(self, t: torch.Tensor) -> torch.Tensor:
+        """A tensor of the host, moved to the device; another one as it is."""
+        if self._suspended or self.to_model(t) == IPU:
+            return t
+        with self.suspended():
+            moved = t.clone()
+        self.recorder.move(t, moved)
+        return moved
 
     # What is heard --------------------------------------------------------------------------------------------------
 
@@ -315,6 +352,10 @@ class Tracer:
             self._record_written(name, op._overloadname, given, written, results)
         elif any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(results)):  # and no plain value
             node = self.recorder.node(name, op._overloadname, given)
+            if name == "aten.lift_fresh":  # `torch.tensor` does so, and types of the host, such as `torch.LongTensor`
+                if is_of_type := hears_functions(self._functions):  # which is no function
+                    self.recorder.made_on_host.add(node)
+                node.is_on_host = is_of_type or self.recorder.makes_on_host
             # A conjugate or a sign that was put off is made good in a clone, below what PyTorch differentiates.
             is_resolved = name == "aten.clone" and (args[0].is_conj() or args[0].is_neg()) and torch.is_grad_enabled()
             if not self.recorder.views(node, given, results):
@@ -327,8 +368,8 @@ class Tracer:
         """Write down an op that overwrites some of its arguments: their new values are results of it."""
         read = {"input"} if name not in _OVERWRITING else set()
         inputs = {key: value for key, value in given.items() if key not in written or key in read}
-        node = self.recorder.node(name, overload, inputs)
         tensors = [t for t in pytree.tree_leaves(dict(written)) if isinstance(t, torch.Tensor)]
+        node = self.recorder.node(name, overload, inputs, written=tensors)
         overwritten = list(map(id, tensors))
         self.recorder.results(node, [t for t in pytree.tree_leaves(results) if id(t) not in overwritten])
         for t in tensors:
@@ -484,6 +525,18 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tracer = self._tracer
+        if func in ASKING and not tracer._suspended and is_users(sys._getframe(1)):
+            return ASKING[func](tracer.to_model(args[0]))
+        func, args, kwargs, moves = on_cpu(func, args, kwargs or {})
+        if func in LIKE_ANOTHER:
+            others = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, torch.Tensor)]
+            moves |= any(tracer.to_model(other) == IPU for other in others)
+        with tracer.making(args, kwargs):
+            results = self._function(func, args, kwargs)
+        return pytree.tree_map_only(torch.Tensor, tracer.on_device, results) if moves else results
+
+    def _function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        tracer = self._tracer
         whole = None
         if not tracer._suspended:
             if func is torch.Tensor.detach_:
@@ -491,25 +544,25 @@ class _Functions(TorchFunctionMode):
             if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
                 return tracer.set_data(*args)
             if func is torch.Tensor.requires_grad_ or func == torch.Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
-                tracer.recorder.track(*args, **(kwargs or {}))
+                tracer.recorder.track(*args, **kwargs)
             if func is torch.Tensor.__getitem__:
                 return getitem(args[0], args[1], tracer)
             if func is torch.Tensor.__setitem__:
                 return setitem(args[0], args[1], args[2], tracer)
             if func is torch.nn.functional.one_hot:
-                tracer.check_classes(*args, **(kwargs or {}))
+                tracer.check_classes(*args, **kwargs)
             if func in _DIFFERENTIATING or func is _MAKE_DUAL:
                 tracer.differentiate(is_forward=func is _MAKE_DUAL)
-            tracer._generator = (kwargs or {}).get("generator")
+            tracer._generator = kwargs.get("generator")
             if func in _READING or func in _ROUNDING and tracer._may_cut:
-                return tracer.read(func, args, kwargs or {})
+                return tracer.read(func, args, kwargs)
             if func is torch.Tensor.__deepcopy__:
                 return tracer.copied(*args)
             if func in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook):
                 tracer.hooks.append(f"A tensor of `forward` ({tracer.recorder.source()})")
             if (composed := _composed(func)) is not None:
                 with self:
-                    return composed(*args, **(kwargs or {}))
+                    return composed(*args, **kwargs)
             if isinstance(func, torch._ops.HigherOrderOperator):
                 raise createPoptorchError(
                     f"Unsupported function {func.name()} of functions at {tracer.recorder.source()}. Use "
@@ -518,7 +571,7 @@ class _Functions(TorchFunctionMode):
                 )
             tracer._derives |= in_transform()
             whole = None if in_transform() else _whole(func)
-        args, kwargs = as_activation(func, *with_masks_of_bools(func, args, kwargs or {}))
+        args, kwargs = as_activation(func, *with_masks_of_bools(func, args, kwargs))
         if whole is None:
             results = func(*args, **kwargs)
             return tracer.loss(results) if any(func is each for each in COMPOSED_LOSSES) else results
@@ -574,15 +627,6 @@ def _composed(function: Any) -> Callable[..., Any] | None:
         return COMPOSED.get(function)
     except TypeError:  # it cannot be hashed
         return None
-
-
-def _is_attribute(t: torch.Tensor, module: torch.nn.Module | None) -> bool:
-    """Whether a tensor is an attribute of a module, of one within, of its class; or in a list or dictionary there."""
-    for each in module.modules() if module is not None else ():
-        namespaces = [vars(each), *map(vars, type(each).__mro__)]
-        if any(t is leaf for leaf in pytree.tree_leaves([list(names.values()) for names in namespaces])):
-            return True
-    return False
 
 
 _tracers: list[Tracer] = []

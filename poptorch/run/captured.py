@@ -11,6 +11,7 @@ import torch
 
 from poptorch.base.answers import Answer, Changes
 from poptorch.base.logging_ import logger
+from poptorch.capture.constants import numbers_of
 from poptorch.capture.cuts import Cuts
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.model import Captured, capture
@@ -38,8 +39,12 @@ def captured_model(
     training: bool,
     grouped: list[str],
     cuts: Cuts | None = None,
+    told: set[str] | None = None,
 ) -> tuple[Captured, Answer]:
     """A model, captured for arguments with such tensors, and found to be one that can be compiled; and its answer.
+
+    Args:
+        told: the warnings of tensors of the host that have been given; it is filled.
 
     Raises:
         poptorch.Error: if it does nothing with tensors, or something that no program does; if its blocks or overlapped
@@ -75,6 +80,11 @@ def captured_model(
             derives=training,
         )
     _tell_of_carried(captured, module)
+    for text in _on_host(captured):
+        if told is None or text not in told:
+            logger.warning("%s", text)
+        if told is not None:
+            told.add(text)
     if training and captured.hooks:
         raise hook_problem(captured.hooks[0])
     given = set(map(id, captured.trace.inputs))
@@ -104,6 +114,23 @@ def _tell_of_carried(captured: Captured, module: torch.nn.Module | None) -> None
             "each run begins with what was there when the model was wrapped. Have the module own it as a buffer "
             "(`register_buffer`), and overwrite that: `self.x.copy_(...)`. To look at it, return it.",
             ", ".join(captured.carried),
+        )
+
+
+def _on_host(captured: Captured) -> Iterator[str]:
+    """What there is to be told of tensors of the host: those used on the device, and results that never were there."""
+    for each in captured.frozen:
+        if each.met is not None and not each.of_module:
+            yield (
+                f"`{each.text}` is a tensor of the host, and used on the device ({each.met}): its numbers are frozen, "
+                "a part of the program from now on. If that is meant, move it: "
+                f"`{each.text}.to(x.device)`, where `x` is an input. If they are to change, give it to the model as an "
+                "argument, or have the module own it as a buffer (`register_buffer`)."
+            )
+    if any(value.is_on_host for value in captured.trace.outputs):
+        yield (
+            "Output expected to be on the IPU but is on cpu: it is made of tensors of the host alone, and comes back "
+            "as it is. Move them, if the device is to make it: `t.to(x.device)`, where `x` is an input."
         )
 
 
@@ -183,9 +210,11 @@ def host_functions_of(trace: Trace) -> Iterator[HostFunction]:
 
 
 def constant_of(value: Value) -> torch.Tensor | None:
-    """The numbers of a value that a model does not compute."""
+    """The numbers of a value that a model does not compute, or only on the host."""
     made_by = value.made_by
     while made_by is not None and made_by.op in ("aten.lift_fresh", "aten.detach", "aten.alias"):
         made_by = made_by.inputs[0].made_by
     data = made_by.arguments.get("data") if made_by is not None else None
-    return data.tensor if isinstance(data, Data) else None
+    if isinstance(data, Data):
+        return data.tensor
+    return numbers_of(value, {}) if value.is_on_host else None

@@ -81,9 +81,11 @@ def compiled_model(
     micro_batches = batching.micro_batches * batching.groups.replicas
     call, module, grouped, training = model.call, model.module, list(model.grouped), update is not None
 
+    told: set[str] = set()
+
     def capture(tensors: Sequence[torch.Tensor], answers: Sequence[Any]) -> Way:
         cuts = Cuts(tensors, answers, training, micro_batches) if options.kept_programs > 1 else None
-        captured, answer = captured_model(call, module, signature, batching, options, training, grouped, cuts)
+        captured, answer = captured_model(call, module, signature, batching, options, training, grouped, cuts, told)
         return Way(captured, answer, () if cuts is None else cuts.found)
 
     way = capture(signature.check(args, kwargs), ())

@@ -1,0 +1,89 @@
+"""Where a model finds its tensors while it is captured: `x.device` is `ipu`, but for tensors of the host.
+
+What it is given, its parameters and buffers, and what functions make without a `device` is on the device. What was
+there before, and is no parameter or buffer, is on the host; so is what `torch.LongTensor([1, 0])` makes there, and what
+is made of the host's alone. `t.to(x.device)` says that the numbers of `t` are meant to be a part of the program.
+
+PyTorch has no kernels for this device, and need not have: it works out shapes as for a CPU. A model that asks for the
+device hears of it, and where it hands it on PyTorch is told of a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from types import FrameType
+from typing import Any
+
+import torch
+
+from poptorch.capture.torch_private import answering_for_devices
+
+__all__ = ["ASKING", "HOST", "IPU", "LIKE_ANOTHER", "named_as_cpus", "on_cpu"]
+
+IPU, HOST = torch.device("ipu"), torch.device("cpu")
+
+ASKING: dict[Any, Callable[[torch.device], Any]] = {
+    torch.Tensor.device.__get__: lambda device: device,
+    torch.Tensor.is_ipu.__get__: lambda device: device.type == "ipu",  # type: ignore[attr-defined]
+    torch.Tensor.is_cpu.__get__: lambda device: device.type == "cpu",  # type: ignore[attr-defined]
+}
+"""Attributes of a tensor that say where it is, and what they are there."""
+
+LIKE_ANOTHER = frozenset([torch.Tensor.to, torch.Tensor.type_as])
+"""Functions that may move a tensor to where another one is."""
+
+
+def on_cpu(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any, bool]:
+    """A function of PyTorch and its arguments, with a CPU for the device; and whether that was asked for."""
+    if function is torch.Tensor.ipu:  # type: ignore[attr-defined]
+        return torch.Tensor.to, (args[0], "cpu"), {}, True
+    is_to = function is torch.Tensor.to
+    plain = tuple(_cpu(each) if isinstance(each, torch.device) or is_to else each for each in args)
+    if "device" in kwargs:
+        device = _cpu(kwargs["device"])
+        if device is not kwargs["device"]:
+            return function, plain, {**kwargs, "device": device}, True
+    return function, plain, kwargs, any(a is not b for a, b in zip(plain, args, strict=True))
+
+
+def _cpu(device: Any) -> Any:
+    """A device, or its name, with a CPU for `ipu`; anything else as it is."""
+    name = device.type if isinstance(device, torch.device) else device
+    return "cpu" if isinstance(name, str) and name.partition(":")[0] == "ipu" else device
+
+
+@contextmanager
+def named_as_cpus(device_of: Callable[[torch.Tensor, FrameType], torch.device | None]) -> Iterator[None]:
+    """Have what takes the name of a device, and is no function of tensors, take `ipu` for a CPU during a block.
+
+    Args:
+        device_of: where a tensor without numbers is, for whoever asks in a frame; `None` where PyTorch is to say it.
+    """
+    places: list[tuple[Any, str]] = [
+        (torch.amp.autocast_mode.autocast, "__init__"),
+        (torch.utils._device.DeviceContext, "__init__"),
+        (torch, "is_autocast_enabled"),
+        (torch, "get_autocast_dtype"),
+        (torch, "set_autocast_enabled"),
+        (torch, "set_autocast_dtype"),
+        (torch, "get_device_module"),
+    ]
+    before = [(holder, name, getattr(holder, name)) for holder, name in places]
+    for holder, name, function in before:
+        setattr(holder, name, _of_cpus(function))
+    try:
+        with answering_for_devices(device_of):
+            yield
+    finally:
+        for holder, name, function in before:
+            setattr(holder, name, function)
+
+
+def _of_cpus(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def of_cpus(*args: Any, **kwargs: Any) -> Any:
+        return function(*map(_cpu, args), **{name: _cpu(value) for name, value in kwargs.items()})
+
+    return of_cpus

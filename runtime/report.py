@@ -7,7 +7,7 @@ page if there is one. `runtime.inspection` makes the report of a program.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from pydantic import computed_field
@@ -330,7 +330,7 @@ class Report(OnPage, Record):
         """What `print`, notebooks and browsers show."""
         replicas = "1 replica" if self.replicas == 1 else f"{self.replicas} replicas"
         count = f"{len(self.devices)} device{'s' * (len(self.devices) > 1)}"
-        where = f"{replicas} on {count} ({self.device}): {', '.join(self.devices)}."
+        where = f"{replicas} on {count} ({self.device}): {_listed(self.devices)}."
         return Page(
             f"Report of {self.program}",
             [
@@ -466,6 +466,11 @@ def _section(title: str, columns: list[str], rows: Iterable[list[str]]) -> list[
     """A part of the page; none, if there is nothing to say."""
     table = Table.cut(columns, rows)
     return [Page(title, table)] if table else []
+
+
+def _listed(devices: Sequence[str]) -> str:
+    """Names of devices; of many, the first and the last."""
+    return ", ".join(devices) if len(devices) <= 4 else f"{devices[0]} to {devices[-1]}"
 
 
 def _times(count: int) -> str:

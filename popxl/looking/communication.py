@@ -6,6 +6,7 @@ with what was compiled.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +18,7 @@ from popxl.base.records import Record
 from popxl.core.aliasing import callees_first
 from popxl.core.tracing import needed as traced
 from popxl.core.tracing import trace
+from popxl.core.traits import is_call
 from popxl.looking.memory import runs_of
 from popxl.ops.collectives.exchanging import Exchanging
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["Collective", "Communication", "communication_of"]
 
 Array = Any
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A part of a path that counts layers: those that differ in it alone share a line."""
 CollectiveKind = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"]
 
 
@@ -39,7 +43,7 @@ class Collective(Record):
         kind: what replicas do: `"all-reduce"`, `"reduce-scatter"`, `"all-gather"`, `"all-to-all"` or
             `"collective-permute"`.
         op: the type of the op.
-        tensor: the name of the tensor that the op is given.
+        tensor: the tensor that the op is given: its name, or its path within the graph that makes it.
         bytes: of one replica: what goes in, or what comes out, whichever is more.
         stride: how far apart neighbours of a group are.
         group_size: how many replicas a group has.
@@ -108,10 +112,14 @@ class Communication(OnPage, Record):
     def page(self) -> Page:
         """What `print` and notebooks show."""
         told = f"{self.replicas} replicas. Bytes are those of one: what goes in, or comes out, whichever is more."
+        alike: dict[tuple[Any, ...], list[Collective]] = defaultdict(list)
+        for e in self.collectives:
+            alike[e.kind, _NUMBER.sub("*", e.tensor), e.bytes, e.groups, e.line, e.graph].append(e)
         rows = [
-            [e.kind, e.tensor, bytes_text(e.bytes), e.groups, str(e.turns), e.line, e.graph or "main graph"]
-            for e in self.collectives
-        ]
+            [kind, each[0].tensor if len(each) == 1 else name, bytes_text(size), groups,
+             str(sum(e.turns for e in each)), line, graph or "main graph"]
+            for (kind, name, size, groups, line, graph), each in alike.items()
+        ]  # fmt: skip
         columns = ["collective", "tensor", "bytes", "groups", "turns", "line", "graph"]
         sums = [[kind, str(count), bytes_text(size)] for kind, (count, size) in self.totals.items()]
         parts = [Table(columns, rows), Table(["in a run", "count", "bytes"], sums)] if rows else ["Nothing is sent."]
@@ -133,7 +141,7 @@ def communication_of(ir: Ir) -> Communication:
                     Collective(
                         kind=kind,
                         op=op.op_type,
-                        tensor=op.inputs[0].name,
+                        tensor=_label(op.inputs[0]),
                         bytes=bytes,
                         stride=op.attributes["stride"],
                         group_size=op.attributes["group_size"],
@@ -146,6 +154,19 @@ def communication_of(ir: Ir) -> Communication:
                     )
                 )
     return Communication(name=repr(ir), replicas=ir.replication_factor, collectives=tuple(found))
+
+
+def _label(t: Tensor) -> str:
+    """What a reader knows a tensor by: its path; that of what a call returns, or of the operand that named it."""
+    op = t.producer
+    if op is None or t.path != t.name:
+        return t.path
+    if is_call(op):
+        (run,) = op.runs
+        return _label(run.outputs[op.outputs.index(t)])
+    if len(op.inputs) == 1 and t.name.startswith(op.inputs[0].name):
+        return _label(op.inputs[0]) + t.name.removeprefix(op.inputs[0].name)
+    return t.name
 
 
 def _needed_runs(main: Graph) -> Counter[Op]:

@@ -8,7 +8,7 @@ compiled program needs less, as a rule; `session.memory()` says how much.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -164,11 +164,17 @@ class Memory(OnPage, DeviceMemory):
         return [f"In the host's memory: {', '.join(found)}."] if found else []
 
     def _by_device(self) -> Table:
-        """A row for each device."""
+        """A row for all devices that need the same."""
         kinds = [kind for kind in _PARTS if any(getattr(device, kind) for device in self.devices)]
+        alike: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        for device in self.devices:
+            alike[*(getattr(device, kind) or 0 for kind in kinds), device.device].append(device.name)
         rows = [
-            [device.name, *(bytes_text(getattr(device, kind) or 0) for kind in kinds), bytes_text(device.device)]
-            for device in self.devices
+            [
+                ", ".join(names) if len(names) <= 4 else f"{names[0]} and {len(names) - 1} others",
+                *map(bytes_text, sizes),
+            ]
+            for sizes, names in alike.items()
         ]
         return Table(["device", *kinds, "in all"], rows)
 

@@ -12,6 +12,7 @@ import popxl
 import popxl_addons as addons
 from popxl import ops
 from popxl_addons import optimizers
+from popxl_addons.layers import Linear
 
 X = np.random.default_rng(0).normal(size=(3, 8, 5)).astype(np.float32)
 Y = np.random.default_rng(1).integers(0, 4, (3, 8)).astype(np.int32)
@@ -172,3 +173,24 @@ def test_integers_are_not_trained() -> None:
     means = np.arange(12).reshape(2, 3, 2).mean(0) / 6
     np.testing.assert_allclose(table, [1 - means[1], [1, 1], 1 - means[0] - means[2], [1, 1]], rtol=1e-6)
     assert rows.tolist() == [2, 0, 2] and "rows" not in str(training.state.keys_flat())
+
+
+def test_collectives_of_layers_share_a_line_under_the_path_of_their_variables() -> None:
+    class Layers(addons.Module):
+        def build(self, x: popxl.Tensor) -> popxl.Tensor:
+            self.layers = addons.Module()
+            facts, graph = Linear(3, bias=False).create_graph(x)
+            for number in range(12):
+                (x,) = graph.bind(self.layers.add_variable_inputs(number, facts)).call(x)
+            return ops.mean(x)
+
+    ir = popxl.Ir(replication=2)
+    with ir.main_graph:
+        addons.train_step(Layers(), popxl.h2d_stream((2, 3), popxl.float32), optimizer=partial(optimizers.sgd, lr=0.1))
+    sent = ir.communication()
+    assert sent.collectives[3].tensor == "Gradient___layers.3.weight"
+    rows = [line.split()[1:9] for line in str(sent).splitlines() if "line" not in line and " of 2" in line]
+    assert rows == [
+        ["Gradient___layers.*.weight", "36", "B", "of", "2", "12", *rows[0][6:]],
+        ["mean_out", "4", "B", "of", "2", "1", *rows[1][6:]],
+    ]

@@ -227,7 +227,8 @@ def _shaped_as_bincount(input: torch.Tensor, weights: torch.Tensor | None = None
             "Bincount `minlength` must be specified and must be a constant. Without it the shape of the result depends "
             "on the numbers in the tensor. Give one that is larger than all of them."
         )
-    return torch.zeros(minlength, dtype=torch.int64 if weights is None else weights.dtype)
+    wide = weights is not None and weights.dtype is not torch.float32
+    return torch.zeros(minlength, dtype=torch.int64 if weights is None else torch.float64 if wide else torch.float32)
 
 
 def _shaped_as_cov(
@@ -237,6 +238,7 @@ def _shaped_as_cov(
     fweights: torch.Tensor | None = None,
     aweights: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    input = input * 1.0  # integers have a mean between them
     rows = input.reshape(-1, input.shape[-1]) if input.dim() else input.reshape(1, 1)
     return rows.sum() if len(rows) == 1 else rows @ rows.T
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
 import popxl
@@ -27,7 +29,12 @@ def convolution(
 ) -> popxl.Tensor:
     axes = len(input.shape) - 2
     stride, padding, dilation, more = (per_axis(sizes, axes) for sizes in (stride, padding, dilation, output_padding))
-    if not transposed:
+    if not input.dtype.is_inexact:
+        out = _of_integers(
+            input, weight, stride=stride, padding=padding, dilation=dilation, groups=groups,
+            spread=more if transposed else None,
+        )  # fmt: skip
+    elif not transposed:
         out = ops.conv(input, weight, stride, padding * 2, dilation, groups)
     else:
         if max(dilation) > 1:
@@ -40,6 +47,43 @@ def per_axis(sizes: int | Sequence[int], axes: int) -> tuple[int, ...]:
     """A size for each axis: those given, or the same for all."""
     given = (sizes,) if isinstance(sizes, int) else tuple(sizes)
     return given * axes if len(given) == 1 else given
+
+
+@jax_op(title="IntegerConv", gradient=None)
+def _of_integers(
+    input: Any,
+    weight: Any,
+    *,
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+    spread: tuple[int, ...] | None,
+) -> Any:
+    """The convolution of integers, one place of the kernel after the other: as floats they would be rounded.
+
+    Args:
+        spread: of a transposed convolution, the output padding: `input` is spread by the stride.
+    """
+    kernel, axes = weight.shape[2:], range(2, input.ndim)
+    edges = [(pad, pad, 0) for pad in padding]
+    if spread is not None:
+        grouped = weight.reshape(groups, -1, *weight.shape[1:]).swapaxes(1, 2)
+        weight = jnp.flip(grouped.reshape(-1, *grouped.shape[2:]), axes)
+        reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        sides = zip(reach, padding, spread, stride, strict=True)
+        edges, stride = [(r - pad, r - pad + more, s - 1) for r, pad, more, s in sides], (1,) * len(kernel)
+    input = lax.pad(input, input.dtype.type(0), [(0, 0, 0)] * 2 + edges)
+    each = zip(input.shape[2:], dilation, kernel, stride, strict=True)
+    counts = [(size - d * (k - 1) - 1) // s + 1 for size, d, k, s in each]
+    images = input.reshape(len(input), groups, -1, *input.shape[2:])
+    kernels = weight.reshape(groups, -1, *weight.shape[1:])
+    out: Any = 0
+    for place in itertools.product(*map(range, kernel)):
+        steps = zip(place, dilation, counts, stride, strict=True)
+        seen = images[(..., *(slice(i * d, i * d + (n - 1) * s + 1, s) for i, d, n, s in steps))]
+        out += jnp.einsum("ngc...,gmc->ngm...", seen, kernels[(..., *place)])
+    return out.reshape(len(input), -1, *counts)
 
 
 @jax_op(title="DilateKernel")

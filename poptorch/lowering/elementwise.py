@@ -53,8 +53,7 @@ def binary(
     """Declare an op of two tensors of one dtype as a lowering."""
 
     def lowering(input: Operand, other: Operand) -> popxl.Tensor:
-        operands = promoted(input, other, are_bounds=compares)
-        return op(*map(floating, operands)) if of_floats else op(*operands)
+        return op(*promoted(input, other, are_bounds=compares, of_floats=of_floats))
 
     lowers(*(f"aten.{name}" for name in names.split()))(lowering)
 
@@ -236,9 +235,9 @@ def rsub(input: Operand, other: Operand, alpha: float = 1) -> popxl.Tensor:
 
 @lowers("aten.div")
 def div(input: Operand, other: Operand, rounding_mode: str | None = None) -> popxl.Tensor:
-    lhs, rhs = promoted(input, other)
+    lhs, rhs = promoted(input, other, of_floats=rounding_mode is None)
     if rounding_mode is None:
-        return ops.div(floating(lhs), floating(rhs))
+        return ops.div(lhs, rhs)
     return _divided(lhs, rhs, towards_zero=rounding_mode == "trunc")
 
 

@@ -28,7 +28,9 @@ broadcast = OpKind(
 """A tensor in a larger shape, by the rules of broadcasting."""
 
 
-def promoted(*operands: popxl.Tensor | Number | complex, are_bounds: bool = False) -> tuple[popxl.Tensor, ...]:
+def promoted(
+    *operands: popxl.Tensor | Number | complex, are_bounds: bool = False, of_floats: bool = False
+) -> tuple[popxl.Tensor, ...]:
     """Operands as tensors of one dtype: that to which PyTorch promotes tensors. At least one has to be a tensor.
 
     A number counts less than any tensor: only one of a higher category (an integer beside bools, a float beside
@@ -38,6 +40,7 @@ def promoted(*operands: popxl.Tensor | Number | complex, are_bounds: bool = Fals
     Args:
         operands: tensors and numbers.
         are_bounds: whether numbers are compared with, and nothing else: one that does not fit becomes the nearest.
+        of_floats: whether integers are to be float32: each by itself, as a number may not fit the tensors' dtype.
     """
     tensors = [each for each in operands if isinstance(each, popxl.Tensor)]
     wanted = tensors[0].dtype.as_numpy()
@@ -47,6 +50,8 @@ def promoted(*operands: popxl.Tensor | Number | complex, are_bounds: bool = Fals
     for number in operands:
         if not isinstance(number, popxl.Tensor):
             wanted = jnp.result_type(jnp.zeros((), wanted), number) if _counts(number, wanted) else wanted
+    if of_floats and not jnp.issubdtype(wanted, jnp.inexact):
+        wanted = jnp.float32
     dtype = popxl.dtype.as_dtype(jnp.dtype(wanted))
     if are_bounds and dtype is popxl.int32:
         operands = tuple(_nearest(each) if isinstance(each, int) else each for each in operands)

@@ -293,10 +293,15 @@ def _average(
         lowest, highest = (-pad, size + pad) if count_include_pad else (0, size)
         seen = np.minimum(starts + kernel, highest) - np.maximum(starts, lowest)
         divisor = divisor[..., None] * seen.astype(np.float32)
+    input = widened(input)
+    if divisor_override is not None:
+        divisor = np.full((), divisor_override, np.float32)
     total = lax.reduce_window(
-        widened(input), np.float32(0), lax.add, outer + kernel_size, outer + stride, [(0, 0)] * len(outer) + ends
+        input, input.dtype.type(0), lax.add, outer + kernel_size, outer + stride, [(0, 0)] * len(outer) + ends
     )
-    return total / (divisor if divisor_override is None else divisor_override)
+    if jnp.issubdtype(total.dtype, jnp.integer):  # towards zero
+        return lax.div(total, jnp.broadcast_to(divisor, total.shape).astype(total.dtype))
+    return total / divisor
 
 
 def _average_pools(axes: int) -> None:

@@ -304,7 +304,7 @@ def bincount(input: popxl.Tensor, weights: popxl.Tensor | None = None, minlength
 
 @jax_op(title="Bincount", gradient=None)
 def counted(input: Any, weights: Any = None, *, length: int) -> Any:
-    return jnp.bincount(input, weights, length=length)
+    return jnp.bincount(input, None if weights is None else weights.astype(jnp.float32), length=length)
 
 
 # Statistics -----------------------------------------------------------------------------------------------------------

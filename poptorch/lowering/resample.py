@@ -101,10 +101,30 @@ def resampled(input: popxl.Tensor, axes: Sequence[Axis]) -> popxl.Tensor:
 
 
 def _read(input: Any, *, axes: tuple[Axis, ...]) -> Any:
+    if input.dtype == jnp.uint8:
+        return _read_bytes(input, axes)
     out = widened(input)
     for i, axis in enumerate(axes, input.ndim - len(axes)):
         out = _made_anew(out, i, axis, axis.taps())
     return out.astype(input.dtype)
+
+
+def _read_bytes(input: Any, axes: tuple[Axis, ...]) -> Any:
+    """Images of bytes as PyTorch blends them: factors of at most 15 bits, the last axis first, each axis rounded."""
+    out = input
+    for i, axis in reversed(list(enumerate(axes, input.ndim - len(axes)))):
+        taps = axis.taps()
+        if taps[0][1] is None:
+            out = tapped(out, i, taps)
+            continue
+        largest = max(factor.max() for _, factor in taps)
+        steps = 2.0 ** next(bits for bits in range(23) if bits == 22 or int(largest * 2 ** (bits + 1) + 0.5) >= 2**15)
+        whole = [
+            (position, np.copysign(np.floor(abs(factor) * steps + 0.5), factor) / steps) for position, factor in taps
+        ]
+        blended = tapped(out.astype(jnp.float32), i, whole)
+        out = jnp.clip(jnp.floor(blended + 0.5), 0, 255).astype(jnp.uint8)
+    return out
 
 
 def _read_backward(g: Any, *, axes: tuple[Axis, ...]) -> Any:

@@ -45,14 +45,24 @@ def reshape(input: popxl.Tensor, **how: Any) -> popxl.Tensor:
 
 @lowers("aten.view.dtype")
 def view_as(input: popxl.Tensor, dtype: popxl.dtype) -> popxl.Tensor:
-    if input.dtype.itemsize != dtype.itemsize or input.shape != emission().wanted[0].shape:
-        raise ValueError(f"view: the numbers of {input!r} have another size than {dtype}; expected the same size.")
-    return bits(input, dtype=dtype)
+    out = bits(input, dtype=dtype)
+    if out.shape != emission().wanted[0].shape:
+        raise ValueError(
+            f"view: the numbers of {input!r} have another size than in PyTorch, where they have 64 bits, so there are "
+            f"others as {dtype}. Cast them to a dtype of at most 32 bits first."
+        )
+    return out
 
 
 @jax_op(title="Bitcast", gradient=None)
 def bits(input: Any, *, dtype: popxl.dtype) -> Any:
-    return lax.bitcast_convert_type(input, dtype.as_jax())
+    """The bits of numbers as those of others: more in the last axis where they are smaller, fewer where larger."""
+    *outer, last = input.shape or (1,)
+    length = last * input.dtype.itemsize // dtype.itemsize
+    if length < last:
+        input = input.reshape(*outer, length, last // length)
+    out = lax.bitcast_convert_type(input, dtype.as_jax())
+    return out.reshape(*outer, length) if input.ndim else out
 
 
 @lowers(*_view("t"))

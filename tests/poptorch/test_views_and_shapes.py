@@ -72,7 +72,7 @@ _x = torch.ones(2, 3)
             "aten.index_put.*a mask stands beside other indices.*`torch.where`",
         ),
         (lambda x: x.resize_(3, 3) + 1, "A tensor of shape .3, 3. with the strides .3, 1., .* ends before"),
-        (lambda x: x.view(torch.int16) + 1, "view: the numbers of .* have another size than"),
+        (lambda x: x.long().view(torch.int16) + 1, "view: the numbers of .* have another size than in PyTorch"),
     ],
 )
 def test_what_a_program_cannot_know(function: Callable[[torch.Tensor], torch.Tensor], message: str) -> None:

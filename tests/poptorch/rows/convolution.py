@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from tests.poptorch.operators import Row, normal
+from tests.poptorch.operators import Row, normal, whole
 
 
 def _conv(name: str, shape: tuple[int, ...], weight: tuple[int, ...], **how: Any) -> Row:
@@ -71,4 +71,22 @@ ROWS = [
         "Conv2d, padded by circular to the same size", torch.nn.Conv2d(2, 3, 3, padding="same", padding_mode="circular")
     ),
     _module("ConvTranspose2d, output_size", torch.nn.ConvTranspose2d(2, 3, 3, stride=2), (10, 11)),
+    *(
+        Row(
+            f"integers, {dtype}",
+            lambda x, w, b: (
+                F.conv2d(x, w, b, stride=(2, 1), padding=1),
+                F.conv2d(torch.cat([x, x], 1), w, groups=2),
+            ),
+            tuple(whole(*shape, high=high).to(dtype) for shape in ((2, 3, 6, 7), (4, 3, 2, 2), (4,))),
+            half=False,
+        )
+        for dtype, high in ((torch.uint8, 256), (torch.int8, 128), (torch.int32, 2**31 - 1))
+    ),
+    Row(
+        "transposed integers",
+        lambda x, w, b: F.conv_transpose2d(x, w, b, (2, 1), 1, (1, 0), 2, (2, 1)),
+        (whole(2, 4, 3, 4, high=2**13), whole(4, 3, 2, 3, high=2**13), whole(6, high=2**13)),
+        half=False,
+    ),
 ]

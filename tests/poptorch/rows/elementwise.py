@@ -214,4 +214,10 @@ ROWS = [
         (normal(4, 3), torch.tensor([0.25, 0.5, 0.125]), torch.tensor([0, 3, 1], dtype=torch.int32)),
         half=False,
     ),
+    Row(
+        "bytes beside numbers that are none",
+        lambda x: (x / -3, 300 / x, torch.xlogy(x, 300), x / torch.tensor(-300), torch.copysign(x, torch.tensor(-3))),
+        (whole(3, 4, high=255).to(torch.uint8) + 1,),
+        half=False,
+    ),
 ]

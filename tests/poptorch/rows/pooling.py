@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from tests.poptorch.operators import Row, normal
+from tests.poptorch.operators import Row, normal, whole
 
 _SHAPES = {1: (2, 3, 7), 2: (2, 3, 7, 6), 3: (1, 2, 5, 7, 6)}
 
@@ -84,6 +84,12 @@ ROWS = [
             x, (2, 3, 2), output_size=(2, 3, 1), return_indices=True, _random_samples=samples.detach()
         ),
         (normal(2, 2, 5, 7, 6), normal(2, 2, 3).sigmoid()),
+        half=False,
+    ),
+    Row(
+        "integers, averaged",
+        lambda x: (F.avg_pool2d(x, 2), F.avg_pool2d(-x, 3, 2, 1), F.avg_pool1d(x[0], 2), F.avg_pool3d(-x, (1, 2, 2))),
+        (whole(2, 3, 5, 6, high=2**27),),
         half=False,
     ),
 ]

@@ -211,4 +211,10 @@ ROWS = [
         for how in ("sum", "mean", "max", "min", "prod")
         for initial in (None, 1.0)
     ),
+    Row(
+        "integers in statistics",
+        lambda x, w: (torch.cov(x), torch.corrcoef(x), torch.bincount(x[0], w, minlength=12)),
+        (whole(3, 5), whole(5).int()),
+        half=False,
+    ),
 ]

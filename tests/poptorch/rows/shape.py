@@ -150,6 +150,13 @@ ROWS = [
         (_small,),
     ),
     Row("view as another dtype", lambda x: x.view(torch.int32), (_small,), half=False),
+    Row(
+        "bits of numbers, of other sizes",
+        lambda x, y: (x.view(torch.uint8), x.view(torch.int16), y.view(torch.float32), y.view(torch.int16)),
+        (_small, whole(3, 8, high=60).to(torch.uint8)),
+        half=False,
+        gradient=False,
+    ),
     Row("reshape of one number", lambda x: (x.view(1, 1), x.reshape(()), x[None]), (normal(1)[0],)),
     Row(
         "squeeze, unsqueeze",

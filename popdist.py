@@ -13,7 +13,9 @@ Example:
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any, TypeVar
 
 from popxl.base.distributed import Instance, launched
 from runtime import processes
@@ -21,6 +23,7 @@ from runtime.schedulers import ask_scheduler
 
 __all__ = [
     "checkNumIpusPerReplica",
+    "execute_on_instances",
     "getInstanceIndex",
     "getLocalInstanceIndex",
     "getNumInstances",
@@ -33,6 +36,8 @@ __all__ = [
     "isPopdistEnvSet",
     "synchronize",
 ]
+
+_Result = TypeVar("_Result")
 
 __path__ = [str(Path(__file__).parent / "poptorch" / "popdist")]  # what needs torch is with what else does
 
@@ -78,6 +83,40 @@ def synchronize() -> None:
     """
     processes.join()
     processes.meet("popdist.synchronize")
+
+
+def execute_on_instances(
+    instances: Collection[int], function: Callable[..., _Result], *args: Any, **kwargs: Any
+) -> _Result | None:
+    """Call a function on some instances only. All have to call this, and go on when those have done it.
+
+    Args:
+        instances: the numbers of those that call it.
+        function: the function, of these arguments.
+        args, kwargs: what it is given.
+
+    Returns:
+        What it returns; `None` on the other instances.
+
+    Raises:
+        ValueError: if there is no such instance.
+        PopxlRuntimeError: if another instance ends, or does not come.
+
+    Example:
+        >>> import popdist
+        >>> popdist.execute_on_instances({0}, print, "The data is downloaded once.")
+        The data is downloaded once.
+    """
+    if unknown := sorted(set(instances) - set(range(getNumInstances()))):
+        raise ValueError(
+            f"popdist.execute_on_instances: there is no instance {unknown[0]}; their numbers are 0 to "
+            f"{getNumInstances() - 1}."
+        )
+    processes.join()
+    try:
+        return function(*args, **kwargs) if getInstanceIndex() in instances else None
+    finally:
+        processes.meet("popdist.execute_on_instances")
 
 
 def isPopdistEnvSet() -> bool:

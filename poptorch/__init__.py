@@ -7,10 +7,11 @@ The model is captured once (`poptorch.capture`), written as an Ir of popxl (`pop
 and run by a `popxl.Session` (`poptorch.run`). `poptorch.run.executor` is where to begin reading.
 """
 
+from poptorch import _poplar_executor as _poplar_executor  # which packages on top reach
 from poptorch import enums, ops, optim, options, poptorch_core, profiling, testing
 from poptorch._impl import createPoptorchError
 from poptorch.base.custom_types import ICustomArgParser, registerCustomArgParser
-from poptorch.base.logging_ import setLogLevel
+from poptorch.base.logging_ import logger, setLogLevel
 from poptorch.capture.ids import getIpuTensorId
 from poptorch.data.accessor import AsynchronousDataAccessor
 from poptorch.data.loader import DataLoader
@@ -138,6 +139,7 @@ __all__ = [
     "ipu_print_tensor",
     "isRunningOnIpu",
     "load",
+    "logger",
     "module_repr",
     "nearest",
     "nop",

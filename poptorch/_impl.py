@@ -13,6 +13,7 @@ import torch
 from poptorch.errors import createPoptorchError
 from poptorch.run import weights
 from poptorch.run.executor import PoplarExecutor
+from poptorch.run.hooks import Substitution, register_substitution
 
 __all__ = [
     "PoplarExecutor",
@@ -21,6 +22,22 @@ __all__ = [
     "rewrapModelIfNecessary",
     "unwrapModelIfNecessary",
 ]
+
+
+class _OverwriteContextManager:
+    """Where packages on top say what to replace while models are captured."""
+
+    @staticmethod
+    def registerSubsitutionManager(manager: type[Substitution]) -> None:
+        """Have `replace()` of a new instance of a class called before each capture of a model, `restore()` after it.
+
+        Args:
+            manager: the class. Several are called in the order of their registration, and restore in reverse.
+
+        Raises:
+            poptorch.Error: if it is no class with these methods.
+        """
+        register_substitution(manager)
 
 
 def combine_batch_tensors_gen(batches: Iterable[Any]) -> Iterator[torch.Tensor]:

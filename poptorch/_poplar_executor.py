@@ -1,5 +1,5 @@
 """See `poptorch._impl`."""
 
-from poptorch._impl import PoplarExecutor
+from poptorch._impl import PoplarExecutor, _OverwriteContextManager
 
-__all__ = ["PoplarExecutor"]
+__all__ = ["PoplarExecutor", "_OverwriteContextManager"]

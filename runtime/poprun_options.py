@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import sys
 import threading
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from runtime.schedulers import NAMES
@@ -63,9 +65,29 @@ _WITHOUT_MEANING = (
 ).split()
 
 
+class _Parser(argparse.ArgumentParser):
+    """Takes values of options that begin with a dash, too: `--mpi-global-args --tag-output`."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        return super().parse_args(self._with_values(sys.argv[1:] if args is None else args), namespace)
+
+    def _with_values(self, arguments: Sequence[str]) -> list[str]:
+        """The arguments, with a value that begins with a dash in one with its option. Those of the program stay."""
+        left, found = list(arguments), []
+        while left and left[0].startswith("-"):
+            name = left.pop(0)
+            action = self._option_string_actions.get(name)
+            takes_value = action is not None and action.nargs is None
+            if takes_value and left and left[0].startswith("-"):
+                found.append(f"{name}={left.pop(0)}")
+            else:
+                found += [name, *([left.pop(0)] if takes_value and left else [])]
+        return found + left
+
+
 def parser() -> argparse.ArgumentParser:
     """What understands it."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         "poprun",
         usage="poprun [options] program [arguments of the program]",
         description="Start several instances of a program, which run it together; each drives a share of the replicas.",

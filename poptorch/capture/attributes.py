@@ -15,7 +15,7 @@ import torch
 from poptorch.base.introspection import is_a
 from poptorch.errors import createPoptorchError
 
-__all__ = ["Attributes", "not_rebound"]
+__all__ = ["Attributes", "not_rebound", "noting"]
 
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 
@@ -23,7 +23,8 @@ _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d
 class Attributes:
     """The attributes that a module and those in it have now; what is set on them later is not among them.
 
-    Wrapping a model takes these, so that `model.eval()` afterwards is for the host only. Lists, dictionaries and sets
+    Wrapping a model takes these, so that `model.eval()` afterwards is for the host only. `with_those` takes what is set
+    through the wrapper, too. Lists, dictionaries and sets
     among them stay the same objects, and what these hold is looked at when the attributes are given to the modules.
 
     Args:
@@ -56,13 +57,30 @@ class Attributes:
                     "the module it was made of; functions of `torch.jit.script` may be used within."
                 )
         self._paths = list(paths.values())
-        self._values = [(vars(each), dict(vars(each))) for each in modules]
-        self.training: bool | None = None if module is None else module.training
+        self._take([(vars(each), dict(vars(each))) for each in modules])
+
+    def _take(self, values: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+        self._values = values
+        self.training: bool | None = values[0][1]["training"] if values else None
         self._numbers = [
             (path, now, numbers)
-            for path, (now, then) in zip(self._paths, self._values, strict=True)
+            for path, (now, then) in zip(self._paths, values, strict=True)
             if (numbers := {name: value for name, value in then.items() if _is_setting(name, value)})
         ]
+
+    def with_those(self, noted: Iterable[tuple[torch.nn.Module, str]]) -> Attributes:
+        """These attributes, but for some that are as they are now: modules, and names of theirs; see `noting`."""
+        names: dict[int, set[str]] = defaultdict(set)
+        for module, name in noted:
+            names[id(vars(module))].add(name)
+        made = copy.copy(self)
+        made._take(
+            [
+                (now, then | {name: now[name] for name in names.get(id(now), ()) if name in now})
+                for now, then in self._values
+            ]
+        )
+        return made
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -137,6 +155,31 @@ def _set(values: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     for namespace, wanted in values:
         namespace.clear()
         namespace.update(wanted)
+
+
+@contextmanager
+def noting() -> Iterator[list[tuple[torch.nn.Module, str]]]:
+    """Note which attributes of modules are set in a block, whatever they were before it.
+
+    Example:
+        >>> module = torch.nn.Dropout().eval()
+        >>> with noting() as noted:
+        ...     module = module.eval()
+        >>> noted
+        [(Dropout(p=0.5, inplace=False), 'training')]
+    """
+    kind: Any = torch.nn.Module
+    before, noted = kind.__setattr__, []
+
+    def set_and_note(module: torch.nn.Module, name: str, value: Any) -> None:
+        before(module, name, value)
+        noted.append((module, name))
+
+    kind.__setattr__ = set_and_note
+    try:
+        yield noted
+    finally:
+        kind.__setattr__ = before
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from poptorch.placement.ambient import capturing
 from poptorch.program.allowed import check_overlapped_io, check_placement
 from poptorch.program.batching import Batching
 from poptorch.run.arguments import Signature
+from poptorch.run.hooks import substituting
 from poptorch.run.weights import hook_problem
 
 __all__ = ["captured_model", "constant_of", "host_functions_of"]
@@ -65,7 +66,7 @@ def captured_model(
         answers[:] = [Answer(result, changed, objects)]
         return result, changed
 
-    with capturing(options.execution_strategy) as ambient:
+    with substituting(), capturing(options.execution_strategy) as ambient:
         captured = capture(
             forward,
             micro_batch,

@@ -10,13 +10,14 @@ compiled, `poptorch.run.compilation`, and what comes of that, `poptorch.run.comp
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
 import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -73,7 +74,9 @@ class PoplarExecutor:
     """A model that runs on a device. Make one with `poptorch.trainingModel` or `poptorch.inferenceModel`.
 
     It is called as the model is. The first call compiles it for arguments like those given; `destroy` undoes that.
-    Attributes that it does not have are those of the model. Several threads may call it: their runs take turns.
+    Attributes that it does not have are those of the model. What is set through it before it is compiled counts:
+    `wrapper.eval()`, methods of one's own, `wrapper.scale = 2`; what is set on the model after it was wrapped does not.
+    Several threads may call it: their runs take turns.
 
     Args:
         model: the module, a function, or another executor, whose model is meant. Of what `torch.compile` has made it is
@@ -122,6 +125,7 @@ class PoplarExecutor:
         self._training = training
         self._options = own_options(options or Options(), training)
         self._host = HostModel(model)
+        self._attributes = self._host.attributes  # which the model was compiled with
         self._compiled: Compiled | InParts | None = None
         self._kinds: ByArguments | None = None
         self._lock = threading.RLock()  # for what a call may have to do before its run
@@ -184,15 +188,16 @@ class PoplarExecutor:
 
     def _tell_of_changes(self) -> None:
         """Warn, once each, of what has been done to the module and has no effect on the device."""
-        module, attributes = self._host.module, self._host.attributes
+        module, attributes = self._host.module, self._attributes
         if module is None:
             return
         if "mode" not in self._told and module.training is self._training is not attributes.training:
             here, there = ("train", "eval") if self._training else ("eval", "train")
             self._tell(
                 "mode",
-                "The module is in `%s()` mode, and this wrapper runs it in `%s()` mode, in which it was wrapped: "
-                "dropout and batch norms may do something else. Call `module.%s()` before `poptorch.%s(module)`.",
+                "The module is in `%s()` mode, and this wrapper runs it in `%s()` mode, in which it was compiled: "
+                "dropout and batch norms may do something else. Call `%s()` of the wrapper before its first call, or "
+                "of the module before `poptorch.%s(module)`.",
                 here,
                 there,
                 here,
@@ -203,7 +208,7 @@ class PoplarExecutor:
                 "numbers",
                 "An attribute of the module has changed since it was wrapped: %s. Numbers of Python are a part of the "
                 "program, so this has no effect on the device. What is to change from call to call is a tensor: an "
-                "argument of `forward`. Otherwise wrap the module anew.",
+                "argument of `forward`. Otherwise call `destroy()`, and set it through the wrapper.",
                 changed,
             )
         if "writes" not in self._told and (written := self._host_writes.names()):
@@ -314,6 +319,7 @@ class PoplarExecutor:
     def _use(self, compiled: Compiled | InParts) -> None:
         """Run this from now on."""
         self._compiled = compiled
+        self._attributes = self._host.attributes
         offline = self._options.connection_type is ConnectionType.Never
         if not self._training and (written := compiled.ends.written):
             self._instrumented = Instrumented(self._host.module, self._fetch_weights, self._host.grouped, written)
@@ -792,7 +798,24 @@ class PoplarExecutor:
                     self._host.grouped[attr] = grouped
 
             return ParameterProxy(value, attr, self._options.replication_factor, group)
+        if inspect.ismethod(value) and isinstance(value.__self__, torch.nn.Module):
+
+            @wraps(value)
+            def method(*args: Any, **kwargs: Any) -> Any:
+                with self._host.setting():
+                    return value(*args, **kwargs)
+
+            return method
         return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        module = self.__dict__.get("_user_model")
+        is_own = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
+        if not is_own and isinstance(module, torch.nn.Module) and hasattr(module, name):
+            with self._host.setting():
+                setattr(module, name, value)
+        else:
+            object.__setattr__(self, name, value)
 
 
 def _changed_weights(compiled: Compiled | InParts, training: bool) -> dict[str, np.ndarray]:

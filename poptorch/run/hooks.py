@@ -1,13 +1,25 @@
-"""Functions of the user that are called around every compilation of a model."""
+"""What users and packages on top have done around every compilation of a model, and every capture."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Protocol
 
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["post_compile", "pre_compile", "registerPostCompileHook", "registerPreCompileHook"]
+from poptorch.errors import createPoptorchError
+
+__all__ = [
+    "Substitution",
+    "post_compile",
+    "pre_compile",
+    "registerPostCompileHook",
+    "registerPreCompileHook",
+    "register_substitution",
+    "substituting",
+]
 
 Hook = Callable[[], object]
 
@@ -37,6 +49,38 @@ def registerPreCompileHook(hook: Hook) -> RemovableHandle:
 def registerPostCompileHook(hook: Hook) -> RemovableHandle:
     """Have a function called after each model has been compiled; otherwise as `registerPreCompileHook`."""
     return _registered(_post, hook, "registerPostCompileHook")
+
+
+class Substitution(Protocol):
+    """Replaces something during a capture: a function of a library that models use, say, by one of another package."""
+
+    def replace(self) -> object: ...
+
+    def restore(self) -> object: ...
+
+
+_substitutions: list[type[Substitution]] = []
+
+
+def register_substitution(manager: type[Substitution]) -> None:
+    """Have an instance of a class replace something during each capture; see `poptorch._impl`."""
+    methods = [getattr(manager, name, None) for name in ("replace", "restore")]
+    if not isinstance(manager, type) or not all(map(callable, methods)):
+        raise createPoptorchError(
+            f"registerSubsitutionManager: expected a class with the methods `replace` and `restore`; got {manager!r}."
+        )
+    _substitutions.append(manager)
+
+
+@contextmanager
+def substituting() -> Iterator[None]:
+    """Have what is registered replaced during a block."""
+    with ExitStack() as stack:
+        for manager in tuple(_substitutions):
+            substitution = manager()
+            stack.callback(substitution.restore)
+            substitution.replace()
+        yield
 
 
 def pre_compile() -> None:

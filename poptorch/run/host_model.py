@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
 from poptorch.base.replica_groups import GroupedParameter
-from poptorch.capture.attributes import Attributes
+from poptorch.capture.attributes import Attributes, noting
 from poptorch.errors import createPoptorchError
 from poptorch.run import weights
 
@@ -28,7 +29,7 @@ class HostModel:
     Attributes:
         call: what is called.
         module: the same, if it is a module.
-        attributes: those that the module has now.
+        attributes: those that the module has now, and what is set in `setting`.
         grouped: its parameters with a value for each group of replicas, by name.
     """
 
@@ -42,6 +43,13 @@ class HostModel:
     def forward(self) -> Callable[..., Any]:
         """The function whose parameters the arguments are for."""
         return self.call if self.module is None else self.module.forward
+
+    @contextmanager
+    def setting(self) -> Iterator[None]:
+        """Have `attributes` be those that are set in a block, too. A program that is compiled keeps those it has."""
+        with noting() as noted:
+            yield
+        self.attributes = self.attributes.with_those(noted)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by name; see `weights.tensors_of`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 __all__ = [
@@ -175,6 +175,40 @@ class OptionsDict:
         for value in self._values().values():
             if isinstance(value, OptionsDict):
                 value._mark(frozen)
+
+    def exists(self, name: str) -> bool:
+        """Whether there is a setting of this name.
+
+        Example:
+            >>> import poptorch
+            >>> poptorch.Options().Training.exists("gradient_accumulation")
+            True
+        """
+        return isinstance(self._declared().get(name), Setting)
+
+    def update(self, other: Mapping[str, Any]) -> Self:
+        """Set all that a dictionary says, by the names of settings, as `toDict` gives them.
+
+        Raises:
+            AttributeError: if there is no setting of a name, or the options are frozen. Nothing is set then.
+            AssertionError: if a value is of another type than the setting has.
+
+        Example:
+            >>> import poptorch
+            >>> poptorch.Options().Training.update({"gradient_accumulation": 4}).gradient_accumulation
+            4
+        """
+        return self._set(**other)
+
+    def toDict(self) -> dict[str, Any]:
+        """All settings by name.
+
+        Example:
+            >>> import poptorch
+            >>> poptorch.Options().Training.toDict()["gradient_accumulation"]
+            1
+        """
+        return {name: _own(value) for name, value in self._values().items()}
 
     def freeze(self) -> None:
         """Refuse all changes from now on. What uses options freezes them, so that they say what was used."""

@@ -206,6 +206,81 @@ def test_hooks(module: Model) -> None:
         poptorch.registerPreCompileHook("hook")
 
 
+class Replaced:
+    """Has `torch.relu` double what is positive, while a model is captured."""
+
+    heard: list[str] = []
+
+    def __init__(self) -> None:
+        self.before = torch.relu
+
+    def replace(self) -> None:
+        self.heard.append("replace")
+        torch.relu = lambda x: self.before(x) * 2
+
+    def restore(self) -> None:
+        self.heard.append("restore")
+        torch.relu = self.before
+
+
+def test_packages_replace_functions_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("poptorch.run.hooks._substitutions", [])
+    before, register = torch.relu, poptorch._poplar_executor._OverwriteContextManager.registerSubsitutionManager
+    register(Replaced)
+    model = poptorch.inferenceModel(lambda x: torch.relu(x))
+    for _ in range(2):
+        torch.testing.assert_close(model(X), 2 * before(X))
+    assert Replaced.heard == ["replace", "restore"]
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError(torch.relu is before)
+
+    with pytest.raises(ValueError, match="False"):
+        poptorch.inferenceModel(fails)(X)
+    assert torch.relu is before and Replaced.heard == ["replace", "restore"] * 2
+    with pytest.raises(poptorch.Error, match="expected a class with the methods `replace` and `restore`"):
+        register(Replaced())
+
+
+class Settable(torch.nn.Module):
+    """Its result says in which state it was captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner = 1.0, torch.nn.Identity()
+        self.inner.added = 0.0
+
+    def set(self, scale: float) -> None:
+        self.scale, self.inner.added = scale, scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + self.inner.added + (100 if self.training else 0) + (10 if self.inner.training else 0)
+
+
+def test_what_is_set_through_a_wrapper_before_the_first_call_counts(caplog: pytest.LogCaptureFixture) -> None:
+    """Whether the module is so already, or not; what is set on the module does not count."""
+    module = Settable()
+    model = poptorch.inferenceModel(module)
+    module.eval()
+    module.set(7.0)
+    model.eval()
+    torch.testing.assert_close(model(X), X)
+    assert "`scale` is 7.0, and was 1.0" in caplog.text
+    model = poptorch.inferenceModel(module.train())
+    model.set(2.0)
+    model.scale = 3.0
+    assert module.scale == 3.0
+    torch.testing.assert_close(model(X), X * 3 + 112)
+    caplog.clear()
+    model.eval()
+    torch.testing.assert_close(model(X), X * 3 + 112)
+    assert "runs it in `train()` mode, in which it was compiled" in caplog.text
+    model.destroy()
+    torch.testing.assert_close(model(X), X * 3 + 2)
+    model.other = 4  # of which the module has none
+    assert model.other == 4 and not hasattr(module, "other")
+
+
 def test_looks(module: Model) -> None:
     block = torch.nn.Sequential(poptorch.BeginBlock(torch.nn.Linear(2, 2), "first", 0), torch.nn.ReLU())
     model = poptorch.inferenceModel(block)

@@ -148,7 +148,9 @@ def methods(kind: type) -> set[str]:
     return {name for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
 
 
-NOT_SETTERS = {"clone", "freeze", "defaultOutputMode", "from_json", "loadFromFile", "toDict"}
+NOT_SETTERS = {
+    "clone", "defaultOutputMode", "exists", "freeze", "from_json", "loadFromFile", "toDict", "update"
+}  # fmt: skip
 
 
 def groups() -> dict[str, type[OptionsDict]]:
@@ -413,6 +415,34 @@ def test_to_dict() -> None:
         name for kind in (Options, *groups().values()) for name in kind._declared() if name not in Options._declared()
     ]
     assert len(names) == len(set(names)), "so no setting hides another"
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "value"),
+    [
+        (lambda o: o, "device_iterations", 4),
+        (lambda o: o.Training, "gradient_accumulation", 4),
+        (lambda o: o.Precision, "stochastic_rounding", True),
+        (lambda o: o.TensorLocations, "num_io_tiles", 32),
+        (lambda o: o._Popart, "patterns_level", 1),
+        (lambda o: poptorch.TensorLocationSettings(), "use_on_chip_storage", True),
+    ],
+)
+def test_groups_as_dictionaries(group: Callable[[Options], OptionsDict], name: str, value: Any) -> None:
+    options = Options().outputMode(OutputMode.All)
+    settings = group(options)
+    first = settings.toDict()
+    assert settings.exists(name) and name in first and not settings.exists("no_such")
+    assert settings.update({name: value}) is settings
+    assert settings.toDict() == {**first, name: value} and getattr(settings, name) == value
+    with pytest.raises(AttributeError, match="has no setting 'no_such'"):
+        settings.update({name: first[name], "no_such": 1})
+    with pytest.raises(AssertionError, match=f"`{name}` is 'x'"):
+        settings.update({name: "x"})
+    assert getattr(settings, name) == value
+    settings.freeze()
+    with pytest.raises(AttributeError, match="frozen"):
+        settings.update({name: value})
 
 
 def test_popart_values() -> None:

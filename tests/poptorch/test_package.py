@@ -23,4 +23,6 @@ def test_names() -> None:
     assert all(hasattr(poptorch, name) for name in poptorch.__all__)
     assert poptorch.options.ConfigFileError is poptorch.ConfigFileError
     assert poptorch.enums.OutputMode is poptorch.OutputMode
+    assert poptorch.logger.name == "poptorch::python"
+    assert poptorch._poplar_executor.PoplarExecutor is poptorch.PoplarExecutor
     assert poptorch.poptorch_core.Error is poptorch.Error

@@ -167,6 +167,17 @@ def test_options_without_meaning_here_are_accepted(poprun: Run) -> None:
     assert poprun(*options, program=SAY_WHO).returncode == 0
 
 
+def test_values_may_begin_with_a_dash() -> None:
+    """Of each option that takes one; so may those of the program."""
+    command = ["train.py", "--mpi-global-args", "--host", "-x"]
+    given = (
+        "--vv --mpi-global-args --tag-output --mpi-local-args -x --vipu-partition --p -x -A=1 --num-instances 2".split()
+    )
+    options = parser().parse_args([*given, *command])
+    assert (options.mpi_global_args, options.mpi_local_args, options.vipu_partition) == ("--tag-output", "-x", "--p")
+    assert (options.env, options.num_instances, options.verbose, options.command) == (["-A=1"], 2, True, command)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -68,6 +68,10 @@ def test_examples() -> None:
 def test_a_single_process_is_the_only_instance() -> None:
     popdist.init()
     popdist.synchronize()
+    assert popdist.execute_on_instances({0}, int, "12", base=8) == 10
+    assert popdist.execute_on_instances([], int, "12") is None
+    with pytest.raises(ValueError, match="there is no instance 1; their numbers are 0 to 0"):
+        popdist.execute_on_instances({0, 1}, print)
     assert not popdist.isPopdistEnvSet()
     assert (popdist.getNumInstances(), popdist.getInstanceIndex(), popdist.getLocalInstanceIndex()) == (1, 0, 0)
     assert (popdist.getNumTotalReplicas(), popdist.getNumLocalReplicas(), popdist.getReplicaIndexOffset()) == (1, 1, 0)

@@ -135,7 +135,7 @@ with popxl.Session(ir, "ipu_model") as session:
     outputs = session.run({into: np.arange(12, dtype=np.float32).reshape(4, 3)[first : first + 2]})
     rows = outputs[out]
 np.testing.assert_array_equal(outputs[drawn], described.numbers()[first : first + 2])
-popdist.synchronize()
+assert popdist.execute_on_instances({1}, int, "7", base=8) == (None, 7)[popdist.getInstanceIndex()]
 print(popdist.getInstanceIndex(), rows.tolist())
 """
 

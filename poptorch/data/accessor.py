@@ -5,6 +5,9 @@ shared memory. What travels through the pipe between the processes is only the n
 again, and how to put the batch together. Neither side polls: each sleeps until the other has something to say, and
 notices at once, by the end of the pipe, if the other is gone. Shared memory has no name that could outlive them.
 
+The tensors of a batch are views of its slot, which is free again once no tensor refers to its memory. A loop still has
+one batch when it asks for the next. A program that keeps more gets copies, so slots never run out.
+
 This is the side of the program; the other one is `worker.py`. Batches themselves are made in `loader.py`.
 """
 
@@ -14,12 +17,14 @@ import copy
 import math
 import tempfile
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from multiprocessing import util
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from poptorch.base.structures import Structure
@@ -45,11 +50,22 @@ from runtime.processes import jax_runs
 __all__ = ["AsynchronousDataAccessor", "Rebatched"]
 
 
+class _Lease(NamedTuple):
+    """A slot whose memory tensors of the program may refer to.
+
+    Attributes:
+        slot: its number.
+        memory: refers to an array that every such tensor keeps alive.
+    """
+
+    slot: int
+    memory: weakref.ref[np.ndarray]
+
+
 class AsynchronousDataAccessor:
     """Iterates over a data set in a process of its own, ahead of the program.
 
-    The tensors of a batch lie in memory that the worker uses again: they stay as they are until the next batch is asked
-    for; `clone()` what is needed longer. If a loop is left, the next one begins at the start of the data set.
+    If a loop is left, the next one begins at the start of the data set.
 
     A worker that is not forked imports the program's main module, which takes seconds: programs protect what they do
     with `if __name__ == "__main__":`. The worker's random numbers are seeded from PyTorch's generator.
@@ -58,7 +74,8 @@ class AsynchronousDataAccessor:
         dataset: the batches; anything that can be iterated over, such as a `torch.utils.data.DataLoader`, or a
             map-style data set. A batch is a tensor, a tuple or list of tensors, a dictionary from strings to tensors,
             or of a type that was registered with `registerCustomArgParser`.
-        buffer_size: number of slots in the ring. The batch that the program looks at takes one.
+        buffer_size: number of batches that are loaded at a time. The one that the program looks at is among them; the
+            ring has another slot for the one before.
         miss_sleep_time_in_ms: without effect: the worker does not poll for a free slot, but is woken.
         load_indefinitely: at the end of the data set, begin to load it again before the next loop asks for that.
         early_preload: fill the ring from the beginning; else only the first batch is loaded before the first loop.
@@ -116,9 +133,10 @@ class AsynchronousDataAccessor:
                 )
             dataset = Rebatched(dataset, rebatched_size, getattr(dataset, "drop_last", True))
         self._dataset = dataset
-        self._buffers = [torch.empty(0, dtype=torch.uint8)] * buffer_size
+        self._buffers = [torch.empty(1, dtype=torch.uint8)] * (buffer_size + 1)  # for tensors without elements, so far
         self._unopened = deque(range(buffer_size))  # slots that the worker may not use before the first loop
-        self._held: int | None = None  # the slot that the program looks at
+        self._leases = [_Lease(buffer_size, weakref.ref(np.empty(0)))]  # of all slots that the worker may not use
+        self._most_leases = min(buffer_size, 2)  # beyond them batches are copies; so the worker always has a slot
         self._epoch = 0
         self._position = "start"  # of this epoch, or "inside" it, or at its "end"
         strategy = SharingStrategy(sharing_strategy)
@@ -143,7 +161,7 @@ class AsynchronousDataAccessor:
         return self
 
     def __next__(self) -> Any:
-        """The next batch. The tensors of the one before may change from now on."""
+        """The next batch."""
         self._check_alive()
         if self._unopened:
             iter(self)
@@ -157,10 +175,11 @@ class AsynchronousDataAccessor:
                 self.terminate()
                 raise AssertionError(f"An error occurred in the data fetcher: {message.text}")
             if isinstance(message, Filled):
-                batch = self._open(message)
+                if message.buffer is not None:
+                    self._buffers[message.slot] = message.buffer
                 if message.epoch == self._epoch:
-                    return batch
-                self._release()
+                    return self._open(message)
+                self._send(Free(message.slot))
             elif message.epoch == self._epoch:
                 self._position = "end"
                 raise StopIteration
@@ -221,16 +240,20 @@ class AsynchronousDataAccessor:
             raise
 
     def _open(self, message: Filled) -> Any:
-        if message.buffer is not None:
-            self._buffers[message.slot] = message.buffer
-        self._held = message.slot
-        tensors = views(self._buffers[message.slot], message.layout)
+        memory = self._buffers[message.slot].numpy()
+        tensors = views(torch.from_numpy(memory), message.layout)
+        if sum(lease.memory() is not None for lease in self._leases) < self._most_leases:
+            self._leases.append(_Lease(message.slot, weakref.ref(memory)))
+        else:
+            tensors = [tensor.clone() for tensor in tensors]
+            self._send(Free(message.slot))
         return Unpickler(message.structure, tensors).load().rebuild(tensors)
 
     def _release(self) -> None:
-        if self._held is not None:
-            self._send(Free(self._held))
-            self._held = None
+        """Free the slots of batches that are gone; all but one, so that the worker is not further ahead than allowed."""
+        for lease in [lease for lease in self._leases if lease.memory() is None][: len(self._leases) - 1]:
+            self._leases.remove(lease)
+            self._send(Free(lease.slot))
 
 
 class Rebatched:

@@ -250,7 +250,7 @@ class AsynchronousDataAccessor:
         return Unpickler(message.structure, tensors).load().rebuild(tensors)
 
     def _release(self) -> None:
-        """Free the slots of batches that are gone; all but one, so that the worker is not further ahead than allowed."""
+        """Free the slots of batches that are gone, but for one: the worker is not to be further ahead than allowed."""
         for lease in [lease for lease in self._leases if lease.memory() is None][: len(self._leases) - 1]:
             self._leases.remove(lease)
             self._send(Free(lease.slot))

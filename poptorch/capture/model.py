@@ -40,8 +40,9 @@ from poptorch.capture.torch_private import (
 from poptorch.capture.torchvision_ops import choosing
 from poptorch.capture.trace import Trace, Value
 from poptorch.capture.tracer import CANNOT_READ, Again, Tracer, going_on
-from poptorch.errors import createPoptorchError
+from poptorch.errors import Error, createPoptorchError
 from poptorch.placement.ambient import Ambient
+from popxl.base.source import SourceLocation
 
 __all__ = ["Captured", "capture"]
 
@@ -183,6 +184,9 @@ def _capture(
                     f"{CANNOT_READ} The buffer {key} is needed here ({where}), and `forward` overwrites it, so that it "
                     "is another one in each run."
                 )
+        for key, t in fakes.items():
+            if state_ends[key].shape != state_values[key].shape:
+                raise _reshaped(key, state[key], state_values[key], state_ends[key], recorder.reshaped.get(id(t)))
         recorder.trace.outputs = leaves
         carried = recorder.carried(attributes.rebound())
         recorder.settle()
@@ -219,6 +223,15 @@ _ALWAYS = (
     derivable_attention,
 )
 """What PyTorch does otherwise while any function is captured."""
+
+
+def _reshaped(name: str, t: torch.Tensor, before: Value, after: Value, where: SourceLocation | None) -> Error:
+    kind = "Parameter" if isinstance(t, torch.nn.Parameter) else "Buffer"
+    return createPoptorchError(
+        f"{kind} {name} has the shape {list(before.shape)}, and `forward` leaves it with {list(after.shape)} "
+        f"({where}). What a program keeps from run to run keeps its shape: use a view, such as `self.x.t()` in place "
+        "of `self.x.t_()`, or undo the change in `forward`."
+    )
 
 
 @contextmanager

@@ -135,6 +135,7 @@ class Recorder:
         scopes: names of the modules that are running, outermost first.
         frozen: tensors of the host whose numbers have become a part of the program.
         read: the buffers whose numbers were asked for, by name, and where that was first.
+        reshaped: where tensors were changed to look at other places, last, by the identity of each.
         makes_on_host: whether what is made of no tensors is on the host, to the model.
         made_on_host: ops that have made tensors which `forward` wants to be on the host.
     """
@@ -148,6 +149,7 @@ class Recorder:
         self.scopes: list[str] = []
         self.frozen: list[Frozen] = []
         self.read: dict[str, SourceLocation] = {}
+        self.reshaped: dict[int, SourceLocation] = {}
         self.makes_on_host = False
         self.made_on_host: set[Node] = set()
         self._ambient = ambient
@@ -321,6 +323,7 @@ class Recorder:
 
     def moved(self, t: torch.Tensor) -> None:
         """Note that a tensor now looks at another place of a storage (`transpose_`), or at another storage."""
+        self.reshaped[id(t)] = self.source()
         self._seen.pop(id(t), None)
 
     def _new(self, value: Value) -> Value:

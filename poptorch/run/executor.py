@@ -196,12 +196,13 @@ class PoplarExecutor:
             self._tell(
                 "mode",
                 "The module is in `%s()` mode, and this wrapper runs it in `%s()` mode, in which it was compiled: "
-                "dropout and batch norms may do something else. Call `%s()` of the wrapper before its first call, or "
-                "of the module before `poptorch.%s(module)`.",
+                "dropout and batch norms may do something else. Call `module.%s()` before `poptorch.%s(module)`, "
+                "or `%s()` of the wrapper before its first call.",
                 here,
                 there,
                 here,
                 "trainingModel" if self._training else "inferenceModel",
+                here,
             )
         if "numbers" not in self._told and (changed := attributes.changed_number()) is not None:
             self._tell(
@@ -512,6 +513,7 @@ class PoplarExecutor:
                 "`options.updatableNamedBuffers([...])`."
             )
         self._required.write_weights(self._on_host.read(names))
+        self._host_writes.forget(names)
 
     @_traced("loadStateDict")
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:

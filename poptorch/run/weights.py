@@ -12,11 +12,11 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from operator import is_, itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -41,6 +41,8 @@ __all__ = [
 ]
 
 Groupings = Mapping[str, GroupedParameter]
+
+_Known = TypeVar("_Known")
 
 # Values ---------------------------------------------------------------------------------------------------------------
 
@@ -386,45 +388,53 @@ class HostWrites:
     def __init__(self, module: torch.nn.Module | None) -> None:
         self._module = module
         self._tensors: dict[str, torch.Tensor] = {}
-        self._versions: list[int] = []
+        self._versions: dict[str, int] = {}
+        self._places: dict[str, tuple[dict[str, Any], str, Any]] = {}
         self._holders: tuple[dict[str, Any], ...] = ()
         self._keys: tuple[str, ...] = ()
         self._held: tuple[Any, ...] = ()
-        self._places: tuple[str, ...] = ()
 
-    def forget(self) -> None:
-        """Note that the device has what the host has now."""
+    def forget(self, names: Collection[str] | None = None) -> None:
+        """Note that the device has what the host has now: of all, or of the parameters and buffers of these names."""
+        tensors, versions, places = self._tensors, self._versions, self._places
         with torch._C.DisableTorchFunctionSubclass():
             self._tensors = {name: t for name, t in tensors_of(self._module).items() if not t.is_inference()}
         self._versions = self._now()
-        places = list(_places(self._module)) if self._module is not None else []
-        self._holders, self._keys, self._held, self._places = zip(*places, strict=True) if places else ((), (), (), ())
+        self._places = {} if self._module is None else dict(_places(self._module))
+        if names is not None:
+            self._tensors |= _without(tensors, names)
+            self._versions |= _without(versions, names)
+            self._places |= _without(places, names)
+        self._holders, self._keys, self._held = zip(*self._places.values(), strict=True) if self._places else ((),) * 3
 
     def names(self) -> list[str]:
         """The names of those that somebody has written since. Every call of a model asks, so it has to be quick."""
         now = self._now()
         if now == self._versions:
             return []
-        return [name for name, a, b in zip(self._tensors, self._versions, now, strict=True) if a != b]
+        return [name for name, version in now.items() if version != self._versions[name]]
 
     def replaced(self) -> list[str]:
         """The names of parameters, buffers and modules that have been replaced. It is as quick."""
         if all(map(is_, map(dict.get, self._holders, self._keys), self._held)):
             return []
-        now = map(dict.get, self._holders, self._keys)
-        return [name for name, a, b in zip(self._places, self._held, now, strict=True) if a is not b]
+        return [name for name, (holder, key, held) in self._places.items() if holder.get(key) is not held]
 
-    def _now(self) -> list[int]:
+    def _now(self) -> dict[str, int]:
         with torch._C.DisableTorchFunctionSubclass():  # to ask for a version is not to read
-            return [t._version for t in self._tensors.values()]
+            return {name: t._version for name, t in self._tensors.items()}
 
 
-def _places(module: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, Any, str]]:
-    """Where parameters, buffers and modules are: what holds each, its key there, the thing itself, and its name."""
+def _without(known: Mapping[str, _Known], names: Collection[str]) -> dict[str, _Known]:
+    return {name: each for name, each in known.items() if name not in names}
+
+
+def _places(module: torch.nn.Module) -> Iterator[tuple[str, tuple[dict[str, Any], str, Any]]]:
+    """Where parameters, buffers and modules are, by name: what holds each, its key there, and the thing itself."""
     for path, each in torch.nn.Module.named_modules(module):
         for holder in (each._parameters, each._buffers, each._modules):
             for key, value in holder.items():
-                yield holder, key, value, f"{path}.{key}" if path else key
+                yield f"{path}.{key}" if path else key, (holder, key, value)
 
 
 # What stands in for classes -------------------------------------------------------------------------------------------

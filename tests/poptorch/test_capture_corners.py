@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -361,6 +363,41 @@ def test_a_buffer_that_forward_makes_of_what_a_run_brings() -> None:
 
     with pytest.raises(poptorch.Error, match="Buffer last is reassigned within the model"):
         poptorch.inferenceModel(Alternating())(_input(3))
+
+
+class Turned(torch.nn.Module):
+    """It changes in place which numbers its buffer has where."""
+
+    def __init__(self, shape: tuple[int, ...], change: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.change = change
+        self.register_buffer("table", torch.arange(6.0)[: math.prod(shape)].reshape(shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.change(self.table)
+        return x + self.table[0, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "shape"),
+    [
+        (lambda t: t.t_(), [3, 2]),
+        (lambda t: t.unsqueeze_(0).squeeze_(-1), [1, 2, 3]),
+        (lambda t: t.resize_(3, 2), [3, 2]),
+        (lambda t: t.as_strided_((2, 2), (3, 1)), [2, 2]),
+    ],
+)
+def test_a_buffer_keeps_its_shape(change: Callable[[torch.Tensor], object], shape: list[int]) -> None:
+    words = rf"Buffer table has the shape \[2, 3\], and `forward` leaves it with {re.escape(str(shape))}"
+    with pytest.raises(poptorch.Error, match=rf"{words} \(test_capture_corners\.py:\d+\)"):
+        poptorch.inferenceModel(Turned((2, 3), change))(_input(3))
+    turned_back = Turned((2, 3), lambda t: t.t_().add_(1).t_())
+    square = Turned((2, 2), lambda t: t.t_().add_(1))
+    for module in (turned_back, square):
+        theirs, ours = copy.deepcopy(module), poptorch.inferenceModel(module)
+        for _ in range(2):
+            torch.testing.assert_close(ours(_input(3)), theirs(_input(3)))
+        torch.testing.assert_close(module.table, theirs.table)
 
 
 def test_a_loss_of_which_nothing_is_returned() -> None:

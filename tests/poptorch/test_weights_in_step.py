@@ -647,7 +647,7 @@ def test_statistics_of_averaged_weights() -> None:
     torch.testing.assert_close(module.state_dict(), reference.state_dict())
 
 
-def test_named_buffers() -> None:
+def test_named_buffers(caplog: pytest.LogCaptureFixture) -> None:
     module = Model().eval()
     model = poptorch.inferenceModel(module, poptorch.Options().updatableNamedBuffers(["scale"]))
     assert model(X).tolist() == [1, 1]
@@ -656,6 +656,11 @@ def test_named_buffers() -> None:
         module.w.fill_(7)
     model.copyNamedBuffersToDevice()
     assert model(X).tolist() == [3, 3]
+    assert "w has been changed on the host" in caplog.text and "scale" not in caplog.text
+    caplog.clear()
+    module.scale = torch.full_like(module.scale, 4)
+    model.copyNamedBuffersToDevice()
+    assert model(X).tolist() == [4, 4] and not caplog.text
     with pytest.raises(poptorch.Error, match="no buffers are named"):
         poptorch.inferenceModel(module).copyNamedBuffersToDevice()
     with pytest.raises(poptorch.Error, match="the model has no buffers named other; it has count, scale"):

@@ -72,7 +72,16 @@ class SessionOptions(BaseModel):
         "'rolled': in one program, in which calls that differ only in what they are given are turns of a loop, with "
         "their updates; variables that take the same part lie in one array. 'inlined': every call as if it had been "
         "written out. 'auto': on CPUs dispatched, where much would be compiled again and again, or rolled if calls are "
-        "small; kept otherwise. Elsewhere rolled, where that saves enough.",
+        "small; kept otherwise. Elsewhere inlined or rolled, whichever is faster by what XLA makes of it: see "
+        "`compareSeconds`.",
+    )
+    compareSeconds: Annotated[float, OfTheRun] = Field(
+        default=600,
+        ge=0,
+        description="Where `calledGraphs` is 'auto', and loops would save the compiler of an accelerator much, the "
+        "program is compiled with loops and written out, and the faster is taken, by what is read off both. That is "
+        "left out where it would take longer than so many seconds for what is written out, by a count of ops: loops "
+        "are taken then. With 0 nothing is compared.",
     )
     placement: Literal["auto", "several", "one"] = Field(
         default="auto",

@@ -25,8 +25,8 @@ from runtime.costs.cost import cost_of
 from runtime.costs.memory import least_memory_of, memory_of_program
 from runtime.fitting import Compiled, fit
 from runtime.inspection import report_of
+from runtime.machine import Machine, NothingRuns, PlanningMachine, TargetMachine
 from runtime.pipes import nobody_reads, quiet_in_a_pipe
-from runtime.program.machine import Machine, NothingRuns, PlanningMachine, TargetMachine
 from runtime.program.program import Described, Program, Ready
 from runtime.session import Session
 from runtime.targets.devices import Device

@@ -86,8 +86,7 @@ def _loops(program: CompiledProgram) -> tuple[LoopReport, ...]:
 
 
 def _written_out(program: CompiledProgram) -> dict[str, str]:
-    rolling = program.layout.rolling
-    return {} if rolling is None else {graph.name: why for graph, why in rolling.left_alone.items()}
+    return {graph.name: why for graph, why in program.layout.written_out.items()}
 
 
 def _target(program: CompiledProgram, memory: Memory) -> TargetReport | None:

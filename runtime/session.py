@@ -34,9 +34,9 @@ from runtime.costs.cost import Cost, cost_of, texts
 from runtime.costs.memory import memory_of_program
 from runtime.files.session_files import read, write
 from runtime.inspection import report_of
+from runtime.machine import Machine, ProgramElsewhere
 from runtime.processes import Notes
 from runtime.program.host_arrays import HostArrays, Outputs
-from runtime.program.machine import Machine, ProgramElsewhere
 from runtime.program.program import Ready
 from runtime.program.state import Given, Part
 from runtime.report import Report

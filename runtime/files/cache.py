@@ -19,6 +19,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -34,13 +35,14 @@ from runtime.targets.destination import Destination
 from runtime.targets.devices import Device, DeviceType
 
 SUFFIX = ".popef"
+WAY = ".way"
 KIND = "popxl executables"
 
 _log = Logger("session")
 
 
 @contextmanager
-def compiling(ir: Ir, device: Device, prints: bool = False, can_be_kept: bool = True) -> Iterator[bool]:
+def compiling(ir: Ir, device: Device, calls: str, prints: bool = False, can_be_kept: bool = True) -> Iterator[bool]:
     """While the block compiles a program, take executables from the cache, if it is on, and put new ones there.
 
     It is on where the option `enableEngineCaching` is set and the device is hardware. Yields whether some executables
@@ -49,11 +51,12 @@ def compiling(ir: Ir, device: Device, prints: bool = False, can_be_kept: bool = 
     Args:
         ir: the program.
         device: what it is compiled for.
+        calls: how called graphs are compiled: each way is kept.
         prints: whether it calls back into Python, so that nothing of it can be kept.
         can_be_kept: whether other processes could run what is compiled. If not, no cache is asked, and none filled.
 
     Example:
-        >>> with compiling(ir, runtime.find_device("cpu", ir)):
+        >>> with compiling(ir, runtime.find_device("cpu", ir), "kept"):
         ...     executable = jax.jit(jnp.sin).lower(1.0).compile()
     """
     if not can_be_kept:
@@ -61,7 +64,7 @@ def compiling(ir: Ir, device: Device, prints: bool = False, can_be_kept: bool = 
         with compiling_afresh() as taken:
             yield taken
         return
-    path = None if prints else _path(ir, device)
+    path = None if prints else _path(ir, device, calls)
     found = {} if path is None else _read(path)
     if path is None or not found:
         _log.debug("Starting compilation")
@@ -86,11 +89,35 @@ def compiling_afresh() -> Iterator[bool]:
         yield False
 
 
+# Decisions ----------------------------------------------------------------------------------------------------------
+
+
+def known_way(ir: Ir, device: Device) -> str | None:
+    """The way of compiling called graphs that was found to be the best for a program, if the cache knows it."""
+    path = _path(ir, device, "best")
+    if path is None or not path.with_suffix(WAY).is_file():
+        return None
+    try:
+        about, _ = unpack(KIND, path.with_suffix(WAY).read_bytes())
+    except (OSError, ValueError) as problem:
+        _log.warn(f"Ignoring a file of the cache, which does not say how to compile: {path}: {problem}")
+        return None
+    way = about.get("calls")
+    return way if way in ("inlined", "rolled", "dispatched") else None
+
+
+def keep_way(ir: Ir, device: Device, calls: str) -> None:
+    """Have the cache know the best way of compiling called graphs, if it is on."""
+    path = _path(ir, device, "best")
+    if path is not None:
+        _write(path.with_suffix(WAY), {}, {"calls": calls})
+
+
 # Files --------------------------------------------------------------------------------------------------------------
 
 
-def _path(ir: Ir, device: Device) -> Path | None:
-    """The file of a program; `None` if it cannot be kept, or is not to be."""
+def _path(ir: Ir, device: Device, calls: str) -> Path | None:
+    """The file of a program, compiled in a way; `None` if it cannot be kept, or is not to be."""
     if not (ir.options.enableEngineCaching and ir.options.cachePath and device.type is DeviceType.Ipu):
         return None
     if len({each.process_index for each in device.jax_devices}) > 1:
@@ -103,6 +130,7 @@ def _path(ir: Ir, device: Device) -> Path | None:
         return None
     known = {
         "program": program,
+        "calls": calls,
         "made for": Destination(device.jax_devices).made_for.model_dump(),
         "devices": [each.id for each in device.jax_devices],
         "flags": [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
@@ -134,10 +162,10 @@ def _read(path: Path) -> dict[str, bytes]:
     return parts
 
 
-def _write(path: Path, entries: Mapping[str, bytes]) -> None:
+def _write(path: Path, entries: Mapping[str, bytes], about: Mapping[str, str] = MappingProxyType({})) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, pack(KIND, {"hash": path.stem}, entries), like=f"*{SUFFIX}")
+        replace_file(path, pack(KIND, {"hash": path.stem, **about}, entries), like=f"*{path.suffix}")
     except OSError as problem:
         _log.warn(f"The compiled program could not be kept in {path}: {problem}")
     else:

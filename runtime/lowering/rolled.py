@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from popxl.base.nesting import done
+from popxl.core.aliasing import reachable
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.graph import Graph
@@ -49,6 +50,11 @@ class Taken:
     of_turns: tuple[Tensor, ...]
     is_written: bool = False
     before: Tensor | None = None
+
+    @property
+    def is_same(self) -> bool:
+        """Whether all turns find one storage."""
+        return self.before is None and len(set(self.of_turns)) == 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +122,10 @@ class AsWritten:
 
 def roll(lowering: Lowering, loop: Rolled, environment: Environment, channels: Channels) -> None:
     """Carry out a loop."""
-    turning, streams = _Turning(loop, environment, lowering.machine.in_turn), channels_of_ops(loop.ops)
+    schedule = lowering.scheduling.schedule
+    called = dict.fromkeys(graph for op in loop.ops for callee in op.called_graphs for graph in reachable(callee))
+    has_loops = any(isinstance(item, Rolled) for graph in called for item in schedule(graph))
+    turning, streams = _Turning(loop, environment, lowering.machine.in_turn, has_loops), channels_of_ops(loop.ops)
     stepping = channels.stepping(streams)
 
     def turn(state: Any, rows: Sequence[Array]) -> Any:
@@ -139,12 +148,21 @@ class _Turning:
     Carried from turn to turn are: what is overwritten and in no stack; what a turn hands to the next one; what was made
     last; and the stacks that are written to.
 
+    Args:
+        loop: the loop.
+        environment: that of its ops.
+        in_turn: see `MachineParts`.
+        has_loops: whether graphs that turns call have loops. What all turns find in a stack is not cut out then: those
+            loops find it there.
+
     Attributes:
         start: what the first turn gets.
         rows: for each turn where each of its cuts begins, as arrays.
     """
 
-    def __init__(self, loop: Rolled, environment: Environment, in_turn: Callable[[Array, Array], Array]) -> None:
+    def __init__(
+        self, loop: Rolled, environment: Environment, in_turn: Callable[[Array, Array], Array], has_loops: bool
+    ) -> None:
         self._in_turn = in_turn
         self._handed = tuple((t, t.before) for t in loop.taken if t.before is not None)
         self._last = tuple(m for m in loop.made if m.is_last_only)
@@ -155,8 +173,10 @@ class _Turning:
         places = {t: tuple(map(environment.place, t.of_turns)) for t in known}
         in_rows = {t: rows for t, rows in places.items() if all(isinstance(row, Row) for row in rows)}
         written = [rows[0].stack for t, rows in in_rows.items() if t.is_written]
-        read = [t for t in in_rows if len(set(t.of_turns)) > 1 or in_rows[t][0].stack in written]
-        alone = [t for t in known if t not in read]
+        self._passed = {t.name: in_rows[t][0] for t in in_rows if t.is_same and has_loops}
+        of_turns = [t for t in in_rows if t.name not in self._passed]
+        read = [t for t in of_turns if not t.is_same or in_rows[t][0].stack in written]
+        alone = [t for t in known if t not in read and t.name not in self._passed]
         self._alone = tuple(t for t in alone if t.is_written)
         self._fixed = {t.name: environment.read(t.of_turns[0]) for t in alone if not t.is_written}
         self._rooms = tuple(_room(made, environment) for made in self._made)
@@ -175,11 +195,14 @@ class _Turning:
             [stack.array for stack in self._stacks],
         )
 
-    def found(self, held: Any, rows: Sequence[Array]) -> dict[Tensor, Array]:
+    def found(self, held: Any, rows: Sequence[Array]) -> dict[Tensor, Array | Row]:
         """What the model finds in a turn."""
         alone, handed, _, arrays = held
         now = dict(zip(self._stacks, arrays, strict=True))
-        values = dict(self._fixed)
+        passing = dict.fromkeys((*self._stacks, *(row.stack for row in self._passed.values())))
+        self._passing = {stack: stack.holding(now.get(stack, stack.array)) for stack in passing}
+        values: dict[Tensor, Array | Row] = dict(self._fixed)
+        values.update((name, Row(self._passing[row.stack], row.number)) for name, row in self._passed.items())
         values.update((t.name, value) for t, value in zip(self._alone, alone, strict=True))
         values.update((t.name, value) for (t, _), value in zip(self._handed, handed, strict=True))
         for cut, number in zip(self._reads, rows, strict=False):
@@ -190,7 +213,7 @@ class _Turning:
 
     def left(self, held: Any, rows: Sequence[Array], after: Environment) -> Any:
         """What the next turn gets."""
-        now = dict(zip(self._stacks, held[-1], strict=True))
+        now = {stack: self._passing[stack].array for stack in self._stacks}
         for cut, row in zip(self._writes, rows[len(self._reads) :], strict=True):
             now[cut.stack] = cut.written(now[cut.stack], row, after)
         return (

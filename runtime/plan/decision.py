@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from popxl.base.nesting import done
@@ -18,8 +19,12 @@ if TYPE_CHECKING:
     from runtime.plan.rolling.rolling import Rolling
 
 ROLLED = 500
-"""Calls are rolled where they are not kept if XLA would otherwise compile this many ops again: what is less it compiles
-in seconds, and turns have kernels that only cut rows out of arrays and put them back."""
+"""Loops are thought of where calls are not kept if XLA would otherwise compile this many ops again: what is less it
+compiles in seconds, and turns have kernels that only cut rows out of arrays and put them back."""
+
+SECONDS_AN_OP = {"tpu": 0.1, "gpu": 0.03}
+"""How long XLA takes for an op at most, about, as training steps of language models were compiled on two cores. It is a
+count, and no clock, so that all processes of a program decide alike."""
 
 WITHOUT_PRODUCTS = 2000
 """A loop without products is made there if it saves so many: it has more kernels than what is written out."""
@@ -34,6 +39,9 @@ class Decision(NamedTuple):
         choice: which calls are pieces, in a plan.
         places: where ops run, if IPUs are devices of their own.
         rolling: the loops that calls are rolled to, if they are.
+        others: what else comes into question: to be compiled, too, and compared.
+        rest: what is to be compiled if none of these fits into memory, in this order.
+        written_out: the graphs whose calls are in no loop, each with why, if loops were looked for.
     """
 
     calls: str
@@ -41,6 +49,9 @@ class Decision(NamedTuple):
     choice: Choice
     places: Places | None = None
     rolling: Rolling | None = None
+    others: tuple[str, ...] = ()
+    rest: tuple[str, ...] = ()
+    written_out: Mapping[Graph, str] = MappingProxyType({})
 
 
 def decide(
@@ -67,17 +78,34 @@ def decide(
     if places is not None:
         return Decision("dispatched", of_places, choice, places)
     if calls is not None:
-        return Decision(calls, "It was so in the file.", choice, rolling=_rolling(main, held, calls))
+        return _of_way(main, held, options, destination, calls, "It was so in the file.", choice)
     if options.calledGraphs == "kept" and destination.platform == "tpu":
         reason = "`ir.options.calledGraphs` is 'kept', but XLA for TPUs writes out every call."
         return Decision("inlined", reason + of_places, choice)
     if options.calledGraphs != "auto":
         reason = f"`ir.options.calledGraphs` is {options.calledGraphs!r}.{of_places}"
-        rolling = _rolling(main, held, options.calledGraphs)
-        return Decision(options.calledGraphs, reason, choice, rolling=rolling)
+        return _of_way(main, held, options, destination, options.calledGraphs, reason, choice)
     if destination.platform != "cpu":
-        return _on_accelerators(main, held, choice, of_places)
+        limit = options.compareSeconds / SECONDS_AN_OP.get(destination.platform, max(SECONDS_AN_OP.values()))
+        return _on_accelerators(main, held, choice, of_places, limit)
     return _on_cpus(main, held, choice, of_places)
+
+
+def _of_way(
+    main: Graph,
+    held: Collection[Tensor],
+    options: SessionOptions,
+    destination: Destination,
+    calls: str,
+    reason: str,
+    choice: Choice,
+) -> Decision:
+    """A decision that has been made."""
+    if calls != "rolled":
+        return Decision(calls, reason, choice)
+    automatic = REPEATED if destination.platform == "cpu" else WITHOUT_PRODUCTS
+    rolling = _rolled(main, held, automatic if options.calledGraphs == "auto" else 0)
+    return Decision(calls, reason, choice, rolling=rolling, written_out=rolling.left_alone)
 
 
 def _on_cpus(main: Graph, held: Collection[Tensor], choice: Choice, of_places: str) -> Decision:
@@ -95,27 +123,36 @@ def _on_cpus(main: Graph, held: Collection[Tensor], choice: Choice, of_places: s
         rolling = _rolled(main, held, REPEATED)
         if 2 * rolling.saved >= choice.repeated:
             reason = f"{again}, in calls so small that dispatching them would take time. {rolling.told()}"
-            return Decision("rolled", reason + of_places, choice, rolling=rolling)
+            return Decision("rolled", reason + of_places, choice, rolling=rolling, written_out=rolling.left_alone)
     return Decision("dispatched", f"{again}; a plan pays from {REPEATED} on.{of_places}", choice)
 
 
-def _on_accelerators(main: Graph, held: Collection[Tensor], choice: Choice, of_places: str) -> Decision:
-    """The same where compilers do not keep calls, or fuse nothing in those that they keep."""
+def _on_accelerators(main: Graph, held: Collection[Tensor], choice: Choice, of_places: str, limit: float) -> Decision:
+    """The same where compilers do not keep calls, or fuse nothing in those that they keep. A plan fuses nothing across
+    its pieces, and copies what they pass on: it comes last.
+
+    Args:
+        main, held: as for `decide`.
+        choice: which calls would be pieces.
+        of_places: why there is one device.
+        limit: how many ops may be compiled so that ways are compared.
+    """
     rolling = _rolled(main, held, WITHOUT_PRODUCTS)
-    if rolling.saved >= ROLLED and (not choice.is_worth_it() or 2 * rolling.saved >= choice.repeated):
-        return Decision("rolled", f"{rolling.told()}{of_places}", choice, rolling=rolling)
-    if choice.is_worth_it():
-        reason = f"{choice.repeated} ops are called again, in no pattern; a plan pays from {REPEATED} on."
-        return Decision("dispatched", reason + of_places, choice)
-    if rolling.loops:
-        reason = f"Loops would save XLA {rolling.saved} ops that it has compiled already; they pay from {ROLLED} on."
-        return Decision("inlined", reason + of_places, choice)
-    return Decision("inlined", f"Nothing is called again in a pattern, or often enough for a plan.{of_places}", choice)
-
-
-def _rolling(main: Graph, held: Collection[Tensor], calls: str) -> Rolling | None:
-    """The loops of a program, if that is the way."""
-    return _rolled(main, held) if calls == "rolled" else None
+    written_out = rolling.left_alone
+    size, again = choice.size(main.ops), rolling.saved
+    if again < ROLLED:
+        what = f"Loops would save XLA {again} ops that it has compiled already; they are thought of from {ROLLED} on."
+        reason = what if rolling.loops else "Nothing is called again in a pattern."
+        rest = (*["rolled"] * bool(rolling.loops), "dispatched")
+        return Decision("inlined", reason + of_places, choice, rest=rest, written_out=written_out)
+    if size <= limit:
+        reason = f"Loops would save XLA {again} ops that it has compiled already, and cost more in a run."
+        others, rest = ("rolled",), ("dispatched",)
+        return Decision("inlined", reason + of_places, choice, others=others, rest=rest, written_out=written_out)
+    why = f"To compile all {size} ops would take longer than `ir.options.compareSeconds` says."
+    reason = f"{rolling.told()} {why}{of_places}"
+    rest = ("inlined", "dispatched")
+    return Decision("rolled", reason, choice, rolling=rolling, rest=rest, written_out=written_out)
 
 
 def _rolled(main: Graph, held: Collection[Tensor], from_saved: int = 0) -> Rolling:

@@ -50,5 +50,7 @@ class Terms:
 
     @property
     def inlines(self) -> bool:
-        """Whether calls within a piece are as if they had been written out."""
-        return self.options.calledGraphs == "inlined"
+        """Whether calls within a piece are as if they had been written out: XLA for GPUs fuses nothing in calls that it
+        keeps, and XLA for TPUs keeps none."""
+        asked = self.options.calledGraphs
+        return asked == "inlined" or (asked != "kept" and self.destination.platform != "cpu")

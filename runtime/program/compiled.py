@@ -36,15 +36,15 @@ Ends = Mapping[int, tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class Ready:
-    """A program that is compiled already.
+    """What is known of a program before it is compiled: how it is to be, or all of it.
 
     Attributes:
         calls: as `Layout.calls`.
-        executables: as `Compiled.executables` gives them.
+        executables: as `Compiled.executables` gives them, if it is compiled already.
     """
 
     calls: str
-    executables: Sequence[Any]
+    executables: Sequence[Any] | None = None
 
 
 @dataclass(frozen=True)

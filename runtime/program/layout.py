@@ -75,6 +75,9 @@ class Layout:
         calls: how called graphs are compiled: see the option `calledGraphs`.
         rolling: the loops that are made of calls, if they are.
         reason: why they are compiled like this, in a sentence or two.
+        others: in which ways they may be compiled besides, of which the fastest is best.
+        rest: in which ways they are compiled if nothing of that fits, in this order.
+        written_out: the graphs whose calls are in no loop, each with why, if loops were looked for.
         terms: on what terms ops are compiled, by the IPUs that are devices of their own; by 0, which stands for all, if
             none is.
     """
@@ -110,6 +113,7 @@ class Layout:
         self.wide = any(t.dtype.is_wide for t in tensors)
         decided = decide(main, ir.options, destination, self.held, self.changed, calls)
         self.calls, self.reason, places, self.rolling = decided.calls, decided.reason, decided.places, decided.rolling
+        self.others, self.rest, self.written_out = decided.others, decided.rest, decided.written_out
         self._choice = decided.choice if self.calls == "dispatched" else None
         together = () if self.rolling is None else self.rolling.together
         self.changing = blocks_of(self.changed, together)

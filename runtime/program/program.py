@@ -90,8 +90,8 @@ class CompiledProgram(Described):
 
     def __init__(self, ir: Ir, device: Device, ready: Ready | None = None) -> None:
         super().__init__(ir, device, None if ready is None else ready.calls)
-        if ready is None:
-            keeping = compiling(ir, device, self.layout.prints, can_be_kept(self.layout))
+        if ready is None or ready.executables is None:
+            keeping = compiling(ir, device, self.calls, self.layout.prints, can_be_kept(self.layout))
             self.compiled: Compiled = compiled(self.layout, keeping)
         else:
             self.compiled = compiled(self.layout, nullcontext(True), ready.executables)

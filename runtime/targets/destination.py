@@ -64,6 +64,10 @@ def made_for(devices: Sequence[jax.Device], is_here: bool = True) -> MadeFor:
     )
 
 
+class DoesNotFit(PopxlError):
+    """A program needs more memory than a device has, as its compiler says."""
+
+
 @dataclass(frozen=True)
 class Destination:
     """What a program, or a part of one, is compiled for: devices, and the replicas that share them out.
@@ -164,7 +168,7 @@ class Destination:
         """What XLA makes of a lowered function.
 
         Raises:
-            PopxlError: if XLA knows that it would not fit into the memory of a device that is not here.
+            DoesNotFit: if XLA knows that it would not fit into the memory of a device that is not here.
         """
         try:
             return self._compiled(lowered, self.compile_options)
@@ -173,7 +177,7 @@ class Destination:
                 return self._compiled(lowered, {**_AS_ROUNDED, **_PRODUCTS_BY_CUBLAS})
             if self.is_here or "RESOURCE_EXHAUSTED" not in str(problem):
                 raise
-            raise PopxlError(
+            raise DoesNotFit(
                 f"Session: the program does not fit into the memory of a {self.devices[0].device_kind}: {problem} "
                 "`ir.memory()` says what needs how much; a remote buffer, more replicas or smaller batches may help."
             ) from problem

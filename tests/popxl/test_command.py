@@ -19,7 +19,7 @@ import pytest
 
 import popxl
 from popxl.__main__ import main
-from runtime.program.machine import Machine
+from runtime.machine import Machine
 from runtime.targets.destination import Destination
 
 ROOT = Path(__file__).parents[2]

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.compiled_whole  # what XLA makes of programs is what is
 TURNS = 4
 X = np.random.default_rng(1).normal(size=(2, 3)).astype(np.float32)
 SPEC = popxl.TensorSpec((2, 3), popxl.float32)
+SPEC_OF_WEIGHTS = popxl.TensorSpec((3, 3), popxl.float32)
 
 Build = Callable[[popxl.Tensor], Sequence[popxl.Tensor]]
 
@@ -129,6 +130,50 @@ def test_gradients_and_their_updates_share_a_turn() -> None:
     assert "Loops of calls" in str(run.session.report)
 
 
+def test_weights_in_another_dtype_are_made_in_the_turns() -> None:
+    """The program casts all of them at first, as mixed precision does, and gradients at the end."""
+
+    def build(x: popxl.Tensor) -> list[popxl.Tensor]:
+        masters = weights()
+        halves = [ops.cast(w, popxl.float16) for w in masters]
+        found = {w: half for w, half in zip(halves, masters, strict=True)}
+
+        def update(half: popxl.Tensor, dw: popxl.Tensor) -> None:
+            descend(found[half], ops.cast(dw, popxl.float32))
+
+        half_spec = popxl.TensorSpec(SPEC.shape, popxl.float16)
+        graph = graph_of(layer, half_spec, halves[0])
+        info, sites, gradients = autodiff(graph), [], []
+        y = ops.cast(x, popxl.float16)
+        for w in halves:
+            sites.append(ops.call_with_info(graph, y, w))
+            y = sites[-1].outputs[0]
+        dy = y
+        for w, site in zip(reversed(halves), reversed(sites), strict=True):
+            dy, dw = ops.call(info.graph, dy, inputs_dict=info.inputs_dict(site))
+            gradients.append((w, dw))
+        for w, dw in gradients:
+            update(w, dw)
+        return [ops.cast(dy, popxl.float32)]
+
+    forward, backward = rolled(build, [TURNS, TURNS]).session.report.loops
+    assert (forward.ops, backward.ops) == (2, 3)  # a cast and a call; a call, a cast and an update
+
+
+def test_what_all_turns_share_is_made_once() -> None:
+    """A mask is made like others, which come in no turn."""
+
+    def build(x: popxl.Tensor) -> list[popxl.Tensor]:
+        scales = [ops.exp(popxl.variable(np.float32(n) * X, name=f"scale{n}")) for n in range(3)]
+        graph = graph_of(lambda x, w, scale: layer(x, w) * scale, SPEC, SPEC_OF_WEIGHTS, SPEC)
+        for w in weights():
+            (x,) = ops.call(graph, x, w, scales[1])
+        return [x, scales[0] + scales[2]]
+
+    (loop,) = rolled(build, [TURNS]).session.report.loops
+    assert loop.ops == 1
+
+
 def test_what_a_turn_is_given() -> None:
     """The same in all turns, from the turn before, a variable of its own, a constant of its own, a view of a variable;
     turns that share a variable; and an op between two calls."""
@@ -169,7 +214,8 @@ def test_the_first_and_the_last_layer_are_special() -> None:
         return [*ops.call(last, x, ws[-1]), x]
 
     run = rolled(build, [TURNS])
-    assert list(run.session.report.written_out.values()) == ["it is not called again and again in one pattern"] * 2
+    few = "1 call(s) of it look alike, and a loop has 3 turns or more"
+    assert list(run.session.report.written_out.values()) == [few] * 2
 
 
 def test_what_the_first_turn_makes_for_all() -> None:
@@ -467,6 +513,31 @@ def test_a_turn_that_knows_a_variable_by_two_names() -> None:
     assert "Calls that are written out" in str(run.session.report)
 
 
+def test_what_is_not_alike_is_told() -> None:
+    """Between the calls comes something else each time."""
+
+    def build(x: popxl.Tensor) -> list[popxl.Tensor]:
+        graph = graph_of(layer, SPEC, SPEC_OF_WEIGHTS)
+        for w, function in zip(weights(), (ops.tanh, ops.sin, ops.exp, ops.cos), strict=True):
+            (x,) = ops.call(graph, x, w)
+            x = function(x)
+        return [x]
+
+    run = rolled(build, [])
+    (reason,) = run.session.report.written_out.values()
+    assert reason.startswith("one call is followed by `Tanh` (test_rolled.py:")
+    assert "and the next, in its place, by `Sin` (test_rolled.py:" in reason
+
+
+def test_too_few_calls_are_told() -> None:
+    def build(x: popxl.Tensor) -> list[popxl.Tensor]:
+        return training(x, weights(count=2), descend)
+
+    run = rolled(build, [])
+    few = "2 call(s) of it look alike, and a loop has 3 turns or more"
+    assert list(run.session.report.written_out.values()) == [few] * 2
+
+
 def test_values_that_lie_apart() -> None:
     """What turns take is made at once, and too large to be copied for a loop."""
 
@@ -481,27 +552,34 @@ def test_values_that_lie_apart() -> None:
     assert "lies apart" in reason
 
 
-def on_a_tpu(build: Callable[[], Sequence[popxl.Tensor]]) -> Decision:
-    """How a program would be compiled that overwrites some variables."""
+def on_a_tpu(build: Callable[[], Sequence[popxl.Tensor]], seconds: float = 600) -> Decision:
+    """How a program would be compiled that overwrites some variables, if ways may be compared for so many seconds."""
     ir = popxl.Ir()
+    ir.options.compareSeconds = seconds
     with ir.main_graph, popxl.in_sequence():
         changed = build()
     target: Any = SimpleNamespace(platform="tpu", replicas=Replicas(), devices=(None,))
     return decide(ir.main_graph, ir.options, target, ir.main_graph.variables, changed, None)
 
 
-@pytest.mark.parametrize(("count", "way"), [(80, "rolled"), (TURNS, "inlined"), (2, "inlined")])
-def test_where_no_calls_are_kept(count: int, way: str) -> None:
-    """Compilers for TPUs write kept calls out, and those for GPUs fuse nothing in them. Loops pay from some ops on."""
+@pytest.mark.parametrize(
+    ("count", "seconds", "ways"),
+    [(80, 600, ("inlined", "rolled")), (80, 0, ("rolled",)), (TURNS, 600, ("inlined",)), (2, 600, ("inlined",))],
+)
+def test_where_no_calls_are_kept(count: int, seconds: float, ways: tuple[str, ...]) -> None:
+    """Compilers for TPUs write kept calls out, and those for GPUs fuse nothing in them. Loops are thought of from some
+    ops on, and compared, if there is time."""
 
     def build() -> list[popxl.Tensor]:
         ws = weights(count=count)
         training(popxl.variable(X), ws, descend)
         return ws
 
-    found = on_a_tpu(build)
-    assert found.calls == way
-    assert (f"they pay from {ROLLED} on" in found.reason) == (count == TURNS)
+    found = on_a_tpu(build, seconds)
+    assert (found.calls, *found.others) == ways
+    assert found.rest[-1] == "dispatched"
+    assert (f"they are thought of from {ROLLED} on" in found.reason) == (count == TURNS)
+    assert ("compareSeconds" in found.reason) == (seconds == 0)
 
 
 def test_updates_alone_are_no_loop_on_accelerators() -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import popxl
+from runtime.machine import PlanningMachine
 from runtime.plan.rolling.rolling import Rolling
-from runtime.program.machine import PlanningMachine
 from tests.popxl_addons.gpt.model import Config, batches, first_weights
 from tests.popxl_addons.gpt.training import Training
 from tests.popxl_addons.gpt.variants import VARIANTS

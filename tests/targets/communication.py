@@ -25,7 +25,7 @@ from popxl_addons.named_replica_grouping import resolved
 from popxl_addons.transforms.autodiff import autodiff_with_accumulation
 from popxl_addons.transforms.pipelining import pipelined_execution
 from runtime.costs.communication import Sent, sent_by
-from runtime.program.machine import ProgramElsewhere
+from runtime.machine import ProgramElsewhere
 from tests.benchmarks import pod
 from tests.popxl.test_communication import drawn, training
 from tests.popxl_addons.gpt.model import Config

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from popxl.dtypes import kind_of
-from runtime.program.machine import NothingRuns
+from runtime.machine import NothingRuns
 from tests.popxl.ops.rows import ROWS
 from tests.popxl.ops.rows.schema import FLOATS, Row, Sample
 from tests.popxl.ops.test_rows import (

@@ -18,7 +18,7 @@ import pytest
 
 import popxl
 from popxl.ir import Ir
-from runtime.program.machine import NothingRuns, TargetMachine
+from runtime.machine import NothingRuns, TargetMachine
 from runtime.program.program import Program, Ready
 from runtime.targets.devices import Device
 from runtime.targets.offline import Target

@@ -13,7 +13,7 @@ from popxl import ops
 from popxl.ir import Ir
 from popxl_addons.layers import Linear
 from popxl_addons.optimizers import AdamOptimizerStep
-from runtime.program.machine import NothingRuns, TargetMachine
+from runtime.machine import NothingRuns, TargetMachine
 from runtime.program.program import Program, Ready
 from runtime.session import Session
 from runtime.targets.devices import Device

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runtime.program.machine import NothingRuns
+from runtime.machine import NothingRuns
 from tests.popxl.ops.rows import ROWS
 from tests.targets import __main__ as command
 from tests.targets import op_table, plugin

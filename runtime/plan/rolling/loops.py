@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from popxl.core.recording import Op
@@ -38,6 +39,11 @@ def loops_of(
         reasons: is told, of graphs that are called again and again, why they are in no loop.
     """
     count = Counter(forms.of(op) for op in ops if op.called_graphs)
+    often: Counter[Graph] = Counter()
+    for op in ops:
+        often |= Counter(dict.fromkeys(op.called_graphs, count[forms.of(op)]))
+    few = (callee for callee, times in often.items() if times < FEWEST)
+    reasons.update((g, f"{often[g]} call(s) of it look alike, and a loop has {FEWEST} turns or more") for g in few)
     if max(count.values(), default=0) < FEWEST:
         return tuple(ops)
     returned = {root for t in outputs for root in forms.roots(t)}
@@ -78,6 +84,7 @@ class _Sequence:
                 waiting += [(first, start), (last, end)]
                 break
         items: list[Item] = []
+        left: dict[int, list[int]] = defaultdict(list)
         i = 0
         while i < len(self._ops):
             if i in found:
@@ -85,8 +92,34 @@ class _Sequence:
                 items.append(loop)
             else:
                 items.append(self._ops[i])
+                if self._ops[i].called_graphs:
+                    left[self._forms[i]].append(i)
                 i += 1
+        for places in left.values():
+            self._tell(places)
         return tuple(items)
+
+    def _tell(self, places: Sequence[int]) -> None:
+        """Note of calls that are alike, and in no loop, where what follows them is not alike."""
+        for a, b in itertools.pairwise(places):
+            n = next((n for n in range(b - a) if self._forms_at(a + n) != self._forms_at(b + n)), None)
+            if n is not None:
+                one, next_one = (self._described(place + n) for place in (a, b))
+                reason = f"one call is followed by {one}, and the next, in its place, by {next_one}"
+                for callee in self._ops[a].called_graphs:
+                    self._reasons.setdefault(callee, reason)
+                return
+
+    def _forms_at(self, place: int) -> int | None:
+        return self._forms[place] if place < len(self._forms) else None
+
+    def _described(self, place: int) -> str:
+        """An op, and the line that made it."""
+        if place >= len(self._ops):
+            return "nothing"
+        op = self._ops[place]
+        called = "".join(f" of {callee.title}" for callee in op.called_graphs)
+        return f"`{op.op_type}`{called} ({op.source})"
 
     def _tried(self, first: int, end: int) -> Iterator[tuple[int, int, Rolled]]:
         """The loops between two places, the best first: each with where it begins and ends."""

@@ -124,7 +124,7 @@ class _Walk:
     """A way through a program that notes where the values lie that the turns of loops take.
 
     It enters the graphs that have loops, and knows of what these take and make what the lowering will know. What
-    branches are given, and graphs that turns call, lies by itself.
+    branches are given lies by itself, and what turns are given, unless all are given the same.
     """
 
     def __init__(self, schedules: dict[Graph, tuple[Item, ...]], forms: Forms, main: Graph) -> None:
@@ -141,10 +141,15 @@ class _Walk:
 
     def through(self, graph: Graph, sources: dict[Tensor, Source]) -> Nested[dict[Tensor, Source]]:
         """Go through a graph, given where its storages lie. Returns where they lie in the end."""
-        for item in self._schedules[graph]:
+        return (yield self._past(self._schedules[graph], sources))
+
+    def _past(self, items: Sequence[Item], sources: dict[Tensor, Source]) -> Nested[dict[Tensor, Source]]:
+        """The same with what is carried out of a graph."""
+        for item in items:
             if isinstance(item, Rolled):
                 self._at_loop(item, sources)
-                yield self._apart(item.ops)
+                same = {taken.name for taken in item.taken if taken.is_same}
+                yield self._past(item.ops, {t: source for t, source in sources.items() if t in same})
             elif not chooses(item) and self._with_loops.issuperset(item.called_graphs) and item.runs:
                 (run,) = item.runs
                 after = yield self.through(run.graph, self._bound(run, sources))

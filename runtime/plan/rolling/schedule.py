@@ -8,12 +8,16 @@ What begins with nothing that was computed, such as a load, stays behind all tha
 loaded early takes room. But a single number like which there are no others, such as a learning rate, keeps no update
 from its turn. An op like which there are no others would only come between turns. Where no turn needs what it makes, it
 comes after all that could be next.
+
+What one turn alone needs and begins with nothing, such as a weight in another dtype, comes right before what needs it,
+though programs make it for all turns at first.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from heapq import heappop, heappush
 
 from popxl.core.dependencies import used_outside
@@ -34,6 +38,54 @@ def close_together(ops: Sequence[Op], forms: Forms, returned: Container[Tensor])
     count = Counter(map(forms.of, ops))
     is_rare = {op: count[forms.of(op)] < FEWEST for op in ops}
     needs = _needs(ops, forms)
+    late = _late(ops, needs, is_rare, forms)
+    others = [op for op in ops if op not in late]
+    through: dict[Op, set[Op]] = {}  # what an op needs of the others, also by way of what is late
+    for op in ops:
+        through[op] = {n for needed in needs[op] for n in (through[needed] if needed in late else (needed,))}
+    made = {t for op in ops if op.inputs for t in op.outputs}
+    place = {op: i for i, op in enumerate(ops)}
+    ordered: dict[Op, None] = {}
+    for op in (*_in_order(others, through, is_rare, forms, made, returned), *sorted(late, key=place.__getitem__)):
+        before, waiting = {op}, [op]
+        while waiting:
+            new = {n for n in needs[waiting.pop()] if n in late and n not in ordered} - before
+            before |= new
+            waiting += new
+        ordered.update(dict.fromkeys(sorted(before, key=place.__getitem__)))
+    return [*ordered]
+
+
+def _late(
+    ops: Sequence[Op], needs: Mapping[Op, Iterable[Op]], is_rare: Mapping[Op, bool], forms: Forms
+) -> AbstractSet[Op]:
+    """What begins with nothing that was computed, and one turn alone needs: no two ops of one form do."""
+    followers: defaultdict[Op, list[int]] = defaultdict(list)
+    for op in ops:
+        for needed in needs[op]:
+            followers[needed].append(forms.of(op))
+    made_early: set[Tensor] = set()
+    late: set[Op] = set()
+    for op in ops:
+        is_pure = not (op.modified or op.called_graphs or op.kind.exchange or op.kind.effect)
+        begins = made_early.isdisjoint(root for t in op.inputs for root in forms.roots(t))
+        is_of_one = len({*followers[op]}) == len(followers[op]) > 0
+        if is_pure and begins and is_of_one and not is_rare[op]:
+            late.add(op)
+        elif op.inputs:
+            made_early.update(op.outputs)
+    return late
+
+
+def _in_order(
+    ops: Sequence[Op],
+    needs: Mapping[Op, AbstractSet[Op]],
+    is_rare: Mapping[Op, bool],
+    forms: Forms,
+    made: AbstractSet[Tensor],
+    returned: Container[Tensor],
+) -> list[Op]:
+    """Ops that are close together, after what they need."""
     place = {op: i for i, op in enumerate(ops)}
     followers: defaultdict[Op, list[Op]] = defaultdict(list)
     read = {root for op in ops for t in op.inputs for root in forms.roots(t)}
@@ -45,8 +97,7 @@ def close_together(ops: Sequence[Op], forms: Forms, returned: Container[Tensor])
             ahead[needed] = max(ahead[needed], ahead[op])
             is_put_off[needed] &= is_put_off[op]
             followers[needed].append(op)
-    missing = {op: len(needed) for op, needed in needs.items()}
-    made = {t for op in ops if op.inputs for t in op.outputs}
+    missing = {op: len(needs[op]) for op in ops}
 
     def stays_behind(op: Op) -> bool:
         begins = made.isdisjoint(root for t in op.inputs for root in forms.roots(t))

@@ -603,7 +603,7 @@ class Maker:
             return v not in shared
 
         def overlaps(v: Value) -> bool:
-            return any(not v.storage.isdisjoint(u.storage) for u in shared)
+            return writable(v) and any(not v.storage.isdisjoint(u.storage) for u in shared)
 
         def free(v: Value) -> bool:
             return writable(v) and v not in bound and (overlapping or not overlaps(v))

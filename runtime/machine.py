@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NoReturn, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from runtime.program.program import CompiledProgram, Described, Program, Ready
 from runtime.program.state import Given
 from runtime.targets.devices import Device, devices_needed, find_device, ipus_used, model_device
 from runtime.targets.offline import Target
+from runtime.ways import best
+
+P = TypeVar("P", bound=CompiledProgram)
 
 
 class Machine:
@@ -25,9 +28,15 @@ class Machine:
 
     def program(self, ir: Ir, device: Device, ready: Ready | None) -> Program:
         """A program, compiled for a device."""
-        if device.target is not None:
-            return cast(Program, ProgramElsewhere(ir, device, ready))  # refuses what it does not have
-        return Program(ir, device, ready)
+        make: Any = Program if device.target is None else ProgramElsewhere  # which refuses what it does not have
+        return cast(Program, _compiled(make, ir, device, ready))
+
+
+def _compiled(make: Callable[..., P], ir: Ir, device: Device, ready: Ready | None) -> P:
+    """A program of a class, compiled for a device in the best way, unless it is known in which."""
+    if ready is not None:
+        return make(ir, device, ready)
+    return best(ir, device, lambda ready: make(ir, device, ready))
 
 
 # What nothing runs of -------------------------------------------------------------------------------------------------
@@ -145,4 +154,4 @@ class TargetMachine(Machine):
         return find_device(self._target, ir)
 
     def program(self, ir: Ir, device: Device, ready: Ready | None) -> Program:
-        return cast(Program, StoppedProgram(ir, device, None))
+        return cast(Program, _compiled(StoppedProgram, ir, device, None))

@@ -1,0 +1,103 @@
+"""Which way of compiling called graphs is best: what comes into question is compiled, and its cost is read off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+
+from popxl.base.pages import bytes_text, count_text, seconds_text
+from popxl.ir import Ir
+from runtime.costs.cost import chip_of, cost_of
+from runtime.costs.memory import memory_of_program
+from runtime.files.cache import keep_way, known_way
+from runtime.program.program import CompiledProgram, Described, Ready
+from runtime.targets.destination import DoesNotFit
+from runtime.targets.devices import Device
+
+LAUNCH = 1e-6
+"""Seconds between two kernels of a GPU, about. XLA's figures of TPUs have all in them."""
+
+P = TypeVar("P", bound=CompiledProgram)
+
+
+def best(ir: Ir, device: Device, compile: Callable[[Ready | None], P]) -> P:
+    """A program, compiled in the way that is the fastest of those that fit into memory, by an estimate.
+
+    Which ways come into question is in the layout of a program; see `runtime.plan.decision`. Where a cache is on, it
+    keeps what was found.
+
+    Args:
+        ir: the program.
+        device: what it is compiled for.
+        compile: compiles it, if need be in the way that it is told.
+
+    Raises:
+        PopxlError: if it does not fit in any way.
+    """
+    if device.jax_devices[0].platform == "cpu":  # where the layout says which way
+        return compile(None)
+    way = known_way(ir, device)
+    if way is not None:
+        program = compile(Ready(way))
+        program.reason = "It was the fastest when the program was first compiled; the cache knows."
+        return program
+    first = _tried(compile, None)
+    layout = first.layout if isinstance(first, CompiledProgram) else Described(ir, device).layout
+    if not layout.others and not layout.rest:
+        return _made(first)
+    tried = {layout.calls: first} | {way: _tried(compile, Ready(way)) for way in layout.others}
+    fitting = {way: program for way, program in tried.items() if _fits(ir, program)}
+    for way in layout.rest:
+        if not fitting:
+            tried[way] = _tried(compile, Ready(way))
+            fitting = {way: tried[way]} if _fits(ir, tried[way]) else {}
+    if not fitting:
+        return _made(next((found for found in tried.values() if isinstance(found, CompiledProgram)), first))
+    if len(tried) == 1:
+        return _made(first)
+    costs = {way: _cost(_made(program)) for way, program in fitting.items()}
+    way = min(costs, key=lambda way: costs[way][0])
+    program = _made(fitting[way])
+    told = [f"{each}, {costs[each][1]}" if each in costs else f"{each}, too large for the memory" for each in tried]
+    program.reason = f"It is the fastest by an estimate: {'; '.join(told)}."
+    keep_way(ir, device, way)
+    return program
+
+
+def _tried(compile: Callable[[Ready | None], P], ready: Ready | None) -> P | Exception:
+    """The program; or why it does not fit, as far as a compiler says so."""
+    try:
+        return compile(ready)
+    except DoesNotFit as problem:
+        return problem
+    except jax.errors.JaxRuntimeError as problem:
+        if "RESOURCE_EXHAUSTED" not in str(problem):
+            raise
+        return problem
+
+
+def _made(found: P | Exception) -> P:
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _fits(ir: Ir, program: CompiledProgram | Exception) -> bool:
+    """Whether a program has the memory that it needs, as far as is known of its chip."""
+    if isinstance(program, Exception):
+        return False
+    figures = chip_of(program)
+    return figures is None or memory_of_program(ir, program).device <= figures.memory_bytes
+
+
+def _cost(program: CompiledProgram) -> tuple[float, str]:
+    """What a run costs, to be compared with what others cost on the same chip; and in words."""
+    cost = cost_of(program)
+    if cost.cycles is not None:
+        return cost.cycles, f"{count_text(cost.cycles)} cycles a run"
+    if cost.seconds is None:
+        return cost.bytes_accessed, f"{bytes_text(cost.bytes_accessed)} read and written in a run"
+    seconds = cost.seconds + LAUNCH * cost.kernels
+    return seconds, f"{seconds_text(seconds)} a run"

@@ -1,0 +1,97 @@
+"""The layers of a model that is trained by `train_step` are turns of loops: forward, and backward with the updates."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import popxl
+import popxl_addons as addons
+from popxl import ops
+from popxl_addons import optimizers
+from popxl_addons.layers import LanguageConfig, LanguageModel
+from runtime.plan.rolling.rolling import Rolling
+
+LAYERS, LENGTH, TEXTS, VOCABULARY = 3, 6, 2, 11
+SIZES: dict[str, Any] = {"vocabulary": VOCABULARY, "width": 8, "layers": LAYERS, "heads": 2, "hidden": 12}
+LLAMA = LanguageConfig(
+    **SIZES, context=LENGTH, rotary=1e4, norm="rms", activation="swiglu", bias=False, mlp_bias=False, tied=False
+)
+GPT2 = LanguageConfig(**SIZES, context=LENGTH)
+BF16, F16 = addons.MixedPrecision(popxl.bfloat16), addons.MixedPrecision(popxl.float16)
+
+
+class Loss(addons.Module):
+    def __init__(self, config: LanguageConfig) -> None:
+        super().__init__()
+        self.model = LanguageModel(config)
+
+    def build(self, tokens: popxl.Tensor) -> popxl.Tensor:
+        logits = self.model(tokens[:, :-1]).astype(popxl.float32)
+        return addons.cross_entropy(logits.reshape((-1, VOCABULARY)), tokens[:, 1:].flatten())
+
+
+def trained(
+    config: LanguageConfig, update: Any = optimizers.adamw, clip: float | None = None, replicas: int = 1, **how: Any
+) -> popxl.Ir:
+    """A step of training of a language model, as users write it."""
+    np.random.seed(0)
+    ir = popxl.Ir(replication=replicas)
+    with ir.main_graph:
+        tokens = popxl.h2d_stream((TEXTS, LENGTH + 1), popxl.int32, "tokens")
+        optimizer = partial(update, lr=0.1, clip_norm=clip)
+        step = addons.train_step(Loss(config), tokens, optimizer=optimizer, **how)
+        ops.host_store(popxl.d2h_stream((), popxl.float32, "loss"), step.loss)
+    return ir
+
+
+def run(ir: popxl.Ir, way: Any) -> tuple[list[Any], dict[str, np.ndarray], list[tuple[int, int]]]:
+    """What three steps give: the losses, and the variables after them; and the loops, as turns and ops of a turn."""
+    ir.options.calledGraphs = way
+    with popxl.Session(ir, "ipu_model") as session:
+        (tokens,) = session.expected_inputs()
+        fed = np.random.default_rng(1).integers(0, VOCABULARY, session.host_shape(tokens.shape)).astype(np.int32)
+        losses = [np.array(next(iter(session.run({tokens: fed}).values()))) for _ in range(3)]
+        variables = session.get_tensors_data(ir.main_graph.variables)
+        loops = [(loop.turns, loop.ops) for loop in session.report.loops]
+    return losses, {v.name: np.array(data) for v, data in variables.items()}, loops
+
+
+WEIGHTS = 9  # of a layer of a Llama
+
+
+@pytest.mark.parametrize(
+    ("config", "how", "loops"),
+    [
+        (LLAMA, {}, [1, 1 + WEIGHTS]),
+        (LLAMA, {"precision": BF16}, [WEIGHTS + 1, 1 + 2 * WEIGHTS]),
+        (LLAMA, {"precision": F16}, [WEIGHTS + 1, 1 + WEIGHTS]),
+        (LLAMA, {"precision": BF16, "clip": 1.0}, [WEIGHTS + 1, 1 + 2 * WEIGHTS]),
+        (LLAMA, {"precision": BF16, "replicas": 2}, [WEIGHTS + 1, 1 + 3 * WEIGHTS]),
+        (LLAMA, {"precision": BF16, "replicas": 2, "sharded": True}, [2 * WEIGHTS + 1, 1 + 3 * WEIGHTS]),
+        (GPT2, {}, [1, 1 + 16]),
+    ],
+    ids=["float32", "bfloat16", "float16", "clipped", "replicas", "sharded", "gpt2"],
+)
+def test_layers_are_turns(config: LanguageConfig, how: dict[str, Any], loops: list[int]) -> None:
+    """Casts, and what puts weights together, are in the forward turn; and updates in the backward one, unless it has to
+    be known first whether all gradients are finite."""
+    main = trained(config, **how).main_graph
+    rolling = Rolling(main, main.variables)
+    assert [(len(loop.turns), len(loop.ops)) for loop in rolling.loops] == [(LAYERS, count) for count in loops]
+    assert not rolling.left_alone
+
+
+@pytest.mark.parametrize("how", [{"precision": BF16, "clip": 1.0}, {"precision": BF16, "replicas": 2, "sharded": True}])
+def test_turns_give_what_layers_give(how: dict[str, Any]) -> None:
+    """By steps that follow gradients: AdamW goes by their signs at first, and bfloat16 rounds small ones to either."""
+    losses, variables, loops = run(trained(LLAMA, optimizers.sgd, **how), "rolled")
+    plain_losses, plain_variables, none = run(trained(LLAMA, optimizers.sgd, **how), "inlined")
+    assert len(loops) == 2 and not none
+    np.testing.assert_allclose(losses, plain_losses, 2e-3)
+    assert losses[0].mean() > losses[-1].mean()
+    for name, data in plain_variables.items():
+        np.testing.assert_allclose(variables[name], data, 1e-2, 1e-3, err_msg=name)

@@ -1,0 +1,34 @@
+"""What a step of training costs on machines that are not here, as users write it; and that the default is the best."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import popxl
+from tests.targets.steps import Sizes, session_of
+
+SMALL = Sizes(layers=8, width=64, heads=2, hidden=128, vocabulary=64, texts=2, length=32)
+
+
+def cost_of(calls: Any, target: str) -> tuple[popxl.Session, Any]:
+    session = session_of(SMALL, calls, target)
+    return session, session.cost()
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("target", ["gpu h100", pytest.param("tpu v5e", marks=pytest.mark.thorough)])
+def test_the_default_is_the_fastest(target: str) -> None:
+    default, cost = cost_of("auto", target)
+    costs = {way: cost_of(way, target) for way in ("inlined", "rolled", "dispatched")}
+    assert [loop.turns for loop in costs["rolled"][0].report.loops] == [8, 8]
+    for _, other in costs.values():
+        if target.startswith("tpu"):
+            assert cost.cycles <= 1.05 * other.cycles
+        else:
+            assert cost.bytes_accessed <= 1.05 * other.bytes_accessed and cost.kernels <= 1.05 * other.kernels
+    assert default.report.calls == "inlined"
+    assert default.report.reason.startswith("It is the fastest by an estimate: inlined, ")
+    pieces = costs["dispatched"][1]
+    assert pieces.kernels <= 1.5 * cost.kernels  # they are fused in the pieces of a plan

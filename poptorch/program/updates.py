@@ -89,7 +89,7 @@ Tensors = Mapping[str, popxl.Tensor]
 _ANEW = "To compile it anew, make a new wrapper or call `destroy()`."
 
 STEP = "Step"
-"""Name of the state that counts the steps."""
+"""Name of the state that counts the steps. That of a parameter with a count of its own is `Step___<parameter>`."""
 
 LOSS_SCALE_FACTOR = "lossScaleUpdateFactor"
 """Name of the state that automatic loss scaling multiplies the loss scale by."""
@@ -163,10 +163,12 @@ class Update:
             gradient that is computed in float16 was greater than an eighth of float16's range, in any micro-batch of
             any replica, or no number (the step is made all the same). Gradients in float32 do not count.
         relaxed_checks: tell of unknown attributes in debug messages, not warnings.
+        counted_apart: the parameters that have made fewer steps than the others, as they were frozen or came later.
 
     Attributes:
         names: the parameters that are trained.
-        group_of: the number of the parameter group of each of them.
+        groups: how many parameter groups there are.
+        group_of: the number of the group of each of these parameters.
         state: what the optimiser keeps.
         accumulation_dtype: the type in which gradients are to be summed over micro-batches.
 
@@ -189,9 +191,10 @@ class Update:
         replica_groupings: Mapping[str, popxl.ReplicaGrouping] | None = None,
         automatic_loss_scaling: bool = False,
         relaxed_checks: bool = False,
+        counted_apart: Container[str] = (),
     ) -> None:
         self._rule = rule_of(optimizer)
-        self._groups = len(optimizer.param_groups)
+        self.groups = len(optimizer.param_groups)
         if type(optimizer) not in (*RULES, *classes_of(self._rule)):
             logger.warning(
                 "%s is a subclass of an optimiser: a wrapped model reads the numbers of %s from it, and what its own "
@@ -211,6 +214,7 @@ class Update:
         trained = {name: p for name, p in parameters.items() if p.requires_grad and id(p) in groups}
         self.group_of = {name: groups[id(p)] for name, p in trained.items()}
         self.names = tuple(trained)
+        self._counts = {name: f"{STEP}___{name}" if name in counted_apart else STEP for name in trained}
         self.state = (*(s for name, p in trained.items() for s in self._kept(name, p)), *self._common())
 
     @property
@@ -219,14 +223,11 @@ class Update:
         half = self._numbers[None, "accum_type"] == torch.float16 and not self._numbers[None, "use_combined_accum"]
         return popxl.float16 if half else popxl.float32
 
-    @property
-    def step_matters(self) -> bool:
-        """Whether a step depends on how many there were before, of which one number is kept for all parameters."""
-        keys = ((group, self._rule.count_needs) for group in range(self._groups))
-        makes_none = self._rule.count_needs and not any(key in self._slots or self._numbers[key] for key in keys)
-        return self._rule.takes_count and not makes_none
-
     # On the host ----------------------------------------------------------------------------------------------------
+
+    def is_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimiser is of the class that it was made of."""
+        return rule_of(optimizer) is self._rule
 
     def values(self, optimizer: torch.optim.Optimizer) -> np.ndarray:
         """The variable numbers as an optimiser has them now: an array of float32, in the order the program knows.
@@ -237,16 +238,16 @@ class Update:
         Raises:
             Error: if it is of another class, or differs in what is a part of the program.
         """
-        rule = rule_of(optimizer)
-        if rule is not self._rule:
+        if not self.is_of(optimizer):
             raise createPoptorchError(
-                f"The model was compiled with {self._rule.name}, and this optimizer is {rule.name}. {_ANEW}"
+                f"The model was compiled with {self._rule.name}, and this optimizer is {rule_of(optimizer).name}. "
+                f"{_ANEW}"
             )
         self._tell_unknown(optimizer)
-        numbers = numbers_of(optimizer, rule)
-        if len(optimizer.param_groups) != self._groups:
+        numbers = numbers_of(optimizer, self._rule)
+        if len(optimizer.param_groups) != self.groups:
             raise createPoptorchError(
-                f"The model was compiled with an optimizer of {self._groups} parameter groups, and this one has "
+                f"The model was compiled with an optimizer of {self.groups} parameter groups, and this one has "
                 f"{len(optimizer.param_groups)}. {_ANEW}"
             )
         for key, value in numbers.items():
@@ -299,7 +300,7 @@ class Update:
                     scale = self._state_scale(kept, name, values)
                     own[kept.torch_name] = wide if scale == 1 else wide / scale
             if own:
-                count = {"step": state[STEP].clone()} if STEP in state else {}
+                count = {"step": state[self._counts[name]].clone()} if self._rule.counts else {}
                 found[name] = count | own
         return found
 
@@ -319,10 +320,11 @@ class Update:
             wanted: names of the state that the program has.
 
         Raises:
-            Error: if parameters have made different numbers of steps, and the formula depends on these.
+            Error: if parameters whose steps the program counts together have made different numbers of them, and the
+                formula depends on these.
         """
         found = {s.name: from_numpy(s.value) for s in self.state if s.name in wanted}
-        steps: dict[str, float] = {}
+        steps: dict[str, dict[str, float]] = {}
         unknown: set[str] = set()
         for name in self.names:
             own = state.get(parameters[name], {})
@@ -332,20 +334,49 @@ class Update:
                     scale = self._state_scale(kept, name, values)
                     found[f"{kept.name}___{name}"] = t if scale == 1 else t * scale
             if kept_here:
-                steps[name] = float(own.get("step", 0))
+                steps.setdefault(self._counts[name], {})[name] = float(own.get("step", 0))
             unknown |= own.keys() - {"step", *(kept.torch_name for kept in self._rule.kept)}
         if unknown:
             logger.warning("Ignoring optimizer state that the program does not have: %s", ", ".join(sorted(unknown)))
-        if self.step_matters and len(set(steps.values())) > 1:
-            shown = ", ".join(f"{steps[name]:g} for {name}" for name in sorted(steps, key=steps.__getitem__))
-            raise createPoptorchError(
-                f"The optimizer's state counts different numbers of steps: {shown}. A wrapped model counts one for all "
-                "parameters. Train those that are new to it with an optimizer and a wrapper of their own, or begin "
-                "with `optimizer.state.clear()`."
-            )
-        if STEP in found:
-            found[STEP] = torch.tensor(max(steps.values(), default=0.0))
-        return found
+        return found | self._counted(steps)
+
+    def counted(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """State of a program that may count the steps of other parameters by themselves, with the counts of this one.
+
+        Raises:
+            Error: as `from_torch` does.
+        """
+        steps: dict[str, dict[str, float]] = {}
+        for name, count in self._counts.items():
+            own = state.get(f"{STEP}___{name}", state.get(STEP))
+            if own is not None and any(f"{kept.name}___{name}" in state for kept in self._rule.kept):
+                steps.setdefault(count, {})[name] = float(own)
+        counts = {f"{STEP}___{name}" for name in self._counts}
+        return {name: t for name, t in state.items() if name not in counts} | self._counted(steps)
+
+    def _counted(self, steps: Mapping[str, Mapping[str, float]]) -> dict[str, torch.Tensor]:
+        """The counts, of the steps that parameters have made that share one."""
+        for made in steps.values():
+            if not self.counts_alike(made):
+                shown = ", ".join(f"{made[name]:g} for {name}" for name in sorted(made, key=made.__getitem__))
+                raise createPoptorchError(
+                    f"The optimizer's state counts different numbers of steps: {shown}. The program counts one for all "
+                    f"of these. {_ANEW}"
+                )
+        return {count: torch.tensor(max(made.values())) for count, made in steps.items() if self._rule.counts}
+
+    def counts_alike(self, steps: Mapping[str, float]) -> bool:
+        """Whether a program can go on where parameters have made so many steps: those whose steps it counts together
+        have made as many, or that makes no difference."""
+        counts = {(self._counts[name], made) for name, made in steps.items()}
+        return len(counts) == len({count for count, _ in counts}) or not self._step_matters
+
+    @property
+    def _step_matters(self) -> bool:
+        """Whether a step depends on how many there were before."""
+        keys = ((group, self._rule.count_needs) for group in range(self.groups))
+        makes_none = self._rule.count_needs and not any(key in self._slots or self._numbers[key] for key in keys)
+        return self._rule.takes_count and not makes_none
 
     def _state_scale(self, kept: Kept, parameter: str, values: np.ndarray) -> float:
         """What a program's state is multiplied by: a velocity may have a scale of its own."""
@@ -413,8 +444,8 @@ class Update:
         with popxl.in_sequence():
             read = functools.cache(lambda key: self._number(key, values))
             scale = self._gradient_scale(gradients, read, self.loss_scale(values, state))
-            if self._rule.counts:
-                ops.var_updates.accumulate_(state[STEP], popxl.constant(1.0, popxl.float32))
+            for count in dict.fromkeys([STEP, *map(self._counts.__getitem__, gradients)]) if self._rule.counts else ():
+                ops.var_updates.accumulate_(state[count], popxl.constant(1.0, popxl.float32))
             for name, gradient in gradients.items():
                 with _beside(parameters[name]):
                     self._step(name, parameters[name], gradient, scale, read, state)
@@ -436,7 +467,7 @@ class Update:
         others: dict[str, Any] = {k.operand: state.get(f"{k.name}___{name}") for k in self._rule.kept}
         others |= {number: read(self._key(name, number)) for number in self._rule.numbers}
         if self._rule.takes_count:
-            others["t"] = state[STEP]
+            others["t"] = state[self._counts[name]]
         self._rule.step(parameter, gradient, **others, scale=scale)
 
     def _gradient_scale(
@@ -499,7 +530,9 @@ class Update:
     def _common(self) -> Iterator[State]:
         """What there is one of."""
         if self._rule.counts:
-            yield State(STEP, np.zeros((), np.float32))
+            yield from (
+                State(count, np.zeros((), np.float32)) for count in dict.fromkeys([STEP, *self._counts.values()])
+            )
         if self._automatic:
             yield State(LOSS_SCALE_FACTOR, np.ones((), np.float32))
 

@@ -52,6 +52,8 @@ __all__ = ["Model", "PoplarExecutor"]
 
 Model = torch.nn.Module | Callable[..., Any]
 
+_ANOTHER_FORM = "the module has other parameters, buffers or modules than when it was compiled"
+
 _channel = profiling.Channel("poptorch")
 
 
@@ -130,6 +132,8 @@ class PoplarExecutor:
         self._kinds: ByArguments | None = None
         self._lock = threading.RLock()  # for what a call may have to do before its run
         self._forgotten: weakref.finalize | None = None
+        self._form: tuple[tuple[str, Any], ...] = ()  # of the module that the program was made for
+        self._random_state: list[int] | None = None  # of a program that was given up
         self._compilation_time: timedelta | None = None
         self._autocast: tuple[torch.dtype | None] | None = None  # known if it was compiled here
         self._trainings = Trainings(self._host.module)
@@ -156,6 +160,7 @@ class PoplarExecutor:
                 meets, and as `compile` does.
             AssertionError: if the model was compiled for no device of this machine.
         """
+        self._take_changes()
         if self._compiled is None:
             with compiling():
                 if self._compiled is None:  # another thread may have compiled it
@@ -170,10 +175,10 @@ class PoplarExecutor:
                 if not compiled.is_attached:
                     self._check_online("run a model")
                     self._attach(compiled)
-                self._follow()
                 self._tell_of_changes()
                 if self._trainer is not None:
-                    self._check_untouched()
+                    assert self._instrumented is not None
+                    self._instrumented.check_hooks()
                     self._trainer.notice()
                     if self._trainer.device.pending:
                         self.copyWeightsToHostIfNeeded()
@@ -185,6 +190,33 @@ class PoplarExecutor:
                     self._trainer.has_run()
                 if self._instrumented is not None:
                     self._instrumented.has_run()
+
+    def _take_changes(self) -> None:
+        """Take over weights that others have trained; and give the program up if it is for another model, or another
+        optimiser, than there is now."""
+        with self._lock:
+            if self._compiled is None:
+                return
+            if self._trainer is not None and self._instrumented is not None:
+                is_thawed, self._instrumented.is_thawed = self._instrumented.is_thawed, False
+                if is_thawed or self._trainer.has_changed():
+                    self._give_up(self._trainer.outgrown(self._trainer.optimizer))
+            if self._compiled is not None and self._compiled.is_attached:
+                self._follow()
+            elif self._compiled is not None and self._has_another_form:
+                self._give_up(_ANOTHER_FORM)
+
+    def _give_up(self, reason: str) -> None:
+        """Have the next call compile the model again, if there is a reason. Weights, state and random numbers go on."""
+        if reason:
+            logger.info("The model is compiled again at its next call: %s.", reason)
+            if isinstance(self._compiled, Compiled):
+                self._random_state = self._compiled.random_state
+            self.destroy()
+
+    @property
+    def _has_another_form(self) -> bool:
+        return self._host.form() != self._form
 
     def _tell_of_changes(self) -> None:
         """Warn, once each, of what has been done to the module and has no effect on the device."""
@@ -225,22 +257,14 @@ class PoplarExecutor:
             self._tell(
                 "others",
                 "The module has another %s than when the device took its numbers. The device goes on with what it had "
-                "then. Where names and shapes are the same, `copyWeightsToDevice()` of the wrapper takes the new one; "
-                "otherwise call `destroy()`, and wrap the module anew, with an optimizer of what it has now.",
+                "then. Call `copyWeightsToDevice()` of the wrapper to have it take the new one. For training, have the "
+                "optimizer know what is new, too: `optimizer.add_param_group(...)`.",
                 " and another ".join(others),
             )
 
     def _tell(self, what: str, text: str, *values: str) -> None:
         self._told.add(what)
         logger.warning(text, *values)
-
-    def _check_untouched(self) -> None:
-        """Check that nothing has been changed that is a part of the program."""
-        assert self._instrumented is not None and self._trainer is not None
-        self._instrumented.check_hooks()
-        if self._instrumented.is_thawed:
-            self._trainer.check_trained()
-            self._instrumented.is_thawed = False
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call `generate` of the model, as those of `transformers` have it; each call of the model is on the device.
@@ -319,8 +343,9 @@ class PoplarExecutor:
 
     def _use(self, compiled: Compiled | InParts) -> None:
         """Run this from now on."""
-        self._compiled = compiled
+        self._compiled, self._form = compiled, self._host.form()
         self._attributes = self._host.attributes
+        self._trainings.look()
         offline = self._options.connection_type is ConnectionType.Never
         if not self._training and (written := compiled.ends.written):
             self._instrumented = Instrumented(self._host.module, self._fetch_weights, self._host.grouped, written)
@@ -332,8 +357,14 @@ class PoplarExecutor:
             self._trainer.connect(compiled, offline)
         if not offline:
             self._attach(compiled)
+        state, self._random_state = self._random_state, None
+        if state is not None and isinstance(compiled, Compiled) and len(state) == len(compiled.random_state):
+            compiled.random_state = state
 
     def _instrument(self) -> None:
+        if self._instrumented is not None and not self._instrumented.is_of_all():
+            self._instrumented.destroy()  # nothing has been trained yet
+            self._instrumented = None
         if self._training and self._instrumented is None:
             self._instrumented = Instrumented(self._host.module, self._fetch_weights, self._host.grouped)
 
@@ -466,6 +497,8 @@ class PoplarExecutor:
         """Bring parameters and buffers from the device to the module."""
         compiled = self._required
         self._follow()
+        if self._compiled is None:
+            return  # it was given up, and has left all at home
         if self._instrumented is not None:
             self._instrumented.to_host(compiled.weights)
         else:
@@ -493,6 +526,9 @@ class PoplarExecutor:
     def _upload(self) -> None:
         if self._kinds is not None:
             self._kinds.copy_weights()
+        if self._compiled is not None and self._has_another_form:
+            self._give_up(_ANOTHER_FORM)
+            return
         if self._compiled is not None or self._kinds is None:
             self._required.write_weights(self._on_host.read())
         if self._instrumented is not None:
@@ -537,7 +573,8 @@ class PoplarExecutor:
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Train with this optimiser from now on, as it is now. Another class of optimiser needs another wrapper.
 
-        Nothing is transferred but numbers. If it is another object than before, that one's state comes home; and the
+        Nothing is transferred but numbers; if it has other parameters, or other groups of them, the next call compiles
+        the model again. If it is another object than before, that one's state comes home; and the
         state that this one has goes to the device before the next run.
 
         Args:
@@ -558,6 +595,8 @@ class PoplarExecutor:
                     "model is already compiled. Choose the strategy before, or call `destroy()`."
                 )
             self._options = with_running_mean(self._options)
+        if self._compiled is not None:
+            self._give_up(self._trainer.outgrown(optimizer))
         self._trainer.set(optimizer)
 
     # Random numbers -------------------------------------------------------------------------------------------------

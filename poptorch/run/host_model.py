@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,18 @@ class HostModel:
         """Parameters and buffers by name; see `weights.tensors_of`."""
         return weights.tensors_of(self.module)
 
+    def form(self) -> tuple[tuple[str, Any], ...]:
+        """What a program is made for, besides numbers: modules, and the names of parameters and buffers. Tied ones are
+        there with the first of their names."""
+        if self.module is None:
+            return ()
+        modules, first = dict(torch.nn.Module.named_modules(self.module)), dict[int, str]()
+        tensors = {f"{path}.{name}": t for path, each in modules.items() for name, t in _own_tensors(each)}
+        return (
+            *((path, _kind(each)) for path, each in modules.items() if each is not self.module),
+            *((name, first.setdefault(id(t), name)) for name, t in tensors.items()),
+        )
+
     def read(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
         """The values of parameters and buffers, of all or of these; see `weights.read`."""
         return weights.read(self.module, self.grouped, names)
@@ -71,3 +84,16 @@ class HostModel:
                 f"updatableNamedBuffers: the model has no buffers named {', '.join(unknown)}; it has "
                 f"{', '.join(buffers) or 'none'}."
             )
+
+
+def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers of a module, without those of modules in it."""
+    tensors = chain(module._parameters.items(), module._buffers.items())
+    return ((name, t) for name, t in tensors if t is not None)
+
+
+def _kind(module: torch.nn.Module) -> Any:
+    """What tells a module from others in its place. One that has tensors may be replaced by its like."""
+    if any(True for each in torch.nn.Module.named_modules(module) for _ in _own_tensors(each[1])):
+        return getattr(type(module), "_original", type(module)), module.extra_repr()
+    return module

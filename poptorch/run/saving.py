@@ -39,6 +39,7 @@ from poptorch.enums import ConnectionType, VariableRetrievalMode
 from poptorch.errors import createPoptorchError
 from poptorch.options import Options
 from poptorch.program.batching import Batching
+from poptorch.program.updates import STEP
 from poptorch.run import weights
 from poptorch.run.arguments import Signature
 from poptorch.run.as_data import OptimizerData, from_data, options_from_data, options_to_data, to_data
@@ -428,7 +429,8 @@ class Saved:
         """Have a trainer know what the program was made with."""
         assert self._about.optimizer is not None
         parameters = weights.tensors_of(module)
-        trainer.prepare(parameters, options, made_with=self._about.optimizer)
+        apart = [name for name in parameters if f"{STEP}___{name}" in self._about.ends.state]
+        trainer.prepare(parameters, options, made_with=self._about.optimizer, counted_apart=apart)
 
     def compiled(self, forward: Callable[..., Any], options: Options) -> Compiled:
         """The compiled model, for a `forward` with the same parameters."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -59,9 +60,8 @@ class Trainer:
         self._compiled: Compiled | TrainedInParts | None = None
         self._is_offline = False
         self._parameters: dict[str, torch.Tensor] = {}
-        self._requires_grad: dict[str, bool] = {}
         self._with_state: dict[str, torch.Tensor] = {}  # what the program keeps, and the parameter that it is for
-        self._said: tuple[list[Any], list[dict[str, Any]]] = [], []
+        self._said: tuple[list[Any], list[dict[str, Any]], list[int]] = [], [], []
         self._is_apart = False  # another wrapper has other state of the same parameters, and that was told
         self._mirror: MirroredState | None = None
         self._shown: Any = None
@@ -72,6 +72,7 @@ class Trainer:
         options: Options,
         groupings: Mapping[str, popxl.ReplicaGrouping] | None = None,
         made_with: OptimizerData | None = None,
+        counted_apart: Collection[str] | None = None,
     ) -> Update:
         """Read the optimiser, for a program that is to be made, or has been made.
 
@@ -80,12 +81,13 @@ class Trainer:
             options: of the model.
             groupings: those of parameters that differ between replicas.
             made_with: the optimiser that the program was made with.
+            counted_apart: the parameters whose steps that program counts by themselves; by default, those that have
+                made fewer of them than others.
 
         Raises:
             poptorch.Error: if the optimiser does not fit that.
         """
         self._parameters = dict(parameters)
-        self._requires_grad = {name: p.requires_grad for name, p in parameters.items()}
         self._warn_of_losses(self.optimizer)
         self.made_with = made_with or OptimizerData.of(self.optimizer, parameters)
         self.update = Update(
@@ -94,6 +96,7 @@ class Trainer:
             replica_groupings=groupings,
             automatic_loss_scaling=options.Training.automatic_loss_scaling,
             relaxed_checks=options.relax_optimizer_attributes_checks,
+            counted_apart=self._with_fewer_steps() if counted_apart is None else counted_apart,
         )
         self._read_numbers()
         return self.update
@@ -121,33 +124,60 @@ class Trainer:
                 ", ".join(str(list(p.shape)) for p in others[:3]) + (", ..." if len(others) > 3 else ""),
             )
 
-    def _check_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise an `Error` unless an optimiser trains what the program does, in the same groups."""
-        assert self.update is not None
+    def _with_fewer_steps(self) -> list[str]:
+        """The parameters that have made fewer steps than others that are trained."""
+        steps = self._steps()
+        most = max(steps.values(), default=0.0)
+        return [name for name, made in steps.items() if made < most]
+
+    def _steps(self) -> dict[str, float]:
+        """How many steps the parameters that are trained have made."""
+        loaded, state = (self.device.content["ipu_state"] or {}) if self.device.pending else {}, self.optimizer.state
+        steps = dict.fromkeys(self._groups(self.optimizer), 0.0)
+        for name in steps:
+            if f"Accl1___{name}" in loaded:
+                steps[name] = float(loaded.get(f"{STEP}___{name}", loaded.get(STEP, 0)))
+            elif (p := self._parameters[name]) in state:
+                steps[name] = float(state[p].get("step", 0))
+        return steps
+
+    def outgrown(self, optimizer: torch.optim.Optimizer) -> str:
+        """Why the program is not for an optimiser: what is trained, by the numbers of which group, and whose steps are
+        counted together is a part of it. Empty if it is.
+
+        Raises:
+            poptorch.Error: if the optimiser trains nothing of the model.
+        """
+        if self.update is None or not self.update.is_of(optimizer) or self._is_copy(optimizer):
+            return ""
         expected, found = self.update.group_of, self._groups(optimizer)
-        if found == expected or self._is_copy(optimizer):
-            return
-        name = next(name for name in self._parameters if found.get(name) != expected.get(name))
-        here, there = (f"in group {g[name]}" if name in g else "in no group" for g in (found, expected))
-        raise createPoptorchError(
-            f"The optimizer has the parameter {name} {here}, and the model was compiled with it {there}. Which "
-            "parameters are trained, and by the numbers of which group, is a part of the program. To compile it anew, "
-            "make a new wrapper or call `destroy()`."
-        )
+        if found == expected and len(optimizer.param_groups) == self.update.groups:
+            if optimizer is not self.optimizer or not self._is_loaded:
+                return ""
+            kept = set(map(id, self._with_state.values()))
+            steps = {name: made for name, made in self._steps().items() if id(self._parameters[name]) in kept}
+            return "" if self.update.counts_alike(steps) else "some parameters have made fewer steps than others"
+        if not found and expected:
+            raise createPoptorchError(
+                "The optimizer has none of the model's parameters that require a gradient, so nothing would be trained."
+            )
+        changed = [name for name in self._parameters if found.get(name) != expected.get(name)]
+        return f"the optimizer trains other parameters, or in other groups, than before: {', '.join(changed) or 'none'}"
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-        """The number of the group that an optimiser has a parameter in, for those that could be trained."""
+        """The number of the group that an optimiser has a parameter in, for those that are trained."""
         groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         own = self._parameters.items()
-        return {name: groups[id(p)] for name, p in own if self._requires_grad[name] and id(p) in groups}
+        return {name: groups[id(p)] for name, p in own if p.requires_grad and id(p) in groups}
 
     def _is_copy(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimiser has none of the model's parameters, but their like: those that a copy of it has."""
-        if self.update is None or not self.update.names or self._groups(optimizer):
+        own, groups = set(map(id, self._parameters.values())), enumerate(optimizer.param_groups)
+        shapes = [(i, p.shape) for i, group in groups for p in group["params"] if id(p) not in own]
+        if self.update is None or not self.update.names or len(shapes) < sum(map(_size, optimizer.param_groups)):
             return False
         wanted = Counter((i, self._parameters[name].shape) for name, i in self.update.group_of.items())
-        groups = enumerate(optimizer.param_groups)
-        return wanted <= Counter((i, p.shape) for i, group in groups for p in group["params"])
+        return wanted <= Counter(shapes)
 
     def connect(self, compiled: Compiled | TrainedInParts, offline: bool = False) -> None:
         """A program has been made: from now on it has the state. What the optimiser has brought along is for it.
@@ -162,22 +192,6 @@ class Trainer:
         self._with_state = {name: self._parameters[of] for name, of in kept if of is not None}
         compiled.write_numbers(self.numbers)
         self._connect()
-        self._tell_of_new()
-
-    def _tell_of_new(self) -> None:
-        """Warn of parameters that are trained from now on, where their steps depend on those made before."""
-        assert self.update is not None and self._compiled is not None
-        kept, variables = self.device.content["ipu_state"] or {}, self._compiled.ends.state
-        steps = int(kept[STEP]) if STEP in kept and self.update.step_matters else 0
-        new = {s.parameter: None for s in self.update.state if s.parameter and s.name in variables.keys() - kept.keys()}
-        if steps and new:
-            logger.warning(
-                "%s had no state in the optimizer, which has made %d steps and counts them for all parameters. PyTorch "
-                "counts them for each: the first steps of what is new are smaller or greater here. Train it with an "
-                "optimizer and a wrapper of its own, or make a new optimizer for all.",
-                ", ".join(filter(None, new)),
-                steps,
-            )
 
     def _connect(self) -> None:
         if self._compiled is None or self._is_offline:
@@ -185,7 +199,11 @@ class Trainer:
         fetch, device = weakref.WeakMethod(self._fetch), self.device
         device.refresh()  # it may be connected to another program
         has_news = not device.pending and self._has_news(device.filled)
-        device.pending = device.filled
+        if device.filled and not device.pending:  # what another program has left
+            left, variables = device.content["ipu_state"] or {}, self._compiled.ends.state
+            shapes = {name: variables[name].shape_on_host if name in variables else None for name in left}
+            own = {name: t for name, t in left.items() if name.startswith(STEP) or t.shape == shapes[name]}
+            device.set({**device.content, "ipu_state": own}, pending=True)
         device.connect(lambda: device.content if (own := fetch()) is None else own())
         if has_news:
             self._take()
@@ -212,13 +230,32 @@ class Trainer:
             if self.update is not None:
                 self._warn_of_losses(optimizer)
             self._end_mirroring()
+            if self._compiled is None and not optimizer.state and not _device_state(optimizer).filled:
+                self._hand_on(optimizer)
             self._mirror = None
             self.device.disconnect()
             self.optimizer, self.device = optimizer, _device_state(optimizer)
             loads_exactly(optimizer)
             self._connect()
 
+    def _hand_on(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have an optimiser that has no state go on with that of the one before."""
+        for group in optimizer.param_groups:
+            optimizer.state.update({p: copy.copy(own) for p in group["params"] if (own := self.optimizer.state.get(p))})
+
     # What users change ----------------------------------------------------------------------------------------------
+
+    def has_changed(self) -> bool:
+        """Whether the optimiser says something else than the program knows: its numbers, its groups, or its state."""
+        return self.update is not None and (not _says(self.optimizer, self._said) or self._is_loaded)
+
+    @property
+    def _is_loaded(self) -> bool:
+        """Whether somebody has changed the state of the optimiser."""
+        state = self.optimizer.state
+        if self.device.pending or state is not self._mirror:
+            return True
+        return self._shown is not None and state.has_changed(self._with_state.values())
 
     def notice(self) -> None:
         """Take over what was changed of the optimiser since the last run: its numbers, and its state.
@@ -252,16 +289,6 @@ class Trainer:
         elif self._shown is not None and state.has_changed(self._with_state.values()):
             self._take()
 
-    def check_trained(self) -> None:
-        """Raise an `Error` if other parameters require a gradient than did when the program was made."""
-        if changed := [n for n, p in self._parameters.items() if p.requires_grad != self._requires_grad[n]]:
-            now = self._parameters[changed[0]].requires_grad
-            raise createPoptorchError(
-                f"`requires_grad` of {', '.join(changed)} has been changed since the model was compiled, to {now}. "
-                "What is trained is a part of the program. Call `destroy()` to compile it anew; the state of the "
-                "optimizer is kept."
-            )
-
     def has_run(self) -> None:
         """The program has run: the device is ahead."""
         self.device.mark_stale()
@@ -272,7 +299,6 @@ class Trainer:
         """Have the program take the numbers of an optimiser, from the next run on."""
         assert self.update is not None
         optimizer = optimizer or self.optimizer
-        self._check_groups(optimizer)
         said, numbers = _said(optimizer), self.update.values(optimizer)
         if self._compiled is not None and not np.array_equal(numbers, self.numbers):
             self._compiled.write_numbers(numbers)
@@ -292,6 +318,8 @@ class Trainer:
         assert self._compiled is not None and self.update is not None
         variables = self._compiled.ends.state
         state = self.update.from_torch(self.optimizer.state, self._parameters, self.numbers, variables)
+        if (factor := (self.device.content["ipu_state"] or {}).get(LOSS_SCALE_FACTOR)) is not None:
+            state[LOSS_SCALE_FACTOR] = factor  # of which PyTorch knows nothing
         if rounded := sorted(n for n, t in state.items() if t.dtype.itemsize < variables[n].dtype.as_numpy().itemsize):
             logger.warning(
                 "The optimizer's state is rounded to the type of its parameters (%s): `load_state_dict` of PyTorch "
@@ -340,7 +368,7 @@ class Trainer:
             poptorch.Error: if state does not have the shape that the program has.
         """
         assert self._compiled is not None and self.update is not None
-        state = self.device.content["ipu_state"] or {}
+        state = self.update.counted(self.device.content["ipu_state"] or {})
         variables = self._compiled.ends.state
         if unknown := sorted(state.keys() - variables.keys()):
             logger.warning("Ignoring optimizer state that the program does not have: %s", ", ".join(unknown))
@@ -405,23 +433,28 @@ def _hooks_of_step(optimizer: torch.optim.Optimizer) -> list[Mapping[int, Any]]:
     return [*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]
 
 
+def _size(group: Mapping[str, Any]) -> int:
+    return len(group["params"])
+
+
 def _has_begun(state: Mapping[str, Any]) -> bool:
     """Whether the state of a parameter is of some steps: Adagrad has state before the first."""
     return float(state.get("step", 1)) > 0
 
 
-def _said(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[dict[str, Any]]]:
+def _said(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[dict[str, Any]], list[int]]:
     """What an optimiser says of numbers, for `_says`. Of a tensor, which may be written to, there is its number."""
     groups = [
         {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
         for group in optimizer.param_groups
     ]
-    return _own_numbers(optimizer), groups
+    return _own_numbers(optimizer), groups, list(map(_size, groups))
 
 
-def _says(optimizer: torch.optim.Optimizer, said: tuple[list[Any], list[dict[str, Any]]]) -> bool:
+def _says(optimizer: torch.optim.Optimizer, said: tuple[list[Any], list[dict[str, Any]], list[int]]) -> bool:
     """Whether an optimiser says what it said then. It takes a microsecond: lists of parameters are the same objects."""
-    return optimizer.param_groups == said[1] and _own_numbers(optimizer) == said[0]
+    groups = optimizer.param_groups
+    return groups == said[1] and _own_numbers(optimizer) == said[0] and list(map(_size, groups)) == said[2]
 
 
 def _own_numbers(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -205,8 +205,8 @@ class Instrumented:
                 f"{module._original.__name__} is already wrapped for training: its weights can come from one training "
                 "model only. Call `destroy()` on that one first."
             )
-        self._homes = tensors_of(module)
-        tensors = [t for name, t in self._homes.items() if changed is None or name in changed]
+        self._homes, self._changed = tensors_of(module), changed
+        tensors = self._of_device()
         self._module = module
         self._fetch: Callable[[], Any] = weakref.WeakMethod(fetch) if hasattr(fetch, "__self__") else lambda: fetch
         self._groupings = {} if groupings is None else groupings
@@ -217,13 +217,27 @@ class Instrumented:
         modules = [] if module is None else list(torch.nn.Module.modules(module))
         self._hooks = [hooks for each in modules for hooks in (each._backward_hooks, each._backward_pre_hooks)]
         self._tensor_ids = frozenset(map(id, tensors))
-        self._undo = weakref.finalize(self, _unwatch, [module, *tensors], me := weakref.ref(self))
+        self._watched: list[Any] = []
+        self._undo = weakref.finalize(self, _unwatch, self._watched, weakref.ref(self))
         self._undo.atexit = False
         for tensor in tensors:
-            _watch(tensor, me, _WatchedTensor)
+            self._watch(tensor, _WatchedTensor)
         if module is not None:
-            _watch(module, me, _WatchedModule)
+            self._watch(module, _WatchedModule)
         _trainings.add(self)
+
+    def _of_device(self) -> list[torch.Tensor]:
+        """The tensors that the device changes."""
+        return [t for name, t in self._homes.items() if self._changed is None or name in self._changed]
+
+    def _watch(self, each: Any, kind: Any) -> None:
+        self._watched.append(each)
+        _watch(each, weakref.ref(self), kind)
+
+    def is_of_all(self) -> bool:
+        """Whether it has all the parameters and buffers that the module has now, and no others."""
+        now = tensors_of(self._module)
+        return now.keys() == self._homes.keys() and all(t is self._homes[name] for name, t in now.items())
 
     def has_run(self) -> None:
         """Note that the device has made a step: weights are stale, and there were gradients that the host has not."""
@@ -286,7 +300,13 @@ class Instrumented:
         try:
             arrays = read(self._module, self._groupings, names)
             now = tensors_of(self._module)
-            self._homes |= {name: now[name] for name in arrays if now[name].shape == self._homes[name].shape}
+            for name, old in self._homes.items():
+                if name in arrays and now[name] is not old and now[name].shape == old.shape:
+                    self._homes[name] = now[name]
+            tensors = {id(t): t for t in self._of_device()}
+            for each in tensors.keys() - self._tensor_ids:
+                self._watch(tensors[each], _WatchedTensor)
+            self._tensor_ids = frozenset(tensors)
             return arrays
         finally:
             self.is_stale = was_stale
@@ -334,10 +354,15 @@ class Trainings:
     """
 
     def __init__(self, module: torch.nn.Module | None) -> None:
-        self._tensor_ids = frozenset(map(id, tensors_of(module).values()))
+        self._module = module
         self._seen: weakref.WeakKeyDictionary[Instrumented, int] = weakref.WeakKeyDictionary()
         self._has_missed = False
         _followers.add(self)
+        self.look()
+
+    def look(self) -> None:
+        """Follow the parameters and buffers that the module has now."""
+        self._tensor_ids = frozenset(map(id, tensors_of(self._module).values()))
 
     def has_ended(self, training: Instrumented) -> None:
         """Note that another wrapper has ended, after whatever it has brought home."""
@@ -390,6 +415,7 @@ class HostWrites:
         self._tensors: dict[str, torch.Tensor] = {}
         self._versions: dict[str, int] = {}
         self._places: dict[str, tuple[dict[str, Any], str, Any]] = {}
+        self._homes: list[tuple[str, dict[str, Any], int]] = []  # what holds them, and of how many
         self._holders: tuple[dict[str, Any], ...] = ()
         self._keys: tuple[str, ...] = ()
         self._held: tuple[Any, ...] = ()
@@ -400,8 +426,11 @@ class HostWrites:
         with torch._C.DisableTorchFunctionSubclass():
             self._tensors = {name: t for name, t in tensors_of(self._module).items() if not t.is_inference()}
         self._versions = self._now()
-        self._places = {} if self._module is None else dict(_places(self._module))
-        if names is not None:
+        homes = list(_holders(self._module))
+        self._places = {path + key: (h, key, value) for path, h in homes for key, value in h.items()}
+        if names is None:
+            self._homes = [(path, holder, len(holder)) for path, holder in homes]
+        else:
             self._tensors |= _without(tensors, names)
             self._versions |= _without(versions, names)
             self._places |= _without(places, names)
@@ -415,10 +444,12 @@ class HostWrites:
         return [name for name, version in now.items() if version != self._versions[name]]
 
     def replaced(self) -> list[str]:
-        """The names of parameters, buffers and modules that have been replaced. It is as quick."""
-        if all(map(is_, map(dict.get, self._holders, self._keys), self._held)):
+        """The names of parameters, buffers and modules that have been replaced, or are new. It is as quick."""
+        grown = [home for home in self._homes if len(home[1]) > home[2]]
+        if not grown and all(map(is_, map(dict.get, self._holders, self._keys), self._held)):
             return []
-        return [name for name, (holder, key, held) in self._places.items() if holder.get(key) is not held]
+        others = [name for name, (holder, key, held) in self._places.items() if holder.get(key) is not held]
+        return others + [path + key for path, holder, _ in grown for key in holder if path + key not in self._places]
 
     def _now(self) -> dict[str, int]:
         with torch._C.DisableTorchFunctionSubclass():  # to ask for a version is not to read
@@ -429,12 +460,11 @@ def _without(known: Mapping[str, _Known], names: Collection[str]) -> dict[str, _
     return {name: each for name, each in known.items() if name not in names}
 
 
-def _places(module: torch.nn.Module) -> Iterator[tuple[str, tuple[dict[str, Any], str, Any]]]:
-    """Where parameters, buffers and modules are, by name: what holds each, its key there, and the thing itself."""
-    for path, each in torch.nn.Module.named_modules(module):
+def _holders(module: torch.nn.Module | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What holds parameters, buffers and modules, each with what names of these begin with."""
+    for path, each in () if module is None else torch.nn.Module.named_modules(module):
         for holder in (each._parameters, each._buffers, each._modules):
-            for key, value in holder.items():
-                yield f"{path}.{key}" if path else key, (holder, key, value)
+            yield f"{path}." if path else "", holder
 
 
 # What stands in for classes -------------------------------------------------------------------------------------------

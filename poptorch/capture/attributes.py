@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain
-from operator import is_
 from typing import Any
 
 import torch
 
-from poptorch.base.introspection import is_a
 from poptorch.errors import createPoptorchError
 
 __all__ = ["Attributes", "not_rebound", "noting"]
@@ -24,8 +21,8 @@ class Attributes:
     """The attributes that a module and those in it have now; what is set on them later is not among them.
 
     Wrapping a model takes these, so that `model.eval()` afterwards is for the host only. `with_those` takes what is set
-    through the wrapper, too. Lists, dictionaries and sets
-    among them stay the same objects, and what these hold is looked at when the attributes are given to the modules.
+    through the wrapper, too. Lists, dictionaries and sets among them stay the same objects; what becomes of these in a
+    capture is undone by `poptorch.capture.host_state`.
 
     Args:
         module: the module; `None` has none.
@@ -84,26 +81,13 @@ class Attributes:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Give the modules these attributes during a block, and afterwards those that they had before it.
-
-        What lists, dictionaries and sets among the attributes held before the block they hold again after it.
-        """
+        """Give the modules these attributes during a block, and afterwards those that they had before it."""
         before = [(namespace, dict(namespace)) for namespace, _ in self._values]
-        contents = [(each, copy.copy(each)) for _, values in self._values for each in _containers(values)]
         try:
             _set(self._values)
             yield
         finally:
-            for each, content in contents:
-                _restore(each, content)
             _set(before)
-
-    def rebound(self) -> Iterator[tuple[str, Any, Any]]:
-        """The attributes that hold another object now: the name, what each held, and what it holds."""
-        for path, (now, then) in zip(self._paths, self._values, strict=True):
-            for name, value in then.items():
-                if (other := now.get(name)) is not value:
-                    yield f"{path}.{name}" if path else name, value, other
 
     def changed_number(self) -> str | None:
         """A number among the attributes that has changed since, if there is one: its name, and what became of it."""
@@ -118,37 +102,6 @@ class Attributes:
 def _is_setting(name: str, value: Any) -> bool:
     """Whether an attribute looks like a number that users set, such as a temperature. (NaN never equals itself.)"""
     return type(value) in (bool, int, float) and not name.startswith("_") and name != "training" and value == value
-
-
-_OF_MODULES = frozenset(vars(torch.nn.Module()))
-"""Attributes that every module has; PyTorch looks after what these hold."""
-
-_CONTAINERS = (dict, list, set, deque, OrderedDict, defaultdict)
-
-
-def _containers(attributes: Mapping[str, Any]) -> list[Any]:
-    """The containers whose contents may change, among attributes and in each other."""
-    found: dict[int, Any] = {}
-    waiting = [value for name, value in attributes.items() if name not in _OF_MODULES]
-    while waiting:
-        each = waiting.pop()
-        if not (type(each) in _CONTAINERS or is_a(each, tuple)) or id(each) in found:
-            continue
-        found[id(each)] = each
-        waiting += each.values() if isinstance(each, dict) else each
-    return [each for each in found.values() if not is_a(each, tuple)]
-
-
-def _restore(container: Any, content: Any) -> None:
-    """Have a container hold what a copy of it holds."""
-    if len(container) == len(content) and all(map(is_, _flat(container), _flat(content))):
-        return
-    container.clear()
-    (container.extend if isinstance(container, list | deque) else container.update)(content)
-
-
-def _flat(container: Any) -> Iterable[Any]:
-    return chain.from_iterable(container.items()) if isinstance(container, dict) else container
 
 
 def _set(values: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:

@@ -21,6 +21,7 @@ from poptorch.capture.derivatives import derive, deriving
 from poptorch.capture.devices import named_as_cpus
 from poptorch.capture.frozen import Frozen
 from poptorch.capture.gradient_hooks import hooks_of, noting_hooks
+from poptorch.capture.host_state import HostState
 from poptorch.capture.modules import averaging, recurrent_in_any_dtype
 from poptorch.capture.recorder import Recorder
 from poptorch.capture.seeding import seeding
@@ -61,7 +62,7 @@ class Captured:
         hooks: what has hooks on gradients, in words: they have no effect.
         read: the buffers whose numbers have become a part of the program, with these numbers.
         frozen: other tensors of the host of which the same is true.
-        carried: the attributes by which it means to carry numbers from run to run.
+        carried: what it changes on the host, and may mean to find in the next run: how the user calls it, and the line.
     """
 
     trace: Trace
@@ -73,7 +74,7 @@ class Captured:
     hooks: list[str]
     read: dict[str, torch.Tensor]
     frozen: list[Frozen]
-    carried: list[str] = field(default_factory=list)
+    carried: dict[str, str] = field(default_factory=dict)
 
 
 def capture(
@@ -89,6 +90,7 @@ def capture(
     with_scopes: bool = True,
     cuts: Cuts | None = None,
     derives: bool = False,
+    function: Callable[..., Any] | None = None,
 ) -> Captured:
     """Write down what a function does.
 
@@ -107,6 +109,7 @@ def capture(
         with_scopes: whether ops know the path of the module that runs them.
         cuts: knows the numbers of what is given, and notes where the program has to end for the host to look.
         derives: whether it is to be differentiated.
+        function: what of the user's `forward` runs, if that is no module.
 
     Raises:
         poptorch.Error: if it reads the numbers in a tensor, or their shape depends on them, without `cuts`.
@@ -114,7 +117,7 @@ def capture(
 
     def once(keeps_whole: bool) -> Captured:
         tracer = Tracer(ambient, lowered, excludes, keeps_whole, module, cuts)
-        return _capture(tracer, forward, tensors, module, flatten, grouped, with_scopes, cuts, derives)
+        return _capture(tracer, forward, tensors, module, flatten, grouped, with_scopes, cuts, derives, function)
 
     try:
         return once(keeps_whole=True)
@@ -133,6 +136,7 @@ def _capture(
     with_scopes: bool,
     cuts: Cuts | None,
     derives: bool,
+    function: Callable[..., Any] | None,
 ) -> Captured:
     recorder = tracer.recorder
 
@@ -155,8 +159,12 @@ def _capture(
     attributes = Attributes(module)
     with ExitStack() as stack:
         stack.enter_context(recorder.leaving_numbers())
+        stack.callback(fakes.clear)  # what nobody keeps is gone before that
+        stack.callback(inputs.clear)
         if module is not None:
             stack.enter_context(attributes.restored())
+        on_host = stack.enter_context(HostState(module, function).restored())
+        if module is not None:
             stack.enter_context(with_tensors(module, fakes))
             stack.enter_context(not_rebound(module, is_made))
             stack.enter_context(averaging())
@@ -188,7 +196,8 @@ def _capture(
             if state_ends[key].shape != state_values[key].shape:
                 raise _reshaped(key, state[key], state_values[key], state_ends[key], recorder.reshaped.get(id(t)))
         recorder.trace.outputs = leaves
-        carried = recorder.carried(attributes.rebound())
+        carried = dict(on_host.changes(recorder.is_of_run))
+        carried |= {text: on_host.line_of(text) for text in recorder.overwritten()}
         recorder.settle()
         for application in applications:
             if cuts is not None and cuts.found:  # they know ops by their places

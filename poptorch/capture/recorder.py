@@ -24,7 +24,8 @@ from torch.utils import _pytree as pytree
 from poptorch.base.logging_ import logger
 from poptorch.capture.constants import made_of, numbers_of
 from poptorch.capture.frozen import Frozen, found, is_users
-from poptorch.capture.torch_private import FakeTensor, become, storage_key, without_modes
+from poptorch.capture.stand_ins import StandIn
+from poptorch.capture.torch_private import FakeTensor, become, forget_history, storage_key, without_modes
 from poptorch.capture.trace import LOOKED_AT, Data, Node, Trace, Value, View, values_in, with_values
 from poptorch.errors import createPoptorchError
 from poptorch.placement.ambient import Ambient
@@ -201,30 +202,20 @@ class Recorder:
         """Whether a tensor has the same numbers now in every run, whatever buffers hold."""
         return self.value_of(t).is_constant
 
-    def carried(self, rebound: Iterable[tuple[str, Any, Any]]) -> list[str]:
-        """The names of attributes by which a model means to carry numbers from run to run, which a program does not.
-
-        That are tensors of the host that it reads, and overwrites or replaces by what a run brings; and what is `None`
-        before.
-
-        Args:
-            rebound: the attributes that hold another object than before: name, that one, and this one.
-        """
-        names, read = [], set()
+    def overwritten(self) -> Iterator[str]:
+        """What a model calls the tensors of the host that it reads, and overwrites or replaces by what a run brings."""
         for frozen in self.frozen:
-            if (t := frozen.tensor()) is not None:
-                read.add(id(t))
-                seen = self._seen.get(id(t))
-                if seen is not None and seen.cell.version or self._is_of_run(frozen.there):
-                    names.append(frozen.text)
-        for name, before, now in rebound:
-            if self._is_of_run(now) and (before is None or any(id(t) in read for t in pytree.tree_leaves(before))):
-                names.append(f"model.{name}")
-        return list(dict.fromkeys(names))
+            t = frozen.tensor()
+            seen = None if t is None else self._seen.get(id(t))
+            if seen is not None and seen.cell.version or any(map(self.is_of_run, pytree.tree_leaves(frozen.there))):
+                yield frozen.text
 
-    def _is_of_run(self, value: Any) -> bool:
-        """Whether a tensor is one, or among several one, that a run makes."""
-        return any(isinstance(t, FakeTensor) and not self.is_constant(t) for t in pytree.tree_leaves(value))
+    def is_of_run(self, each: object) -> bool:
+        """Whether an object is a tensor that each run makes anew, or is given."""
+        if not isinstance(each, FakeTensor) or id(each) not in self._seen:
+            return False
+        value = self.value_of(each)
+        return not value.is_constant and not (value.made_by is None and value.name)
 
     def uses(self, value: Value | None) -> bool:
         """Whether anything has been made of a value."""
@@ -601,24 +592,30 @@ class Recorder:
         """After a block, in which it is recorded, give tensors that somebody keeps their numbers, if these are known.
 
         A function that makes a mask once for all times gives the next one who asks a mask, and not a tensor that only
-        this capture knows. The recorder forgets all tensors.
+        this capture knows. Others become stand-ins, which say where they were made. The recorder forgets all tensors.
         """
         try:
             yield
         finally:
-            constant = [
-                (weakref.ref(seen.tensor), self.value_of(seen.tensor))
+            kept = [
+                (weakref.ref(seen.tensor), value if self._is_constant(seen) else None, value.made_by)
                 for seen in list(self._seen.values())
-                if isinstance(seen.tensor, FakeTensor) and self._is_constant(seen)
+                if isinstance(seen.tensor, FakeTensor)
+                for value in (self.value_of(seen.tensor) if self._is_constant(seen) else seen.value,)
             ]
             self._seen.clear()
             self._cells.clear()
             self._all_cells.clear()
             # What is kept may be a view of something that is kept: that is free once the view has its own numbers.
-            for ref, value in reversed(constant):
-                if (t := ref()) is not None and (numbers := numbers_of(value, self._numbers)) is not None:
+            for ref, value, made_by in reversed(kept):
+                if (t := ref()) is None:
+                    continue
+                if value is not None and (numbers := numbers_of(value, self._numbers)) is not None:
                     become(t, numbers.clone().requires_grad_(t.requires_grad))
                     setattr(t, _MADE_IN_CAPTURE, True)
+                else:
+                    forget_history(t)
+                    become(t, StandIn.of(t, "" if made_by is None else str(made_by.source)))
 
     def _is_constant(self, seen: _Seen) -> bool:
         """Whether a tensor has numbers that are known, and is none of a body of a loop."""

@@ -79,6 +79,7 @@ def captured_model(
             with_scopes=options.module_namescope_enabled,
             cuts=cuts,
             derives=training,
+            function=model if module is None else None,
         )
     _tell_of_carried(captured, module)
     for text in _on_host(captured):
@@ -102,19 +103,22 @@ def captured_model(
     return captured, answers[0]
 
 
-_told: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Modules of which it was told that attributes are not carried from run to run."""
+_told: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()
+"""What was told of modules that is not carried from run to run."""
 
 
 def _tell_of_carried(captured: Captured, module: torch.nn.Module | None) -> None:
-    """Warn, once of each module, of attributes by which it means to carry numbers from run to run."""
-    if captured.carried and module is not None and module not in _told:
-        _told.add(module)
+    """Warn, once of each, of what `forward` changes on the host."""
+    told = set() if module is None else _told.setdefault(module, set())
+    if names := [text for text in captured.carried if text not in told]:
+        told.update(names)
+        places = [f"{text} ({line})" if (line := captured.carried[text]) else text for text in names]
         logger.warning(
-            "`forward` changes %s. A program carries parameters and buffers from run to run, and no other attributes: "
-            "each run begins with what was there when the model was wrapped. Have the module own it as a buffer "
-            "(`register_buffer`), and overwrite that: `self.x.copy_(...)`. To look at it, return it.",
-            ", ".join(captured.carried),
+            "`forward` changes %s. A program carries parameters and buffers from run to run, and nothing else: each "
+            "run begins with what was there when the model was wrapped. Have the module own it as a buffer "
+            "(`register_buffer`), and overwrite that: `self.x.copy_(...)`, `self.step.add_(1)`. What the host changes "
+            "from call to call is to be an argument of `forward`, and what you want to look at a result.",
+            ", ".join(places),
         )
 
 

@@ -1,0 +1,351 @@
+"""What `forward` changes in objects of the host. A program carries none of it from run to run: it is found, and undone.
+
+Looked at are the attributes of modules, what functions name (variables of files and of functions around), and the
+containers and objects of the user's that can be reached from there.
+"""
+
+from __future__ import annotations
+
+import dis
+import re
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, count
+from operator import is_
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from poptorch.base.introspection import CONTAINERS, attributes, is_a, items
+from poptorch.capture.torch_private import FakeTensor
+from popxl.base.source import SourceLocation
+
+__all__ = ["HostState"]
+
+_NOT_THE_USERS = {"torch", "poptorch", "popxl", "runtime", "jax", "jaxlib", "numpy", "lightning", "pytorch_lightning"}
+_NOT_THE_USERS |= set(sys.stdlib_module_names) - {"__main__"}
+_NUMBERS = (bool, int, float, complex, np.generic)
+_PLAIN = (*_NUMBERS, str)
+_CLOSED = (*_PLAIN, bytes, type(None), torch.Tensor, ModuleType)
+_MOST = 10_000
+"""The most objects that are looked into."""
+
+
+@dataclass
+class _Place:
+    """Something that holds other objects.
+
+    Attributes:
+        text: how the user calls it.
+        read: gives what it holds.
+        before: what it held.
+        put_back: has it hold that again, or only some of its items; `None` if that cannot be.
+        is_models: whether it belongs to the model.
+        is_namespace: whether it holds them under names, as an object or a function does.
+    """
+
+    text: str
+    read: Callable[[], Any]
+    before: Any
+    put_back: Callable[[Any], None] | None
+    is_models: bool
+    is_namespace: bool = False
+
+    def restore(self) -> None:
+        """Have what belongs to the model hold what it held. Of anything else, no item becomes a tensor of a capture."""
+        now = self.read()
+        if self.put_back is None or _is_same(now, self.before):
+            return
+        if self.is_models:
+            self.put_back(self.before)
+        elif isinstance(now, dict):
+            items = {key: was for key, was in self.before.items() if now.get(key) is not was}
+            self.put_back({key: was for key, was in items.items() if _holds_fake(now.get(key))})
+
+    def changed(self) -> Iterator[tuple[str, Any, Any]]:
+        """What is another object now: how the user calls it, what it was, and what it is."""
+        now = self.read()
+        if isinstance(now, dict):
+            for key, value in now.items():
+                if value is not (was := self.before.get(key, _ABSENT)):
+                    yield self._text_of(key), was, value
+        elif isinstance(now, set) and now != self.before or len(now) != len(self.before):
+            yield self.text, _GROWS, _GROWS
+        elif isinstance(now, list):
+            for i, (was, value) in enumerate(zip(self.before, now, strict=True)):
+                if value is not was:
+                    yield f"{self.text}[{i}]", was, value
+
+    def _text_of(self, key: Any) -> str:
+        if self.is_namespace:
+            return f"{self.text}.{key}".removeprefix(".")
+        return f"{self.text}[{key!r}]" if type(key) in _PLAIN else self.text
+
+
+_ABSENT, _GROWS = object(), object()
+
+
+class HostState:
+    """What the host has before a function runs.
+
+    Args:
+        module: the module whose `forward` is to run, if any.
+        function: what is to run, if it is no module.
+
+    Example:
+        >>> module = torch.nn.Module()
+        >>> module.seen = []
+        >>> with HostState(module, None).restored() as state:
+        ...     module.seen.append(1)
+        ...     [name for name, line in state.changes(lambda value: False)]
+        ['model.seen']
+        >>> module.seen
+        []
+    """
+
+    def __init__(self, module: torch.nn.Module | None, function: Callable[..., Any] | None) -> None:
+        self._places: list[_Place] = []
+        self._known: set[int] = set()
+        self._codes: dict[CodeType, None] = {}
+        self._waiting: deque[tuple[str, Any, bool]] = deque()
+        modules = {} if module is None else {each: path for path, each in torch.nn.Module.named_modules(module)}
+        for each, path in modules.items():
+            self._known.add(id(each))
+            self._add_namespace(f"model.{path}" if path else "model", attributes(each), without=_OF_MODULES)
+        self._look()
+        for kind in dict.fromkeys(chain.from_iterable(type(each).__mro__ for each in modules)):
+            if _is_users(kind):
+                self._add_class(kind)
+        self._waiting.append(("", function, False))
+        self._look()
+
+    @contextmanager
+    def restored(self) -> Iterator[HostState]:
+        """Have what belongs to the model hold after a block what it held before."""
+        try:
+            yield self
+        finally:
+            for place in self._places:
+                place.restore()
+
+    def changes(self, is_of_run: Callable[[Any], bool]) -> Iterator[tuple[str, str]]:
+        """What has changed that may be meant to be there in the next run: how the user calls it, and where it changes.
+
+        That are numbers and texts, lists, sets and queues that have grown, and what holds a tensor of a run now.
+
+        Args:
+            is_of_run: whether an object is a tensor that each run makes anew.
+        """
+        for place in self._places:
+            for text, before, now in place.changed():
+                counts = is_a(now, _NUMBERS) and before is _ABSENT and not place.is_namespace
+                differs = is_a(now, _PLAIN) and is_a(before, _PLAIN) and before != now
+                if now is _GROWS or counts or differs or any(map(is_of_run, pytree.tree_leaves(now))):
+                    yield text, self.line_of(text, is_rebound=place.is_namespace and now is not _GROWS)
+
+    def line_of(self, text: str, is_rebound: bool = False) -> str:
+        """The line that changes what the user calls so, as far as code says that; "" if none does.
+
+        Args:
+            text: how the user calls it.
+            is_rebound: whether it is another object now, rather than changed itself.
+        """
+        name = re.sub(r"(\[[^]]*\])+$", "", text).rpartition(".")[2]
+        codes = sorted(self._codes, key=lambda code: code.co_name == "__init__")  # which only sets what is there before
+        for changes in (_stores, _overwrites, _mentions) if is_rebound else (_overwrites, _stores, _mentions):
+            for code in codes:
+                for line in changes(code, name):
+                    return str(SourceLocation.of((code, line)))
+        return ""
+
+    # Looking around -------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        while self._waiting and len(self._known) < _MOST:
+            text, each, is_models = self._waiting.popleft()
+            if id(each) in self._known or is_a(each, _CLOSED):
+                continue
+            self._known.add(id(each))
+            if is_a(each, CONTAINERS):
+                self._add_container(text, each, is_models)
+            elif is_a(each, count):
+                self._add(text, partial(_only, repr, each), None, is_models)
+            elif is_a(each, np.ndarray):
+                self._add(text, partial(_only, np.ndarray.tobytes, each), None, is_models)
+            elif is_a(each, FunctionType):
+                self._add_function(each)
+            elif is_a(each, MethodType):
+                self._waiting += [(text, each.__func__, is_models), (text, each.__self__, is_models)]
+            elif is_a(each, type):
+                if _is_users(each):
+                    self._add_class(each)
+            elif _is_users(type(each)) or type(each) is SimpleNamespace:
+                self._add_namespace(text, attributes(each), is_models)
+                self._waiting.append((text, type(each), False))
+
+    def _add_namespace(
+        self, text: str, namespace: dict[str, Any], is_models: bool = True, without: frozenset[str] = frozenset()
+    ) -> None:
+        def read() -> dict[str, Any]:
+            return {key: value for key, value in namespace.items() if key not in without}
+
+        def put_back(before: dict[str, Any]) -> None:
+            for key in read().keys() - before.keys() if is_models else ():
+                del namespace[key]
+            namespace.update(before)
+
+        self._add(text, read, put_back, is_models, is_namespace=True)
+
+    def _add_container(self, text: str, each: Any, is_models: bool) -> None:
+        base: Any = next(kind for kind in CONTAINERS if is_a(each, kind))
+        if base in (tuple, frozenset):
+            self._waiting += [(f"{text}[{key}]", value, is_models) for key, value in items(each)]
+            return
+
+        def read() -> Any:
+            if base is dict:
+                return dict(items(each))
+            return {value for _, value in items(each)} if base is set else [value for _, value in items(each)]
+
+        def put_back(before: Any) -> None:
+            if is_models:
+                base.clear(each)
+            (base.update if base in (dict, set) else base.extend)(each, before)
+
+        self._add(text, read, put_back, is_models)
+
+    def _add_class(self, kind: type) -> None:
+        self._known.add(id(kind))
+        for name, value in vars(kind).items():
+            function = getattr(value, "__func__", getattr(value, "fget", value))
+            if is_a(function, FunctionType):
+                self._waiting.append((f"{kind.__name__}.{name}", function, False))
+
+        def put_back(before: dict[str, Any]) -> None:
+            for name, value in before.items():
+                setattr(kind, name, value)
+
+        self._add(kind.__name__, lambda: dict(vars(kind)), put_back, False, is_namespace=True)
+
+    def _add_function(self, function: FunctionType) -> None:
+        if not _is_users(function):
+            return
+        self._codes[function.__code__] = None
+        named, known = _names(function.__code__), function.__globals__
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+        def read() -> dict[str, Any]:
+            here = {name: known[name] for name in named if name in known}
+            return here | {name: _content(cell) for name, cell in cells.items()}
+
+        def put_back(before: dict[str, Any]) -> None:
+            for name, value in before.items():
+                if name in cells:
+                    cells[name].cell_contents = value
+                else:
+                    known[name] = value
+
+        self._add("", read, put_back, False, is_namespace=True)
+        self._add_namespace(function.__name__, vars(function), is_models=False)
+
+    def _add(
+        self,
+        text: str,
+        read: Callable[[], Any],
+        put_back: Callable[[Any], None] | None,
+        is_models: bool,
+        is_namespace: bool = False,
+    ) -> None:
+        place = _Place(text, read, read(), put_back, is_models, is_namespace)
+        self._places.append(place)
+        pairs = place.before.items() if isinstance(place.before, dict) else enumerate(place.before)
+        self._waiting += [(place._text_of(key), value, is_models) for key, value in pairs if not is_a(value, _CLOSED)]
+
+
+_OF_MODULES = frozenset(vars(torch.nn.Module()))
+"""Attributes that every module has; PyTorch looks after what these hold."""
+
+
+def _is_users(each: Any) -> bool:
+    """Whether a class or a function is the user's own."""
+    return str(each.__module__).partition(".")[0] not in _NOT_THE_USERS
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(map(is_, a.values(), map(b.get, a)))
+    return a == b if isinstance(a, set) else len(a) == len(b) and all(map(is_, a, b))
+
+
+def _holds_fake(value: Any) -> bool:
+    return any(is_a(each, FakeTensor) for each in pytree.tree_leaves(value))
+
+
+def _only(look: Callable[[Any], Any], each: Any) -> set[Any]:
+    return {look(each)}
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return _ABSENT
+
+
+# Code -----------------------------------------------------------------------------------------------------------------
+
+_CHANGING = frozenset(
+    ("add", "append", "appendleft", "clear", "discard", "extend", "extendleft", "insert", "next", "pop", "popitem",
+     "popleft", "remove", "reverse", "setdefault", "sort", "subtract", "update")
+)  # fmt: skip
+
+
+def _names(code: CodeType) -> set[str]:
+    """What a function and those within it name."""
+    return set(code.co_names).union(*(_names(each) for each in code.co_consts if isinstance(each, CodeType)))
+
+
+def _stores(code: CodeType, name: str) -> Iterator[int]:
+    """The lines in which a variable or an attribute of a name is set."""
+    for instruction in _instructions(code):
+        is_stored = instruction.opname in ("STORE_ATTR", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF")
+        if is_stored and instruction.argval == name:
+            yield _line(instruction)
+
+
+def _overwrites(code: CodeType, name: str) -> Iterator[int]:
+    """The lines in which what has a name may be changed itself: by an index, or a method that is known to do so."""
+    by_line: dict[int, list[dis.Instruction]] = {}
+    for instruction in _instructions(code):
+        by_line.setdefault(_line(instruction), []).append(instruction)
+    for line, instructions in by_line.items():
+        named = [each.argval for each in instructions if each.opname.startswith("LOAD_")]
+        does = any(each.opname in ("STORE_SUBSCR", "STORE_SLICE") for each in instructions) or any(
+            isinstance(each, str) and (each in _CHANGING or each.endswith("_") and not each.startswith("_"))
+            for each in named
+        )
+        if does and name in named:
+            yield line
+
+
+def _mentions(code: CodeType, name: str) -> Iterator[int]:
+    """The lines in which a name stands at all, as in `setattr(self, "name", 1)`."""
+    return (_line(instruction) for instruction in _instructions(code) if instruction.argval == name)
+
+
+def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
+    yield from dis.get_instructions(code)
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _instructions(each)
+
+
+def _line(instruction: dis.Instruction) -> int:
+    return (instruction.positions and instruction.positions.lineno) or 0

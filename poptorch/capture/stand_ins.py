@@ -1,0 +1,46 @@
+"""What is left of a tensor without numbers, where an object of the user's keeps it after a capture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from poptorch.errors import createPoptorchError
+
+__all__ = ["StandIn"]
+
+_TENSOR: Any = torch.Tensor
+_ANSWERED = frozenset(
+    [_TENSOR.size, _TENSOR.dim, _TENSOR.ndimension, _TENSOR.numel, _TENSOR.stride, _TENSOR.__len__, _TENSOR.__hash__]
+    + [getattr(_TENSOR, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad")]
+)  # fmt: skip
+
+
+class StandIn(torch.Tensor):
+    """A tensor that has a shape and a dtype, and says where it was made, if anything else is asked of it."""
+
+    _where: str
+
+    @staticmethod
+    def of(t: torch.Tensor, where: str) -> StandIn:
+        """What stands for a tensor from now on."""
+        made: StandIn = torch.empty(t.shape, dtype=t.dtype, device="meta").as_subclass(StandIn)
+        made._where = where
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ANSWERED:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        stand_in = next(each for each in torch.utils._pytree.tree_leaves([args, kwargs]) if isinstance(each, cls))
+        raise createPoptorchError(
+            f"{stand_in!r} has no numbers: `forward` has made it when the model was compiled before, and kept since. A "
+            "program gives what `forward` returns, so return it."
+        )
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"A tensor of {tuple(self.shape)} and {self.dtype}{f' ({self._where})' * bool(self._where)}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
+        return self

@@ -1,0 +1,281 @@
+"""What `forward` changes on the host, and a program does not carry: it is told by name and line, and undone."""
+
+# ruff: noqa: E402 - poptorch needs torch
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import linecache
+import pickle
+import re
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+np = pytest.importorskip("numpy")
+
+from torch._subclasses import FakeTensor
+
+import poptorch
+
+
+class Meter:
+    """A mean, as an object that is no module."""
+
+    def __init__(self) -> None:
+        self.sum: Any = 0
+        self.count, self.seen = 0, list[torch.Tensor]()
+
+    def update(self, value: torch.Tensor) -> None:
+        self.sum = self.sum + value
+        self.count += 1
+        self.seen.append(value)
+
+
+class Metric(torch.nn.Module):
+    """A mean, as packages for metrics have it: its states are tensors that are plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._defaults: dict[str, torch.Tensor] = {}
+        self._updates = 0
+        self.add_state("total", torch.tensor(0.0))
+
+    def add_state(self, name: str, default: torch.Tensor) -> None:
+        self._defaults[name] = default
+        setattr(self, name, default.clone())
+
+    def reset(self) -> None:
+        self._updates = 0
+        for name, default in self._defaults.items():
+            setattr(self, name, default.detach().clone())
+
+    def forward(self, value: torch.Tensor) -> None:
+        before = self.total
+        self.reset()
+        self.total += value.mean()
+        self._updates += 1
+        self.total = before + self.total
+
+
+_made = 0
+_seen: list[torch.Tensor] = []
+_meter = Meter()
+
+
+class Changing(torch.nn.Module):
+    """It changes something."""
+
+    calls = 0
+    of_the_class: list[torch.Tensor] = []
+
+    def __init__(self, change: Callable[[Changing, torch.Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.change, self.metric = torch.nn.Linear(3, 2), change, Metric()
+        self.step, self.weight, self.phase, self.rows, self.last = 0, 1.0, "warm", 4, None
+        self.list: list[Any] = []
+        self.dict: dict[Any, Any] = {"n": 1}
+        self.set, self.queue, self.counter = set[int](), deque[torch.Tensor](maxlen=1), Counter[str]()
+        self.lists, self.nested = defaultdict[str, list[int]](list), ({"lists": [[]]},)
+        self.space, self.meters = SimpleNamespace(n=0, last=None), [Meter()]
+        self.numbers, self.count = np.zeros(3), itertools.count(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        factor = self.change(self, y)
+        return y if factor is None else y * factor
+
+
+def _anneal(module: Changing, y: torch.Tensor) -> int:
+    module.step += 1
+    return module.step
+
+
+def _fade(module: Changing, y: torch.Tensor) -> float:
+    module.weight = module.weight * 0.5
+    return module.weight
+
+
+def _alternate(module: Changing, y: torch.Tensor) -> None:
+    module.phase = "cold" if module.phase == "warm" else "warm"
+
+
+def _of_variable(module: Changing, y: torch.Tensor) -> None:
+    global _made
+    _made += 1
+
+
+def _of_class(module: Changing, y: torch.Tensor) -> None:
+    type(module).calls += 1
+
+
+def _count(module: Changing, y: torch.Tensor) -> int:
+    return next(module.count)
+
+
+def _write(module: Changing, y: torch.Tensor) -> None:
+    module.numbers[1] = len(y)
+
+
+def _of_function(module: Changing, y: torch.Tensor) -> None:
+    _of_function.last = y  # type: ignore[attr-defined]
+
+
+def _keep(module: Changing, y: torch.Tensor) -> None:
+    module.last = y
+
+
+def _keep_in_new(module: Changing, y: torch.Tensor) -> None:
+    module.fresh = {"y": [y]}
+
+
+def _cache(module: Changing, y: torch.Tensor) -> torch.Tensor:
+    module.rows = len(y)
+    return module.dict.setdefault(("mask", len(y)), torch.arange(2.0) + 1)
+
+
+_CHANGES: dict[str, Callable[[Changing, torch.Tensor], Any]] = {
+    "model.step": _anneal,
+    "model.weight": _fade,
+    "model.phase": _alternate,
+    "model.count": _count,
+    "model.numbers": _write,
+    "model.last": _keep,
+    "model.fresh": _keep_in_new,
+    "model.list": lambda module, y: module.list.append(y),
+    "model.set": lambda module, y: module.set.add(len(module.set)),
+    "model.queue": lambda module, y: module.queue.append(y),
+    "model.counter['calls']": lambda module, y: module.counter.update(["calls"]),
+    "model.dict['y']": lambda module, y: module.dict.update(y=y),
+    "model.dict['n']": lambda module, y: module.dict.update(n=2),
+    "model.lists['sizes']": lambda module, y: module.lists["sizes"].append(y),
+    "model.nested[0]['lists'][0]": lambda module, y: module.nested[0]["lists"][0].append(len(y)),
+    "model.space.n": lambda module, y: setattr(module.space, "n", module.space.n + 1),
+    "model.meters[0].sum": lambda module, y: module.meters[0].update(y.sum()),
+    "model.metric.total": lambda module, y: module.metric(y),
+    "_made": _of_variable,
+    "_seen": lambda module, y: _seen.append(y),
+    "_meter.count": lambda module, y: _meter.update(y.sum()),
+    "Changing.calls": _of_class,
+    "Changing.of_the_class": lambda module, y: module.of_the_class.append(y),
+    "_of_function.last": _of_function,
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept() -> Iterator[None]:
+    yield
+    _seen.clear()
+    _meter.__init__()  # type: ignore[misc]
+    Changing.of_the_class.clear()
+    vars(_of_function).clear()
+
+
+def _told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+def _all_changes(module: Changing, y: torch.Tensor) -> None:
+    for change in _CHANGES.values():
+        change(module, y)
+
+
+def test_what_changes_is_told_by_name_and_line(caplog: pytest.LogCaptureFixture) -> None:
+    module, x = Changing(_all_changes), torch.ones(4, 3)
+    for _ in range(2):
+        model = poptorch.inferenceModel(module)
+        torch.testing.assert_close(model(x), model(x))
+    (text,) = (each for each in _told(caplog) if "`forward` changes " in each)
+    for name in _CHANGES:
+        (line,) = re.findall(rf"[ .]{re.escape(name)} \(test_host_state.py:(\d+)\)", text)
+        last = re.findall(r"\w+", re.sub(r"\[.*\]$", "", name))[-1]
+        assert re.search(rf"\b{last}\b(?! = 0|, self| = Meter|: list)", linecache.getline(__file__, int(line))), name
+    gc.collect()
+    assert not any(type(each) is FakeTensor for each in gc.get_objects())
+
+
+def test_what_belongs_to_the_model_is_as_it_was() -> None:
+    module, expected = Changing(_all_changes), Changing(_all_changes)
+    poptorch.inferenceModel(module)(torch.ones(4, 3))
+    for name in ("step", "weight", "phase", "last", "list", "dict", "set", "queue", "counter", "lists", "nested"):
+        assert getattr(module, name) == getattr(expected, name), name
+    assert vars(module.meters[0]) == vars(Meter()) and vars(module.space) == {"n": 0, "last": None}
+    assert module.metric._updates == 0 and module.metric.total == 0 and not hasattr(module, "fresh")
+
+
+def test_what_is_the_same_in_each_run_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    module, x = Changing(_cache), torch.ones(4, 3)
+    torch.testing.assert_close(poptorch.inferenceModel(module)(x), module(x))
+    assert not _told(caplog)
+
+
+def test_the_other_names_of_a_module_are_told_later(caplog: pytest.LogCaptureFixture) -> None:
+    module, x = Changing(_anneal), torch.ones(4, 3)
+    poptorch.inferenceModel(module)(x)
+    module.change = _fade
+    poptorch.inferenceModel(module)(x)
+    assert ["model.step (" in text for text in _told(caplog)] == [True, False]
+    assert "model.weight (" in caplog.text
+
+
+def test_of_a_function_what_it_names_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    outputs, calls = [], 0
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        y = x * 2
+        outputs.append(y)
+        return y
+
+    poptorch.inferenceModel(forward)(torch.ones(3))
+    (text,) = _told(caplog)
+    assert "calls (test_host_state.py:" in text and "outputs (test_host_state.py:" in text
+    (kept,) = outputs
+    assert kept.shape == (3,) and kept.dtype is torch.float32 and calls == 1
+
+
+@pytest.mark.parametrize("use", [lambda t: t + 1, lambda t: t.tolist(), bool, lambda t: torch.stack([t]), pickle.dumps])
+def test_what_is_kept_elsewhere_has_no_numbers(use: Callable[[torch.Tensor], Any]) -> None:
+    poptorch.inferenceModel(Changing(_CHANGES["_seen"]))(torch.ones(4, 3))
+    (kept,) = copy.deepcopy(_seen)
+    assert repr(kept).startswith("A tensor of (4, 2) and torch.float32 (test_host_state.py:")
+    with pytest.raises(poptorch.Error, match=r"has no numbers: `forward` has made it .* so return it"):
+        use(kept)
+
+
+def test_tensors_that_a_trained_model_keeps_have_no_numbers(tmp_path: Path) -> None:
+    class Loss(Changing):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x).exp()
+            _seen.extend([x, y, y[1], y.T, self.layer.weight, y.sum()])
+            return poptorch.identity_loss(y.sum(), "none")
+
+    module = Loss(_keep)
+    poptorch.trainingModel(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))(torch.ones(4, 3))
+    shapes = [(4, 3), (4, 2), (2,), (2, 4), (2, 3), ()]
+    assert [(type(t) is FakeTensor, tuple(t.shape)) for t in _seen] == [(False, shape) for shape in shapes]
+
+
+def test_what_others_hold_is_no_tensor_of_a_capture_afterwards() -> None:
+    meter = Meter()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        nonlocal last
+        meter.update(x.sum())
+        last = x * 2
+        return last
+
+    last = torch.zeros(())
+    before = last
+    for _ in range(2):
+        poptorch.inferenceModel(forward)(torch.ones(3))
+        assert last is before and meter.sum == 0

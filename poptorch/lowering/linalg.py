@@ -18,7 +18,7 @@ from popxl import ops
 from popxl.ops.complex import conjugate
 from popxl.ops.families import REAL
 from popxl.ops.kernels import products
-from popxl.ops.precision import rounded_once
+from popxl.ops.precision import rounded_once, widened
 
 # Products -------------------------------------------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ def _rows(t: popxl.Tensor) -> popxl.Tensor:
 def _weights_gradient(g: Any, input: Any) -> Any:
     # Its rows are not made one dimension here: XLA would, of operands that another product takes as they are, make a
     # second copy for TPUs.
-    return products.weights_gradient(g, input).astype(g.dtype)
+    return products.weights_gradient(g, input, is_rounded=True).astype(g.dtype)
 
 
 @jax_op(
@@ -89,12 +89,10 @@ def _weights_gradient(g: Any, input: Any) -> Any:
         "bias": lambda g: ops.sum(_rows(g), 0),
     },
 )
-@rounded_once
 def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
     # Weights have a row for each result. Were they transposed, each product would keep a copy of them for its gradient.
-    dimensions = (((input.ndim - 1,), (1,)), ((), ()))
-    out = lax.dot_general(input, weight, dimensions)
-    return out if bias is None else out + bias
+    out = products.linear(input, weight, is_rounded=bias is None)
+    return (out if bias is None else out + widened(bias)).astype(input.dtype)
 
 
 @lowers("torch.linear")

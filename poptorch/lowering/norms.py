@@ -17,6 +17,7 @@ from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
 from popxl.ops.kernels.sums import summed
 from popxl.ops.precision import rounded_once, wide_dtype, widened
+from popxl.values.shapes import like_first
 
 # The one op -----------------------------------------------------------------------------------------------------------
 
@@ -163,7 +164,7 @@ def rms_norm(
     return _rms_norm(input, weight, axes=tuple(range(rank - len(normalized_shape), rank)), eps=eps)
 
 
-@jax_op(title="RmsNorm")
+@jax_op(title="RmsNorm", shape=like_first)
 @rounded_once
 def _rms_norm(input: Any, weight: Any = None, *, axes: tuple[int, ...], eps: float) -> Any:
     return _scaled(input * lax.rsqrt((input * input).mean(axes, keepdims=True) + eps), weight, None)

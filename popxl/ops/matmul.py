@@ -20,7 +20,7 @@ from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.ops.convert import cast_if_needed
 from popxl.ops.float8 import SCALE, as_factor, check_float8, check_scale, pow2
-from popxl.ops.precision import wide_dtype
+from popxl.ops.kernels.products import contracted, product
 from popxl.ops.shape import reshape, transpose
 from popxl.values.shapes import broadcast_shapes, given, same_dtype
 from popxl.values.spec import TensorSpec
@@ -36,8 +36,7 @@ def _matmul(
         lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
     # Half partials allow fewer digits. Otherwise the session says how exactly numbers are multiplied.
     precision = lax.Precision.DEFAULT if partials_type is dtypes.float16 else None
-    wide = jnp.promote_types(wanted, jnp.float32)
-    return jnp.matmul(lhs, rhs, precision=precision, preferred_element_type=wide)
+    return product(lhs, rhs, wanted, precision)
 
 
 def _shape(
@@ -191,7 +190,7 @@ _outer = OpKind(
 def _contracted(*ts: Any, subscripts: str) -> Any:
     if not jnp.issubdtype(ts[0].dtype, jnp.floating):
         return jnp.einsum(subscripts, *ts)
-    return jnp.einsum(subscripts, *ts, preferred_element_type=wide_dtype(*ts)).astype(ts[0].dtype)
+    return contracted(subscripts, *ts).astype(ts[0].dtype)
 
 
 def _contracted_spec(*ts: Any, subscripts: str) -> TensorSpec | tuple[TensorSpec, ...]:

@@ -48,7 +48,8 @@ class Elsewhere(Destination):
 def layout_for(ir: popxl.Ir, platform: str, devices: int = 1) -> Layout:
     """A program, laid out for so many devices of a platform: "tpu", "cuda"; or "cpu", as they are."""
     found, count = tuple(jax.local_devices(backend="cpu")[:devices]), ir.instance_replication_factor
-    return Layout(ir, Destination(found, count) if platform == "cpu" else Elsewhere(found, count, stands_for=platform))
+    kind = "gpu" if platform == "cuda" else platform  # what such devices say of themselves
+    return Layout(ir, Destination(found, count) if platform == "cpu" else Elsewhere(found, count, stands_for=kind))
 
 
 def lowered_text(ir: popxl.Ir, platform: str, devices: int = 1) -> str:

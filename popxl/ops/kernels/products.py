@@ -1,20 +1,88 @@
-"""Products of matrices whose rows stand in several dimensions."""
+"""Products of matrices."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
-from popxl.ops.kernels.kernel import Kernel
-from popxl.ops.precision import wide_dtype
+from popxl.ops.kernels.kernel import Form, Kernel
+from popxl.ops.precision import is_half, wide_dtype, widened
 
 
 @Kernel
-def weights_gradient(g: Any, t: Any) -> Any:
+def product(lhs: Any, rhs: Any, dtype: Any, precision: Any = None) -> Any:
+    """The product of matrices of floats, which is to be rounded to `dtype`; in that dtype or a wider one. Sums of
+    products are made in float32 at least."""
+    return jnp.matmul(lhs, rhs, precision=precision, preferred_element_type=jnp.promote_types(dtype, jnp.float32))
+
+
+def rounded_product(lhs: Any, rhs: Any, dtype: Any, precision: Any = None) -> Any:
+    """`product` for accelerators, whose units sum products of halves in float32, and round what they write.
+
+    Where XLA makes one product of several, as of all that one text is multiplied with, it would write float32 for a
+    rounding that comes afterwards.
+    """
+    if lhs.dtype == rhs.dtype == dtype and is_half(lhs):
+        return jnp.matmul(lhs, rhs, precision=precision, preferred_element_type=dtype)
+    return product.plain(lhs, rhs, dtype, precision)
+
+
+@Kernel
+def contracted(subscripts: str, *ts: Any) -> Any:
+    """`jnp.einsum` of arrays of one dtype, which is to be rounded to that; in that dtype or a wider one."""
+    return jnp.einsum(subscripts, *ts, preferred_element_type=wide_dtype(*ts))
+
+
+def contracted_halves(subscripts: str, *ts: Any) -> Any:
+    """`contracted` for accelerators. Of three operands and more, what is made on the way is not rounded."""
+    wanted = ts[0].dtype if len(ts) < 3 else wide_dtype(*ts)
+    return jnp.einsum(subscripts, *ts, preferred_element_type=wanted)
+
+
+@Kernel
+def linear(t: Any, weight: Any, is_rounded: bool = False) -> Any:
+    """The product of rows with a matrix that has a row for each column of the result, in the dtype that sums are made
+    in; where the result is rounded to that of `t` next, maybe in that."""
+    return lax.dot_general(widened(t), widened(weight), _of_columns(t))
+
+
+def linear_of_halves(t: Any, weight: Any, is_rounded: bool = False) -> Any:
+    """`linear` for accelerators, which have units for halves."""
+    wanted = t.dtype if is_rounded else wide_dtype(t, weight)
+    return lax.dot_general(t, weight, _of_columns(t), preferred_element_type=wanted)
+
+
+def _of_columns(t: Any) -> Any:
+    return (((t.ndim - 1,), (1,)), ((), ()))
+
+
+@Kernel
+def weights_gradient(g: Any, t: Any, is_rounded: bool = False) -> Any:
     """The gradient of a matrix that all rows of `t` were multiplied with, for the gradient `g` of the results.
 
-    It has a row for each column of `g`, and is in the dtype that sums are made in.
+    It has a row for each column of `g`, and is in the dtype that sums are made in; where it is rounded to that of `g`
+    next, maybe in that.
     """
+    return _of_rows(g, t, wide_dtype(g, t))
+
+
+def weights_gradient_of_halves(g: Any, t: Any, is_rounded: bool = False) -> Any:
+    """`weights_gradient` for accelerators, whose units round what they write."""
+    return _of_rows(g, t, g.dtype if is_rounded else wide_dtype(g, t))
+
+
+def _of_rows(g: Any, t: Any, dtype: Any) -> Any:
     rows = tuple(range(t.ndim - 1))
-    return lax.dot_general(g, t, ((rows, rows), ((), ())), preferred_element_type=wide_dtype(g, t))
+    return lax.dot_general(g, t, ((rows, rows), ((), ())), preferred_element_type=dtype)
+
+
+OF_HALVES: Mapping[Kernel, Form] = {
+    product: rounded_product,
+    contracted: contracted_halves,
+    linear: linear_of_halves,
+    weights_gradient: weights_gradient_of_halves,
+}
+"""The forms for accelerators, whose units multiply halves, sum in float32, and round what they write."""

@@ -16,6 +16,7 @@ __all__ = [
     "MultiConvPlanType",
     "OutputMode",
     "OverlapMode",
+    "PartialBatch",
     "ReductionType",
     "SharingStrategy",
     "SyncPattern",
@@ -38,6 +39,18 @@ class OutputMode(IntEnum):
     All = 2
     Sum = 3
     Default = 4
+
+
+class PartialBatch(IntEnum):
+    """What becomes of a batch with fewer rows than those that a model was compiled for, such as the last of a data set.
+
+    * `Compile`: programs of their own run it, which are compiled for such batches. In training, a step takes the mean
+      over the rows that there are.
+    * `Refuse`: it is an error.
+    """
+
+    Compile = 0
+    Refuse = 1
 
 
 class MeanReductionStrategy(IntEnum):

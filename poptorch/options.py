@@ -22,7 +22,7 @@ import popxl
 from poptorch import enums
 from poptorch.base.logging_ import logger
 from poptorch.base.replica_groups import ReplicaGroups
-from poptorch.enums import CommGroupType, ConnectionType, OutputMode, SyncPattern
+from poptorch.enums import CommGroupType, ConnectionType, OutputMode, PartialBatch, SyncPattern
 from poptorch.placement import strategies
 from poptorch.placement.strategies import PipelinedExecution, _IExecutionStrategy
 from poptorch.settings.files import ConfigFileError, run_calls, run_lines
@@ -167,6 +167,13 @@ class Options(OptionsDict):
         "keptPrograms",
         valid=positive,
         expects="a positive integer",
+    )
+    partial_batch: PartialBatch = setting(
+        PartialBatch.Compile,
+        "what becomes of a batch with fewer rows than those that the model was compiled for, such as the last of a "
+        "data set: Compile: programs of their own run it, at most `keptPrograms`; Refuse: it is an Error",
+        "partialBatch",
+        shown="Compile",
     )
     profile_dir: str | None = setting(
         None,
@@ -490,6 +497,21 @@ class Options(OptionsDict):
     def enableExecutableCaching(self, path: str | None) -> Self:
         """Keep compiled programs in the folder `path`, so that the same program is not compiled again; None: do not."""
         return self._set(executable_cache=path)
+
+    def partialBatch(self, partial_batch: PartialBatch) -> Self:
+        """Choose what becomes of a batch with fewer rows than those that the model was compiled for.
+
+        Rows make up as many whole steps as they can; the rest is a step of its own, whose micro-batches are of equal
+        size. Where they do not make up all replicas, one replica takes them.
+
+        Args:
+            partial_batch: `Compile` or `Refuse`.
+
+        Example:
+            >>> import poptorch
+            >>> _ = poptorch.Options().partialBatch(poptorch.PartialBatch.Refuse)
+        """
+        return self._set(partial_batch=partial_batch)
 
     def keptPrograms(self, kept_programs: int) -> Self:
         """Keep at most so many programs of a model that has several; those used last are kept.

@@ -42,8 +42,8 @@ class DataLoader(torch.utils.data.DataLoader):
         batch_size: rows that the model sees at a time; None for a data set that makes batches itself.
         shuffle: take the elements in another order in each epoch.
         num_workers: processes that load elements; 0 loads where the loader is iterated over.
-        drop_last: leave out an incomplete batch at the end. Else its tensors are smaller, and only a model that is
-            compiled for their shape can take them.
+        drop_last: leave out an incomplete batch at the end. Else its tensors are smaller, and a model is compiled once
+            more for them; see `options.partialBatch`.
         persistent_workers: keep the workers from one epoch to the next; so they are, by default.
         auto_distributed_partitioning: with several processes, take a share of `dataset`. If False, it is one already.
         mode: load when a batch is asked for (`Sync`), or ahead of that in another process (`Async`, `AsyncRebatched`).
@@ -190,7 +190,7 @@ class DataLoader(torch.utils.data.DataLoader):
         if remainder := len(elements) % self.batch_size:
             logger.warning(
                 "DataLoader: the number of elements, %d, is not divisible by the combined batch size, %d, and "
-                "drop_last=False: the tensors of the last batch have %d rows, which a model must be compiled for.",
+                "drop_last=False: the tensors of the last batch have %d rows, for which a model is compiled once more.",
                 len(elements),
                 self.batch_size,
                 remainder,

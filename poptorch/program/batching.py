@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -58,6 +58,35 @@ class Batching:
     def factor(self) -> int:
         """How many micro-batches the rows given to a call make up."""
         return self.micro_batches * self.groups.count
+
+    def of_fewer(self, rows: int, micro_batch: int, training: bool) -> list[tuple[int, Batching]]:
+        """How rows are dealt that are fewer than those of a whole run: how many, and how, one run after the other.
+
+        They make up as many whole device iterations as they can. The rest is one more, whose micro-batches are of equal
+        size, and in training at most twice as large as others. Where it does not make up all groups of replicas, one
+        replica takes it.
+
+        Args:
+            rows: how many there are.
+            micro_batch: how many a micro-batch takes.
+            training: whether gradients may be accumulated.
+
+        Example:
+            >>> batching = Batching(3, 2, ReplicaGroups(1))
+            >>> [(rows, b.device_iterations, b.gradient_accumulation) for rows, b in batching.of_fewer(14, 4, True)]
+            [(8, 1, 2), (6, 1, 1)]
+        """
+        step = self.gradient_accumulation * self.groups.count * micro_batch
+        whole, rest = divmod(rows, step)
+        runs = [(whole * step, replace(self, device_iterations=whole))] if whole else []
+        if rest:
+            groups = self.groups if rest % self.groups.count == 0 else ReplicaGroups(1)
+            each = rest // groups.count
+            count = (
+                next(n for n in range(1, each + 1) if each % n == 0 and each <= 2 * micro_batch * n) if training else 1
+            )
+            runs.append((rest, Batching(1, count, groups)))
+        return runs
 
     def micro_batch_shape(self, shape: Sequence[int], name: str) -> tuple[int, ...]:
         """The shape of what `forward` sees of a tensor.

@@ -106,6 +106,7 @@ class Signature:
         forward: the function, whose parameters the arguments are for.
         args: positional arguments of the first call.
         kwargs: keyword arguments of the first call.
+        tells: warn of dictionaries, whose keys are a part of it.
 
     Raises:
         Error, AssertionError: if they cannot be bound; see `Binder.bind`.
@@ -123,7 +124,9 @@ class Signature:
         >>> args, kwargs = signature.arguments([torch.zeros(2, 3)])  # the arguments for a micro-batch
     """
 
-    def __init__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tells: bool = True
+    ) -> None:
         self._binder = Binder(forward)
         values = self._binder.bind(args, kwargs)
         self._given = self._binder.given(args, kwargs)
@@ -137,7 +140,7 @@ class Signature:
                 if not callable(constant) and holds_tensor(constant, torch.Tensor):
                     raise hidden_problem(f"The argument {name}", constant)
         dicts = [name for name, value in values.items() if name != self._binder.extra and _has_dict(value)]
-        if dicts:
+        if dicts and tells:
             logger.warning(
                 "Dictionaries among the arguments (%s): their keys are compiled in; later calls need the same.",
                 ", ".join(dicts),

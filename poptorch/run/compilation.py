@@ -55,6 +55,7 @@ def compiled_model(
     options: Options,
     trainer: Trainer | None,
     read: Callable[[], Mapping[str, np.ndarray]],
+    has_fewer_rows: bool = False,
 ) -> Compiled | InParts:
     """A model, compiled for arguments like these; it has its `attributes` meanwhile.
 
@@ -64,6 +65,7 @@ def compiled_model(
         options: the options.
         trainer: the optimiser, which is told of the program; `None` if nothing is trained.
         read: gives the host's values of parameters and buffers. It is kept if the model is cut.
+        has_fewer_rows: the program is for fewer rows than another one, with which it shares the optimiser.
 
     Raises:
         poptorch.Error: for an op that is not supported, a loss that is missing, and whatever else is wrong.
@@ -72,10 +74,10 @@ def compiled_model(
     groupings = _groupings(ir, model, options)
     update, count = None, 0
     if trainer is not None:
-        update = trainer.prepare(model.tensors(), options, groupings)
+        update = trainer.update if has_fewer_rows else trainer.prepare(model.tensors(), options, groupings)
         count = len(trainer.numbers)
     anchors = _anchors(options, trainer.names() if trainer is not None else ())
-    signature = Signature(model.forward, args, kwargs)
+    signature = Signature(model.forward, args, kwargs, tells=not has_fewer_rows)
     batching = Batching.of(options, update is not None)
     seed = options.random_seed if options.random_seed is not None else secrets.randbits(31)
     micro_batches = batching.micro_batches * batching.groups.replicas
@@ -85,7 +87,9 @@ def compiled_model(
 
     def capture(tensors: Sequence[torch.Tensor], answers: Sequence[Any]) -> Way:
         cuts = Cuts(tensors, answers, training, micro_batches) if options.kept_programs > 1 else None
-        captured, answer = captured_model(call, module, signature, batching, options, training, grouped, cuts, told)
+        captured, answer = captured_model(
+            call, module, signature, batching, options, training, grouped, cuts, told, has_fewer_rows
+        )
         return Way(captured, answer, () if cuts is None else cuts.found)
 
     way = capture(signature.check(args, kwargs), ())

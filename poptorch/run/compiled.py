@@ -121,6 +121,7 @@ class Compiled:
     Attributes:
         signature, ends, session, seed, read: as given.
         anchored: the tensors that are anchored, of the last call, by the names that the user gave them.
+        version: how often variables have been written.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class Compiled:
         self.constants, self.results, self.rewritten = dict(constants), tuple(results), tuple(rewritten)
         self.ends, self.session, self.seed = ends, session, seed
         self.read = dict(read or {})
+        self.version = 0
         self.anchored: dict[str, torch.Tensor] = {}
         self._checks, self._is_synthetic = checks, is_synthetic
         self._frozen = list(frozen)
@@ -259,6 +261,10 @@ class Compiled:
                 another.
             Exception: whatever a function raises that the program calls on the host.
         """
+        return self.rebuilt(tensors, self.fetched(tensors), objects)
+
+    def fetched(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the program once. Returns all that it gives, of which `rebuilt` makes the result."""
         if self._frozen:
             self._tell_frozen()
         if self.rewritten:
@@ -286,7 +292,7 @@ class Compiled:
         except DeviceError as problem:
             raise Error(str(problem), "popxl_runtime_error") from problem
         self._moments = asked, given, ready, perf_counter()  # all at once, as other threads set them, too
-        return self._rebuilt(tensors, results, objects)
+        return results
 
     def _check_apart(self, tensors: Sequence[torch.Tensor]) -> None:
         """Check that what the model overwrites is no part of another argument, which would have to change with it."""
@@ -330,17 +336,19 @@ class Compiled:
         leading = [n for n in (result.count, self.batching.groups.replicas) if n > 1]
         return self.batching.join(np.empty((*leading, *result.shape), np.bool), result.shape).shape
 
-    def _rebuilt(self, tensors: Sequence[torch.Tensor], results: list[torch.Tensor], objects: Sequence[Any]) -> Any:
-        """The result of a call, of all that the program returned."""
+    def rebuilt(self, tensors: Sequence[torch.Tensor], results: list[torch.Tensor], objects: Sequence[Any]) -> Any:
+        """The result of a call, of all that the program gave. Arguments that `forward` overwrites are overwritten.
+
+        Args:
+            tensors: those of the call, as for `run`.
+            results: as `fetched` returns them.
+            objects: as for `run`.
+        """
         of_model = results
         if len(results) > self._count:
             of_model, others = results[: self._count], results[self._count :]
             self.anchored = dict(zip(self._anchors, others, strict=False))
-            with torch.no_grad():
-                for i, rows in zip(self.rewritten, others[len(self._anchors) :], strict=True):
-                    if tensors[i].shape != rows.shape:  # the `out` of a function, which gives it another
-                        tensors[i].data = torch.empty(rows.shape, dtype=tensors[i].dtype)
-                    tensors[i].copy_(rows)
+            self.write_back(tensors, results)
         if self.constants:
             left = iter(of_model)
             count = self._count + len(self.constants)
@@ -348,6 +356,14 @@ class Compiled:
         for t in of_model:
             t.__dict__.update(_OF_A_RESULT)
         return self.structure.rebuild(of_model, objects)
+
+    def write_back(self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        """Overwrite the arguments that `forward` overwrites; see `rebuilt`."""
+        with torch.no_grad():
+            for i, rows in zip(self.rewritten, results[self._count + len(self._anchors) :], strict=True):
+                if tensors[i].shape != rows.shape:  # the `out` of a function, which gives it another
+                    tensors[i].data = torch.empty(rows.shape, dtype=tensors[i].dtype)
+                tensors[i].copy_(rows)
 
     def _zeros(self, outputs: Any) -> dict[popxl.DeviceToHostStream, np.ndarray]:
         """Wait for a run, and take zeros for what it has made: a read of it would be a transfer."""
@@ -478,8 +494,14 @@ class Compiled:
         return self._fetched(self._lasting)
 
     def write_lasting(self, values: Mapping[tuple[str, str], np.ndarray]) -> None:
-        """Overwrite what a run leaves for the next one, as far as the program has it."""
-        self._write({v: values[key] for key, v in self._lasting.items() if key in values})
+        """Overwrite what a run leaves for the next one, as far as the program has it. That of one replica is for all
+        others, too, but for random numbers: each replica draws its own."""
+        own = {}
+        for key, v in self._lasting.items():
+            value, shape = values.get(key), v.shape_on_host
+            if value is not None and (value.shape == shape or key[0] != "random"):
+                own[v] = np.broadcast_to(value[0] if value.ndim > len(shape) else value, shape)
+        self._write(own)
 
     @property
     def _lasting(self) -> dict[tuple[str, str], Variable]:
@@ -489,6 +511,7 @@ class Compiled:
         return found if ends.random is None else {**found, ("random", ""): ends.random}
 
     def _write(self, values: Mapping[Variable, np.ndarray]) -> None:
+        self.version += 1
         if self.is_attached:  # all are written, those too that the device has changed
             others = set(self.session.ir.main_graph.variables) - set(values)
             self.session.values_of(others)

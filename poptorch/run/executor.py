@@ -31,8 +31,8 @@ from poptorch.base.logging_ import logger
 from poptorch.base.replica_groups import GroupedParameter, ParameterProxy
 from poptorch.capture.torch_private import uncompiled, without_modes
 from poptorch.capture.tracer import autocast_dtype
-from poptorch.enums import ConnectionType
-from poptorch.errors import createPoptorchError
+from poptorch.enums import ConnectionType, PartialBatch
+from poptorch.errors import Error, createPoptorchError
 from poptorch.options import Options
 from poptorch.placement.blocks import module_repr
 from poptorch.run import hooks, saving
@@ -41,7 +41,8 @@ from poptorch.run.compiled import Compiled
 from poptorch.run.host_model import HostModel
 from poptorch.run.in_parts import InParts
 from poptorch.run.kinds import ByArguments, calls_of, with_lasting_cache
-from poptorch.run.own_options import needs_running_mean, own_options, with_running_mean
+from poptorch.run.own_options import for_fewer_rows, needs_running_mean, own_options, with_running_mean
+from poptorch.run.smaller import Run, SmallerBatches
 from poptorch.run.times import Latency, Times
 from poptorch.run.trained_in_parts import TrainedInParts
 from poptorch.run.trainer import Trainer, default_optimizer
@@ -130,6 +131,7 @@ class PoplarExecutor:
         self._attributes = self._host.attributes  # which the model was compiled with
         self._compiled: Compiled | InParts | None = None
         self._kinds: ByArguments | None = None
+        self._smaller: SmallerBatches | None = None
         self._lock = threading.RLock()  # for what a call may have to do before its run
         self._forgotten: weakref.finalize | None = None
         self._form: tuple[tuple[str, Any], ...] = ()  # of the module that the program was made for
@@ -168,8 +170,13 @@ class PoplarExecutor:
         compiled = self._required
         if self._autocast is not None:
             _check_autocast(*self._autocast, autocast_dtype())
-        tensors = compiled.signature.check(args, kwargs)
-        objects = compiled.signature.objects(args, kwargs)
+        try:
+            tensors = compiled.signature.check(args, kwargs)
+            run = partial(compiled.run, tensors, compiled.signature.objects(args, kwargs))
+        except Error:
+            if self._smaller is None or not (runs := self._smaller.runs(args, kwargs)):
+                raise
+            run = partial(self._run_fewer_rows, self._smaller, runs)
         with _channel.tracepoint("modelExecution"):
             with self._lock:
                 if not compiled.is_attached:
@@ -184,12 +191,16 @@ class PoplarExecutor:
                         self.copyWeightsToHostIfNeeded()
                         self._trainer.write_pending()
             try:
-                return compiled.run(tensors, objects)
+                return run()
             finally:  # even a run that fails has changed something
                 if self._trainer is not None:
                     self._trainer.has_run()
                 if self._instrumented is not None:
                     self._instrumented.has_run()
+
+    def _run_fewer_rows(self, smaller: SmallerBatches, runs: Sequence[Run]) -> Any:
+        with self._lock:
+            return smaller(runs, self._compiled_for, None if self._trainer is None else self._trainer.numbers)
 
     def _take_changes(self) -> None:
         """Take over weights that others have trained; and give the program up if it is for another model, or another
@@ -337,9 +348,31 @@ class PoplarExecutor:
         with self._host.attributes.restored(), progress_bar(self._options.show_compilation_progress_bar):
             compiled = compiled_model(self._host, args, kwargs, self._options, self._trainer, self._on_host.read)
         self._use(compiled)
+        if self._may_be_compiled_for_fewer_rows:
+            self._smaller = SmallerBatches(compiled, self._host.forward, self._options, self._training)
         self._compilation_time = timedelta(seconds=perf_counter() - start)
         self._write_report()
         hooks.post_compile()
+
+    @property
+    def _may_be_compiled_for_fewer_rows(self) -> bool:
+        """Whether batches with fewer rows are run: those of several processes need not be alike, and parameters that
+        differ between replicas need all of these."""
+        options = self._options
+        is_here = options.Distributed.numProcesses == 1 and options.connection_type is not ConnectionType.Never
+        return options.partial_batch is PartialBatch.Compile and is_here and not self._host.grouped
+
+    def _compiled_for(self, run: Run) -> Compiled | InParts:
+        """The model, compiled for a run of fewer rows, with the optimiser that there is."""
+        self.copyWeightsToHostIfNeeded()
+        hooks.pre_compile()
+        options = for_fewer_rows(self._options, run.batching)
+        of_run = self._host, run.args, run.kwargs, options, self._trainer, self._on_host.read
+        with compiling(), self._attributes.restored(), progress_bar(options.show_compilation_progress_bar):
+            compiled = compiled_model(*of_run, has_fewer_rows=True)
+        compiled.attach(self._on_host.read())
+        hooks.post_compile()
+        return compiled
 
     def _use(self, compiled: Compiled | InParts) -> None:
         """Run this from now on."""
@@ -419,6 +452,9 @@ class PoplarExecutor:
         compiled = self._compiled
         if self._kinds is not None:
             self._kinds.destroy()
+        if self._smaller is not None:
+            self._smaller.close()
+            self._smaller = None
         if self._forgotten is not None:
             self._forgotten.detach()
             self._forgotten = None
@@ -468,6 +504,8 @@ class PoplarExecutor:
         self.copyWeightsToHostIfNeeded()
         if self._trainer is not None:
             self._trainer.device.refresh()
+        if self._smaller is not None:
+            self._smaller.close()
         compiled.detach()
 
     def _attach(self, compiled: Compiled | InParts) -> None:

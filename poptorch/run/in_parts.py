@@ -478,6 +478,22 @@ class InParts:
         for each in self._programs:
             each.write_weights(host)
 
+    @property
+    def version(self) -> int:
+        """How often variables have been written."""
+        return sum(each.version for each in self._programs)
+
+    def lasting(self) -> dict[tuple[str, str], np.ndarray]:
+        """All that a run leaves for the next one: weights, by their kind and name."""
+        return {("weight", name): array for name, array in self.weights().items()}
+
+    def write_lasting(self, values: Mapping[tuple[str, str], np.ndarray]) -> None:
+        """Overwrite that."""
+        self.write_weights({name: array for (_, name), array in values.items()})
+
+    def write_numbers(self, numbers: np.ndarray) -> None:
+        """Nothing: there is no optimiser."""
+
 
 def is_constant(node: Node) -> bool:
     """Whether an op makes the same in every run, and does nothing else."""

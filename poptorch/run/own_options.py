@@ -8,8 +8,9 @@ from poptorch.enums import MeanReductionStrategy, OutputMode
 from poptorch.errors import createPoptorchError
 from poptorch.options import Options
 from poptorch.placement.strategies import PipelinedExecution, ShardedExecution
+from poptorch.program.batching import Batching
 
-__all__ = ["needs_running_mean", "own_options", "with_running_mean"]
+__all__ = ["for_fewer_rows", "needs_running_mean", "own_options", "with_running_mean"]
 
 
 def own_options(options: Options, training: bool) -> Options:
@@ -31,6 +32,27 @@ def own_options(options: Options, training: bool) -> Options:
             + " Use poptorch.Options().deviceIterations() to process a sufficient number of batches each run for "
             "pipelined execution instead." * is_pipelined + f" It is {own.Training.gradient_accumulation}."
         )
+    own.freeze()
+    return own
+
+
+def for_fewer_rows(options: Options, batching: Batching) -> Options:
+    """The same options for a run whose rows are dealt in another way.
+
+    Raises:
+        poptorch.Error: if results of every Nth iteration are asked for.
+    """
+    if options.output_mode is OutputMode.EveryN:
+        raise createPoptorchError(
+            f"The batch has fewer rows than those that the model was compiled for, and there is no step of them that "
+            f"OutputMode.EveryN with a period of {options.output_return_period} would return. Choose OutputMode.All or "
+            "OutputMode.Final, or leave such batches out."
+        )
+    own = options.clone()
+    own._set(device_iterations=batching.device_iterations, replication_factor=batching.groups.replicas)
+    if batching.groups.size == 1:
+        own._set(input_group_size=1)
+    own.Training._set(gradient_accumulation=batching.gradient_accumulation)
     own.freeze()
     return own
 

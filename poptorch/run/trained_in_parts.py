@@ -177,6 +177,15 @@ class TrainedInParts(InParts):
         own = {} if self._newest is None else self._newest.ends.variables
         self._left |= {("weight", name): array.copy() for name, array in host.items() if name not in own}
 
+    def lasting(self) -> dict[tuple[str, str], np.ndarray]:
+        """All that a run leaves for the next one: by its kind, weight, state or random, and its name."""
+        self._leave()
+        return self._left
+
+    def write_lasting(self, values: Mapping[tuple[str, str], np.ndarray]) -> None:
+        """Overwrite that."""
+        self._newest, self._left = None, {**self._left, **values}
+
     def state(self) -> dict[str, np.ndarray]:
         """The state of the optimiser, by name."""
         left = self._left_of("state")

@@ -26,6 +26,7 @@ from poptorch.enums import (
     HalfFloatCastingBehavior,
     MeanReductionStrategy,
     OutputMode,
+    PartialBatch,
     ReductionType,
     SyncPattern,
 )
@@ -68,6 +69,7 @@ SETTERS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("enableExecutableCaching", ("cache",), {"executable_cache": "cache"}),
     ("enableExecutableCaching", (None,), {"executable_cache": None}),
     ("keptPrograms", (3,), {"kept_programs": 3}),
+    ("partialBatch", (PartialBatch.Refuse,), {"partial_batch": PartialBatch.Refuse}),
     ("enableProfiling", (), {"profile_dir": "."}),
     ("enableProfiling", ("reports",), {"profile_dir": "reports"}),
     ("logDir", ("logs",), {"log_dir": "logs"}),

@@ -1,0 +1,186 @@
+"""`SmallerBatches`: programs for batches with fewer rows than those that a model was compiled for.
+
+The last batch of a data set is one. Each program has variables of its own: it is given what the model's has, runs, and
+gives back what it leaves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from poptorch.base.logging_ import logger
+from poptorch.base.structures import Leaf
+from poptorch.enums import OutputMode
+from poptorch.errors import Error, createPoptorchError
+from poptorch.options import Options
+from poptorch.program.batching import Batching
+from poptorch.run.arguments import Signature
+from poptorch.run.compiled import Compiled
+from poptorch.run.in_parts import InParts
+
+__all__ = ["Run", "SmallerBatches"]
+
+Program = Compiled | InParts
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of some rows of a smaller batch.
+
+    Attributes:
+        batching: how they are dealt.
+        args, kwargs: the arguments with these rows.
+    """
+
+    batching: Batching
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class SmallerBatches:
+    """The programs for smaller batches of a model; those used last are kept.
+
+    Args:
+        whole: the model, compiled for whole batches.
+        forward: the function whose parameters the arguments are for.
+        options: the options.
+        training: whether the model is trained.
+    """
+
+    def __init__(self, whole: Program, forward: Callable[..., Any], options: Options, training: bool) -> None:
+        self._whole, self._forward, self._options, self._training = whole, forward, options, training
+        self._batching = Batching.of(options, training)
+        self._programs: list[Program] = []  # that used last is the last
+        self._versions: dict[int, int] = {}  # of what each of them has been given
+        self._has_told = False
+
+    def runs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Run]:
+        """The runs of a call with fewer rows; none if the arguments are unlike those of whole batches otherwise.
+
+        What is no tensor may be other than it was: the programs are compiled for what there is.
+        """
+        try:
+            signature = Signature(self._forward, args, kwargs, tells=False)
+        except Error:
+            return []
+        given, expected = signature.leaves, self._whole.signature.leaves
+        if not _are_fewer(given, expected):
+            return []
+        factor = self._batching.factor
+        if factor == 1:
+            return [Run(self._batching, args, kwargs)]
+        samples = math.gcd(*(leaf.shape[0] for leaf in expected)) // factor  # in a micro-batch
+        rows = [leaf.shape[0] // (samples * factor) for leaf in expected]  # of each sample
+        counts = {divmod(leaf.shape[0], each) for leaf, each in zip(given, rows, strict=True)}
+        count, left = counts.pop()
+        if counts or left:
+            return []
+        tensors, begin, runs = signature.check(args, kwargs), 0, []
+        for taken, batching in self._batching.of_fewer(count, samples, self._training):
+            part = [t[begin * each : (begin + taken) * each] for t, each in zip(tensors, rows, strict=True)]
+            runs.append(Run(batching, *signature.arguments(part)))
+            begin += taken
+        return runs
+
+    def __call__(self, runs: Sequence[Run], make: Callable[[Run], Program], numbers: np.ndarray | None) -> Any:
+        """Run them, one after the other. Returns the result of the call.
+
+        Args:
+            runs: the runs.
+            make: compiles the model for one.
+            numbers: those of the optimiser.
+
+        Raises:
+            poptorch.Error: as a call of the model does; if results of several runs cannot be one.
+        """
+        results: list[list[torch.Tensor]] = []
+        for run in runs:
+            program = self._program(run, make)
+            tensors = program.signature.check(run.args, run.kwargs)
+            objects = program.signature.objects(run.args, run.kwargs)
+            if numbers is not None:
+                program.write_numbers(numbers)
+            with self._handed_on(program):
+                if not isinstance(program, Compiled):  # there is one run
+                    return program.run(tensors, objects)
+                results.append(program.fetched(tensors))
+            if run is not runs[-1]:
+                program.write_back(tensors, results[-1])
+                continue
+            joined = results[0] if len(runs) == 1 else self._joined(program, results)
+            result = program.rebuilt(tensors, joined, objects)
+            self._whole.anchored = program.anchored
+        return result
+
+    def _program(self, run: Run, make: Callable[[Run], Program]) -> Program:
+        """The program for a run, compiled if it is not there yet."""
+        fitting = (each for each in self._programs if each.signature.fits(run.args, run.kwargs))
+        program = next(fitting, None) or make(run)
+        self._programs = [*(each for each in self._programs if each is not program), program]
+        if len(self._programs) > self._options.kept_programs:
+            self._programs.pop(0).close()
+            if not self._has_told:
+                self._has_told = True
+                logger.warning(
+                    "Batches had more than %d smaller numbers of rows, or other values beside tensors, and the model "
+                    "is compiled for each. Pad them to a few sizes; or keep more programs: `options.keptPrograms(%d)`.",
+                    self._options.kept_programs,
+                    2 * self._options.kept_programs,
+                )
+        return program
+
+    @contextmanager
+    def _handed_on(self, program: Program) -> Iterator[None]:
+        """A run of a program with what the last run has left, and after which the next one has what it leaves."""
+        changes = self._training or bool(program.ends.written) or program.ends.random is not None
+        if changes or self._versions.get(id(program)) != self._whole.version:
+            program.write_lasting(self._whole.lasting())
+        try:
+            yield
+        finally:
+            if changes:
+                self._whole.write_lasting(program.lasting())
+            self._versions[id(program)] = self._whole.version
+
+    def _joined(self, program: Compiled, parts: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
+        """The results of runs, as those of one; of arguments that are overwritten, those of the last run."""
+        anchors = self._options.anchored_tensors
+        results = program.results[: len(program.results) - len(program.rewritten)]
+        joined: list[torch.Tensor] = []
+        for result, *values in zip(results, *parts, strict=False):
+            mode = anchors[result.anchor].output_mode if result.anchor else None
+            match self._options.output_mode if mode is None else mode:
+                case OutputMode.All:
+                    joined.append(torch.cat([torch.atleast_1d(value) for value in values]))
+                case OutputMode.Sum if len({value.shape for value in values}) == 1:
+                    joined.append(torch.stack(values).sum(0, dtype=values[0].dtype))
+                case OutputMode.Final:
+                    joined.append(values[-1])
+                case mode:
+                    raise createPoptorchError(
+                        f"A batch with fewer rows than the model was compiled for is run in {len(parts)} parts, whose "
+                        f"results have the shapes {', '.join(str(list(value.shape)) for value in values)}: with "
+                        f"OutputMode.{mode.name} there is no result of them. Choose OutputMode.All or OutputMode.Final."
+                    )
+        return joined + parts[-1][len(joined) :]
+
+    def close(self) -> None:
+        """Let go of devices. A call afterwards compiles anew."""
+        while self._programs:
+            self._programs.pop().close()
+        self._versions.clear()
+
+
+def _are_fewer(given: Sequence[Leaf], expected: Sequence[Leaf]) -> bool:
+    """Whether tensors are like others, but with fewer rows."""
+    if [(t.name, t.dtype, t.shape[1:]) for t in given] != [(t.name, t.dtype, t.shape[1:]) for t in expected]:
+        return False
+    rows = [(t.shape[:1], other.shape[:1]) for t, other in zip(given, expected, strict=True)]
+    return any(a != b for a, b in rows) and all(a == b or len(a) == len(b) and (0,) < a < b for a, b in rows)

@@ -23,8 +23,8 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Self, TypeVar
 
-from runtime.files.executables import settings_of_this_thread
 from runtime.interrupts import uninterrupted
+from runtime.jax_private import settings_of_this_thread
 
 T = TypeVar("T")
 

@@ -21,18 +21,16 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, NoReturn
 
 import jax
-from jax._src import distributed, xla_bridge
-from jax._src.lib import _jax
-from jax.extend.backend import register_backend_factory
 
 from popxl.base.distributed import LOOPBACK, Instance, launched
 from popxl.base.log import Logger
 from popxl.errors import PopxlError, PopxlRuntimeError
-from runtime.schedulers import HAS_TPUS, Service
+from runtime.jax_private import HAS_TPUS, exchange_on, service
+from runtime.schedulers import Service
 
 _log = Logger("session")
 
@@ -43,11 +41,6 @@ LEAVING = ""
 """No place: an instance says so when it is about to end."""
 
 _ALL_ARE_HERE = 60  # seconds for JAX to connect processes of which each is known to be waiting
-
-
-def jax_runs() -> bool:
-    """Whether JAX has started on a device, and with that threads of its own."""
-    return xla_bridge.backends_are_initialized()
 
 
 class Line:
@@ -157,7 +150,7 @@ def join() -> None:
     if instance.coordinator:
         port = int(instance.coordinator.rpartition(":")[2])
         _connect(instance, instance.coordinator, f"{address or '[::]'}:{port}", int(instance.timeout))
-        line = Service(instance, distributed.global_state.client)
+        line = Service(instance, service())
     else:
         line = Line(instance)
         with held_port(address) as port:
@@ -193,18 +186,7 @@ def _connect(instance: Instance, coordinator: str, own: str, timeout: int) -> No
             f"`popdist.init()` at the beginning of the program. JAX says: {problem}"
         ) from problem
     if instance.all_are_here and jax.config.values["jax_cpu_collectives_implementation"] == "gloo":
-        _exchange_on(LOOPBACK)
-
-
-def _exchange_on(address: str) -> None:
-    """Have the CPUs of all processes exchange their data at an address.
-
-    JAX leaves it to gloo, which takes what the name of the machine stands for: often an address of a network.
-    """
-    client = distributed.global_state.client
-    collectives = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=address)
-    make = partial(xla_bridge.make_cpu_client, collectives=collectives)
-    register_backend_factory("cpu", make, priority=0, fail_quietly=False)
+        exchange_on(LOOPBACK)
 
 
 @contextlib.contextmanager
@@ -263,7 +245,7 @@ class Notes:
 
     def leave(self, name: str, text: str) -> None:
         """Leave a note for all."""
-        self._service.key_value_set(f"{self._FOLDER}/{name}", text)
+        service().key_value_set(f"{self._FOLDER}/{name}", text)
 
     def find(self, name: str) -> str:
         """The note of a name. Waits until there is one: an instance that dies meanwhile ends this one, too.
@@ -273,7 +255,7 @@ class Notes:
         """
         while True:
             try:
-                text: str = self._service.blocking_key_value_get(f"{self._FOLDER}/{name}", self._PATIENCE)
+                text: str = service().blocking_key_value_get(f"{self._FOLDER}/{name}", self._PATIENCE)
                 return text
             except RuntimeError as problem:  # of JAX, in whichever form it raises what the service says
                 if not str(problem).startswith("DEADLINE_EXCEEDED"):
@@ -283,11 +265,7 @@ class Notes:
 
     def forget(self, folder: str) -> None:
         """Forget all notes whose names begin with a folder's."""
-        self._service.key_value_delete(f"{self._FOLDER}/{folder}/")
-
-    @property
-    def _service(self) -> Any:
-        return distributed.global_state.client
+        service().key_value_delete(f"{self._FOLDER}/{folder}/")
 
 
 # Replicas of a program over processes --------------------------------------------------------------------------------

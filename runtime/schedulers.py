@@ -12,11 +12,9 @@ import os
 import threading
 from typing import Any
 
-from jax._src.cloud_tpu_init import running_in_cloud_tpu_vm
-from jax._src.clusters import ClusterEnv
-
 from popxl.base.distributed import Instance, launched
 from popxl.errors import PopxlError, PopxlRuntimeError
+from runtime.jax_private import schedulers
 
 SCHEDULER = "POPDIST_SCHEDULER"
 """Environment variable: which scheduler to ask, by JAX's name of it; `none` for none."""
@@ -32,9 +30,6 @@ NAMES = {
 
 TIMEOUT = 300.0
 """For how many seconds processes wait for each other."""
-
-HAS_TPUS = running_in_cloud_tpu_vm
-"""Whether this is a machine of a TPU pod, which itself knows which chips are whose."""
 
 
 def scheduled(
@@ -55,7 +50,7 @@ def scheduled(
     name = _present(name or os.environ.get(SCHEDULER, "auto"))
     if name is None:
         return None
-    found = _known_to_jax()[NAMES[name]]
+    found = schedulers()[NAMES[name]]
     try:
         count = found.get_process_count()
         if count == 1:
@@ -84,18 +79,13 @@ def scheduled(
     )
 
 
-def _known_to_jax() -> dict[str, Any]:
-    """The schedulers that JAX knows, by its names of them."""
-    return {kind.__name__: kind for kind in ClusterEnv._cluster_types}
-
-
 def _present(wanted: str) -> str | None:
     """The name of the scheduler that has started this process; `None` if none has, or none is to be asked."""
     if wanted == "none":
         return None
     if wanted not in ("auto", *NAMES):
         raise PopxlError(f"popdist: {SCHEDULER} is {wanted!r}; expected auto, none, {', '.join(NAMES)}.")
-    kinds = _known_to_jax()
+    kinds = schedulers()
     names = [name for name in NAMES if name != "k8s" or "JOB_COMPLETION_INDEX" in os.environ]  # other pods are alone
     present = (name for name in (names if wanted == "auto" else (wanted,)) if kinds[NAMES[name]].is_env_present())
     found = next(present, None)

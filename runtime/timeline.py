@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 from popxl.base.pages import OnPage, Page, Picture, Table, seconds_text
 from popxl.base.pictures import bars
 from popxl.base.records import Record
-from runtime.files.executables import copied
+from runtime.jax_private import copied
 
 Array = Any
 

@@ -16,6 +16,7 @@ import jax
 from jax.extend.backend import backends
 
 from popxl.base.version import VERSION
+from runtime.jax_private import BACKEND_LOG
 from runtime.targets.devices import ask_for_cpu_devices
 
 _PACKAGES = re.compile(r"jax|jaxlib|jax[-_].*|libtpu|numpy|torch")
@@ -85,7 +86,7 @@ def _heard(level: int) -> Iterator[list[str]]:
             why = f": {record.exc_info[1]}" if record.exc_info else ""
             sentences.append(_sentence(record.getMessage() + why))
 
-    log, listener = logging.getLogger("jax._src.xla_bridge"), Listener(level)
+    log, listener = logging.getLogger(BACKEND_LOG), Listener(level)
     before, log.propagate = (log.level, log.propagate), False
     log.setLevel(level)
     log.addHandler(listener)

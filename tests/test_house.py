@@ -110,6 +110,11 @@ def test_what_is_there_for_cpus_is_imported_for_cpus_only() -> None:
         assert not found(package, r"runtime\.cpu\b")
 
 
+def test_one_file_knows_the_private_side_of_jax() -> None:
+    for package in ("popxl", "runtime", "popxl_addons", "poptorch"):
+        assert not found(package, r"\bjax\._src\b", "runtime/jax_private.py")
+
+
 def test_private_files_of_popxl_stand_on_a_floor() -> None:
     """A file directly under `popxl/` is a path that users import."""
     files = {path.stem for path in (ROOT / "popxl").glob("*.py")} - {"__init__", "__main__"}

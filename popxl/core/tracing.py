@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
+from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
 
 from popxl.dtypes import dtype
@@ -57,6 +58,11 @@ def needed(
     jaxpr = trace(function, specs, results)[0].jaxpr
     jaxpr, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return jaxpr, tuple(used)
+
+
+def traces_in(equation: Any) -> list[Any]:
+    """The jaxprs that an equation of a jaxpr holds: those of branches, a loop's body, a function that is called."""
+    return [*jaxprs_in_params(equation.params)]
 
 
 def inputs_used(function: Callable[..., Any], specs: Sequence[TensorSpec]) -> tuple[bool, ...]:

@@ -7,11 +7,10 @@ device is started. What moves data to and from streams, remote buffers and other
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from popxl.core.tracing import needed
+from popxl.core.tracing import needed, traces_in
 
 if TYPE_CHECKING:
     from popxl.core.recording import Op
@@ -108,7 +107,7 @@ def _of_equation(equation: Any) -> Flops:
         return Flops(others=made[0].size * math.prod(parameters["window_dimensions"]))
     if name == "fft":
         return Flops(others=_of_fourier(equation))
-    inner = [*_inside(parameters.values())]
+    inner = traces_in(equation)
     if name == "cond" and parameters.get("branches_platforms"):  # one thing in several forms, the plain last
         return _of(inner[-1])
     if name == "cond":
@@ -131,15 +130,6 @@ def _of_fourier(equation: Any) -> int:
     of_real = not (_is_complex(given) and _is_complex(made))
     count = (made if _is_complex(given) else given).size // size
     return round(count * 5 * size * math.log2(size)) // (2 if of_real else 1)
-
-
-def _inside(parameters: Iterable[Any]) -> Iterator[Any]:
-    """The traces among the parameters of an equation."""
-    for value in parameters:
-        if isinstance(value, tuple | list):
-            yield from _inside(value)
-        elif hasattr(value, "eqns"):
-            yield value.jaxpr if hasattr(value, "jaxpr") else value
 
 
 def _of_product(equation: Any) -> int:

@@ -411,11 +411,11 @@ def _multiplying(name: str, value: Any) -> Any:
         settings: Any = jax.config
         level = settings.jax_default_matmul_precision
         return None if level is None else (jax.lax.Precision(level),) * 2
-    if isinstance(value, ClosedJaxpr):
-        return value.replace(jaxpr=_multiplying(name, value.jaxpr))
     if isinstance(value, Jaxpr):
         equations = [e.replace(params={n: _multiplying(n, v) for n, v in e.params.items()}) for e in value.eqns]
         return value.replace(eqns=equations)
+    if isinstance(value, ClosedJaxpr):  # from JAX 0.12 on a Jaxpr, too
+        return value.replace(jaxpr=_multiplying(name, value.jaxpr))
     if type(value) is tuple:  # of branches, say
         return tuple(_multiplying("", part) for part in value)
     return value

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax.extend.core import jaxprs_in_params
 
 __all__ = ["combining"]
 
@@ -35,7 +36,7 @@ def combining(function: Callable[..., Any], *args: Any) -> list[str]:
 
 def _combining(jaxpr: Any) -> Iterator[str]:
     for equation in jaxpr.eqns:
-        inner = [*_inside(equation.params.values())]
+        inner = [*jaxprs_in_params(equation.params)]
         if inner:
             for each in inner:
                 yield from _combining(each)
@@ -49,12 +50,3 @@ def _keeps_shapes(equation: Any) -> bool:
     if equation.primitive.name in ("broadcast_in_dim", "reshape", "squeeze"):
         return all(shape in ((), equation.outvars[0].aval.shape) for shape in shapes)
     return not any(shapes)
-
-
-def _inside(parameters: Iterable[Any]) -> Iterator[Any]:
-    """The traces among the parameters of an equation."""
-    for value in parameters:
-        if isinstance(value, tuple | list):
-            yield from _inside(value)
-        elif hasattr(value, "eqns"):
-            yield getattr(value, "jaxpr", value)

@@ -84,6 +84,25 @@ class Instruction:
         return (*names, *(found.lstrip("%") for name in single if (found := self.attribute(name))))
 
     @cached_property
+    def group_size(self) -> int:
+        """How many chips a collective is between: as many as its groups have; 0 stands for all chips.
+
+        Which these are is written in three ways: `{{0,1},{2,3}}`; `[2,2]<=[4]`, two groups of two; and, with JAX 0.12,
+        by axes of a mesh, `mesh['a'=2,'b'=4] {'a'}`, of which an axis may be divided: `{'b':(1)2}` takes two of it.
+        """
+        groups = re.search(r"\b(?:replica_groups|source_target_pairs)=(.*)", self.text)
+        if groups is None:
+            return 0
+        if mesh := re.match(r"mesh\[([^\]]*)\][^{]*\{([^}]*)\}", groups[1]):
+            sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
+            parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", mesh[2])
+            return math.prod(int(part or sizes[axis]) for axis, part in parts)
+        if counted := re.match(r"\[(?:\d+,)*(\d+)\]", groups[1]):
+            return int(counted[1])
+        first = re.match(r"\{\{([\d,]*)\}", groups[1])
+        return len(first[1].split(",")) if first else 0
+
+    @cached_property
     def scope(self) -> str:
         """Where it comes from: the names of JAX's functions and scopes, divided by slashes."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.text)

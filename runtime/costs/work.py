@@ -45,7 +45,6 @@ class Collective(NamedTuple):
         kind: what it is: "all-reduce".
         bytes: of one chip: what goes in, or what comes out, whichever is more.
         group_size: how many chips are together; 0 for all.
-        groups: which of them, as XLA writes it.
         source: the user's line; "" where it is not known.
         graph: the graph that it is in.
         runs: how often a run carries it out.
@@ -55,7 +54,6 @@ class Collective(NamedTuple):
     kind: str
     bytes: int
     group_size: int
-    groups: str
     source: str
     graph: str
     runs: int
@@ -362,25 +360,12 @@ def _exchanged(computation: Computation, instruction: Instruction) -> int:
 
 
 def _collective(computation: Computation, instruction: Instruction, graph: str, times: int) -> Collective:
-    groups = re.search(
-        r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|\{\}|\[[\d,]+\]<=\S+?)(?:,|$)", instruction.text
-    )
-    shown = groups[1] if groups else ""
     return Collective(
         instruction.kind,
         _exchanged(computation, instruction),
-        _group_size(shown),
-        shown,
+        instruction.group_size,
         source_of(instruction.scope),
         graph,
         times,
         re.search(r"\.remat\d*$", instruction.name) is not None,
     )
-
-
-def _group_size(groups: str) -> int:
-    """`{{0,1},{2,3}}` and `[2,2]<=[4]` are groups of two; `{}` is one of all, for which 0 stands."""
-    if groups.startswith("["):
-        return int(groups[1:].partition("]")[0].split(",")[-1])
-    first = re.match(r"\{\{([\d,]*)\}", groups)
-    return len(first[1].split(",")) if first else 0

@@ -21,7 +21,8 @@ from popxl.graph import Graph
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
 from runtime.aside import lower
-from runtime.files.executables import copied, donating
+from runtime.files.executables import donating
+from runtime.jax_private import copied
 from runtime.lowering import remote_buffers as remote
 from runtime.lowering.collectives import devices_meet
 from runtime.lowering.effects import Channel, Channels, Failure, channels_of_ops

@@ -15,8 +15,8 @@ import numpy as np
 
 from popxl.core.aliasing import all_parts
 from popxl.errors import ApplicationRuntimeError
-from runtime.files.executables import prepared
 from runtime.interrupts import uninterrupted
+from runtime.jax_private import prepared
 from runtime.lowering.effects import FAILURE, Channel
 from runtime.lowering.machine_parts import parts_for
 from runtime.plan.plan import Plan

@@ -15,6 +15,7 @@ from popxl.core.aliasing import reachable
 from popxl.errors import PopxlError
 from popxl.ir import Ir
 from runtime import processes
+from runtime.jax_private import warn_if_untested
 from runtime.targets import chip, compilers
 from runtime.targets.offline import FORMS, Target, is_target
 
@@ -275,6 +276,7 @@ def find_device(description: str | Device | Target, ir: Ir) -> Device:
             f"Session: the device must be text such as 'ipu_hw', a target or a device; got {description!r} "
             f"({type(description).__name__})."
         )
+    warn_if_untested()
     ipus = devices_needed(ir)
     count = ir.instance_replication_factor
     best = count * len(ipus_used(ir))

@@ -387,7 +387,7 @@ def test_fractional_pools_draw_windows_of_their_own() -> None:
 # What there is not ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.filterwarnings("ignore:flex_attention called without", "ignore:Guards may run slower on Python 3.13.0")
 def test_flex_attention_with_scores_and_masks_of_ones_own() -> None:
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 

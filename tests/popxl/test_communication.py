@@ -276,6 +276,32 @@ ENTRY %main (x: f32[4]) -> f32[8] {{
     assert (found.kind, found.bytes, found.group_size, found.runs) == ("all-gather", 32, 2, 1)
 
 
+@pytest.mark.parametrize(
+    ("groups", "size"),
+    [
+        ("{{0,1},{2,3}}", 2),
+        ("{}", 0),
+        ("[4,2]<=[2,4]T(1,0)", 2),
+        ("mesh['x'=2,'y'=4] {'y'}", 4),
+        ("mesh['x'=2,'y'=3,'z'=5], device_ids=([2,15]T(1,0)) {'x','z'}", 10),
+        ("mesh['z'=8] {'z':(4)2}", 2),
+    ],
+)
+def test_how_xla_writes_which_chips_are_together(groups, size) -> None:
+    """By lists; by counts; and, from JAX 0.12 on, by axes of a mesh, or parts of them."""
+    (found,) = account_of(
+        read(
+            f"""
+ENTRY %main (x: f32[8]) -> f32[8] {{
+  %x = f32[8]{{0}} parameter(0)
+  ROOT %y = f32[8]{{0}} all-reduce(%x), channel_id=1, replica_groups={groups}, use_global_device_ids=true, to_apply=%add
+}}
+"""
+        )
+    ).collectives
+    assert (found.bytes, found.group_size) == (32, size)
+
+
 def test_what_is_sent_again_for_lack_of_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA computes something a second time, if there is no room to keep it: collectives, too."""
     sum_of = "f32[8]{0} all-reduce(%x), channel_id=1, replica_groups={{0,1}}, to_apply=%add"

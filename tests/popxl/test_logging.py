@@ -3,12 +3,14 @@
 import json
 import logging
 
+import jax
 import pytest
 
 import popart
 import popxl
 from popxl import ops
 from popxl.base import log
+from runtime import jax_private
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +49,16 @@ def test_nothing_is_said_at_first(errors):
     assert errors() == []
     popart.getLogger().warn("shown")
     assert len(errors()) == 1
+
+
+@pytest.mark.parametrize(("version", "said"), [("0.10.2", 0), ("0.12.9", 0), ("0.13.0", 1), ("1.0.0rc1", 1)])
+def test_a_jax_that_is_newer_than_what_was_tested_is_told_once(version, said, errors, monkeypatch):
+    jax_private.warn_if_untested.cache_clear()
+    monkeypatch.setattr(jax, "__version__", version)
+    for _ in range(2):
+        popxl.Session(counter())
+    shown = [line for line in errors() if f"This is JAX {version}; popxl has been tested with versions up to" in line]
+    assert len(shown) == said
 
 
 @pytest.mark.parametrize("level", ["TRACE", "DEBUG", "INFO", "WARN", "ERR", "OFF"])

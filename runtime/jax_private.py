@@ -1,0 +1,207 @@
+"""What JAX keeps to itself, or says differently from version to version, in one place: whatever a new JAX moves, it
+moves here. The texts that XLA writes are read in `runtime.costs.hlo`, and traces in `popxl.core.tracing`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax._src import config, distributed, xla_bridge
+from jax._src.cloud_tpu_init import running_in_cloud_tpu_vm
+from jax._src.clusters import ClusterEnv
+from jax._src.compiler import get_compile_options
+from jax._src.interpreters.pxla import UnloadedMeshExecutable, _get_layouts_from_executable, is_default_layout
+from jax._src.lib import _jax, xla_client
+from jax.extend.backend import register_backend_factory
+from jax.sharding import SingleDeviceSharding
+
+from popxl.base.log import Logger
+
+_log = Logger("session")
+
+NEWEST_TESTED = (0, 12)
+"""The newest version of JAX with which all tests have passed. The oldest is in `pyproject.toml`."""
+
+
+@cache
+def warn_if_untested() -> None:
+    """Warn, once, of a JAX that is newer than those with which the tests have passed."""
+    if tuple(map(int, re.findall(r"\d+", jax.__version__)[:2])) > NEWEST_TESTED:
+        tested = ".".join(map(str, NEWEST_TESTED))
+        _log.warn(
+            f"This is JAX {jax.__version__}; popxl has been tested with versions up to {tested}. If something fails "
+            f"in JAX, `pip install 'jax=={tested}.*'` brings one that was tested."
+        )
+
+
+# Processes ------------------------------------------------------------------------------------------------------------
+
+BACKEND_LOG = "jax._src.xla_bridge"
+"""The name of the logger by which JAX says which devices it cannot use."""
+
+HAS_TPUS = running_in_cloud_tpu_vm
+"""Whether this is a machine of a TPU pod, which itself knows which chips are whose."""
+
+
+def jax_runs() -> bool:
+    """Whether JAX has started on a device, and with that threads of its own."""
+    return xla_bridge.backends_are_initialized()
+
+
+def schedulers() -> dict[str, Any]:
+    """The schedulers that JAX knows, by its names of them."""
+    return {kind.__name__: kind for kind in ClusterEnv._cluster_types}
+
+
+def service() -> Any:
+    """What `jax.distributed.initialize` has connected this process by: values by keys, and barriers."""
+    return distributed.global_state.client
+
+
+def exchange_on(address: str) -> None:
+    """Have the CPUs of all processes exchange their data at an address.
+
+    JAX leaves it to gloo, which takes what the name of the machine stands for: often an address of a network.
+    """
+    collectives = _jax.make_gloo_tcp_collectives(distributed_client=service(), hostname=address)
+    make = partial(xla_bridge.make_cpu_client, collectives=collectives)
+    register_backend_factory("cpu", make, priority=0, fail_quietly=False)
+
+
+# Calls ----------------------------------------------------------------------------------------------------------------
+
+
+def prepared(function: Any) -> tuple[Any, int] | None:
+    """What a compiled function is called by, and for how many kinds of arguments JAX has prepared it: for these, it is
+    C alone that calls it. `None`, if it is always Python that does."""
+    call: Any = getattr(function, "_call", None)
+    return (call, call._cache_size()) if hasattr(call, "_cache_size") else None
+
+
+def settings_of_this_thread() -> Callable[[], None]:
+    """What makes the settings of another thread those that this one has now: of `jax.enable_x64(True)`, say, or
+    `jax.default_matmul_precision("float32")`, whose blocks are a thread's."""
+    known = {id(each): each for each in (*config.config_states.values(), *vars(config).values())}
+    settings = [each for each in known.values() if isinstance(each, config.config_ext.Config)]
+    values = [(each, value) for each in settings if (value := each.get_local()) is not config.config_ext.unset]
+
+    def take_over() -> None:
+        for setting, value in values:
+            setting.set_local(value)
+            hook = getattr(setting, "_update_thread_local_hook", None)
+            if hook is not None:
+                hook(value)
+
+    return take_over
+
+
+def copied(array: jax.Array, sharding: Any) -> jax.Array:
+    """A copy of an array on as many other devices, which nobody waits for.
+
+    So does `jax.device_put`, but it takes 50 us of the host's time, and this takes 8. Of an array of several processes
+    each copies what it has.
+    """
+    if not array.is_fully_addressable:
+        own = [device for device in sharding.mesh.devices.flat if device.process_index == jax.process_index()]
+        memory = sharding.memory_kind
+        parts = [
+            copied(shard.data, SingleDeviceSharding(device, memory_kind=memory))
+            for shard, device in zip(array.addressable_shards, own, strict=True)
+        ]
+        return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
+    always = xla_client.ArrayCopySemantics.ALWAYS_COPY
+    devices = [sharding._internal_device_list]
+    (copy,) = xla_client.batched_copy_array_to_devices_with_sharding([array], devices, [sharding], [always])
+    return copy
+
+
+# Executables ----------------------------------------------------------------------------------------------------------
+
+
+class Contents(NamedTuple):
+    """A compiled function, taken apart, but for the trees of its arguments and results.
+
+    Attributes:
+        name: the name of the function.
+        devices: those that it runs on.
+        arguments: the types of all arguments, and where they lie; `None` for those that are not used.
+        donated: the numbers of those that are given up.
+        results: the types of the results, and where they lie.
+    """
+
+    name: str
+    devices: Sequence[jax.Device]
+    arguments: Sequence[tuple[Any, Any]]
+    donated: Sequence[int]
+    results: Sequence[tuple[Any, Any]]
+
+
+def contents(compiled: Any) -> tuple[Contents, bool]:
+    """What `jax.jit(function).lower(...).compile()` gave, taken apart, and whether that is all: it is not, if it calls
+    back into Python, or holds on to something else of this process."""
+    unloaded = compiled._executable._unloaded_executable
+    kept_out = (unloaded.host_callbacks, unloaded.keepalive, unloaded.ordered_effects, unloaded.unordered_effects)
+    is_all = not any(kept_out) and unloaded.mut is None and not compiled._params.const_args
+    infos = jax.tree.leaves(compiled.args_info)
+    placed = zip(unloaded.input_avals, unloaded.input_shardings, strict=True)
+    used = dict(zip(sorted(unloaded.kept_var_idx), placed, strict=True))
+    found = Contents(
+        name=unloaded.name,
+        devices=list(unloaded.device_list),
+        arguments=[used.get(i, (info._aval, None)) for i, info in enumerate(infos)],
+        donated=[i for i, info in enumerate(infos) if info.donated],
+        results=list(zip(unloaded.output_avals, unloaded.output_shardings, strict=True)),
+    )
+    return found, is_all
+
+
+def loaded(found: Contents, content: bytes, into: Any, out_of: Any) -> Any:
+    """The compiled function of these contents.
+
+    Args:
+        found: its contents.
+        content: what XLA has written of it.
+        into: the tree of its arguments.
+        out_of: the tree of its results.
+    """
+    devices = list(found.devices)
+    used = [i for i, (_, sharding) in enumerate(found.arguments) if sharding is not None]
+    inputs, input_shardings = zip(*(found.arguments[i] for i in used), strict=True) if used else ((), ())
+    results, placed = zip(*found.results, strict=True) if found.results else ((), ())
+    backend, device_list = devices[0].client, xla_client.DeviceList(tuple(devices))
+    assignment = np.array([[device.id for device in devices]])  # else it is for the devices that it was compiled for
+    options = get_compile_options(num_replicas=1, num_partitions=len(devices), device_assignment=assignment)
+    executable = backend.deserialize_executable(content, executable_devices=device_list, compile_options=options)
+    layouts, result_layouts = _get_layouts_from_executable(
+        executable, [None] * len(inputs), [None] * len(results), 0, inputs, results
+    )
+    placed_inputs = zip(layouts, input_shardings, inputs, strict=True)
+    made = UnloadedMeshExecutable(
+        xla_executable=executable,
+        device_list=device_list,
+        backend=backend,
+        input_avals=list(inputs),
+        input_shardings=list(input_shardings),
+        output_avals=list(results),
+        output_shardings=list(placed),
+        committed=True,
+        name=found.name,
+        unordered_effects=[],
+        ordered_effects=[],
+        keepalive=[],
+        host_callbacks=[],
+        kept_var_idx=set(used),
+        mut=None,
+        xla_in_layouts=layouts,
+        dispatch_in_layouts=[None if is_default_layout(*each) else each[0] for each in placed_inputs],
+        xla_out_layouts=result_layouts,
+        all_args_info=None,
+        pgle_profiler=None,
+    ).load()
+    infos = [jax.stages.ArgInfo(aval, i in found.donated) for i, (aval, _) in enumerate(found.arguments)]
+    return jax.stages.Compiled(made, [], jax.tree.unflatten(into, infos), out_of)

@@ -55,9 +55,9 @@ def from_jax(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     A function that you have jitted becomes a graph of its own within the Ir, and is called wherever `fn` calls it; so a
     jitted layer that is applied a hundred times is one graph with a hundred calls. Jitted functions of JAX itself are
-    written out. `scan`, `while_loop`, `cond` and functions with their own derivative (`jax.custom_jvp`,
-    `jax.custom_vjp`, and so `jax.nn.relu`) are one op each, which `Ir.save` refuses: it saves no code. What `fn` closes
-    over becomes constants.
+    written out. What else holds functions is one op each, which `Ir.save` refuses: it saves no code. Such are `scan`,
+    `while_loop`, `cond`, `jax.checkpoint`, `jax.shard_map`, kernels of Pallas, and functions with their own derivative
+    (`jax.custom_jvp`, `jax.custom_vjp`, and so `jax.nn.relu`). What `fn` closes over becomes constants.
 
     Which of the three:
         - `popxl.from_jax(fn)` shows what `fn` does: the ops can be read, transformed, and kept in a file.
@@ -72,8 +72,8 @@ def from_jax(fn: Callable[..., Any]) -> Callable[..., Any]:
         A function with the name and signature of `fn`. It raises
 
         - `RuntimeError` outside of a graph, `ValueError` for a tensor of another graph;
-        - `PopxlError` if JAX refuses the operands, if `fn` has effects (prints, callbacks), or if a value on the way
-          has a dtype that tensors do not have. Nothing is added to the graph then.
+        - `PopxlError` if JAX refuses the operands, if `fn` has effects (prints, callbacks, changes of a `jax.Ref`), or
+          if a value on the way has a dtype that tensors do not have. Nothing is added to the graph then.
 
     See also: `jax.make_jaxpr`.
 
@@ -148,13 +148,18 @@ def _without_outer_jit(traced: ClosedJaxpr) -> ClosedJaxpr:
 
 def _check(name: str, traced: ClosedJaxpr) -> None:
     """`PopxlError` if a trace cannot be written as ops: for an effect, or a value that no tensor can hold."""
-    remedy = f"Make the function a single op instead: popxl.OpKind({camel(_last(name)) or 'Name'!r}, {_last(name)})."
-    if traced.effects:
-        effects = ", ".join(sorted(map(str, traced.effects)))
-        raise PopxlError(
-            f"from_jax: `{name}` does more than compute its results ({effects}), and an op for one equation only "
-            "computes. Leave prints and callbacks out (`ops.print_tensor` prints in a graph)."
-        )
+    last = "fn" if "lambda" in name else _last(name)
+    op = f"popxl.OpKind({camel(last) or 'Name'!r}, {last})"
+    remedy = f"Make the function a single op instead: {op}."
+    for equation in _equations(traced.jaxpr):
+        if equation.effects and equation.primitive.name != "jit":  # what is in that comes, too
+            uses_refs = any("Ref{" in value.aval.str_short() for value in (*equation.invars, *equation.outvars))
+            what = "changes a `jax.Ref`" if uses_refs else "does more than compute its results"
+            instead = "Pass new values on" if uses_refs else "Leave prints and callbacks out (`ops.print_tensor` prints)"
+            raise PopxlError(
+                f"from_jax: `{name}` {what} in `{equation.primitive.name}`{_at(equation)}, and an op for one equation "
+                f"only computes. {instead}, or make the function a single op: {op}."
+            )
     for equation in _equations(traced.jaxpr):
         for value in (*equation.invars, *equation.outvars):
             if _spec(value.aval) is None:
@@ -322,7 +327,9 @@ def _kind(primitive: Primitive) -> OpKind:
     """The declaration of a primitive. Made once."""
 
     def lowering(*operands: Any, **attributes: Any) -> Any:
-        return primitive.bind(*operands, **{n: _multiplying(n, _parameter(v)) for n, v in attributes.items()})
+        parameters = {n: _multiplying(n, _parameter(v)) for n, v in attributes.items()}
+        results = primitive.bind(*operands, **primitive.get_bind_params(parameters))
+        return list(results) if primitive.multiple_results else results  # those of a `shard_map` are no list
 
     gradient = None if primitive.name == "stop_gradient" else VJP
     return _declared(primitive.name, lowering, f"jax.{primitive.name}", gradient)
@@ -383,7 +390,7 @@ def _attribute(name: str, value: Any) -> Any:
         about = (value.jaxpr if isinstance(value, ClosedJaxpr) else value).debug_info
         return Function(about.func_name, value)
     if callable(value) and not isinstance(value, type):
-        return Function(getattr(value, "__name__", name), value)
+        return Function(getattr(value, "__name__", type(value).__name__), value)
     return value
 
 

@@ -1,0 +1,203 @@
+"""`from_jax` of whatever holds functions: each is one op, with JAX's numbers and gradients. What an op cannot do is
+refused, with what to write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.sharding import Mesh, PartitionSpec
+
+import popxl
+from popxl import ops
+from popxl.errors import PopxlError
+from tests.popxl.evaluate import evaluate
+
+X = np.float32(np.sin(np.arange(12))).reshape(3, 4)
+MATRIX = np.float32(np.cos(np.arange(9))).reshape(3, 3) + 4 * np.eye(3, dtype=np.float32)
+ALONG, WHOLE = PartitionSpec("a"), PartitionSpec()
+
+
+def over_devices(fn: Callable[..., Any], into: Any = ALONG, out_of: Any = ALONG) -> Callable[..., Any]:
+    """A function of the part of each device, of which there is one."""
+    mesh = Mesh(np.array(jax.devices("cpu")[:1]), ("a",))
+    return jax.shard_map(fn, mesh=mesh, in_specs=into, out_specs=out_of)
+
+
+def summed(x):
+    return over_devices(lambda x: jax.lax.psum(jnp.sin(x) * x, "a"), out_of=WHOLE)(x)
+
+
+@jax.custom_jvp
+def steep(x):
+    return x * 3
+
+
+steep.defjvp(lambda x, t: (steep(*x), t[0] * 6))
+
+
+def two_of_each(x, m):
+    def of_parts(x, m):
+        return m @ steep(jax.nn.relu(x)), jax.lax.psum(jax.lax.scan(lambda c, r: (c * r, c), x[0], x)[1], "a")
+
+    return over_devices(of_parts, (ALONG, WHOLE), (ALONG, WHOLE))(x, m)
+
+
+def root(x):
+    def solve(fn, y):
+        return jax.lax.fori_loop(0, 12, lambda _, y: y - fn(y) / (2 * y), y)
+
+    return jax.lax.custom_root(lambda y: y * y - x, x, solve, lambda g, y: y / g(1.0))
+
+
+def linear_solve(x, m):
+    """By the diagonal alone."""
+    d = jnp.diagonal(m)[:, None]
+    return jax.lax.custom_linear_solve(lambda y: d * y, x, lambda _, b: b / d, symmetric=True)
+
+
+@custom_partitioning
+def partitioned(x):
+    return jnp.sin(x)
+
+
+partitioned.def_partition(
+    partition=lambda mesh, given, made: (mesh, jnp.sin, made[0].sharding, (given[0].sharding,)),
+    sharding_rule="i j -> i j",
+)
+
+
+def tagged(x):
+    with set_xla_metadata(kind="tagged"):
+        return set_xla_metadata(jnp.sin(x) * x, kind="result")
+
+
+def kernel(x):
+    def double(x, y):
+        y[...] = x[...] * 2
+
+    return pl.pallas_call(double, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
+def in_a_state(x):
+    def double(ref):
+        ref[...] = ref[...] * 2
+
+    return pl.run_state(double)(x)
+
+
+def kept_by_name(x, m):
+    policy = jax.checkpoint_policies.save_only_these_names("product")
+    return jax.checkpoint(lambda x: jnp.sin(checkpoint_name(m @ jnp.cos(x), "product")), policy=policy)(x)
+
+
+def linear(x):
+    return jax.custom_derivatives.linear_call(lambda m, x: m @ x, lambda m, g: m.T @ g, MATRIX, x)
+
+
+FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
+    "shard_map": (summed, (X,)),
+    "shard_map of several": (two_of_each, (X, MATRIX)),
+    "shard_map under vmap": (jax.vmap(summed), (np.stack([X, 2 * X]),)),
+    "shard_map under grad": (jax.grad(lambda x: summed(x).sum()), (X,)),
+    "custom_root": (lambda x: jax.vmap(jax.vmap(root))(x**2 + 1), (X,)),
+    "custom_linear_solve": (linear_solve, (X, MATRIX)),
+    "linear_call": (linear, (X,)),
+    "checkpoint": (kept_by_name, (X, MATRIX)),
+    "xla_metadata": (tagged, (X,)),
+}
+
+WITHOUT_GRADIENTS: dict[str, Callable[..., Any]] = {
+    "composite": jax.lax.composite(lambda x: jnp.sin(x) * 2, "tests.sine"),
+    "custom_partitioning": partitioned,
+    "pallas_call": kernel,
+    "run_state": in_a_state,
+    "pure_callback": lambda x: jax.pure_callback(lambda x: np.sin(x), x, x),
+    "reduce": lambda x: jax.lax.reduce(x, np.float32(1), lambda a, b: a * b + 0 * a, (0,)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_numbers_and_gradients_are_those_of_jax(name) -> None:
+    fn, arrays = FUNCTIONS[name]
+
+    def program(*ts: Any) -> list[Any]:
+        graph = popxl.gcg().ir.create_graph(lambda *ts: jax.tree.leaves(popxl.from_jax(fn)(*ts)), *ts)
+        assert " at 0x" not in str(graph) and "lambda ;" not in str(graph)
+        info = popxl.transforms.autodiff(graph)
+        site = ops.call_with_info(graph, *ts)
+        ones = [popxl.constant(np.ones(t.shape, np.float32)) for t in graph.outputs[: len(info.expected_inputs)]]
+        seeds = ones[: sum(c.connection_type.name == "FwdGrad" for c in info.expected_inputs)]
+        return [*site.outputs[: len(seeds)], *ops.call(info.graph, *seeds, inputs_dict=info.inputs_dict(site))]
+
+    def total(*arrays: Any) -> Any:
+        made = fn(*arrays)
+        return sum(map(jnp.sum, jax.tree.leaves(made))), made
+
+    gradients, made = jax.jit(jax.grad(total, tuple(range(len(arrays))), has_aux=True))(*arrays)
+    for found, expected in zip(evaluate(program, *arrays), [*jax.tree.leaves(made), *gradients], strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", WITHOUT_GRADIENTS)
+def test_numbers_are_those_of_jax(name) -> None:
+    fn = WITHOUT_GRADIENTS[name]
+    (found,) = evaluate(popxl.from_jax(fn), X)
+    np.testing.assert_allclose(found, jax.jit(fn)(X), rtol=1e-6)
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+def with_a_ref(x):
+    ref = jax.new_ref(x)
+    ref[...] = ref[...] * 2
+    return ref[...]
+
+
+@jax.jit
+def with_a_ref_in_a_loop(x):
+    total = jax.new_ref(jnp.zeros_like(x))
+
+    def add(i, _):
+        total[...] += x * i
+
+    jax.lax.fori_loop(0, 3, add, None)
+    return total[...]
+
+
+def calling_back(x):
+    return jax.experimental.io_callback(lambda x: np.sin(x), x, x)
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (
+            with_a_ref,
+            r"changes a `jax.Ref` in `new_ref`, at `ref = jax.new_ref\(x\)` .*OpKind\('WithARef', with_a_ref\)",
+        ),
+        (with_a_ref_in_a_loop, r"changes a `jax.Ref` in `new_ref`, at `total = .*OpKind\('WithARefInALoop', with_a"),
+        (
+            calling_back,
+            r"does more than compute its results in `io_callback`, at `return .*OpKind\('CallingBack', calling",
+        ),
+        (lambda x: calling_back(x), r"`io_callback`, at .*popxl.OpKind\('Fn', fn\)"),
+    ],
+)
+def test_effects_are_refused_and_the_remedy_works(fn, message) -> None:
+    with popxl.Ir().main_graph as main:
+        x = popxl.variable(X)
+        with pytest.raises(PopxlError, match=message):
+            popxl.from_jax(fn)(x)
+        assert main.ops == []
+    (found,) = evaluate(popxl.OpKind("Single", fn), X)
+    np.testing.assert_allclose(found, jax.jit(fn)(X), rtol=1e-6)

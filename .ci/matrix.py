@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Run a part of the tests with each Python and each JAX: `.ci/matrix.py [--torch] [PYTHON ...]`.
+"""Run tests with each Python and each JAX: `.ci/matrix.py [--torch | --whole] [--jax oldest|newest] [PYTHON ...]`.
 
 For each Python there are two environments, made anew each time: one with the oldest JAX that pyproject.toml allows, one
 with the newest that there is. Both are installed from the index that pip uses, with the newest of all else. A line says
-how each went; the whole output is in the folder `.cache/matrix`. Pythons are looked for in PATH, and among those of
-pyenv. Those that are not here are left out, with a line that says so.
+how each went, and more name the tests that failed; the whole output is in the folder `.cache/matrix`. Pythons are
+looked for in PATH, and among those of pyenv. Those that are not here are left out, with a line that says so.
 """
 
 from __future__ import annotations
@@ -56,15 +56,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="with PyTorch and tests of poptorch: gigabytes, where pip finds none for CPUs",
     )
+    parser.add_argument("--whole", action="store_true", help="all tests in place of a part, with all that they need")
+    parser.add_argument("--jax", choices=("oldest", "newest"), help="with this JAX alone")
     options = parser.parse_args(arguments)
+    extras, tests = "test,tutorials", SMOKE
+    if options.torch:
+        extras, tests = "test,tutorials,torch", SMOKE + TORCH
+    if options.whole:
+        extras, tests = "dev", []
     jax = {"oldest": f"jax=={oldest_jax()} jaxlib=={oldest_jax()}".split(), "newest": ["jax", "jaxlib"]}
     LOGS.mkdir(parents=True, exist_ok=True)
     failed = 0
     for version in options.pythons or PYTHONS:
         python = interpreter(version)
         for age, wanted in jax.items() if python else ():
+            if options.jax not in (None, age):
+                continue
             print(f"python {version}, the {age} jax: ", end="", flush=True)
-            is_good, what = tried(python, wanted, LOGS / f"{version}-{age}.log", options.torch)
+            is_good, what = tried(python, wanted, LOGS / f"{version}-{age}.log", extras, tests)
             failed += not is_good
             print(what, flush=True)
         if python is None:
@@ -96,10 +105,9 @@ def _candidates(version: str) -> Iterator[Path]:
     yield from sorted(versions.glob(f"{version}.*/bin/python"))
 
 
-def tried(python: Path, jax: Sequence[str], log: Path, with_torch: bool) -> tuple[bool, str]:
-    """Whether the tests pass in a fresh environment, and a few words on them."""
+def tried(python: Path, jax: Sequence[str], log: Path, extras: str, tests: Sequence[str]) -> tuple[bool, str]:
+    """Whether the tests pass in a fresh environment with these extras, and a few words on them; no tests are all."""
     began = time.monotonic()
-    extras, tests = ("test,tutorials,torch", SMOKE + TORCH) if with_torch else ("test,tutorials", SMOKE)
     with tempfile.TemporaryDirectory() as folder, log.open("w", encoding="utf-8") as output:
         own = Path(folder, "bin", "python")
 
@@ -111,13 +119,14 @@ def tried(python: Path, jax: Sequence[str], log: Path, with_torch: bool) -> tupl
         if not does(own, "-m", "pip", "install", "--quiet", "--editable", f".[{extras}]", *jax):
             return False, f"cannot be installed, see {log.relative_to(ROOT)}"
         versions = subprocess.run([own, "-c", VERSIONS], capture_output=True, text=True).stdout
-        passed = does(own, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", *tests)
-        last = log.read_text(encoding="utf-8").rstrip().rpartition("\n")[2]
+        passed = does(own, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "auto", *tests)
+        *lines, last = log.read_text(encoding="utf-8").rstrip().split("\n")
+        failures = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
         options = ("--num-instances=2", "--num-replicas=4")
         if not does(own.with_name("poprun"), *options, own, "-W", "error", PROCESSES):
             passed, last = False, f"poprun fails; {last}"
     said = f"{last} of {time.monotonic() - began:.0f}s, with {versions.strip()}"
-    return passed, said if passed else f"FAILED, see {log.relative_to(ROOT)}: {said}"
+    return passed, said if passed else "\n".join([f"FAILED, see {log.relative_to(ROOT)}: {said}", *failures])
 
 
 def _environment() -> dict[str, str]:

@@ -155,7 +155,9 @@ def _check(name: str, traced: ClosedJaxpr) -> None:
         if equation.effects and equation.primitive.name != "jit":  # what is in that comes, too
             uses_refs = any("Ref{" in value.aval.str_short() for value in (*equation.invars, *equation.outvars))
             what = "changes a `jax.Ref`" if uses_refs else "does more than compute its results"
-            instead = "Pass new values on" if uses_refs else "Leave prints and callbacks out (`ops.print_tensor` prints)"
+            instead = (
+                "Pass new values on" if uses_refs else "Leave prints and callbacks out (`ops.print_tensor` prints)"
+            )
             raise PopxlError(
                 f"from_jax: `{name}` {what} in `{equation.primitive.name}`{_at(equation)}, and an op for one equation "
                 f"only computes. {instead}, or make the function a single op: {op}."

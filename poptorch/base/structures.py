@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import FunctionType, MethodType, ModuleType
@@ -23,9 +23,11 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from poptorch.base.carried import Hidden
 from poptorch.base.custom_types import ICustomArgParser, parser_of
 from poptorch.base.hidden_tensors import holds_tensor
 from poptorch.base.introspection import attributes
+from poptorch.base.logging_ import logger
 from poptorch.errors import createPoptorchError
 
 __all__ = ["MAY_BE_THE_LAST", "Leaf", "Parts", "Structure", "given_objects", "structure_of"]
@@ -94,11 +96,12 @@ class Parts:
 
     Attributes:
         given: the objects.
+        hides: whether something else stands for values that are carried; see `poptorch.base.carried`.
         enclosing: objects that are being built, by the identity of their structures.
     """
 
-    def __init__(self, tensors: Iterator[torch.Tensor], given: Sequence[Any] = ()) -> None:
-        self._tensors, self.given = tensors, given
+    def __init__(self, tensors: Iterator[torch.Tensor], given: Sequence[Any] = (), hides: bool = False) -> None:
+        self._tensors, self.given, self.hides = tensors, given, hides
         self.enclosing: dict[int, Any] = {}
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -108,8 +111,23 @@ class Parts:
         return next(self._tensors)
 
 
-Known = Mapping[int, "Structure"]
-"""Structures of objects that are known, by their identity."""
+class Known(dict[int, "Structure"]):
+    """Structures of objects that are known, by their identity; and which other values are carried.
+
+    Args:
+        structures: the structures.
+        carries: whether a value of this name is carried around a program, rather than a part of it.
+        looked_at: names of the values that could be carried, and are not.
+    """
+
+    def __init__(
+        self,
+        structures: Mapping[int, Structure] | None = None,
+        carries: Callable[[str, Any], bool] = lambda name, value: False,
+        looked_at: Collection[str] = (),
+    ) -> None:
+        super().__init__(structures or {})
+        self.carries, self.looked_at = carries, looked_at
 
 
 def structure_of(value: Any, name: str, known: Known | None = None) -> Structure:
@@ -125,10 +143,12 @@ def structure_of(value: Any, name: str, known: Known | None = None) -> Structure
         name: how messages call it.
         known: structures of objects that are known, by their identity; see `given_objects`.
     """
-    known = known or {}
+    known = Known() if known is None else known
     kind = type(value)
+    if known.carries(name, value):
+        return _Carried(name, value)
     if (parser := parser_of(value)) is not None:
-        return _Custom(name, value, parser)
+        return _Custom(name, value, parser, known)
     if issubclass(kind, torch.Tensor):
         return Leaf(name, tuple(value.shape), value.dtype)
     if issubclass(kind, tuple | list):
@@ -153,7 +173,7 @@ def structure_of(value: Any, name: str, known: Known | None = None) -> Structure
 
 def given_objects(objects: Sequence[Any]) -> Known:
     """What `structure_of` is told so that these objects stand for themselves: as `given[i]` of `Structure.rebuild`."""
-    return {id(each): _Given(f"object {i}", i) for i, each in enumerate(objects)}
+    return Known({id(each): _Given(f"object {i}", i) for i, each in enumerate(objects)})
 
 
 def _is_plain(value: Any) -> bool:
@@ -261,6 +281,29 @@ class _Given(Structure):
 
     def build(self, parts: Parts) -> Any:
         return parts.given[self.number]
+
+    def leaves(self) -> Iterator[Leaf]:
+        return iter(())
+
+    def constants(self) -> Iterator[tuple[str, Any]]:
+        return iter(())
+
+
+@dataclass(frozen=True, slots=True)
+class _Carried(Structure):
+    """A value that is carried around a program: another one of its class fits, too. It counts as an object."""
+
+    name: str
+    value: Any
+
+    def collect(self, value: Any, into: list[torch.Tensor]) -> None:
+        _check_type(self.name, type(self.value), value)
+
+    def build(self, parts: Parts) -> Any:
+        return Hidden(self.name, type(self.value)) if parts.hides else self.value
+
+    def objects(self, value: Any) -> Iterator[Any]:
+        yield value
 
     def leaves(self) -> Iterator[Leaf]:
         return iter(())
@@ -454,7 +497,7 @@ class _Object(_Composite):
         self.name = name
         self._type = type(value)
         enclosing = _Enclosing(name, self)
-        inside = {**known, id(value): enclosing}
+        inside = Known({**known, id(value): enclosing}, known.carries, known.looked_at)
         own = attributes(value)
         inside |= {id(ref): _WeakReference(name, enclosing) for ref in weakref.getweakrefs(value)}
         self._items = {key: structure_of(item, f"{name}.{key}", inside) for key, item in own.items()}
@@ -509,11 +552,17 @@ _BOUND: Mapping[type, tuple[Sequence[str], Callable[..., Any]]] = {
 class _Custom(_Composite):
     """An object of a registered type. It is kept, with its tensors: its parser makes others in its likeness."""
 
-    def __init__(self, name: str, value: Any, parser: ICustomArgParser) -> None:
+    def __init__(self, name: str, value: Any, parser: ICustomArgParser, known: Known) -> None:
         self.name = name
         self._type = type(value)
         self._value = value
         self._parser = parser
+        own = {key: each for key, each in attributes(value).items() if not issubclass(type(each), torch.Tensor)}
+        self._beside: dict[str, Structure] = {
+            key: _Carried(f"{name}.{key}", each) for key, each in own.items() if known.carries(f"{name}.{key}", each)
+        }
+        self._beside |= {key: known[id(each)] for key, each in own.items() if id(each) in known}
+        self._looked_at = {key: each for key, each in own.items() if f"{name}.{key}" in known.looked_at}
         self._children = [structure_of(tensor, f"{name}.tensor{i}") for i, tensor in enumerate(self._parsed(value))]
 
     def _parsed(self, value: Any) -> list[torch.Tensor]:
@@ -529,11 +578,26 @@ class _Custom(_Composite):
     def _apart(self, value: Any) -> Iterable[Any]:
         return _of_length(self.name, len(self._children), self._parsed(value), " tensors")
 
+    def collect(self, value: Any, into: list[torch.Tensor]) -> None:
+        super().collect(value, into)
+        own = attributes(value)
+        for key, first in list(self._looked_at.items()):
+            if own.get(key) != first:
+                del self._looked_at[key]
+                logger.warning(
+                    "`%s.%s` is %r, and was %r when the model was compiled. `forward` looks at it, so it is a part of "
+                    "the program, and this has no effect. What is to change from call to call is a tensor.",
+                    self.name,
+                    key,
+                    own.get(key),
+                    first,
+                )
+
     def build(self, parts: Parts) -> Any:
         own = iter([child.build(parts) for child in self._children])
         parser = f"{type(self._parser).__name__}.reconstruct"
         try:
-            built = self._parser.reconstruct(self._value, own)
+            built = self._parser.reconstruct(self._likeness(parts), own)
         except StopIteration:
             raise createPoptorchError(
                 f"{parser} took more than the {len(self._children)} tensors that yieldTensors gave for {self.name}."
@@ -545,8 +609,18 @@ class _Custom(_Composite):
             )
         return built
 
+    def _likeness(self, parts: Parts) -> Any:
+        """The object, with what is carried beside its tensors."""
+        if not self._beside:
+            return self._value
+        likeness = copy.copy(self._value)
+        attributes(likeness).update({key: each.build(parts) for key, each in self._beside.items()})
+        return likeness
+
     def objects(self, value: Any) -> Iterator[Any]:
-        return iter(())  # its parser knows tensors only
+        own = attributes(value)
+        for key, each in self._beside.items():
+            yield from each.objects(own.get(key))
 
     def constants(self) -> Iterator[tuple[str, Any]]:
         return iter(())  # its parser knows

@@ -149,6 +149,23 @@ class Trace:
     outer: list[Value] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
+    def is_like(self, other: Trace) -> bool:
+        """Whether another function does the same, with the same numbers; but for functions that ops of it run."""
+        return self._form() == other._form()
+
+    def _form(self) -> list[Any]:
+        numbers: dict[Value, int] = {}
+
+        def plain(leaf: Any) -> Any:
+            if isinstance(leaf, Value):
+                return numbers.setdefault(leaf, len(numbers)), leaf.shape, leaf.dtype
+            if isinstance(leaf, Data):
+                return leaf.tensor.shape, leaf.tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            return leaf if isinstance(leaf, str | int | float | complex | torch.dtype | torch.device) else type(leaf)
+
+        steps = [(node.op, node.overload, node.arguments, node.results) for node in self.nodes]
+        return [plain(leaf) for leaf in pytree.tree_leaves([self.inputs, steps, self.outputs])]
+
     def without_unused(self, wanted: Sequence[Value], with_effects: bool = True) -> list[Node]:
         """The nodes that these values need, and effects, if they are to be kept."""
         needed, kept = set(map(id, wanted)), []

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from poptorch.base.carried import may_be_carried
 from poptorch.base.custom_types import parser_of
 from poptorch.base.hidden_tensors import hidden_problem, holds_tensor
 from poptorch.base.introspection import is_a
 from poptorch.base.logging_ import logger
-from poptorch.base.structures import Parts, structure_of
+from poptorch.base.structures import Known, Parts, Structure, structure_of
 from poptorch.errors import Error, createPoptorchError
 
 __all__ = ["Binder", "Signature"]
@@ -106,7 +107,8 @@ class Signature:
         forward: the function, whose parameters the arguments are for.
         args: positional arguments of the first call.
         kwargs: keyword arguments of the first call.
-        tells: warn of dictionaries, whose keys are a part of it.
+        looked_at: names of the values beside tensors that are a part of the program, as `forward` looks at them; `None`
+            stands for all.
 
     Raises:
         Error, AssertionError: if they cannot be bound; see `Binder.bind`.
@@ -114,6 +116,7 @@ class Signature:
 
     Attributes:
         leaves: name, shape and dtype of each tensor, in the order of `check` and `arguments`.
+        carries: whether there are values that may be others in each call.
 
     Example:
         >>> forward = lambda x, mask=None: x
@@ -125,13 +128,27 @@ class Signature:
     """
 
     def __init__(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tells: bool = True
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        looked_at: Collection[str] | None = None,
     ) -> None:
         self._binder = Binder(forward)
         values = self._binder.bind(args, kwargs)
         self._given = self._binder.given(args, kwargs)
         self._positional = len(args)
-        self._structures = {name: structure_of(value, name) for name, value in values.items()}
+        self._structures: dict[str, Structure] = {}
+        self.carries = False
+        for name, value in values.items():
+            is_beside = looked_at is not None and holds_tensor(value, torch.Tensor)
+
+            def carries(name: str, value: Any, is_beside: bool = is_beside) -> bool:
+                is_carried = looked_at is not None and name not in looked_at and may_be_carried(value, is_beside)
+                self.carries |= is_carried
+                return is_carried
+
+            self._structures[name] = structure_of(value, name, Known(carries=carries, looked_at=looked_at or ()))
         self._has_objects = any(True for name, s in self._structures.items() for _ in s.objects(values[name]))
         self.leaves = tuple(leaf for structure in self._structures.values() for leaf in structure.leaves())
         self._wanted = {name for name, s in self._structures.items() if name in self._given or any(s.leaves())}
@@ -139,11 +156,14 @@ class Signature:
             for name, constant in structure.constants():
                 if not callable(constant) and holds_tensor(constant, torch.Tensor):
                     raise hidden_problem(f"The argument {name}", constant)
-        dicts = [name for name, value in values.items() if name != self._binder.extra and _has_dict(value)]
-        if dicts and tells:
+        self._dicts = [name for name, value in values.items() if name != self._binder.extra and _has_dict(value)]
+
+    def tell_of_dicts(self) -> None:
+        """Warn of dictionaries, whose keys are a part of it."""
+        if self._dicts:
             logger.warning(
                 "Dictionaries among the arguments (%s): their keys are compiled in; later calls need the same.",
-                ", ".join(dicts),
+                ", ".join(self._dicts),
             )
 
     @property
@@ -200,9 +220,14 @@ class Signature:
         values = self._binder.bind(args, kwargs).values()
         return [o for s, value in zip(self._structures.values(), values, strict=True) for o in s.objects(value)]
 
-    def arguments(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments `args, kwargs` of a call of `forward` with other tensors, one for each of `leaves`."""
-        left = Parts(iter(tensors))
+    def arguments(self, tensors: Iterable[torch.Tensor], hides: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments `args, kwargs` of a call of `forward` with other tensors, one for each of `leaves`.
+
+        Args:
+            tensors: the tensors.
+            hides: whether values that are carried are hidden, to see whether `forward` looks at them.
+        """
+        left = Parts(iter(tensors), hides=hides)
         values = {name: structure.build(left) for name, structure in self._structures.items()}
         return self._binder.unbind(values, self._positional, self._wanted)
 

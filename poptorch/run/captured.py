@@ -60,7 +60,7 @@ def captured_model(
     answers: list[Answer] = []  # of the last time that it ran, as it may have to run again
 
     def forward(tensors: list[torch.Tensor]) -> Any:
-        args, kwargs = signature.arguments(tensors)
+        args, kwargs = signature.arguments(tensors, hides=True)
         objects = signature.objects(args, kwargs)
         changes = Changes(objects)
         result = model(*args, **kwargs)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 import popxl
+from poptorch.base.carried import LookedAt
 from poptorch.capture.attributes import Attributes
 from poptorch.capture.cuts import Cuts
 from poptorch.capture.model import Captured
@@ -77,7 +78,6 @@ def compiled_model(
         update = trainer.update if has_fewer_rows else trainer.prepare(model.tensors(), options, groupings)
         count = len(trainer.numbers)
     anchors = _anchors(options, trainer.names() if trainer is not None else ())
-    signature = Signature(model.forward, args, kwargs, tells=not has_fewer_rows)
     batching = Batching.of(options, update is not None)
     seed = options.random_seed if options.random_seed is not None else secrets.randbits(31)
     micro_batches = batching.micro_batches * batching.groups.replicas
@@ -85,17 +85,23 @@ def compiled_model(
 
     told: set[str] = set()
 
-    def capture(tensors: Sequence[torch.Tensor], answers: Sequence[Any]) -> Way:
+    def capture(signature: Signature, tensors: Sequence[torch.Tensor], answers: Sequence[Any]) -> Way:
         cuts = Cuts(tensors, answers, training, micro_batches) if options.kept_programs > 1 else None
         captured, answer = captured_model(
             call, module, signature, batching, options, training, grouped, cuts, told, has_fewer_rows
         )
         return Way(captured, answer, () if cuts is None else cuts.found)
 
-    way = capture(signature.check(args, kwargs), ())
+    signature, way = _hiding(
+        partial(Signature, model.forward, args, kwargs),
+        lambda signature: capture(signature, signature.check(args, kwargs), ()),
+    )
+    if not has_fewer_rows:
+        signature.tell_of_dicts()
     _check_apart(model, way.captured, () if update is None else update.names)
     if way.cuts:
-        of_parts = capture, partial(_capturing, model.attributes), way, signature, batching, options, read, seed
+        again = partial(capture, signature), partial(_capturing, model.attributes)
+        of_parts = *again, way, signature, batching, options, read, seed
         return InParts(*of_parts) if update is None else TrainedInParts(*of_parts, update=update, count=count)
     return Compiled.of(
         ir,
@@ -111,6 +117,40 @@ def compiled_model(
         anchors=anchors,
         seed=seed,
     )
+
+
+_MOST_LOOKS = 3
+"""How many values a model may look at until none is hidden from it: each look is a capture."""
+
+
+def _hiding(
+    signature_of: Callable[[Collection[str] | None], Signature], capture: Callable[[Signature], Way]
+) -> tuple[Signature, Way]:
+    """The capture of a model in which the values beside tensors are hidden that it does not look at.
+
+    Args:
+        signature_of: gives a signature, for the names of values that it looks at; `None` stands for all.
+        capture: captures it.
+    """
+    looked_at: set[str] = set()
+    while len(looked_at) < _MOST_LOOKS:
+        signature = signature_of(looked_at)
+        if not signature.carries:
+            return signature, capture(signature)
+        try:
+            way = capture(signature)
+        except LookedAt as look:
+            looked_at.add(look.name)
+        except Exception:  # whatever it is: what is not written in Python may have met something hidden
+            break
+        else:
+            shown = signature_of(None)
+            known = capture(shown)
+            # Where ways part, one may look at what others do not. And what asks for a `type` is not noticed.
+            is_same = not known.cuts and known.captured.trace.is_like(way.captured.trace)
+            return (signature, way) if is_same else (shown, known)
+    shown = signature_of(None)
+    return shown, capture(shown)
 
 
 def _check_apart(model: HostModel, captured: Captured, trained: Iterable[str]) -> None:

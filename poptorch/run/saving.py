@@ -261,7 +261,7 @@ def _call(compiled: Compiled) -> tuple[_Call, dict[str, torch.Tensor]]:
         parameters=parameters,
         args=to_data(list(args), "the arguments"),
         kwargs=to_data(kwargs, "the arguments"),
-        result=to_data(compiled.structure.rebuild(places), "the result"),
+        result=to_data(compiled.structure.rebuild(places, signature.objects(args, kwargs)), "the result"),
         constants=list(compiled.constants),
         results=[(each.shape, each.count, each.anchor) for each in compiled.results],
         rewritten=list(compiled.rewritten),

@@ -67,7 +67,7 @@ class SmallerBatches:
         What is no tensor may be other than it was: the programs are compiled for what there is.
         """
         try:
-            signature = Signature(self._forward, args, kwargs, tells=False)
+            signature = Signature(self._forward, args, kwargs)
         except Error:
             return []
         given, expected = signature.leaves, self._whole.signature.leaves

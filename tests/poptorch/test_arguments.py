@@ -355,11 +355,12 @@ def test_arguments_for_a_micro_batch():
 
 def test_dictionaries_warn_when_compiled(warnings):
     signature = Signature(lambda x, y: x, ([{"a": ones(1)}], {"b": 1}), {})
+    signature.tell_of_dicts()
     assert warnings() == [
         "Dictionaries among the arguments (x, y): their keys are compiled in; later calls need the same."
     ]
     signature.check(([{"a": ones(1)}], {"b": 1}), {})
-    Signature(variadic, (ones(1),), {"mask": 1})
+    Signature(variadic, (ones(1),), {"mask": 1}).tell_of_dicts()
     assert len(warnings()) == 1
 
 

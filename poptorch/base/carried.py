@@ -1,0 +1,94 @@
+"""Values beside tensors that a model only hands on, such as texts and ids: they may be others in each call.
+
+While a model is captured something stands for each of them, `Hidden`, which knows its class and nothing else. A model
+that looks at it is captured once more, with the value: that one is a part of the program.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from poptorch.base.introspection import CONTAINERS, is_a, items
+
+__all__ = ["Hidden", "LookedAt", "may_be_carried"]
+
+
+class LookedAt(BaseException):
+    """A model looks at a value that is hidden. No `except Exception` of its own is to stop this.
+
+    Args:
+        name: of the value.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+class Hidden:
+    """Stands for a value. It says of which class that is, and raises `LookedAt` for all else.
+
+    Args:
+        name: how messages call the value.
+        kind: its class.
+    """
+
+    __slots__ = ("_kind", "_name")
+
+    def __init__(self, name: str, kind: type) -> None:
+        object.__setattr__(self, "_name", name)
+        object.__setattr__(self, "_kind", kind)
+
+    def __getattribute__(self, name: str) -> Any:
+        kind = object.__getattribute__(self, "_kind")
+        if name == "__class__":
+            return kind
+        if not hasattr(kind, name):
+            raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
+        raise LookedAt(object.__getattribute__(self, "_name"))
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+def _look(self: Hidden, *args: Any, **kwargs: Any) -> Any:
+    raise LookedAt(object.__getattribute__(self, "_name"))
+
+
+_SIMPLE = (str, bytes, int, float)
+
+_KEPT = {"__getattribute__", "__new__", "__init__", "__init_subclass__", "__subclasshook__", "__class_getitem__"}
+_OF_NUMBERS = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow", "and", "or", "xor")
+_LOOKS = {name for kind in (*_SIMPLE, list, dict, set) for name, method in vars(kind).items() if callable(method)}
+_LOOKS |= {f"__{reflected}{name}__" for name in _OF_NUMBERS for reflected in ("", "r", "i")} | {"__bool__", "__call__"}
+for _name in _LOOKS - _KEPT:
+    if _name.startswith("__"):
+        setattr(Hidden, _name, _look)
+
+
+def may_be_carried(value: object, is_beside_tensors: bool) -> bool:
+    """Whether a value is one that a model may only hand on: a text, a number, or a container of such.
+
+    Args:
+        value: the value.
+        is_beside_tensors: whether it is in an argument that holds tensors. Elsewhere there has to be a text: numbers
+            there, such as sizes, are what a model looks at.
+    """
+    found = _simple(value)
+    return found is not None and (any(is_a(each, (str, bytes)) for each in found) or is_beside_tensors and found != [])
+
+
+def _simple(value: object) -> list[object] | None:
+    """The texts and numbers in a value; `None` if there is anything else in it."""
+    if type(value) in CONTAINERS:
+        inside = [_simple(each) for _, each in items(value)]
+        keys = list(value) if type(value) is dict else []
+        if None in inside or any(type(key) not in _SIMPLE for key in keys):
+            return None
+        return [each for found in inside for each in found or ()]
+    if type(value) in (bool, type(None)):  # they say how, most often, and are looked at
+        return []
+    return [value] if type(value) in _SIMPLE else None

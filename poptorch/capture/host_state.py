@@ -27,23 +27,24 @@ from poptorch.base.introspection import CONTAINERS, attributes, is_a, items
 from poptorch.capture.torch_private import FakeTensor
 from popxl.base.source import SourceLocation
 
-__all__ = ["HostState"]
+__all__ = ["GROWS", "NUMBERS", "HostState", "Place", "is_users"]
 
 _NOT_THE_USERS = {"torch", "poptorch", "popxl", "runtime", "jax", "jaxlib", "numpy", "lightning", "pytorch_lightning"}
 _NOT_THE_USERS |= set(sys.stdlib_module_names) - {"__main__"}
-_NUMBERS = (bool, int, float, complex, np.generic)
-_PLAIN = (*_NUMBERS, str)
+NUMBERS = (bool, int, float, complex, np.generic)
+_PLAIN = (*NUMBERS, str)
 _CLOSED = (*_PLAIN, bytes, type(None), torch.Tensor, ModuleType)
 _MOST = 10_000
 """The most objects that are looked into."""
 
 
 @dataclass
-class _Place:
+class Place:
     """Something that holds other objects.
 
     Attributes:
         text: how the user calls it.
+        holder: itself; the dictionary of an object.
         read: gives what it holds.
         before: what it held.
         put_back: has it hold that again, or only some of its items; `None` if that cannot be.
@@ -52,6 +53,7 @@ class _Place:
     """
 
     text: str
+    holder: Any
     read: Callable[[], Any]
     before: Any
     put_back: Callable[[Any], None] | None
@@ -77,7 +79,7 @@ class _Place:
                 if value is not (was := self.before.get(key, _ABSENT)):
                     yield self._text_of(key), was, value
         elif isinstance(now, set) and now != self.before or len(now) != len(self.before):
-            yield self.text, _GROWS, _GROWS
+            yield self.text, GROWS, GROWS
         elif isinstance(now, list):
             for i, (was, value) in enumerate(zip(self.before, now, strict=True)):
                 if value is not was:
@@ -89,7 +91,8 @@ class _Place:
         return f"{self.text}[{key!r}]" if type(key) in _PLAIN else self.text
 
 
-_ABSENT, _GROWS = object(), object()
+_ABSENT, GROWS = object(), object()
+"""What was not there before; and what is the same object, with other items or more."""
 
 
 class HostState:
@@ -98,6 +101,10 @@ class HostState:
     Args:
         module: the module whose `forward` is to run, if any.
         function: what is to run, if it is no module.
+        around: whether what functions and classes hold is looked at, too.
+
+    Attributes:
+        places: what holds other objects.
 
     Example:
         >>> module = torch.nn.Module()
@@ -110,8 +117,11 @@ class HostState:
         []
     """
 
-    def __init__(self, module: torch.nn.Module | None, function: Callable[..., Any] | None) -> None:
-        self._places: list[_Place] = []
+    def __init__(
+        self, module: torch.nn.Module | None, function: Callable[..., Any] | None, around: bool = True
+    ) -> None:
+        self.places: list[Place] = []
+        self._around = around
         self._known: set[int] = set()
         self._codes: dict[CodeType, None] = {}
         self._waiting: deque[tuple[str, Any, bool]] = deque()
@@ -120,8 +130,10 @@ class HostState:
             self._known.add(id(each))
             self._add_namespace(f"model.{path}" if path else "model", attributes(each), without=_OF_MODULES)
         self._look()
+        if not around:
+            return
         for kind in dict.fromkeys(chain.from_iterable(type(each).__mro__ for each in modules)):
-            if _is_users(kind):
+            if is_users(kind):
                 self._add_class(kind)
         self._waiting.append(("", function, False))
         self._look()
@@ -132,7 +144,7 @@ class HostState:
         try:
             yield self
         finally:
-            for place in self._places:
+            for place in self.places:
                 place.restore()
 
     def changes(self, is_of_run: Callable[[Any], bool]) -> Iterator[tuple[str, str]]:
@@ -143,12 +155,12 @@ class HostState:
         Args:
             is_of_run: whether an object is a tensor that each run makes anew.
         """
-        for place in self._places:
+        for place in self.places:
             for text, before, now in place.changed():
-                counts = is_a(now, _NUMBERS) and before is _ABSENT and not place.is_namespace
+                counts = is_a(now, NUMBERS) and before is _ABSENT and not place.is_namespace
                 differs = is_a(now, _PLAIN) and is_a(before, _PLAIN) and before != now
-                if now is _GROWS or counts or differs or any(map(is_of_run, pytree.tree_leaves(now))):
-                    yield text, self.line_of(text, is_rebound=place.is_namespace and now is not _GROWS)
+                if now is GROWS or counts or differs or any(map(is_of_run, pytree.tree_leaves(now))):
+                    yield text, self.line_of(text, is_rebound=place.is_namespace and now is not GROWS)
 
     def line_of(self, text: str, is_rebound: bool = False) -> str:
         """The line that changes what the user calls so, as far as code says that; "" if none does.
@@ -176,17 +188,18 @@ class HostState:
             if is_a(each, CONTAINERS):
                 self._add_container(text, each, is_models)
             elif is_a(each, count):
-                self._add(text, partial(_only, repr, each), None, is_models)
+                self._add(text, each, partial(_only, repr, each), None, is_models)
             elif is_a(each, np.ndarray):
-                self._add(text, partial(_only, np.ndarray.tobytes, each), None, is_models)
+                self._add(text, each, partial(_only, np.ndarray.tobytes, each), None, is_models)
             elif is_a(each, FunctionType):
-                self._add_function(each)
+                if self._around:
+                    self._add_function(each)
             elif is_a(each, MethodType):
                 self._waiting += [(text, each.__func__, is_models), (text, each.__self__, is_models)]
             elif is_a(each, type):
-                if _is_users(each):
+                if self._around and is_users(each):
                     self._add_class(each)
-            elif _is_users(type(each)) or type(each) is SimpleNamespace:
+            elif is_users(type(each)) or type(each) is SimpleNamespace:
                 self._add_namespace(text, attributes(each), is_models)
                 self._waiting.append((text, type(each), False))
 
@@ -201,7 +214,7 @@ class HostState:
                 del namespace[key]
             namespace.update(before)
 
-        self._add(text, read, put_back, is_models, is_namespace=True)
+        self._add(text, namespace, read, put_back, is_models, is_namespace=True)
 
     def _add_container(self, text: str, each: Any, is_models: bool) -> None:
         base: Any = next(kind for kind in CONTAINERS if is_a(each, kind))
@@ -219,7 +232,7 @@ class HostState:
                 base.clear(each)
             (base.update if base in (dict, set) else base.extend)(each, before)
 
-        self._add(text, read, put_back, is_models)
+        self._add(text, each, read, put_back, is_models)
 
     def _add_class(self, kind: type) -> None:
         self._known.add(id(kind))
@@ -232,10 +245,10 @@ class HostState:
             for name, value in before.items():
                 setattr(kind, name, value)
 
-        self._add(kind.__name__, lambda: dict(vars(kind)), put_back, False, is_namespace=True)
+        self._add(kind.__name__, kind, lambda: dict(vars(kind)), put_back, False, is_namespace=True)
 
     def _add_function(self, function: FunctionType) -> None:
-        if not _is_users(function):
+        if not is_users(function):
             return
         self._codes[function.__code__] = None
         named, known = _names(function.__code__), function.__globals__
@@ -252,19 +265,20 @@ class HostState:
                 else:
                     known[name] = value
 
-        self._add("", read, put_back, False, is_namespace=True)
+        self._add("", function, read, put_back, False, is_namespace=True)
         self._add_namespace(function.__name__, vars(function), is_models=False)
 
     def _add(
         self,
         text: str,
+        holder: Any,
         read: Callable[[], Any],
         put_back: Callable[[Any], None] | None,
         is_models: bool,
         is_namespace: bool = False,
     ) -> None:
-        place = _Place(text, read, read(), put_back, is_models, is_namespace)
-        self._places.append(place)
+        place = Place(text, holder, read, read(), put_back, is_models, is_namespace)
+        self.places.append(place)
         pairs = place.before.items() if isinstance(place.before, dict) else enumerate(place.before)
         self._waiting += [(place._text_of(key), value, is_models) for key, value in pairs if not is_a(value, _CLOSED)]
 
@@ -273,7 +287,7 @@ _OF_MODULES = frozenset(vars(torch.nn.Module()))
 """Attributes that every module has; PyTorch looks after what these hold."""
 
 
-def _is_users(each: Any) -> bool:
+def is_users(each: Any) -> bool:
     """Whether a class or a function is the user's own."""
     return str(each.__module__).partition(".")[0] not in _NOT_THE_USERS
 

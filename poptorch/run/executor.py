@@ -38,6 +38,7 @@ from poptorch.placement.blocks import module_repr
 from poptorch.run import hooks, saving
 from poptorch.run.compilation import compiled_model, compiling, progress_bar
 from poptorch.run.compiled import Compiled
+from poptorch.run.host_changes import HostChanges
 from poptorch.run.host_model import HostModel
 from poptorch.run.in_parts import InParts
 from poptorch.run.kinds import ByArguments, calls_of, with_lasting_cache
@@ -140,6 +141,7 @@ class PoplarExecutor:
         self._autocast: tuple[torch.dtype | None] | None = None  # known if it was compiled here
         self._trainings = Trainings(self._host.module)
         self._host_writes = HostWrites(self._host.module)
+        self._host_changes: HostChanges | None = None
         self._told: set[str] = set()  # what has been warned of
         self._instrumented: Instrumented | None = None
         self._trainer: Trainer | None = None
@@ -272,6 +274,12 @@ class PoplarExecutor:
                 "optimizer know what is new, too: `optimizer.add_param_group(...)`.",
                 " and another ".join(others),
             )
+        if self._host_changes is not None and (changes := self._host_changes.found()):
+            logger.warning(
+                "The module has been changed since it was compiled: %s. A program is what `forward` did then, so this "
+                "has no effect on the device. Wrap the module anew.",
+                ", ".join(changes),
+            )
 
     def _tell(self, what: str, text: str, *values: str) -> None:
         self._told.add(what)
@@ -378,6 +386,9 @@ class PoplarExecutor:
         """Run this from now on."""
         self._compiled, self._form = compiled, self._host.form()
         self._attributes = self._host.attributes
+        if self._host.module is not None:
+            with self._attributes.restored():
+                self._host_changes = HostChanges(self._host.module)
         self._trainings.look()
         offline = self._options.connection_type is ConnectionType.Never
         if not self._training and (written := compiled.ends.written):

@@ -279,3 +279,91 @@ def test_what_others_hold_is_no_tensor_of_a_capture_afterwards() -> None:
     for _ in range(2):
         poptorch.inferenceModel(forward)(torch.ones(3))
         assert last is before and meter.sum == 0
+
+
+# Changes after compilation --------------------------------------------------------------------------------------------
+
+
+class Inner(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encode(super().forward(x))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+class Outer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.act, self.acts = Inner(3, 3), torch.nn.LayerNorm(3), torch.relu, [torch.sigmoid]
+        self.config, self.sizes, self.kind = SimpleNamespace(scale=2.0), {"rows": 4}, "wide"
+        self.last, self.shape, self.seen, self._private = None, (0,), [torch.ones(3)], torch.tanh
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last, self.shape = x, tuple(x.shape)
+        self.seen.append(x)
+        return self.acts[0](self.act(self.norm(self.inner(x)))) * self.config.scale
+
+
+_LATER: dict[str, Callable[[Outer], Any]] = {
+    "the hooks of model.norm": lambda module: module.norm.register_forward_hook(lambda *_: None),
+    "the hooks of model": lambda module: module.register_forward_pre_hook(lambda *_: None),
+    "model.norm.forward": lambda module: setattr(module.norm, "forward", torch.relu),
+    "model.inner.encode": lambda module: setattr(module.inner, "encode", torch.relu),
+    "Inner.encode": lambda module: setattr(Inner, "encode", lambda self, x: x + 2),
+    "model.act": lambda module: setattr(module, "act", torch.tanh),
+    "model.acts[0]": lambda module: module.acts.__setitem__(0, torch.tanh),
+    "model.acts": lambda module: module.acts.append(torch.tanh),
+    "model.kind": lambda module: setattr(module, "kind", "deep"),
+    "model.sizes['rows']": lambda module: module.sizes.update(rows=5),
+    "model.config.scale": lambda module: setattr(module.config, "scale", 3.0),
+    "model.config": lambda module: setattr(module, "config", SimpleNamespace(scale=4.0)),
+    "the class of model.norm": lambda module: setattr(
+        module.norm, "__class__", type("Other", (torch.nn.LayerNorm,), {})
+    ),
+}
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_what_users_change_later_is_told_once(
+    trained: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Inner, "encode", Inner.encode)
+    module, x = Outer(), torch.ones(4, 3)
+    if trained:
+        loss = Loss(module)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        model: Any = poptorch.trainingModel(loss, optimizer=optimizer)
+    else:
+        model = poptorch.inferenceModel(module)
+    first = model(x)
+    caplog.clear()
+    module(x)  # sets attributes, too
+    module.last = module.inner(x)
+    torch.testing.assert_close(model(x), first)
+    assert not caplog.text
+    for name, change in _LATER.items():
+        change(module)
+        for _ in range(2):
+            torch.testing.assert_close(model(x), first)
+        (text,) = _told(caplog)
+        found = name.replace("model", "model.module", 1) if trained else name
+        assert f"has been changed since it was compiled: {found}. A program" in text
+        caplog.clear()
+
+
+class Loss(torch.nn.Module):
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return poptorch.identity_loss(self.module(x).sum(), "none")
+
+
+def test_what_is_set_between_wrapping_and_the_first_call_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    module, x = Outer(), torch.ones(4, 3)
+    model = poptorch.inferenceModel(module)
+    module.act = torch.tanh
+    model(x)
+    assert "has been changed since it was compiled: model.act. " in caplog.text

@@ -1,0 +1,132 @@
+"""What users change of a module on the host after it was compiled: hooks, methods, and what attributes hold.
+
+A program is what `forward` did before, so it is told. Parameters, buffers and layers are looked at in `weights.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain
+from operator import is_
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from poptorch.base.introspection import CONTAINERS, attributes, is_a
+from poptorch.capture.host_state import GROWS, NUMBERS, HostState, Place, is_users
+
+__all__ = ["HostChanges"]
+
+_MOST = 1000
+"""The most items of something that is looked at."""
+
+
+class HostChanges:
+    """Who changes a module, where that has no effect on the device.
+
+    Args:
+        module: the module. What it is now is what it was compiled as.
+
+    Example:
+        >>> module = torch.nn.Linear(2, 3)
+        >>> changes = HostChanges(module)
+        >>> handle = module.register_forward_hook(lambda module, inputs, result: 2 * result)
+        >>> changes.found()
+        ['the hooks of model']
+        >>> changes.found()
+        []
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        paths = {each: f"model.{path}" if path else "model" for path, each in torch.nn.Module.named_modules(module)}
+        self._hooks = [
+            (f"the hooks of {path}", hooks, len(hooks))
+            for path, hooks in (
+                *((p, hooks) for each, p in paths.items() for hooks in (each._forward_hooks, each._forward_pre_hooks)),
+                *(("all modules", hooks) for hooks in _HOOKS_OF_ALL),
+            )
+        ]
+        self._paths = paths
+        self._kinds = {id(vars(each)): _kind_of(each) for each in paths}
+        own = {id(vars(each)) for each in paths if not is_users(type(each))}  # of PyTorch: a method may be new there
+        places = [each for each in HostState(module, None, around=False).places if is_a(each.holder, CONTAINERS)]
+        places = [each for each in places if len(each.before) <= _MOST]
+        self._places = [each for each in places if id(each.holder) not in own]
+        self._others = [each for each in places if id(each.holder) in own]
+        kinds = dict.fromkeys(chain.from_iterable(type(each).__mro__ for each in paths))
+        self._classes = [(kind, dict(vars(kind))) for kind in kinds if is_users(kind)]
+        self._looks: list[Callable[[], Iterable[Any]]] = [
+            *(_look_at(each.holder) for each in self._places),
+            *(vars(kind).values for kind, _ in self._classes),
+        ]
+        self._seen: list[tuple[Any, ...]] = []
+        self._counts: list[Any] = []
+        self._told: set[str] = set()
+
+    def found(self) -> list[str]:
+        """How the user calls what has changed, each once. Every call of a model asks, so it has to be quick."""
+        counts: list[Any] = [len(hooks) for _, hooks, _ in self._hooks]
+        counts += (len(each.holder) for each in self._others)
+        counts += map(type, self._paths)
+        if counts == self._counts and all(map(_is_same, self._looks, self._seen)):
+            return []
+        self._counts, self._seen = counts, [tuple(look()) for look in self._looks]
+        names = [name for name in dict.fromkeys(self._changed()) if name not in self._told]
+        self._told.update(names)
+        return names
+
+    def _changed(self) -> Iterator[str]:
+        yield from (text for text, hooks, count in self._hooks if len(hooks) != count)
+        for each, path in self._paths.items():
+            if _kind_of(each) is not self._kinds[id(vars(each))]:
+                yield f"the class of {path}"
+        for place in (*self._places, *self._others):
+            kind = self._kinds.get(id(place.holder))
+            for text, before, now in place.changed():
+                if _counts(before, now, place) if kind is None else _counts_in_module(kind, text, before, now):
+                    yield text
+        for kind, before in self._classes:
+            for name, value in vars(kind).items():
+                if value is not before.get(name) and (callable(value) or hasattr(value, "__get__")):
+                    yield f"{kind.__name__}.{name}"
+
+
+_private: Any = torch.nn.modules.module
+_HOOKS_OF_ALL = (_private._global_forward_hooks, _private._global_forward_pre_hooks)
+
+
+def _look_at(holder: Any) -> Callable[[], Iterable[Any]]:
+    return partial(dict.values, holder) if is_a(holder, dict) else partial(iter, holder)
+
+
+def _is_same(look: Callable[[], Iterable[Any]], seen: tuple[Any, ...]) -> bool:
+    now = tuple(look())
+    return len(now) == len(seen) and all(map(is_, now, seen))
+
+
+def _counts_in_module(kind: type, text: str, before: Any, now: Any) -> bool:
+    """Whether another attribute of a module may be meant to have an effect. Numbers are looked at elsewhere."""
+    name = text.rpartition(".")[2]
+    if callable(getattr(kind, name, None)):  # a method
+        return True
+    return not name.startswith("_") and not is_a(before, NUMBERS) and _is_other(before, now)
+
+
+def _counts(before: Any, now: Any, place: Place) -> bool:
+    """Whether another item of a container or of an object may be meant to have an effect."""
+    if now is GROWS:
+        return not any(is_a(each, torch.Tensor) for each in place.read())
+    return _is_other(before, now)
+
+
+def _is_other(before: Any, now: Any) -> bool:
+    if is_a(before, (*NUMBERS, str)):
+        return is_a(now, (*NUMBERS, str)) and bool(before != now)
+    return callable(before) or type(before) is SimpleNamespace or bool(attributes(before)) and is_users(type(before))
+
+
+def _kind_of(module: torch.nn.Module) -> type:
+    """The class of a module, whether or not its weights notice that they are read."""
+    return getattr(type(module), "_original", type(module))

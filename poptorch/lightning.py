@@ -9,40 +9,45 @@
 Importing this file tells Lightning of the accelerator and the strategy; nothing else in poptorch does. It needs the
 extra `lightning`. Each step of a `LightningModule` becomes a program: `training_step` with the backward pass and the
 optimizer, `validation_step`, `test_step` and `predict_step` without. What they log is a result of the program, which is
-logged when it has come home.
+logged when it has come home, that of each micro-batch.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import CheckpointIO, MixedPrecision, Precision
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning_module_hook
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.states import RunningStage
 from torch.utils import _pytree as pytree
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, IterableDataset
 
 from poptorch.base.logging_ import logger
 from poptorch.data.loader import DataLoader
 from poptorch.errors import createPoptorchError
-from poptorch.ops import identity_loss
 from poptorch.options import Options
 from poptorch.program.batching import Batching
 from poptorch.run.devices import ipuHardwareIsAvailable
 from poptorch.run.executor import PoplarExecutor
+from poptorch.run.lightning_steps import Step
 from poptorch.run.wrapping import inferenceModel, trainingModel
 
 __all__ = ["IPUAccelerator", "IPUStrategy"]
 
 _HOST = torch.device("cpu")
 """Where modules and batches are, as Lightning sees them. What runs elsewhere is the program."""
+
+_ONE_FACTOR = "Set one factor for all epochs, `Trainer(accumulate_grad_batches=4)`."
 
 
 class IPUAccelerator(Accelerator):
@@ -158,7 +163,8 @@ class IPUStrategy(SingleDeviceStrategy):
         self._given = {True: training_opts, False: inference_opts}
         self._made: dict[bool, Options] = {}
         self._accumulation = 1
-        self._steps: dict[Any, tuple[PoplarExecutor, _Step]] = {}
+        self._schedulers: dict[GradientAccumulationScheduler, dict[int, int]] = {}  # with what the user has set
+        self._steps: dict[Any, tuple[PoplarExecutor, Step]] = {}
         self._reports = os.fspath(autoreport_dir or ".") if autoreport else None
 
     # Options ----------------------------------------------------------------------------------------------------------
@@ -227,20 +233,39 @@ class IPUStrategy(SingleDeviceStrategy):
         super().setup_environment()
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
+        self._take_schedulers(trainer)
         if trainer.gradient_clip_val:
             raise createPoptorchError(
                 "Trainer: `gradient_clip_val` is set, but gradients are in the program. Use an optimizer of "
                 f"poptorch.optim with max_grad_norm={trainer.gradient_clip_val}."
             )
-        if trainer.accumulate_grad_batches == 1:
-            return
-        if self._given[True] is not None:
+        if trainer.accumulate_grad_batches != 1 and not self._schedulers:
+            self._take_accumulation(trainer.accumulate_grad_batches, "`accumulate_grad_batches`")
+            trainer.accumulate_grad_batches = 1  # for the trainer, a batch is what a call takes
+
+    def _take_accumulation(self, factor: int, what: str) -> None:
+        """Have a factor of gradient accumulation be a part of the program."""
+        if self._given[True] is not None and factor != 1:
             raise createPoptorchError(
-                "Trainer: `accumulate_grad_batches` is set beside `training_opts`. Leave it out, and set "
-                f"training_opts.Training.gradientAccumulation({trainer.accumulate_grad_batches})."
+                f"Trainer: {what} is set beside `training_opts`. Leave it out, and set "
+                f"training_opts.Training.gradientAccumulation({factor})."
             )
-        self._accumulation = trainer.accumulate_grad_batches
-        trainer.accumulate_grad_batches = 1  # for the trainer, a batch is what a call takes: a step of the optimizer
+        self._accumulation = factor
+
+    def _take_schedulers(self, trainer: Trainer) -> None:
+        """Take over the one factor of a `GradientAccumulationScheduler`, which then sets 1 in each epoch."""
+        for each in trainer.callbacks:
+            if isinstance(each, GradientAccumulationScheduler):
+                last = math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs
+                factors = {factor for epoch, factor in each.scheduling.items() if epoch == 0 or epoch < last}
+                if len(factors) > 1:
+                    raise createPoptorchError(
+                        f"GradientAccumulationScheduler: `scheduling` has several factors, {each.scheduling}, but "
+                        f"accumulation is a part of the program. {_ONE_FACTOR}"
+                    )
+                self._take_accumulation(factors.pop(), "a GradientAccumulationScheduler")
+                self._schedulers[each] = each.scheduling
+                each.scheduling = dict.fromkeys(each.scheduling, 1)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizer. (Lightning refuses a second one.)"""
@@ -256,15 +281,23 @@ class IPUStrategy(SingleDeviceStrategy):
     def teardown(self) -> None:
         """Bring the weights home, and let the devices go."""
         self._forget()
+        for each, scheduling in self._schedulers.items():
+            each.scheduling = scheduling
         if self._accumulation != 1 and self.lightning_module is not None:
-            self.lightning_module.trainer.accumulate_grad_batches = self._accumulation
+            self.lightning_module.trainer.accumulate_grad_batches = 1 if self._schedulers else self._accumulation
             self._accumulation = 1
+        self._schedulers.clear()
         self._made.clear()
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
         """Bring the weights home."""
         self._forget()
+
+    def _end_training(self) -> None:
+        """Bring the weights home, and have all programs made anew, with what the module has then."""
+        if self.training is not None:
+            self._forget()
 
     def _forget(self) -> None:
         for model, _ in self._steps.values():
@@ -285,13 +318,16 @@ class IPUStrategy(SingleDeviceStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run as many steps of training as a call takes."""
         assert self.lightning_module is not None
-        if self.lightning_module.trainer.accumulate_grad_batches != 1:
-            raise createPoptorchError(
-                "Trainer: `accumulate_grad_batches` changes while it trains, but it is a part of the program. "
-                "Set it once, without a GradientAccumulationScheduler."
-            )
+        trainer = self.lightning_module.trainer
         with self.precision_plugin.train_step_context():
-            return self._run("training_step", args, kwargs)
+            if trainer.fit_loop._skip_backward:
+                return self._run("training_step", args, kwargs, trains=False)
+            if trainer.accumulate_grad_batches != 1:
+                raise createPoptorchError(
+                    "Trainer: `accumulate_grad_batches` changes while it trains, but it is a part of the program. "
+                    f"{_ONE_FACTOR}"
+                )
+            return self._run("training_step", args, kwargs, trains=True)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch of validation."""
@@ -313,110 +349,68 @@ class IPUStrategy(SingleDeviceStrategy):
         return closure_loss
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Run the training step, of which the optimizer is a part."""
+        """Run the training step, of which the optimizer is a part.
+
+        So what comes between the gradient and the optimizer elsewhere comes before both: there are no gradients to look
+        at, and learning rates may be set.
+        """
+        module = self.lightning_module
+        assert module is not None
+        if self.training is not None:
+            self.training._follow_host()
+        _call_callback_hooks(module.trainer, "on_before_optimizer_step", optimizer)
+        _call_lightning_module_hook(module.trainer, "on_before_optimizer_step", optimizer)
+        if self.training is not None and self.training._host_has_changed():
+            raise createPoptorchError(
+                "on_before_optimizer_step: a parameter or buffer has been changed. The gradient and the step of the "
+                "optimizer are one program, so nothing can change in between. Change it in `on_train_batch_end`, or in "
+                "`on_train_batch_start`, for the gradient to be that of the new numbers."
+            )
         return closure()
 
-    def _run(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a step: as a program for tensors of these shapes, which is made where there is none yet."""
+    def _run(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], trains: bool = False) -> Any:
+        """Run a step: as a program for tensors of these shapes, which is made where there is none yet.
+
+        Args:
+            name: which step.
+            args, kwargs: what it is given.
+            trains: whether the program makes the steps of the optimizer.
+        """
         assert self.lightning_module is not None
         is_training = name == "training_step"
         options = self._options(is_training)
-        (batch, *indices), calls = args, Batching.of(options, is_training).factor
+        if is_training and not trains:
+            self._end_training()
+            options = _without_optimizer(options)
+        (batch, *indices), calls = args, Batching.of(options, trains).factor
         indices += kwargs.values()
         inputs = (batch, *(torch.full((calls,), index, dtype=torch.int32) for index in indices))
-        key = name if is_training else (name, *_shapes(inputs))
+        key = name if trains else (name, *_shapes(inputs))
         if key not in self._steps:
-            step = _Step(self.lightning_module, name, tuple(kwargs))
+            step = Step(self.lightning_module, name, tuple(kwargs))
             if self._reports is not None and not options.model_name:
                 options = options.clone().modelName(name)  # a report for each step
-            if is_training:
+            if trains:
                 model = self.training = trainingModel(step, options, self.optimizers[0])
             else:
                 model = inferenceModel(step, options)
             model.compile(*inputs)
             self._steps[key] = model, step
         model, step = self._steps[key]
-        result, logged = model(*inputs)
-        for metric, value in zip(step.logged.names, logged, strict=True):
-            self.lightning_module.log(metric, value.float().mean(), **step.logged.how[metric])
+        (self.training or model)._follow_host()
+        result, tensors = model(*inputs)
+        step.deferred.make(tensors, Batching.of(options, trains), batch)
         if not is_training:
             return result
         return {**result, "loss": result["loss"].mean()} if isinstance(result, Mapping) else result.mean()
 
 
-class _Logged:
-    """What a step logs: names and how, as they were when it was captured, and the tensors of a capture."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.how: dict[str, dict[str, Any]] = {}
-        self.tensors: list[torch.Tensor] = []
-
-    def begin(self) -> None:
-        """Forget what was logged before."""
-        self.names, self.how, self.tensors = [], {}, []
-
-    def log(self, name: str, value: Any, *args: Any, **how: Any) -> None:
-        """In place of `LightningModule.log`."""
-        if not isinstance(value, torch.Tensor):
-            raise createPoptorchError(
-                f"log: {name!r} is {value!r} ({type(value).__name__}) in a step, which is captured once: it would be "
-                "logged as it was then. Log a tensor that is computed in the step, and others in a hook such as "
-                "`on_train_batch_end`. Metrics that are modules have functions that do the same."
-            )
-        if args:
-            raise createPoptorchError(
-                f"log: what comes after the value of {name!r} is given by name: `log({name!r}, value, on_epoch=True)`."
-            )
-        if name in self.how:
-            raise createPoptorchError(f"log: {name!r} is logged twice in a step.")
-        self.names.append(name)
-        self.how[name] = how
-        self.tensors.append(value.detach().float().mean())
-
-
-class _Step(torch.nn.Module):
-    """A step of a `LightningModule`, as a model: its results, and what it logs.
-
-    Args:
-        module: the module.
-        name: which of its steps.
-        keywords: what the last of the indices are called.
-    """
-
-    def __init__(self, module: LightningModule, name: str, keywords: tuple[str, ...]) -> None:
-        super().__init__()
-        self.module, self.step, self.keywords = module, name, keywords
-        self.logged = _Logged()
-        self.training = module.training
-
-    def forward(self, batch: Any, *indices: torch.Tensor) -> tuple[Any, tuple[torch.Tensor, ...]]:
-        numbers = [index[0] for index in indices]
-        positional = len(numbers) - len(self.keywords)
-        self.logged.begin()
-        vars(self.module)["log"] = self.logged.log
-        try:
-            result = getattr(self.module, self.step)(
-                batch, *numbers[:positional], **dict(zip(self.keywords, numbers[positional:], strict=True))
-            )
-        finally:
-            del vars(self.module)["log"]
-        if self.step == "training_step":
-            result = self._with_loss(result)
-        return result, tuple(self.logged.tensors)
-
-    def _with_loss(self, result: Any) -> Any:
-        """The result of a training step, whose loss is that of the model."""
-        loss = result.get("loss") if isinstance(result, Mapping) else result
-        if not isinstance(loss, torch.Tensor):
-            raise createPoptorchError(
-                f"{type(self.module).__name__}.training_step should return the loss, or a dict with it as 'loss'; got "
-                f"{type(result).__name__}. A step that is captured cannot be skipped."
-            )
-        # The first of them all: what is logged may be a loss in itself, which is not to be a second one of the model.
-        loss = torch.stack([loss, *(each.to(loss.dtype) for each in self.logged.tensors)])[0]
-        loss = identity_loss(loss, "none")
-        return {**result, "loss": loss} if isinstance(result, Mapping) else loss
+def _without_optimizer(options: Options) -> Options:
+    """Options with which the same rows are seen in the same micro-batches, by a program that only runs the module."""
+    options = options.clone()
+    options.deviceIterations(options.device_iterations * options.Training.gradient_accumulation)
+    options.Training.gradientAccumulation(1)
+    return options
 
 
 def _shapes(inputs: Any) -> tuple[Any, ...]:
@@ -441,19 +435,20 @@ def _loader(loader: torch.utils.data.DataLoader[Any], options: Options, is_train
     }
     if loader.num_workers:
         loading["prefetch_factor"] = loader.prefetch_factor
-    sampler = getattr(loader, "batch_sampler", None)
-    if loader.batch_size is None and type(sampler) is not BatchSampler and sampler is not None:
-        return DataLoader(options, loader.dataset, batch_sampler=sampler, drop_last=is_training, **loading)
-    if loader.batch_size is not None:
-        loading["drop_last"] = is_training or loader.drop_last
-    if is_training and loader.batch_size is not None and not loader.drop_last:
+    batches = loader.batch_sampler
+    if batches is not None and type(batches) is not BatchSampler:
+        return DataLoader(options, loader.dataset, batch_sampler=batches, drop_last=is_training, **loading)
+    if batches is None:
+        return DataLoader(options, loader.dataset, None, sampler=_sampler(loader, loader.sampler), **loading)
+    if is_training and not batches.drop_last:
         logger.info("Trainer: training leaves out what remains of the data set and is no whole batch.")
-    if not isinstance(loader.dataset, IterableDataset):
-        if type(loader.sampler) in (RandomSampler, SequentialSampler):
-            loading["shuffle"] = type(loader.sampler) is RandomSampler
-        else:
-            loading["sampler"] = loader.sampler
-    return DataLoader(options, loader.dataset, loader.batch_size, **loading)
+    loading["drop_last"] = is_training or batches.drop_last
+    return DataLoader(options, loader.dataset, batches.batch_size, sampler=_sampler(loader, batches.sampler), **loading)
+
+
+def _sampler(loader: torch.utils.data.DataLoader[Any], sampler: Any) -> Any:
+    """A sampler of a loader; `None` for an iterable data set, which has its order."""
+    return None if isinstance(loader.dataset, IterableDataset) else sampler
 
 
 # What Lightning knows -------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from popxl import ops
 
 @lowers(
     "poptorch.nop",
+    "poptorch.return_all",
     "poptorch.set_available_memory",
     "poptorch.set_overlap_for_input",
     "poptorch.set_overlap_for_output",

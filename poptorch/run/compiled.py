@@ -25,6 +25,7 @@ from poptorch.base.structures import Structure
 from poptorch.capture.frozen import Frozen
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.model import Captured
+from poptorch.capture.trace import Value
 from poptorch.enums import OutputMode
 from poptorch.errors import Error, createPoptorchError
 from poptorch.options import Options
@@ -212,7 +213,11 @@ class Compiled:
         mode, period = options.output_mode, options.output_return_period
         outputs = captured.trace.outputs
         constants = {i: data for i, value in enumerate(outputs) if (data := constant_of(value)) is not None}
-        returned = [Returned(value, mode, period) for i, value in enumerate(outputs) if i not in constants]
+        returned = [
+            Returned(value, OutputMode.All) if _is_all_returned(value) else Returned(value, mode, period)
+            for i, value in enumerate(outputs)
+            if i not in constants
+        ]
         returned += anchors.values()
         returned += [Returned(value, OutputMode.All) for value in captured.written_inputs.values()]
         names = [leaf.name for leaf in signature.leaves]
@@ -529,6 +534,10 @@ class Compiled:
 def _memory(t: torch.Tensor) -> np.ndarray:
     """The memory of a tensor, as an array of numbers of whatever kind."""
     return as_array(t)
+
+
+def _is_all_returned(value: Value) -> bool:
+    return value.made_by is not None and value.made_by.op == "poptorch.return_all"
 
 
 def _no_backward(*args: Any, **kwargs: Any) -> None:

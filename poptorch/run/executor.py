@@ -581,8 +581,27 @@ class PoplarExecutor:
         if self._compiled is not None or self._kinds is None:
             self._required.write_weights(self._on_host.read())
         if self._instrumented is not None:
-            self._instrumented.is_stale = False
+            self._instrumented.is_stale = self._instrumented.has_given_data = False
         self._host_writes.forget()
+
+    def _follow_host(self) -> None:
+        """Take over what has been written to the module on the host since the device had its numbers."""
+        if self._host_has_changed():
+            self.copyWeightsToDevice()
+
+    def _host_has_changed(self) -> bool:
+        """Whether numbers have been written to the module on the host that are not those of the device."""
+        own = self._instrumented
+        if not self.isAttachedToDevice() or (own is not None and own.is_stale):
+            return False
+        if not self._host_writes.names() and not (own is not None and own.has_given_data):
+            return False
+        host = self._on_host.read()
+        if any(not np.array_equal(host[name], array) for name, array in self._required.weights().items()):
+            return True
+        if self._host_writes.names():
+            self._host_writes.forget()
+        return False
 
     @_traced("copyNamedBuffersToDevice")
     def copyNamedBuffersToDevice(self) -> None:

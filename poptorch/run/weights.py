@@ -182,6 +182,7 @@ class Instrumented:
         is_stale: whether the device is ahead of the host; set it when the device has changed weights.
         version: how often the host has had other values, that came home or that the device was given.
         is_thawed: whether somebody has set `requires_grad` of a tensor; set it to false once that is looked at.
+        has_given_data: whether the `data` of a tensor has been used since values came home: it may have been written.
 
     Example:
         >>> module = torch.nn.Linear(2, 3, bias=False)
@@ -212,7 +213,7 @@ class Instrumented:
         self._groupings = {} if groupings is None else groupings
         self.is_stale = False
         self.version = 0
-        self.is_thawed = False
+        self.is_thawed = self.has_given_data = False
         self._has_run = self._has_told = False
         modules = [] if module is None else list(torch.nn.Module.modules(module))
         self._hooks = [hooks for each in modules for hooks in (each._backward_hooks, each._backward_pre_hooks)]
@@ -292,6 +293,7 @@ class Instrumented:
     def write(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Overwrite the tensors that the device has read, whether or not the module still has them."""
         _write(self._homes, arrays, self._groupings)
+        self.has_given_data = False
         self.version += 1
 
     def read(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
@@ -526,6 +528,11 @@ def _thaw(watched: type[_Watched], result: Any) -> None:
         owner.is_thawed = True
 
 
+def _give_data(watched: type[_Watched], result: Any) -> None:
+    for owner in _owners(watched):
+        owner.has_given_data = True
+
+
 def _tell_of_gradient(watched: type[_Watched], gradient: torch.Tensor | None) -> None:
     for owner in _trainers(watched) if gradient is None else ():
         owner.tell_of_gradients(sys._getframe(2).f_globals.get("__name__", ""))
@@ -537,6 +544,8 @@ _TELLING: dict[Any, Callable[[type[_Watched], Any], None]] = {
     _of_tensors.register_post_accumulate_grad_hook: _no_hook,
     _of_tensors.requires_grad_: _thaw,
     _of_tensors.requires_grad.__set__: _thaw,
+    _of_tensors.data.__get__: _give_data,
+    _of_tensors.data.__set__: _give_data,
     _of_tensors.grad.__get__: _tell_of_gradient,
 }
 """What a training is told of, after it is done to one of its tensors."""

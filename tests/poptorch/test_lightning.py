@@ -16,7 +16,10 @@ pytestmark = [  # Lightning's advice, and names of PyTorch that it uses
     pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("UserWarning", "DeprecationWarning", "FutureWarning")
 ]
 
+import torchmetrics  # noqa: E402 - Lightning has it
+
 F = torch.nn.functional
+Scheduler = lightning.callbacks.GradientAccumulationScheduler
 
 
 class Classifier(lightning.LightningModule):
@@ -145,6 +148,167 @@ def test_mixed_precision_and_reports(tmp_path: Path) -> None:
     assert list((tmp_path / "reports").glob("training_step/report.html"))
 
 
+class Logs(Classifier):
+    """Logs in every way, numbers and metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        how = {"task": "multiclass", "num_classes": 3}
+        self.accuracy, self.areas = torchmetrics.Accuracy(**how), torchmetrics.AUROC(**how)
+        self.error = torchmetrics.MeanSquaredError()
+        several = {"f1": torchmetrics.F1Score(**how), "recall": torchmetrics.Recall(average="macro", **how)}
+        self.several = torchmetrics.MetricCollection(several, prefix="each_")
+
+    def training_step(self, batch: Any, batch_idx: Any) -> Any:
+        x, y = batch
+        scores = self(x)
+        loss = F.cross_entropy(scores, y)
+        self.log("loss", loss, True)
+        self.log("sum", loss, on_epoch=True, reduce_fx="sum")
+        self.log("max", loss, on_step=False, on_epoch=True, reduce_fx=torch.max)
+        self.log("min", loss, on_epoch=True, reduce_fx="MIN")
+        self.log("mean", loss, on_epoch=True, prog_bar=True)
+        self.log("weighed", loss, on_step=False, on_epoch=True, batch_size=(y == 1).sum() + 1)
+        self.accuracy(scores, y)
+        self.log("accuracy", self.accuracy, on_epoch=True)
+        self.areas.update(scores.softmax(1), y)
+        self.log("areas", self.areas, on_step=False, on_epoch=True)
+        self.log("error", self.error(scores, x[:, :3].contiguous()), on_epoch=True)
+        return {
+            "loss": loss + 0.1 * self.error(scores, x[:, 2:].contiguous()),
+            "batch": torch.as_tensor(batch_idx * 1.0),
+        }
+
+    def validation_step(self, batch: Any, batch_idx: Any) -> Any:
+        x, y = batch
+        scores = self(x)
+        self.log("val_sum", F.cross_entropy(scores, y), reduce_fx="sum")
+        self.log("val_max", F.cross_entropy(scores, y), reduce_fx=max, on_step=True)
+        self.log_dict(self.several(scores, y), prog_bar=True)
+        self.log("val_error", 1 - self.error(scores, x[:, :3].contiguous()) / 2)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict({f"all_{name}": value for name, value in self.several.compute().items()})
+        self.several.reset()
+
+
+class Rows(lightning.loggers.logger.Logger):
+    """Keeps what is logged."""
+
+    name = version = "rows"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        self.rows.append(metrics)
+
+    def log_hyperparams(self, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("how", ["plain", "steps", "accumulated"])
+def test_logged_values_are_those_of_lightning(tmp_path: Path, how: str) -> None:
+    """Those of all steps and micro-batches of a call."""
+    accumulated = {"accumulate_grad_batches": 2} if how == "accumulated" else {}
+    options = poptorch.Options().deviceIterations(2)
+    given = {"strategy": IPUStrategy(training_opts=options, inference_opts=options)} if how == "steps" else {}
+    found = []
+    for special in {"accelerator": "cpu"}, {"accelerator": "ipu", **given}:
+        torch.manual_seed(1)
+        net, rows = Logs(), Rows()
+        run = trainer(tmp_path, logger=rows, log_every_n_steps=1, **accumulated, **special)
+        run.fit(net, loader(6), loader(4))
+        found.append((dict(run.callback_metrics), run.progress_bar_metrics, rows.rows))
+    (expected, bar, rows), (logged, shown, own) = found
+    torch.testing.assert_close(logged, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(shown, bar, atol=1e-4, rtol=1e-4)
+    if how == "plain":
+        torch.testing.assert_close(own, rows, atol=1e-4, rtol=1e-4)
+
+
+class Normed(Classifier):
+    """With a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(3))
+
+
+class Shrinks(lightning.Callback):
+    """Writes weights, in each of several ways."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        if self.how == "data":
+            for parameter in module.parameters():
+                parameter.data.clamp_(-0.2, 0.2)
+        elif self.how == "copies":
+            module.load_state_dict({name: t * 0.9 for name, t in module.state_dict().items()})
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        optimizer.param_groups[0]["lr"] *= 0.9
+        if self.how == "before":
+            module.layers[0].bias.data.add_(1)
+
+
+CALLBACKS = {
+    "data": lambda: Shrinks("data"),
+    "copies": lambda: Shrinks("copies"),
+    "averaged": lambda: lightning.callbacks.EMAWeightAveraging(decay=0.7),
+    "stochastic": lambda: lightning.callbacks.StochasticWeightAveraging(0.1, swa_epoch_start=1),
+}
+
+
+@pytest.mark.parametrize("how", CALLBACKS)
+def test_weights_that_callbacks_change_count(tmp_path: Path, how: str) -> None:
+    if how == "averaged" and not hasattr(lightning.callbacks, "EMAWeightAveraging"):
+        pytest.skip("Lightning has it from 2.6 on")
+    found = []
+    for accelerator in "cpu", "ipu":
+        torch.manual_seed(1)
+        net = Normed()
+        run = trainer(tmp_path, accelerator=accelerator, enable_checkpointing=False, callbacks=[CALLBACKS[how]()])
+        run.fit(net, loader(6), loader(8))
+        found.append((net.state_dict(), dict(run.callback_metrics)))
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
+
+
+LOADING = torch.utils.data
+LOADERS = {
+    "batches": lambda: LOADING.BatchSampler(LOADING.SequentialSampler(range(24)), 6, False),
+    "some, shuffled": lambda: LOADING.BatchSampler(LOADING.RandomSampler(range(24), num_samples=20), 6, False),
+    "of its own": lambda: [[3, 1, 2], [5, 4, 0], [7, 8, 9]],
+}
+
+
+@pytest.mark.parametrize("which", LOADERS)
+def test_loaders_with_batch_samplers(tmp_path: Path, which: str) -> None:
+    found = []
+    for accelerator in "cpu", "ipu":
+        net, run = module(), trainer(tmp_path, accelerator=accelerator, enable_checkpointing=False, max_epochs=1)
+        batches = LOADERS[which]()
+        given = LOADING.DataLoader(data(24), batch_sampler=batches)
+        run.fit(net, given if which != "some, shuffled" else LOADING.DataLoader(data(18), 6), given)
+        found.append((net.state_dict(), dict(run.callback_metrics)))
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_scheduler_with_one_factor(tmp_path: Path) -> None:
+    nets = []
+    for accelerator in "cpu", "ipu":
+        scheduler = Scheduler({0: 2, 3: 4})
+        how = {"accelerator": accelerator, "enable_checkpointing": False, "callbacks": [scheduler]}
+        net, run = module(), trainer(tmp_path, **how)
+        run.fit(net, loader(6))
+        assert run.global_step == 4 and scheduler.scheduling == {0: 2, 3: 4}
+        nets.append(net)
+    same_weights(*nets)
+
+
 def test_what_a_program_cannot_do_is_said(tmp_path: Path) -> None:
     def fails(says: str, net: Any, **how: Any) -> None:
         with pytest.raises(poptorch.Error, match=says):
@@ -157,17 +321,14 @@ def test_what_a_program_cannot_do_is_said(tmp_path: Path) -> None:
         def training_step(self, batch: Any, batch_idx: Any) -> Any:
             self.log("rate", self.rate)
 
-    class Unnamed(Classifier):
-        def training_step(self, batch: Any, batch_idx: Any) -> Any:
-            self.log("loss", batch[0].sum(), True)
-
     class Skips(Classifier):
         def training_step(self, batch: Any, batch_idx: Any) -> Any:
             return None
 
     fails("`automatic_optimization` is False", Manual())
     fails("log: 'rate' is 0.1 .float. in a step, which is captured once", Number())
-    fails(r"what comes after the value of 'loss' is given by name: `log\('loss', value, on_epoch=True\)`", Unnamed())
+    fails("scheduling` has several factors, .*Set one factor", module(), callbacks=[Scheduler({1: 2})])
+    fails("on_before_optimizer_step: a parameter or buffer has been changed", module(), callbacks=[Shrinks("before")])
     fails("should return the loss.*cannot be skipped", Skips())
     fails("max_grad_norm=0.5", module(), gradient_clip_val=0.5)
     given = IPUStrategy(training_opts=poptorch.Options())

@@ -27,6 +27,7 @@ ROWS = [
     Row("identity_loss, mean", lambda x: poptorch.identity_loss(x * 2, "mean"), (normal(2, 3),)),
     Row("identity_loss, none", lambda x: poptorch.identity_loss(x * 2, "none"), (normal(2, 3),)),
     Row("nop", poptorch.nop, (normal(2, 3),)),
+    Row("return_all", poptorch.ops.return_all, (normal(2, 3),)),
     Row("ipu_print_tensor", lambda x: poptorch.ipu_print_tensor(x * 2, print_gradient=False), (normal(2),)),
     Row("set_available_memory", lambda x, y: poptorch.set_available_memory(x @ y, 0.3), (normal(2, 3), normal(3, 4))),
     Row(

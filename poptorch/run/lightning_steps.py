@@ -1,0 +1,364 @@
+"""A step of a `LightningModule` as a model, and what the step does on the host.
+
+A step is captured once, without numbers. What it does besides computing, `self.log(...)` and updates of metrics, is
+*deferred*: the capture notes each call, and the program returns the tensors among its arguments, those of every
+micro-batch. After a run the host makes the calls with these numbers. So Lightning sees what it sees elsewhere, and
+metrics of torchmetrics are updated as they are, micro-batch by micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from inspect import signature
+from math import prod
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch.utils import _pytree as pytree
+from torchmetrics import Metric, MetricCollection
+
+from poptorch.errors import createPoptorchError
+from poptorch.ops import identity_loss, return_all
+from poptorch.program.batching import Batching
+
+__all__ = ["Step"]
+
+_OF_METRICS = ("forward", "update", "compute", "reset")
+"""The methods of a metric that are deferred; a call of it is `forward`."""
+
+
+@dataclass(frozen=True)
+class _Number:
+    """A tensor of the program as an argument: its number, and the shape and dtype that it has in `forward`."""
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def at(self, given: Sequence[torch.Tensor], place: int) -> torch.Tensor:
+        """That of one micro-batch."""
+        return given[self.number][place].reshape(self.shape).to(self.dtype)
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of a method of a metric.
+
+    Attributes:
+        function: the method.
+        arguments: its arguments and keyword arguments, flat.
+        structure: how they are arranged.
+    """
+
+    function: Callable[..., Any]
+    arguments: list[Any]
+    structure: pytree.TreeSpec
+
+    def make(self, given: Sequence[torch.Tensor], place: int, results: Mapping[_Call, Sequence[Any]]) -> Any:
+        """Make the call for one micro-batch."""
+        flat = [
+            each.at(given, place) if isinstance(each, _Number) else results[each][-1] if type(each) is _Call else each
+            for each in self.arguments
+        ]
+        args, kwargs = pytree.tree_unflatten(flat, self.structure)
+        return self.function(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Log:
+    """A call of `LightningModule.log`.
+
+    Attributes:
+        function: the method.
+        value: what is logged: a number of the program, the result of a call, or a metric.
+        how: the other arguments, by name.
+        on_epoch: whether values are gathered over an epoch.
+    """
+
+    function: Callable[..., Any]
+    value: _Number | _Call | Metric
+    how: Mapping[str, Any]
+    on_epoch: bool
+
+    def make(self, values: torch.Tensor, given: Sequence[torch.Tensor], batch: Any) -> None:
+        """Log numbers `[micro-batches, replicas]` as if each micro-batch had been logged.
+
+        Lightning keeps the last value, and reduces over an epoch. So the others are reduced at once. Replicas are
+        reduced as time is: so Lightning does with several processes.
+        """
+        how = dict(self.how)
+        reduce = how.get("reduce_fx", "mean")
+        if isinstance(reduce, str):
+            reduce = {"sum": torch.sum, "min": torch.min, "max": torch.max}.get(reduce.lower(), torch.mean)
+        size = how.pop("batch_size", None)
+        weights = given[size.number].reshape(values.shape) if isinstance(size, _Number) else torch.ones_like(values)
+        gathers = self.on_epoch and len(values) > 1
+        if gathers and size is None and reduce is torch.mean:
+            size = extract_batch_size(batch)
+        for part in [slice(-1), slice(-1, None)] if gathers else [slice(-1, None)]:
+            value, weight = values[part].flatten(), weights[part].flatten()
+            if isinstance(size, _Number):
+                how["batch_size"] = weight.sum()
+            elif size is not None:
+                how["batch_size"] = size * len(values[part])
+            reduced = (value * weight).sum() / weight.sum() if reduce is torch.mean else reduce(value)
+            self.function(value=reduced, **how)
+
+
+_WHERE_TRACED = {"_enable_grad": True, "validate_args": False}
+"""Attributes of metrics that become a part of a program: gradients flow, and numbers are looked at on the host."""
+
+
+class _OfMetric:
+    """What a method of a metric returns in a step: on the host, the result of its call; else, what is traced.
+
+    Most steps only log it, or leave it. If anything else is done to it, the metric becomes a part of the program.
+
+    Args:
+        call: the call that the host makes.
+        trace: makes the same call within the capture.
+    """
+
+    def __init__(self, call: _Call, trace: Callable[[], Any]) -> None:
+        self.call, self._trace = call, trace
+
+    def traced(self) -> Any:
+        """The result as a part of the program."""
+        return self._trace()
+
+    @staticmethod
+    def in_place_of(value: Any) -> Any:
+        """Values with traced results in place of these."""
+        return pytree.tree_map(lambda each: each.traced() if isinstance(each, _OfMetric) else each, value)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*cls.in_place_of(args), **cls.in_place_of(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.traced(), name)
+
+
+def _of_traced(name: str) -> Callable[..., Any]:
+    """A method that does what the operator of that name does to the traced result."""
+
+    def method(self: _OfMetric, *others: Any) -> Any:
+        return getattr(self.traced(), name)(*_OfMetric.in_place_of(others))
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow", "lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(_OfMetric, f"__{_name}__", _of_traced(f"__{_name}__"))
+for _name in ("__radd__", "__rsub__", "__rmul__", "__rtruediv__", "__neg__", "__abs__", "__getitem__", "__iter__"):
+    setattr(_OfMetric, _name, _of_traced(_name))
+
+
+@dataclass
+class _Deferred:
+    """What a step does on the host.
+
+    Attributes:
+        calls: of methods of metrics, in the order of the step.
+        logs: what is logged after them.
+        tensors: what the program has to return for them, as it was captured.
+        logged: the numbers among them that are logged.
+    """
+
+    calls: list[_Call] = field(default_factory=list)
+    logs: list[_Log] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    logged: list[torch.Tensor] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Forget what was noted before: a step may be captured more than once."""
+        self.calls, self.logs, self.tensors, self.logged = [], [], [], []
+
+    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> _Call:
+        """Note a call of a method of a metric."""
+        flat, structure = pytree.tree_flatten((args, kwargs))
+        self.calls.append(_Call(function, list(map(self._argument, flat)), structure))
+        return self.calls[-1]
+
+    def log(self, function: Callable[..., Any], value: Any, how: Mapping[str, Any], on_epoch: bool) -> None:
+        """Note that a value is logged."""
+        if isinstance(value, torch.Tensor):
+            value = value.detach().float().mean()
+            self.logged.append(value)
+        how = {key: self._argument(each) for key, each in how.items()}
+        self.logs.append(_Log(function, self._argument(value), how, on_epoch))
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, _OfMetric):
+            return value.call
+        if not isinstance(value, torch.Tensor):
+            return value
+        self.tensors.append(value.detach())
+        return _Number(len(self.tensors) - 1, tuple(value.shape), value.dtype)
+
+    def make(self, numbers: Sequence[torch.Tensor], batching: Batching, batch: Any) -> None:
+        """Make the calls, for each micro-batch, and log.
+
+        Args:
+            numbers: of `tensors`, those of all micro-batches, as the program returns them.
+            batching: how many there are.
+            batch: what the step was given.
+        """
+        shape = batching.micro_batches, batching.groups.replicas
+        given = [t.reshape(prod(shape), -1) for t in numbers]
+        results: dict[_Call, list[Any]] = {call: [] for call in self.calls}
+        for place in range(prod(shape) if self.calls else 0):
+            for call in self.calls:
+                results[call].append(call.make(given, place, results))
+        for log in self.logs:
+            if isinstance(log.value, Metric):
+                log.function(value=log.value, **log.how)
+            elif isinstance(log.value, _Number):
+                log.make(given[log.value.number].reshape(shape), given, batch)
+            elif isinstance(results[log.value][0], Mapping):  # of a collection, by `log_dict`
+                for name in results[log.value][0]:
+                    values = torch.stack([torch.as_tensor(each[name]) for each in results[log.value]])
+                    replace(log, how={**log.how, "name": name}).make(values.reshape(shape).float(), given, batch)
+            else:
+                values = torch.stack(list(map(torch.as_tensor, results[log.value])))
+                log.make(values.reshape(shape).float(), given, batch)
+
+
+class Step(torch.nn.Module):
+    """A step of a `LightningModule`, as a model: its results, and the tensors of what it does on the host.
+
+    Args:
+        module: the module.
+        name: which of its steps.
+        keywords: what the last of the indices are called.
+    """
+
+    def __init__(self, module: LightningModule, name: str, keywords: tuple[str, ...]) -> None:
+        super().__init__()
+        self.module, self.step, self.keywords = module, name, keywords
+        self.deferred = _Deferred()
+        self.training = module.training
+
+    def forward(self, batch: Any, *indices: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
+        numbers = [index[0] for index in indices]
+        positional = len(numbers) - len(self.keywords)
+        self.deferred.begin()
+        with self._deferring():
+            result = getattr(self.module, self.step)(
+                batch, *numbers[:positional], **dict(zip(self.keywords, numbers[positional:], strict=True))
+            )
+            result = _OfMetric.in_place_of(result)
+        if self.step == "training_step":
+            result = self._with_loss(result)
+        return result, [return_all(t) for t in self.deferred.tensors]
+
+    def _with_loss(self, result: Any) -> Any:
+        """The result of a training step, whose loss is that of the model."""
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        if not isinstance(loss, torch.Tensor):
+            raise createPoptorchError(
+                f"{type(self.module).__name__}.training_step should return the loss, or a dict with it as 'loss'; got "
+                f"{type(result).__name__}. A step that is captured cannot be skipped."
+            )
+        # The first of them all: what is logged may be a loss in itself, which is not to be a second one of the model.
+        loss = torch.stack([loss, *(each.to(loss.dtype) for each in self.deferred.logged)])[0]
+        loss = identity_loss(loss, "none")
+        return {**result, "loss": loss} if isinstance(result, Mapping) else loss
+
+    @contextmanager
+    def _deferring(self) -> Iterator[None]:
+        """Have the module log, and its metrics do what they do, after the run."""
+        deferred = self.deferred
+        metrics = [each for each in self.module.modules() if isinstance(each, Metric | MetricCollection)]
+        methods: list[dict[str, Any]] = [
+            {
+                "log": _logger(self.module, deferred, self.step != "training_step"),
+                "log_dict": _dict_logger(self.module),
+            },
+            *({name: _noting(metric, name, deferred, metrics) for name in _OF_METRICS} for metric in metrics),
+        ]
+        with ExitStack() as stack:
+            for each, others in zip((self.module, *metrics), methods, strict=True):
+                stack.enter_context(_having(each, {**vars(each), **others}))
+            yield
+
+
+@contextmanager
+def _having(module: torch.nn.Module, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Give a module these attributes, and no others, during a block."""
+    before = dict(vars(module))
+    try:
+        vars(module).clear()
+        vars(module).update(attributes)
+        yield
+    finally:
+        vars(module).clear()
+        vars(module).update(before)
+
+
+def _logger(module: LightningModule, deferred: _Deferred, gathers: bool) -> Callable[..., None]:
+    """What stands in for `LightningModule.log` in a step; `gathers`: whether it gathers over epochs by itself."""
+    method = module.log
+    parameters = signature(method)
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        how = parameters.bind(name, value, *args, **kwargs).arguments
+        if not isinstance(value, torch.Tensor | _OfMetric | Metric):
+            raise createPoptorchError(
+                f"log: {name!r} is {value!r} ({type(value).__name__}) in a step, which is captured once: it would be "
+                "logged as it was then. Log a tensor that is computed in the step, and others in a hook such as "
+                "`on_train_batch_end`."
+            )
+        del how["value"]
+        on_epoch = how.get("on_epoch")
+        deferred.log(method, value, how, gathers if on_epoch is None else on_epoch)
+
+    return log
+
+
+def _dict_logger(module: LightningModule) -> Callable[..., None]:
+    """What stands in for `LightningModule.log_dict`: results of several metrics are logged as those of one."""
+    method = module.log_dict
+
+    def log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(dictionary, _OfMetric):
+            how = signature(method).bind(dictionary, *args, **kwargs).arguments
+            del how["dictionary"]
+            module.log("", dictionary, **how)
+        else:
+            method(dictionary, *args, **kwargs)
+
+    return log_dict
+
+
+def _noting(
+    metric: Any, name: str, deferred: _Deferred, metrics: Sequence[torch.nn.Module]
+) -> Callable[..., _OfMetric]:
+    """What stands in for a method of a metric in a step."""
+    method = getattr(metric, name)
+    as_they_are = [(each, dict(vars(each))) for each in metrics]
+
+    def noted(*args: Any, **kwargs: Any) -> _OfMetric:
+        @cache
+        def trace() -> Any:
+            if name != "forward":
+                raise createPoptorchError(
+                    f"{type(metric).__name__}.{name}: what a metric has seen is on the host, so a step cannot compute "
+                    f"with it. Log the result as it is, or call `{name}()` in a hook such as `on_train_epoch_end`."
+                )
+            with ExitStack() as stack:
+                for each, attributes in as_they_are:
+                    others = {key: value for key, value in _WHERE_TRACED.items() if key in attributes}
+                    stack.enter_context(_having(each, {**attributes, **others}))
+                metric.reset()
+                metric.update(*_OfMetric.in_place_of(args), **_OfMetric.in_place_of(kwargs))
+                return metric.compute()
+
+        return _OfMetric(deferred.call(method, args, kwargs), trace)
+
+    return noted

@@ -1,8 +1,9 @@
 """What a step of training costs on TPUs and GPUs, as users write it: a language model of the kit in mixed precision.
 
-    python -m tests.targets.steps [--layers 8 16] [--width 1024] [--targets "gpu h100" "tpu v5e"] [--calls auto inlined]
+    python -m tests.targets.steps [--layers 8 16] [--width 1024] [--targets "gpu h100" "tpu v5e"] [--ways auto unrolled]
 
-It prints a table: of each way to compile called graphs, and of the default, what XLA for the target says. Nothing runs.
+It prints a table: of each way to compile called graphs, of the default, and of the same in plain JAX with Optax, what
+XLA for the target says. Nothing runs.
 The sizes are a Llama's of the width: heads of 128 channels, a SwiGLU of 11/4 the width, 8192 tokens, 4 texts of 512.
 """
 
@@ -14,15 +15,23 @@ from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
 import popxl
 import popxl_addons as addons
 from popxl.utils import table_to_string
 from popxl_addons import optimizers
 from popxl_addons.layers import LanguageConfig, LanguageModel
+from runtime.costs.hlo import read
+from runtime.costs.work import account_of
+from tests.targets import llama_in_jax
 
 TARGETS = ("gpu h100", "tpu v5e")
 WAYS = ("auto", "inlined", "rolled", "dispatched")
-HEADER = ["", "layers", "way", "compiled", "GB moved", "kernels", "copies", "cycles, million", "temporaries, MB", "s"]
+IN_JAX = ("unrolled", "scan", "scan, checkpoint")
+HEADER = ["", "layers", "way", "compiled", "GB moved", "kernels", "cycles, million", "temporaries, MB", "seconds"]
 
 
 class Sizes(NamedTuple):
@@ -86,15 +95,45 @@ def session_of(sizes: Sizes, calls: Any, target: str, **how: Any) -> popxl.Sessi
     return popxl.Session(ir, target)
 
 
-def row(sizes: Sizes, calls: str, target: str, **how: Any) -> list[str]:
+class Found(NamedTuple):
+    """What a compiled step costs."""
+
+    compiled: str
+    bytes: int
+    kernels: int
+    cycles: int
+    temporaries: int
+
+
+def ours(sizes: Sizes, calls: Any, target: str, **how: Any) -> Found:
+    """The kit's."""
+    session = session_of(sizes, calls, target, **how)
+    cost = session.cost()
+    return Found(session.report.calls, cost.bytes_accessed, cost.kernels, cost.cycles or 0, cost.temporary_bytes)
+
+
+def in_jax(sizes: Sizes, way: str, target: str) -> Found:
+    """That of `llama_in_jax`."""
+    (device,) = popxl.Target(target).devices
+    tokens = jax.ShapeDtypeStruct((sizes.texts, sizes.length + 1), jnp.int32)
+    types = (llama_in_jax.state(sizes.config, way), tokens)
+    where = SingleDeviceSharding(device)
+    given = jax.tree.map(lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=where), types)
+    jitted = jax.jit(llama_in_jax.step(sizes.config, way), donate_argnums=0)
+    platform = "cuda" if device.platform == "gpu" else device.platform
+    compiled = jitted.trace(*given).lower(lowering_platforms=(platform,)).compile()
+    work = account_of(read(compiled.as_text())).total
+    return Found("JAX", work.bytes, work.kernels, work.cycles, compiled.memory_analysis().temp_size_in_bytes)
+
+
+def row(sizes: Sizes, way: str, target: str, **how: Any) -> list[str]:
     """A line of the table."""
     begun = perf_counter()
-    session = session_of(sizes, calls, target, **how)
-    seconds, cost = perf_counter() - begun, session.cost()
-    cycles = "" if cost.cycles is None else f"{cost.cycles / 1e6:.1f}"
+    found = in_jax(sizes, way, target) if way in IN_JAX else ours(sizes, way, target, **how)
+    cycles = f"{found.cycles / 1e6:.1f}" if found.cycles else ""
     return [
-        *(target, str(sizes.layers), calls, session.report.calls, f"{cost.bytes_accessed / 1e9:.1f}"),
-        *(str(cost.kernels), str(cost.copies), cycles, f"{cost.temporary_bytes / 1e6:.0f}", f"{seconds:.0f}"),
+        *(target, str(sizes.layers), way, found.compiled, f"{found.bytes / 1e9:.1f}", str(found.kernels), cycles),
+        *(f"{found.temporaries / 1e6:.0f}", f"{perf_counter() - begun:.0f}"),
     ]
 
 
@@ -104,16 +143,16 @@ def main(arguments: Sequence[str] | None = None) -> Iterable[list[str]]:
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--targets", nargs="+", default=TARGETS)
-    parser.add_argument("--calls", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--clip", type=float, help="the norm that gradients are clipped to")
+    parser.add_argument("--ways", nargs="+", choices=(*WAYS, *IN_JAX), default=(*WAYS, *IN_JAX))
+    parser.add_argument("--replicas", type=int, default=1, help="those of the kit's; JAX's has one")
+    parser.add_argument("--clip", type=float, help="the norm that the kit clips gradients to")
     given = parser.parse_args(arguments)
     rows = []
     for target in given.targets:
         for layers in given.layers:
-            for calls in given.calls:
+            for way in given.ways:
                 sizes = Sizes(layers, given.width, max(1, given.width // 128), given.width * 11 // 4)
-                rows.append(row(sizes, calls, target, replicas=given.replicas, clip=given.clip))
+                rows.append(row(sizes, way, target, replicas=given.replicas, clip=given.clip))
                 print(" | ".join(rows[-1]), flush=True)
     print(table_to_string([HEADER, *rows]))
     return rows

@@ -1,0 +1,92 @@
+"""A step of training of a Llama in plain JAX and Optax, as people write it: what the kit's is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from popxl_addons.layers import LanguageConfig
+
+Array = Any
+Tree = dict[str, Any]
+
+
+def shapes(config: LanguageConfig, stacked: bool) -> Tree:
+    """The shapes of the parameters; of layers, one for each or a stack of all."""
+    width, hidden = config.width, config.hidden or 4 * config.width
+    layer = {name: (width, width) for name in ("query", "key", "value", "output")}
+    layer |= {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    layer |= {"attention_norm": (width,), "mlp_norm": (width,)}
+    layers: Any = [layer] * config.layers
+    if stacked:
+        layers = {name: (config.layers, *shape) for name, shape in layer.items()}
+    table = (config.vocabulary, width)
+    return {"embedding": table, "layers": layers, "norm": (width,), "head": table[::-1]}
+
+
+def parameters(config: LanguageConfig, stacked: bool) -> Any:
+    """Parameters in float32, as types."""
+    found = shapes(config, stacked)
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), found, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def norm(x: Array, weight: Array, eps: float) -> Array:
+    wide = x.astype(jnp.float32)
+    scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
+    return scaled.astype(x.dtype) * weight
+
+
+def rotary(x: Array, base: float) -> Array:
+    half = x.shape[-1] // 2
+    angles = jnp.arange(x.shape[1])[:, None] * base ** (-jnp.arange(half) / half)
+    sin, cos = jnp.sin(angles)[:, None], jnp.cos(angles)[:, None]
+    a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
+def block(x: Array, p: Tree, config: LanguageConfig) -> Array:
+    batch, length, width = x.shape
+    y = norm(x, p["attention_norm"], config.eps)
+    q, k, v = ((y @ p[name]).reshape(batch, length, config.heads, -1) for name in ("query", "key", "value"))
+    base = config.rotary or 1.0
+    attended = jax.nn.dot_product_attention(rotary(q, base), rotary(k, base), v, is_causal=True)
+    x = x + attended.reshape(batch, length, width) @ p["output"]
+    y = norm(x, p["mlp_norm"], config.eps)
+    return x + (jax.nn.silu(y @ p["gate"]) * (y @ p["up"])) @ p["down"]
+
+
+def step(config: LanguageConfig, way: str) -> Callable[..., Any]:
+    """A step of AdamW in bfloat16, of float32 parameters: in `way` "unrolled", "scan", or "scan, checkpoint"."""
+    turn: Callable[..., Array] = lambda x, p: block(x, p, config)  # noqa: E731  # it is wrapped
+    turn = jax.checkpoint(turn) if "checkpoint" in way else turn
+
+    def loss(parameters: Tree, tokens: Array) -> Array:
+        p = jax.tree.map(lambda w: w.astype(jnp.bfloat16), parameters)
+        x = p["embedding"][tokens[:, :-1]]
+        if way == "unrolled":
+            for each in p["layers"]:
+                x = turn(x, each)
+        else:
+            x, _ = jax.lax.scan(lambda x, each: (turn(x, each), None), x, p["layers"])
+        logits = (norm(x, p["norm"], config.eps) @ p["head"]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    optimizer = optax.adamw(3e-4, weight_decay=0.1)
+
+    def step(state: Any, tokens: Array) -> tuple[Any, Array]:
+        parameters, moments = state
+        value, gradients = jax.value_and_grad(loss)(parameters, tokens)
+        updates, moments = optimizer.update(gradients, moments, parameters)
+        return (optax.apply_updates(parameters, updates), moments), value
+
+    return step
+
+
+def state(config: LanguageConfig, way: str) -> Any:
+    """What a step is given and gives, as types: the parameters, and what the optimiser keeps."""
+    given = parameters(config, stacked=way != "unrolled")
+    return given, jax.eval_shape(optax.adamw(3e-4).init, given)

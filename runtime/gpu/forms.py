@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from jax import lax
 
 from popxl.ops.attention import attended_backward, attended_backward_anew
-from popxl.ops.kernels import products
+from popxl.ops.kernels import convolutions, products
 from popxl.ops.kernels.elements import needed_again, room
 from popxl.ops.kernels.kernel import Form, Kernel
 from popxl.ops.kernels.sums import softmax_gradient
@@ -17,6 +17,7 @@ from runtime.gpu import sums as of_sums
 FORMS: Mapping[Kernel, Form] = {
     attended_backward: attended_backward_anew,
     **products.OF_HALVES,
+    convolutions.convolved: convolutions.convolved_halves,
     needed_again: lax.optimization_barrier,
     room: of_rooms.room,
     softmax_gradient: of_sums.softmax_gradient,

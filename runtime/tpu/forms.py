@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from popxl.ops.attention import attended, attended_backward
-from popxl.ops.kernels import products
-from popxl.ops.kernels.convolutions import weights_gradient
+from popxl.ops.kernels import convolutions
 from popxl.ops.kernels.kernel import Form, Kernel
 from popxl.ops.kernels.sums import softmax_gradient
 from popxl.ops.kernels.windows import first_largest, first_largest_gradient
@@ -20,7 +19,7 @@ FORMS: Mapping[Kernel, Form] = {
     attended_backward: of_attention.attended_backward,
     first_largest: of_windows.first_largest,
     first_largest_gradient: of_windows.first_largest_gradient,
-    **products.OF_HALVES,
+    convolutions.convolved: convolutions.convolved_halves,
     softmax_gradient: of_sums.softmax_gradient,
-    weights_gradient: of_convolutions.weights_gradient,
+    convolutions.weights_gradient: of_convolutions.weights_gradient,
 }

@@ -1,4 +1,4 @@
-"""How convolutions of arrays, and their gradients, are computed: in float32, or float64 where that is what there is."""
+"""How convolutions of arrays, and their gradients, are computed: summed in float32, or float64 where there is that."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jax import lax
 
 from popxl.errors import PopxlError
 from popxl.ops.kernels.kernel import Kernel
-from popxl.ops.precision import wide_dtype
+from popxl.ops.precision import is_half, wide_dtype
 from popxl.ops.windows import Windows
 
 
 @Kernel
 def convolved(name: str, t: Any, weight: Any, windows: Sequence[Windows], groups: int) -> Any:
-    """The convolution of arrays.
+    """The convolution of arrays, which is to be rounded to their dtype; in that dtype or a wider one.
 
     Args:
         name: of the op, for errors.
@@ -28,6 +28,14 @@ def convolved(name: str, t: Any, weight: Any, windows: Sequence[Windows], groups
     """
     check(name, t, weight, [w.count for w in windows])
     return by_xla(*widened_pair(t, weight), windows, groups)
+
+
+def convolved_halves(name: str, t: Any, weight: Any, windows: Sequence[Windows], groups: int) -> Any:
+    """`convolved` for accelerators, which have units for halves, sum in float32, and round what they write."""
+    if not (is_half(t) and t.dtype == weight.dtype):
+        return convolved.plain(name, t, weight, windows, groups)
+    check(name, t, weight, [w.count for w in windows])
+    return by_xla(t, weight, windows, groups)
 
 
 @Kernel
@@ -90,7 +98,7 @@ def check(name: str, t: Any, weight: Any, sizes: Sequence[int]) -> None:
 
 
 def widened_pair(a: Any, b: Any) -> tuple[Any, Any]:
-    """Operands in the dtype to compute in. XLA sees that they were halves, where it has units for these."""
+    """Operands in the dtype to compute in."""
     wide = wide_dtype(a, b)
     return a.astype(wide), b.astype(wide)
 

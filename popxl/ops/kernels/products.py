@@ -20,7 +20,7 @@ def product(lhs: Any, rhs: Any, dtype: Any, precision: Any = None) -> Any:
 
 
 def rounded_product(lhs: Any, rhs: Any, dtype: Any, precision: Any = None) -> Any:
-    """`product` for accelerators, whose units sum products of halves in float32, and round what they write.
+    """`product` for GPUs, whose units sum products of halves in float32, and round what they write.
 
     Where XLA makes one product of several, as of all that one text is multiplied with, it would write float32 for a
     rounding that comes afterwards.
@@ -37,7 +37,7 @@ def contracted(subscripts: str, *ts: Any) -> Any:
 
 
 def contracted_halves(subscripts: str, *ts: Any) -> Any:
-    """`contracted` for accelerators. Of three operands and more, what is made on the way is not rounded."""
+    """`contracted` for GPUs. Of three operands and more, what is made on the way is not rounded."""
     wanted = ts[0].dtype if len(ts) < 3 else wide_dtype(*ts)
     return jnp.einsum(subscripts, *ts, preferred_element_type=wanted)
 
@@ -50,7 +50,7 @@ def linear(t: Any, weight: Any, is_rounded: bool = False) -> Any:
 
 
 def linear_of_halves(t: Any, weight: Any, is_rounded: bool = False) -> Any:
-    """`linear` for accelerators, which have units for halves."""
+    """`linear` for GPUs, which have units for halves."""
     wanted = t.dtype if is_rounded else wide_dtype(t, weight)
     return lax.dot_general(t, weight, _of_columns(t), preferred_element_type=wanted)
 
@@ -70,7 +70,7 @@ def weights_gradient(g: Any, t: Any, is_rounded: bool = False) -> Any:
 
 
 def weights_gradient_of_halves(g: Any, t: Any, is_rounded: bool = False) -> Any:
-    """`weights_gradient` for accelerators, whose units round what they write."""
+    """`weights_gradient` for GPUs, whose units round what they write."""
     return _of_rows(g, t, g.dtype if is_rounded else wide_dtype(g, t))
 
 
@@ -85,4 +85,5 @@ OF_HALVES: Mapping[Kernel, Form] = {
     linear: linear_of_halves,
     weights_gradient: weights_gradient_of_halves,
 }
-"""The forms for accelerators, whose units multiply halves, sum in float32, and round what they write."""
+"""The forms for GPUs, whose units multiply halves, sum in float32, and round what they write. XLA for TPUs sees through
+conversions to float32, and fuses the rounding; a step of a Llama takes 1.03 × the cycles in these forms there."""

@@ -166,11 +166,11 @@ def _capture(
         on_host = stack.enter_context(HostState(module, function).restored())
         if module is not None:
             stack.enter_context(with_tensors(module, fakes))
-            stack.enter_context(not_rebound(module, is_made))
             stack.enter_context(averaging())
             stack.enter_context(recurrent_in_any_dtype())
             if with_scopes:
                 stack.enter_context(_scopes(module, recorder.scopes))
+        stack.enter_context(not_rebound(module, is_made))
         stack.enter_context(going_on(tracer))
         stack.enter_context(seeding(recorder))
         stack.enter_context(named_as_cpus(tracer.device_of))

@@ -79,8 +79,8 @@ class PoplarExecutor:
 
     It is called as the model is. The first call compiles it for arguments like those given; `destroy` undoes that.
     Attributes that it does not have are those of the model. What is set through it before it is compiled counts:
-    `wrapper.eval()`, methods of one's own, `wrapper.scale = 2`; what is set on the model after it was wrapped does not.
-    Several threads may call it: their runs take turns.
+    `wrapper.eval()`, methods of one's own, `wrapper.scale = 2`, `wrapper.layer.eval()`; what is set on the model after
+    it was wrapped does not. Several threads may call it: their runs take turns.
 
     Args:
         model: the module, a function, or another executor, whose model is meant. Of what `torch.compile` has made it is
@@ -353,6 +353,7 @@ class PoplarExecutor:
         self._autocast = (autocast_dtype(),)
         self._instrument()
         self._host.check_buffers(self._options.updatable_named_buffers)
+        self._host.take_reached()
         with self._host.attributes.restored(), progress_bar(self._options.show_compilation_progress_bar):
             compiled = compiled_model(self._host, args, kwargs, self._options, self._trainer, self._on_host.read)
         self._use(compiled)
@@ -907,6 +908,8 @@ class PoplarExecutor:
                     self._host.grouped[attr] = grouped
 
             return ParameterProxy(value, attr, self._options.replication_factor, group)
+        if isinstance(value, torch.nn.Module):
+            self._host.reach(value)
         if inspect.ismethod(value) and isinstance(value.__self__, torch.nn.Module):
 
             @wraps(value)

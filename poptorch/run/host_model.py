@@ -38,6 +38,7 @@ class HostModel:
         self.call = call
         self.module = call if isinstance(call, torch.nn.Module) else None
         self.attributes = Attributes(self.module)
+        self._reached: list[torch.nn.Module] = []
         self.grouped: dict[str, GroupedParameter] = {}
 
     @property
@@ -51,6 +52,17 @@ class HostModel:
         with noting() as noted:
             yield
         self.attributes = self.attributes.with_those(noted)
+
+    def reach(self, module: torch.nn.Module) -> None:
+        """Have `attributes` be those that a module within has when the model is compiled: the wrapper hands it out."""
+        self._reached.append(module)
+
+    def take_reached(self) -> None:
+        """Take the attributes of the modules that were handed out, as they are now."""
+        inside = {each for reached in self._reached for each in torch.nn.Module.modules(reached)}
+        self._reached.clear()
+        if inside:
+            self.attributes = self.attributes.with_those((each, name) for each in inside for name in vars(each))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by name; see `weights.tensors_of`."""

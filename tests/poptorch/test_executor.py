@@ -277,6 +277,10 @@ def test_what_is_set_through_a_wrapper_before_the_first_call_counts(caplog: pyte
     assert "runs it in `train()` mode, in which it was compiled" in caplog.text
     model.destroy()
     torch.testing.assert_close(model(X), X * 3 + 2)
+    model.destroy()
+    model.inner.train()
+    model.inner.added = 5.0
+    torch.testing.assert_close(model(X), X * 3 + 15)
     model.other = 4  # of which the module has none
     assert model.other == 4 and not hasattr(module, "other")
 

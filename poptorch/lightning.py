@@ -398,8 +398,7 @@ class IPUStrategy(SingleDeviceStrategy):
             self._steps[key] = model, step
         model, step = self._steps[key]
         (self.training or model)._follow_host()
-        result, tensors = model(*inputs)
-        step.deferred.make(tensors, Batching.of(options, trains), batch)
+        result = step.make_deferred(model(*inputs), Batching.of(options, trains), batch)
         if not is_training:
             return result
         return {**result, "loss": result["loss"].mean()} if isinstance(result, Mapping) else result.mean()

@@ -34,15 +34,14 @@ _OF_METRICS = ("forward", "update", "compute", "reset")
 
 @dataclass(frozen=True)
 class _Number:
-    """A tensor of the program as an argument: its number, and the shape and dtype that it has in `forward`."""
+    """A tensor of the program as an argument: its number, and the dtype that it has in `forward`."""
 
     number: int
-    shape: tuple[int, ...]
     dtype: torch.dtype
 
     def at(self, given: Sequence[torch.Tensor], place: int) -> torch.Tensor:
         """That of one micro-batch."""
-        return given[self.number][place].reshape(self.shape).to(self.dtype)
+        return given[self.number][place].to(self.dtype)
 
 
 @dataclass(eq=False)
@@ -161,58 +160,33 @@ for _name in ("__radd__", "__rsub__", "__rmul__", "__rtruediv__", "__neg__", "__
 
 @dataclass
 class _Deferred:
-    """What a step does on the host.
+    """What a step does on the host, in one capture of it.
 
     Attributes:
         calls: of methods of metrics, in the order of the step.
         logs: what is logged after them.
-        tensors: what the program has to return for them, as it was captured.
-        logged: the numbers among them that are logged.
+        shapes: those of the tensors that the program has to return for them.
     """
 
     calls: list[_Call] = field(default_factory=list)
     logs: list[_Log] = field(default_factory=list)
-    tensors: list[torch.Tensor] = field(default_factory=list)
-    logged: list[torch.Tensor] = field(default_factory=list)
-
-    def begin(self) -> None:
-        """Forget what was noted before: a step may be captured more than once."""
-        self.calls, self.logs, self.tensors, self.logged = [], [], [], []
-
-    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> _Call:
-        """Note a call of a method of a metric."""
-        flat, structure = pytree.tree_flatten((args, kwargs))
-        self.calls.append(_Call(function, list(map(self._argument, flat)), structure))
-        return self.calls[-1]
-
-    def log(self, function: Callable[..., Any], value: Any, how: Mapping[str, Any], on_epoch: bool) -> None:
-        """Note that a value is logged."""
-        if isinstance(value, torch.Tensor):
-            value = value.detach().float().mean()
-            self.logged.append(value)
-        how = {key: self._argument(each) for key, each in how.items()}
-        self.logs.append(_Log(function, self._argument(value), how, on_epoch))
-
-    def _argument(self, value: Any) -> Any:
-        if isinstance(value, _OfMetric):
-            return value.call
-        if not isinstance(value, torch.Tensor):
-            return value
-        self.tensors.append(value.detach())
-        return _Number(len(self.tensors) - 1, tuple(value.shape), value.dtype)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
 
     def make(self, numbers: Sequence[torch.Tensor], batching: Batching, batch: Any) -> None:
         """Make the calls, for each micro-batch, and log.
 
         Args:
-            numbers: of `tensors`, those of all micro-batches, as the program returns them.
+            numbers: the tensors that the program returns for it, those of all micro-batches.
             batching: how many there are.
             batch: what the step was given.
         """
         shape = batching.micro_batches, batching.groups.replicas
-        given = [t.reshape(prod(shape), -1) for t in numbers]
+        count = prod(shape)
+        given = [
+            t[None] if count == 1 else t.reshape(count, *each) for t, each in zip(numbers, self.shapes, strict=True)
+        ]
         results: dict[_Call, list[Any]] = {call: [] for call in self.calls}
-        for place in range(prod(shape) if self.calls else 0):
+        for place in range(count if self.calls else 0):
             for call in self.calls:
                 results[call].append(call.make(given, place, results))
         for log in self.logs:
@@ -229,6 +203,56 @@ class _Deferred:
                 log.make(values.reshape(shape).float(), given, batch)
 
 
+class _Noting:
+    """Notes what a step does on the host, while it is captured.
+
+    Attributes:
+        deferred: what has been noted.
+        tensors: what the program has to return.
+        logged: the numbers among them that are logged.
+    """
+
+    def __init__(self) -> None:
+        self.deferred = _Deferred()
+        self.tensors: list[torch.Tensor] = []
+        self.logged: list[torch.Tensor] = []
+
+    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> _Call:
+        """Note a call of a method of a metric."""
+        flat, structure = pytree.tree_flatten((args, kwargs))
+        self.deferred.calls.append(_Call(function, list(map(self._argument, flat)), structure))
+        return self.deferred.calls[-1]
+
+    def log(self, function: Callable[..., Any], value: Any, how: Mapping[str, Any], on_epoch: bool) -> None:
+        """Note that a value is logged."""
+        if isinstance(value, torch.Tensor):
+            value = value.detach().float().mean()
+            self.logged.append(value)
+        how = {key: self._argument(each) for key, each in how.items()}
+        self.deferred.logs.append(_Log(function, self._argument(value), how, on_epoch))
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, _OfMetric):
+            return value.call
+        if not isinstance(value, torch.Tensor):
+            return value
+        self.tensors.append(value.detach())
+        self.deferred.shapes.append(tuple(value.shape))
+        return _Number(len(self.tensors) - 1, value.dtype)
+
+
+class _Captures:
+    """What a step does on the host, of each time that it was captured: it may be something else for other numbers."""
+
+    def __init__(self) -> None:
+        self.made: tuple[_Deferred, ...] = ()
+
+    def number_of(self, deferred: _Deferred) -> int:
+        """The number of a capture, by which its program says whose results they are."""
+        self.made = (*self.made, deferred)
+        return len(self.made) - 1
+
+
 class Step(torch.nn.Module):
     """A step of a `LightningModule`, as a model: its results, and the tensors of what it does on the host.
 
@@ -241,23 +265,38 @@ class Step(torch.nn.Module):
     def __init__(self, module: LightningModule, name: str, keywords: tuple[str, ...]) -> None:
         super().__init__()
         self.module, self.step, self.keywords = module, name, keywords
-        self.deferred = _Deferred()
+        self._captures = _Captures()
         self.training = module.training
 
-    def forward(self, batch: Any, *indices: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
+    def make_deferred(self, returned: Any, batching: Batching, batch: Any) -> Any:
+        """Do on the host what the step does there.
+
+        Args:
+            returned: what this model has returned.
+            batching: how many micro-batches there were.
+            batch: what the step was given.
+
+        Returns:
+            What the step returns.
+        """
+        result, numbers, capture = returned
+        self._captures.made[capture].make(numbers, batching, batch)
+        return result
+
+    def forward(self, batch: Any, *indices: torch.Tensor) -> tuple[Any, list[torch.Tensor], int]:
         numbers = [index[0] for index in indices]
         positional = len(numbers) - len(self.keywords)
-        self.deferred.begin()
-        with self._deferring():
+        noting = _Noting()
+        with self._deferring(noting):
             result = getattr(self.module, self.step)(
                 batch, *numbers[:positional], **dict(zip(self.keywords, numbers[positional:], strict=True))
             )
             result = _OfMetric.in_place_of(result)
         if self.step == "training_step":
-            result = self._with_loss(result)
-        return result, [return_all(t) for t in self.deferred.tensors]
+            result = self._with_loss(result, noting.logged)
+        return result, [return_all(t) for t in noting.tensors], self._captures.number_of(noting.deferred)
 
-    def _with_loss(self, result: Any) -> Any:
+    def _with_loss(self, result: Any, logged: Sequence[torch.Tensor]) -> Any:
         """The result of a training step, whose loss is that of the model."""
         loss = result.get("loss") if isinstance(result, Mapping) else result
         if not isinstance(loss, torch.Tensor):
@@ -266,21 +305,20 @@ class Step(torch.nn.Module):
                 f"{type(result).__name__}. A step that is captured cannot be skipped."
             )
         # The first of them all: what is logged may be a loss in itself, which is not to be a second one of the model.
-        loss = torch.stack([loss, *(each.to(loss.dtype) for each in self.deferred.logged)])[0]
+        loss = torch.stack([loss, *(each.to(loss.dtype) for each in logged)])[0]
         loss = identity_loss(loss, "none")
         return {**result, "loss": loss} if isinstance(result, Mapping) else loss
 
     @contextmanager
-    def _deferring(self) -> Iterator[None]:
+    def _deferring(self, noting: _Noting) -> Iterator[None]:
         """Have the module log, and its metrics do what they do, after the run."""
-        deferred = self.deferred
         metrics = [each for each in self.module.modules() if isinstance(each, Metric | MetricCollection)]
         methods: list[dict[str, Any]] = [
             {
-                "log": _logger(self.module, deferred, self.step != "training_step"),
+                "log": _logger(self.module, noting, self.step != "training_step"),
                 "log_dict": _dict_logger(self.module),
             },
-            *({name: _noting(metric, name, deferred, metrics) for name in _OF_METRICS} for metric in metrics),
+            *({name: _standing_in(metric, name, noting, metrics) for name in _OF_METRICS} for metric in metrics),
         ]
         with ExitStack() as stack:
             for each, others in zip((self.module, *metrics), methods, strict=True):
@@ -301,7 +339,7 @@ def _having(module: torch.nn.Module, attributes: Mapping[str, Any]) -> Iterator[
         vars(module).update(before)
 
 
-def _logger(module: LightningModule, deferred: _Deferred, gathers: bool) -> Callable[..., None]:
+def _logger(module: LightningModule, noting: _Noting, gathers: bool) -> Callable[..., None]:
     """What stands in for `LightningModule.log` in a step; `gathers`: whether it gathers over epochs by itself."""
     method = module.log
     parameters = signature(method)
@@ -316,7 +354,7 @@ def _logger(module: LightningModule, deferred: _Deferred, gathers: bool) -> Call
             )
         del how["value"]
         on_epoch = how.get("on_epoch")
-        deferred.log(method, value, how, gathers if on_epoch is None else on_epoch)
+        noting.log(method, value, how, gathers if on_epoch is None else on_epoch)
 
     return log
 
@@ -336,8 +374,8 @@ def _dict_logger(module: LightningModule) -> Callable[..., None]:
     return log_dict
 
 
-def _noting(
-    metric: Any, name: str, deferred: _Deferred, metrics: Sequence[torch.nn.Module]
+def _standing_in(
+    metric: Any, name: str, noting: _Noting, metrics: Sequence[torch.nn.Module]
 ) -> Callable[..., _OfMetric]:
     """What stands in for a method of a metric in a step."""
     method = getattr(metric, name)
@@ -359,6 +397,6 @@ def _noting(
                 metric.update(*_OfMetric.in_place_of(args), **_OfMetric.in_place_of(kwargs))
                 return metric.compute()
 
-        return _OfMetric(deferred.call(method, args, kwargs), trace)
+        return _OfMetric(noting.call(method, args, kwargs), trace)
 
     return noted

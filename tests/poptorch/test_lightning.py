@@ -228,6 +228,33 @@ def test_logged_values_are_those_of_lightning(tmp_path: Path, how: str) -> None:
         torch.testing.assert_close(own, rows, atol=1e-4, rtol=1e-4)
 
 
+class Looks(Logs):
+    """What it logs, and how many rows its metric sees, depends on numbers."""
+
+    def validation_step(self, batch: Any, batch_idx: Any) -> Any:
+        x, y = batch
+        scores = self(x)
+        if (y == 1).sum() > 1:
+            self.log("val_some", F.cross_entropy(scores, y), reduce_fx="sum")
+            self.accuracy.update(scores[y == 1], y[y == 1])
+        else:
+            self.log("val_few", scores.mean())
+        self.log("val_accuracy", self.accuracy)
+
+    def on_validation_epoch_end(self) -> None:
+        pass
+
+
+def test_logs_of_steps_that_look_at_numbers(tmp_path: Path) -> None:
+    found = []
+    for accelerator in "cpu", "ipu":
+        torch.manual_seed(1)
+        (metrics,) = trainer(tmp_path, accelerator=accelerator).validate(Looks(), loader(4), verbose=False)
+        found.append(metrics)
+    assert found[0].keys() == {"val_some", "val_few", "val_accuracy"}
+    torch.testing.assert_close(found[1], found[0])
+
+
 class Normed(Classifier):
     """With a batch norm."""
 

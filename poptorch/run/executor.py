@@ -914,6 +914,8 @@ class PoplarExecutor:
 
             @wraps(value)
             def method(*args: Any, **kwargs: Any) -> Any:
+                if attr in _HANDING_OUT:
+                    self._host.reach(value.__self__)
                 with self._host.setting():
                     return value(*args, **kwargs)
 
@@ -928,6 +930,10 @@ class PoplarExecutor:
                 setattr(module, name, value)
         else:
             object.__setattr__(self, name, value)
+
+
+_HANDING_OUT = frozenset({"modules", "named_modules", "children", "named_children", "get_submodule"})
+"""Methods of modules by which a wrapper hands out the modules within."""
 
 
 def _changed_weights(compiled: Compiled | InParts, training: bool) -> dict[str, np.ndarray]:

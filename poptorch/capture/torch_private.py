@@ -55,6 +55,7 @@ __all__ = [
     "unlogged_errors",
     "unvalidated_distributions",
     "with_tensors",
+    "with_weight",
     "without_checkpoints",
     "without_compile",
     "without_modes",
@@ -201,6 +202,17 @@ def hears_functions(mode: TorchFunctionMode) -> bool:
 def in_transform() -> bool:
     """Whether a function is running that `torch.func` transforms: its tensors stand for others, and have no storage."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def with_weight(function: Callable[..., Any], named: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a function by name, as its caller wrote them: `l1_loss` keeps its `weight` from modes
+    (PyTorch 2.13)."""
+    if function is not torch.nn.functional.l1_loss or "weight" in named:
+        return named
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return named if frame is None else {**named, "weight": frame.f_locals["weight"]}
 
 
 def storage_key(t: torch.Tensor) -> int:

@@ -37,6 +37,7 @@ from poptorch.capture.torch_private import (
     hears_functions,
     in_transform,
     is_wrapped,
+    with_weight,
     without_modes,
     written_arguments,
 )
@@ -571,7 +572,7 @@ class _Functions(TorchFunctionMode):
                 )
             tracer._derives |= in_transform()
             whole = None if in_transform() else _whole(func)
-        args, kwargs = as_activation(func, *with_masks_of_bools(func, args, kwargs))
+        args, kwargs = as_activation(func, *with_masks_of_bools(func, args, with_weight(func, kwargs)))
         if whole is None:
             results = func(*args, **kwargs)
             return tracer.loss(results) if any(func is each for each in COMPOSED_LOSSES) else results

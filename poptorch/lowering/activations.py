@@ -59,7 +59,8 @@ def hardsigmoid(input: Any) -> Any:
 
 @_activation
 def hardswish(input: Any) -> Any:
-    return jnp.where(input <= -3, 0, jnp.where(input >= 3, input, input * (input + 3) / 6))
+    within = jnp.where(jnp.isinf(input), 0, input)
+    return jnp.where(input <= -3, 0, jnp.where(input >= 3, input, within * (within + 3) / 6))
 
 
 @_activation

@@ -58,14 +58,24 @@ def _per_label(losses: Any, lengths: Any) -> Any:
 def _ctc_losses(
     log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *, blank: int, zero_infinity: bool
 ) -> Any:
-    """The negative logarithm of the probability of all paths with the right labels, for each sequence."""
+    """The negative logarithm of the probability of all paths with the right labels, for each sequence.
+
+    Slopes are those of PyTorch: of `log_probs` as a `log_softmax` of what is differentiated, to which the sum of the
+    probabilities adds nothing; and not a number where no path is right.
+    """
     if targets.ndim == 1:  # the labels of all sequences, one after the other
         starts = jnp.cumsum(target_lengths) - target_lengths
         places = starts[:, None] + jnp.arange(targets.shape[0])
         targets = jnp.take(targets, places, mode="clip")
     losses = jax.vmap(_ctc_loss, (1, 0, 0, 0, None))(log_probs, targets, input_lengths, target_lengths, blank)
     impossible = losses > -IMPOSSIBLE / 2
-    return jnp.where(impossible, 0.0 if zero_infinity else jnp.inf, losses)
+    is_read = (jnp.arange(log_probs.shape[0])[:, None] < input_lengths)[..., None]
+    total = jnp.where(is_read, jnp.exp(log_probs), 0).sum((0, 2))
+    losses = losses + (total - lax.stop_gradient(total))
+    if zero_infinity:
+        return jnp.where(impossible, 0, losses)
+    without_slope = jnp.sqrt(jnp.where(impossible, 0 * total, 1))
+    return jnp.where(impossible, jnp.inf + without_slope, losses)
 
 
 def _ctc_loss(log_probs: Any, labels: Any, time: Any, count: Any, blank: int) -> Any:
@@ -84,7 +94,8 @@ def _ctc_loss(log_probs: Any, labels: Any, time: Any, count: Any, blank: int) ->
     first = jnp.where(jnp.arange(states.shape[0]) < 2, log_probs[0][states], IMPOSSIBLE)
     last, _ = lax.scan(turn, first, (jnp.arange(1, log_probs.shape[0]), log_probs[1:]))
     ends_with_label = jnp.where(count > 0, last[jnp.maximum(2 * count - 1, 0)], IMPOSSIBLE)
-    return -jnp.logaddexp(last[2 * count], ends_with_label)
+    of_nothing = jnp.where(count > 0, -IMPOSSIBLE, 0)  # of no time, there is one path: that without labels
+    return jnp.where(time > 0, -jnp.logaddexp(last[2 * count], ends_with_label), of_nothing)
 
 
 def _shifted(t: Any, by: int) -> Any:

@@ -96,7 +96,6 @@ _OF_FLOATS: dict[str, Function] = {
     "log2": jnp.log2,
     "rad2deg": jnp.rad2deg,
     "reciprocal": lambda t: 1 / t,
-    "rsqrt": lambda t: 1 / jnp.sqrt(t),
     "sigmoid": jax.nn.sigmoid,
     "sinc": jnp.sinc,
     "sinh": jnp.sinh,
@@ -104,6 +103,9 @@ _OF_FLOATS: dict[str, Function] = {
 }
 for _name, _function in _OF_FLOATS.items():
     unary(_name, unary_op(_name, _function))
+
+rsqrt = unary_op("rsqrt", lambda t: 1 / jnp.sqrt(t), gradient={"input": lambda g, out: g * -0.5 * out * out * out})
+unary("rsqrt", rsqrt)
 
 _PREDICATES: dict[str, Function] = {
     "isneginf": lambda t: t == -jnp.inf,
@@ -176,10 +178,23 @@ binary("gcd", binary_op("gcd", jnp.gcd, gradient=None))
 binary("lcm", binary_op("lcm", jnp.lcm, gradient=None))
 binary("remainder", binary_op("remainder", jnp.remainder))
 
-binary("hypot", binary_op("hypot", jnp.hypot), of_floats=True)
 binary("ldexp", binary_op("ldexp", lambda input, other: input * 2.0**other), of_floats=True)
-binary("logaddexp", binary_op("logaddexp", jnp.logaddexp), of_floats=True)
-binary("logaddexp2", binary_op("logaddexp2", jnp.logaddexp2), of_floats=True)
+
+
+def _symmetric(name: str, function: Function, slope: Function) -> None:
+    """An op of two operands that may change places, with its slope by the first of them, the second, and the result."""
+    grad = unary_op(f"{name}_grad", lambda g, *given: g * slope(*given), operands=("g", "by", "other", "out"))
+    rules = {
+        "input": lambda g, input, other, out: grad(g, input, other, out),
+        "other": lambda g, input, other, out: grad(g, other, input, out),
+    }
+    binary(name, binary_op(name, function, gradient=rules), of_floats=True)
+
+
+# Where both are 0 or infinite, JAX's own slopes are others than PyTorch's.
+_symmetric("hypot", jnp.hypot, lambda by, other, out: by / out)
+_symmetric("logaddexp", jnp.logaddexp, lambda by, other, out: 1 / (1 + jnp.exp(other - by)))
+_symmetric("logaddexp2", jnp.logaddexp2, lambda by, other, out: 1 / (1 + jnp.exp2(other - by)))
 
 # Where both are 0, atan2 has no gradient in PyTorch, and NaN in JAX; nor has copysign at 0, where JAX has one.
 _atan2_grad = unary_op(
@@ -260,8 +275,11 @@ def _divided(lhs: Any, rhs: Any, *, towards_zero: bool) -> Any:
 @lowers("aten.pow")
 def pow(input: Operand, exponent: Operand) -> popxl.Tensor:
     base, power = promoted(input, exponent)
-    if not isinstance(exponent, popxl.Tensor) and exponent == 2:
-        return ops.mul(base, base)
+    if not isinstance(exponent, popxl.Tensor):
+        if exponent == 2:
+            return ops.mul(base, base)
+        if abs(exponent) == 0.5:  # of -0.0 and negative infinity, the power is another number
+            return ops.sqrt(base) if exponent > 0 else rsqrt(base)
     return ops.pow(base, power) if base.dtype.is_inexact else _integer_pow(base, power)
 
 

@@ -183,7 +183,8 @@ def _shared(
     else:
         method = _METHODS[reduce]
         out = getattr(at(jnp.where(takes_part, input, _START[reduce])), method)(source)
-        winners = at((takes_part & (input == out)).astype(g.dtype)).add(source == at(out).get(mode="clip"))
+        # Also what takes no part, where it is equal to the extreme: so does PyTorch.
+        winners = at((input == out).astype(g.dtype)).add(source == at(out).get(mode="clip"))
         share = jnp.where(own == seen(out), 1 / jnp.maximum(seen(winners), 1), 0)
     return seen(g) * (share if of_source else jnp.where(takes_part, share, 0))
 

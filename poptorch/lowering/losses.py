@@ -97,9 +97,15 @@ _of_differences("mse_loss", lambda difference: difference * difference)
 _of_differences("l1_loss", ops.abs)
 
 
+def _distance(input: Any, target: Any) -> Any:
+    """The distance, whose slope at 0 is 0; that of JAX's `abs` is another in each release."""
+    difference = input - target
+    return difference * jax.lax.stop_gradient(jnp.sign(difference))
+
+
 @_loss
 def smooth_l1_loss(input: Any, target: Any, *, beta: float) -> Any:
-    distance = jnp.abs(input - target)
+    distance = _distance(input, target)
     if beta == 0:
         return distance
     return jnp.where(distance < beta, distance * distance / (2 * beta), distance - beta / 2)
@@ -107,7 +113,7 @@ def smooth_l1_loss(input: Any, target: Any, *, beta: float) -> Any:
 
 @_loss
 def huber_loss(input: Any, target: Any, weight: Any = None, *, delta: float) -> Any:
-    distance = jnp.abs(input - target)
+    distance = _distance(input, target)
     losses = jnp.where(distance <= delta, distance * distance / 2, delta * (distance - delta / 2))
     return losses if weight is None else losses * weight
 
@@ -322,25 +328,30 @@ def _of_probabilities(logs: Any, target: Any, weight: Any = None, *, axis: int, 
     return -(smooth * widened(logs)).sum(axis)
 
 
-def _shares(logs: Any, target: Any, weight: Any, ignore_index: int, label_smoothing: float) -> tuple[Any, Any]:
-    """What each logarithm counts in the loss of its element; what each element counts in the mean."""
+def _shares(logs: Any, target: Any, weight: Any, ignore_index: int, label_smoothing: float) -> tuple[Any, Any, Any]:
+    """What each logarithm counts in the loss of its element, and whether it does; what each element counts in the mean.
+
+    A weight of 0 counts: its product with infinity is not a number, nor is the mean over no weight.
+    """
     axis, classes = _class_axis(logs), logs.shape[_class_axis(logs)]
     by_class = jnp.ones(classes, jnp.float32) if weight is None else widened(weight)
     counts = target != ignore_index
     shares = jnp.where(counts, by_class[jnp.where(counts, target, 0)], 0)
     column = _column(jnp.arange(classes), logs)
-    of_logs = jnp.where(column == jnp.expand_dims(target, axis), jnp.expand_dims(shares, axis), 0)
-    if label_smoothing:
-        everywhere = jnp.where(jnp.expand_dims(counts, axis), _column(by_class, logs) / classes, 0)
-        of_logs = of_logs * (1 - label_smoothing) + everywhere * label_smoothing
-    return of_logs, shares
+    counts = jnp.expand_dims(counts, axis)
+    is_meant = counts & (column == jnp.expand_dims(target, axis))
+    of_logs = jnp.where(is_meant, jnp.expand_dims(shares, axis), 0)
+    if not label_smoothing:
+        return of_logs, is_meant, shares
+    everywhere = jnp.where(counts, _column(by_class, logs) / classes, 0)
+    return of_logs * (1 - label_smoothing) + everywhere * label_smoothing, counts, shares
 
 
 @jax_op(title="NllGrad")
 def _nll_grad(g: Any, logs: Any, target: Any, weight: Any = None, *, ignore_index: int, label_smoothing: float) -> Any:
-    of_logs, _ = _shares(logs, target, weight, ignore_index, label_smoothing)
+    of_logs, counts, _ = _shares(logs, target, weight, ignore_index, label_smoothing)
     # Not a product: the mean over no elements is not a number.
-    return jnp.where(of_logs == 0, 0, -of_logs * jnp.expand_dims(g, _class_axis(logs)))
+    return jnp.where(counts, -of_logs * jnp.expand_dims(g, _class_axis(logs)), 0)
 
 
 @jax_op(
@@ -354,6 +365,6 @@ def _nll_grad(g: Any, logs: Any, target: Any, weight: Any = None, *, ignore_inde
 )
 def _nll(logs: Any, target: Any, weight: Any = None, *, ignore_index: int, label_smoothing: float) -> tuple[Any, Any]:
     """The loss of each element; what it counts in the mean. An element without a class costs nothing."""
-    of_logs, shares = _shares(logs, target, weight, ignore_index, label_smoothing)
+    of_logs, counts, shares = _shares(logs, target, weight, ignore_index, label_smoothing)
     # Not a product: what is ignored may be infinite.
-    return -jnp.where(of_logs == 0, 0, widened(logs) * of_logs).sum(_class_axis(logs)), shares
+    return -jnp.where(counts, widened(logs) * of_logs, 0).sum(_class_axis(logs)), shares

@@ -166,7 +166,11 @@ def _bagged(rows: Any, bag_of: Any, indices: Any, *, bags: int, mode: str, paddi
     rows = widened(rows)
     bag_of = bag_of if padding_idx is None else jnp.where(indices == padding_idx, bags, bag_of)
     counts = jax.ops.segment_sum(jnp.ones(bag_of.shape, rows.dtype), bag_of, bags)[:, None]
-    if mode == "max":
-        return jnp.where(counts > 0, jax.ops.segment_max(rows, bag_of, bags), 0)
+    if mode == "max":  # of equal ones, the first
+        largest = jax.ops.segment_max(jax.lax.stop_gradient(rows), bag_of, bags)
+        is_largest = (rows == jnp.take(largest, bag_of, 0, mode="clip")) | jnp.isnan(rows)
+        number = jax.lax.broadcasted_iota(jnp.int32, rows.shape, 0)
+        first = jax.ops.segment_min(jnp.where(is_largest, number, len(rows)), bag_of, bags)
+        return jnp.where(counts > 0, jnp.take_along_axis(rows, first, 0, mode="clip"), 0)
     total = jax.ops.segment_sum(rows, bag_of, bags)
     return total / jnp.maximum(counts, 1) if mode == "mean" else total

@@ -121,10 +121,28 @@ def aminmax(input: popxl.Tensor, dim: int | None = None, keepdim: bool = False) 
 @jax_op(title="Variance")
 @rounded_once
 def _variance(input: Any, *, axes: tuple[int, ...], correction: float, is_root: bool) -> Any:
-    count = math.prod(input.shape[axis] for axis in axes)
-    deviation = input - jnp.mean(input, axes, keepdims=True)
-    variance = jnp.sum(jnp.real(deviation * jnp.conj(deviation)), axes) / jnp.float32(max(count - correction, 0))
+    variance = _squared_deviation(input, axes, correction)
     return _root(variance) if is_root else variance
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _squared_deviation(t: Any, axes: tuple[int, ...], correction: float) -> Any:
+    """The variance. The mean is not differentiated, which makes no difference but where the divisor is 0."""
+    deviation = t - jnp.mean(t, axes, keepdims=True)
+    squares = jnp.sum(jnp.real(deviation * jnp.conj(deviation)), axes)
+    return squares / jnp.maximum(_divisor(t, axes, correction), 0)
+
+
+def _divisor(t: Any, axes: tuple[int, ...], correction: float) -> Any:
+    return jnp.float32(math.prod(t.shape[axis] for axis in axes) - correction)
+
+
+def _deviation_backward(axes: tuple[int, ...], correction: float, t: Any, g: Any) -> tuple[Any]:
+    deviation = jnp.conj(t - jnp.mean(t, axes, keepdims=True))
+    return (2 / _divisor(t, axes, correction) * jnp.expand_dims(g, axes) * deviation,)
+
+
+_squared_deviation.defvjp(lambda t, *how: (_squared_deviation(t, *how), t), _deviation_backward)
 
 
 def _root(t: Any) -> Any:
@@ -151,11 +169,12 @@ _spread_of_numbers("std_mean", is_root=True, with_mean=True)
 # Norms and distances --------------------------------------------------------------------------------------------------
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def norm(t: Any, order: float, axes: tuple[int, ...]) -> Any:
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def norm(t: Any, order: float, axes: tuple[int, ...], is_shared: bool = True) -> Any:
     """(Σ |t|ᵖ)^(1/p), and its limits: the largest, the smallest, and the number of those that are not 0.
 
-    Where it is 0, and where an element is, the gradient is 0 (of orders up to 2; then it is so anyway).
+    Where it is 0, and where an element is, the gradient is 0 (of orders up to 2; then it is so anyway). Of several
+    largest or smallest elements each has its share of the gradient, or (unless `is_shared`) all of it.
     """
     size = jnp.abs(t)
     if math.isinf(order):
@@ -169,18 +188,18 @@ def norm(t: Any, order: float, axes: tuple[int, ...]) -> Any:
     return jnp.sum(size**order, axes) ** (1 / order)
 
 
-def _norm_forward(t: Any, order: float, axes: tuple[int, ...]) -> tuple[Any, Any]:
+def _norm_forward(t: Any, order: float, axes: tuple[int, ...], is_shared: bool) -> tuple[Any, Any]:
     out = norm(t, order, axes)
     return out, (t, out)
 
 
-def _norm_backward(order: float, axes: tuple[int, ...], kept: tuple[Any, Any], g: Any) -> tuple[Any]:
+def _norm_backward(order: float, axes: tuple[int, ...], is_shared: bool, kept: tuple[Any, Any], g: Any) -> tuple[Any]:
     t, out = kept
     g, out = (jnp.expand_dims(each, axes) for each in (g, out))
     size, is_zero = jnp.abs(t), (t == 0) | (out == 0)
     if math.isinf(order):
         winners = size == out
-        share = winners / jnp.sum(winners, axes, keepdims=True)
+        share = winners / jnp.sum(winners, axes, keepdims=True) if is_shared else winners
     elif order == 0:
         share = jnp.zeros_like(t)
     else:
@@ -219,7 +238,7 @@ def dist(input: popxl.Tensor, other: popxl.Tensor, p: float = 2) -> popxl.Tensor
 @jax_op("aten._cdist_forward", title="Cdist")
 @rounded_once
 def cdist(x1: Any, x2: Any, *, p: float, compute_mode: int | None = None) -> Any:
-    return norm(x1[..., :, None, :] - x2[..., None, :, :], p, (x1.ndim,))
+    return norm(x1[..., :, None, :] - x2[..., None, :, :], p, (x1.ndim,), False)
 
 
 @jax_op("aten._euclidean_dist", title="EuclideanDistance")
@@ -234,7 +253,7 @@ def euclidean_distance(x1: Any, x2: Any) -> Any:
 @rounded_once
 def pdist(input: Any, *, p: float = 2) -> Any:
     first, second = np.triu_indices(input.shape[0], 1)
-    return norm(input[first] - input[second], p, (1,))
+    return norm(input[first] - input[second], p, (1,), False)
 
 
 # Running --------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -90,6 +91,8 @@ def _of_all(name: str, title: str, find: Callable[[Any], Any]) -> None:
 
     @lowers(f"aten.{name}.default")
     def lowering(input: popxl.Tensor) -> popxl.Tensor:
+        if not input.nelms and input.dtype.is_floating_point:
+            return popxl.constant(math.nan, input.dtype)
         return kind(ops.reshape(input, (input.nelms,)))
 
 

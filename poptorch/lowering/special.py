@@ -25,7 +25,6 @@ _OF_FLOATS: dict[str, Function] = {
     "special_i0e": special.i0e,
     "special_i1e": special.i1e,
     "special_log_ndtr": special.log_ndtr,
-    "special_ndtri": special.ndtri,
 }
 for _name, _function in _OF_FLOATS.items():
     unary(_name, unary_op(_name, _function))
@@ -41,14 +40,22 @@ def erfcx(input: Any) -> Any:
     return jnp.where(large, series / (far * math.sqrt(math.pi)), by_parts)
 
 
-unary("special_erfcx", unary_op("erfcx", erfcx))
+unary(
+    "special_erfcx",
+    unary_op("erfcx", erfcx, gradient={"input": lambda g, input, out: g * (2 * input * out - 2 / math.sqrt(math.pi))}),
+)
+
+# Their slopes are infinite at the ends, and PyTorch's say so.
+_density = unary_op("density", lambda t: jnp.exp(-t * t / 2) / math.sqrt(2 * math.pi))
+unary("special_ndtri", unary_op("ndtri", special.ndtri, gradient={"input": lambda g, out: g / _density(out)}))
 unary("special_modified_bessel_i0", unary_op("modified_bessel_i0", special.i0))
 unary("special_modified_bessel_i1", unary_op("modified_bessel_i1", special.i1))
 jax_op("aten.special_spherical_bessel_j0", title="SphericalBesselJ0", shape=like_first)(
     rounded_once(lambda x: jnp.sinc(x / math.pi))
 )
 
-_i1 = unary_op("i1", special.i1)
+_i1_slope = unary_op("i1_slope", lambda t: jnp.where(t == 0, 0.5, special.i0(t) - special.i1(t) / t))
+_i1 = unary_op("i1", special.i1, gradient={"input": lambda g, input: g * _i1_slope(input)})
 unary("special_i1", _i1)
 unary("i0", unary_op("i0", special.i0, gradient={"input": lambda g, input: g * _i1(input)}))  # JAX's is wrong at 0
 
@@ -69,7 +76,7 @@ def hurwitz(s: Any, q: Any) -> Any:
 
     start = jnp.zeros_like(q), jnp.where(pole, 1, q)
     total, rest = jax.lax.while_loop(lambda sum_and_q: jnp.any(sum_and_q[1] < 0), with_term, start)
-    steep = s > 100  # nothing is left of any but the first terms, and JAX has NaN somewhere above
+    steep = (s > 100) | (rest == jnp.inf)  # only the first terms are left, where JAX may have NaN
     series = jnp.where(steep, rest**-s + (rest + 1) ** -s, special.zeta(jnp.where(steep, 2, s), rest))
     return jnp.where(pole & (s > 1), jnp.inf, total + series)
 
@@ -116,7 +123,14 @@ def _log_odds(input: Any, *, eps: float | None) -> Any:
     return jnp.log(t / (1 - t))
 
 
-_logit = unary_op("logit", _log_odds)
+def _logit_slope(g: Any, input: Any, *, eps: float | None) -> Any:
+    slope = g / abs(input * (1 - input))
+    low, high, beyond = (0, 1, math.nan) if eps is None else (eps, 1 - eps, 0)
+    return jnp.where((input < low) | (input > high), beyond, slope)
+
+
+_logit_grad = unary_op("logit_grad", _logit_slope, operands=("g", "input"))
+_logit = unary_op("logit", _log_odds, gradient={"input": lambda g, input, eps: _logit_grad(g, input, eps=eps)})
 
 _entr = unary_op(
     "entr",

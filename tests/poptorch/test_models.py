@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 import poptorch  # noqa: E402  (it needs torch)
 from tests.poptorch.models import CASES, Batch, Case, Encoder  # noqa: E402
+from tests.tolerances import tolerances  # noqa: E402
 
 STEPS = 10
 torch.set_num_threads(1)  # models are tiny: threads of PyTorch would only wait for each other
@@ -56,7 +57,8 @@ def divided(batch: Batch, parts: int) -> list[Batch]:
 
 
 def close(ours: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
-    torch.testing.assert_close(ours, expected.to(ours.dtype), rtol=tolerance, atol=tolerance, check_dtype=False)
+    wanted = expected.detach().to(ours.dtype)
+    torch.testing.assert_close(ours, wanted, **tolerances(wanted.double(), tolerance), check_dtype=False)
 
 
 def same_weights(ours: torch.nn.Module, expected: torch.nn.Module, tolerance: float) -> None:

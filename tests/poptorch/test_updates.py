@@ -19,6 +19,7 @@ from poptorch.errors import Error  # noqa: E402
 from poptorch.program.formulas import averaged  # noqa: E402
 from poptorch.program.updates import Update  # noqa: E402
 from popxl import TensorByRef, ops  # noqa: E402
+from tests.tolerances import assert_near  # noqa: E402
 
 STEPS = 10
 SHAPES = {"a": (2, 3), "b": (4,)}
@@ -110,7 +111,7 @@ def by_torch(
 def assert_equal(found: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]], tolerance: float = 1e-5) -> None:
     for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         for name in theirs:
-            np.testing.assert_allclose(ours[name], theirs[name], tolerance, tolerance, err_msg=f"{name}, step {step}")
+            assert_near(ours[name], theirs[name], tolerance, f"{name}, step {step}")
 
 
 # Numbers ------------------------------------------------------------------------------------------------------------

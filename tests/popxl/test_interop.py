@@ -23,6 +23,7 @@ from popxl import ops
 from popxl.errors import PopxlError
 from popxl.transforms import autodiff
 from tests.popxl.evaluate import evaluate
+from tests.tolerances import assert_near
 
 X = np.float32([[0.5, -1.0, 2.0, 0.25], [1.5, 0.125, -3.0, 1.0], [0.75, 2.0, -0.5, -1.5]])
 W = np.float32(np.cos(np.arange(16)).reshape(4, 4) / 2)
@@ -46,7 +47,7 @@ def spec_of(array: Any) -> popxl.TensorSpec:
 
 def assert_close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance),
+        lambda a, b: assert_near(np.asarray(a), np.asarray(b), tolerance),
         found,
         expected,
     )

@@ -19,6 +19,7 @@ from popxl_addons.transforms.batch_serialisation import (
     batch_serialise_overlapped,
 )
 from popxl_addons.transforms.recomputation import recompute_graph
+from tests.tolerances import assert_near
 
 pytestmark = pytest.mark.filterwarnings("ignore:Session. a run stores to:popxl.errors.PopxlWarning")
 
@@ -503,7 +504,7 @@ def test_a_pair(ir, numbers, mode, x_from):
     backward.graph.bind(v).call(0)
     outputs = run(ir, {xs: numbers["x"], dys: numbers["dy"]} if x_from == "stream" else {})
     for stream, expected in zip(outs, layer_gradients(**numbers), strict=True):
-        np.testing.assert_allclose(outputs[stream], expected, rtol=1e-5, atol=1e-6)
+        assert_near(outputs[stream], expected, 1e-5)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -529,7 +530,7 @@ def test_masks_agree(ir, numbers, mode):
     kept = outputs[ys] != 0
     assert 0 < kept.mean() < 1 and any((kept[0] != other).any() for other in kept[1:])
     expected = np.where(kept, 2 * (1 - np.tanh(numbers["x"]) ** 2), 0)
-    np.testing.assert_allclose(outputs[dxs], expected, rtol=1e-5, atol=1e-6)
+    assert_near(outputs[dxs], expected, 1e-5)
 
 
 @pytest.mark.parametrize("pieces", ["grouping", "tensor", ("data", "tensor")])
@@ -582,7 +583,7 @@ def test_activations_in_rows_and_pieces(pieces):
     doubled = [np.repeat(2 * np.tile(a, (2, 1, 1))[:, None], 4, axis=1) for a in (x, dy)]
     result = run(ir, {xs: doubled[0], dys: doubled[1]})[dws]
     for replica in range(4):
-        np.testing.assert_allclose(result[:, replica], np.concatenate([dw1, dw0]), rtol=1e-4, atol=1e-5)
+        assert_near(result[:, replica], np.concatenate([dw1, dw0]), 1e-4)
 
 
 def halve(spec):
@@ -612,7 +613,7 @@ def test_where_activations_are_said_to_be(ir, numbers):
     forward.graph.bind(v).call(0)
     backward.graph.bind(v).call(0)
     outputs = run(ir, {xs: numbers["x"], dys: numbers["dy"], again: 2 * numbers["x"]})
-    np.testing.assert_allclose(outputs[dws], 2 * layer_gradients(**numbers)[1], rtol=1e-5, atol=1e-5)
+    assert_near(outputs[dws], 2 * layer_gradients(**numbers)[1], 1e-5)
 
 
 @pytest.mark.thorough(but_each=4)
@@ -648,9 +649,9 @@ def test_accumulated_gradients(ir, numbers, mode, recomputed, x_from):
     count = addons.host_store(v.mean_accum_counter)
     outputs = run(ir, {xs: numbers["x"], dys: numbers["dy"]} if x_from == "stream" else {dys: numbers["dy"]})
     expected_dx, dw, db = layer_gradients(**numbers)
-    np.testing.assert_allclose(outputs[dxs], expected_dx, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(outputs[means["w"]][0], dw.mean(0), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(outputs[means["b"]][0], db.mean(0), rtol=1e-5, atol=1e-6)
+    assert_near(outputs[dxs], expected_dx, 1e-5)
+    assert_near(outputs[means["w"]][0], dw.mean(0), 1e-5)
+    assert_near(outputs[means["b"]][0], db.mean(0), 1e-5)
     assert outputs[count][0] == STEPS
 
 
@@ -696,12 +697,12 @@ def test_tensor_parallel_layers_with_activations_in_pieces(mode):
     h = np.tanh(n["x"] @ n["w1"])
     dz = n["dy"] * (1 - np.tanh(h @ n["w2"]) ** 2)
     dh = (dz @ n["w2"].T) * (1 - h * h)
-    np.testing.assert_allclose(outputs[dxs], np.repeat(dh @ n["w1"].T, 4, axis=1), rtol=1e-4, atol=1e-5)
+    assert_near(outputs[dxs], np.repeat(dh @ n["w1"].T, 4, axis=1), 1e-4)
     dw1 = np.split((np.swapaxes(n["x"], -1, -2) @ dh).mean(0), 4, -1)  # 4 parts, each for 2 groups
     dw2 = np.split((np.swapaxes(h, -1, -2) @ dz).mean(0), 4, -2)
     for name, expected in (("w1", dw1), ("w2", dw2)):
         means = session.get_tensor_data(v.accum[name])
-        np.testing.assert_allclose(means, np.stack(expected)[:, 0], rtol=1e-4, atol=1e-5)
+        assert_near(means, np.stack(expected)[:, 0], 1e-4)
 
 
 @pytest.fixture

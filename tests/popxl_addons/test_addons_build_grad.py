@@ -11,6 +11,7 @@ import popxl_addons as addons
 from popxl import ops
 from popxl_addons.errors import GradientError
 from popxl_addons.module import create_grad_graph_info
+from tests.tolerances import assert_near
 
 SPEC = popxl.TensorSpec((5, 2), popxl.float32)
 
@@ -122,7 +123,7 @@ def test_the_same_as_autodiff(ir, evaluate, method):
     y2, grads2, grad2 = gradients(plain, v, x, dy)
     values = evaluate(y1, *grads1, y2, *grads2)
     for mine, theirs in zip(values[:4], values[4:], strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+        assert_near(mine, theirs, 1e-5)
     info1, info2 = grad1.grad_graph_info, grad2.grad_graph_info
     assert connections(info1.expected_inputs) == connections(info2.expected_inputs)
     assert connections(info1.expected_outputs) == connections(info2.expected_outputs)
@@ -215,8 +216,8 @@ def test_a_variable_of_an_inlined_child(x, dy, evaluate):
     facts, graph = Net().create_graph(x)
     _, (_, dw, db), _ = gradients(graph, facts.init(), x, dy)
     dws, dbs, xs, seed = evaluate(dw, db, x, dy)
-    np.testing.assert_allclose(dws, xs.T @ seed, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(dbs, seed.sum(0), rtol=1e-4, atol=1e-5)
+    assert_near(dws, xs.T @ seed, 1e-4)
+    assert_near(dbs, seed.sum(0), 1e-4)
 
 
 # In other modules
@@ -318,7 +319,7 @@ def test_a_loss_that_computes_its_gradient_going_forward(x, evaluate):
     (dx,) = grad.call(popxl.constant(1.0), args=grad.grad_graph_info.inputs_dict(info))
     dxs, xs = evaluate(dx, x)
     p = np.exp(2 * xs) / np.exp(2 * xs).sum(-1, keepdims=True)
-    np.testing.assert_allclose(dxs, 2 * (p - np.eye(2)[[0, 1, 1, 0, 1]]) / 5, rtol=1e-4, atol=1e-6)
+    assert_near(dxs, 2 * (p - np.eye(2)[[0, 1, 1, 0, 1]]) / 5, 1e-4)
 
 
 def test_inlining_is_an_error_a_warning_or_fine(ir):

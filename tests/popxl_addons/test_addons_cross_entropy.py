@@ -6,6 +6,7 @@ import pytest
 import popxl
 import popxl_addons as addons
 from popxl_addons.ops.cross_entropy import cross_entropy, cross_entropy_with_grad
+from tests.tolerances import assert_near
 
 
 def reference(logits, labels, ignore_index=None, reduction="mean"):
@@ -47,9 +48,9 @@ def test_loss_and_gradient(ir, evaluate, case, dims, rows, dtype):
     assert loss.dtype is loss2.dtype is popxl.float32
     expected, expected_dx = reference(logits, classes, **case)
     values = evaluate(loss, loss2, dx)
-    np.testing.assert_allclose(values[0], expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(values[1], expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(values[2], 64 * expected_dx, rtol=1e-4, atol=1e-5)
+    assert_near(values[0], expected, 1e-5)
+    assert_near(values[1], expected, 1e-5)
+    assert_near(values[2], 64 * expected_dx, 1e-4)
 
 
 def test_the_example_of_the_specification(ir, evaluate):
@@ -122,7 +123,7 @@ def test_the_gradient_of_the_plain_loss(ir, evaluate, how):
     loss, dx, _, _ = evaluate(*with_gradient(ir, popxl.variable(logits), popxl.constant(classes), **how))
     expected, gradient = reference(logits.reshape(4, 4), classes, **how)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    np.testing.assert_allclose(dx, gradient.reshape(2, 2, 4), rtol=1e-5, atol=1e-7)
+    assert_near(dx, gradient.reshape(2, 2, 4), 1e-5)
 
 
 def test_one_op(ir):

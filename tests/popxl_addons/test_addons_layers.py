@@ -20,6 +20,7 @@ from popxl_addons.layers.linear_gq import (
     group_quantize_decompress_numpy,
 )
 from popxl_addons.testing_utils import TensorInput, run_module
+from tests.tolerances import assert_near
 
 SPEC = popxl.TensorSpec((5, 4), popxl.float32)
 
@@ -77,7 +78,7 @@ def compare(layer, torch_layer, x, atol=1e-4, required=None, **mapping):
         reference = expected[name].detach().numpy()
         if name == "weight" and isinstance(layer, Linear):
             reference = reference.T
-        np.testing.assert_allclose(array.reshape(reference.shape), reference, atol=atol, rtol=1e-4, err_msg=name)
+        assert_near(array.reshape(reference.shape), reference, max(atol, 1e-4), name)
 
 
 class TestLinear:

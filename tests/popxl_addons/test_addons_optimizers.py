@@ -14,6 +14,7 @@ from popxl import ops
 from popxl.errors import ShardedUpdateWarning
 from popxl_addons import optimizers
 from popxl_addons.optimizers import schedules
+from tests.tolerances import assert_near
 
 Array = np.ndarray
 RANDOM = np.random.default_rng(0)
@@ -55,7 +56,7 @@ def by_torch(make: Callable[..., Any], clip: float | None = None, rates: Any = N
 
 def assert_close(found: dict[str, Array], expected: dict[str, Array], near: float = 1e-5) -> None:
     for name, array in found.items():
-        np.testing.assert_allclose(array.astype(np.float64), expected[name], rtol=near, atol=near, err_msg=name)
+        assert_near(array.astype(np.float64), expected[name], near, name)
 
 
 def test_adamw_as_torch() -> None:

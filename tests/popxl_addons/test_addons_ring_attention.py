@@ -15,6 +15,7 @@ from popxl.errors import PopxlError
 from popxl_addons.layers import Attention
 from popxl_addons.ops.ring_attention import ring_attention
 from tests.devices import a_device_each, one_device
+from tests.tolerances import assert_near
 
 RNG = np.random.default_rng(9)
 BATCH, HEADS, CHANNELS, VALUE_CHANNELS = 2, 4, 3, 5
@@ -76,7 +77,7 @@ def test_ring(axes, group, groups, device, causal):
     for stream, wanted in zip(streams, expected, strict=True):
         shape = (ir.replication_factor, *stream.shape)
         wanted = divided(np.asarray(wanted), groups).reshape(shape)
-        np.testing.assert_allclose(outputs[stream].reshape(shape), wanted, rtol=2e-5, atol=2e-6)
+        assert_near(outputs[stream].reshape(shape), wanted, 2e-5)
     kinds = {kind: count for kind, (count, _) in ir.communication().totals.items()}
     assert kinds == ({} if size == 1 else {"collective-permute": 2 * (size - 1) + 4 * (size - 1) + 2})
 

@@ -24,6 +24,7 @@ from popxl_addons.transforms.batch_serialisation import (
     batch_serialise_fwd_and_grad,
 )
 from popxl_addons.variable_factory import NamedVariableFactories
+from tests.tolerances import assert_near
 
 F32 = popxl.float32
 CLASSES = 3
@@ -180,7 +181,7 @@ def test_data_parallel_training_with_sharded_updates():
             np.testing.assert_allclose(
                 session.get_tensor_data(v), (reference.w, reference.b)[k][i], rtol=1e-4, atol=1e-6
             )
-            np.testing.assert_allclose(session.get_tensor_data(m), reference.m[k][i], rtol=1e-4, atol=1e-6)
+            assert_near(session.get_tensor_data(m), reference.m[k][i], 1e-4)
 
 
 # Phased execution ---------------------------------------------------------------------------------------------------
@@ -345,7 +346,7 @@ def test_phased_execution(io_mode):
     for i, v in enumerate(variables):
         for k, name in enumerate(("weight", "bias")):
             expected = (reference.w, reference.b)[k][i]
-            np.testing.assert_allclose(session.get_tensor_data(v.fwd[name]), expected, rtol=1e-4, atol=1e-6)
+            assert_near(session.get_tensor_data(v.fwd[name]), expected, 1e-4)
             np.testing.assert_allclose(
                 session.get_tensor_data(v.optim[name].m), reference.m[k][i], rtol=1e-4, atol=1e-6
             )
@@ -420,5 +421,5 @@ def test_pieces_are_exchanged_in_a_loop_and_around_it():
         trained = session.get_tensors_data(variables.tensors)
     layers = ["first", *(f"middle{i}" for i in range(len(weights) - 2)), "last"]
     for layer, w, b in zip(layers, reference.w, reference.b, strict=True):
-        np.testing.assert_allclose(trained[variables.get(layer).weight], w, rtol=1e-3, atol=1e-5)
-        np.testing.assert_allclose(trained[variables.get(layer).bias], b, rtol=1e-3, atol=1e-5)
+        assert_near(trained[variables.get(layer).weight], w, 1e-3)
+        assert_near(trained[variables.get(layer).bias], b, 1e-3)

@@ -9,6 +9,7 @@ from popxl.errors import PopxlError
 from popxl_addons.ops.grad_reduce_square_add import grad_reduce_square_add
 from popxl_addons.ops.linear_layout import linear_layout
 from popxl_addons.ops.static_sparse_ops import dense_const_sparse_matmul, random_sparse
+from tests.tolerances import assert_near
 
 
 def gradient_of(ir, fn, x, dy):
@@ -71,7 +72,7 @@ class TestSparse:
         dy = np.random.normal(size=(2, 4)).astype(np.float32)
         x = popxl.variable(np.ones((2, 3), np.float32))
         dx = gradient_of(ir, lambda x: dense_const_sparse_matmul(x, sparse.csr_matrix(rhs), 4), x, dy)
-        np.testing.assert_allclose(evaluate(dx)[0], dy @ rhs.T, rtol=1e-5, atol=1e-6)
+        assert_near(evaluate(dx)[0], dy @ rhs.T, 1e-5)
 
     def test_schedule(self, ir):
         sparse = pytest.importorskip("scipy.sparse")

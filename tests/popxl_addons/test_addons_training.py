@@ -13,6 +13,7 @@ import popxl_addons as addons
 from popxl import ops
 from popxl_addons import optimizers
 from popxl_addons.layers import Linear
+from tests.tolerances import assert_near
 
 X = np.random.default_rng(0).normal(size=(3, 8, 5)).astype(np.float32)
 Y = np.random.default_rng(1).integers(0, 4, (3, 8)).astype(np.int32)
@@ -60,7 +61,7 @@ def test_however_a_batch_is_divided() -> None:
     ):
         others, found, _ = trained(**how)  # type: ignore[arg-type]
         np.testing.assert_allclose(others, losses, rtol=1e-5)
-        np.testing.assert_allclose(found, weight, rtol=1e-4, atol=1e-6)
+        assert_near(found, weight, 1e-4)
     others, found, _ = trained(accumulate=2, dtype=popxl.bfloat16)
     np.testing.assert_allclose(others, losses, rtol=2e-2)
     np.testing.assert_allclose(found, weight, atol=2e-2)
@@ -96,7 +97,7 @@ def test_variables_in_pieces(optimizer: str) -> None:
         assert training.state.linear.weight.first_moment.piece.shape == (7,)
     np.testing.assert_allclose(others, losses, rtol=1e-5)
     for name, weight in weights.items():
-        np.testing.assert_allclose(found[name], weight, rtol=1e-4, atol=1e-6)
+        assert_near(found[name], weight, 1e-4)
     narrow = addons.MixedPrecision(popxl.float16)  # pieces are cast, and then put together
     others, _, training = after(3, sharded=True, precision=narrow)
     assert training.state.loss_scaling.value.shape == ()

@@ -19,6 +19,7 @@ from popxl_addons.graph_cache import GraphCache
 from popxl_addons.named_replica_grouping import NamedReplicaGrouping
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.variable_factory import NamedVariableFactories, VariableFactory
+from tests.tolerances import assert_near
 
 
 class Linear(addons.Module):
@@ -253,7 +254,7 @@ def test_data_parallelism():
         session.run({expected_stream: x})
     np.testing.assert_allclose(session.get_tensor_data(variables.bias), np.full(3, -2.0), rtol=1e-6)
     dw = np.mean([xi.T @ np.ones((2, 3)) for xi in x], axis=0)
-    np.testing.assert_allclose(session.get_tensor_data(variables.weight), weight - dw, rtol=1e-5, atol=1e-6)
+    assert_near(session.get_tensor_data(variables.weight), weight - dw, 1e-5)
 
 
 class Layers:
@@ -319,7 +320,7 @@ def test_pipelining_collections(ir):
     with popxl.Session(ir, "ipu_model") as session:
         result = session.run()[out]
         xs, w1, w2 = session.get_tensors_data([x, *(layers.vars[name].fwd.weight for name in ("fc1", "fc2"))]).values()
-    np.testing.assert_allclose(result, xs @ w1 @ w2, rtol=1e-4, atol=1e-7)
+    assert_near(result, xs @ w1 @ w2, 1e-4)
 
     layers.clear()
     assert layers.facts.keys() == ["fc1", "fc2"] and layers.facts.keys_flat() == []
@@ -473,4 +474,4 @@ def test_phased_execution_collections():
     for i, out in enumerate(outputs):
         w = values[variables[i].fwd.weight]
         x = x @ w
-        np.testing.assert_allclose(results[out], x @ w.T, rtol=1e-4, atol=1e-7)
+        assert_near(results[out], x @ w.T, 1e-4)

@@ -19,6 +19,7 @@ from tests.popxl.evaluate import evaluate, store
 from tests.popxl.ops.rows import ROWS
 from tests.popxl.ops.rows.float8 import FLOAT8
 from tests.popxl.ops.rows.schema import Fed, Row, Rule, Sample, function_of, telling, values
+from tests.tolerances import assert_near
 
 Array = np.ndarray
 rows = pytest.mark.parametrize("row", ROWS, ids=repr)
@@ -155,7 +156,7 @@ def assert_close(actual: Array, expected: Array, tolerance: float, what: Any) ->
         np.testing.assert_array_equal(actual, expected, err_msg=str(what))
     else:
         near = max(tolerance, APART.get(actual.dtype, 0)) if tolerance else tolerance
-        np.testing.assert_allclose(plain(actual), plain(expected), rtol=near, atol=near, err_msg=str(what))
+        assert_near(plain(actual), plain(expected), near, what)
 
 
 # What an op declares ------------------------------------------------------------------------------------------------

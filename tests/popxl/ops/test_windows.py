@@ -31,6 +31,7 @@ from runtime.cpu.forms import FORMS
 from runtime.tpu import convolutions as of_tpus
 from tests.popxl.evaluate import evaluate
 from tests.popxl.ops.rows.schema import values
+from tests.tolerances import assert_near
 
 Array = np.ndarray
 Case = dict[str, Any]
@@ -86,7 +87,7 @@ def assert_like_torch(pairs: list[Alike]) -> None:
         expected.append([out.detach().numpy(), *(t.grad.numpy() for t in tensors)])
     for call, found, wish in zip(calls, with_gradients(calls), expected, strict=True):
         for a, e in zip(found, wish, strict=True):
-            np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-5, err_msg=str(call.arguments))
+            assert_near(a, e, 2e-5, call.arguments)
 
 
 def functional(name: str, n: int) -> Any:
@@ -195,7 +196,7 @@ def test_conv_transpose_is_the_gradient_of_conv() -> None:
     ((_, dt, _),) = with_gradients([Call(conv, g, [t, weight], how)])
     (transposed,) = evaluate(lambda g, w: conv_transpose(g, w, **how, output_padding=(0, 0)), g, weight)
     cut = tuple(slice(0, min(a, b)) for a, b in zip(dt.shape, transposed.shape, strict=True))
-    np.testing.assert_allclose(transposed[cut], dt[cut], rtol=1e-5, atol=1e-5)
+    assert_near(transposed[cut], dt[cut], 1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
@@ -324,7 +325,7 @@ def test_in_a_loop() -> None:
         return [*ops.repeat(graph, 3, t, inputs_dict={graph.inputs[1]: w}), step(step(step(t, w), w), w)]
 
     looped, unrolled = evaluate(build, t, w)
-    np.testing.assert_allclose(looped, unrolled, rtol=1e-5, atol=1e-6)
+    assert_near(looped, unrolled, 1e-5)
 
 
 # What can be built, and not run -------------------------------------------------------------------------------------

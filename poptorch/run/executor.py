@@ -910,12 +910,13 @@ class PoplarExecutor:
             return ParameterProxy(value, attr, self._options.replication_factor, group)
         if isinstance(value, torch.nn.Module):
             self._host.reach(value)
-        if inspect.ismethod(value) and isinstance(value.__self__, torch.nn.Module):
+        owner: Any = value.__self__ if inspect.ismethod(value) else None
+        if isinstance(owner, torch.nn.Module):
 
             @wraps(value)
             def method(*args: Any, **kwargs: Any) -> Any:
                 if attr in _HANDING_OUT:
-                    self._host.reach(value.__self__)
+                    self._host.reach(owner)
                 with self._host.setting():
                     return value(*args, **kwargs)
 

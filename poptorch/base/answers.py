@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensor
 
+from poptorch.base.carried import Hidden, LookedAt
 from poptorch.base.hidden_tensors import hidden_problem, holds_tensor
 from poptorch.base.introspection import attributes
 from poptorch.base.structures import Leaf, Parts, Structure, given_objects, structure_of
@@ -102,6 +103,8 @@ class Answer(Structure):
         for name, constant in self.constants():
             if holds_tensor(constant, FakeTensor):
                 raise hidden_problem(f"The {name} of the model", constant)
+            if holds_tensor(constant, Hidden):
+                raise LookedAt(name)
 
     def collect(self, value: Any, into: list[torch.Tensor]) -> None:
         result, changed = value

@@ -6,8 +6,6 @@ import gc
 from types import FunctionType, ModuleType
 from typing import Any
 
-import torch
-
 from poptorch.base.introspection import is_a
 from poptorch.errors import createPoptorchError
 
@@ -23,8 +21,9 @@ def hidden_problem(what: str, constant: Any) -> Exception:
     )
 
 
-def holds_tensor(value: Any, kind: type[torch.Tensor]) -> bool:
-    """Whether a tensor of some kind can be reached from an object, however that keeps it: a set, an attribute."""
+def holds_tensor(value: Any, kind: type | tuple[type, ...]) -> bool:
+    """Whether a tensor of some kind, or what stands for a value, can be reached from an object, however that keeps it:
+    a set, an attribute."""
     seen: set[int] = set()
     left = [value]
     while left:

@@ -164,9 +164,9 @@ def structure_of(value: Any, name: str, known: Known | None = None) -> Structure
     if _is_plain(value):
         return _Object(name, value, known)
     make = _Fields if dataclasses.is_dataclass(kind) else _Bound if kind in _BOUND else _Object
-    if (make is not _Object or _is_of_python(kind)) and holds_tensor(value, torch.Tensor):
+    if (make is not _Object or _is_of_python(kind)) and holds_tensor(value, (torch.Tensor, Hidden)):
         found = make(name, value, known)
-        if any(True for _ in found.leaves()):
+        if any(True for _ in found.leaves()) or holds_tensor(value, Hidden):
             return found
     return _Constant(name, value)
 

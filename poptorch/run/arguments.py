@@ -109,6 +109,7 @@ class Signature:
         kwargs: keyword arguments of the first call.
         looked_at: names of the values beside tensors that are a part of the program, as `forward` looks at them; `None`
             stands for all.
+        carries_numbers: whether other values may be numbers wherever they are, not only beside tensors or texts.
 
     Raises:
         Error, AssertionError: if they cannot be bound; see `Binder.bind`.
@@ -117,6 +118,7 @@ class Signature:
     Attributes:
         leaves: name, shape and dtype of each tensor, in the order of `check` and `arguments`.
         carries: whether there are values that may be others in each call.
+        carries_numbers: as given.
 
     Example:
         >>> forward = lambda x, mask=None: x
@@ -133,15 +135,16 @@ class Signature:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         looked_at: Collection[str] | None = None,
+        carries_numbers: bool = False,
     ) -> None:
         self._binder = Binder(forward)
         values = self._binder.bind(args, kwargs)
         self._given = self._binder.given(args, kwargs)
         self._positional = len(args)
         self._structures: dict[str, Structure] = {}
-        self.carries = False
+        self.carries, self.carries_numbers = False, carries_numbers
         for name, value in values.items():
-            is_beside = looked_at is not None and holds_tensor(value, torch.Tensor)
+            is_beside = looked_at is not None and (carries_numbers or holds_tensor(value, torch.Tensor))
 
             def carries(name: str, value: Any, is_beside: bool = is_beside) -> bool:
                 is_carried = looked_at is not None and name not in looked_at and may_be_carried(value, is_beside)

@@ -30,7 +30,7 @@ from poptorch.run.trained_in_parts import TrainedInParts
 from poptorch.run.trainer import Trainer
 from popxl.session import CompilationProgress, compilation_progress
 
-__all__ = ["compiled_model", "compiling", "progress_bar"]
+__all__ = ["carries", "compiled_model", "compiling", "progress_bar"]
 
 _turn = threading.RLock()
 
@@ -57,6 +57,7 @@ def compiled_model(
     trainer: Trainer | None,
     read: Callable[[], Mapping[str, np.ndarray]],
     has_fewer_rows: bool = False,
+    carries_numbers: bool = False,
 ) -> Compiled | InParts:
     """A model, compiled for arguments like these; it has its `attributes` meanwhile.
 
@@ -67,6 +68,7 @@ def compiled_model(
         trainer: the optimiser, which is told of the program; `None` if nothing is trained.
         read: gives the host's values of parameters and buffers. It is kept if the model is cut.
         has_fewer_rows: the program is for fewer rows than another one, with which it shares the optimiser.
+        carries_numbers: see `Signature`.
 
     Raises:
         poptorch.Error: for an op that is not supported, a loss that is missing, and whatever else is wrong.
@@ -83,17 +85,15 @@ def compiled_model(
     micro_batches = batching.micro_batches * batching.groups.replicas
     call, module, grouped, training = model.call, model.module, list(model.grouped), update is not None
 
-    told: set[str] = set()
-
     def capture(signature: Signature, tensors: Sequence[torch.Tensor], answers: Sequence[Any]) -> Way:
         cuts = Cuts(tensors, answers, training, micro_batches) if options.kept_programs > 1 else None
         captured, answer = captured_model(
-            call, module, signature, batching, options, training, grouped, cuts, told, has_fewer_rows
+            call, module, signature, batching, options, training, grouped, cuts, model.told, has_fewer_rows
         )
         return Way(captured, answer, () if cuts is None else cuts.found)
 
     signature, way = _hiding(
-        partial(Signature, model.forward, args, kwargs),
+        partial(Signature, model.forward, args, kwargs, carries_numbers=carries_numbers),
         lambda signature: capture(signature, signature.check(args, kwargs), ()),
     )
     if not has_fewer_rows:
@@ -132,11 +132,20 @@ def _hiding(
         signature_of: gives a signature, for the names of values that it looks at; `None` stands for all.
         capture: captures it.
     """
+    signature, way, known = _hidden(signature_of, capture)
+    shown = signature_of(None)
+    return (signature, way) if way is not None else (shown, known or capture(shown))
+
+
+def _hidden(
+    signature_of: Callable[[Collection[str] | None], Signature], capture: Callable[[Signature], Way]
+) -> tuple[Signature, Way | None, Way | None]:
+    """The capture with hidden values, if there is one that does the same as that with the values, and the latter."""
     looked_at: set[str] = set()
     while len(looked_at) < _MOST_LOOKS:
         signature = signature_of(looked_at)
         if not signature.carries:
-            return signature, capture(signature)
+            return signature, (way := capture(signature)), way
         try:
             way = capture(signature)
         except LookedAt as look:
@@ -144,13 +153,46 @@ def _hiding(
         except Exception:  # whatever it is: what is not written in Python may have met something hidden
             break
         else:
-            shown = signature_of(None)
-            known = capture(shown)
+            known = capture(signature_of(None))
             # Where ways part, one may look at what others do not. And what asks for a `type` is not noticed.
             is_same = not known.cuts and known.captured.trace.is_like(way.captured.trace)
-            return (signature, way) if is_same else (shown, known)
-    shown = signature_of(None)
-    return shown, capture(shown)
+            return signature, way if is_same else None, known
+    return signature, None, None
+
+
+def carries(
+    model: HostModel,
+    compiled: Compiled,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    training: bool,
+) -> bool:
+    """Whether a program takes arguments with other values beside tensors, from now on: `forward` only hands them on.
+
+    Args:
+        model: the model.
+        compiled: what was made of it.
+        args, kwargs: the arguments.
+        options: the options of the program.
+        training: whether it trains.
+    """
+    first = compiled.signature.arguments(
+        torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in compiled.signature.leaves
+    )
+    signature_of = partial(Signature, model.forward, args, kwargs, carries_numbers=True)
+    if not (widest := signature_of(())).carries or not widest.fits(*first):
+        return False
+
+    def capture(signature: Signature) -> Way:
+        of_model = model.call, model.module, signature, compiled.batching, options, training, list(model.grouped)
+        return Way(*captured_model(*of_model, told=model.told), cuts=())
+
+    signature, way, _ = _hidden(signature_of, capture)
+    if way is None or not signature.fits(*first):
+        return False
+    compiled.signature, compiled.structure = signature, way.answer
+    return True
 
 
 def _check_apart(model: HostModel, captured: Captured, trained: Iterable[str]) -> None:

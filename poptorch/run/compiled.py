@@ -120,7 +120,8 @@ class Compiled:
         frozen: tensors of the host whose numbers are a part of the program.
 
     Attributes:
-        signature, ends, session, seed, read: as given.
+        signature, structure: as given, until more values are found to be carried.
+        ends, session, seed, read: as given.
         anchored: the tensors that are anchored, of the last call, by the names that the user gave them.
         version: how often variables have been written.
     """

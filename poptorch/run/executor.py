@@ -36,7 +36,7 @@ from poptorch.errors import Error, createPoptorchError
 from poptorch.options import Options
 from poptorch.placement.blocks import module_repr
 from poptorch.run import hooks, saving
-from poptorch.run.compilation import compiled_model, compiling, progress_bar
+from poptorch.run.compilation import carries, compiled_model, compiling, progress_bar
 from poptorch.run.compiled import Compiled
 from poptorch.run.host_changes import HostChanges
 from poptorch.run.host_model import HostModel
@@ -133,6 +133,7 @@ class PoplarExecutor:
         self._compiled: Compiled | InParts | None = None
         self._kinds: ByArguments | None = None
         self._smaller: SmallerBatches | None = None
+        self._is_loaded = False  # of a file, without the code of the model
         self._lock = threading.RLock()  # for what a call may have to do before its run
         self._forgotten: weakref.finalize | None = None
         self._form: tuple[tuple[str, Any], ...] = ()  # of the module that the program was made for
@@ -176,9 +177,13 @@ class PoplarExecutor:
             tensors = compiled.signature.check(args, kwargs)
             run = partial(compiled.run, tensors, compiled.signature.objects(args, kwargs))
         except Error:
-            if self._smaller is None or not (runs := self._smaller.runs(args, kwargs)):
+            if self._carries(compiled, args, kwargs):
+                tensors = compiled.signature.check(args, kwargs)
+                run = partial(compiled.run, tensors, compiled.signature.objects(args, kwargs))
+            elif self._smaller is not None and (runs := self._smaller.runs(args, kwargs)):
+                run = partial(self._run_fewer_rows, self._smaller, runs)
+            else:
                 raise
-            run = partial(self._run_fewer_rows, self._smaller, runs)
         with _channel.tracepoint("modelExecution"):
             with self._lock:
                 if not compiled.is_attached:
@@ -199,6 +204,13 @@ class PoplarExecutor:
                     self._trainer.has_run()
                 if self._instrumented is not None:
                     self._instrumented.has_run()
+
+    def _carries(self, compiled: Compiled | InParts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the program takes arguments, from now on, whose values beside tensors are others than before."""
+        if not isinstance(compiled, Compiled) or self._is_loaded:
+            return False
+        with compiling(), self._attributes.restored():
+            return carries(self._host, compiled, args, kwargs, self._options, self._training)
 
     def _run_fewer_rows(self, smaller: SmallerBatches, runs: Sequence[Run]) -> Any:
         with self._lock:
@@ -378,7 +390,9 @@ class PoplarExecutor:
         options = for_fewer_rows(self._options, run.batching)
         of_run = self._host, run.args, run.kwargs, options, self._trainer, self._on_host.read
         with compiling(), self._attributes.restored(), progress_bar(options.show_compilation_progress_bar):
-            compiled = compiled_model(*of_run, has_fewer_rows=True)
+            compiled = compiled_model(
+                *of_run, has_fewer_rows=True, carries_numbers=self._required.signature.carries_numbers
+            )
         compiled.attach(self._on_host.read())
         hooks.post_compile()
         return compiled
@@ -761,6 +775,7 @@ class PoplarExecutor:
     def _take(self, saved: saving.Saved, anew: bool) -> None:
         """Use what has been saved; `anew`: with the state of the optimiser that this wrapper has."""
         saved.check(self._host.module, self._training)
+        self._is_loaded = not anew
         self._instrument()
         self._host.check_buffers(self._options.updatable_named_buffers)
         self._host.grouped.update(saved.grouped)

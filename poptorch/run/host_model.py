@@ -32,6 +32,7 @@ class HostModel:
         module: the same, if it is a module.
         attributes: those that the module has now, and what is set in `setting`.
         grouped: its parameters with a value for each group of replicas, by name.
+        told: what was told of tensors of the host in it.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -40,6 +41,7 @@ class HostModel:
         self.attributes = Attributes(self.module)
         self._reached: list[torch.nn.Module] = []
         self.grouped: dict[str, GroupedParameter] = {}
+        self.told: set[str] = set()
 
     @property
     def forward(self) -> Callable[..., Any]:

@@ -149,7 +149,8 @@ def not_rebound(
         is_made: whether a buffer of this name may become this tensor: a table that is made anew for another shape.
 
     Raises:
-        Error: if a parameter or buffer is reassigned or removed, after the block.
+        Error: if a parameter or buffer is reassigned or removed, after the block; or if there is a new parameter, by
+            itself or in a new module, that is another one in each run.
 
     Example:
         >>> module = torch.nn.Linear(2, 3)
@@ -157,7 +158,9 @@ def not_rebound(
         ...     y = module(torch.ones(2))
     """
     places = []
-    for path, each in [] if module is None else torch.nn.Module.named_modules(module):
+    modules = {} if module is None else {each: path for path, each in torch.nn.Module.named_modules(module)}
+    children = [(each._modules, dict(each._modules)) for each in modules]
+    for each, path in modules.items():
         for kind, tensors in (("Parameter", each._parameters), ("Buffer", each._buffers)):
             places.append((kind, f"{path}." if path else "", isinstance(each, _BATCH_NORMS), tensors, dict(tensors)))
     try:
@@ -170,8 +173,12 @@ def not_rebound(
                 may_change = exempt or kind == "Buffer" and now is not None and is_made(prefix + name, now)
                 if not is_there and not may_change:
                     raise _rebound(kind, prefix + name, name in tensors, tensor is None)
+        known = {prefix + name for _, prefix, _, _, before in places for name in before}
+        for name, t in () if module is None else torch.nn.Module.named_parameters(module):
+            if name not in known and not is_made(name, t):
+                raise _made_late("Parameter", name, "not there")
     finally:
-        _set((tensors, before) for _, _, _, tensors, before in places)
+        _set([*((tensors, before) for _, _, _, tensors, before in places), *children])
 
 
 @contextmanager
@@ -201,12 +208,16 @@ def _moving() -> Iterator[dict[tuple[int, str], torch.Tensor]]:
         kind._apply = apply
 
 
+def _made_late(kind: str, name: str, before: str) -> Exception:
+    return createPoptorchError(
+        f"{kind} {name} is {before}, and is made within the model when running forward, of what another run brings "
+        "anew. What a device keeps from run to run has to be there before: make it in `__init__`."
+    )
+
+
 def _rebound(kind: str, name: str, is_there: bool, was_none: bool) -> Exception:
     if was_none:
-        return createPoptorchError(
-            f"{kind} {name} is None, and is made within the model when running forward, of what another run brings "
-            "anew. What a device keeps from run to run has to be there before: make it in `__init__`."
-        )
+        return _made_late(kind, name, "None")
     if is_there:
         return createPoptorchError(
             f"{kind} {name} is reassigned within the model when calling the forward method. This is not supported. "

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count
+from itertools import chain, count, product
 from operator import is_
-from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, GeneratorType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,9 @@ _NOT_THE_USERS |= set(sys.stdlib_module_names) - {"__main__"}
 NUMBERS = (bool, int, float, complex, np.generic)
 _PLAIN = (*NUMBERS, str)
 _CLOSED = (*_PLAIN, bytes, type(None), torch.Tensor, ModuleType)
+_HOLDING = {"argparse", "collections", "queue", "types", "weakref"}
+"""Modules of Python whose objects hold those of users."""
+
 _MOST = 10_000
 """The most objects that are looked into."""
 
@@ -136,6 +139,9 @@ class HostState:
             if is_users(kind):
                 self._add_class(kind)
         self._waiting.append(("", function, False))
+        for each, path in modules.items():
+            for hook in (*each._forward_pre_hooks.values(), *each._forward_hooks.values()):
+                self._waiting.append((f"a hook of {path or 'model'}", hook, False))
         self._look()
 
     @contextmanager
@@ -169,12 +175,12 @@ class HostState:
             text: how the user calls it.
             is_rebound: whether it is another object now, rather than changed itself.
         """
-        name = re.sub(r"(\[[^]]*\])+$", "", text).rpartition(".")[2]
+        names = re.sub(r"\[[^]]*\]", "", text).split(".")
         codes = sorted(self._codes, key=lambda code: code.co_name == "__init__")  # which only sets what is there before
-        for changes in (_stores, _overwrites, _mentions) if is_rebound else (_overwrites, _stores, _mentions):
-            for code in codes:
-                for line in changes(code, name):
-                    return str(SourceLocation.of((code, line)))
+        ways = (_stores, _overwrites, _mentions) if is_rebound else (_overwrites, _stores, _mentions)
+        for name, changes, code in product(reversed(names), ways, codes):
+            for line in changes(code, name):
+                return str(SourceLocation.of((code, line)))
         return ""
 
     # Looking around -------------------------------------------------------------------------------------------------
@@ -189,6 +195,8 @@ class HostState:
                 self._add_container(text, each, is_models)
             elif is_a(each, count):
                 self._add(text, each, partial(_only, repr, each), None, is_models)
+            elif is_a(each, GeneratorType):
+                self._add(text, each, partial(_only, _position, each), None, is_models)
             elif is_a(each, np.ndarray):
                 self._add(text, each, partial(_only, np.ndarray.tobytes, each), None, is_models)
             elif is_a(each, FunctionType):
@@ -199,8 +207,10 @@ class HostState:
             elif is_a(each, type):
                 if self._around and is_users(each):
                     self._add_class(each)
-            elif is_users(type(each)) or type(each) is SimpleNamespace:
+            elif is_users(type(each)) or type(each).__module__ in _HOLDING:
+                is_models = is_models and type(each).__module__ != "queue"  # which other threads may fill meanwhile
                 self._add_namespace(text, attributes(each), is_models)
+                self._add_slots(text, each, is_models)
                 self._waiting.append((text, type(each), False))
 
     def _add_namespace(
@@ -215,6 +225,26 @@ class HostState:
             namespace.update(before)
 
         self._add(text, namespace, read, put_back, is_models, is_namespace=True)
+
+    def _add_slots(self, text: str, each: Any, is_models: bool) -> None:
+        slots = [
+            (name, slot)
+            for kind in type(each).__mro__
+            for name, slot in vars(kind).items()
+            if is_a(slot, MemberDescriptorType) and not name.startswith("__")
+        ]
+        if not slots:
+            return
+
+        def read() -> dict[str, Any]:
+            return {name: slot.__get__(each) for name, slot in slots if _is_set(slot, each)}
+
+        def put_back(before: dict[str, Any]) -> None:
+            for name, slot in slots:
+                if name in before:
+                    slot.__set__(each, before[name])
+
+        self._add(text, each, read, put_back, is_models, is_namespace=True)
 
     def _add_container(self, text: str, each: Any, is_models: bool) -> None:
         base: Any = next(kind for kind in CONTAINERS if is_a(each, kind))
@@ -266,6 +296,8 @@ class HostState:
                     known[name] = value
 
         self._add("", function, read, put_back, False, is_namespace=True)
+        for name, value in _defaults(function):
+            self._waiting.append((name, value, True))  # the next call finds them as they are
         self._add_namespace(function.__name__, vars(function), is_models=False)
 
     def _add(
@@ -296,6 +328,29 @@ def _is_same(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(map(is_, a.values(), map(b.get, a)))
     return a == b if isinstance(a, set) else len(a) == len(b) and all(map(is_, a, b))
+
+
+def _is_set(slot: MemberDescriptorType, each: Any) -> bool:
+    try:
+        slot.__get__(each)
+    except AttributeError:
+        return False
+    return True
+
+
+def _defaults(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """The parameters of a function that have a default, and these."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
+
+
+def _position(generator: GeneratorType[Any, Any, Any]) -> tuple[Any, ...]:
+    """How far a generator has come."""
+    frame = generator.gi_frame
+    if frame is None:
+        return ()
+    return frame.f_lasti, *(value for value in frame.f_locals.values() if type(value) in _PLAIN)
 
 
 def _holds_fake(value: Any) -> bool:

@@ -10,8 +10,9 @@ import itertools
 import linecache
 import pickle
 import re
-from collections import Counter, defaultdict, deque
+from collections import Counter, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,6 +88,7 @@ class Changing(torch.nn.Module):
         self.lists, self.nested = defaultdict[str, list[int]](list), ({"lists": [[]]},)
         self.space, self.meters = SimpleNamespace(n=0, last=None), [Meter()]
         self.numbers, self.count = np.zeros(3), itertools.count(1)
+        self.slots, self.generator, self.user = Slots(), _numbers(), UserDict[str, torch.Tensor]()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.layer(x)
@@ -142,6 +144,15 @@ def _cache(module: Changing, y: torch.Tensor) -> torch.Tensor:
     return module.dict.setdefault(("mask", len(y)), torch.arange(2.0) + 1)
 
 
+@dataclass(slots=True)
+class Slots:
+    count: int = 0
+
+
+def _numbers() -> Iterator[int]:
+    yield from range(10)
+
+
 _CHANGES: dict[str, Callable[[Changing, torch.Tensor], Any]] = {
     "model.step": _anneal,
     "model.weight": _fade,
@@ -160,6 +171,9 @@ _CHANGES: dict[str, Callable[[Changing, torch.Tensor], Any]] = {
     "model.nested[0]['lists'][0]": lambda module, y: module.nested[0]["lists"][0].append(len(y)),
     "model.space.n": lambda module, y: setattr(module.space, "n", module.space.n + 1),
     "model.meters[0].sum": lambda module, y: module.meters[0].update(y.sum()),
+    "model.slots.count": lambda module, y: setattr(module.slots, "count", 1 + module.slots.count),
+    "model.generator": lambda module, y: next(module.generator),
+    "model.user.data['y']": lambda module, y: module.user.__setitem__("y", y),
     "model.metric.total": lambda module, y: module.metric(y),
     "_made": _of_variable,
     "_seen": lambda module, y: _seen.append(y),
@@ -196,7 +210,7 @@ def test_what_changes_is_told_by_name_and_line(caplog: pytest.LogCaptureFixture)
     (text,) = (each for each in _told(caplog) if "`forward` changes " in each)
     for name in _CHANGES:
         (line,) = re.findall(rf"[ .]{re.escape(name)} \(test_host_state.py:(\d+)\)", text)
-        last = re.findall(r"\w+", re.sub(r"\[.*\]$", "", name))[-1]
+        last = re.findall(r"\w+", re.sub(r"(\[.*|\.data\[.*)\]$", "", name))[-1]
         assert re.search(rf"\b{last}\b(?! = 0|, self| = Meter|: list)", linecache.getline(__file__, int(line))), name
     gc.collect()
     assert not any(type(each) is FakeTensor for each in gc.get_objects())
@@ -263,6 +277,23 @@ def test_tensors_that_a_trained_model_keeps_have_no_numbers(tmp_path: Path) -> N
     poptorch.trainingModel(module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))(torch.ones(4, 3))
     shapes = [(4, 3), (4, 2), (2,), (2, 4), (2, 3), ()]
     assert [(type(t) is FakeTensor, tuple(t.shape)) for t in _seen] == [(False, shape) for shape in shapes]
+
+
+def test_of_hooks_what_they_keep_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    layer, features = torch.nn.Linear(3, 2), dict[str, torch.Tensor]()
+    layer.register_forward_hook(lambda module, inputs, result: features.update(y=result))
+    poptorch.inferenceModel(layer)(torch.ones(4, 3))
+    assert "`forward` changes features['y'] (test_host_state.py:" in caplog.text
+
+
+def test_a_default_is_the_same_in_the_next_call(caplog: pytest.LogCaptureFixture) -> None:
+    def forward(x: torch.Tensor, seen: list[torch.Tensor] = []) -> torch.Tensor:  # noqa: B006 - as users write it
+        seen.append(x * 2)
+        return x + len(seen)
+
+    model = poptorch.inferenceModel(forward)
+    assert model(torch.ones(3)).tolist() == model(torch.ones(3)).tolist() == [2, 2, 2]
+    assert "`forward` changes seen (test_host_state.py:" in caplog.text
 
 
 def test_what_others_hold_is_no_tensor_of_a_capture_afterwards() -> None:
@@ -367,3 +398,43 @@ def test_what_is_set_between_wrapping_and_the_first_call_is_told(caplog: pytest.
     module.act = torch.tanh
     model(x)
     assert "has been changed since it was compiled: model.act. " in caplog.text
+
+
+# Modules and parameters that `forward` makes --------------------------------------------------------------------------
+
+
+class Growing(torch.nn.Module):
+    def __init__(self, grow: Callable[[torch.nn.Module], Any]) -> None:
+        super().__init__()
+        self.layer, self.grow = torch.nn.Linear(3, 3), grow
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "late"):
+            self.grow(self)
+        return self.layer(x) * self.late(x) if callable(self.late) else x * self.late
+
+
+@pytest.mark.parametrize(
+    ("grow", "name"),
+    [
+        (lambda module: setattr(module, "late", torch.nn.Linear(3, 3)), "late.weight"),
+        (lambda module: setattr(module, "late", torch.nn.Parameter(torch.rand(3))), "late"),
+    ],
+)
+def test_parameters_that_forward_makes_are_refused(grow: Callable[[torch.nn.Module], Any], name: str) -> None:
+    module = Growing(grow)
+    for _ in range(2):
+        with pytest.raises(poptorch.Error, match=f"Parameter {name} is not there, and is made within .* `__init__`"):
+            poptorch.inferenceModel(module)(torch.ones(2, 3))
+    assert [name for name, _ in module.named_parameters()] == ["layer.weight", "layer.bias"]
+
+
+def test_what_forward_makes_alike_in_each_run_may_be_made() -> None:
+    for grow in (
+        lambda module: setattr(module, "late", torch.nn.Parameter(torch.ones(3))),
+        lambda module: setattr(module, "late", torch.nn.ReLU()),
+    ):
+        module, x = Growing(grow), torch.ones(2, 3)
+        result = poptorch.inferenceModel(module)(x)
+        assert not hasattr(module, "late")
+        torch.testing.assert_close(result, module(x))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from types import MemberDescriptorType
 from typing import Any
 
-__all__ = ["CONTAINERS", "attributes", "is_a", "items"]
+__all__ = ["CONTAINERS", "attributes", "is_a", "items", "slots"]
 
 CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 """The types of Python that hold other objects."""
@@ -37,6 +38,25 @@ def attributes(value: object) -> dict[str, Any]:
     except AttributeError:
         return {}
     return found if is_a(found, dict) else {}
+
+
+def slots(value: object) -> dict[str, MemberDescriptorType]:
+    """What reads and sets each attribute of an object that its class names in `__slots__`, of those that are set."""
+    found = {
+        name: slot
+        for kind in reversed(type(value).__mro__)
+        for name, slot in vars(kind).items()
+        if is_a(slot, MemberDescriptorType) and not name.startswith("__")
+    }
+    return {name: slot for name, slot in found.items() if _is_set(slot, value)}
+
+
+def _is_set(slot: MemberDescriptorType, value: object) -> bool:
+    try:
+        slot.__get__(value)
+    except AttributeError:
+        return False
+    return True
 
 
 def items(container: Any) -> Iterator[tuple[Any, Any]]:

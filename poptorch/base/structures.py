@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from poptorch.base.carried import Hidden
 from poptorch.base.custom_types import ICustomArgParser, parser_of
 from poptorch.base.hidden_tensors import holds_tensor
-from poptorch.base.introspection import attributes
+from poptorch.base.introspection import attributes, slots
 from poptorch.base.logging_ import logger
 from poptorch.errors import createPoptorchError
 
@@ -181,6 +181,7 @@ def _is_plain(value: Any) -> bool:
     kind = type(value)
     return (
         _is_of_python(kind)
+        and kind.__dictoffset__ != 0
         and not (callable(value) or dataclasses.is_dataclass(kind))
         and all(getattr(kind, name) is getattr(object, name) for name in ("__reduce_ex__", "__reduce__", "__eq__"))
         and kind.__getstate__ is object.__getstate__
@@ -189,10 +190,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_of_python(kind: type) -> bool:
-    """Whether all objects of a class have attributes, and can be made by setting them."""
-    return (
-        kind.__dictoffset__ != 0
-        and (kind.__new__ is object.__new__ or isinstance(kind.__new__, FunctionType))
+    """Whether objects of a class can be made by setting their attributes."""
+    return kind is SimpleNamespace or (
+        (kind.__new__ is object.__new__ or isinstance(kind.__new__, FunctionType))
         and all(each is object or each.__flags__ & _OF_PYTHON for each in kind.__mro__)
     )
 
@@ -498,28 +498,36 @@ class _Object(_Composite):
         self._type = type(value)
         enclosing = _Enclosing(name, self)
         inside = Known({**known, id(value): enclosing}, known.carries, known.looked_at)
-        own = attributes(value)
         inside |= {id(ref): _WeakReference(name, enclosing) for ref in weakref.getweakrefs(value)}
-        self._items = {key: structure_of(item, f"{name}.{key}", inside) for key, item in own.items()}
+        self._items = {key: structure_of(item, f"{name}.{key}", inside) for key, item in _state(value).items()}
         self._children = list(self._items.values())
 
     def _apart(self, value: Any) -> Iterable[Any]:
-        own = attributes(value)
+        own = _state(value)
         if own.keys() != self._items.keys():
             differing = ", ".join(sorted(map(str, own.keys() ^ self._items.keys())))
             raise _mismatch(f"Attributes mismatch for {self.name}: not both have {differing}")
         return [own[key] for key in self._items]
 
     def build(self, parts: Parts) -> Any:
-        built: Any = object.__new__(self._type)
+        built: Any = SimpleNamespace() if self._type is SimpleNamespace else object.__new__(self._type)
         parts.enclosing[id(self)] = built
         for key, child in self._items.items():
-            attributes(built)[key] = child.build(parts)
+            item = child.build(parts)
+            if isinstance(slot := getattr(self._type, key, None), MemberDescriptorType):
+                slot.__set__(built, item)
+            else:
+                attributes(built)[key] = item
         return built
 
     def objects(self, value: Any) -> Iterator[Any]:
         yield value
         yield from super().objects(value)
+
+
+def _state(value: Any) -> dict[str, Any]:
+    """The attributes of an object, in its dictionary and in slots."""
+    return attributes(value) | {name: slot.__get__(value) for name, slot in slots(value).items()}
 
 
 class _Bound(_Composite):

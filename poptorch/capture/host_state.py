@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, product
 from operator import is_
-from types import CodeType, FunctionType, GeneratorType, MemberDescriptorType, MethodType, ModuleType
+from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from poptorch.base.introspection import CONTAINERS, attributes, is_a, items
+from poptorch.base.introspection import CONTAINERS, attributes, is_a, items, slots
 from poptorch.capture.torch_private import FakeTensor
 from popxl.base.source import SourceLocation
 
@@ -227,24 +227,16 @@ class HostState:
         self._add(text, namespace, read, put_back, is_models, is_namespace=True)
 
     def _add_slots(self, text: str, each: Any, is_models: bool) -> None:
-        slots = [
-            (name, slot)
-            for kind in type(each).__mro__
-            for name, slot in vars(kind).items()
-            if is_a(slot, MemberDescriptorType) and not name.startswith("__")
-        ]
-        if not slots:
-            return
-
         def read() -> dict[str, Any]:
-            return {name: slot.__get__(each) for name, slot in slots if _is_set(slot, each)}
+            return {name: slot.__get__(each) for name, slot in slots(each).items()}
 
         def put_back(before: dict[str, Any]) -> None:
-            for name, slot in slots:
+            for name, slot in slots(each).items():
                 if name in before:
                     slot.__set__(each, before[name])
 
-        self._add(text, each, read, put_back, is_models, is_namespace=True)
+        if slots(each):
+            self._add(text, each, read, put_back, is_models, is_namespace=True)
 
     def _add_container(self, text: str, each: Any, is_models: bool) -> None:
         base: Any = next(kind for kind in CONTAINERS if is_a(each, kind))
@@ -328,14 +320,6 @@ def _is_same(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(map(is_, a.values(), map(b.get, a)))
     return a == b if isinstance(a, set) else len(a) == len(b) and all(map(is_, a, b))
-
-
-def _is_set(slot: MemberDescriptorType, each: Any) -> bool:
-    try:
-        slot.__get__(each)
-    except AttributeError:
-        return False
-    return True
 
 
 def _defaults(function: FunctionType) -> Iterator[tuple[str, Any]]:

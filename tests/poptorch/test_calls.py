@@ -79,10 +79,8 @@ class Box:
         self.x = x
 
 
-class Closed:
-    """One without a dictionary of its attributes."""
-
-    __slots__ = ("x",)
+class Closed(set):
+    """One of a class that is not only Python's: its attributes are not all there is to it."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x

@@ -146,6 +146,15 @@ class Equal(Scale):
     __hash__ = Scale.__hash__
 
 
+class Slotted(Scale):
+    """One that keeps its attributes in slots."""
+
+    __slots__ = ("by",)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x - self.by
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -155,13 +164,14 @@ class Equal(Scale):
         lambda by: functools.partial(torch.mul, by),
         lambda by: functools.partial(torch.lerp, end=by, weight=0.25),
         lambda by: functools.partial(Scale(by).times, 3),
-        lambda by: SimpleNamespace(functions=[Equal(by)], __call__=None).functions[0],
+        lambda by: SimpleNamespace(times=by),
+        lambda by: Slotted(by),
     ],
-    ids=["object", "comparing", "method", "partial", "keywords", "partial method", "within"],
+    ids=["object", "comparing", "method", "partial", "keywords", "partial method", "namespace", "slots"],
 )
 def test_what_can_be_called_is_taken_apart(make: Callable[[torch.Tensor], Callable[..., torch.Tensor]]) -> None:
     def forward(function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        return function(x) + 1
+        return function(x) + 1 if callable(function) else function.times * x
 
     model = poptorch.inferenceModel(forward)
     x = torch.arange(3.0)

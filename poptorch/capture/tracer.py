@@ -228,7 +228,12 @@ class Tracer:
         self._has_whole = True
         written = whole.writes(given)
         with self.suspended():
-            results = function(*args, **kwargs) if whole.shaped_as is None else whole.shaped_as(**given)
+            try:
+                results = function(*args, **kwargs) if whole.shaped_as is None else whole.shaped_as(**given)
+            except (AssertionError, IndexError, RuntimeError, ValueError):
+                if whole.op not in LOSSES:
+                    raise
+                results = _as_pytorch_says(function, args, kwargs)
         node = self.recorder.node(whole.op, "", given)
         self.recorder.results(node, results)
         for t in written:
@@ -577,6 +582,23 @@ class _Functions(TorchFunctionMode):
             results = func(*args, **kwargs)
             return tracer.loss(results) if any(func is each for each in COMPOSED_LOSSES) else results
         return tracer.function(whole, func, *with_plain_sizes(func, args, kwargs))
+
+
+def _as_pytorch_says(loss: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A loss that is refused for tensors without numbers: what it raises for tensors with numbers, which says what is
+    wrong in its own words. Labels in small integers are refused for the former alone."""
+
+    def zeros(t: torch.Tensor) -> torch.Tensor:
+        return torch.zeros((), dtype=t.dtype).expand(t.shape)
+
+    def labels(t: torch.Tensor) -> torch.Tensor:
+        return t.long() if t.dtype is torch.uint8 else t
+
+    with without_modes():
+        real_args, real_kwargs = pytree.tree_map_only(torch.Tensor, zeros, (args, kwargs))
+        loss(*real_args, **real_kwargs)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, labels, (args, kwargs))
+    return loss(*args, **kwargs)
 
 
 _READING = frozenset(getattr(torch.Tensor, name) for name in ("__array__", "__format__", "data_ptr", "numpy", "tolist"))

@@ -113,7 +113,10 @@ def _shaped_as_gaussian_nll(
     return losses if reduction == "none" else losses.sum()
 
 
-def _shaped_as_ctc(log_probs: torch.Tensor, reduction: str, **others: Any) -> torch.Tensor:
+def _shaped_as_ctc(log_probs: torch.Tensor, targets: torch.Tensor, reduction: str, **others: Any) -> torch.Tensor:
+    batch = log_probs.shape[1] if log_probs.dim() == 3 else 1
+    if targets.dim() not in (1, 2) or (targets.dim() == 2 and len(targets) != batch):
+        raise RuntimeError(f"ctc_loss: the targets have the shape {tuple(targets.shape)}, for a batch of {batch}.")
     losses = log_probs.sum((0, -1))
     return losses if reduction == "none" else losses.sum()
 

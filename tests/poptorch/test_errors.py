@@ -216,3 +216,48 @@ with tempfile.TemporaryDirectory() as folder:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )
     assert "App: load" in {event.get("name") for event in json.loads(shown.stdout)["traceEvents"]}
+
+
+# What losses say
+
+
+F = torch.nn.functional
+
+WRONG_LABELS = [
+    (F.cross_entropy, torch.zeros(3)),
+    (F.cross_entropy, torch.zeros(3, dtype=torch.int16)),
+    (F.cross_entropy, torch.zeros(3, 1, dtype=torch.long)),
+    (F.nll_loss, torch.zeros(3, 4, dtype=torch.long)),
+    (F.multi_margin_loss, torch.zeros(2, dtype=torch.long)),
+    (F.multilabel_margin_loss, torch.zeros(3, 1, dtype=torch.long)),
+    (F.binary_cross_entropy_with_logits, torch.zeros(3, 4, dtype=torch.long)),
+    (F.poisson_nll_loss, torch.zeros(3)),
+    (F.hinge_embedding_loss, torch.zeros(3)),
+    (F.soft_margin_loss, torch.zeros(3)),
+    (F.cosine_embedding_loss, torch.zeros(2)),
+    (F.ctc_loss, torch.zeros(3, 2, dtype=torch.long)),
+]
+
+
+@pytest.mark.parametrize(
+    ("loss", "labels"), WRONG_LABELS, ids=[f"{i}-{row[0].__name__}" for i, row in enumerate(WRONG_LABELS)]
+)
+def test_wrong_labels_give_the_error_of_the_loss(loss: Any, labels: Any) -> None:
+    """Not that of what the loss is made of."""
+
+    def function(x: torch.Tensor, labels: torch.Tensor) -> Any:
+        if loss is F.ctc_loss:
+            return loss(x[:, None], labels, torch.tensor([3]), torch.tensor([2]))
+        return loss(x, x * 2, labels) if loss is F.cosine_embedding_loss else loss(x, labels)
+
+    x = torch.ones(3, 4)
+    with pytest.raises(RuntimeError) as expected:
+        function(x, labels)
+    with pytest.raises(RuntimeError) as found:
+        poptorch.inferenceModel(function)(x, labels)
+    assert str(found.value) == str(expected.value)
+
+
+def test_labels_may_be_bytes() -> None:
+    x, labels = torch.arange(12.0).reshape(3, 4), torch.tensor([1, 0, 3], dtype=torch.uint8)
+    torch.testing.assert_close(poptorch.inferenceModel(F.cross_entropy)(x, labels), F.cross_entropy(x, labels))

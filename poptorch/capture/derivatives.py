@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -118,8 +118,8 @@ def deriving(tracer: Tracer) -> Iterator[list[Application]]:
     def change(function: type) -> None:
         if not function.__module__.startswith("torch."):
             for name, noting in (("forward", noting_forward), ("setup_context", noting_setup)):
-                if isinstance(method := vars(function).get(name), staticmethod):
-                    other = staticmethod(noting(method.__func__))
+                if isinstance(method := vars(function).get(name), staticmethod | classmethod):
+                    other = _replaced(method, noting)
                     changed.append((function, name, method, other))
                     setattr(function, name, other)
 
@@ -132,6 +132,13 @@ def deriving(tracer: Tracer) -> Iterator[list[Application]]:
         for function, name, method, other in changed:
             if vars(function).get(name) is other:  # and `forward` has not replaced it
                 setattr(function, name, method)
+
+
+def _replaced(method: Any, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+    """A static method, or one of a class, with another function of its own one in its place."""
+    if isinstance(method, staticmethod):
+        return staticmethod(by(method.__func__))
+    return classmethod(lambda kind, *args, **kwargs: by(partial(method.__func__, kind))(*args, **kwargs))
 
 
 @contextmanager

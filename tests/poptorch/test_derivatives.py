@@ -154,6 +154,24 @@ def _overwritten(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return y.add_(1).mul_(Exponential.apply(w))
 
 
+class OfClass(Function):
+    """Whose functions are those of its class, and of what derives from it."""
+
+    factor = 2
+
+    @classmethod
+    def forward(cls, ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * cls.factor
+
+    @classmethod
+    def backward(cls, ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return g * cls.factor**2
+
+
+class OfDerived(OfClass):
+    factor = 3
+
+
 def _defined(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     class Doubled(Function):
         @staticmethod
@@ -191,6 +209,7 @@ USES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
         lambda x: Reversed.apply(x) * w, h, use_reentrant=True
     ),
     "defined while it runs": _defined,
+    "of a class": lambda h, w: OfClass.apply(h) * OfDerived.apply(w),
     "differentiates itself": lambda h, w: Recomputed.apply(lambda x, w: torch.tanh(x * w), h, w),
 }
 

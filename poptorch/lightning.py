@@ -33,13 +33,16 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, IterableDataset
 
 from poptorch.base.logging_ import logger
+from poptorch.base.replica_groups import ReplicaGroups
 from poptorch.data.loader import DataLoader
+from poptorch.enums import PartialBatch
 from poptorch.errors import createPoptorchError
 from poptorch.options import Options
 from poptorch.program.batching import Batching
 from poptorch.run.devices import ipuHardwareIsAvailable
 from poptorch.run.executor import PoplarExecutor
 from poptorch.run.lightning_steps import Step
+from poptorch.run.own_options import for_fewer_rows
 from poptorch.run.wrapping import inferenceModel, trainingModel
 
 __all__ = ["IPUAccelerator", "IPUStrategy"]
@@ -383,6 +386,8 @@ class IPUStrategy(SingleDeviceStrategy):
             self._end_training()
             options = _without_optimizer(options)
         (batch, *indices), calls = args, Batching.of(options, trains).factor
+        if not trains and any(t.shape[:1].numel() % calls for t in pytree.tree_leaves(batch) if _is_tensor(t)):
+            options, calls = for_fewer_rows(options, Batching(1, 1, ReplicaGroups(1))), 1
         indices += kwargs.values()
         inputs = (batch, *(torch.full((calls,), index, dtype=torch.int32) for index in indices))
         key = name if trains else (name, *_shapes(inputs))
@@ -404,6 +409,10 @@ class IPUStrategy(SingleDeviceStrategy):
         return {**result, "loss": result["loss"].mean()} if isinstance(result, Mapping) else result.mean()
 
 
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
 def _without_optimizer(options: Options) -> Options:
     """Options with which the same rows are seen in the same micro-batches, by a program that only runs the module."""
     options = options.clone()
@@ -421,7 +430,7 @@ def _shapes(inputs: Any) -> tuple[Any, ...]:
 def _loader(loader: torch.utils.data.DataLoader[Any], options: Options, is_training: bool) -> DataLoader:
     """The same elements in the same order, in batches for a whole call.
 
-    A program that trains has one shape: it leaves out what remains at the end.
+    Training leaves out what remains at the end where a call takes several micro-batches.
     """
     loading: dict[str, Any] = {
         "num_workers": loader.num_workers,
@@ -435,13 +444,16 @@ def _loader(loader: torch.utils.data.DataLoader[Any], options: Options, is_train
     if loader.num_workers:
         loading["prefetch_factor"] = loader.prefetch_factor
     batches = loader.batch_sampler
+    drops = is_training and (
+        Batching.of(options, is_training).factor > 1 or options.partial_batch is PartialBatch.Refuse
+    )
     if batches is not None and type(batches) is not BatchSampler:
-        return DataLoader(options, loader.dataset, batch_sampler=batches, drop_last=is_training, **loading)
+        return DataLoader(options, loader.dataset, batch_sampler=batches, drop_last=drops, **loading)
     if batches is None:
         return DataLoader(options, loader.dataset, None, sampler=_sampler(loader, loader.sampler), **loading)
-    if is_training and not batches.drop_last:
+    if drops and not batches.drop_last:
         logger.info("Trainer: training leaves out what remains of the data set and is no whole batch.")
-    loading["drop_last"] = is_training or batches.drop_last
+    loading["drop_last"] = drops or batches.drop_last
     return DataLoader(options, loader.dataset, batches.batch_size, sampler=_sampler(loader, batches.sampler), **loading)
 
 

@@ -114,7 +114,8 @@ class SmallerBatches:
             if run is not runs[-1]:
                 program.write_back(tensors, results[-1])
                 continue
-            joined = results[0] if len(runs) == 1 else self._joined(program, results)
+            assert isinstance(self._whole, Compiled)
+            joined = results[0] if len(runs) == 1 else self._joined(self._whole, results)
             result = program.rebuilt(tensors, joined, objects)
             self._whole.anchored = program.anchored
         return result
@@ -149,15 +150,15 @@ class SmallerBatches:
                 self._whole.write_lasting(program.lasting())
             self._versions[id(program)] = self._whole.version
 
-    def _joined(self, program: Compiled, parts: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
+    def _joined(self, whole: Compiled, parts: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
         """The results of runs, as those of one; of arguments that are overwritten, those of the last run."""
         anchors = self._options.anchored_tensors
-        results = program.results[: len(program.results) - len(program.rewritten)]
+        results = whole.results[: len(whole.results) - len(whole.rewritten)]
         joined: list[torch.Tensor] = []
         for result, *values in zip(results, *parts, strict=False):
             mode = anchors[result.anchor].output_mode if result.anchor else None
             match self._options.output_mode if mode is None else mode:
-                case OutputMode.All:
+                case _ if result.count > 1:  # each micro-batch has one
                     joined.append(torch.cat([torch.atleast_1d(value) for value in values]))
                 case OutputMode.Sum if len({value.shape for value in values}) == 1:
                     joined.append(torch.stack(values).sum(0, dtype=values[0].dtype))

@@ -312,6 +312,20 @@ LOADERS = {
 }
 
 
+def test_incomplete_batches(tmp_path: Path) -> None:
+    """They are trained on, too, and evaluated whatever number of rows a call takes."""
+    found = []
+    for accelerator in "cpu", "ipu":
+        strategy = {"strategy": IPUStrategy(inference_opts=poptorch.Options().deviceIterations(3))}
+        net = module()
+        run = trainer(tmp_path, accelerator=accelerator, **strategy if accelerator == "ipu" else {})
+        run.fit(net, loader(6, rows=20))
+        predicted = torch.cat(run.predict(net, loader(2, rows=17)))
+        found.append((net.state_dict(), dict(run.callback_metrics), run.global_step, predicted))
+    assert found[1][2] == found[0][2] == 8
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("which", LOADERS)
 def test_loaders_with_batch_samplers(tmp_path: Path, which: str) -> None:
     found = []

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch._higher_order_ops.flex_attention import flex_attention
 
+from poptorch.capture.places import overlaps, turns
 from poptorch.capture.torch_private import without_modes
 
-__all__ = ["COMPOSED", "packed"]
+__all__ = ["COMPOSED", "in_turns", "packed"]
 
 
 def _flex_attention(
@@ -130,6 +131,38 @@ def packed(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., t
             if dropout and train and layer + 1 < num_layers:
                 data = torch.nn.functional.dropout(data, dropout)
         return data, *(torch.cat(kind) for kind in zip(*states, strict=True))
+
+    return run
+
+
+_ONE_BY_ONE = 2**15
+"""How many elements PyTorch changes in order: it divides more among threads."""
+
+_TURNS = 64
+"""How many turns are written down. What has been expanded far is changed once, as if all of its copies were alike."""
+
+
+def in_turns(op: torch._ops.OpOverload, t: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+    """An op that changes a tensor in place, for one that overlaps itself; `None` for others.
+
+    Where several elements are one number, PyTorch changes it by one after the other. (Ops of one element at a time it
+    does not let change what has been expanded.)
+    """
+    if not overlaps(t.shape, t.stride()) or t.numel() > _ONE_BY_ONE:
+        return None
+    if torch.Tag.pointwise in op.tags and 0 in t.stride():
+        return None
+    found = turns(t.shape, t.stride())
+    if len(found) > _TURNS:
+        return None
+
+    def run(t: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        for elements in found:
+            changed = op(t.clone(), *args, **kwargs)
+            with without_modes():
+                place = torch.from_numpy(elements)
+            t.copy_(torch.where(place < 0, t, changed.take(place.clamp(min=0))))
+        return t
 
     return run
 

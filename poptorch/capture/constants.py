@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from poptorch.capture.places import overwrite
 from poptorch.capture.torch_private import without_modes, written_arguments
 from poptorch.capture.trace import LOOKED_AT, Data, Node, Value, View, values_in
 from poptorch.capture.whole import WHOLE
@@ -121,7 +122,7 @@ def _results(node: Node, known: Mapping[Value, torch.Tensor]) -> list[torch.Tens
         return [given["x"]]
     if node.op == "poptorch.put":
         base, content, view = given["base"].clone(), given["content"], given["view"]
-        _view(view, base).copy_(content)
+        overwrite(_view(view, base), content)
         return [base]
     if node.op in _FUNCTIONS:
         results = [_FUNCTIONS[node.op](**given)]

@@ -23,6 +23,7 @@ from poptorch.capture.frozen import Frozen
 from poptorch.capture.gradient_hooks import hooks_of, noting_hooks
 from poptorch.capture.host_state import HostState
 from poptorch.capture.modules import averaging, recurrent_in_any_dtype
+from poptorch.capture.places import Place
 from poptorch.capture.recorder import Recorder
 from poptorch.capture.seeding import seeding
 from poptorch.capture.torch_private import (
@@ -79,7 +80,7 @@ class Captured:
 
 def capture(
     forward: Callable[[list[torch.Tensor]], Any],
-    tensors: Sequence[torch.Tensor],
+    places: Sequence[Place],
     module: torch.nn.Module | None,
     *,
     ambient: Ambient,
@@ -99,7 +100,7 @@ def capture(
 
     Args:
         forward: the function, of a list of tensors.
-        tensors: tensors of the shapes and dtypes that it is to be given.
+        places: the shapes and dtypes of the tensors that it is to be given, and where in memory these are.
         module: the module whose parameters and buffers it uses, if any. It is afterwards as it was before.
         ambient: the placement that holds.
         lowered: whether there is a lowering for an op of this name and overload.
@@ -117,7 +118,7 @@ def capture(
 
     def once(keeps_whole: bool) -> Captured:
         tracer = Tracer(ambient, lowered, excludes, keeps_whole, module, cuts)
-        return _capture(tracer, forward, tensors, module, flatten, grouped, with_scopes, cuts, derives, function)
+        return _capture(tracer, forward, places, module, flatten, grouped, with_scopes, cuts, derives, function)
 
     try:
         return once(keeps_whole=True)
@@ -129,7 +130,7 @@ def capture(
 def _capture(
     tracer: Tracer,
     forward: Callable[[list[torch.Tensor]], Any],
-    tensors: Sequence[torch.Tensor],
+    places: Sequence[Place],
     module: torch.nn.Module | None,
     flatten: Callable[[Any], list[torch.Tensor]],
     grouped: Collection[str],
@@ -145,7 +146,7 @@ def _capture(
 
     state = dict(_tensors_of(module))
     fakes = {key: tracer.fake(_first_row(t) if key in grouped else t) for key, t in state.items()}
-    inputs = [tracer.fake(t.detach()) for t in tensors]
+    inputs = list(map(tracer.fake_in, places))
     input_values = [recorder.new_input(t) for t in inputs]
     state_values: dict[str, Value] = {}
     by_tensor: dict[int, Value] = {}

@@ -12,18 +12,21 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
+from math import prod
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
 from poptorch.base.logging_ import logger
 from poptorch.capture.constants import made_of, numbers_of
 from poptorch.capture.frozen import Frozen, found, is_users
+from poptorch.capture.places import Place, offsets_of, views_between
 from poptorch.capture.stand_ins import StandIn
 from poptorch.capture.torch_private import FakeTensor, become, forget_history, storage_key, without_modes
 from poptorch.capture.trace import LOOKED_AT, Data, Node, Trace, Value, View, values_in, with_values
@@ -34,25 +37,12 @@ from popxl.base.source import SourceLocation
 __all__ = ["APPLICATION", "LOOKED_AT", "Data", "Recorder", "View", "below"]
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where in a storage the numbers of a tensor are."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @staticmethod
-    def of(t: torch.Tensor) -> _Place:
-        return _Place(tuple(t.shape), t.stride(), int(t.storage_offset()))
-
-
 @dataclass(eq=False)
 class _Cell:
     """A storage: what it holds now, as a tensor in which place, and how often it was overwritten. It keeps it alive."""
 
     base: torch.Tensor
-    place: _Place
+    place: Place
     value: Value
     says_no: bool = True
     """Whether PyTorch knows of a tensor that looks at it, and needs no gradient, that none flow through it."""
@@ -193,7 +183,7 @@ class Recorder:
             seen = self._unknown(t)
         if seen.version == seen.cell.version:
             return self._here(seen.value)
-        value = self._looked_at(seen)[-1]
+        value = self._looked_at(seen.cell, seen.lens)[-1]
         if self._is_own(seen.cell.value):
             seen.value, seen.version = value, seen.cell.version
         return value
@@ -273,8 +263,14 @@ class Recorder:
         seen = self._seen[id(t)]
         cell = seen.cell
         self._check_own(t, cell.value)
+        if cell.place.overlaps:
+            self._store(cell)
+        lens = seen.lens
+        if any(view.repeats for view in lens):  # on the way back the old copies would come after the new number
+            is_detached = any(view.op == "aten.detach" for view in lens)
+            lens = (*[_detached(cell.value)] * is_detached, *views_between(cell.place, Place.of(t)))
         content = value
-        for view, base in reversed(list(zip(seen.lens, self._looked_at(seen), strict=False))):
+        for view, base in reversed(list(zip(lens, self._looked_at(cell, lens), strict=False))):
             node = self.node("poptorch.put", "", {"base": base, "content": content, "view": view})
             content = self.result(node, base.shape, base.dtype)
         keeps_history = cell.base.requires_grad and not torch.is_grad_enabled() and not _is_in_own_derivative()
@@ -282,7 +278,7 @@ class Recorder:
             content = self._with_history_of(self._here(cell.value), content)
         cell.value = content
         cell.version += 1
-        if not keeps_history:
+        if not (keeps_history or Place.of(t).overlaps):
             seen.value, seen.version = value, cell.version
         cell.settle()
         self._await(cell, value, t)
@@ -293,8 +289,7 @@ class Recorder:
         self._introduce(t, self._with_history_of(before, content))
 
     def _with_history_of(self, before: Value, content: Value) -> Value:
-        view = View("aten.detach", "default", {"input": LOOKED_AT}, (content.shape,), content.dtype)
-        node = self.node("poptorch.put", "", {"base": before, "content": content, "view": view})
+        node = self.node("poptorch.put", "", {"base": before, "content": content, "view": _detached(content)})
         return self.result(node, content.shape, content.dtype)
 
     def _check_own(self, t: torch.Tensor, value: Value) -> None:
@@ -337,10 +332,10 @@ class Recorder:
             value = inside
         return value
 
-    def _looked_at(self, seen: _Seen) -> list[Value]:
+    def _looked_at(self, cell: _Cell, lens: Sequence[View]) -> list[Value]:
         """What a storage holds, and then what each view on the way to a tensor sees."""
-        values = [self._here(seen.cell.value)]
-        for view in seen.lens:
+        values = [self._here(cell.value)]
+        for view in lens:
             node = self.node(view.op, view.overload, _replaced(view.arguments, LOOKED_AT, values[-1]))
             results = [self.result(node, shape, view.dtype) for shape in view.shapes]
             values.append(results[view.result])
@@ -349,10 +344,33 @@ class Recorder:
     def _introduce(self, t: torch.Tensor, value: Value, says_no: bool = True) -> None:
         """Make a tensor known that has a storage of its own."""
         storage = self._storage(t)
-        cell = self._cells[storage] = _Cell(t, _Place.of(t), value, says_no)
+        cell = self._cells[storage] = _Cell(t, Place.of(t), value, says_no)
         self._all_cells.append(cell)
         self._seen[id(t)] = _Seen(t, cell, (), value, 0)
         self._await(cell, value, t)
+
+    def _store(self, cell: _Cell) -> None:
+        """Have a storage hold each of its numbers once, where the tensor that it was introduced by overlaps itself."""
+        self._check_own(cell.base, cell.value)
+        whole = cell.place
+        offsets, first = np.unique(offsets_of(whole.shape, whole.stride), return_index=True)
+        if len(first) == prod(whole.shape):
+            return
+        step = int(offsets[1]) if len(offsets) > 1 else 1
+        if (np.diff(offsets) != step).any():
+            raise createPoptorchError(
+                f"A tensor of {whole.shape} with the strides {whole.stride} overlaps itself, and has gaps "
+                f"({self.source()}). Make it contiguous before it is overwritten, or looked at in another way."
+            )
+        with without_modes():
+            data = Data(torch.from_numpy(first))
+        index = self.result(self.node("poptorch.constant", "", {"data": data}), first.shape, torch.int64)
+        taken = self.node("aten.take", "default", {"input": cell.value, "index": index})
+        cell.place = replace(whole, shape=first.shape, stride=(step,))
+        cell.value = self.result(taken, first.shape, whole.dtype)
+        for seen in self._seen.values():
+            if seen.cell is cell:
+                seen.lens = (*views_between(cell.place, whole), *seen.lens)
 
     def _await(self, cell: _Cell, value: Value, t: torch.Tensor, says_no: bool = True) -> None:
         """Have it noted later whether gradients flow through a value, if PyTorch is to know that.
@@ -386,12 +404,9 @@ class Recorder:
                 self.frozen.append(frozen)
                 self._of_host[node] = frozen
             return self._seen[id(t)]
-        if any(of(t) != of(cell.base) for of in (torch.is_complex, torch.is_conj, torch.is_neg)):
-            raise createPoptorchError(
-                f"A tensor of {t.dtype} looks at the memory of one of {cell.base.dtype}, or at its conjugates "
-                f"({self.source()}), in a way that is not seen. Use `clone()`, `view_as_real` or `view_as_complex`."
-            )
-        lens = _lens(cell.place, _Place.of(t), t.dtype)
+        if cell.place.overlaps:
+            self._store(cell)
+        lens = views_between(cell.place, Place.of(t))
         seen = self._seen[id(t)] = _Seen(t, cell, lens, cell.value, -1)
         return seen
 
@@ -512,7 +527,7 @@ class Recorder:
         is_same = node.op == "aten.detach" and not looked_at.requires_grad
         for i, t in enumerate(results):
             value = self.result(node, shapes[i], t.dtype)
-            view = View(node.op, node.overload, place, shapes, t.dtype, i)
+            view = View(node.op, node.overload, place, shapes, t.dtype, i, Place.of(t).overlaps)
             lens = base.lens if is_same else (*base.lens, view)
             self._seen[id(t)] = _Seen(t, base.cell, lens, value, base.cell.version)
             # Nor does it say anything of what PyTorch keeps for its backward pass, such as the mean of a norm.
@@ -673,32 +688,8 @@ def below(base: type[Any]) -> Iterator[type[Any]]:
         yield from below(derived)
 
 
-def _lens(base: _Place, seen: _Place, dtype: torch.dtype) -> tuple[View, ...]:
-    """The views that lead from what a storage holds to what another tensor sees there.
-
-    Raises:
-        poptorch.Error: if that is not written down: the storage has numbers that are not in its value.
-    """
-    if seen == base:
-        return ()
-    order = tuple(sorted(range(len(base.shape)), key=lambda d: (-base.stride[d], d)))
-    dense = torch.empty([base.shape[d] for d in order], device="meta")
-    strides = tuple(base.stride[d] for d in order)
-    last = sum((size - 1) * stride for size, stride in zip(seen.shape, seen.stride, strict=True))
-    begin = seen.offset - base.offset
-    if any(s != d and n > 1 for s, d, n in zip(strides, dense.stride(), dense.shape, strict=True)) or not (
-        0 <= begin and begin + last < dense.numel()
-    ):
-        raise createPoptorchError(
-            f"A tensor of shape {seen.shape} with the strides {seen.stride}, from {seen.offset} on, looks at memory of "
-            f"one of shape {base.shape} with the strides {base.stride}, which ends before, or has gaps there. Make the "
-            "latter contiguous, or use `view`, `select` and slices."
-        )
-    place = {"size": seen.shape, "stride": seen.stride, "storage_offset": begin}
-    strided = View("aten.as_strided", "default", {"input": LOOKED_AT, **place}, (seen.shape,), dtype)
-    if order == tuple(range(len(order))):
-        return (strided,)
-    return (View("aten.permute", "default", {"input": LOOKED_AT, "dims": order}, (tuple(dense.shape),), dtype), strided)
+def _detached(value: Value) -> View:
+    return View("aten.detach", "default", {"input": LOOKED_AT}, (value.shape,), value.dtype)
 
 
 def _replaced(arguments: Any, one: Any, by: Any) -> Any:

@@ -25,6 +25,7 @@ from torch.jit._state import _try_get_jit_cached_function
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 from torch.nn.utils.stateless import _reparametrize_module as with_tensors
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
@@ -50,6 +51,7 @@ __all__ = [
     "in_transform",
     "is_wrapped",
     "one_by_one",
+    "shares_storage",
     "storage_key",
     "uncompiled",
     "unlogged_errors",
@@ -218,6 +220,17 @@ def with_weight(function: Callable[..., Any], named: dict[str, Any]) -> dict[str
 def storage_key(t: torch.Tensor) -> int:
     """The same for tensors that share their storage, as long as one of them lives."""
     return int(t.untyped_storage()._cdata)
+
+
+def shares_storage(t: Any, given: Any) -> bool:
+    """Whether something is a tensor that shares its storage with one of those that are given, in any structure."""
+    if not _has_storage(t):
+        return False
+    return any(_has_storage(each) and storage_key(each) == storage_key(t) for each in pytree.tree_leaves(given))
+
+
+def _has_storage(t: Any) -> bool:
+    return isinstance(t, torch.Tensor) and t.layout is torch.strided
 
 
 def become(t: torch.Tensor, other: torch.Tensor) -> bool:

@@ -73,7 +73,11 @@ LOOKED_AT = object()
 
 @dataclass(frozen=True)
 class View:
-    """One step of a lens: the op that makes views of `LOOKED_AT`, and which of these it is."""
+    """One step of a lens: the op that makes views of `LOOKED_AT`, and which of these it is.
+
+    Attributes:
+        repeats: whether the view overlaps itself, so that it has numbers of what it looks at more than once.
+    """
 
     op: str
     overload: str
@@ -81,6 +85,7 @@ class View:
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     result: int = 0
+    repeats: bool = False
 
 
 @dataclass(eq=False)

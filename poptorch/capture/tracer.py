@@ -19,12 +19,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from poptorch.base.structures import structure_of
-from poptorch.capture.composed import COMPOSED
+from poptorch.capture.composed import COMPOSED, in_turns
 from poptorch.capture.cuts import Cuts
 from poptorch.capture.devices import ASKING, HOST, IPU, LIKE_ANOTHER, on_cpu
 from poptorch.capture.frozen import is_users
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.indexing import getitem, setitem
+from poptorch.capture.places import Place
 from poptorch.capture.recorder import Recorder
 from poptorch.capture.seeding import Remade
 from poptorch.capture.torch_private import (
@@ -37,6 +38,7 @@ from poptorch.capture.torch_private import (
     hears_functions,
     in_transform,
     is_wrapped,
+    shares_storage,
     with_weight,
     without_modes,
     written_arguments,
@@ -70,6 +72,11 @@ CANNOT_READ = (
 )
 """What is said where a model reads a number."""
 
+
+_NOT_A_VIEW = (
+    "view size is not compatible with input tensor's size and stride (at least one dimension spans across two "
+    "contiguous subspaces). Use .reshape(...) instead."
+)
 
 _NARROWED = frozenset({"torch.linear", "torch.matmul", "torch.scaled_dot_product_attention"})
 """Functions that `torch.autocast` computes in the narrower type, and that are kept whole in it."""
@@ -117,6 +124,14 @@ class Tracer:
     def fake(self, t: torch.Tensor) -> torch.Tensor:
         """A tensor like another one, without numbers; the same one for the same tensor."""
         return self._fake.from_tensor(t)
+
+    def fake_in(self, place: Place) -> torch.Tensor:
+        """A tensor without numbers, in some place of a storage of its own."""
+        steps = zip(place.shape, place.stride, strict=True)
+        extent = place.offset + 1 + sum((size - 1) * stride for size, stride in steps)
+        with self._fake:
+            memory = torch.empty(max(extent, 0), dtype=place.dtype)
+            return memory.as_strided(place.shape, place.stride, place.offset).detach()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -225,7 +240,6 @@ class Tracer:
             return function(*args, **kwargs)
         if given.pop("inplace", False):
             return given["input"].copy_(self.function(whole, function, (), given))
-        self._has_whole = True
         written = whole.writes(given)
         with self.suspended():
             try:
@@ -234,6 +248,9 @@ class Tracer:
                 if whole.op not in LOSSES:
                     raise
                 results = _as_pytorch_says(function, args, kwargs)
+        if any(shares_storage(t, given) for t in pytree.tree_leaves(results)):  # a view, or the argument itself
+            return function(*args, **kwargs)
+        self._has_whole = True
         node = self.recorder.node(whole.op, "", given)
         self.recorder.results(node, results)
         for t in written:
@@ -334,9 +351,16 @@ class Tracer:
         if written and name not in _OVERWRITING and not name.endswith("__"):
             name = name.removesuffix("_")
         is_part = self._derives and op in NORMS  # its statistics are functions of the input, to derivatives
-        if (is_part or not self._lowered(name, op._overloadname)) and (made_of := decomposition(op)) is not None:
+        moves = torch.Tag.inplace_view in op.tags
+        changes = [*written] == ["input"] and not moves and name not in _OVERWRITING
+        made_of = in_turns(op, args[0]) if changes else None
+        if made_of is None and (is_part or not self._lowered(name, op._overloadname)):
+            made_of = decomposition(op)
+        if made_of is not None:
             with self.recorder.parts() as whole, self._ops:
                 results = made_of(*args, **kwargs)
+                if all(result.alias_info is None for result in op._schema.returns):  # where the parts give a view
+                    results = pytree.tree_map(lambda t: t.clone() if shares_storage(t, given) else t, results)
                 made = results[:1] if is_part else results
                 whole += [t for t in pytree.tree_leaves([made, *written.values()]) if isinstance(t, torch.Tensor)]
             if results is not NotImplemented:
@@ -344,12 +368,15 @@ class Tracer:
         plain = [t for t in pytree.tree_leaves(written) if not isinstance(t, FakeTensor)]
         try:
             results = self._on_stand_ins(op, args, kwargs, plain) if plain else op(*args, **kwargs)
+        except ValueError:
+            if op is torch.ops.aten.view.default:  # as PyTorch says it of tensors that have numbers
+                raise RuntimeError(_NOT_A_VIEW) from None
+            raise
         except UNREADABLE:
             results = self._known(op, args, kwargs)
             if results is None and not self._may_cut:
                 raise
             return self._made_by_host(op, args, kwargs) if results is None else results
-        moves = torch.Tag.inplace_view in op.tags
         if moves:
             self.recorder.moved(args[0])
         if moves or name == "aten.as_strided":

@@ -14,6 +14,7 @@ from jax import lax
 from torch.utils import _pytree as pytree
 
 import popxl
+from poptorch.capture.places import overlaps, written_last
 from poptorch.capture.recorder import LOOKED_AT, Data, View
 from poptorch.lowering.complex import PUT_BACK
 from poptorch.lowering.emission import emission
@@ -175,8 +176,8 @@ def strided(base: Any, *, size: tuple[int, ...], stride: tuple[int, ...], offset
 @lowers("poptorch.put")
 def put(base: popxl.Tensor, content: popxl.Tensor, view: View) -> popxl.Tensor:
     """A tensor in which what a view sees has been replaced."""
-    if view.op == "aten.view" and view.overload == "dtype":
-        return bits(content, dtype=base.dtype)
+    if view.op == "aten.view" and view.overload == "dtype":  # of which PyTorch has no derivative
+        return replaced(base, bits(content, dtype=base.dtype))
     if view.op in PUT_BACK:
         return PUT_BACK[view.op](content)
     if view.op == "aten.detach":
@@ -233,8 +234,11 @@ def slice_update(base: Any, content: Any, *, axis: int, start: int, step: int) -
 
 @jax_op(title="StridedUpdate")
 def strided_update(base: Any, content: Any, *, stride: tuple[int, ...], offset: int) -> Any:
-    memory = base.reshape(-1).at[_places(content.shape, stride, offset)]
-    return memory.set(content, unique_indices=True).reshape(base.shape)
+    places = _places(content.shape, stride, offset)
+    if overlaps(content.shape, stride):
+        last, places = written_last(content.shape, stride)
+        places, content = places + offset, content.reshape(-1)[last]
+    return base.reshape(-1).at[places].set(content, unique_indices=True).reshape(base.shape)
 
 
 def _updates(op: str, overload: str) -> None:

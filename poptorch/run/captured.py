@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from poptorch.capture.constants import numbers_of
 from poptorch.capture.cuts import Cuts
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.model import Captured, capture
+from poptorch.capture.places import Place
 from poptorch.capture.recorder import Data
 from poptorch.capture.trace import Node, Trace, Value, with_values
 from poptorch.errors import createPoptorchError
@@ -28,13 +29,14 @@ from poptorch.run.arguments import Signature
 from poptorch.run.hooks import substituting
 from poptorch.run.weights import hook_problem
 
-__all__ = ["captured_model", "constant_of", "host_functions_of"]
+__all__ = ["captured_model", "constant_of", "host_functions_of", "places_of"]
 
 
 def captured_model(
     model: Callable[..., Any],
     module: torch.nn.Module | None,
     signature: Signature,
+    places: Sequence[Place],
     batching: Batching,
     options: Options,
     training: bool,
@@ -46,6 +48,7 @@ def captured_model(
     """A model, captured for arguments with such tensors, and found to be one that can be compiled; and its answer.
 
     Args:
+        places: where in memory the tensors of a micro-batch are; see `places_of`.
         told: the warnings of tensors of the host that have been given; it is filled.
         has_fewer_rows: the program is for fewer rows than another one, which the options allowed.
 
@@ -53,10 +56,6 @@ def captured_model(
         poptorch.Error: if it does nothing with tensors, or something that no program does; if its blocks or overlapped
             transfers do not fit the options.
     """
-    micro_batch = [
-        torch.empty(batching.micro_batch_shape(leaf.shape, leaf.name), dtype=leaf.dtype) for leaf in signature.leaves
-    ]
-
     answers: list[Answer] = []  # of the last time that it ran, as it may have to run again
 
     def forward(tensors: list[torch.Tensor]) -> Any:
@@ -71,7 +70,7 @@ def captured_model(
     with substituting(), capturing(options.execution_strategy) as ambient:
         captured = capture(
             forward,
-            micro_batch,
+            places,
             module,
             ambient=ambient,
             lowered=has_lowering,
@@ -104,6 +103,17 @@ def captured_model(
     if not has_fewer_rows:  # there may be too few for all stages of a pipeline
         check_placement([node.site for node in captured.trace.nodes], options, training)
     return captured, answers[0]
+
+
+def places_of(tensors: Sequence[torch.Tensor], signature: Signature, batching: Batching) -> list[Place]:
+    """Where in memory the first micro-batch is of tensors that are given."""
+    places = []
+    for t, leaf in zip(tensors, signature.leaves, strict=True):
+        shape = batching.micro_batch_shape(leaf.shape, leaf.name)
+        if t.layout is not torch.strided:
+            t = torch.empty(leaf.shape, device="meta")
+        places.append(Place(shape, t.stride(), int(t.storage_offset()), leaf.dtype))
+    return places
 
 
 _told: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()

@@ -17,12 +17,13 @@ from poptorch.base.carried import LookedAt
 from poptorch.capture.attributes import Attributes
 from poptorch.capture.cuts import Cuts
 from poptorch.capture.model import Captured
+from poptorch.capture.places import Place
 from poptorch.options import Options
 from poptorch.program.batching import Batching
 from poptorch.program.program import Returned
 from poptorch.run import weights
 from poptorch.run.arguments import Signature
-from poptorch.run.captured import captured_model
+from poptorch.run.captured import captured_model, places_of
 from poptorch.run.compiled import Compiled
 from poptorch.run.host_model import HostModel
 from poptorch.run.in_parts import InParts, Way
@@ -85,16 +86,22 @@ def compiled_model(
     micro_batches = batching.micro_batches * batching.groups.replicas
     call, module, grouped, training = model.call, model.module, list(model.grouped), update is not None
 
+    places: list[Place] = []  # of the arguments
+
     def capture(signature: Signature, tensors: Sequence[torch.Tensor], answers: Sequence[Any]) -> Way:
         cuts = Cuts(tensors, answers, training, micro_batches) if options.kept_programs > 1 else None
         captured, answer = captured_model(
-            call, module, signature, batching, options, training, grouped, cuts, model.told, has_fewer_rows
+            call, module, signature, places, batching, options, training, grouped, cuts, model.told, has_fewer_rows
         )
         return Way(captured, answer, () if cuts is None else cuts.found)
 
+    def capture_first(signature: Signature) -> Way:
+        tensors = signature.check(args, kwargs)
+        places[:] = places_of(tensors, signature, batching)
+        return capture(signature, tensors, ())
+
     signature, way = _hiding(
-        partial(Signature, model.forward, args, kwargs, carries_numbers=carries_numbers),
-        lambda signature: capture(signature, signature.check(args, kwargs), ()),
+        partial(Signature, model.forward, args, kwargs, carries_numbers=carries_numbers), capture_first
     )
     if not has_fewer_rows:
         signature.tell_of_dicts()
@@ -185,7 +192,9 @@ def carries(
         return False
 
     def capture(signature: Signature) -> Way:
-        of_model = model.call, model.module, signature, compiled.batching, options, training, list(model.grouped)
+        batching = compiled.batching
+        places = places_of(signature.check(args, kwargs), signature, batching)
+        of_model = model.call, model.module, signature, places, batching, options, training, list(model.grouped)
         return Way(*captured_model(*of_model, told=model.told), cuts=())
 
     signature, way, _ = _hidden(signature_of, capture)

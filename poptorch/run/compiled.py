@@ -25,6 +25,7 @@ from poptorch.base.structures import Structure
 from poptorch.capture.frozen import Frozen
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.model import Captured
+from poptorch.capture.places import overwrite
 from poptorch.capture.trace import Value
 from poptorch.enums import OutputMode
 from poptorch.errors import Error, createPoptorchError
@@ -369,7 +370,7 @@ class Compiled:
             for i, rows in zip(self.rewritten, results[self._count + len(self._anchors) :], strict=True):
                 if tensors[i].shape != rows.shape:  # the `out` of a function, which gives it another
                     tensors[i].data = torch.empty(rows.shape, dtype=tensors[i].dtype)
-                tensors[i].copy_(rows)
+                overwrite(tensors[i], rows)
 
     def _zeros(self, outputs: Any) -> dict[popxl.DeviceToHostStream, np.ndarray]:
         """Wait for a run, and take zeros for what it has made: a read of it would be a transfer."""

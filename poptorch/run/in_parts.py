@@ -29,6 +29,7 @@ from poptorch.base.logging_ import logger
 from poptorch.base.structures import Structure
 from poptorch.capture.cuts import Cut
 from poptorch.capture.model import Captured
+from poptorch.capture.places import overwrite
 from poptorch.capture.trace import Node, Trace, Value
 from poptorch.errors import createPoptorchError
 from poptorch.options import Options
@@ -424,7 +425,7 @@ class InParts:
             rewritten = [(i, numbers(value)) for i, value in captured.written_inputs.items()]
             results = [numbers(value) for value in captured.trace.outputs]
             for i, content in rewritten:
-                tensors[i].copy_(content)
+                overwrite(tensors[i], content)
         return way.answer.rebuild(results, objects)
 
     # What `Compiled` has --------------------------------------------------------------------------------------------

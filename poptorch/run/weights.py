@@ -25,6 +25,7 @@ from numpy.lib.array_utils import byte_bounds
 from poptorch.base.dtypes import as_array, fitted, from_numpy, to_numpy
 from poptorch.base.logging_ import logger
 from poptorch.base.replica_groups import GroupedParameter
+from poptorch.capture.places import overwrite
 from poptorch.errors import Error, createPoptorchError
 
 __all__ = [
@@ -145,7 +146,7 @@ def _write(tensors: Mapping[str, torch.Tensor], arrays: Mapping[str, np.ndarray]
         if new.shape != tensor.shape:  # one row for each replica, from now on
             tensor.data = new.to(tensor.dtype, copy=True)
         else:
-            tensor.data.copy_(new)
+            overwrite(tensor.data, new)
 
 
 def _check_names(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> None:

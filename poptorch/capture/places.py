@@ -1,0 +1,216 @@
+"""`Place`: where in a storage the numbers of a tensor are, and `views_between`: the views from one such to another.
+
+PyTorch knows of each tensor which numbers of its storage it looks at. A value of a trace has numbers, and no storage: a
+view of it is an op that arranges its numbers as a tensor elsewhere in the storage sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from poptorch.capture.trace import LOOKED_AT, View
+from poptorch.errors import createPoptorchError
+
+__all__ = ["Place", "offsets_of", "overlaps", "overwrite", "turns", "views_between", "written_last"]
+
+
+def offsets_of(size: Sequence[int], stride: Sequence[int]) -> np.ndarray:
+    """Where in the storage the elements of a tensor are, counted from its first one; in its shape."""
+    steps = zip(np.indices(size, sparse=True), stride, strict=True)
+    return sum((index * step for index, step in steps), start=np.zeros(size, np.int64))
+
+
+def overlaps(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements of a tensor may be one number of its storage, as the steps of a dimension lie within another."""
+    if 0 in size:
+        return False
+    extent = 1
+    for step, count in sorted((step, count) for step, count in zip(stride, size, strict=True) if count > 1):
+        if step < extent:
+            return True
+        extent += (count - 1) * step
+    return False
+
+
+def written_last(size: Sequence[int], stride: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Which elements of a tensor that may overlap itself stay when all are written, and where in the storage they are.
+
+    PyTorch writes with the dimension of the longest step outermost, and of two with equal steps the longer one.
+
+    Returns:
+        The elements, counted in the order of the tensor; and their offsets, which increase.
+    """
+    order = _order(size, stride)
+    offsets, last = np.unique(offsets_of(size, stride).ravel()[order][::-1], return_index=True)
+    return order[::-1][last], offsets
+
+
+def turns(size: Sequence[int], stride: Sequence[int]) -> list[np.ndarray]:
+    """The turns in which PyTorch changes, in place, a tensor that may overlap itself: each number once a turn at most.
+
+    Returns:
+        For each turn and each element, the element that changes the number that both are; -1 where none does.
+    """
+    order, offsets = _order(size, stride), offsets_of(size, stride).ravel()
+    _, number, counts = np.unique(offsets, return_inverse=True, return_counts=True)
+    by_number = order[np.argsort(number[order], kind="stable")]  # the elements of the first number, of the next, ...
+    starts = np.cumsum(counts) - counts
+    found = []
+    for turn in range(counts.max()):
+        element = by_number[np.minimum(starts + turn, len(order) - 1)]
+        found.append(np.where(turn < counts, element, -1)[number].reshape(size))
+    return found
+
+
+def _order(size: Sequence[int], stride: Sequence[int]) -> np.ndarray:
+    """The elements of a tensor in the order in which PyTorch writes them."""
+    dims = sorted(range(len(size)), key=lambda d: (-stride[d], -size[d], d))
+    return np.arange(prod(size)).reshape(size).transpose(dims).ravel()
+
+
+def overwrite(t: torch.Tensor, numbers: torch.Tensor) -> None:
+    """Write numbers into a tensor, also where `copy_` refuses to, as the tensor overlaps itself."""
+    if not overlaps(t.shape, t.stride()):
+        t.copy_(numbers)
+        return
+    last, offsets = written_last(t.shape, t.stride())
+    memory = t.as_strided((int(offsets[-1]) + 1,), (1,))
+    memory[torch.from_numpy(offsets)] = numbers.reshape(-1)[torch.from_numpy(last)].to(t.dtype)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a storage the numbers of a tensor are.
+
+    Attributes:
+        shape: of the tensor.
+        stride, offset: as PyTorch has them, counted in elements.
+        dtype: of the elements.
+        is_conj, is_neg: whether the tensor stands for their conjugates, or for their negatives.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    is_conj: bool = False
+    is_neg: bool = False
+
+    @classmethod
+    def of(cls, t: torch.Tensor) -> Place:
+        """The place of a tensor."""
+        return cls(tuple(t.shape), t.stride(), int(t.storage_offset()), t.dtype, t.is_conj(), t.is_neg())
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether elements may be one number of the storage."""
+        return overlaps(self.shape, self.stride)
+
+
+def views_between(base: Place, seen: Place) -> tuple[View, ...]:
+    """The views that lead from the tensor in one place to a tensor in another place of the same storage.
+
+    Args:
+        base: the place of what is looked at. It does not overlap itself.
+        seen: the other one.
+
+    Raises:
+        poptorch.Error: if numbers are seen that are not in `base`, or are taken for what no view makes of them.
+    """
+    if seen == base:
+        return ()
+    order = sorted(range(len(base.shape)), key=lambda d: (-base.stride[d], d))
+    shape = [base.shape[d] for d in order]
+    views = [] if order == sorted(order) else [_view("permute", {"dims": tuple(order)}, shape, base.dtype)]
+    now = replace(base, shape=tuple(shape), stride=tuple(base.stride[d] for d in order))
+    casts, now = _taken_for(now, seen.dtype)
+    strided = _strided(now, seen)
+    if now.dtype != seen.dtype or base.is_conj or base.is_neg or strided is None:
+        seen_as, held_as = ("", "") if base.dtype == seen.dtype else (f"{seen.dtype} and ", f"{base.dtype} and ")
+        raise createPoptorchError(
+            f"A tensor of {seen_as}shape {seen.shape} with the strides {seen.stride}, from {seen.offset} on, looks at "
+            f"memory of one of {held_as}shape {base.shape} with the strides {base.stride}, which ends before, or has "
+            "gaps there. Make the latter contiguous, or use `view`, `select` and slices."
+        )
+    lazy = {"_conj": seen.is_conj, "_neg_view": seen.is_neg}
+    last = [_view(op, {}, seen.shape, seen.dtype) for op, is_there in lazy.items() if is_there]
+    return (*views, *casts, strided, *last)
+
+
+def _view(op: str, how: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype) -> View:
+    name, _, overload = op.partition(".")
+    return View(f"aten.{name}", overload or "default", {"input": LOOKED_AT, **how}, (tuple(shape),), dtype)
+
+
+def _taken_for(base: Place, dtype: torch.dtype) -> tuple[list[View], Place]:
+    """The views that take what is in a place, in the order in which it is in memory, for elements of another dtype, as
+    far as there are such; and its place then."""
+    views = []
+    shape, stride, offset = base.shape, base.stride, base.offset
+    if base.dtype.is_complex and not dtype.is_complex:
+        base = Place((*shape, 2), (*(2 * step for step in stride), 1), 2 * offset, base.dtype.to_real())
+        views.append(_view("view_as_real", {}, base.shape, base.dtype))
+    elif dtype.is_complex and not base.dtype.is_complex and shape and _is_of_pairs(base):
+        halved = (*shape[:-1], shape[-1] // 2)
+        views.append(_view("view", {"size": (*halved, 2)}, (*halved, 2), base.dtype))
+        base = Place(halved, (*(step // 2 for step in stride[:-1]), 1), offset // 2, base.dtype.to_complex())
+        views.append(_view("view_as_complex", {}, halved, base.dtype))
+    if base.dtype != dtype and base.dtype.itemsize == dtype.itemsize:
+        base = replace(base, dtype=dtype)
+        views.append(_view("view.dtype", {"dtype": dtype}, base.shape, dtype))
+    return views, base
+
+
+def _is_of_pairs(base: Place) -> bool:
+    """Whether the numbers in a place, in the order in which they are in memory, are pairs without gaps."""
+    *outer, innermost = base.stride
+    return innermost == 1 and not any(n % 2 for n in (base.shape[-1], base.offset, *outer))
+
+
+def _strided(base: Place, seen: Place) -> View | None:
+    """What is in another place, as a view of what is in the order in which it is in memory; `None` if not all is."""
+    stride, offset = list(seen.stride), 0
+    if 0 not in seen.shape:
+        blocks = _blocks(base)
+        begin = _steps(seen.offset - base.offset, blocks)
+        ways = [_steps(step if size > 1 else 0, blocks) for size, step in zip(seen.shape, stride, strict=True)]
+        ends = [
+            first + sum((size - 1) * way[i] for size, way in zip(seen.shape, ways, strict=True))
+            for i, first in enumerate(begin)
+        ]
+        if any(first < 0 or end >= count for first, end, (count, _, _) in zip(begin, ends, blocks, strict=True)):
+            return None
+        offset, *stride = (sum(n * b[2] for n, b in zip(way, blocks, strict=True)) for way in (begin, *ways))
+    place = {"size": seen.shape, "stride": tuple(stride), "storage_offset": offset}
+    return replace(_view("as_strided", place, seen.shape, seen.dtype), repeats=seen.overlaps)
+
+
+def _blocks(base: Place) -> list[tuple[int, int, int]]:
+    """Dimensions as they are in memory, outermost first, those without gaps between them as one: the number of
+    elements, the step in memory from one to the next, and the step where there are no gaps at all. The last has a step
+    of 1."""
+    blocks = [(1, 1, 1)]
+    for size, stride in zip(reversed(base.shape), reversed(base.stride), strict=True):
+        count, step, dense = blocks[-1]
+        if size == 1:
+            continue
+        if stride == count * step:
+            blocks[-1] = (count * size, step, dense)
+        else:
+            blocks.append((size, stride, count * dense))
+    return blocks[::-1]
+
+
+def _steps(offset: int, blocks: Sequence[tuple[int, int, int]]) -> list[int]:
+    """A way in memory, in steps of each of the blocks."""
+    steps = []
+    for _, step, _ in blocks:
+        steps.append(offset // step)
+        offset -= steps[-1] * step
+    return steps

@@ -53,7 +53,9 @@ def run(ir: popxl.Ir, way: Any) -> tuple[list[Any], dict[str, np.ndarray], list[
     ir.options.calledGraphs = way
     with popxl.Session(ir, "ipu_model") as session:
         (tokens,) = session.expected_inputs()
-        fed = np.random.default_rng(1).integers(0, VOCABULARY, session.host_shape(tokens.shape)).astype(np.int32)
+        several = [count for count in (tokens.num_host_transfers,) if count > 1]
+        shape = (*several, *session.host_shape(tokens.shape))
+        fed = np.random.default_rng(1).integers(0, VOCABULARY, shape).astype(np.int32)
         losses = [np.array(next(iter(session.run({tokens: fed}).values()))) for _ in range(3)]
         variables = session.get_tensors_data(ir.main_graph.variables)
         loops = [(loop.turns, loop.ops) for loop in session.report.loops]
@@ -95,3 +97,15 @@ def test_turns_give_what_layers_give(how: dict[str, Any]) -> None:
     assert losses[0].mean() > losses[-1].mean()
     for name, data in plain_variables.items():
         np.testing.assert_allclose(variables[name], data, 1e-2, 1e-3, err_msg=name)
+
+
+def test_loops_in_the_turns_of_a_loop() -> None:
+    """Micro-batches are turns, and so are the layers in each of them: these find weights and accumulators in stacks
+    that all micro-batches share."""
+    how: dict[str, Any] = {"update": optimizers.sgd, "accumulate": 4}
+    losses, variables, loops = run(trained(LLAMA, **how), "rolled")
+    plain_losses, plain_variables, _ = run(trained(LLAMA, **how), "inlined")
+    assert sorted(loops) == [(LAYERS, 1), (LAYERS, 1 + WEIGHTS), (4, 4)]
+    np.testing.assert_allclose(losses, plain_losses, 1e-5)
+    for name, data in plain_variables.items():
+        np.testing.assert_allclose(variables[name], data, 1e-4, 1e-6, err_msg=name)

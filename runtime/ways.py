@@ -34,7 +34,7 @@ def best(ir: Ir, device: Device, compile: Callable[[Ready | None], P]) -> P:
         compile: compiles it, if need be in the way that it is told.
 
     Raises:
-        PopxlError: if it does not fit in any way.
+        DoesNotFit: if it does not fit in any way, and the compiler says so.
     """
     if device.jax_devices[0].platform == "cpu":  # where the layout says which way
         return compile(None)
@@ -53,9 +53,7 @@ def best(ir: Ir, device: Device, compile: Callable[[Ready | None], P]) -> P:
         if not fitting:
             tried[way] = _tried(compile, Ready(way))
             fitting = {way: tried[way]} if _fits(ir, tried[way]) else {}
-    if not fitting:
-        return _made(next((found for found in tried.values() if isinstance(found, CompiledProgram)), first))
-    if len(tried) == 1:
+    if not fitting or len(tried) == 1:
         return _made(first)
     costs = {way: _cost(_made(program)) for way, program in fitting.items()}
     way = min(costs, key=lambda way: costs[way][0])

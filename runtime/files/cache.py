@@ -94,11 +94,11 @@ def compiling_afresh() -> Iterator[bool]:
 
 def known_way(ir: Ir, device: Device) -> str | None:
     """The way of compiling called graphs that was found to be the best for a program, if the cache knows it."""
-    path = _path(ir, device, "best")
-    if path is None or not path.with_suffix(WAY).is_file():
+    path = _decision(ir, device)
+    if path is None or not path.is_file():
         return None
     try:
-        about, _ = unpack(KIND, path.with_suffix(WAY).read_bytes())
+        about, _ = unpack(KIND, path.read_bytes())
     except (OSError, ValueError) as problem:
         _log.warn(f"Ignoring a file of the cache, which does not say how to compile: {path}: {problem}")
         return None
@@ -108,9 +108,14 @@ def known_way(ir: Ir, device: Device) -> str | None:
 
 def keep_way(ir: Ir, device: Device, calls: str) -> None:
     """Have the cache know the best way of compiling called graphs, if it is on."""
-    path = _path(ir, device, "best")
+    path = _decision(ir, device)
     if path is not None:
-        _write(path.with_suffix(WAY), {}, {"calls": calls})
+        _write(path, {}, {"calls": calls})
+
+
+def _decision(ir: Ir, device: Device) -> Path | None:
+    path = _path(ir, device, "auto")
+    return None if path is None else path.with_suffix(WAY)
 
 
 # Files --------------------------------------------------------------------------------------------------------------

@@ -259,7 +259,8 @@ class HostState:
     def _add_class(self, kind: type) -> None:
         self._known.add(id(kind))
         for name, value in vars(kind).items():
-            function = getattr(value, "__func__", getattr(value, "fget", value))
+            of_method = value.__func__ if is_a(value, (staticmethod, classmethod)) else value
+            function = value.fget if is_a(value, property) else of_method
             if is_a(function, FunctionType):
                 self._waiting.append((f"{kind.__name__}.{name}", function, False))
 

@@ -89,7 +89,7 @@ class HostChanges:
                     yield text
         for kind, before in self._classes:
             for name, value in vars(kind).items():
-                if value is not before.get(name) and (callable(value) or hasattr(value, "__get__")):
+                if value is not before.get(name) and (callable(value) or is_a(value, property)):
                     yield f"{kind.__name__}.{name}"
 
 

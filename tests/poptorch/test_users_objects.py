@@ -237,6 +237,8 @@ class _OwnContainers(dict):
 
 
 class _Near(torch.nn.Module):
+    of_class = _Closed()
+
     def __init__(self, near: Any) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(3, 2)

@@ -47,10 +47,14 @@ class PartialBatch(IntEnum):
     * `Compile`: programs of their own run it, which are compiled for such batches. In training, a step takes the mean
       over the rows that there are.
     * `Refuse`: it is an error.
+    * `Pad`: in inference, its last row is repeated to make a whole batch, and results have the rows that were given. So
+      nothing is compiled. It is for models whose results have a row, or several, for each row. Where some have none (a
+      mean), where buffers are written, and in training, it is as `Compile`.
     """
 
     Compile = 0
     Refuse = 1
+    Pad = 2
 
 
 class MeanReductionStrategy(IntEnum):

@@ -171,7 +171,8 @@ class Options(OptionsDict):
     partial_batch: PartialBatch = setting(
         PartialBatch.Compile,
         "what becomes of a batch with fewer rows than those that the model was compiled for, such as the last of a "
-        "data set: Compile: programs of their own run it, at most `keptPrograms`; Refuse: it is an Error",
+        "data set: Compile: programs of their own run it, at most `keptPrograms`; Pad: in inference, rows are added "
+        "that do not come back; Refuse: it is an Error",
         "partialBatch",
         shown="Compile",
     )
@@ -505,7 +506,7 @@ class Options(OptionsDict):
         size. Where they do not make up all replicas, one replica takes them.
 
         Args:
-            partial_batch: `Compile` or `Refuse`.
+            partial_batch: `Compile`, `Pad` or `Refuse`.
 
         Example:
             >>> import poptorch

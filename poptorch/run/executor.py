@@ -175,13 +175,13 @@ class PoplarExecutor:
             _check_autocast(*self._autocast, autocast_dtype())
         try:
             tensors = compiled.signature.check(args, kwargs)
-            run = partial(compiled.run, tensors, compiled.signature.objects(args, kwargs))
+            run: Callable[[], Any] = partial(compiled.run, tensors, compiled.signature.objects(args, kwargs))
         except Error:
             if self._carries(compiled, args, kwargs):
                 tensors = compiled.signature.check(args, kwargs)
                 run = partial(compiled.run, tensors, compiled.signature.objects(args, kwargs))
             elif self._smaller is not None and (runs := self._smaller.runs(args, kwargs)):
-                run = partial(self._run_fewer_rows, self._smaller, runs)
+                run = self._smaller.padded(args, kwargs) or partial(self._run_fewer_rows, self._smaller, runs)
             else:
                 raise
         with _channel.tracepoint("modelExecution"):
@@ -381,7 +381,7 @@ class PoplarExecutor:
         differ between replicas need all of these."""
         options = self._options
         is_here = options.Distributed.numProcesses == 1 and options.connection_type is not ConnectionType.Never
-        return options.partial_batch is PartialBatch.Compile and is_here and not self._host.grouped
+        return options.partial_batch is not PartialBatch.Refuse and is_here and not self._host.grouped
 
     def _compiled_for(self, run: Run) -> Compiled | InParts:
         """The model, compiled for a run of fewer rows, with the optimiser that there is."""

@@ -17,12 +17,12 @@ import torch
 
 from poptorch.base.logging_ import logger
 from poptorch.base.structures import Leaf
-from poptorch.enums import OutputMode
+from poptorch.enums import OutputMode, PartialBatch
 from poptorch.errors import Error, createPoptorchError
 from poptorch.options import Options
 from poptorch.program.batching import Batching
 from poptorch.run.arguments import Signature
-from poptorch.run.compiled import Compiled
+from poptorch.run.compiled import Compiled, Result
 from poptorch.run.in_parts import InParts
 
 __all__ = ["Run", "SmallerBatches"]
@@ -88,6 +88,38 @@ class SmallerBatches:
             runs.append(Run(batching, *signature.arguments(part)))
             begin += taken
         return runs
+
+    def padded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+        """What runs the program for whole batches on a call with fewer rows, and returns the result of these; `None` if
+        the options do not ask for that, or it would have rows count that were not given."""
+        whole, options = self._whole, self._options
+        may_pad = options.partial_batch is PartialBatch.Pad and options.output_mode is OutputMode.All
+        if not may_pad or self._training or not isinstance(whole, Compiled) or self._batching.groups.size > 1:
+            return None
+        if whole.ends.written or whole.rewritten or options.anchored_tensors:
+            return None
+        signature = Signature(self._forward, args, kwargs)
+        pairs = list(zip(signature.check(args, kwargs), whole.signature.leaves, strict=True))
+        shares = {(t.shape[0], leaf.shape[0]) for t, leaf in pairs if t.shape != leaf.shape}
+        rows, of_all = min(shares)
+        if any(rows * other != each * of_all for each, other in shares):
+            return None
+        filled = [
+            t if t.shape == leaf.shape else torch.cat([t, t[-1:].expand(leaf.shape[0] - t.shape[0], *t.shape[1:])])
+            for t, leaf in pairs
+        ]
+        if not whole.signature.fits(*signature.arguments(filled)):
+            return None
+        counts = [_rows(result, self._batching) * rows for result in whole.results]
+        if any(count == 0 or count % of_all for count in counts):
+            return None
+
+        def run() -> Any:
+            results = whole.fetched(filled)
+            own = [t[: count // of_all] for t, count in zip(results, counts, strict=True)]
+            return whole.rebuilt(filled, own, whole.signature.objects(args, kwargs))
+
+        return run
 
     def __call__(self, runs: Sequence[Run], make: Callable[[Run], Program], numbers: np.ndarray | None) -> Any:
         """Run them, one after the other. Returns the result of the call.
@@ -177,6 +209,11 @@ class SmallerBatches:
         while self._programs:
             self._programs.pop().close()
         self._versions.clear()
+
+
+def _rows(result: Result, batching: Batching) -> int:
+    """How many rows a result has of a whole batch; none if it is a number of each micro-batch."""
+    return result.shape[0] * result.count * batching.groups.replicas if result.shape else 0
 
 
 def _are_fewer(given: Sequence[Leaf], expected: Sequence[Leaf]) -> bool:

@@ -233,6 +233,54 @@ def test_what_is_no_smaller_batch() -> None:
             model(other, other)
 
 
+@pytest.mark.parametrize("iterations, replicas, size", [(1, 1, 4), (3, 1, 2), (2, 2, 2)])
+def test_rows_that_do_not_count(iterations: int, replicas: int, size: int) -> None:
+    compilations: list[None] = []
+    handle = poptorch.registerPostCompileHook(lambda: compilations.append(None))
+    module = Net()
+    padding = options(iterations, replicas=replicas).partialBatch(poptorch.PartialBatch.Pad)
+    model = poptorch.inferenceModel(
+        lambda x, names: {"out": module(x), "tokens": x.reshape(-1), "names": names}, padding
+    )
+    whole = iterations * replicas * size
+    for x in (X[:whole], *X.split(whole)):
+        result = model(x, ["a"] * len(x))
+        torch.testing.assert_close(result["out"], module(x).detach())
+        torch.testing.assert_close(result["tokens"], x.reshape(-1))
+        assert result["names"] == ["a"] * len(x)
+    handle.remove()
+    assert len(compilations) == 1
+
+
+class Counting(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows += len(x)
+        return x + 1
+
+
+def test_where_all_rows_would_count_none_are_added() -> None:
+    padding = poptorch.Options().partialBatch(poptorch.PartialBatch.Pad)
+    model = poptorch.inferenceModel(lambda x: (x, x.mean()), padding)
+    counting = poptorch.inferenceModel(module := Counting(), padding)
+    for rows in (8, 5):
+        torch.testing.assert_close(model(X[:rows])[1], X[:rows].mean())
+        counting(X[:rows])
+    assert module.rows.item() == 13
+    ours, theirs = Net(), Net()
+    reference = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    trained = poptorch.trainingModel(ours, padding, torch.optim.SGD(ours.parameters(), lr=0.1))
+    for x, y in zip(X.split(8), Y.split(8), strict=True):
+        reference.zero_grad()
+        theirs(x, y)[1].backward()
+        reference.step()
+        trained(x, y)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+
+
 def test_programs_are_kept(caplog: pytest.LogCaptureFixture) -> None:
     compilations: list[None] = []
     model = poptorch.inferenceModel(lambda x: x + 1, poptorch.Options().keptPrograms(2))

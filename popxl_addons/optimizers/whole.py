@@ -3,7 +3,8 @@
     state = optimizers.adamw(variables, gradients, lr=3e-4, clip_norm=1.0)
 
 Formulas are computed in float32, whatever the variables are of, and rounded once. The state of a variable is in pieces
-where the variable is. For one variable at a time, as a graph of its own: `AdamOptimizerStep`.
+where the variable is. For one variable at a time, as a graph of its own: `AdamOptimizerStep`. Optax's transformations
+are in `popxl_addons.optimizers.of_optax`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial, reduce
+from functools import cached_property, reduce
 from typing import Any
 
 import jax
@@ -20,9 +21,7 @@ import numpy as np
 
 import popxl
 from popxl import ops
-from popxl.base.source import SourceLocation, warn_at
-from popxl.context import get_current_context, user_frame
-from popxl.errors import ShardedUpdateWarning
+from popxl.context import get_current_context
 from popxl.op import BetweenReplicas, Colocated, OpKind, Overwrites, Trait
 from popxl.ops.collectives.collectives import members
 from popxl.ops.collectives.group import Group
@@ -34,14 +33,13 @@ from popxl_addons.dot_tree import DotTree, sanitise
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.ops.grad_reduce_square_add import grad_reduce_square_add
 from popxl_addons.optimizers.arguments import check_floating, numbers, weight_decays
-from popxl_addons.optimizers.elementwise import combining
 from popxl_addons.optimizers.loss_scaling import LossScale, all_finite
 from popxl_addons.optimizers.means import Means, MeansOverGroups, MeansOverPieces, Within
 from popxl_addons.optimizers.placement import Placement
 from popxl_addons.optimizers.schedules import Schedule
 from popxl_addons.variable_factory import VariableFactory
 
-__all__ = ["adafactor", "adamw", "from_optax", "global_norm", "lion", "sgd"]
+__all__ = ["adafactor", "adamw", "global_norm", "lion", "sgd"]
 
 Tensors = NamedTensors | Mapping[str, popxl.Tensor] | Sequence[popxl.Tensor]
 Rate = float | popxl.Tensor | Schedule
@@ -53,7 +51,7 @@ Array = Any
 
 
 @dataclass(frozen=True)
-class _Trained:
+class Trained:
     """A variable that is trained, or one replica's piece of it.
 
     Attributes:
@@ -102,7 +100,7 @@ class _Trained:
         return axis if axis is not None and axis < len(shape) and shape[axis] == self.whole_shape[axis] else None
 
 
-def _trained(optimizer: str, variables: Tensors, gradients: Tensors) -> list[_Trained]:
+def _trained(optimizer: str, variables: Tensors, gradients: Tensors) -> list[Trained]:
     """The variables with their gradients. All that is missing or does not fit is told at once."""
     graph = popxl.gcg()
     if graph is not popxl.gmg():
@@ -137,12 +135,12 @@ def _trained(optimizer: str, variables: Tensors, gradients: Tensors) -> list[_Tr
     return [_of(name, t, given[name], owners.get(t, t)) for name, t in tensors.items()]
 
 
-def _of(name: str, t: popxl.Tensor, gradient: popxl.Tensor, owner: popxl.Tensor) -> _Trained:
+def _of(name: str, t: popxl.Tensor, gradient: popxl.Tensor, owner: popxl.Tensor) -> Trained:
     variable = owner if isinstance(owner, Variable) else None
     grouping = popxl.gir().replica_grouping() if variable is None else variable.replica_grouping
     group = grouping.const_rg.group_size
     pieces = piece_count(math.prod(t.meta_shape), t.nelms, group) if t.meta_shape else 1
-    return _Trained(name, t, gradient, grouping, pieces, None if variable is None else variable.group_axis)
+    return Trained(name, t, gradient, grouping, pieces, None if variable is None else variable.group_axis)
 
 
 def _by_name(optimizer: str, what: str, tensors: Tensors) -> dict[str, popxl.Tensor]:
@@ -170,7 +168,7 @@ def _listed(optimizer: str, what: str, tensors: Any) -> list[Any]:
     return list(tensors)
 
 
-def _norm(trained: Iterable[_Trained], loss_scaling: float | popxl.Tensor, placement: Placement) -> popxl.Tensor:
+def _norm(trained: Iterable[Trained], loss_scaling: float | popxl.Tensor, placement: Placement) -> popxl.Tensor:
     """The norm of all gradients together, on the current IPU. Numbers that several replicas hold count once."""
     here, parts = get_current_context().ipu_id, dict[tuple[int, int | None], list[popxl.Tensor]]()
     for each in trained:
@@ -206,9 +204,9 @@ def global_norm(variables: Tensors, gradients: Tensors, loss_scaling: float | po
     return _norm(_trained("global_norm", variables, gradients), loss_scaling, Placement())
 
 
-def _finite(trained: Sequence[_Trained], placement: Placement) -> popxl.Tensor:
+def _finite(trained: Sequence[Trained], placement: Placement) -> popxl.Tensor:
     """Whether all gradients are finite, on all replicas: on the current IPU."""
-    here, parts = get_current_context().ipu_id, dict[int | None, list[_Trained]]()
+    here, parts = get_current_context().ipu_id, dict[int | None, list[Trained]]()
     for each in trained:
         parts.setdefault(placement.ipu_of(each.gradient), []).append(each)
     replicas = popxl.gir().replication_factor
@@ -220,7 +218,7 @@ def _finite(trained: Sequence[_Trained], placement: Placement) -> popxl.Tensor:
     return reduce(ops.logical_and, answers)
 
 
-class _Step:
+class Step:
     """One step of an optimiser: what its formulas are given for each variable.
 
     Args:
@@ -262,7 +260,7 @@ class _Step:
             loss_scaling.update_(self.finite)
             self.state |= {"loss_scaling.value": scale, "loss_scaling.good_steps": loss_scaling.good_steps}
 
-    def kept(self, each: _Trained, **slots: Any) -> list[popxl.Tensor]:
+    def kept(self, each: Trained, **slots: Any) -> list[popxl.Tensor]:
         """The state of one variable: by name its dtype, or its dtype and shape."""
         made = []
         for name, how in slots.items():
@@ -280,7 +278,7 @@ class _Step:
         )
         return known if self.finite is None else (*known, self.finite)
 
-    def update(self, kind: OpKind, each: _Trained, slots: Mapping[str, Any], **how: Any) -> None:
+    def update(self, kind: OpKind, each: Trained, slots: Mapping[str, Any], **how: Any) -> None:
         """Update one variable, on its IPU, by an op that takes state of it; `slots` are as for `kept`."""
         ipu = self._placement.ipu_of(each.tensor)
         gradient, number, *factors = (self._placement.on(t, ipu) for t in (each.gradient, self.number, *self.factors))
@@ -299,7 +297,7 @@ def _formula(name: str, function: Callable[..., Any], *slots: str, traits: Itera
     def lowering(variable: Array, gradient: Array, step: Array, *others: Array, **numbers: Any) -> tuple[Array, ...]:
         kept, (lr, scale, *made) = others[: len(slots)], others[len(slots) :]
         w, g, t, *wide = (x.astype(jnp.float32) for x in (variable, gradient, step, *kept))
-        return _if_made(made, function(w, g * scale, t, lr, *wide, **numbers), (w, *wide))
+        return if_made(made, function(w, g * scale, t, lr, *wide, **numbers), (w, *wide))
 
     changed = frozenset({0, *range(3, 3 + len(slots))})
     return OpKind(
@@ -312,13 +310,13 @@ def _formula(name: str, function: Callable[..., Any], *slots: str, traits: Itera
     )
 
 
-def _if_made(made: Sequence[Array], new: Iterable[Array], old: Iterable[Array]) -> tuple[Array, ...]:
+def if_made(made: Sequence[Array], new: Iterable[Array], old: Iterable[Array]) -> tuple[Array, ...]:
     """What a step leaves: the new arrays, unless `made` has one element, and that says no."""
     return tuple(new) if not made else tuple(jnp.where(made[0], *each) for each in zip(new, old, strict=True))
 
 
 def _updated(
-    step: _Step, kind: OpKind, slots: Mapping[str, popxl.dtype], decay: Callable[[str], float], **numbers: Any
+    step: Step, kind: OpKind, slots: Mapping[str, popxl.dtype], decay: Callable[[str], float], **numbers: Any
 ) -> NamedTensors:
     """Update all variables by an op that takes state of their shapes. Returns the state of the optimiser."""
     for each in step.trained:
@@ -392,7 +390,7 @@ def adamw(
     kept = check_floating(moment_dtype, "adamw: `moment_dtype`")
     slots = dict.fromkeys(("first_moment", "second_moment"), kept)
     with popxl.in_sequence():
-        step = _Step("adamw", variables, gradients, lr, clip_norm, loss_scaling)
+        step = Step("adamw", variables, gradients, lr, clip_norm, loss_scaling)
         return _updated(step, _adamw, slots, decay, **how)
 
 
@@ -450,7 +448,7 @@ def sgd(
     ahead, kept = flag(nesterov, "sgd: `nesterov`"), check_floating(velocity_dtype, "sgd: `velocity_dtype`")
     kind, slots = (_momentum, {"velocity": kept}) if how["momentum"] else (_sgd, {})
     with popxl.in_sequence():
-        step = _Step("sgd", variables, gradients, lr, clip_norm, loss_scaling)
+        step = Step("sgd", variables, gradients, lr, clip_norm, loss_scaling)
         return _updated(step, kind, slots, decay, **how, nesterov=ahead)
 
 
@@ -502,7 +500,7 @@ def lion(
     how, decay = numbers("lion", beta1=beta1, beta2=beta2), weight_decays("lion", weight_decay, decays)
     slots = {"momentum": check_floating(moment_dtype, "lion: `moment_dtype`")}
     with popxl.in_sequence():
-        step = _Step("lion", variables, gradients, lr, clip_norm, loss_scaling)
+        step = Step("lion", variables, gradients, lr, clip_norm, loss_scaling)
         return _updated(step, _lion, slots, decay, **how)
 
 
@@ -619,7 +617,7 @@ def adafactor(
     )
     decay = weight_decays("adafactor", weight_decay, decays)
     with popxl.in_sequence():
-        step = _Step("adafactor", variables, gradients, lr, clip_norm, loss_scaling)
+        step = Step("adafactor", variables, gradients, lr, clip_norm, loss_scaling)
         for each in step.trained:
             shape, f32, how = each.whole_shape, popxl.float32, named | {"decay": decay(each.name)}
             matrices, vectors = _adafactor_of_matrices, _adafactor_of_vectors
@@ -638,135 +636,3 @@ def adafactor(
             else:
                 step.update(vectors, each, {"variance": f32}, **how)
         return step.named_state
-
-
-# Of Optax -----------------------------------------------------------------------------------------------------------
-
-
-def from_optax(transformation: Any) -> Callable[..., NamedTensors]:
-    """An optimiser of any transformation of Optax's: a function of variables and gradients, as `adamw` is one.
-
-    The first step that runs makes the first state, of what the variables hold then; until it has, the state is zeros.
-    State that belongs to a variable is in pieces where the variable is. A transformation that looks at a whole variable
-    or at all of them, as clipping by norm does, sees pieces and parts only, and a `popxl.errors.ShardedUpdateWarning`
-    says so: use `clip_norm` here. A program with it is saved and loaded by those who have made the same optimiser
-    before.
-
-    Args:
-        transformation: an `optax.GradientTransformation`, with the learning rate in it.
-
-    Returns:
-        A function `(variables, gradients, clip_norm=None, loss_scaling=1.0)`, which makes one step, in place, and
-        returns the state by name: `step`, and `state.0`, `state.1`, ... in the order of the leaves of Optax's.
-
-    Raises:
-        TypeError: for anything but a transformation.
-
-    Example:
-        With Optax installed::
-
-            optimizer = from_optax(optax.adamw(1e-3))
-            with ir.main_graph:
-                state = optimizer(variables, gradients, clip_norm=1.0)
-    """
-    if not (callable(getattr(transformation, "init", None)) and callable(getattr(transformation, "update", None))):
-        raise TypeError(
-            f"from_optax: `transformation` is {transformation!r}; expected a GradientTransformation of Optax."
-        )
-    return partial(_by_optax, transformation)
-
-
-def _by_optax(
-    transformation: Any,
-    variables: Tensors,
-    gradients: Tensors,
-    clip_norm: float | None = None,
-    loss_scaling: Scale = 1.0,
-) -> NamedTensors:
-    with popxl.in_sequence():
-        step = _Step("from_optax", variables, gradients, 0.0, clip_norm, loss_scaling)
-        trained = {each.name: each for each in step.trained}
-        wholes = {name: jax.ShapeDtypeStruct(t.whole_shape, t.tensor.dtype.as_jax()) for name, t in trained.items()}
-        leaves, tree, owners = _first_state(transformation, wholes)
-        _warn_of_parts(step.trained, transformation.update, jax.tree.unflatten(tree, leaves), wholes)
-        state = []
-        for i, (leaf, name) in enumerate(zip(leaves, owners, strict=True)):
-            dtype = popxl.dtype.as_dtype(leaf.dtype)
-            if name and leaf.shape == trained[name].whole_shape:
-                v = trained[name].state(f"optax{i}", dtype)
-            else:
-                v = popxl.variable(np.zeros(leaf.shape), dtype, f"optimizer.optax{i}")
-            step.state[f"state.{i}"] = v
-            state.append(v if v.piece is None else v.piece)
-        kind = _optax_kind(transformation, tuple(trained), tree)
-        tensors = [each.tensor for each in step.trained]
-        of_trained = (each.gradient for each in step.trained)
-        kind(*tensors, *state, *of_trained, step.number, *step.factors[1:])
-        return step.named_state
-
-
-def _warn_of_parts(trained: Iterable[_Trained], update: Callable[..., Any], state: Any, wholes: Any) -> None:
-    """Warn of an update that combines elements where replicas have some of them only."""
-    divided = [each.name for each in trained if each.tensor.meta_shape or each.grouping.num_groups > 1]
-    if divided and (combined_by := combining(update, wholes, state, wholes)):
-        warn_at(
-            SourceLocation.of(user_frame()),
-            f"from_optax: the transformation combines elements of arrays ({', '.join(combined_by)}), and each replica "
-            f"has a part of {', '.join(f'`{name}`' for name in divided)} only. What it does to parts is not what it "
-            "would do to the whole. To clip by the norm use `clip_norm`; otherwise keep variables whole, or use an "
-            "optimiser of `popxl_addons.optimizers`.",
-            ShardedUpdateWarning,
-        )
-
-
-def _first_state(
-    transformation: Any, variables: Mapping[str, jax.ShapeDtypeStruct]
-) -> tuple[list[jax.ShapeDtypeStruct], Any, list[str]]:
-    """The leaves of the state that a transformation begins with, their tree, and the variables that they belong to, ""
-    for none. Traced only: building starts no device."""
-    import optax
-
-    owners: list[str] = []
-
-    def is_masked(leaf: Any) -> bool:  # there in place of a variable that a part of the transformation leaves alone
-        return isinstance(leaf, optax.MaskedNode)
-
-    def init(params: Any) -> Any:
-        state = transformation.init(params)
-        named = optax.tree_utils.tree_map_params(
-            transformation, lambda leaf, name: leaf if is_masked(leaf) else name, state,
-            {name: name for name in variables}, transform_non_params=lambda leaf: "", is_leaf=is_masked,
-        )  # fmt: skip
-        owners.extend(jax.tree.leaves(named))
-        return state
-
-    leaves, tree = jax.tree.flatten(jax.eval_shape(init, dict(variables)))
-    return leaves, tree, owners
-
-
-def _optax_kind(transformation: Any, names: tuple[str, ...], tree: Any) -> OpKind:
-    """The op that makes one step with variables, state, gradients, the number of the step, and what gradients are
-    multiplied by. The first step begins with the state that the transformation begins with."""
-    count = len(names)
-
-    def lowering(*arrays: Array) -> tuple[Array, ...]:
-        weights, kept = arrays[:count], arrays[count:changed]
-        gradients, (number, scale, *made) = arrays[changed : changed + count], arrays[changed + count :]
-        params = dict(zip(names, weights, strict=True))
-        begun = zip(jax.tree.leaves(transformation.init(params)), kept, strict=True)
-        state = [jnp.where(number == 1, first.astype(old.dtype), old) for first, old in begun]
-        scaled = (g.astype(jnp.promote_types(g.dtype, jnp.float32)) * scale for g in gradients)
-        grads = {name: g.astype(w.dtype) for (name, w), g in zip(params.items(), scaled, strict=True)}
-        updates, new_state = transformation.update(grads, jax.tree.unflatten(tree, state), params)
-        new = (params[name] + updates[name].astype(params[name].dtype) for name in names)
-        return _if_made(made, (*new, *jax.tree.leaves(new_state)), (*weights, *kept))
-
-    changed = count + tree.num_leaves
-    return OpKind(
-        "OptaxStep",
-        lowering,
-        shape=lambda *operands: (),
-        gradient=None,
-        traits=[Overwrites(positions=lambda attributes: frozenset(range(changed)), aliased=False), Colocated()],
-        key=f"popxl_addons.OptaxStep.{tree}",
-    )

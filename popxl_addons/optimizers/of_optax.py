@@ -1,0 +1,220 @@
+"""`from_optax`: an optimiser of any transformation of Optax's, in a program."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import popxl
+from popxl.base.source import SourceLocation, warn_at
+from popxl.context import user_frame
+from popxl.errors import PopxlError, ShardedUpdateWarning
+from popxl.op import Colocated, OpKind, Overwrites
+from popxl_addons.named_tensors import NamedTensors
+from popxl_addons.optimizers.elementwise import combining
+from popxl_addons.optimizers.whole import Array, Scale, Step, Tensors, Trained, if_made
+
+__all__ = ["from_optax"]
+
+
+def from_optax(transformation: Any) -> Callable[..., NamedTensors]:
+    """An optimiser of any transformation of Optax's: a function of variables and gradients, as `adamw` is one.
+
+    The first step that runs makes the first state, of what the variables hold then; until it has, the state is zeros.
+    State that belongs to a variable is in pieces where the variable is. A transformation that looks at a whole variable
+    or at all of them, as clipping by norm does, sees pieces and parts only, and a `popxl.errors.ShardedUpdateWarning`
+    says so: use `clip_norm` here. A program with it is saved and loaded by those who have made the same optimiser
+    before.
+
+    Random keys of the state are kept as their numbers. A line search evaluates the loss again, which no step here can:
+    it is refused, and so is whatever else needs more than gradients, variables and the loss.
+
+    Args:
+        transformation: an `optax.GradientTransformation`, with the learning rate in it.
+
+    Returns:
+        A function `(variables, gradients, clip_norm=None, loss_scaling=1.0, value=None)`, which makes one step, in
+        place, and returns the state by name: `step`, and `state.0`, `state.1`, ... in the order of the leaves of
+        Optax's. `value` is the loss, a scalar that is not multiplied by `loss_scaling`, for transformations that look
+        at it: `optax.polyak_sgd`, `optax.contrib.reduce_on_plateau`, `optax.contrib.momo`.
+
+    Raises:
+        TypeError: for anything but a transformation.
+
+        The function raises what `adamw` does, and `PopxlError` for a transformation that cannot make such a step.
+
+    Example:
+        With Optax installed::
+
+            optimizer = from_optax(optax.adamw(1e-3))
+            with ir.main_graph:
+                state = optimizer(variables, gradients, clip_norm=1.0)
+    """
+    if not (callable(getattr(transformation, "init", None)) and callable(getattr(transformation, "update", None))):
+        raise TypeError(
+            f"from_optax: `transformation` is {transformation!r}; expected a GradientTransformation of Optax."
+        )
+    return partial(_by_optax, transformation)
+
+
+def _by_optax(
+    transformation: Any,
+    variables: Tensors,
+    gradients: Tensors,
+    clip_norm: float | None = None,
+    loss_scaling: Scale = 1.0,
+    value: popxl.Tensor | None = None,
+) -> NamedTensors:
+    if value is not None and not (isinstance(value, popxl.Tensor) and value.shape == ()):
+        raise TypeError(f"from_optax: `value` must be the loss, a tensor without dimensions; got {value!r:.200}.")
+    values = [] if value is None else [value]
+    with popxl.in_sequence():
+        step = Step("from_optax", variables, gradients, 0.0, clip_norm, loss_scaling)
+        trained = {each.name: each for each in step.trained}
+        wholes = {name: jax.ShapeDtypeStruct(t.whole_shape, t.tensor.dtype.as_jax()) for name, t in trained.items()}
+        steps = _OptaxSteps(transformation, tuple(trained), wholes, tuple(v.spec for v in values))
+        _warn_of_parts(step.trained, steps, wholes)
+        state = []
+        for i, (leaf, name) in enumerate(zip(steps.leaves, steps.owners, strict=True)):
+            dtype = popxl.dtype.as_dtype(leaf.dtype)
+            if name and leaf.shape == trained[name].whole_shape:
+                v = trained[name].state(f"optax{i}", dtype)
+            else:
+                v = popxl.variable(np.zeros(leaf.shape), dtype, f"optimizer.optax{i}")
+            step.state[f"state.{i}"] = v
+            state.append(v if v.piece is None else v.piece)
+        tensors = [each.tensor for each in step.trained]
+        of_trained = (each.gradient for each in step.trained)
+        steps.kind(*tensors, *state, *of_trained, *values, step.number, *step.factors[1:])
+        return step.named_state
+
+
+def _warn_of_parts(trained: Iterable[Trained], steps: _OptaxSteps, wholes: Mapping[str, Any]) -> None:
+    """Warn of an update that combines elements where replicas have some of them only."""
+    divided = [each.name for each in trained if each.tensor.meta_shape or each.grouping.num_groups > 1]
+    if divided and (combined_by := combining(steps.update, wholes, steps.first, wholes, *steps.values)):
+        warn_at(
+            SourceLocation.of(user_frame()),
+            f"from_optax: the transformation combines elements of arrays ({', '.join(combined_by)}), and each replica "
+            f"has a part of {', '.join(f'`{name}`' for name in divided)} only. What it does to parts is not what it "
+            "would do to the whole. To clip by the norm use `clip_norm`; otherwise keep variables whole, or use an "
+            "optimiser of `popxl_addons.optimizers`.",
+            ShardedUpdateWarning,
+        )
+
+
+class _OptaxSteps:
+    """The steps of a transformation with variables of these names. It is traced only: building starts no device.
+
+    Args:
+        transformation: the transformation.
+        names: those of the variables.
+        wholes: the shapes and dtypes of the variables, by name.
+        values: the spec of the loss, if it is given.
+
+    Attributes:
+        first: the state that it begins with.
+        leaves: its leaves; random keys are numbers.
+        owners: the name of the variable that each belongs to; "" for none.
+
+    Raises:
+        PopxlError: if it cannot make a step.
+    """
+
+    def __init__(
+        self,
+        transformation: Any,
+        names: tuple[str, ...],
+        wholes: Mapping[str, jax.ShapeDtypeStruct],
+        values: tuple[popxl.TensorSpec, ...],
+    ) -> None:
+        if values:
+            import optax
+
+            transformation = optax.with_extra_args_support(transformation)
+        self._transformation, self._names = transformation, names
+        self.values = [jax.ShapeDtypeStruct(spec.shape, spec.dtype.as_jax()) for spec in values]
+        try:
+            self.first = jax.eval_shape(transformation.init, dict(wholes))
+            updates, after = jax.eval_shape(self.update, dict(wholes), self.first, dict(wholes), *self.values)
+        except (TypeError, ValueError, AttributeError, LookupError) as problem:  # whatever its functions make of these
+            given, remedy = (" and `value`", "") if values else ("", " If it looks at the loss, give it: `value=loss`.")
+            raise PopxlError(
+                f"from_optax: this transformation cannot make a step: {str(problem).rstrip('.')}. It is given "
+                f"gradients, its state and the variables {[*wholes]} by name{given}. What evaluates the loss again, as "
+                f"a line search does, cannot be a step of a program.{remedy}"
+            ) from problem
+        numbers = jax.eval_shape(partial(jax.tree.map, _key_data), self.first)
+        self._tree: Any = jax.tree.structure(numbers)
+        paths = jax.tree_util.tree_leaves_with_path(numbers)
+        if self._tree != (made := jax.tree.structure(after)):
+            raise PopxlError(
+                "from_optax: the state of this transformation has another form after a step, so that no program can "
+                f"repeat it: {self._tree} becomes {made}."
+            )
+        if odd := [name for name in names if updates[name].size != math.prod(wholes[name].shape)]:
+            raise PopxlError(f"from_optax: the updates of {odd} have other shapes than the variables.")
+        self.leaves = [leaf for _, leaf in paths]
+        self.owners = [_last_of(names, path) for path, _ in paths]
+
+    def update(self, gradients: Any, state: Any, params: Any, *value: Array) -> Any:
+        """The updates, and the new state."""
+        named = {"value": value[0]} if value else {}
+        return self._transformation.update(gradients, state, params, **named)
+
+    @property
+    def kind(self) -> OpKind:
+        """The op that makes one step with variables, state, gradients, maybe the loss, the number of the step, and what
+        gradients are multiplied by. The first step begins with the state that the transformation begins with."""
+        names, count = self._names, len(self._names)
+        changed = count + self._tree.num_leaves
+        given = changed + count
+
+        def lowering(*arrays: Array) -> tuple[Array, ...]:
+            weights, kept, gradients = arrays[:count], arrays[count:changed], arrays[changed:given]
+            value, (number, scale, *made) = arrays[given : given + len(self.values)], arrays[given + len(self.values) :]
+            params = dict(zip(names, weights, strict=True))
+            begun = zip(jax.tree.leaves(self._transformation.init(params)), kept, strict=True)
+            state = jax.tree.unflatten(self._tree, [_begun(number == 1, *each) for each in begun])
+            scaled = (g.astype(jnp.promote_types(g.dtype, jnp.float32)) * scale for g in gradients)
+            grads = {name: g.astype(w.dtype) for (name, w), g in zip(params.items(), scaled, strict=True)}
+            updates, new_state = self.update(grads, state, params, *value)
+            new = (w + updates[name].astype(w.dtype).reshape(w.shape) for name, w in params.items())
+            return if_made(made, (*new, *map(_key_data, jax.tree.leaves(new_state))), (*weights, *kept))
+
+        return OpKind(
+            "OptaxStep",
+            lowering,
+            shape=lambda *operands: (),
+            gradient=None,
+            traits=[Overwrites(positions=lambda attributes: frozenset(range(changed)), aliased=False), Colocated()],
+            key=f"popxl_addons.OptaxStep.{self._tree}",
+        )
+
+
+def _last_of(names: Iterable[str], path: Sequence[Any]) -> str:
+    """The last of some names on the path to a leaf; "" for none."""
+    keys = (each.key for each in reversed(path) if isinstance(each, jax.tree_util.DictKey))
+    return next((key for key in keys if key in names), "")
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _key_data(leaf: Any) -> Array:
+    """What is kept of a leaf of the state: of random keys, which no tensor can hold, their numbers."""
+    leaf = jnp.asarray(leaf) if not hasattr(leaf, "dtype") else leaf
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _begun(is_first: Array, first: Any, kept: Array) -> Array:
+    """A leaf of the state, of what is kept of it, or as it begins."""
+    now = jnp.where(is_first, jnp.asarray(_key_data(first)).astype(kept.dtype), kept)
+    return jax.random.wrap_key_data(now, impl=jax.random.key_impl(first)) if _is_key(jnp.asarray(first)) else now

@@ -104,7 +104,7 @@ class Answer(Structure):
             if holds_tensor(constant, FakeTensor):
                 raise hidden_problem(f"The {name} of the model", constant)
             if holds_tensor(constant, Hidden):
-                raise LookedAt(name)
+                raise LookedAt(name, type(constant))
 
     def collect(self, value: Any, into: list[torch.Tensor]) -> None:
         result, changed = value

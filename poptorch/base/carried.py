@@ -6,11 +6,12 @@ that looks at it is captured once more, with the value: that one is a part of th
 
 from __future__ import annotations
 
+import re
 from typing import Any, Self
 
 from poptorch.base.introspection import CONTAINERS, is_a, items
 
-__all__ = ["Hidden", "LookedAt", "may_be_carried"]
+__all__ = ["Hidden", "LookedAt", "may_be_carried", "numbers_of"]
 
 
 class LookedAt(BaseException):
@@ -18,11 +19,22 @@ class LookedAt(BaseException):
 
     Args:
         name: of the value.
+        kind: its class.
+
+    Attributes:
+        name: as given.
+        numbers: a name for all numbers of the argument that it is in, if it is one.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, kind: type) -> None:
         super().__init__(name)
         self.name = name
+        self.numbers = numbers_of(re.split(r"[.\[]", name, maxsplit=1)[0]) if kind in (int, float) else ""
+
+
+def numbers_of(argument: str) -> str:
+    """A name for all numbers of an argument."""
+    return f"{argument}.*"
 
 
 class Hidden:
@@ -45,7 +57,7 @@ class Hidden:
             return kind
         if not hasattr(kind, name):
             raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
-        raise LookedAt(object.__getattribute__(self, "_name"))
+        raise LookedAt(object.__getattribute__(self, "_name"), kind)
 
     def __copy__(self) -> Self:
         return self
@@ -55,7 +67,7 @@ class Hidden:
 
 
 def _look(self: Hidden, *args: Any, **kwargs: Any) -> Any:
-    raise LookedAt(object.__getattribute__(self, "_name"))
+    raise LookedAt(object.__getattribute__(self, "_name"), object.__getattribute__(self, "_kind"))
 
 
 _SIMPLE = (str, bytes, int, float)

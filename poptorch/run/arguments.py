@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from poptorch.base.carried import may_be_carried
+from poptorch.base.carried import may_be_carried, numbers_of
 from poptorch.base.custom_types import parser_of
 from poptorch.base.hidden_tensors import hidden_problem, holds_tensor
 from poptorch.base.introspection import is_a
@@ -107,8 +107,8 @@ class Signature:
         forward: the function, whose parameters the arguments are for.
         args: positional arguments of the first call.
         kwargs: keyword arguments of the first call.
-        looked_at: names of the values beside tensors that are a part of the program, as `forward` looks at them; `None`
-            stands for all.
+        looked_at: names of the values beside tensors that are a part of the program, as `forward` looks at them, and
+            those by `numbers_of`; `None` stands for all.
         carries_numbers: whether other values may be numbers wherever they are, not only beside tensors or texts.
 
     Raises:
@@ -144,7 +144,8 @@ class Signature:
         self._structures: dict[str, Structure] = {}
         self.carries, self.carries_numbers = False, carries_numbers
         for name, value in values.items():
-            is_beside = looked_at is not None and (carries_numbers or holds_tensor(value, torch.Tensor))
+            is_beside = looked_at is not None and numbers_of(name) not in looked_at
+            is_beside = is_beside and (carries_numbers or holds_tensor(value, torch.Tensor))
 
             def carries(name: str, value: Any, is_beside: bool = is_beside) -> bool:
                 is_carried = looked_at is not None and name not in looked_at and may_be_carried(value, is_beside)

@@ -126,8 +126,8 @@ def compiled_model(
     )
 
 
-_MOST_LOOKS = 3
-"""How many values a model may look at until none is hidden from it: each look is a capture."""
+_MOST_LOOKS = 4
+"""How often a model is captured with values that are hidden, until none is."""
 
 
 def _hiding(
@@ -149,14 +149,16 @@ def _hidden(
 ) -> tuple[Signature, Way | None, Way | None]:
     """The capture with hidden values, if there is one that does the same as that with the values, and the latter."""
     looked_at: set[str] = set()
-    while len(looked_at) < _MOST_LOOKS:
+    has_numbers: set[str] = set()
+    for _ in range(_MOST_LOOKS):
         signature = signature_of(looked_at)
         if not signature.carries:
             return signature, (way := capture(signature)), way
         try:
             way = capture(signature)
         except LookedAt as look:
-            looked_at.add(look.name)
+            looked_at |= {look.name, *({look.numbers} & has_numbers)}  # it looks at two: at others, too, most often
+            has_numbers |= {look.numbers} - {""}
         except Exception:  # whatever it is: what is not written in Python may have met something hidden
             break
         else:

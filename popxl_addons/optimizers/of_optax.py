@@ -153,7 +153,8 @@ class _OptaxSteps:
         numbers = jax.eval_shape(partial(jax.tree.map, _key_data), self.first)
         self._tree: Any = jax.tree.structure(numbers)
         paths = jax.tree_util.tree_leaves_with_path(numbers)
-        if self._tree != (made := jax.tree.structure(after)):
+        made: Any = jax.tree.structure(after)
+        if self._tree != made:
             raise PopxlError(
                 "from_optax: the state of this transformation has another form after a step, so that no program can "
                 f"repeat it: {self._tree} becomes {made}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -39,8 +40,11 @@ def noting_hooks(tracer: Tracer) -> Iterator[None]:
     register, push = function._register_hook, private._push_saved_tensors_default_hooks
     register_saved = saved.register_hooks
 
+    own = threading.get_ident()
+
     def note(what: str) -> None:
-        tracer.hooks.append(f"{what} of `forward` ({tracer.recorder.source()})")
+        if threading.get_ident() == own:  # another one may do something else
+            tracer.hooks.append(f"{what} of `forward` ({tracer.recorder.source()})")
 
     def noting_register(hooks: Any, hook: Any) -> Any:
         note("A `grad_fn`")
@@ -58,7 +62,7 @@ def noting_hooks(tracer: Tracer) -> Iterator[None]:
             return pack(t)
 
         is_torchs = getattr(pack, "__module__", "") in ("torch.autograd.graph", "torch.utils.checkpoint")
-        push(pack if is_torchs else noting_pack, unpack)
+        push(pack if is_torchs or threading.get_ident() != own else noting_pack, unpack)
 
     def noting_register_saved(saved_tensor: Any, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
         note("A tensor that PyTorch saves for gradients")

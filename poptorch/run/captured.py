@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -135,10 +137,23 @@ def _tell_of_carried(captured: Captured, module: torch.nn.Module | None) -> None
         )
 
 
+_MOST_TOLD = 3
+"""How many tensors of one object are told one by one, after the first."""
+
+
 def _on_host(captured: Captured) -> Iterator[str]:
     """What there is to be told of tensors of the host: those used on the device, and results that never were there."""
-    for each in captured.frozen:
-        if each.met is not None and not each.of_module:
+    frozen = [each for each in captured.frozen if each.met is not None and not each.of_module]
+    for holder, group in groupby(frozen, lambda each: re.split(r"[.\[]", each.text, maxsplit=1)[0]):
+        first, *others = group
+        if len(others) > _MOST_TOLD:
+            yield (
+                f"`{first.text}` and {len(others)} other tensors of `{holder}` are tensors of the host, and used on "
+                f"the device ({first.met}): their numbers are frozen, a part of the program from now on. If they are "
+                "those of a layer, wrap the layer, or a module that has it: a function has no parameters."
+            )
+            continue
+        for each in (first, *others):
             yield (
                 f"`{each.text}` is a tensor of the host, and used on the device ({each.met}): its numbers are frozen, "
                 "a part of the program from now on. If that is meant, move it: "

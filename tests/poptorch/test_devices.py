@@ -192,6 +192,15 @@ def test_an_index_that_forward_makes_on_the_host(use: Callable[..., Any], shape:
         poptorch.inferenceModel(use)(X)
 
 
+def test_a_layer_around_a_function_is_told_once(told: Callable[[], list[str]]) -> None:
+    net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    model = poptorch.inferenceModel(lambda x: net(x) * MASK)
+    torch.testing.assert_close(model(X), (net(X) * MASK).detach())
+    of_net, of_mask = told()
+    assert of_net.startswith("`net.0.weight` and 5 other tensors of `net` are tensors of the host")
+    assert of_mask.startswith("`MASK` is a tensor of the host")
+
+
 def test_results_of_the_host_come_back_as_they_are(told: Callable[[], list[str]]) -> None:
     wrapper = poptorch.inferenceModel(lambda x: (x + 1, ROWS, ROWS * 2, ROWS.to(x.device) * 3))
     (message,) = (wrapper(X), told())[1]

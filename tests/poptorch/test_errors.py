@@ -156,7 +156,7 @@ def test_values() -> None:
         "MultiConvPlanType": [0, 1],
         "OutputMode": [0, 1, 2, 3, 4],
         "OverlapMode": ["no_overlap", "overlap_accumulation_loop", "overlap_device_iteration_loop"],
-        "PartialBatch": [0, 1],
+        "PartialBatch": [0, 1, 2],
         "ReductionType": [0, 1, 2],
         "SharingStrategy": [0, 1, 2, 3],
         "SyncPattern": [0, 1, 2],

@@ -351,8 +351,8 @@ class Update:
             own = state.get(f"{STEP}___{name}", state.get(STEP))
             if own is not None and any(f"{kept.name}___{name}" in state for kept in self._rule.kept):
                 steps.setdefault(count, {})[name] = float(own)
-        counts = {f"{STEP}___{name}" for name in self._counts}
-        return {name: t for name, t in state.items() if name not in counts} | self._counted(steps)
+        others = {name: t for name, t in state.items() if not name.startswith(f"{STEP}___")}
+        return others | self._counted(steps)
 
     def _counted(self, steps: Mapping[str, Mapping[str, float]]) -> dict[str, torch.Tensor]:
         """The counts, of the steps that parameters have made that share one."""

@@ -79,6 +79,7 @@ from poptorch.program.rules import (
     usual_attributes,
 )
 from popxl import ops
+from popxl.looking.placement import Readers, reading_ipus
 from popxl.op import Colocated, Overwrites
 from popxl.tensor import Variable
 
@@ -446,8 +447,9 @@ class Update:
             scale = self._gradient_scale(gradients, read, self.loss_scale(values, state))
             for count in dict.fromkeys([STEP, *map(self._counts.__getitem__, gradients)]) if self._rule.counts else ():
                 ops.var_updates.accumulate_(state[count], popxl.constant(1.0, popxl.float32))
+            readers = reading_ipus(popxl.gcg())
             for name, gradient in gradients.items():
-                with _beside(parameters[name]):
+                with _beside(parameters[name], readers):
                     self._step(name, parameters[name], gradient, scale, read, state)
             half = {name: g for name, g in gradients.items() if parameters[name].dtype == popxl.float16}
             if self._automatic and (half or largest is not None):
@@ -564,9 +566,10 @@ class Update:
                 known |= names
 
 
-def _beside(t: popxl.Tensor) -> AbstractContextManager[Any]:
-    """Where a tensor is, if that is known."""
-    return nullcontext() if t.location[0] is None else popxl.ipu(t.location[0])
+def _beside(t: popxl.Tensor, readers: Readers) -> AbstractContextManager[Any]:
+    """The IPU that reads a tensor first, if one does; else where it is, if that is known."""
+    ipu = next(iter(readers.get(t, ())), t.location[0])
+    return nullcontext() if ipu is None else popxl.ipu(ipu)
 
 
 def _shown(number: str) -> str:

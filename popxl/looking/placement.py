@@ -10,10 +10,13 @@ from popxl.core.recording import Op
 from popxl.core.tensor import Tensor, Variable
 from popxl.graph import Graph
 
-__all__ = ["crossing_updates", "reading_ipus"]
+__all__ = ["Readers", "crossing_updates", "reading_ipus"]
+
+Readers = Mapping[Tensor, Collection[int | None]]
+"""For each tensor that a graph reads, the IPUs of the ops that do, the first reader's first."""
 
 
-def reading_ipus(main: Graph) -> Mapping[Tensor, Collection[int | None]]:
+def reading_ipus(main: Graph) -> Readers:
     """For each tensor that a graph reads, the IPUs of the ops that do, the first reader's first.
 
     A called graph on several IPUs reads its inputs where its ops do; one on a single IPU runs where it is called. Ops

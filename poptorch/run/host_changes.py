@@ -115,9 +115,13 @@ def _counts_in_module(kind: type, text: str, before: Any, now: Any) -> bool:
 
 
 def _counts(before: Any, now: Any, place: Place) -> bool:
-    """Whether another item of a container or of an object may be meant to have an effect."""
+    """Whether another item of a container or of an object may be meant to have an effect. Of what a container gains or
+    loses, layers and functions are; numbers and texts are rather what hooks note down."""
     if now is GROWS:
-        return not any(is_a(each, torch.Tensor) for each in place.read())
+        known = {id(each): each for each in place.before}
+        there = {id(each): each for each in place.read()}
+        others = [(known | there)[key] for key in known.keys() ^ there.keys()]
+        return any(is_a(each, torch.nn.Module) or callable(each) for each in others)
     return _is_other(before, now)
 
 

@@ -438,3 +438,25 @@ def test_what_forward_makes_alike_in_each_run_may_be_made() -> None:
         result = poptorch.inferenceModel(module)(x)
         assert not hasattr(module, "late")
         torch.testing.assert_close(result, module(x))
+
+
+def test_lists_that_hooks_append_to_are_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Numbers that a program of the host notes down after each call; but a layer that is appended is."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.losses: list[float] = []
+            self.layers = [torch.nn.ReLU()]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[0](x)
+
+    model = Model()
+    wrapped = poptorch.inferenceModel(model)
+    for _ in range(3):
+        model.losses.append(float(wrapped(torch.ones(2)).sum()))
+    assert "has been changed" not in caplog.text
+    model.layers.append(torch.nn.Tanh())
+    wrapped(torch.ones(2))
+    assert "has been changed since it was compiled: model.layers. " in caplog.text

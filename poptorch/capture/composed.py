@@ -167,9 +167,18 @@ def in_turns(op: torch._ops.OpOverload, t: torch.Tensor) -> Callable[..., torch.
     return run
 
 
+def _histc(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Of integers, too, as on accelerators: what asks for the device takes it for one. CPUs have none."""
+    numbers = input if input.is_floating_point() else input.float()
+    found: torch.Tensor = torch.ops.aten.histc(numbers, *args, **kwargs)
+    return found.to(input.dtype)
+
+
 COMPOSED: Mapping[Any, Callable[..., Any]] = {
     flex_attention: _flex_attention,
     torch._VF._pack_padded_sequence: _pack_padded_sequence,
     torch._VF._pad_packed_sequence: _pad_packed_sequence,
+    torch.histc: _histc,
+    torch.Tensor.histc: _histc,
 }
 """What to run in place of a function, with the same arguments."""

@@ -129,6 +129,7 @@ MAKING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "layer": lambda x: F.linear(x, torch.nn.Linear(4, 2, device=x.device).weight.detach().fill_(0.5)),
     "layer that is moved": lambda x: x + torch.nn.Linear(4, 2).to(x.device).weight.detach().fill_(2).sum(),
     "classes": lambda x: F.one_hot(torch.arange(3, device=x.device), 4) * x,
+    "histogram": lambda x: x + torch.histc(x.long() if x.is_ipu else x.floor(), bins=4, min=0, max=3),
     "index": lambda x: x[:, torch.tensor([1, 0])] + x[:, [2, 0]] + x.index_select(1, torch.arange(2)),
     "generator": lambda x: x + torch.rand(4, generator=torch.Generator(x.device).manual_seed(1)),
     "types": lambda x: x + torch.FloatTensor([1, 2, 3, 4]),

@@ -350,12 +350,13 @@ def _exchanges(
 
 def _exchanged(computation: Computation, instruction: Instruction) -> int:
     """What goes into a collective, or what comes out of it, whichever is more."""
-    given = sum(shape.bytes for shapes in computation.operands(instruction) for shape in shapes)
+    operands = [shape for shapes in computation.operands(instruction) for shape in shapes]
+    given = sum(shape.bytes for shape in operands)
     if instruction.kind == "collective-permute":  # what comes out is as large; a TPU's has contexts beside it
         return given
     taken = sum(shape.bytes for shape in instruction.results)
-    if instruction.opcode.endswith("-start") and instruction.kind != "all-reduce":
-        taken -= given  # the operands are among the results
+    if instruction.opcode.endswith("-start") and len(instruction.results) > len(operands):
+        taken -= given  # the operands are among the results: of an all-reduce from JAX 0.12 on, of others always
     return max(given, taken)
 
 

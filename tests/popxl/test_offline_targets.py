@@ -261,7 +261,8 @@ def test_slots_are_fetched_when_the_program_says_so(entries: int, description: s
 def test_a_slot_comes_while_the_one_before_is_used(entries: int, stores: bool) -> None:
     """Of eight weights, or of what eight layers were given, two are there at once, and what is computed.
 
-    That is 3.8 arrays at most with libtpu 0.0.42, which JAX 0.10.2 asks for, and 3.3 with 0.0.52.
+    That is 3.8 arrays at most with libtpu 0.0.42, which JAX 0.10.2 asks for, 4.5 with 0.0.50 of JAX 0.12, and 3.3 with
+    0.0.52.
     """
     ir, shape = popxl.Ir(), (512, 512)
     ir.options.precision = "default"
@@ -276,7 +277,7 @@ def test_a_slot_comes_while_the_one_before_is_used(entries: int, stores: bool) -
         for slot in slots:
             x = ops.tanh(x @ ops.remote_load(*slot))
         ops.host_store(popxl.d2h_stream(x.shape, popxl.float32, "y"), x)
-    assert popxl.Session(ir, "tpu v5e").memory().temporaries < 4 * 4 * 512 * 512
+    assert popxl.Session(ir, "tpu v5e").memory().temporaries < 5 * 4 * 512 * 512
 
 
 @pytest.mark.targets

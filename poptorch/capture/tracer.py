@@ -353,7 +353,7 @@ class Tracer:
         is_part = self._derives and op in NORMS  # its statistics are functions of the input, to derivatives
         moves = torch.Tag.inplace_view in op.tags
         changes = [*written] == ["input"] and not moves and name not in _OVERWRITING
-        made_of = in_turns(op, args[0]) if changes else None
+        made_of = in_turns(op, args[0]) if changes and isinstance(args[0], torch.Tensor) else None
         if made_of is None and (is_part or not self._lowered(name, op._overloadname)):
             made_of = decomposition(op)
         if made_of is not None:

@@ -57,7 +57,8 @@ def from_jax(fn: Callable[..., Any]) -> Callable[..., Any]:
     jitted layer that is applied a hundred times is one graph with a hundred calls. Jitted functions of JAX itself are
     written out. What else holds functions is one op each, which `Ir.save` refuses: it saves no code. Such are `scan`,
     `while_loop`, `cond`, `jax.checkpoint`, `jax.shard_map`, kernels of Pallas, and functions with their own derivative
-    (`jax.custom_jvp`, `jax.custom_vjp`, and so `jax.nn.relu`). What `fn` closes over becomes constants.
+    (`jax.custom_jvp`, `jax.custom_vjp`, and so `jax.nn.relu`). A session runs an op on one device, so that a
+    `shard_map` over several is for `popxl.to_jax`. What `fn` closes over becomes constants.
 
     Which of the three:
         - `popxl.from_jax(fn)` shows what `fn` does: the ops can be read, transformed, and kept in a file.

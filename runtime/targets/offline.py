@@ -46,8 +46,8 @@ class Target:
 
     Example:
         >>> target = popxl.Target("tpu v5e:2x2")
-        >>> target.count, target.chip.memory_bytes
-        (4, 17179869184)
+        >>> target.count, target.chip.name
+        (4, 'TPU v5e')
         >>> session = popxl.Session(ir, target)  # popxl.Session(ir, "tpu v5e:2x2") is the same
         >>> print(session.report)
     """

@@ -147,7 +147,10 @@ def of_jax(case: Case, target: str) -> Costs:
     """What the one by hand costs."""
     (device,) = popxl.Target(target).devices
     where = SingleDeviceSharding(device)
-    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), case.arguments())
+    given = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=where),
+        case.arguments(),
+    )
     start = time.perf_counter()
     compiled = jax.jit(case.function, donate_argnums=case.donated).lower(*given).compile()
     seconds = time.perf_counter() - start

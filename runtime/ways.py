@@ -26,7 +26,7 @@ def best(ir: Ir, device: Device, compile: Callable[[Ready | None], P]) -> P:
     """A program, compiled in the way that is the fastest of those that fit into memory, by an estimate.
 
     Which ways come into question is in the layout of a program; see `runtime.plan.decision`. Where a cache is on, it
-    keeps what was found.
+    keeps what was found. On CPUs, and where several processes run a program, nothing is compared.
 
     Args:
         ir: the program.
@@ -36,8 +36,9 @@ def best(ir: Ir, device: Device, compile: Callable[[Ready | None], P]) -> P:
     Raises:
         DoesNotFit: if it does not fit in any way, and the compiler says so.
     """
-    if device.jax_devices[0].platform == "cpu":  # where the layout says which way
-        return compile(None)
+    is_divided = device.target is None and len({each.process_index for each in device.jax_devices}) > 1
+    if is_divided or device.jax_devices[0].platform == "cpu":
+        return compile(None)  # as the layout says: processes would read other costs where kernels were tuned otherwise
     way = known_way(ir, device)
     if way is not None:
         program = compile(Ready(way))

@@ -21,7 +21,7 @@ from jax.sharding import SingleDeviceSharding
 
 import popxl
 import popxl_addons as addons
-from popxl.utils import table_to_string
+from popxl.base.version import VERSION
 from popxl_addons import optimizers
 from popxl_addons.layers import LanguageConfig, LanguageModel
 from runtime.costs.hlo import read
@@ -31,7 +31,11 @@ from tests.targets import llama_in_jax
 TARGETS = ("gpu h100", "tpu v5e")
 WAYS = ("auto", "inlined", "rolled", "dispatched")
 IN_JAX = ("unrolled", "scan", "scan, checkpoint")
-HEADER = ["", "layers", "way", "compiled", "GB moved", "kernels", "cycles, million", "temporaries, MB", "seconds"]
+HEAD = f"""\
+Written by `python -m tests.targets.steps`, with popxl {VERSION} and jax {jax.__version__}.
+
+| | layers | way | compiled | GB moved | kernels | million cycles | temporaries, MB | compile seconds |
+|---|---|---|---|---|---|---|---|---|"""
 
 
 class Sizes(NamedTuple):
@@ -137,7 +141,12 @@ def row(sizes: Sizes, way: str, target: str, **how: Any) -> list[str]:
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> Iterable[list[str]]:
+def line(cells: Iterable[str]) -> str:
+    """A line of a table of Markdown."""
+    return f"| {' | '.join(cells)} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Compile all that is asked for, and print the table. Rows come as soon as they are known."""
     parser = argparse.ArgumentParser(description="What a step of training costs on TPUs and GPUs.")
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 16])
@@ -147,15 +156,12 @@ def main(arguments: Sequence[str] | None = None) -> Iterable[list[str]]:
     parser.add_argument("--replicas", type=int, default=1, help="those of the kit's; JAX's has one")
     parser.add_argument("--clip", type=float, help="the norm that the kit clips gradients to")
     given = parser.parse_args(arguments)
-    rows = []
+    print(HEAD, flush=True)
     for target in given.targets:
         for layers in given.layers:
             for way in given.ways:
                 sizes = Sizes(layers, given.width, max(1, given.width // 128), given.width * 11 // 4)
-                rows.append(row(sizes, way, target, replicas=given.replicas, clip=given.clip))
-                print(" | ".join(rows[-1]), flush=True)
-    print(table_to_string([HEADER, *rows]))
-    return rows
+                print(line(row(sizes, way, target, replicas=given.replicas, clip=given.clip)), flush=True)
 
 
 if __name__ == "__main__":

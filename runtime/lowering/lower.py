@@ -47,7 +47,7 @@ from runtime.lowering.collectives import devices_meet, group_of
 from runtime.lowering.effects import Channels, channels_of
 from runtime.lowering.machine_parts import AnyOrder, MachineParts, Order, parts_for
 from runtime.lowering.meetings import Meetings
-from runtime.lowering.rolled import AsWritten, Rolled, roll
+from runtime.lowering.rolled import AsWritten, Rolled, bring_together, roll
 from runtime.lowering.scopes import Scopes, of_op
 from runtime.lowering.sharing import Sharing
 from runtime.lowering.stacks import Row, put_back, read
@@ -322,6 +322,8 @@ class Lowering:
                 yield inside
             if not op.called_graphs:
                 environment.note(op)
+            for storages in self.scheduling.gathered.get(op, ()):
+                bring_together(environment, storages)
         return environment
 
     def carry_out(self, op: Op, environment: Environment, channels: Channels) -> Nested[None] | None:

@@ -111,9 +111,11 @@ class AsWritten:
 
     Attributes:
         same: tensors that stand for others, which have their values.
+        gathered: after which ops, which storages are put into one stack, each time.
     """
 
     same: Mapping[Tensor, Tensor] = MappingProxyType({})
+    gathered: Mapping[Op, Sequence[Sequence[Tensor]]] = MappingProxyType({})
 
     def schedule(self, graph: Graph) -> Sequence[Op | Rolled]:
         """What is carried out of a graph, in order."""
@@ -169,7 +171,7 @@ class _Turning:
         self._made = tuple(m for m in loop.made if not m.is_last_only)
         known = [t for t in loop.taken if t.before is None and not _is_number(t, environment)]
         for storages in that_overlap(t.of_turns for t in known):
-            _bring_together(environment, storages)
+            bring_together(environment, storages)
         places = {t: tuple(map(environment.place, t.of_turns)) for t in known}
         in_rows = {t: rows for t, rows in places.items() if all(isinstance(row, Row) for row in rows)}
         written = [rows[0].stack for t, rows in in_rows.items() if t.is_written]
@@ -294,7 +296,7 @@ def that_overlap(of_turns: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...
     return [tuple(group) for group in {id(group): group for group in found.values()}.values()]
 
 
-def _bring_together(environment: Environment, storages: Sequence[Tensor]) -> None:
+def bring_together(environment: Environment, storages: Sequence[Tensor]) -> None:
     """Have several storages lie in one stack. If they do not, their values are copied there."""
     places = [environment.place(t) for t in storages] if len(storages) > 1 else []
     stacks = {place.stack for place in places if isinstance(place, Row)}

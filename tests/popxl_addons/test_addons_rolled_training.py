@@ -100,12 +100,12 @@ def test_turns_give_what_layers_give(how: dict[str, Any]) -> None:
 
 
 def test_loops_in_the_turns_of_a_loop() -> None:
-    """Micro-batches are turns, and so are the layers in each of them: these find weights and accumulators in stacks
-    that all micro-batches share."""
-    how: dict[str, Any] = {"update": optimizers.sgd, "accumulate": 4}
+    """Micro-batches are turns, and so are the layers in each of them: these find weights, which are cast once, and
+    accumulators in stacks that all micro-batches share."""
+    how: dict[str, Any] = {"update": optimizers.sgd, "accumulate": 4, "precision": BF16}
     losses, variables, loops = run(trained(LLAMA, **how), "rolled")
     plain_losses, plain_variables, _ = run(trained(LLAMA, **how), "inlined")
     assert sorted(loops) == [(LAYERS, 1), (LAYERS, 1 + WEIGHTS), (4, 4)]
-    np.testing.assert_allclose(losses, plain_losses, 1e-5)
+    np.testing.assert_allclose(losses, plain_losses, 2e-3)
     for name, data in plain_variables.items():
-        np.testing.assert_allclose(variables[name], data, 1e-4, 1e-6, err_msg=name)
+        np.testing.assert_allclose(variables[name], data, 1e-2, 1e-3, err_msg=name)

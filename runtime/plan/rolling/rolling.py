@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from popxl.base.nesting import Nested, done
@@ -61,13 +61,14 @@ class Rolling(AsWritten):
             if self._saved_by(loop) < from_saved and not _has_products(loop):
                 self._write_out(loop, "it computes no products, and would be more kernels in a loop")
         while True:
-            walk = _Walk(self._schedules, forms, main)
+            walk = _Walk(self._schedules, forms, main, held)
             done(walk.through(main, {t: t for t in held}))
             if not walk.refused:
                 break
             for loop, reason in walk.refused.items():
                 self._write_out(loop, reason)
         self.together = tuple(walk.together())
+        self.gathered = walk.gathered()
 
     def schedule(self, graph: Graph) -> Sequence[Item]:
         """What is carried out of a graph, in order."""
@@ -112,6 +113,19 @@ def _has_products(loop: Rolled) -> bool:
     return any(own_flops(op).products for op in ops)
 
 
+def _is_like_its_operand(op: Op) -> bool:
+    """Whether an op makes one tensor of another of the same shape, as casts do."""
+    if len(op.inputs) != 1 or len(op.outputs) != 1 or op.inputs[0].shape != op.outputs[0].shape:
+        return False
+    return not (op.runs or op.kind.view or op.kind.between_replicas or op.kind.exchange or op.kind.effect)
+
+
+def _flat(items: Iterable[Item]) -> Iterator[Op]:
+    """The ops that are lowered: of a loop those of the model."""
+    for item in items:
+        yield from item.ops if isinstance(item, Rolled) else (item,)
+
+
 class _Wish(NamedTuple):
     """Variables that turns of a loop take in one place: in the order of the turns, each once."""
 
@@ -127,7 +141,9 @@ class _Walk:
     branches are given lies by itself, and what turns are given, unless all are given the same.
     """
 
-    def __init__(self, schedules: dict[Graph, tuple[Item, ...]], forms: Forms, main: Graph) -> None:
+    def __init__(
+        self, schedules: dict[Graph, tuple[Item, ...]], forms: Forms, main: Graph, held: Collection[Tensor]
+    ) -> None:
         self._schedules, self._storage = schedules, forms.storage
         self._with_loops: set[Graph] = set()
         for graph in (graph for graph in callees_first(main) if graph in schedules):
@@ -135,6 +151,8 @@ class _Walk:
             ops = [item for item in items if isinstance(item, Op)]
             if len(ops) < len(items) or any(not self._with_loops.isdisjoint(op.called_graphs) for op in ops):
                 self._with_loops.add(graph)
+        self._held = frozenset(held)
+        self._computed: list[tuple[Tensor, ...]] = []
         self._known_apart: set[Graph] = set()
         self._wishes: list[_Wish] = []
         self.refused: dict[Rolled, str] = {}
@@ -157,6 +175,8 @@ class _Walk:
                     results = ((t, self._storage(output)) for t, output in run.results)
                     sources.update((t, after.get(s)) for t, s in results if s is not None and s not in run.inputs)
             else:
+                if _is_like_its_operand(item):
+                    sources.update((t, t) for t in item.outputs)
                 yield self._apart((item,))
         return sources
 
@@ -200,12 +220,25 @@ class _Walk:
         stacks = Counter(source[0] for source in found if isinstance(source, tuple))
         size = len(storages) * taken.name.nelms * taken.name.dtype.itemsize
         alone = len(found) - max(stacks.values(), default=0)
-        if len(variables) == len(found):
+        made = [t for t in variables if t not in self._held]
+        if len(variables) == len(found) and not made:
             self._wishes.append(_Wish(loop, taken, tuple(variables)))
+        elif len(made) == len(found) and len({t.graph for t in made}) == 1 and size > SMALL:
+            self._computed.append(tuple(made))
         elif size > SMALL and alone > (not taken.is_written) and not all(isinstance(t, Constant) for t in storages):
             self.refused.setdefault(
                 loop, f"what takes the place of {taken.name!r} lies apart, and would have to be copied first"
             )
+
+    def gathered(self) -> dict[Op, list[tuple[Tensor, ...]]]:
+        """What turns take in one place that is cast before, say, those that loops have in common together: after the
+        last of the ops that make it. The compiler has them write right into the array."""
+        found: dict[Op, list[tuple[Tensor, ...]]] = {}
+        for group in that_overlap(self._computed):
+            made_by = {t.producer for t in group}
+            ops = [op for items in self._schedules.values() for op in _flat(items) if op in made_by]
+            found.setdefault(ops[-1], []).append(group)
+        return found
 
     def together(self) -> list[tuple[Tensor, ...]]:
         """The variables that turns take in one place, those that loops have in common with each other together."""

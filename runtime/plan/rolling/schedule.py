@@ -9,7 +9,7 @@ loaded early takes room. But a single number like which there are no others, suc
 from its turn. An op like which there are no others would only come between turns. Where no turn needs what it makes, it
 comes after all that could be next.
 
-What one turn alone needs and begins with nothing, such as a weight in another dtype, comes right before what needs it,
+What one turn alone needs and is made of variables, such as a weight in another dtype, comes right before what needs it,
 though programs make it for all turns at first.
 """
 
@@ -22,7 +22,7 @@ from heapq import heappop, heappush
 
 from popxl.core.dependencies import used_outside
 from popxl.core.recording import Op
-from popxl.core.tensor import Tensor
+from popxl.core.tensor import Constant, Tensor
 from runtime.plan.rolling.forms import Forms
 from runtime.plan.rolling.patterns import FEWEST
 
@@ -59,7 +59,8 @@ def close_together(ops: Sequence[Op], forms: Forms, returned: Container[Tensor])
 def _late(
     ops: Sequence[Op], needs: Mapping[Op, Iterable[Op]], is_rare: Mapping[Op, bool], forms: Forms
 ) -> AbstractSet[Op]:
-    """What begins with nothing that was computed, and one turn alone needs: no two ops of one form do."""
+    """What is made of variables alone, and one turn alone needs: no two ops of one form do. Of constants turns would
+    need a table."""
     followers: defaultdict[Op, list[int]] = defaultdict(list)
     for op in ops:
         for needed in needs[op]:
@@ -68,11 +69,12 @@ def _late(
     late: set[Op] = set()
     for op in ops:
         is_pure = not (op.modified or op.called_graphs or op.kind.exchange or op.kind.effect)
-        begins = made_early.isdisjoint(root for t in op.inputs for root in forms.roots(t))
+        roots = {root for t in op.inputs for root in forms.roots(t)}
+        begins = bool(roots) and made_early.isdisjoint(roots) and not any(isinstance(t, Constant) for t in roots)
         is_of_one = len({*followers[op]}) == len(followers[op]) > 0
         if is_pure and begins and is_of_one and not is_rare[op]:
             late.add(op)
-        elif op.inputs:
+        else:
             made_early.update(op.outputs)
     return late
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from poptorch.capture.counters import COUNTED, Counter, starting
 from poptorch.errors import createPoptorchError
 
 __all__ = ["Attributes", "not_rebound", "noting"]
@@ -88,6 +89,23 @@ class Attributes:
             yield
         finally:
             _set(before)
+
+    def has(self, module: torch.nn.Module, name: str) -> bool:
+        """Whether an attribute of a module is what it was."""
+        return any(now is vars(module) and name in now and now[name] is then.get(name) for now, then in self._values)
+
+    def counting(self) -> dict[str, int | float]:
+        """The numbers that are others now and that a program may carry, by path and name: what they begin with."""
+        pairs = zip(self._paths, self._values, strict=True)
+        return {
+            f"{path}.{name}" if path else name: first
+            for path, (now, then) in pairs
+            for name, before in then.items()
+            if type(before) in COUNTED
+            and (after := now.get(name)) is not before
+            and (type(after) is Counter or type(after) in COUNTED and after != before)
+            and (first := starting(before, after)) is not None
+        }
 
     def changed_number(self) -> str | None:
         """A number among the attributes that has changed since, if there is one: its name, and what became of it."""

@@ -6,7 +6,7 @@ says where.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -16,6 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from poptorch.capture.attributes import Attributes, not_rebound
+from poptorch.capture.counters import Counters
 from poptorch.capture.cuts import Cuts
 from poptorch.capture.derivatives import derive, deriving
 from poptorch.capture.devices import named_as_cpus
@@ -64,6 +65,9 @@ class Captured:
         read: the buffers whose numbers have become a part of the program, with these numbers.
         frozen: other tensors of the host of which the same is true.
         carried: what it changes on the host, and may mean to find in the next run: how the user calls it, and the line.
+        changed: what the numbers of its modules begin with that it changes.
+        numbers: of those that were to be carried, and are made of what they were: the values at the beginning and
+            at the end.
     """
 
     trace: Trace
@@ -76,6 +80,8 @@ class Captured:
     read: dict[str, torch.Tensor]
     frozen: list[Frozen]
     carried: dict[str, str] = field(default_factory=dict)
+    changed: dict[str, int | float] = field(default_factory=dict)
+    numbers: dict[str, tuple[Value, Value]] = field(default_factory=dict)
 
 
 def capture(
@@ -92,6 +98,7 @@ def capture(
     cuts: Cuts | None = None,
     derives: bool = False,
     function: Callable[..., Any] | None = None,
+    numbers: Mapping[str, int | float] | None = None,
 ) -> Captured:
     """Write down what a function does.
 
@@ -111,6 +118,7 @@ def capture(
         cuts: knows the numbers of what is given, and notes where the program has to end for the host to look.
         derives: whether it is to be differentiated.
         function: what of the user's `forward` runs, if that is no module.
+        numbers: what numbers of the module begin with that the program carries, by path and name; see `counters`.
 
     Raises:
         poptorch.Error: if it reads the numbers in a tensor, or their shape depends on them, without `cuts`.
@@ -118,7 +126,8 @@ def capture(
 
     def once(keeps_whole: bool) -> Captured:
         tracer = Tracer(ambient, lowered, excludes, keeps_whole, module, cuts)
-        return _capture(tracer, forward, places, module, flatten, grouped, with_scopes, cuts, derives, function)
+        how = with_scopes, cuts, derives, function, numbers or {}
+        return _capture(tracer, forward, places, module, flatten, grouped, *how)
 
     try:
         return once(keeps_whole=True)
@@ -138,6 +147,7 @@ def _capture(
     cuts: Cuts | None,
     derives: bool,
     function: Callable[..., Any] | None,
+    numbers: Mapping[str, int | float],
 ) -> Captured:
     recorder = tracer.recorder
 
@@ -151,8 +161,12 @@ def _capture(
     state_values: dict[str, Value] = {}
     by_tensor: dict[int, Value] = {}
     for key, t in fakes.items():  # tied tensors are one value
-        numbers = None if isinstance(state[key], torch.nn.Parameter) else state[key].detach()
-        state_values[key] = by_tensor[id(t)] = by_tensor.get(id(t)) or recorder.new_input(t, key, numbers)
+        of_buffer = None if isinstance(state[key], torch.nn.Parameter) else state[key].detach()
+        state_values[key] = by_tensor[id(t)] = by_tensor.get(id(t)) or recorder.new_input(t, key, of_buffer)
+    dtypes = {int: torch.int64, float: torch.float32}  # numbers change the dtypes of tensors no more than these do
+    zeros = {name: tracer.fake(torch.zeros((), dtype=dtypes[type(number)])) for name, number in numbers.items()}
+    begins = {name: recorder.new_input(t, name) for name, t in zeros.items()}
+    counters = Counters(module, zeros)
     if cuts is not None:
         trained = [value for key, value in state_values.items() if state[key].requires_grad]
         cuts.begin(input_values, {value: state[key].detach() for key, value in state_values.items()}, trained)
@@ -181,8 +195,10 @@ def _capture(
         if derives:
             stack.enter_context(noting_hooks(tracer))
         stack.enter_context(tracer.listening())
+        counters.begin()
         with _told(recorder):
             result = forward(list(inputs))
+        changed = attributes.counting()
         returned = flatten(result)
         leaves = [recorder.value_of(t) for t in returned]
         ends = [recorder.value_of(t) for t in inputs]
@@ -198,6 +214,8 @@ def _capture(
                 raise _reshaped(key, state[key], state_values[key], state_ends[key], recorder.reshaped.get(id(t)))
         recorder.trace.outputs = leaves
         carried = dict(on_host.changes(recorder.is_of_run))
+        counted = counters.end(changed) if numbers else {}
+        number_ends = {name: (begins[name], recorder.value_of(t)) for name, t in counted.items()}
         carried |= {text: on_host.line_of(text) for text in recorder.overwritten()}
         recorder.settle()
         for application in applications:
@@ -220,6 +238,8 @@ def _capture(
         read={key: state[key].detach().clone() for key in recorder.read},
         frozen=recorder.frozen,
         carried=carried,
+        changed=changed,
+        numbers=number_ends,
     )
 
 

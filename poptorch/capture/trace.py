@@ -159,6 +159,12 @@ class Trace:
         return self._form() == other._form()
 
     def _form(self) -> list[Any]:
+        steps = [(node.op, node.overload, node.arguments, node.results) for node in self.nodes]
+        return self.form_of([self.inputs, steps, self.outputs])
+
+    @staticmethod
+    def form_of(described: Any) -> list[Any]:
+        """What tells ops apart: values by their order, shapes and dtypes, and the numbers of constants."""
         numbers: dict[Value, int] = {}
 
         def plain(leaf: Any) -> Any:
@@ -168,8 +174,7 @@ class Trace:
                 return leaf.tensor.shape, leaf.tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             return leaf if isinstance(leaf, str | int | float | complex | torch.dtype | torch.device) else type(leaf)
 
-        steps = [(node.op, node.overload, node.arguments, node.results) for node in self.nodes]
-        return [plain(leaf) for leaf in pytree.tree_leaves([self.inputs, steps, self.outputs])]
+        return [plain(leaf) for leaf in pytree.tree_leaves(described)]
 
     def without_unused(self, wanted: Sequence[Value], with_effects: bool = True) -> list[Node]:
         """The nodes that these values need, and effects, if they are to be kept."""

@@ -116,6 +116,7 @@ class Program:
         variables: the variables of parameters and buffers, by name; tied ones are one. What is not used has none.
         written: the values that buffers end up with, by name, of those that the model overwrites. With several replicas
             each has its own.
+        counted: names of the numbers of the module that are carried; they are among `variables` and `written`.
         numbers: a stream for the numbers of the optimiser, if it has any that change.
         state: the variables of its state, by name.
         random: the variable with the state of random numbers, if there are any.
@@ -155,6 +156,14 @@ class Program:
         self._captured, self._leaves, self._returned = captured, list(leaves), list(returned)
         self._batching, self._options, self._update = batching, options, update
         self.written = {name: value for name, value in captured.written.items() if name in host}
+        self.counted = frozenset(captured.numbers)
+        self._begins = captured.state | {name: begin for name, (begin, _) in captured.numbers.items()}
+        self.written |= {name: end for name, (_, end) in captured.numbers.items()}
+        starts = {name: captured.changed[name] for name in captured.numbers}
+        host = {
+            **host,
+            **{name: np.asarray(n, np.int32 if type(n) is int else np.float32) for name, n in starts.items()},
+        }
         self._groupings = dict(groupings or {})
         self._check_buffers()
         self._check_ops()
@@ -206,7 +215,7 @@ class Program:
         model = _Model(self.ir.create_empty_graph(name), any(node.site.unit for node in nodes))
         inputs = {f"/{leaf}": value for leaf, value in zip(self._leaves, captured.inputs, strict=True)}
         with model.graph:
-            for key, value in (inputs | captured.state).items():
+            for key, value in (inputs | self._begins).items():
                 if id(value) in used and id(value) not in model.emission.tensors:
                     model.emission.bind([value], [model.input(key, spec_of(value))])
             model.emission.write(nodes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from poptorch.base.answers import Answer, Changes
 from poptorch.base.logging_ import logger
 from poptorch.capture.constants import numbers_of
+from poptorch.capture.counters import are_alike
 from poptorch.capture.cuts import Cuts
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.model import Captured, capture
@@ -24,7 +25,7 @@ from poptorch.errors import createPoptorchError
 from poptorch.lowering import has_lowering
 from poptorch.lowering.control import WATCH
 from poptorch.options import Options
-from poptorch.placement.ambient import capturing
+from poptorch.placement.ambient import Ambient, capturing
 from poptorch.program.allowed import check_overlapped_io, check_placement
 from poptorch.program.batching import Batching
 from poptorch.run.arguments import Signature
@@ -46,6 +47,7 @@ def captured_model(
     cuts: Cuts | None = None,
     told: set[str] | None = None,
     has_fewer_rows: bool = False,
+    counts: Collection[str] | None = None,
 ) -> tuple[Captured, Answer]:
     """A model, captured for arguments with such tensors, and found to be one that can be compiled; and its answer.
 
@@ -53,37 +55,48 @@ def captured_model(
         places: where in memory the tensors of a micro-batch are; see `places_of`.
         told: the warnings of tensors of the host that have been given; it is filled.
         has_fewer_rows: the program is for fewer rows than another one, which the options allowed.
+        counts: the numbers of the module that the program carries, or all that it can: `None`.
 
     Raises:
         poptorch.Error: if it does nothing with tensors, or something that no program does; if its blocks or overlapped
             transfers do not fit the options.
     """
-    answers: list[Answer] = []  # of the last time that it ran, as it may have to run again
 
-    def forward(tensors: list[torch.Tensor]) -> Any:
-        args, kwargs = signature.arguments(tensors, hides=True)
-        objects = signature.objects(args, kwargs)
-        changes = Changes(objects)
-        result = model(*args, **kwargs)
-        changed = changes.found()
-        answers[:] = [Answer(result, changed, objects)]
-        return result, changed
+    def once(cuts: Cuts | None, numbers: Mapping[str, int | float]) -> tuple[Captured, Answer, Ambient]:
+        answers: list[Answer] = []  # of the last time that it ran, as it may have to run again
 
-    with substituting(), capturing(options.execution_strategy) as ambient:
-        captured = capture(
-            forward,
-            places,
-            module,
-            ambient=ambient,
-            lowered=has_lowering,
-            flatten=lambda returned: answers[0].tensors(returned),
-            grouped=grouped,
-            excludes=options.source_location_excludes,
-            with_scopes=options.module_namescope_enabled,
-            cuts=cuts,
-            derives=training,
-            function=model if module is None else None,
-        )
+        def forward(tensors: list[torch.Tensor]) -> Any:
+            args, kwargs = signature.arguments(tensors, hides=True)
+            objects = signature.objects(args, kwargs)
+            changes = Changes(objects)
+            result = model(*args, **kwargs)
+            changed = changes.found()
+            answers[:] = [Answer(result, changed, objects)]
+            return result, changed
+
+        with substituting(), capturing(options.execution_strategy) as ambient:
+            captured = capture(
+                forward,
+                places,
+                module,
+                ambient=ambient,
+                lowered=has_lowering,
+                flatten=lambda returned: answers[0].tensors(returned),
+                grouped=grouped,
+                excludes=options.source_location_excludes,
+                with_scopes=options.module_namescope_enabled,
+                cuts=cuts,
+                derives=training,
+                function=model if module is None else None,
+                numbers=numbers,
+            )
+        return captured, answers[0], ambient
+
+    captured, answer, ambient = once(cuts, {})
+    is_cut = cuts is not None and bool(cuts.found)
+    may_count = not is_cut and options.replication == 1
+    if may_count and (counting := _counting(captured, partial(once, None), counts)) is not None:
+        captured, answer, ambient = counting
     _tell_of_carried(captured, module)
     for text in _on_host(captured):
         if told is None or text not in told:
@@ -93,7 +106,6 @@ def captured_model(
     if training and captured.hooks:
         raise hook_problem(captured.hooks[0])
     given = set(map(id, captured.trace.inputs))
-    is_cut = cuts is not None and bool(cuts.found)
     if not captured.trace.nodes and given.isdisjoint(map(id, captured.trace.outputs)) and not is_cut:
         raise createPoptorchError("The model does nothing with tensors, so there is nothing to compile.")
     if options.Precision.floating_point_exceptions:
@@ -104,7 +116,36 @@ def captured_model(
     options._Popart.check()
     if not has_fewer_rows:  # there may be too few for all stages of a pipeline
         check_placement([node.site for node in captured.trace.nodes], options, training)
-    return captured, answers[0]
+    return captured, answer
+
+
+_MOST_CAPTURES = 4
+"""How often a model is captured, until it is known which numbers change with others."""
+
+
+def _counting(
+    plain: Captured,
+    capture: Callable[[Mapping[str, int | float]], tuple[Captured, Answer, Ambient]],
+    counts: Collection[str] | None,
+) -> tuple[Captured, Answer, Ambient] | None:
+    """The capture in which the numbers that `forward` changes are carried, if that does the same otherwise."""
+    numbers, others = plain.changed, set[str]()  # which are set to what is the same in each run
+    for _ in range(_MOST_CAPTURES):
+        if not numbers or counts is not None and set(counts) != set(numbers):
+            return None
+        try:
+            found = capture(numbers)
+        except Exception:  # whatever it is: what is not written in Python may have met a counter
+            return None
+        counting = found[0]
+        others |= numbers.keys() - counting.numbers.keys()
+        wanted = {name: first for name, first in (counting.changed | numbers).items() if name not in others}
+        if wanted == numbers:
+            begins, ends = zip(*counting.numbers.values(), strict=True)
+            is_same = [value.dtype for value in begins] == [value.dtype for value in ends]
+            return found if is_same and are_alike(plain.trace, counting.trace, begins, ends) else None
+        numbers = wanted
+    return None
 
 
 def places_of(tensors: Sequence[torch.Tensor], signature: Signature, batching: Batching) -> list[Place]:
@@ -129,10 +170,11 @@ def _tell_of_carried(captured: Captured, module: torch.nn.Module | None) -> None
         told.update(names)
         places = [f"{text} ({line})" if (line := captured.carried[text]) else text for text in names]
         logger.warning(
-            "`forward` changes %s. A program carries parameters and buffers from run to run, and nothing else: each "
-            "run begins with what was there when the model was wrapped. Have the module own it as a buffer "
-            "(`register_buffer`), and overwrite that: `self.x.copy_(...)`, `self.step.add_(1)`. What the host changes "
-            "from call to call is to be an argument of `forward`, and what you want to look at a result.",
+            "`forward` changes %s. A program carries parameters, buffers and numbers that `forward` only computes with "
+            "from run to run, and nothing else: each run begins with what was there when the model was wrapped. Have "
+            "the module own it as a buffer (`register_buffer`), and overwrite that: `self.x.copy_(...)`, "
+            "`self.step.add_(1)`. What the host changes from call to call is to be an argument of `forward`, and what "
+            "you want to look at a result.",
             ", ".join(places),
         )
 

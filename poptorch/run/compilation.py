@@ -59,6 +59,7 @@ def compiled_model(
     read: Callable[[], Mapping[str, np.ndarray]],
     has_fewer_rows: bool = False,
     carries_numbers: bool = False,
+    counts: Collection[str] | None = None,
 ) -> Compiled | InParts:
     """A model, compiled for arguments like these; it has its `attributes` meanwhile.
 
@@ -70,6 +71,7 @@ def compiled_model(
         read: gives the host's values of parameters and buffers. It is kept if the model is cut.
         has_fewer_rows: the program is for fewer rows than another one, with which it shares the optimiser.
         carries_numbers: see `Signature`.
+        counts: see `captured_model`.
 
     Raises:
         poptorch.Error: for an op that is not supported, a loss that is missing, and whatever else is wrong.
@@ -91,7 +93,18 @@ def compiled_model(
     def capture(signature: Signature, tensors: Sequence[torch.Tensor], answers: Sequence[Any]) -> Way:
         cuts = Cuts(tensors, answers, training, micro_batches) if options.kept_programs > 1 else None
         captured, answer = captured_model(
-            call, module, signature, places, batching, options, training, grouped, cuts, model.told, has_fewer_rows
+            call,
+            module,
+            signature,
+            places,
+            batching,
+            options,
+            training,
+            grouped,
+            cuts,
+            model.told,
+            has_fewer_rows,
+            () if answers else counts,
         )
         return Way(captured, answer, () if cuts is None else cuts.found)
 
@@ -197,7 +210,8 @@ def carries(
         batching = compiled.batching
         places = places_of(signature.check(args, kwargs), signature, batching)
         of_model = model.call, model.module, signature, places, batching, options, training, list(model.grouped)
-        return Way(*captured_model(*of_model, told=model.told), cuts=())
+        counts = list(compiled.ends.counted)
+        return Way(*captured_model(*of_model, told=model.told, counts=counts), cuts=())
 
     signature, way, _ = _hidden(signature_of, capture)
     if way is None or not signature.fits(*first):

@@ -75,6 +75,7 @@ class Ends:
         state: the variables of its state, by name.
         random: the variable of random numbers, if there are any.
         names: names of all tensors that can be anchored.
+        counted: the variables of numbers of the module that `forward` changes, by path and name.
     """
 
     inputs: dict[int, popxl.HostToDeviceStream] = field(default_factory=dict)
@@ -85,6 +86,7 @@ class Ends:
     state: Mapping[str, Variable] = field(default_factory=dict)
     random: Variable | None = None
     names: tuple[str, ...] = ()
+    counted: Mapping[str, Variable] = field(default_factory=dict)
 
     @classmethod
     def of(cls, program: Program) -> Ends:
@@ -92,12 +94,13 @@ class Ends:
         return cls(
             program.inputs,
             program.outputs,
-            program.variables,
-            frozenset(program.written),
+            {name: v for name, v in program.variables.items() if name not in program.counted},
+            frozenset(program.written) - program.counted,
             program.numbers,
             program.state,
             program.random,
             program.names,
+            {name: program.variables[name] for name in program.counted},
         )
 
 
@@ -470,6 +473,15 @@ class Compiled:
             replicas = self.batching.groups.replicas
             self._numbers[self.ends.numbers] = np.tile(numbers, (replicas, 1)) if replicas > 1 else numbers
 
+    def counted(self) -> dict[str, int | float]:
+        """The numbers of the module that `forward` changes, as they are now, by path and name."""
+        return {name: array.item() for name, array in self._fetched(self.ends.counted).items()}
+
+    def write_counted(self, numbers: Mapping[str, int | float]) -> None:
+        """Overwrite such numbers, of those that are given."""
+        counted = {v: numbers[name] for name, v in self.ends.counted.items() if name in numbers}
+        self._write({v: np.asarray(number, v.dtype.as_numpy()) for v, number in counted.items()})
+
     @property
     def random_state(self) -> list[int]:
         """The seed, and after it the words of the state, if there are random numbers."""
@@ -497,7 +509,7 @@ class Compiled:
             self._write({random: seeds.reshape(random.shape_on_host)})
 
     def lasting(self) -> dict[tuple[str, str], np.ndarray]:
-        """All that a run leaves for the next one: by its kind, weight, state or random, and its name."""
+        """All that a run leaves for the next one: by its kind, weight, state, number or random, and its name."""
         return self._fetched(self._lasting)
 
     def write_lasting(self, values: Mapping[tuple[str, str], np.ndarray]) -> None:
@@ -515,6 +527,7 @@ class Compiled:
         ends = self.ends
         found = {("weight", name): v for name, v in ends.variables.items()}
         found |= {("state", name): v for name, v in ends.state.items()}
+        found |= {("number", name): v for name, v in ends.counted.items()}
         return found if ends.random is None else {**found, ("random", ""): ends.random}
 
     def _write(self, values: Mapping[Variable, np.ndarray]) -> None:

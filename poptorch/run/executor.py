@@ -391,7 +391,10 @@ class PoplarExecutor:
         of_run = self._host, run.args, run.kwargs, options, self._trainer, self._on_host.read
         with compiling(), self._attributes.restored(), progress_bar(options.show_compilation_progress_bar):
             compiled = compiled_model(
-                *of_run, has_fewer_rows=True, carries_numbers=self._required.signature.carries_numbers
+                *of_run,
+                has_fewer_rows=True,
+                carries_numbers=self._required.signature.carries_numbers,
+                counts=tuple(self._required.ends.counted),
             )
         compiled.attach(self._on_host.read())
         hooks.post_compile()
@@ -487,6 +490,8 @@ class PoplarExecutor:
         if compiled is not None:
             self._write_report()
             self.copyWeightsToHostIfNeeded()
+            if isinstance(compiled, Compiled):
+                self._host.take_counted(compiled.counted(), self._attributes)
             if self._trainer is not None:
                 self._trainer.disconnect()
             compiled.close()
@@ -780,6 +785,8 @@ class PoplarExecutor:
         self._host.check_buffers(self._options.updatable_named_buffers)
         self._host.grouped.update(saved.grouped)
         compiled = saved.compiled(self._host.forward, self._options)
+        if anew:
+            compiled.write_counted(self._host.counted(compiled.ends.counted))
         if self._trainer is not None:
             saved.prepare(self._trainer, self._host.module, self._options)
             if anew:

@@ -12,6 +12,7 @@ import torch
 
 from poptorch.base.replica_groups import GroupedParameter
 from poptorch.capture.attributes import Attributes, noting
+from poptorch.capture.counters import COUNTED
 from poptorch.errors import createPoptorchError
 from poptorch.run import weights
 
@@ -65,6 +66,31 @@ class HostModel:
         self._reached.clear()
         if inside:
             self.attributes = self.attributes.with_those((each, name) for each in inside for name in vars(each))
+
+    def take_counted(self, numbers: Mapping[str, int | float], compiled: Attributes) -> None:
+        """Have the module hold the numbers that a program has carried; those stay that the user has set meanwhile.
+
+        Args:
+            numbers: these, by path and name.
+            compiled: the attributes with which it was compiled.
+        """
+        places = [(module, key, number) for name, number in numbers.items() for module, key in self._holding(name)]
+        for module, key, number in places:
+            if compiled.has(module, key):
+                setattr(module, key, number)
+        self.attributes = self.attributes.with_those((module, key) for module, key, _ in places)
+
+    def counted(self, names: Iterable[str]) -> dict[str, int | float]:
+        """The numbers with these paths and names, as `attributes` have them, for a program that carries them."""
+        with self.attributes.restored():
+            return {name: vars(module)[key] for name in names for module, key in self._holding(name)}
+
+    def _holding(self, name: str) -> Iterator[tuple[torch.nn.Module, str]]:
+        """What holds a number of this path and name, and the name there."""
+        path, _, key = name.rpartition(".")
+        for at, module in () if self.module is None else torch.nn.Module.named_modules(self.module):
+            if at == path and type(vars(module).get(key)) in COUNTED:
+                yield module, key
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by name; see `weights.tensors_of`."""

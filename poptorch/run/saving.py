@@ -101,6 +101,7 @@ class _Ends(_Part):
     state: dict[str, str]
     random: str | None
     names: list[str]
+    counted: dict[str, str]
 
     @classmethod
     def of(cls, ends: Ends) -> _Ends:
@@ -114,6 +115,7 @@ class _Ends(_Part):
             state={name: v.id for name, v in ends.state.items()},
             random=ends.random.id if ends.random is not None else None,
             names=list(ends.names),
+            counted={name: v.id for name, v in ends.counted.items()},
         )
 
     def within(self, session: popxl.Session) -> Ends:
@@ -130,6 +132,7 @@ class _Ends(_Part):
             state={name: variables[id] for name, id in self.state.items()},
             random=variables[self.random] if self.random is not None else None,
             names=tuple(self.names),
+            counted={name: variables[id] for name, id in self.counted.items()},
         )
 
 

@@ -98,12 +98,12 @@ class Changing(torch.nn.Module):
 
 def _anneal(module: Changing, y: torch.Tensor) -> int:
     module.step += 1
-    return module.step
+    return int(module.step)  # looked at, it is not carried
 
 
 def _fade(module: Changing, y: torch.Tensor) -> float:
     module.weight = module.weight * 0.5
-    return module.weight
+    return float(module.weight)
 
 
 def _alternate(module: Changing, y: torch.Tensor) -> None:

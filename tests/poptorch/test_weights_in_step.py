@@ -231,9 +231,7 @@ def test_a_number_that_changes_after_the_wrapper_is_told_once(caplog: pytest.Log
     model = poptorch.inferenceModel(module)
     for _ in range(2):
         assert model(X).tolist() == [2, 2]
-    (record,) = caplog.records  # what `forward` itself sets is not the user's
-    assert "`forward` changes model.calls (" in record.message
-    caplog.clear()
+    assert not caplog.records  # what `forward` itself sets is not the user's
     module.temperature = 0.5
     for _ in range(2):
         assert model(X).tolist() == [2, 2]

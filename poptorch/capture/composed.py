@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._higher_order_ops.flex_attention import flex_attention
 
-from poptorch.capture.places import overlaps, turns
+from poptorch.capture.tensor_layout import overlaps, turns
 from poptorch.capture.torch_private import without_modes
 
 __all__ = ["COMPOSED", "in_turns", "packed"]

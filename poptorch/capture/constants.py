@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from poptorch.capture.places import overwrite
+from poptorch.capture.tensor_layout import overwrite
 from poptorch.capture.torch_private import without_modes, written_arguments
 from poptorch.capture.trace import LOOKED_AT, Data, Node, Value, View, values_in
 from poptorch.capture.whole import WHOLE

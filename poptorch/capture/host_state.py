@@ -27,7 +27,7 @@ from poptorch.base.introspection import CONTAINERS, attributes, is_a, items, slo
 from poptorch.capture.torch_private import FakeTensor
 from popxl.base.source import SourceLocation
 
-__all__ = ["GROWS", "NUMBERS", "HostState", "Place", "is_users"]
+__all__ = ["GROWS", "NUMBERS", "HostState", "HolderSnapshot", "is_users"]
 
 _NOT_THE_USERS = {"torch", "poptorch", "popxl", "runtime", "jax", "jaxlib", "numpy", "lightning", "pytorch_lightning"}
 _NOT_THE_USERS |= set(sys.stdlib_module_names) - {"__main__"}
@@ -42,8 +42,8 @@ _MOST = 10_000
 
 
 @dataclass
-class Place:
-    """Something that holds other objects.
+class HolderSnapshot:
+    """What an object, list, dictionary or set held before `forward` ran, and what it holds now.
 
     Attributes:
         text: how the user calls it.
@@ -123,7 +123,7 @@ class HostState:
     def __init__(
         self, module: torch.nn.Module | None, function: Callable[..., Any] | None, around: bool = True
     ) -> None:
-        self.places: list[Place] = []
+        self.places: list[HolderSnapshot] = []
         self._around = around
         self._known: set[int] = set()
         self._codes: dict[CodeType, None] = {}
@@ -302,7 +302,7 @@ class HostState:
         is_models: bool,
         is_namespace: bool = False,
     ) -> None:
-        place = Place(text, holder, read, read(), put_back, is_models, is_namespace)
+        place = HolderSnapshot(text, holder, read, read(), put_back, is_models, is_namespace)
         self.places.append(place)
         pairs = place.before.items() if isinstance(place.before, dict) else enumerate(place.before)
         self._waiting += [(place._text_of(key), value, is_models) for key, value in pairs if not is_a(value, _CLOSED)]

@@ -24,9 +24,9 @@ from poptorch.capture.frozen import Frozen
 from poptorch.capture.gradient_hooks import hooks_of, noting_hooks
 from poptorch.capture.host_state import HostState
 from poptorch.capture.modules import averaging, recurrent_in_any_dtype
-from poptorch.capture.places import Place
 from poptorch.capture.recorder import Recorder
 from poptorch.capture.seeding import seeding
+from poptorch.capture.tensor_layout import TensorLayout
 from poptorch.capture.torch_private import (
     UNREADABLE,
     DynamicOutputShapeException,
@@ -86,7 +86,7 @@ class Captured:
 
 def capture(
     forward: Callable[[list[torch.Tensor]], Any],
-    places: Sequence[Place],
+    places: Sequence[TensorLayout],
     module: torch.nn.Module | None,
     *,
     ambient: Ambient,
@@ -139,7 +139,7 @@ def capture(
 def _capture(
     tracer: Tracer,
     forward: Callable[[list[torch.Tensor]], Any],
-    places: Sequence[Place],
+    places: Sequence[TensorLayout],
     module: torch.nn.Module | None,
     flatten: Callable[[Any], list[torch.Tensor]],
     grouped: Collection[str],

@@ -26,8 +26,8 @@ from torch.utils import _pytree as pytree
 from poptorch.base.logging_ import logger
 from poptorch.capture.constants import made_of, numbers_of
 from poptorch.capture.frozen import Frozen, found, is_users
-from poptorch.capture.places import Place, offsets_of, views_between
 from poptorch.capture.stand_ins import StandIn
+from poptorch.capture.tensor_layout import TensorLayout, offsets_of, views_between
 from poptorch.capture.torch_private import FakeTensor, become, forget_history, storage_key, without_modes
 from poptorch.capture.trace import LOOKED_AT, Data, Node, Trace, Value, View, values_in, with_values
 from poptorch.errors import createPoptorchError
@@ -42,7 +42,7 @@ class _Cell:
     """A storage: what it holds now, as a tensor in which place, and how often it was overwritten. It keeps it alive."""
 
     base: torch.Tensor
-    place: Place
+    place: TensorLayout
     value: Value
     says_no: bool = True
     """Whether PyTorch knows of a tensor that looks at it, and needs no gradient, that none flow through it."""
@@ -268,7 +268,7 @@ class Recorder:
         lens = seen.lens
         if any(view.repeats for view in lens):  # on the way back the old copies would come after the new number
             is_detached = any(view.op == "aten.detach" for view in lens)
-            lens = (*[_detached(cell.value)] * is_detached, *views_between(cell.place, Place.of(t)))
+            lens = (*[_detached(cell.value)] * is_detached, *views_between(cell.place, TensorLayout.of(t)))
         content = value
         for view, base in reversed(list(zip(lens, self._looked_at(cell, lens), strict=False))):
             node = self.node("poptorch.put", "", {"base": base, "content": content, "view": view})
@@ -278,7 +278,7 @@ class Recorder:
             content = self._with_history_of(self._here(cell.value), content)
         cell.value = content
         cell.version += 1
-        if not (keeps_history or Place.of(t).overlaps):
+        if not (keeps_history or TensorLayout.of(t).overlaps):
             seen.value, seen.version = value, cell.version
         cell.settle()
         self._await(cell, value, t)
@@ -344,7 +344,7 @@ class Recorder:
     def _introduce(self, t: torch.Tensor, value: Value, says_no: bool = True) -> None:
         """Make a tensor known that has a storage of its own."""
         storage = self._storage(t)
-        cell = self._cells[storage] = _Cell(t, Place.of(t), value, says_no)
+        cell = self._cells[storage] = _Cell(t, TensorLayout.of(t), value, says_no)
         self._all_cells.append(cell)
         self._seen[id(t)] = _Seen(t, cell, (), value, 0)
         self._await(cell, value, t)
@@ -406,7 +406,7 @@ class Recorder:
             return self._seen[id(t)]
         if cell.place.overlaps:
             self._store(cell)
-        lens = views_between(cell.place, Place.of(t))
+        lens = views_between(cell.place, TensorLayout.of(t))
         seen = self._seen[id(t)] = _Seen(t, cell, lens, cell.value, -1)
         return seen
 
@@ -527,7 +527,7 @@ class Recorder:
         is_same = node.op == "aten.detach" and not looked_at.requires_grad
         for i, t in enumerate(results):
             value = self.result(node, shapes[i], t.dtype)
-            view = View(node.op, node.overload, place, shapes, t.dtype, i, Place.of(t).overlaps)
+            view = View(node.op, node.overload, place, shapes, t.dtype, i, TensorLayout.of(t).overlaps)
             lens = base.lens if is_same else (*base.lens, view)
             self._seen[id(t)] = _Seen(t, base.cell, lens, value, base.cell.version)
             # Nor does it say anything of what PyTorch keeps for its backward pass, such as the mean of a norm.

@@ -25,9 +25,9 @@ from poptorch.capture.devices import ASKING, HOST, IPU, LIKE_ANOTHER, on_cpu
 from poptorch.capture.frozen import is_users
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.indexing import getitem, setitem
-from poptorch.capture.places import Place
 from poptorch.capture.recorder import Recorder
 from poptorch.capture.seeding import Remade
+from poptorch.capture.tensor_layout import TensorLayout
 from poptorch.capture.torch_private import (
     NORMS,
     UNREADABLE,
@@ -125,7 +125,7 @@ class Tracer:
         """A tensor like another one, without numbers; the same one for the same tensor."""
         return self._fake.from_tensor(t)
 
-    def fake_in(self, place: Place) -> torch.Tensor:
+    def fake_in(self, place: TensorLayout) -> torch.Tensor:
         """A tensor without numbers, in some place of a storage of its own."""
         steps = zip(place.shape, place.stride, strict=True)
         extent = place.offset + 1 + sum((size - 1) * stride for size, stride in steps)

@@ -18,8 +18,8 @@ from poptorch.capture.counters import are_alike
 from poptorch.capture.cuts import Cuts
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.model import Captured, capture
-from poptorch.capture.places import Place
 from poptorch.capture.recorder import Data
+from poptorch.capture.tensor_layout import TensorLayout
 from poptorch.capture.trace import Node, Trace, Value, with_values
 from poptorch.errors import createPoptorchError
 from poptorch.lowering import has_lowering
@@ -39,7 +39,7 @@ def captured_model(
     model: Callable[..., Any],
     module: torch.nn.Module | None,
     signature: Signature,
-    places: Sequence[Place],
+    places: Sequence[TensorLayout],
     batching: Batching,
     options: Options,
     training: bool,
@@ -136,6 +136,7 @@ def _counting(
         try:
             found = capture(numbers)
         except Exception:  # whatever it is: what is not written in Python may have met a counter
+            logger.debug("Numbers that `forward` changes are not carried.", exc_info=True)
             return None
         counting = found[0]
         others |= numbers.keys() - counting.numbers.keys()
@@ -148,14 +149,14 @@ def _counting(
     return None
 
 
-def places_of(tensors: Sequence[torch.Tensor], signature: Signature, batching: Batching) -> list[Place]:
+def places_of(tensors: Sequence[torch.Tensor], signature: Signature, batching: Batching) -> list[TensorLayout]:
     """Where in memory the first micro-batch is of tensors that are given."""
     places = []
     for t, leaf in zip(tensors, signature.leaves, strict=True):
         shape = batching.micro_batch_shape(leaf.shape, leaf.name)
         if t.layout is not torch.strided:
             t = torch.empty(leaf.shape, device="meta")
-        places.append(Place(shape, t.stride(), int(t.storage_offset()), leaf.dtype))
+        places.append(TensorLayout(shape, t.stride(), int(t.storage_offset()), leaf.dtype))
     return places
 
 

@@ -14,10 +14,11 @@ import torch
 
 import popxl
 from poptorch.base.carried import LookedAt
+from poptorch.base.logging_ import logger
 from poptorch.capture.attributes import Attributes
 from poptorch.capture.cuts import Cuts
 from poptorch.capture.model import Captured
-from poptorch.capture.places import Place
+from poptorch.capture.tensor_layout import TensorLayout
 from poptorch.options import Options
 from poptorch.program.batching import Batching
 from poptorch.program.program import Returned
@@ -88,7 +89,7 @@ def compiled_model(
     micro_batches = batching.micro_batches * batching.groups.replicas
     call, module, grouped, training = model.call, model.module, list(model.grouped), update is not None
 
-    places: list[Place] = []  # of the arguments
+    places: list[TensorLayout] = []  # of the arguments
 
     def capture(signature: Signature, tensors: Sequence[torch.Tensor], answers: Sequence[Any]) -> Way:
         cuts = Cuts(tensors, answers, training, micro_batches) if options.kept_programs > 1 else None
@@ -173,6 +174,7 @@ def _hidden(
             looked_at |= {look.name, *({look.numbers} & has_numbers)}  # it looks at two: at others, too, most often
             has_numbers |= {look.numbers} - {""}
         except Exception:  # whatever it is: what is not written in Python may have met something hidden
+            logger.debug("Values beside tensors are a part of the program.", exc_info=True)
             break
         else:
             known = capture(signature_of(None))

@@ -25,7 +25,7 @@ from poptorch.base.structures import Structure
 from poptorch.capture.frozen import Frozen
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.model import Captured
-from poptorch.capture.places import overwrite
+from poptorch.capture.tensor_layout import overwrite
 from poptorch.capture.trace import Value
 from poptorch.enums import OutputMode
 from poptorch.errors import Error, createPoptorchError

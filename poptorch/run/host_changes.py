@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from poptorch.base.introspection import CONTAINERS, attributes, is_a
-from poptorch.capture.host_state import GROWS, NUMBERS, HostState, Place, is_users
+from poptorch.capture.host_state import GROWS, NUMBERS, HolderSnapshot, HostState, is_users
 
 __all__ = ["HostChanges"]
 
@@ -114,7 +114,7 @@ def _counts_in_module(kind: type, text: str, before: Any, now: Any) -> bool:
     return not name.startswith("_") and not is_a(before, NUMBERS) and _is_other(before, now)
 
 
-def _counts(before: Any, now: Any, place: Place) -> bool:
+def _counts(before: Any, now: Any, place: HolderSnapshot) -> bool:
     """Whether another item of a container or of an object may be meant to have an effect. Of what a container gains or
     loses, layers and functions are; numbers and texts are rather what hooks note down."""
     if now is GROWS:

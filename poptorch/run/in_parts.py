@@ -29,7 +29,7 @@ from poptorch.base.logging_ import logger
 from poptorch.base.structures import Structure
 from poptorch.capture.cuts import Cut
 from poptorch.capture.model import Captured
-from poptorch.capture.places import overwrite
+from poptorch.capture.tensor_layout import overwrite
 from poptorch.capture.trace import Node, Trace, Value
 from poptorch.errors import createPoptorchError
 from poptorch.options import Options

@@ -45,7 +45,7 @@ class _Number:
 
 
 @dataclass(eq=False)
-class _Call:
+class _DeferredCall:
     """A call of a method of a metric.
 
     Attributes:
@@ -58,10 +58,14 @@ class _Call:
     arguments: list[Any]
     structure: pytree.TreeSpec
 
-    def make(self, given: Sequence[torch.Tensor], place: int, results: Mapping[_Call, Sequence[Any]]) -> Any:
+    def make(self, given: Sequence[torch.Tensor], place: int, results: Mapping[_DeferredCall, Sequence[Any]]) -> Any:
         """Make the call for one micro-batch."""
         flat = [
-            each.at(given, place) if isinstance(each, _Number) else results[each][-1] if type(each) is _Call else each
+            each.at(given, place)
+            if isinstance(each, _Number)
+            else results[each][-1]
+            if type(each) is _DeferredCall
+            else each
             for each in self.arguments
         ]
         args, kwargs = pytree.tree_unflatten(flat, self.structure)
@@ -80,7 +84,7 @@ class _Log:
     """
 
     function: Callable[..., Any]
-    value: _Number | _Call | Metric
+    value: _Number | _DeferredCall | Metric
     how: Mapping[str, Any]
     on_epoch: bool
 
@@ -123,7 +127,7 @@ class _OfMetric:
         trace: makes the same call within the capture.
     """
 
-    def __init__(self, call: _Call, trace: Callable[[], Any]) -> None:
+    def __init__(self, call: _DeferredCall, trace: Callable[[], Any]) -> None:
         self.call, self._trace = call, trace
 
     def traced(self) -> Any:
@@ -168,7 +172,7 @@ class _Deferred:
         shapes: those of the tensors that the program has to return for them.
     """
 
-    calls: list[_Call] = field(default_factory=list)
+    calls: list[_DeferredCall] = field(default_factory=list)
     logs: list[_Log] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
 
@@ -185,7 +189,7 @@ class _Deferred:
         given = [
             t[None] if count == 1 else t.reshape(count, *each) for t, each in zip(numbers, self.shapes, strict=True)
         ]
-        results: dict[_Call, list[Any]] = {call: [] for call in self.calls}
+        results: dict[_DeferredCall, list[Any]] = {call: [] for call in self.calls}
         for place in range(count if self.calls else 0):
             for call in self.calls:
                 results[call].append(call.make(given, place, results))
@@ -217,10 +221,10 @@ class _Noting:
         self.tensors: list[torch.Tensor] = []
         self.logged: list[torch.Tensor] = []
 
-    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> _Call:
+    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> _DeferredCall:
         """Note a call of a method of a metric."""
         flat, structure = pytree.tree_flatten((args, kwargs))
-        self.deferred.calls.append(_Call(function, list(map(self._argument, flat)), structure))
+        self.deferred.calls.append(_DeferredCall(function, list(map(self._argument, flat)), structure))
         return self.deferred.calls[-1]
 
     def log(self, function: Callable[..., Any], value: Any, how: Mapping[str, Any], on_epoch: bool) -> None:
@@ -241,7 +245,7 @@ class _Noting:
         return _Number(len(self.tensors) - 1, value.dtype)
 
 
-class _Captures:
+class _StepCaptures:
     """What a step does on the host, of each time that it was captured: it may be something else for other numbers."""
 
     def __init__(self) -> None:
@@ -265,7 +269,7 @@ class Step(torch.nn.Module):
     def __init__(self, module: LightningModule, name: str, keywords: tuple[str, ...]) -> None:
         super().__init__()
         self.module, self.step, self.keywords = module, name, keywords
-        self._captures = _Captures()
+        self._captures = _StepCaptures()
         self.training = module.training
 
     def make_deferred(self, returned: Any, batching: Batching, batch: Any) -> Any:

@@ -25,7 +25,7 @@ from numpy.lib.array_utils import byte_bounds
 from poptorch.base.dtypes import as_array, fitted, from_numpy, to_numpy
 from poptorch.base.logging_ import logger
 from poptorch.base.replica_groups import GroupedParameter
-from poptorch.capture.places import overwrite
+from poptorch.capture.tensor_layout import overwrite
 from poptorch.errors import Error, createPoptorchError
 
 __all__ = [

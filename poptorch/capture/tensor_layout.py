@@ -1,4 +1,4 @@
-"""`Place`: where in a storage the numbers of a tensor are, and `views_between`: the views from one such to another.
+"""`TensorLayout`, that of a tensor in its storage, and `views_between`, the views that lead from one layout to another.
 
 PyTorch knows of each tensor which numbers of its storage it looks at. A value of a trace has numbers, and no storage: a
 view of it is an op that arranges its numbers as a tensor elsewhere in the storage sees them.
@@ -17,7 +17,7 @@ import torch
 from poptorch.capture.trace import LOOKED_AT, View
 from poptorch.errors import createPoptorchError
 
-__all__ = ["Place", "offsets_of", "overlaps", "overwrite", "turns", "views_between", "written_last"]
+__all__ = ["TensorLayout", "offsets_of", "overlaps", "overwrite", "turns", "views_between", "written_last"]
 
 
 def offsets_of(size: Sequence[int], stride: Sequence[int]) -> np.ndarray:
@@ -85,8 +85,8 @@ def overwrite(t: torch.Tensor, numbers: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where in a storage the numbers of a tensor are.
+class TensorLayout:
+    """The layout of a tensor in its storage: which of its numbers are those of the tensor.
 
     Attributes:
         shape: of the tensor.
@@ -103,8 +103,8 @@ class Place:
     is_neg: bool = False
 
     @classmethod
-    def of(cls, t: torch.Tensor) -> Place:
-        """The place of a tensor."""
+    def of(cls, t: torch.Tensor) -> TensorLayout:
+        """The layout of a tensor."""
         return cls(tuple(t.shape), t.stride(), int(t.storage_offset()), t.dtype, t.is_conj(), t.is_neg())
 
     @property
@@ -113,7 +113,7 @@ class Place:
         return overlaps(self.shape, self.stride)
 
 
-def views_between(base: Place, seen: Place) -> tuple[View, ...]:
+def views_between(base: TensorLayout, seen: TensorLayout) -> tuple[View, ...]:
     """The views that lead from the tensor in one place to a tensor in another place of the same storage.
 
     Args:
@@ -148,18 +148,18 @@ def _view(op: str, how: Mapping[str, Any], shape: Sequence[int], dtype: torch.dt
     return View(f"aten.{name}", overload or "default", {"input": LOOKED_AT, **how}, (tuple(shape),), dtype)
 
 
-def _taken_for(base: Place, dtype: torch.dtype) -> tuple[list[View], Place]:
+def _taken_for(base: TensorLayout, dtype: torch.dtype) -> tuple[list[View], TensorLayout]:
     """The views that take what is in a place, in the order in which it is in memory, for elements of another dtype, as
     far as there are such; and its place then."""
     views = []
     shape, stride, offset = base.shape, base.stride, base.offset
     if base.dtype.is_complex and not dtype.is_complex:
-        base = Place((*shape, 2), (*(2 * step for step in stride), 1), 2 * offset, base.dtype.to_real())
+        base = TensorLayout((*shape, 2), (*(2 * step for step in stride), 1), 2 * offset, base.dtype.to_real())
         views.append(_view("view_as_real", {}, base.shape, base.dtype))
     elif dtype.is_complex and not base.dtype.is_complex and shape and _is_of_pairs(base):
         halved = (*shape[:-1], shape[-1] // 2)
         views.append(_view("view", {"size": (*halved, 2)}, (*halved, 2), base.dtype))
-        base = Place(halved, (*(step // 2 for step in stride[:-1]), 1), offset // 2, base.dtype.to_complex())
+        base = TensorLayout(halved, (*(step // 2 for step in stride[:-1]), 1), offset // 2, base.dtype.to_complex())
         views.append(_view("view_as_complex", {}, halved, base.dtype))
     if base.dtype != dtype and base.dtype.itemsize == dtype.itemsize:
         base = replace(base, dtype=dtype)
@@ -167,13 +167,13 @@ def _taken_for(base: Place, dtype: torch.dtype) -> tuple[list[View], Place]:
     return views, base
 
 
-def _is_of_pairs(base: Place) -> bool:
+def _is_of_pairs(base: TensorLayout) -> bool:
     """Whether the numbers in a place, in the order in which they are in memory, are pairs without gaps."""
     *outer, innermost = base.stride
     return innermost == 1 and not any(n % 2 for n in (base.shape[-1], base.offset, *outer))
 
 
-def _strided(base: Place, seen: Place) -> View | None:
+def _strided(base: TensorLayout, seen: TensorLayout) -> View | None:
     """What is in another place, as a view of what is in the order in which it is in memory; `None` if not all is."""
     stride, offset = list(seen.stride), 0
     if 0 not in seen.shape:
@@ -191,7 +191,7 @@ def _strided(base: Place, seen: Place) -> View | None:
     return replace(_view("as_strided", place, seen.shape, seen.dtype), repeats=seen.overlaps)
 
 
-def _blocks(base: Place) -> list[tuple[int, int, int]]:
+def _blocks(base: TensorLayout) -> list[tuple[int, int, int]]:
     """Dimensions as they are in memory, outermost first, those without gaps between them as one: the number of
     elements, the step in memory from one to the next, and the step where there are no gaps at all. The last has a step
     of 1."""

@@ -1,6 +1,6 @@
 """Ops that make tensors of nothing or from outside the graph, or hand them out: `init`, host streams, printing.
 
-The meaning of most needs the machine: they only declare their specs here, and `runtime.lowering.effects` carries them
+The meaning of most needs the machine: they only declare their specs here, and `runtime.lowering.host_ops` carries them
 out.
 """
 

@@ -31,7 +31,7 @@ from popxl.looking.transfers import transfers_of
 from popxl.program.rule_graph import RuleGraph, rule_graph
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.values.spec import TensorSpec, brief
-from runtime.lowering.effects import FAILURE, Channel, Channels, Failure, arrived, channels_of, sent
+from runtime.lowering.channels import FAILURE, Channel, Channels, Failure, arrived, channels_of, sent
 from runtime.lowering.lower import Lowering, as_declared
 from runtime.targets.replicas import Replicas
 

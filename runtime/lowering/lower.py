@@ -2,18 +2,18 @@
 
 Ops run in the order they were created. Each reads its operands from the environment, applies its lowering, and writes
 its results back. The environment keeps one value for each *storage*: a view is read from its base and written through
-to it, so in-place ops and views need nothing else. Nobody outside of this file knows that arrays are immutable.
+to it, so in-place ops and views need nothing else.
 
 A graph that is called from several places becomes one function that is compiled once: XLA is told to keep its calls.
 What a graph touches besides its inputs (the streams, and which check failed) goes in and comes out as values; see
-`runtime.lowering.effects`.
+`runtime.lowering.channels`.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -26,208 +26,30 @@ from jax import lax
 
 from popxl.base.names import identifier
 from popxl.base.nesting import Nested, done
-from popxl.core.aliasing import by_reference, callees_first, changed_inputs, reachable, written_inputs
-from popxl.core.declaration import OpKind
+from popxl.core.aliasing import callees_first, reachable, written_inputs
 from popxl.core.recording import Op
-from popxl.core.tensor import Constant, Tensor
+from popxl.core.tensor import Tensor
 from popxl.core.traits import chooses
 from popxl.errors import PopxlError, PopxlInternalError
-from popxl.fp8_utils import to_device
 from popxl.graph import Graph
-from popxl.ops.call import call_kind
-from popxl.ops.conditional import conditional_kind
-from popxl.ops.host import host_call_kind, host_load_kind, host_store_kind, print_tensor_kind
 from popxl.ops.kernels.kernel import in_forms
-from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind, returned_by_ref
 from popxl.options import SessionOptions
 from runtime.calls import kept
 from runtime.interrupts import handle_waiting
-from runtime.lowering import effects
+from runtime.lowering import control_flow, host_ops  # noqa: F401  # they register what ops do
+from runtime.lowering.channels import Channels, acts_at_once, channels_of
 from runtime.lowering.collectives import devices_meet, group_of
-from runtime.lowering.effects import Channels, channels_of
-from runtime.lowering.machine_parts import AnyOrder, MachineParts, Order, parts_for
+from runtime.lowering.environment import Environment
+from runtime.lowering.machine_parts import MachineParts, parts_for
 from runtime.lowering.meetings import Meetings
+from runtime.lowering.registry import meanings
 from runtime.lowering.rolled import AsWritten, Rolled, bring_together, roll
 from runtime.lowering.scopes import Scopes, of_op
 from runtime.lowering.sharing import Sharing
-from runtime.lowering.stacks import Row, put_back, read
-from runtime.targets.replicas import Replicas, is_on_host
+from runtime.lowering.stacks import Row, read
+from runtime.targets.replicas import Replicas
 
 Array = Any
-Meaning = Callable[["Lowering", Op, "Environment", Channels], "Nested[None] | None"]
-
-meanings: dict[OpKind, Meaning] = {}
-"""What ops do whose meaning needs the machine: at once, or as nested work. Others say it: `op.kind.lowering`."""
-
-
-def meaning(kind: OpKind) -> Callable[[Meaning], Meaning]:
-    """Register what an op of this kind does."""
-
-    def register(function: Meaning) -> Meaning:
-        meanings[kind] = function
-        return function
-
-    return register
-
-
-class Environment:
-    """The current value of every storage of one graph, while it runs; or the row of a stack that has it.
-
-    Args:
-        values: those of storages that have one before.
-        order: keeps the order of updates.
-        same: tensors that stand for others.
-        turns: how many turns the loop has that the graph runs in: values may be cut out of as many rows.
-    """
-
-    def __init__(
-        self, values: Mapping[Tensor, Array | Row], order: Order, same: Mapping[Tensor, Tensor], turns: int
-    ) -> None:
-        self.values = dict(values)
-        self._order = order
-        self._same = same
-        self._turns = turns
-
-    def note(self, op: Op) -> None:
-        """Note that an op has read its operands: what overwrites them comes after its result."""
-        result = next((t for t in op.outputs if t in self.values), None)
-        if result is not None:  # it is no view, say
-            for t in op.inputs:
-                self._order.note(self._seen_through(t)[0], result, self.read(result))
-
-    def note_call(self, op: Op, results: Results) -> None:
-        """The same of the ops of a graph that an op has called."""
-        for i, computed in results.computed.items():
-            self._order.note_within(self._seen_through(op.inputs[i])[0], computed)
-
-    def computed_from(self, inputs: Sequence[Tensor]) -> dict[int, Array]:
-        """What was computed last from inputs of the graph, by position."""
-        return self._order.computed_from(inputs)
-
-    def place(self, t: Tensor) -> Array | Row:
-        """Where a tensor is: in a row, if that is all of it. Otherwise its current value."""
-        storage, views = self._seen_through(t)
-        place = None if views else self.values.get(storage)
-        return place if isinstance(place, Row) else self.read(t)
-
-    def sharing(self, op: Op) -> Sharing:
-        """Which inputs of the graph that an op runs share storage, of those that are by reference."""
-        (run,) = op.runs
-        by_ref = by_reference(op)
-        storages = {i: self._storages(op.inputs[i]) for i in by_ref} if len(by_ref) > 1 else {}
-        users: dict[Tensor, set[int]] = {}
-        for i, of_input in storages.items():
-            for storage in of_input:
-                users.setdefault(storage, set()).add(i)
-        groups = [found for found in users.values() if len(found) > 1 and not found.isdisjoint(op.modified)]
-        positions = frozenset[int]().union(*groups)
-        if not positions:
-            return Sharing()
-        same = {run.inputs[i]: op.inputs[i] for i in sorted(positions)}
-        inside = dict.fromkeys(storage for i in sorted(positions) for storage in storages[i])
-        written = dict.fromkeys(storage for i in sorted(positions & op.modified) for storage in storages[i])
-        values = {storage: self.read(storage) for storage in inside}
-        return Sharing(positions, {**self._same, **same}, values, tuple(written))
-
-    def _storages(self, t: Tensor) -> tuple[Tensor, ...]:
-        """The storages that a tensor is made of."""
-        found: dict[Tensor, None] = {}
-        waiting = [t]
-        while waiting:
-            storage, _ = self._seen_through(waiting.pop())
-            joined = view_of(storage)
-            if joined is None:
-                found[storage] = None
-            else:
-                waiting += reversed(joined.inputs)
-        return tuple(found)
-
-    def read(self, t: Tensor) -> Array:
-        """The current value of a tensor: of its storage, or seen through the views that lie between."""
-        storage, views = self._seen_through(t)
-        value = self._storage(storage)
-        for view in views:
-            value = view.apply([value])
-        return value
-
-    def put(self, t: Tensor, place: Array | Row) -> None:
-        """Give a tensor that an op makes its first value; or a row that nobody else has."""
-        if isinstance(place, Row):
-            self.values[t] = place
-        else:
-            self.write(t, place)
-
-    def write(self, t: Tensor, value: Array) -> None:
-        """Change a tensor: its storage, or the part of it that the views between show."""
-        changes = [(t, value)]
-        while changes:
-            t, value = changes.pop()
-            storage, views = self._seen_through(t)
-            bases = [self._storage(storage)] if views else []
-            for view in views[:-1]:
-                bases.append(view.apply([bases[-1]]))
-            for view, base in zip(reversed(views), reversed(bases), strict=True):
-                (value,) = view.put([base], value)
-            joined = view_of(storage)
-            if joined is None:
-                place = self.values.get(storage)
-                rows = len(place.stack.array) if isinstance(place, Row) else self._turns
-                value = self._order.overwriting(storage, value, rows)
-                if isinstance(place, Row):
-                    place.write(value)
-                else:
-                    self.values[storage] = value
-            else:
-                parts = joined.put([self.read(base) for base in joined.inputs], value)
-                changes += reversed(list(zip(joined.inputs, parts, strict=True)))
-
-    def _storage(self, t: Tensor) -> Array:
-        """The value of a tensor that is no view of a single other."""
-        joined = view_of(t)
-        if joined is not None:
-            return done(self._joined(joined))
-        if t not in self.values:
-            if not isinstance(t, Constant):
-                raise no_value(t)
-            self.values[t] = jnp.asarray(to_device(t.data, t.dtype))
-        return read(self.values[t])
-
-    def _seen_through(self, t: Tensor) -> tuple[Tensor, list[Op]]:
-        """The tensor that `t` is a view of, in the end, and the views from there to `t`; views of several end it."""
-        views = []
-        t = t.origin
-        while True:
-            view = view_of(t)
-            if t in self._same:
-                t = self._same[t].origin
-            elif view is not None and len(view.inputs) == 1:
-                views.append(view)
-                t = view.inputs[0].origin
-            else:
-                return t, views[::-1]
-
-    def _joined(self, op: Op) -> Nested[Array]:
-        """What a view of several tensors shows; they may be such views themselves."""
-        parts = []
-        for base in op.inputs:
-            storage, views = self._seen_through(base)
-            joined = view_of(storage)
-            part = self._storage(storage) if joined is None else (yield self._joined(joined))
-            for view in views:
-                part = view.apply([part])
-            parts.append(part)
-        return op.apply(parts)
-
-
-def no_value(t: Tensor) -> PopxlError:
-    """The error for a storage that nothing gives a value."""
-    return PopxlError(f"Session: {t!r} has no value. It is an input of {t.graph.title}, which nothing is bound to.")
-
-
-def view_of(t: Tensor) -> Op | None:
-    """The op that makes `t` a view of others, if it is one."""
-    op = t.producer
-    return op if op is not None and op.kind.view is not None else None
 
 
 @dataclass(frozen=True)
@@ -414,8 +236,8 @@ class Lowering:
             in_rows: what it gives may be in rows, too.
             sharing: inputs that share storage. A call in which there are some is not kept.
         """
-        acts_at_once = channels.running is not None and effects.acts_at_once(graph)
-        if graph not in self._kept or sharing or acts_at_once:
+        at_once = channels.running is not None and acts_at_once(graph)
+        if graph not in self._kept or sharing or at_once:
             results = yield self._inline(graph, inputs, channels, sharing)
             return results if in_rows else results.read()
         streams = channels_of(graph)
@@ -554,187 +376,3 @@ def as_declared(t: Tensor, value: Array, op: Op) -> Array:
         )
     wanted = t.dtype.as_jax()
     return value if value.dtype == wanted else value.astype(wanted)
-
-
-meaning(host_load_kind)(effects.host_load)
-meaning(host_store_kind)(effects.host_store)
-meaning(print_tensor_kind)(effects.print_tensor)
-meaning(host_call_kind)(effects.host_call)
-
-
-@meaning(call_kind)
-def _call(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> Nested[None]:
-    """Copy in, run, copy out; inputs by reference are copied back."""
-    (graph,) = op.called_graphs
-    check_bound(op)
-    places, sharing = _given(op, environment), environment.sharing(op)
-    results = yield lowering.calling(graph, places, channels, in_rows=True, sharing=sharing)
-    for t, place in zip(op.outputs, results.outputs, strict=False):  # the graph may have gained outputs since
-        environment.put(t, place)
-    for i in sorted(op.modified & results.written.keys()):
-        if not isinstance(places[i], Row):
-            environment.write(op.inputs[i], read(results.written[i]))
-        else:
-            put_back(results.written[i], places[i])
-    for storage, value in results.shared.items():
-        environment.write(storage, value)
-    environment.note_call(op, results)
-
-
-def _given(op: Op, environment: Environment, own: int = 0, by_value: Container[int] = frozenset()) -> list[Array | Row]:
-    """What an op passes to the graph that it runs: rows, but where the graph would change what others have in them.
-
-    Args:
-        op: the op.
-        environment: that of the op.
-        own: how many inputs of the graph come before.
-        by_value: positions of what is no row in any case.
-    """
-    places = [environment.place(t) for t in op.inputs]
-    rows = {i: place for i, place in enumerate(places) if isinstance(place, Row)}
-    if rows:
-        written, count = {i - own for i in changed_inputs(op.called_graphs[0])}, Counter(rows.values())
-        changed = {row for i, row in rows.items() if i in written}
-        for i, row in rows.items():
-            is_copied = i in by_value or (i in written and i not in op.modified)
-            if is_copied or (row in changed and count[row] > 1):
-                places[i] = row.read()
-    return places
-
-
-def check_bound(op: Op) -> None:
-    """`PopxlError` if a graph has gained inputs since an op that runs it was made."""
-    if not all(run.is_bound for run in op.runs):
-        titles = " or ".join(graph.title for graph in dict.fromkeys(op.called_graphs))
-        raise PopxlError(
-            f"Session: {titles} gained inputs after {op!r} ({op.source}) was made, and nothing is bound to them there. "
-            "Call a graph after it has all its inputs."
-        )
-
-
-@meaning(conditional_kind)
-def _conditional(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
-    """Run one branch. It alone moves on the streams that it uses."""
-    check_bound(op)
-    cond, *inputs = (environment.read(t) for t in op.inputs)
-    then_branch, else_branch = op.called_graphs
-    count = len(then_branch.inputs)
-    streams = channels_of(then_branch, else_branch)
-    stepping = channels.stepping(streams)
-
-    def branch(graph: Graph, values: Sequence[Array], when: bool) -> Callable[[Any], Any]:
-        def run(state: Any) -> Any:
-            positions, met = state
-            inside = stepping.at(positions)
-            if lowering.is_shared:
-                taken = cond.reshape(()) == when
-                inside.running = taken if channels.running is None else channels.running & taken
-            with lowering.meeting_after(met) as now:
-                results = lowering.call(graph, values, inside)
-                return results.outputs[: len(op.outputs)], (inside.positions(streams), now())
-
-        return run
-
-    branches = (branch(then_branch, inputs[:count], True), branch(else_branch, inputs[count:], False))
-    # Several replicas on one device choose between results, and must not between whole buffers in the host's memory.
-    one_of = _both if lowering.is_shared and any(map(is_on_host, jax.tree.leaves(stepping.start))) else lax.cond
-    outputs, (positions, met) = one_of(cond.reshape(()), *branches, (stepping.start, lowering.met((op,))))
-    lowering.meet_after(met)
-    channels.leave(stepping, positions, outputs)
-    for t, value in zip(op.outputs, outputs, strict=True):
-        environment.write(t, value)
-
-
-def _both(cond: Array, then_branch: Callable[[Any], Any], else_branch: Callable[[Any], Any], start: Any) -> Any:
-    """What `lax.cond` gives. What is in the host's memory goes through both branches: they change it where they run."""
-    then = then_branch(start)
-    handed = jax.tree.map(lambda new, old: new if is_on_host(old) else old, then[1], start)
-    return jax.tree.map(lambda a, b: b if is_on_host(b) else jnp.where(cond, a, b), then, else_branch(handed))
-
-
-class Loop:
-    """What a loop does, turn by turn.
-
-    Carried from turn to turn are the first inputs, as many as there are carried results; and the inputs by reference,
-    but for those that each turn returns. Of inputs that share storage, that is carried: a turn begins by writing the
-    carried results to it, in their order. Everything else is the same in every turn. Further results are those of all
-    turns, stacked.
-
-    Attributes:
-        start: what the first turn gets.
-    """
-
-    def __init__(self, op: Op, environment: Environment) -> None:
-        self._op = op
-        self._carried = op.attributes["carried"]
-        self._sharing = environment.sharing(op)
-        self._carried_too = returned_by_ref(op) - self._sharing.positions if op.modified else frozenset()
-        by_value = frozenset(range(self._carried)) | self._carried_too
-        self._inputs = _given(op, environment, EXTRA_INPUTS, by_value | self._sharing.positions)
-        self._rows = {k: place for k, place in enumerate(self._inputs) if isinstance(place, Row)}
-        self._stacks = tuple(dict.fromkeys(row.stack for k, row in self._rows.items() if k in op.modified))
-        self._alone = op.modified - self._rows.keys() - self._sharing.positions
-        contents = {k: self._inputs[k] for k in sorted(self._alone - self._carried_too)}
-        arrays = [stack.array for stack in self._stacks]
-        shared = {storage: self._sharing.values[storage] for storage in self._sharing.written}
-        self.start = (tuple(self._inputs[: self._carried]), contents, arrays, shared)
-
-    def turning(self, lowering: Lowering, state: Any, i: Array, channels: Channels) -> Nested[tuple[Any, Any]]:
-        """One turn: what the next one gets, and the further results."""
-        results_before, contents, arrays, shared = state
-        now = dict(zip(self._stacks, arrays, strict=True))
-        outside = dict.fromkeys(row.stack for row in self._rows.values())
-        stacks = {stack: stack.holding(now.get(stack, stack.array)) for stack in outside}
-        values = list(self._inputs)
-        for k, content in contents.items():
-            values[k] = content
-        for k, row in self._rows.items():
-            values[k] = Row(stacks[row.stack], row.number)
-        values[: self._carried] = results_before
-        given = [i, jnp.asarray(True), *values]
-        sharing = self._sharing.holding(shared)
-        if sharing:
-            storages = Environment(sharing.values, AnyOrder(), sharing.same, 1)
-            for k in sorted(sharing.positions.intersection(range(self._carried))):
-                storages.write(self._op.inputs[k], results_before[k])
-            sharing = sharing.holding(storages.values)
-        results = yield lowering.calling(self._op.attributes["graph"], given, channels, in_rows=True, sharing=sharing)
-        for k in self._rows.keys() & self._op.modified:
-            put_back(results.written.get(k + EXTRA_INPUTS, values[k]), values[k])
-        after = {k: read(results.written.get(k + EXTRA_INPUTS, values[k])) for k in contents}
-        outputs = tuple(map(read, results.outputs[EXTRA_OUTPUTS:]))
-        arrays = [stacks[stack].array for stack in self._stacks]
-        return (outputs[: self._carried], after, arrays, results.shared), outputs[self._carried :]
-
-    def finish(self, state: Any, stacked: Sequence[Array], environment: Environment) -> None:
-        """Write the results, given what a further turn would get, and the further results of all turns."""
-        outputs, contents, arrays, shared = state
-        for stack, array in zip(self._stacks, arrays, strict=True):
-            stack.array = array
-        for t, value in zip(self._op.outputs, (*outputs, *stacked), strict=True):
-            environment.write(t, value)
-        for k in sorted(self._alone):
-            environment.write(self._op.inputs[k], outputs[k] if k in self._carried_too else contents[k])
-        for storage, value in shared.items():
-            environment.write(storage, value)
-
-
-@meaning(loop_kind)
-def _loop(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
-    """One compiled body, however many turns. The streams are carried, too."""
-    loop, streams = Loop(op, environment), channels_of(op.attributes["graph"])
-    stepping = channels.stepping(streams)
-
-    def turn(state: Any, i: Array) -> Any:
-        before, positions, met = state
-        inside = stepping.at(positions)
-        with lowering.within_turn(), lowering.meeting_after(met) as now:
-            after, further = done(loop.turning(lowering, before, i, inside))
-            return (after, inside.positions(streams), now()), further
-
-    count = op.attributes["repeat_count"]
-    start = (loop.start, stepping.start, lowering.met((op,)))
-    (state, positions, met), stacked = lax.scan(turn, start, jnp.arange(count, dtype=jnp.int32))
-    lowering.meet_after(met)
-    channels.leave(stepping, positions, (state, stacked))
-    loop.finish(state, stacked, environment)

@@ -32,8 +32,10 @@ from popxl.fp8_utils import in_transit
 from popxl.graph import Graph
 from popxl.ops.remote import remote_load_inplace_kind, remote_load_kind, remote_store_kind
 from popxl.remote_buffer import RemoteBuffer
-from runtime.lowering.effects import Channels, arrived, sent
-from runtime.lowering.lower import Environment, Lowering, meaning
+from runtime.lowering.channels import Channels, arrived, sent
+from runtime.lowering.environment import Environment
+from runtime.lowering.lower import Lowering
+from runtime.lowering.registry import meaning
 from runtime.targets.destination import HOST
 from runtime.targets.replicas import Replicas, is_on_host
 

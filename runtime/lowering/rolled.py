@@ -22,11 +22,12 @@ from popxl.core.aliasing import reachable
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.graph import Graph
-from runtime.lowering.effects import Channels, channels_of_ops
+from runtime.lowering.channels import Channels, channels_of_ops
 from runtime.lowering.stacks import Row, Stack, read
 
 if TYPE_CHECKING:
-    from runtime.lowering.lower import Environment, Lowering
+    from runtime.lowering.environment import Environment
+    from runtime.lowering.lower import Lowering
 
 Array = Any
 

@@ -24,8 +24,8 @@ from runtime.aside import lower
 from runtime.files.executables import donating
 from runtime.jax_private import copied
 from runtime.lowering import remote_buffers as remote
+from runtime.lowering.channels import Channel, Channels, Failure, channels_of_ops
 from runtime.lowering.collectives import devices_meet
-from runtime.lowering.effects import Channel, Channels, Failure, channels_of_ops
 from runtime.lowering.lower import Lowering
 from runtime.lowering.machine_parts import Turns, parts_for
 from runtime.plan.structure import Structure, structure_of

@@ -16,7 +16,7 @@ from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import chooses, is_call
 from popxl.graph import Graph
 from popxl.ops.repeat import left_on
-from runtime.lowering.lower import view_of
+from runtime.lowering.environment import view_of
 
 
 def can_enter(op: Op, replicas: int = 1) -> bool:

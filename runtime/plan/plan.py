@@ -24,8 +24,8 @@ from popxl.core.tensor import Tensor
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
 from runtime.aside import Aside
-from runtime.lowering.effects import FAILURE, Channel, Channels, Failure
-from runtime.lowering.lower import no_value
+from runtime.lowering.channels import FAILURE, Channel, Channels, Failure
+from runtime.lowering.environment import no_value
 from runtime.plan.pieces import Array, Piece, Run
 from runtime.plan.planning import Life, Steps
 from runtime.plan.structure import Structure

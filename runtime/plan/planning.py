@@ -12,7 +12,7 @@ from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import chooses
 from popxl.fp8_utils import to_device
-from runtime.lowering.effects import Channel
+from runtime.lowering.channels import Channel
 from runtime.plan.choice import Choice
 from runtime.plan.pieces import Entry, Key, Piece, Run, Step, Values, Way
 from runtime.plan.repeats import spans

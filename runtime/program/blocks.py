@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from popxl.core.tensor import Tensor
-from runtime.lowering.lower import Environment
+from runtime.lowering.environment import Environment
 from runtime.lowering.stacks import Row, Stack, read
 
 Array = Any

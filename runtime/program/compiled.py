@@ -18,7 +18,7 @@ from runtime.aside import Aside, lower
 from runtime.files.cache import compiling_afresh
 from runtime.files.executables import donating
 from runtime.lowering import remote_buffers as remote
-from runtime.lowering.effects import FAILURE, Channels, Failure
+from runtime.lowering.channels import FAILURE, Channels, Failure
 from runtime.lowering.lower import Lowering, room_to_recurse
 from runtime.lowering.rolled import AsWritten
 from runtime.plan.plan import Plan

@@ -26,8 +26,10 @@ from popxl.core.traits import chooses, is_loop
 from popxl.errors import NonFiniteError, PopxlError
 from popxl.options import SessionOptions
 from popxl.values.spec import brief
-from runtime.lowering.effects import Channel, Channels
-from runtime.lowering.lower import Environment, Loop, Lowering, check_bound, store_results, targets_of
+from runtime.lowering.channels import Channel, Channels
+from runtime.lowering.control_flow import Loop, check_bound
+from runtime.lowering.environment import Environment
+from runtime.lowering.lower import Lowering, store_results, targets_of
 from runtime.program.blocks import Block
 from runtime.targets.replicas import Replicas
 

@@ -14,7 +14,7 @@ from popxl.errors import PopxlRuntimeError
 from popxl.fp8_utils import in_transit, to_host
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.utils import downcast_np_dtypes, narrowed, to_numpy
-from runtime.lowering.effects import sent
+from runtime.lowering.channels import sent
 from runtime.lowering.machine_parts import parts_for
 from runtime.program.layout import Layout
 

@@ -25,8 +25,8 @@ from popxl.looking.transfers import transfers_of, unread_streams
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from runtime.lowering import remote_buffers as remote
+from runtime.lowering.channels import FAILURE, Channel, Failure, channels_of, prints
 from runtime.lowering.collectives import devices_meet
-from runtime.lowering.effects import FAILURE, Channel, Failure, channels_of, prints
 from runtime.plan.decision import decide
 from runtime.plan.planning import Steps
 from runtime.plan.terms import Terms

@@ -17,7 +17,7 @@ from popxl.core.aliasing import all_parts
 from popxl.errors import ApplicationRuntimeError
 from runtime.interrupts import uninterrupted
 from runtime.jax_private import prepared
-from runtime.lowering.effects import FAILURE, Channel
+from runtime.lowering.channels import FAILURE, Channel
 from runtime.lowering.machine_parts import parts_for
 from runtime.plan.plan import Plan
 from runtime.program.blocks import Block

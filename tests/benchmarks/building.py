@@ -12,7 +12,7 @@ import numpy as np
 
 import popxl
 from popxl import ops
-from runtime.lowering.effects import Channels
+from runtime.lowering.channels import Channels
 from runtime.lowering.lower import Lowering
 from tests.benchmarks.harness import (
     OURS,

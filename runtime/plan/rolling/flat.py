@@ -15,7 +15,7 @@ from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import is_call
 from popxl.graph import Graph
-from runtime.lowering.lower import view_of
+from runtime.lowering.environment import view_of
 
 
 class Flat:

@@ -8,7 +8,7 @@ from typing import Any
 from popxl.base.nesting import Nested, done
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
-from runtime.lowering.lower import view_of
+from runtime.lowering.environment import view_of
 from runtime.plan.structure import Encoding, Structures
 
 

@@ -1,0 +1,209 @@
+"""Ops that run graphs: calls, conditionals and loops."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Container, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from popxl.base.nesting import Nested, done
+from popxl.core.aliasing import changed_inputs
+from popxl.core.recording import Op
+from popxl.errors import PopxlError
+from popxl.graph import Graph
+from popxl.ops.call import call_kind
+from popxl.ops.conditional import conditional_kind
+from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind, returned_by_ref
+from runtime.lowering.channels import Channels, channels_of
+from runtime.lowering.environment import Environment
+from runtime.lowering.machine_parts import AnyOrder
+from runtime.lowering.registry import meaning
+from runtime.lowering.stacks import Row, put_back, read
+from runtime.targets.replicas import is_on_host
+
+if TYPE_CHECKING:
+    from runtime.lowering.lower import Lowering
+
+Array = Any
+
+
+@meaning(call_kind)
+def _call(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> Nested[None]:
+    """Copy in, run, copy out; inputs by reference are copied back."""
+    (graph,) = op.called_graphs
+    check_bound(op)
+    places, sharing = _given(op, environment), environment.sharing(op)
+    results = yield lowering.calling(graph, places, channels, in_rows=True, sharing=sharing)
+    for t, place in zip(op.outputs, results.outputs, strict=False):  # the graph may have gained outputs since
+        environment.put(t, place)
+    for i in sorted(op.modified & results.written.keys()):
+        if not isinstance(places[i], Row):
+            environment.write(op.inputs[i], read(results.written[i]))
+        else:
+            put_back(results.written[i], places[i])
+    for storage, value in results.shared.items():
+        environment.write(storage, value)
+    environment.note_call(op, results)
+
+
+def _given(op: Op, environment: Environment, own: int = 0, by_value: Container[int] = frozenset()) -> list[Array | Row]:
+    """What an op passes to the graph that it runs: rows, but where the graph would change what others have in them.
+
+    Args:
+        op: the op.
+        environment: that of the op.
+        own: how many inputs of the graph come before.
+        by_value: positions of what is no row in any case.
+    """
+    places = [environment.place(t) for t in op.inputs]
+    rows = {i: place for i, place in enumerate(places) if isinstance(place, Row)}
+    if rows:
+        written, count = {i - own for i in changed_inputs(op.called_graphs[0])}, Counter(rows.values())
+        changed = {row for i, row in rows.items() if i in written}
+        for i, row in rows.items():
+            is_copied = i in by_value or (i in written and i not in op.modified)
+            if is_copied or (row in changed and count[row] > 1):
+                places[i] = row.read()
+    return places
+
+
+def check_bound(op: Op) -> None:
+    """`PopxlError` if a graph has gained inputs since an op that runs it was made."""
+    if not all(run.is_bound for run in op.runs):
+        titles = " or ".join(graph.title for graph in dict.fromkeys(op.called_graphs))
+        raise PopxlError(
+            f"Session: {titles} gained inputs after {op!r} ({op.source}) was made, and nothing is bound to them there. "
+            "Call a graph after it has all its inputs."
+        )
+
+
+@meaning(conditional_kind)
+def _conditional(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
+    """Run one branch. It alone moves on the streams that it uses."""
+    check_bound(op)
+    cond, *inputs = (environment.read(t) for t in op.inputs)
+    then_branch, else_branch = op.called_graphs
+    count = len(then_branch.inputs)
+    streams = channels_of(then_branch, else_branch)
+    stepping = channels.stepping(streams)
+
+    def branch(graph: Graph, values: Sequence[Array], when: bool) -> Callable[[Any], Any]:
+        def run(state: Any) -> Any:
+            positions, met = state
+            inside = stepping.at(positions)
+            if lowering.is_shared:
+                taken = cond.reshape(()) == when
+                inside.running = taken if channels.running is None else channels.running & taken
+            with lowering.meeting_after(met) as now:
+                results = lowering.call(graph, values, inside)
+                return results.outputs[: len(op.outputs)], (inside.positions(streams), now())
+
+        return run
+
+    branches = (branch(then_branch, inputs[:count], True), branch(else_branch, inputs[count:], False))
+    # Several replicas on one device choose between results, and must not between whole buffers in the host's memory.
+    one_of = _both if lowering.is_shared and any(map(is_on_host, jax.tree.leaves(stepping.start))) else lax.cond
+    outputs, (positions, met) = one_of(cond.reshape(()), *branches, (stepping.start, lowering.met((op,))))
+    lowering.meet_after(met)
+    channels.leave(stepping, positions, outputs)
+    for t, value in zip(op.outputs, outputs, strict=True):
+        environment.write(t, value)
+
+
+def _both(cond: Array, then_branch: Callable[[Any], Any], else_branch: Callable[[Any], Any], start: Any) -> Any:
+    """What `lax.cond` gives. What is in the host's memory goes through both branches: they change it where they run."""
+    then = then_branch(start)
+    handed = jax.tree.map(lambda new, old: new if is_on_host(old) else old, then[1], start)
+    return jax.tree.map(lambda a, b: b if is_on_host(b) else jnp.where(cond, a, b), then, else_branch(handed))
+
+
+class Loop:
+    """What a loop does, turn by turn.
+
+    Carried from turn to turn are the first inputs, as many as there are carried results; and the inputs by reference,
+    but for those that each turn returns. Of inputs that share storage, that is carried: a turn begins by writing the
+    carried results to it, in their order. Everything else is the same in every turn. Further results are those of all
+    turns, stacked.
+
+    Attributes:
+        start: what the first turn gets.
+    """
+
+    def __init__(self, op: Op, environment: Environment) -> None:
+        self._op = op
+        self._carried = op.attributes["carried"]
+        self._sharing = environment.sharing(op)
+        self._carried_too = returned_by_ref(op) - self._sharing.positions if op.modified else frozenset()
+        by_value = frozenset(range(self._carried)) | self._carried_too
+        self._inputs = _given(op, environment, EXTRA_INPUTS, by_value | self._sharing.positions)
+        self._rows = {k: place for k, place in enumerate(self._inputs) if isinstance(place, Row)}
+        self._stacks = tuple(dict.fromkeys(row.stack for k, row in self._rows.items() if k in op.modified))
+        self._alone = op.modified - self._rows.keys() - self._sharing.positions
+        contents = {k: self._inputs[k] for k in sorted(self._alone - self._carried_too)}
+        arrays = [stack.array for stack in self._stacks]
+        shared = {storage: self._sharing.values[storage] for storage in self._sharing.written}
+        self.start = (tuple(self._inputs[: self._carried]), contents, arrays, shared)
+
+    def turning(self, lowering: Lowering, state: Any, i: Array, channels: Channels) -> Nested[tuple[Any, Any]]:
+        """One turn: what the next one gets, and the further results."""
+        results_before, contents, arrays, shared = state
+        now = dict(zip(self._stacks, arrays, strict=True))
+        outside = dict.fromkeys(row.stack for row in self._rows.values())
+        stacks = {stack: stack.holding(now.get(stack, stack.array)) for stack in outside}
+        values = list(self._inputs)
+        for k, content in contents.items():
+            values[k] = content
+        for k, row in self._rows.items():
+            values[k] = Row(stacks[row.stack], row.number)
+        values[: self._carried] = results_before
+        given = [i, jnp.asarray(True), *values]
+        sharing = self._sharing.holding(shared)
+        if sharing:
+            storages = Environment(sharing.values, AnyOrder(), sharing.same, 1)
+            for k in sorted(sharing.positions.intersection(range(self._carried))):
+                storages.write(self._op.inputs[k], results_before[k])
+            sharing = sharing.holding(storages.values)
+        results = yield lowering.calling(self._op.attributes["graph"], given, channels, in_rows=True, sharing=sharing)
+        for k in self._rows.keys() & self._op.modified:
+            put_back(results.written.get(k + EXTRA_INPUTS, values[k]), values[k])
+        after = {k: read(results.written.get(k + EXTRA_INPUTS, values[k])) for k in contents}
+        outputs = tuple(map(read, results.outputs[EXTRA_OUTPUTS:]))
+        arrays = [stacks[stack].array for stack in self._stacks]
+        return (outputs[: self._carried], after, arrays, results.shared), outputs[self._carried :]
+
+    def finish(self, state: Any, stacked: Sequence[Array], environment: Environment) -> None:
+        """Write the results, given what a further turn would get, and the further results of all turns."""
+        outputs, contents, arrays, shared = state
+        for stack, array in zip(self._stacks, arrays, strict=True):
+            stack.array = array
+        for t, value in zip(self._op.outputs, (*outputs, *stacked), strict=True):
+            environment.write(t, value)
+        for k in sorted(self._alone):
+            environment.write(self._op.inputs[k], outputs[k] if k in self._carried_too else contents[k])
+        for storage, value in shared.items():
+            environment.write(storage, value)
+
+
+@meaning(loop_kind)
+def _loop(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
+    """One compiled body, however many turns. The streams are carried, too."""
+    loop, streams = Loop(op, environment), channels_of(op.attributes["graph"])
+    stepping = channels.stepping(streams)
+
+    def turn(state: Any, i: Array) -> Any:
+        before, positions, met = state
+        inside = stepping.at(positions)
+        with lowering.within_turn(), lowering.meeting_after(met) as now:
+            after, further = done(loop.turning(lowering, before, i, inside))
+            return (after, inside.positions(streams), now()), further
+
+    count = op.attributes["repeat_count"]
+    start = (loop.start, stepping.start, lowering.met((op,)))
+    (state, positions, met), stacked = lax.scan(turn, start, jnp.arange(count, dtype=jnp.int32))
+    lowering.meet_after(met)
+    channels.leave(stepping, positions, (state, stacked))
+    loop.finish(state, stacked, environment)

@@ -1,0 +1,185 @@
+"""The values of a graph while it runs, one for each storage: a view is read from its base and written through to it, so
+in-place ops and views need nothing else. Nobody outside of this file knows that arrays are immutable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from popxl.base.nesting import Nested, done
+from popxl.core.aliasing import by_reference
+from popxl.core.recording import Op
+from popxl.core.tensor import Constant, Tensor
+from popxl.errors import PopxlError
+from popxl.fp8_utils import to_device
+from runtime.lowering.machine_parts import Order
+from runtime.lowering.sharing import Sharing
+from runtime.lowering.stacks import Row, read
+
+if TYPE_CHECKING:
+    from runtime.lowering.lower import Results
+
+Array = Any
+
+
+class Environment:
+    """The current value of every storage of one graph, while it runs; or the row of a stack that has it.
+
+    Args:
+        values: those of storages that have one before.
+        order: keeps the order of updates.
+        same: tensors that stand for others.
+        turns: how many turns the loop has that the graph runs in: values may be cut out of as many rows.
+    """
+
+    def __init__(
+        self, values: Mapping[Tensor, Array | Row], order: Order, same: Mapping[Tensor, Tensor], turns: int
+    ) -> None:
+        self.values = dict(values)
+        self._order = order
+        self._same = same
+        self._turns = turns
+
+    def note(self, op: Op) -> None:
+        """Note that an op has read its operands: what overwrites them comes after its result."""
+        result = next((t for t in op.outputs if t in self.values), None)
+        if result is not None:  # it is no view, say
+            for t in op.inputs:
+                self._order.note(self._seen_through(t)[0], result, self.read(result))
+
+    def note_call(self, op: Op, results: Results) -> None:
+        """The same of the ops of a graph that an op has called."""
+        for i, computed in results.computed.items():
+            self._order.note_within(self._seen_through(op.inputs[i])[0], computed)
+
+    def computed_from(self, inputs: Sequence[Tensor]) -> dict[int, Array]:
+        """What was computed last from inputs of the graph, by position."""
+        return self._order.computed_from(inputs)
+
+    def place(self, t: Tensor) -> Array | Row:
+        """Where a tensor is: in a row, if that is all of it. Otherwise its current value."""
+        storage, views = self._seen_through(t)
+        place = None if views else self.values.get(storage)
+        return place if isinstance(place, Row) else self.read(t)
+
+    def sharing(self, op: Op) -> Sharing:
+        """Which inputs of the graph that an op runs share storage, of those that are by reference."""
+        (run,) = op.runs
+        by_ref = by_reference(op)
+        storages = {i: self._storages(op.inputs[i]) for i in by_ref} if len(by_ref) > 1 else {}
+        users: dict[Tensor, set[int]] = {}
+        for i, of_input in storages.items():
+            for storage in of_input:
+                users.setdefault(storage, set()).add(i)
+        groups = [found for found in users.values() if len(found) > 1 and not found.isdisjoint(op.modified)]
+        positions = frozenset[int]().union(*groups)
+        if not positions:
+            return Sharing()
+        same = {run.inputs[i]: op.inputs[i] for i in sorted(positions)}
+        inside = dict.fromkeys(storage for i in sorted(positions) for storage in storages[i])
+        written = dict.fromkeys(storage for i in sorted(positions & op.modified) for storage in storages[i])
+        values = {storage: self.read(storage) for storage in inside}
+        return Sharing(positions, {**self._same, **same}, values, tuple(written))
+
+    def _storages(self, t: Tensor) -> tuple[Tensor, ...]:
+        """The storages that a tensor is made of."""
+        found: dict[Tensor, None] = {}
+        waiting = [t]
+        while waiting:
+            storage, _ = self._seen_through(waiting.pop())
+            joined = view_of(storage)
+            if joined is None:
+                found[storage] = None
+            else:
+                waiting += reversed(joined.inputs)
+        return tuple(found)
+
+    def read(self, t: Tensor) -> Array:
+        """The current value of a tensor: of its storage, or seen through the views that lie between."""
+        storage, views = self._seen_through(t)
+        value = self._storage(storage)
+        for view in views:
+            value = view.apply([value])
+        return value
+
+    def put(self, t: Tensor, place: Array | Row) -> None:
+        """Give a tensor that an op makes its first value; or a row that nobody else has."""
+        if isinstance(place, Row):
+            self.values[t] = place
+        else:
+            self.write(t, place)
+
+    def write(self, t: Tensor, value: Array) -> None:
+        """Change a tensor: its storage, or the part of it that the views between show."""
+        changes = [(t, value)]
+        while changes:
+            t, value = changes.pop()
+            storage, views = self._seen_through(t)
+            bases = [self._storage(storage)] if views else []
+            for view in views[:-1]:
+                bases.append(view.apply([bases[-1]]))
+            for view, base in zip(reversed(views), reversed(bases), strict=True):
+                (value,) = view.put([base], value)
+            joined = view_of(storage)
+            if joined is None:
+                place = self.values.get(storage)
+                rows = len(place.stack.array) if isinstance(place, Row) else self._turns
+                value = self._order.overwriting(storage, value, rows)
+                if isinstance(place, Row):
+                    place.write(value)
+                else:
+                    self.values[storage] = value
+            else:
+                parts = joined.put([self.read(base) for base in joined.inputs], value)
+                changes += reversed(list(zip(joined.inputs, parts, strict=True)))
+
+    def _storage(self, t: Tensor) -> Array:
+        """The value of a tensor that is no view of a single other."""
+        joined = view_of(t)
+        if joined is not None:
+            return done(self._joined(joined))
+        if t not in self.values:
+            if not isinstance(t, Constant):
+                raise no_value(t)
+            self.values[t] = jnp.asarray(to_device(t.data, t.dtype))
+        return read(self.values[t])
+
+    def _seen_through(self, t: Tensor) -> tuple[Tensor, list[Op]]:
+        """The tensor that `t` is a view of, in the end, and the views from there to `t`; views of several end it."""
+        views = []
+        t = t.origin
+        while True:
+            view = view_of(t)
+            if t in self._same:
+                t = self._same[t].origin
+            elif view is not None and len(view.inputs) == 1:
+                views.append(view)
+                t = view.inputs[0].origin
+            else:
+                return t, views[::-1]
+
+    def _joined(self, op: Op) -> Nested[Array]:
+        """What a view of several tensors shows; they may be such views themselves."""
+        parts = []
+        for base in op.inputs:
+            storage, views = self._seen_through(base)
+            joined = view_of(storage)
+            part = self._storage(storage) if joined is None else (yield self._joined(joined))
+            for view in views:
+                part = view.apply([part])
+            parts.append(part)
+        return op.apply(parts)
+
+
+def no_value(t: Tensor) -> PopxlError:
+    """The error for a storage that nothing gives a value."""
+    return PopxlError(f"Session: {t!r} has no value. It is an input of {t.graph.title}, which nothing is bound to.")
+
+
+def view_of(t: Tensor) -> Op | None:
+    """The op that makes `t` a view of others, if it is one."""
+    op = t.producer
+    return op if op is not None and op.kind.view is not None else None

@@ -1,0 +1,149 @@
+"""What ops do that talk to the host: streams, printing, and functions that it runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from popxl.core.recording import Op
+from popxl.ops.host import host_call_kind, host_load_kind, host_store_kind, print_tensor_kind
+from runtime.lowering.channels import Channels
+from runtime.lowering.environment import Environment
+from runtime.lowering.registry import meaning
+
+if TYPE_CHECKING:
+    from runtime.lowering.lower import Lowering
+
+Array = Any
+
+
+@meaning(host_load_kind)
+def _host_load(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
+    """Take the next element of the stream."""
+    environment.write(op.outputs[0], channels.load(op.attributes["stream"]))
+
+
+@meaning(host_store_kind)
+def _host_store(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
+    """Send the tensor to the stream."""
+    channels.store(op.attributes["stream"], environment.read(op.inputs[0]))
+
+
+@meaning(print_tensor_kind)
+def _print_tensor(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
+    """Write the tensor to standard error, and pass it on."""
+    value = environment.read(op.inputs[0])
+    title, style = op.attributes["title"], op.attributes["style"]
+
+    def write(array: Array, running: Array, replica: Array) -> None:
+        if running:
+            _write(f"{title}: {_formatted(np.asarray(array), *style)}\n")
+
+    if op.attributes["print_self"]:
+        running = True if channels.running is None else channels.running
+        replica = (
+            lax.axis_index(lowering.replicas.axis) if lowering.is_shared else 0
+        )  # or what is the same for all is printed once
+        if _has_callbacks(lowering):
+            jax.debug.callback(write, value, running, replica, ordered=lowering.prints_in_order)
+        else:
+            _called_on_gpu((), value, jnp.asarray(running), jnp.asarray(replica))
+    environment.write(op.outputs[0], value)
+
+
+@meaning(host_call_kind)
+def _host_call(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
+    """Have the host make the results."""
+    function, specs = op.attributes["function"], op.attributes["specs"]
+    values = [environment.read(t) for t in op.inputs]
+    made = [jax.ShapeDtypeStruct(spec.shape, spec.dtype.as_jax()) for spec in specs]
+
+    def run(*arrays: Array) -> tuple[np.ndarray, ...]:
+        return tuple(function(map(np.array, arrays), [np.zeros(spec.shape, spec.dtype.as_numpy()) for spec in specs]))
+
+    if _has_callbacks(lowering):
+        results = jax.pure_callback(run, made, *values, vmap_method="sequential")
+    else:
+        results = _called_on_gpu(made, *values)
+    for t, result in zip(op.outputs, results, strict=True):
+        environment.write(t, result)
+
+
+def _has_callbacks(lowering: Lowering) -> bool:
+    """Whether JAX can write calls of Python for the device. It cannot for a GPU that is not here (jax-ml/jax#23971)."""
+    return lowering.replicas.is_here or lowering.replicas.device.platform == "tpu"
+
+
+def _called_on_gpu(made: Sequence[jax.ShapeDtypeStruct], *operands: Array) -> Sequence[Array]:
+    """What calls Python back on a GPU, where one is only compiled for. JAX writes the same, with the number of the
+    function."""
+    call = jax.ffi.ffi_call("xla_ffi_python_gpu_callback", made, has_side_effect=True)
+    return call(*operands, index=np.uint64(0))
+
+
+def _write(text: str) -> None:
+    os.write(2, text.encode())  # standard error itself: redirections made after the program started count
+
+
+def _formatted(
+    array: np.ndarray,
+    summarise_threshold: int,
+    edge_items: int,
+    max_line_width: int,
+    digits: int,
+    float_format: str,
+    separator: str,
+    open_bracket: str,
+    close_bracket: str,
+) -> str:
+    if array.dtype.kind == "V" or array.dtype.name.startswith("float8"):  # of which NumPy knows little
+        array = array.astype(np.float32)
+    number = {
+        "auto": None,
+        "none": None,
+        "fixed": lambda x: np.format_float_positional(x, digits, unique=False),
+        "scientific": lambda x: np.format_float_scientific(x, digits, unique=False),
+    }[float_format if digits else "none"]
+    if array.ndim == 0:
+        return number(array[()]) if number and array.dtype.kind == "f" else str(array[()])
+    text = np.array2string(
+        array,
+        max_line_width=max_line_width or 10**9,
+        precision=digits or None,
+        separator="\0",
+        threshold=summarise_threshold or array.size + 1,
+        edgeitems=edge_items,
+        formatter={"float_kind": number} if number else None,
+    )
+    text = _row_by_row(text).replace("[", open_bracket).replace("]", close_bracket).replace("\0", separator)
+    return "\n".join(line.rstrip() for line in text.split("\n"))
+
+
+def _row_by_row(text: str) -> str:
+    """The text of an array, of brackets in brackets, with each row, and each bracket around rows, on a line of its own.
+
+    A line is indented by one space for each bracket around it.
+    """
+    if not text.startswith("[["):
+        return text
+    lines: list[str] = []
+    depth = 0
+    for line in filter(None, (each.strip() for each in text.split("\n"))):
+        while line.startswith("[["):
+            lines.append(" " * depth + "[")
+            line, depth = line[1:], depth + 1
+        separator = "\0" * line.endswith("\0")
+        line = line.removesuffix("\0")
+        ends = max(len(line) - len(line.rstrip("]")) - 1, 0)  # brackets that end more than this row
+        rows = [line[: len(line) - ends], *("]" * ends)]
+        for i, row in enumerate(rows):
+            depth -= i > 0
+            is_continued = i == 0 and not row.startswith(("[", "..."))
+            lines.append(" " * (depth + is_continued) + row + (separator if i == ends else ""))
+    return "\n".join(lines)

@@ -1,57 +1,43 @@
 """`Session`: an Ir that is compiled and run. A finished Ir goes in; arrays go in and out at each run.
 
-Programs know it as `popxl.Session`. How its variables get to the device and back is in `runtime.variable_copies`.
+Programs import it as `popxl.Session`. Its reports are in `runtime.session_inspection`, and what reads and writes its
+variables in `runtime.session_variables`.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from popxl.base.arguments import check_type
 from popxl.base.choices import check_environment
-from popxl.base.copies import NoCopies
-from popxl.base.log import Logger
-from popxl.base.source import SourceLocation, warn_at
-from popxl.context import user_frame
-from popxl.core.tensor import Constant, HostScalarTensor, Tensor, Variable
-from popxl.errors import LostUpdateWarning, PopxlError
+from popxl.core.tensor import HostScalarTensor, Variable
+from popxl.errors import PopxlError
 from popxl.ir import Ir
 from popxl.looking.ambiguity import check_in_place_order
 from popxl.looking.dot import write_checkpoint
 from popxl.looking.doubts import warn_of_crossing_updates, warn_of_doubts
 from popxl.looking.edits import Snapshot
-from popxl.looking.memory import Memory
 from popxl.looking.transfers import warn_of_unused_transfers
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
-from runtime.costs.communication import Sent, sent_by
-from runtime.costs.cost import Cost, cost_of, texts
-from runtime.costs.memory import memory_of_program
 from runtime.files.session_files import read, write
-from runtime.inspection import report_of
-from runtime.machine import Machine, ProgramElsewhere
-from runtime.processes import Notes
+from runtime.machine import Machine
 from runtime.program.host_arrays import HostArrays, Outputs
 from runtime.program.program import Ready
-from runtime.program.state import Given, Part
-from runtime.report import Report
+from runtime.session_inspection import SessionInspection
+from runtime.session_variables import SessionVariables
 from runtime.targets.devices import Device
 from runtime.targets.offline import Target
-from runtime.timeline import Timeline
-from runtime.traces import traced
-from runtime.variable_copies import VariableCopies, new_data
+from runtime.variable_copies import VariableCopies
 
 __all__ = ["Session"]
 
-_log = Logger("session")
 
-
-class Session(NoCopies):
+class Session(SessionInspection, SessionVariables):
     """A compiled Ir, with its variables, ready to run as often as you like.
 
     Threads may share a session, or have sessions of one Ir: their calls take turns. Sessions of one Ir share the host
@@ -134,137 +120,6 @@ class Session(NoCopies):
         """The Ir that the session runs."""
         return self._ir
 
-    @property
-    def is_attached(self) -> bool:
-        """Whether the device is attached, and the program can run: inside a `with session:` block."""
-        return self._device.isAttached
-
-    @property
-    def _is_here(self) -> bool:
-        """Whether the device is: whether anything can be run at all."""
-        return self._device.target is None
-
-    # Looking at it --------------------------------------------------------------------------------------------------
-
-    @property
-    def report(self) -> Report:
-        """What the program consists of and what it needs: its schedule, its size with and without outlining, what was
-        compiled and why, memory, operations, variables, streams, replicas, remote traffic, times.
-
-        It prints as a page, notebooks show it with pictures, and `model_dump_json()` has all numbers. Called with a
-        path, it is written there as one HTML page that needs nothing else. Nothing has to have run; what has is on it.
-        For the device `"ipu_model"` there is an estimate of what the program would cost on IPUs, too.
-
-        Example:
-            >>> session = popxl.Session(ir, "ipu_model")
-            >>> session.report("report.html")
-            >>> print(session.report)
-            >>> session.report.estimate.cycles
-        """
-        return report_of(self._ir, self.program)
-
-    def memory(self) -> Memory:
-        """The memory that the compiled program needs, in bytes on each device and on the host.
-
-        Temporaries, code and what executables need on the host is what XLA says of them; variables, arguments and
-        outputs have the sizes of their shapes. `ir.memory()` is a count of the same before anything is compiled.
-
-        Example:
-            >>> memory = popxl.Session(ir).memory()
-            >>> print(memory)
-            >>> memory.variables, memory.arguments, memory.outputs, memory.temporaries, memory.code, memory.host
-            >>> [device.device for device in memory.devices]
-        """
-        return memory_of_program(self._ir, self.program)
-
-    def cost(self) -> Cost:
-        """What the compiled program costs on one chip: bytes, operations, kernels, what chips send each other, and an
-        estimate of the time of a run. All of it is read off what was compiled; nothing is measured, and nothing runs.
-
-        So two programs compiled for one target can be compared exactly, on any machine.
-
-        Example:
-            >>> cost = popxl.Session(ir, "tpu v5e:2x2").cost()
-            >>> print(cost)
-            >>> cost.flops, cost.kernels, cost.temporary_bytes, cost.cycles
-        """
-        return cost_of(self.program)
-
-    def communication(self) -> Sent:
-        """What the chips send each other in a run, as it was compiled, beside what the program says it sends:
-        `ir.communication()`. Nothing runs.
-
-        Example:
-            >>> sent = popxl.Session(ir, "tpu v5e:2x4").communication()
-            >>> print(sent)
-            >>> assert not sent.differences  # nothing is sent that the program does not say
-        """
-        return sent_by(self._ir, self.program)
-
-    def hlo(self) -> dict[str, str]:
-        """The text of each compiled program, as XLA gives it: one, named "the program", or the pieces of a plan.
-
-        Example:
-            >>> for name, text in popxl.Session(ir, "gpu h100").hlo().items():
-            ...     print(name, text.count("fusion("))
-        """
-        return texts(self.program)
-
-    def recording(self, folder: str | os.PathLike[str] | None = None) -> AbstractContextManager[Timeline]:
-        """Note when what runs on which device, while a block lasts. The timeline is complete at its end.
-
-        Recorded runs may be slower: before an executable overwrites something, the host waits until it is there.
-
-        Args:
-            folder: where JAX's profiler writes what the devices do, instruction by instruction. XProf opens the folder
-                (`xprof --logdir folder`). Perfetto (https://ui.perfetto.dev) opens `perfetto.json.gz` in it, where
-                instructions have your names: of the op, its line and its graph. What XLA made one kernel of has the
-                name of the last op.
-
-        Example:
-            >>> with popxl.Session(ir) as session, session.recording() as timeline:
-            ...     outputs = session.run(inputs)
-            >>> print(timeline)
-            >>> timeline.picture().save("timeline.svg")
-
-            >>> with session, session.recording("trace"):
-            ...     outputs = session.run(inputs)
-        """
-        timeline = self.program.recording()
-        return timeline if folder is None else traced(folder, timeline, lambda: self.hlo().values())
-
-    def debugging(self, infinities: bool = True) -> AbstractContextManager[None]:
-        """Run op by op while a block lasts, and stop at the first op that makes a NaN or an infinity.
-
-        The same ops run on the same numbers as in the compiled program, each by itself, with all the graphs that are
-        called, loops and replicas. Results agree with it but for rounding, as nothing is fused. It is slow, and needs
-        memory for all that graphs compute while they run.
-
-        What you put in is never at fault: an infinity in a variable, constant, stream or buffer, such as `-inf` in an
-        attention mask, may pass through any number of ops. Reported is an op that makes
-
-        * an infinity, if all that it was given is finite: `log(0)`, a division by 0, float16 beyond 65504;
-        * a NaN, if it was given none: `log(-1)`, but also `inf - inf`, which is where an infinity did harm.
-
-        Of an op that talks to other replicas, what all of them give counts.
-
-        Args:
-            infinities: report these. Without, only a NaN is reported.
-
-        Raises:
-            NonFiniteError: from `run`, with the op as its graph prints it and your line that made it, the way there
-                with the turns of loops, the replica, and the numbers that the op was given. The variables and remote
-                buffers are as they were before this run: the session can be used, and run again.
-            PopxlError: if the Ir has changed since the session was made.
-            NotImplementedError: if several processes run the program.
-
-        Example:
-            >>> with popxl.Session(ir) as session, session.debugging():
-            ...     outputs = session.run(inputs)
-        """
-        self._check_unchanged("debugging")
-        return self.program.debugging(infinities)
-
     # In a file ------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -326,14 +181,6 @@ class Session(NoCopies):
         session._prepare(ir, device, weights_to_host_on_exit, ready)
         return session
 
-    def _check_unchanged(self, what: str) -> None:
-        """`PopxlError` if the Ir has changed since the session was made."""
-        if changes := self._made_of.changes():
-            raise PopxlError(
-                f"Session.{what}: {self._ir!r} has changed since this session was made, and the compiled program has "
-                f"not: {'; '.join(changes)}. Make another session of the Ir: `popxl.Session(ir)`."
-            )
-
     def _look_at_edits(self) -> None:
         """Check that the Ir is unchanged, unless some session has been made of it as it is."""
         if self._ir.edits.count != self._ir.edits.known:
@@ -385,17 +232,6 @@ class Session(NoCopies):
         if not device.isAttached:
             self.program.release()
         self._device = self.program.device = device
-
-    def _check_attached(self, what: str) -> None:
-        if isinstance(self.program, ProgramElsewhere):
-            raise self.program.refusal(what)
-        if not self.is_attached:
-            raise ValueError(f"Session.{what}: the session is not attached to a device. Use it inside `with session:`.")
-
-    def _check_loaded(self, what: str) -> None:
-        self._check_attached(what)
-        if not self.program.is_loaded:  # somebody else attached the device, or detached it in between
-            self._copies.upload()
 
     # Running --------------------------------------------------------------------------------------------------------
 
@@ -585,217 +421,3 @@ class Session(NoCopies):
             for owner in sorted({owner for owner, _ in self._owners.values()}, key=id):
                 locks.enter_context(owner._lock)
             yield
-
-    # Variables ------------------------------------------------------------------------------------------------------
-
-    def weights_from_host(self) -> None:
-        """Copy the host values of all variables to the device. `ValueError` if the session is not attached.
-
-        If several processes run the program, all have to do this, with the same values.
-        """
-        with self._lock:
-            self._check_attached("weights_from_host")
-            self._copies.upload()
-
-    def weights_to_host(self) -> None:
-        """Copy the values of all variables from the device to the host. `ValueError` if the session is not attached.
-
-        If several processes run the program, all have to do this: then each has the values of all replicas. It is part
-        of leaving a `with session:` block, and of `get_tensor_data` after a run.
-        """
-        if self._copies.are_read_only:
-            raise Exception(
-                "Session.weights_to_host: a variable of the program is a read-only memory map, which cannot be written."
-            )
-        with self._lock, self._ir.host_copies.lock:
-            self._check_loaded("weights_to_host")
-            self._copies.download()
-
-    def get_tensor_data(self, tensor: Variable | Constant) -> np.ndarray:
-        """The numbers of a variable or constant: the host copy, fetched from the device first if that is ahead.
-
-        The array changes when the host copy does; copy it to keep it. If several processes run the program, all have to
-        ask, as for `weights_to_host`; one may then be the one that saves it.
-
-        Raises:
-            TypeError: for any other tensor.
-            ValueError: for a tensor of another Ir, and for a variable of int8, uint8 or complex128: see `values_of`.
-        """
-        return self.get_tensors_data([tensor])[tensor]
-
-    def get_tensors_data(self, tensors: Iterable[Variable | Constant]) -> dict[Variable | Constant, np.ndarray]:
-        """As `get_tensor_data`, for several tensors, with one transfer at most."""
-        if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
-            raise TypeError(
-                f"Session.get_tensors_data: expected a list of tensors; got {tensors!r} ({type(tensors).__name__})."
-            )
-        wanted = list(tensors)
-        for t in wanted:
-            self._check_readable(t)
-            if isinstance(t, Variable) and t.dtype.name in ("int8", "uint8", "complex128"):
-                raise ValueError(
-                    f"Session.get_tensors_data: {t!r} cannot be read back: {t.dtype.name} is not supported, as in "
-                    "PopXL. `session.values_of([variable])` reads any dtype."
-                )
-        return self.values_of(wanted)
-
-    def values_of(self, tensors: Iterable[Variable | Constant]) -> dict[Variable | Constant, np.ndarray]:
-        """As `get_tensors_data`, also for variables of int8, uint8 and complex128, which PopXL refuses to read back.
-
-        Example:
-            >>> ir = popxl.Ir()
-            >>> with ir.main_graph:
-            ...     v = popxl.variable([1, 2], popxl.int8)
-            ...     v += 1
-            >>> with popxl.Session(ir) as session:
-            ...     _ = session.run()
-            >>> session.values_of([v])[v]
-            array([2, 3], dtype=int8)
-        """
-        wanted = list(tensors)
-        for t in wanted:
-            self._check_readable(t)
-        known = {t: self._data_of_owner(t) for t in wanted if t in self._owners}
-        own = [t for t in wanted if t not in known]
-        with self._lock, self._ir.host_copies.lock:
-            if any(isinstance(t, Variable) for t in own) and self._device_is_ahead():
-                self.weights_to_host()
-            return {t: known[t] if t in known else self._copies.read(t) for t in wanted}
-
-    def _check_readable(self, t: Variable | Constant) -> None:
-        if not isinstance(t, Variable | Constant):
-            raise TypeError(
-                f"Session.get_tensors_data: {t!r} is not of type Constant or Variable. Store other tensors to a "
-                "stream (`ops.host_store`)."
-            )
-        self._check_own("get_tensors_data", t)
-
-    def _device_is_ahead(self) -> bool:
-        """Whether values are to be read from the device. Warns if they are ahead there, and cannot be."""
-        is_here = self.is_attached and self._is_here
-        if self._copies.has_run and not is_here:
-            _log.warn(
-                "Session.get_tensors_data: these are the values from before the last runs. What the device had was not "
-                "copied to the host before the session was left."
-            )
-        return self._copies.host_is_stale and is_here
-
-    # Each process its part ------------------------------------------------------------------------------------------
-
-    _notes = Notes()
-
-    @property
-    def _is_divided(self) -> bool:
-        """Whether several processes run the program."""
-        return self.program.layout.divided is not None
-
-    def _meet(self, place: str, said: Any) -> list[Any]:
-        """Wait until all processes that run the program are at a place. Returns what each has said there."""
-        return self.program.layout.replicas.meet(place, self.program.state.begun, said)
-
-    def _own_parts(self, variables: Collection[Variable]) -> dict[Variable, list[Part]]:
-        """What this process is to save of variables, if each process that runs the program saves a part: see
-        `State.own_parts`. Meet before: with unequal numbers of runs, one would wait for ever."""
-        for v in variables:
-            self._check_readable(v)
-        with self._lock, self._ir.host_copies.lock:
-            own = [v for v in variables if v not in self._owners]
-            parts = self.program.own_parts(own, self._device_is_ahead()) if own else {}
-        for v in variables:
-            if v in self._owners:
-                owner, theirs = self._owners[v]
-                parts[v] = owner._own_parts([theirs])[theirs]
-        return parts
-
-    def _write_parts(self, tensors: Given) -> None:
-        """As `write_variables_data`, of values that are asked for in parts: each process asks for what its devices
-        hold. All that run the program have to do this.
-
-        What the program changes is on the devices only, as after a run. Of the rest, there are host copies.
-        """
-        for v in tensors:
-            self._check_writable(v)
-        self._check_attached("write_variable_data")
-        with self._lock, self._ir.host_copies.lock:
-            if self._device_is_ahead() and not self.program.read_back <= tensors.keys():
-                self.weights_to_host()
-            self._copies.write_parts(tensors)
-
-    def _data_of_owner(self, t: Variable | Constant) -> np.ndarray:
-        owner, theirs = self._owners[t]  # type: ignore[index]  # a variable
-        return owner.values_of([theirs])[theirs]
-
-    def write_variable_data(self, tensor: Variable, data: Any) -> None:
-        """Give a variable new numbers, on the host and, if the session is attached, on the device.
-
-        The device gets the host values of *all* variables: call `weights_to_host` first to keep what it changed.
-
-        Args:
-            tensor: the variable.
-            data: an array of its `shape_on_host` and dtype; or a number, for a scalar.
-
-        Raises:
-            TypeError: if `tensor` is no variable, or for another dtype.
-            ValueError: for another shape, a number that does not fit the dtype, a variable of another Ir, or one that
-                is a read-only memory map.
-        """
-        self._check_writable(tensor)  # what is no tensor may not be hashable
-        self.write_variables_data({tensor: data})
-
-    def write_variables_data(self, tensors: Mapping[Variable, Any]) -> None:
-        """As `write_variable_data`, for several variables, with one transfer. Nothing is written if one is refused."""
-        check_type(tensors, Mapping, "Session.write_variables_data: `tensors`", "a mapping from variables to numbers")
-        self._write_variables(tensors)
-
-    def _write_variables(self, tensors: Mapping[Variable, Any], kept: bool = True) -> None:
-        """See `write_variables_data`. Arrays that are not `kept` by the caller may become the host copies."""
-        checked: dict[Variable, np.ndarray] = {}
-        for t, data in tensors.items():
-            self._check_writable(t)
-            checked[t] = new_data(t, data)
-        if self.is_attached:
-            self._check_attached("write_variable_data")
-        with self._lock, self._ir.host_copies.lock:
-            if self.is_attached and self._copies.has_run:
-                self._warn_of_reverted(checked)
-            self._copies.write(checked, kept)
-            if self.is_attached:
-                self.weights_from_host()
-
-    def _warn_of_reverted(self, written: Collection[Variable]) -> None:
-        """Warn if an upload takes variables back to what they were before the last runs, besides those `written`."""
-        layout = self.program.layout
-        changed = [layout.held[t] for t in layout.changed]
-        changed += [v for b in layout.stored_to for v in layout.in_buffers[b]]
-        reverted = [v.name for v in dict.fromkeys(changed) if v not in written and v not in self._owners]
-        if reverted:
-            names = ", ".join(reverted[:3]) + f" and {len(reverted) - 3} more" * (len(reverted) > 3)
-            warn_at(
-                SourceLocation.of(user_frame()),
-                "Session.write_variable_data: what runs have done to other variables is lost: the device takes the "
-                f"host's numbers of all variables, and those of {names} are from before the last runs. Call "
-                "`session.weights_to_host()` before you write.",
-                LostUpdateWarning,
-            )
-
-    def _check_own(self, what: str, t: Tensor) -> None:
-        """`ValueError` for a tensor of another program, whose names may be the same."""
-        if t.ir is not self._ir:
-            raise ValueError(
-                f"Session.{what}: {t!r} is of {t.ir!r}, another program than this session's, {self._ir!r}. Pass this "
-                "program's tensor (`NamedTensors.to_mapping` pairs tensors by their names)."
-            )
-
-    def _check_writable(self, t: Tensor) -> None:
-        if not isinstance(t, Variable):
-            raise TypeError(f"Tensor {t.id if isinstance(t, Tensor) else repr(t)} is not of type Variable.")
-        if t.retrieval_mode == "all_replicas" and t.replica_grouping.group_size > 1:
-            raise NotImplementedError(
-                f"Session.write_variable_data: {t!r} is read from all replicas and cannot be written."
-            )
-        self._check_own("write_variable_data", t)
-        if t in self._owners:
-            owner, theirs = self._owners[t]
-            raise ValueError(f"Session.write_variable_data: {t!r} is {theirs!r} of {owner!r}; write to it there.")
-        if t.is_read_only:
-            raise ValueError(f"Session.write_variable_data: {t!r} is a read-only memory map, which cannot be written.")

@@ -1,0 +1,159 @@
+"""What a session says of its compiled program, and how it watches its runs. A part of `runtime.session.Session`."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from popxl.base.copies import NoCopies
+from popxl.errors import PopxlError
+from popxl.ir import Ir
+from popxl.looking.edits import Snapshot
+from popxl.looking.memory import Memory
+from runtime.costs.communication import Sent, sent_by
+from runtime.costs.cost import Cost, cost_of, texts
+from runtime.costs.memory import memory_of_program
+from runtime.inspection import report_of
+from runtime.program.program import Program
+from runtime.report import Report
+from runtime.timeline import Timeline
+from runtime.traces import traced
+
+__all__ = ["SessionInspection"]
+
+
+class SessionInspection(NoCopies):
+    """Reports on the program of a session, and recordings of its runs."""
+
+    if TYPE_CHECKING:  # of `Session`
+        _ir: Ir
+        _made_of: Snapshot
+        program: Program
+
+    @property
+    def report(self) -> Report:
+        """What the program consists of and what it needs: its schedule, its size with and without outlining, what was
+        compiled and why, memory, operations, variables, streams, replicas, remote traffic, times.
+
+        It prints as a page, notebooks show it with pictures, and `model_dump_json()` has all numbers. Called with a
+        path, it is written there as one HTML page that needs nothing else. Nothing has to have run; what has is on it.
+        For the device `"ipu_model"` there is an estimate of what the program would cost on IPUs, too.
+
+        Example:
+            >>> session = popxl.Session(ir, "ipu_model")
+            >>> session.report("report.html")
+            >>> print(session.report)
+            >>> session.report.estimate.cycles
+        """
+        return report_of(self._ir, self.program)
+
+    def memory(self) -> Memory:
+        """The memory that the compiled program needs, in bytes on each device and on the host.
+
+        Temporaries, code and what executables need on the host is what XLA says of them; variables, arguments and
+        outputs have the sizes of their shapes. `ir.memory()` is a count of the same before anything is compiled.
+
+        Example:
+            >>> memory = popxl.Session(ir).memory()
+            >>> print(memory)
+            >>> memory.variables, memory.arguments, memory.outputs, memory.temporaries, memory.code, memory.host
+            >>> [device.device for device in memory.devices]
+        """
+        return memory_of_program(self._ir, self.program)
+
+    def cost(self) -> Cost:
+        """What the compiled program costs on one chip: bytes, operations, kernels, what chips send each other, and an
+        estimate of the time of a run. All of it is read off what was compiled; nothing is measured, and nothing runs.
+
+        So two programs compiled for one target can be compared exactly, on any machine.
+
+        Example:
+            >>> cost = popxl.Session(ir, "tpu v5e:2x2").cost()
+            >>> print(cost)
+            >>> cost.flops, cost.kernels, cost.temporary_bytes, cost.cycles
+        """
+        return cost_of(self.program)
+
+    def communication(self) -> Sent:
+        """What the chips send each other in a run, as it was compiled, beside what the program says it sends:
+        `ir.communication()`. Nothing runs.
+
+        Example:
+            >>> sent = popxl.Session(ir, "tpu v5e:2x4").communication()
+            >>> print(sent)
+            >>> assert not sent.differences  # nothing is sent that the program does not say
+        """
+        return sent_by(self._ir, self.program)
+
+    def hlo(self) -> dict[str, str]:
+        """The text of each compiled program, as XLA gives it: one, named "the program", or the pieces of a plan.
+
+        Example:
+            >>> for name, text in popxl.Session(ir, "gpu h100").hlo().items():
+            ...     print(name, text.count("fusion("))
+        """
+        return texts(self.program)
+
+    def recording(self, folder: str | os.PathLike[str] | None = None) -> AbstractContextManager[Timeline]:
+        """Note when what runs on which device, while a block lasts. The timeline is complete at its end.
+
+        Recorded runs may be slower: before an executable overwrites something, the host waits until it is there.
+
+        Args:
+            folder: where JAX's profiler writes what the devices do, instruction by instruction. XProf opens the folder
+                (`xprof --logdir folder`). Perfetto (https://ui.perfetto.dev) opens `perfetto.json.gz` in it, where
+                instructions have your names: of the op, its line and its graph. What XLA made one kernel of has the
+                name of the last op.
+
+        Example:
+            >>> with popxl.Session(ir) as session, session.recording() as timeline:
+            ...     outputs = session.run(inputs)
+            >>> print(timeline)
+            >>> timeline.picture().save("timeline.svg")
+
+            >>> with session, session.recording("trace"):
+            ...     outputs = session.run(inputs)
+        """
+        timeline = self.program.recording()
+        return timeline if folder is None else traced(folder, timeline, lambda: self.hlo().values())
+
+    def debugging(self, infinities: bool = True) -> AbstractContextManager[None]:
+        """Run op by op while a block lasts, and stop at the first op that makes a NaN or an infinity.
+
+        The same ops run on the same numbers as in the compiled program, each by itself, with all the graphs that are
+        called, loops and replicas. Results agree with it but for rounding, as nothing is fused. It is slow, and needs
+        memory for all that graphs compute while they run.
+
+        What you put in is never at fault: an infinity in a variable, constant, stream or buffer, such as `-inf` in an
+        attention mask, may pass through any number of ops. Reported is an op that makes
+
+        * an infinity, if all that it was given is finite: `log(0)`, a division by 0, float16 beyond 65504;
+        * a NaN, if it was given none: `log(-1)`, but also `inf - inf`, which is where an infinity did harm.
+
+        Of an op that talks to other replicas, what all of them give counts.
+
+        Args:
+            infinities: report these. Without, only a NaN is reported.
+
+        Raises:
+            NonFiniteError: from `run`, with the op as its graph prints it and your line that made it, the way there
+                with the turns of loops, the replica, and the numbers that the op was given. The variables and remote
+                buffers are as they were before this run: the session can be used, and run again.
+            PopxlError: if the Ir has changed since the session was made.
+            NotImplementedError: if several processes run the program.
+
+        Example:
+            >>> with popxl.Session(ir) as session, session.debugging():
+            ...     outputs = session.run(inputs)
+        """
+        self._check_unchanged("debugging")
+        return self.program.debugging(infinities)
+
+    def _check_unchanged(self, what: str) -> None:
+        """`PopxlError` if the Ir has changed since the session was made."""
+        if changes := self._made_of.changes():
+            raise PopxlError(
+                f"Session.{what}: {self._ir!r} has changed since this session was made, and the compiled program has "
+                f"not: {'; '.join(changes)}. Make another session of the Ir: `popxl.Session(ir)`."
+            )

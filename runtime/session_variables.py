@@ -1,0 +1,275 @@
+"""The variables of a session: reading and writing them, and copying them to the device and back. A part of
+`runtime.session.Session`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from popxl.base.arguments import check_type
+from popxl.base.log import Logger
+from popxl.base.source import SourceLocation, warn_at
+from popxl.context import user_frame
+from popxl.core.tensor import Constant, Tensor, Variable
+from popxl.errors import LostUpdateWarning
+from popxl.ir import Ir
+from runtime.machine import ProgramElsewhere
+from runtime.processes import Notes
+from runtime.program.program import Program
+from runtime.program.state import Given, Part
+from runtime.targets.devices import Device
+from runtime.variable_copies import VariableCopies, new_data
+
+__all__ = ["SessionVariables"]
+
+_log = Logger("session")
+
+
+class SessionVariables:
+    """Access to the variables of a session, on the host and on the device."""
+
+    if TYPE_CHECKING:  # of `Session`
+        _ir: Ir
+        program: Program
+        _copies: VariableCopies
+        _lock: threading.RLock
+        _device: Device
+        _owners: dict[Variable, tuple[Any, Variable]]
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the device is attached, and the program can run: inside a `with session:` block."""
+        return self._device.isAttached
+
+    @property
+    def _is_here(self) -> bool:
+        """Whether the device is: whether anything can be run at all."""
+        return self._device.target is None
+
+    def _check_attached(self, what: str) -> None:
+        if isinstance(self.program, ProgramElsewhere):
+            raise self.program.refusal(what)
+        if not self.is_attached:
+            raise ValueError(f"Session.{what}: the session is not attached to a device. Use it inside `with session:`.")
+
+    def _check_loaded(self, what: str) -> None:
+        self._check_attached(what)
+        if not self.program.is_loaded:  # somebody else attached the device, or detached it in between
+            self._copies.upload()
+
+    # Copying ------------------------------------------------------------------------------------------------------
+
+    def weights_from_host(self) -> None:
+        """Copy the host values of all variables to the device. `ValueError` if the session is not attached.
+
+        If several processes run the program, all have to do this, with the same values.
+        """
+        with self._lock:
+            self._check_attached("weights_from_host")
+            self._copies.upload()
+
+    def weights_to_host(self) -> None:
+        """Copy the values of all variables from the device to the host. `ValueError` if the session is not attached.
+
+        If several processes run the program, all have to do this: then each has the values of all replicas. It is part
+        of leaving a `with session:` block, and of `get_tensor_data` after a run.
+        """
+        if self._copies.are_read_only:
+            raise Exception(
+                "Session.weights_to_host: a variable of the program is a read-only memory map, which cannot be written."
+            )
+        with self._lock, self._ir.host_copies.lock:
+            self._check_loaded("weights_to_host")
+            self._copies.download()
+
+    def get_tensor_data(self, tensor: Variable | Constant) -> np.ndarray:
+        """The numbers of a variable or constant: the host copy, fetched from the device first if that is ahead.
+
+        The array changes when the host copy does; copy it to keep it. If several processes run the program, all have to
+        ask, as for `weights_to_host`; one may then be the one that saves it.
+
+        Raises:
+            TypeError: for any other tensor.
+            ValueError: for a tensor of another Ir, and for a variable of int8, uint8 or complex128: see `values_of`.
+        """
+        return self.get_tensors_data([tensor])[tensor]
+
+    def get_tensors_data(self, tensors: Iterable[Variable | Constant]) -> dict[Variable | Constant, np.ndarray]:
+        """As `get_tensor_data`, for several tensors, with one transfer at most."""
+        if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
+            raise TypeError(
+                f"Session.get_tensors_data: expected a list of tensors; got {tensors!r} ({type(tensors).__name__})."
+            )
+        wanted = list(tensors)
+        for t in wanted:
+            self._check_readable(t)
+            if isinstance(t, Variable) and t.dtype.name in ("int8", "uint8", "complex128"):
+                raise ValueError(
+                    f"Session.get_tensors_data: {t!r} cannot be read back: {t.dtype.name} is not supported, as in "
+                    "PopXL. `session.values_of([variable])` reads any dtype."
+                )
+        return self.values_of(wanted)
+
+    def values_of(self, tensors: Iterable[Variable | Constant]) -> dict[Variable | Constant, np.ndarray]:
+        """As `get_tensors_data`, also for variables of int8, uint8 and complex128, which PopXL refuses to read back.
+
+        Example:
+            >>> ir = popxl.Ir()
+            >>> with ir.main_graph:
+            ...     v = popxl.variable([1, 2], popxl.int8)
+            ...     v += 1
+            >>> with popxl.Session(ir) as session:
+            ...     _ = session.run()
+            >>> session.values_of([v])[v]
+            array([2, 3], dtype=int8)
+        """
+        wanted = list(tensors)
+        for t in wanted:
+            self._check_readable(t)
+        known = {t: self._data_of_owner(t) for t in wanted if t in self._owners}
+        own = [t for t in wanted if t not in known]
+        with self._lock, self._ir.host_copies.lock:
+            if any(isinstance(t, Variable) for t in own) and self._device_is_ahead():
+                self.weights_to_host()
+            return {t: known[t] if t in known else self._copies.read(t) for t in wanted}
+
+    def _check_readable(self, t: Variable | Constant) -> None:
+        if not isinstance(t, Variable | Constant):
+            raise TypeError(
+                f"Session.get_tensors_data: {t!r} is not of type Constant or Variable. Store other tensors to a "
+                "stream (`ops.host_store`)."
+            )
+        self._check_own("get_tensors_data", t)
+
+    def _device_is_ahead(self) -> bool:
+        """Whether values are to be read from the device. Warns if they are ahead there, and cannot be."""
+        is_here = self.is_attached and self._is_here
+        if self._copies.has_run and not is_here:
+            _log.warn(
+                "Session.get_tensors_data: these are the values from before the last runs. What the device had was not "
+                "copied to the host before the session was left."
+            )
+        return self._copies.host_is_stale and is_here
+
+    # Each process its part ------------------------------------------------------------------------------------------
+
+    _notes = Notes()
+
+    @property
+    def _is_divided(self) -> bool:
+        """Whether several processes run the program."""
+        return self.program.layout.divided is not None
+
+    def _meet(self, place: str, said: Any) -> list[Any]:
+        """Wait until all processes that run the program are at a place. Returns what each has said there."""
+        return self.program.layout.replicas.meet(place, self.program.state.begun, said)
+
+    def _own_parts(self, variables: Collection[Variable]) -> dict[Variable, list[Part]]:
+        """What this process is to save of variables, if each process that runs the program saves a part: see
+        `State.own_parts`. Meet before: with unequal numbers of runs, one would wait for ever."""
+        for v in variables:
+            self._check_readable(v)
+        with self._lock, self._ir.host_copies.lock:
+            own = [v for v in variables if v not in self._owners]
+            parts = self.program.own_parts(own, self._device_is_ahead()) if own else {}
+        for v in variables:
+            if v in self._owners:
+                owner, theirs = self._owners[v]
+                parts[v] = owner._own_parts([theirs])[theirs]
+        return parts
+
+    def _write_parts(self, tensors: Given) -> None:
+        """As `write_variables_data`, of values that are asked for in parts: each process asks for what its devices
+        hold. All that run the program have to do this.
+
+        What the program changes is on the devices only, as after a run. Of the rest, there are host copies.
+        """
+        for v in tensors:
+            self._check_writable(v)
+        self._check_attached("write_variable_data")
+        with self._lock, self._ir.host_copies.lock:
+            if self._device_is_ahead() and not self.program.read_back <= tensors.keys():
+                self.weights_to_host()
+            self._copies.write_parts(tensors)
+
+    def _data_of_owner(self, t: Variable | Constant) -> np.ndarray:
+        owner, theirs = self._owners[t]  # type: ignore[index]  # a variable
+        return owner.values_of([theirs])[theirs]
+
+    def write_variable_data(self, tensor: Variable, data: Any) -> None:
+        """Give a variable new numbers, on the host and, if the session is attached, on the device.
+
+        The device gets the host values of *all* variables: call `weights_to_host` first to keep what it changed.
+
+        Args:
+            tensor: the variable.
+            data: an array of its `shape_on_host` and dtype; or a number, for a scalar.
+
+        Raises:
+            TypeError: if `tensor` is no variable, or for another dtype.
+            ValueError: for another shape, a number that does not fit the dtype, a variable of another Ir, or one that
+                is a read-only memory map.
+        """
+        self._check_writable(tensor)  # what is no tensor may not be hashable
+        self.write_variables_data({tensor: data})
+
+    def write_variables_data(self, tensors: Mapping[Variable, Any]) -> None:
+        """As `write_variable_data`, for several variables, with one transfer. Nothing is written if one is refused."""
+        check_type(tensors, Mapping, "Session.write_variables_data: `tensors`", "a mapping from variables to numbers")
+        self._write_variables(tensors)
+
+    def _write_variables(self, tensors: Mapping[Variable, Any], kept: bool = True) -> None:
+        """See `write_variables_data`. Arrays that are not `kept` by the caller may become the host copies."""
+        checked: dict[Variable, np.ndarray] = {}
+        for t, data in tensors.items():
+            self._check_writable(t)
+            checked[t] = new_data(t, data)
+        if self.is_attached:
+            self._check_attached("write_variable_data")
+        with self._lock, self._ir.host_copies.lock:
+            if self.is_attached and self._copies.has_run:
+                self._warn_of_reverted(checked)
+            self._copies.write(checked, kept)
+            if self.is_attached:
+                self.weights_from_host()
+
+    def _warn_of_reverted(self, written: Collection[Variable]) -> None:
+        """Warn if an upload takes variables back to what they were before the last runs, besides those `written`."""
+        layout = self.program.layout
+        changed = [layout.held[t] for t in layout.changed]
+        changed += [v for b in layout.stored_to for v in layout.in_buffers[b]]
+        reverted = [v.name for v in dict.fromkeys(changed) if v not in written and v not in self._owners]
+        if reverted:
+            names = ", ".join(reverted[:3]) + f" and {len(reverted) - 3} more" * (len(reverted) > 3)
+            warn_at(
+                SourceLocation.of(user_frame()),
+                "Session.write_variable_data: what runs have done to other variables is lost: the device takes the "
+                f"host's numbers of all variables, and those of {names} are from before the last runs. Call "
+                "`session.weights_to_host()` before you write.",
+                LostUpdateWarning,
+            )
+
+    def _check_own(self, what: str, t: Tensor) -> None:
+        """`ValueError` for a tensor of another program, whose names may be the same."""
+        if t.ir is not self._ir:
+            raise ValueError(
+                f"Session.{what}: {t!r} is of {t.ir!r}, another program than this session's, {self._ir!r}. Pass this "
+                "program's tensor (`NamedTensors.to_mapping` pairs tensors by their names)."
+            )
+
+    def _check_writable(self, t: Tensor) -> None:
+        if not isinstance(t, Variable):
+            raise TypeError(f"Tensor {t.id if isinstance(t, Tensor) else repr(t)} is not of type Variable.")
+        if t.retrieval_mode == "all_replicas" and t.replica_grouping.group_size > 1:
+            raise NotImplementedError(
+                f"Session.write_variable_data: {t!r} is read from all replicas and cannot be written."
+            )
+        self._check_own("write_variable_data", t)
+        if t in self._owners:
+            owner, theirs = self._owners[t]
+            raise ValueError(f"Session.write_variable_data: {t!r} is {theirs!r} of {owner!r}; write to it there.")
+        if t.is_read_only:
+            raise ValueError(f"Session.write_variable_data: {t!r} is a read-only memory map, which cannot be written.")

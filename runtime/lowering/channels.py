@@ -7,7 +7,7 @@ call comes between; then loads and stores are plain slices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from popxl.ops.host import print_tensor_kind
 from popxl.ops.remote import remote_store_kind
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
+from runtime.lowering.collective_order import after_token, first_token, next_token
 
 Array = Any
 Position = int | Array
@@ -37,23 +38,32 @@ class Failure:
     start = np.zeros(shape, np.int32)  # no op has the id 0
 
 
+class CollectiveOrder:
+    """The channel of the token that orders collectives. Only `Lowering.channels_of` says which graphs use it."""
+
+
 FAILURE = Failure()
+COLLECTIVES = CollectiveOrder()
 Channel = Stream | Failure | RemoteBuffer
+AnyChannel = Channel | CollectiveOrder
+State = tuple[Array, Position]
 
 
 class Channels:
     """What a graph can use: for each stream, the array of its transfers and the number of the next one.
 
-    A remote buffer has the array of its slots. Its slots are found by number, not in order: it has no next one.
+    A remote buffer has the array of its slots. Its slots are found by number, not in order: it has no next one. The
+    order of collectives has the token of those before this computation, if there are any.
 
     Attributes:
         running: whether the branch that uses them is run; `None`, if it is as soon as it is traced. Several replicas on
             one device all go through both branches, and each takes what it should have of the results.
     """
 
-    def __init__(self, channels: dict[Channel, tuple[Array, Position]], running: Array | None = None) -> None:
-        self._channels = channels
+    def __init__(self, channels: Mapping[Any, State], running: Array | None = None) -> None:
+        self._channels: dict[AnyChannel, State] = dict(channels)
         self.running = running
+        self._exchanged: list[Array] = []  # by the collectives that the token does not know yet
         self._computed: Array | None = None  # last
         self._slots_before = self._slots()  # when one was last fetched, or all began
         self._computed_before = self._computed
@@ -81,8 +91,8 @@ class Channels:
         return self._channels[stream][0]
 
     def results(self) -> list[Array]:
-        """What is fetched: all that is no feed, and no remote buffer."""
-        kept = HostToDeviceStream | RemoteBuffer
+        """What is fetched: output streams, and which check failed."""
+        kept = HostToDeviceStream | RemoteBuffer | CollectiveOrder
         return [transfers for c, (transfers, _) in self._channels.items() if not isinstance(c, kept)]
 
     def slots(self, buffer: RemoteBuffer) -> Array:
@@ -135,11 +145,28 @@ class Channels:
         this = jnp.asarray([op.id, number], jnp.int32)
         self._channels[FAILURE] = (jnp.where(jnp.all(holds) | (first[0] > 0), first, this), position)
 
-    def take(self, streams: Sequence[Channel]) -> tuple[tuple[Array, Position], ...]:
+    def ordered(self, operand: Array) -> Array:
+        """The operand of a collective, made dependent on all collectives before this computation."""
+        token, _ = self._channels.get(COLLECTIVES, (None, None))
+        return operand if token is None else after_token(operand, token)
+
+    def note_exchanged(self, results: Any) -> None:
+        """Note the results of a collective, which the token of later computations depends on."""
+        self._exchanged += jax.tree.leaves(results)
+
+    def _advance_token(self) -> None:
+        """Make the token depend on all collectives so far."""
+        token, _ = self._channels.get(COLLECTIVES, (None, None))
+        token = next_token(first_token() if token is None else token, self._exchanged)
+        self._channels[COLLECTIVES], self._exchanged = (token, None), []
+
+    def take(self, streams: Sequence[AnyChannel]) -> tuple[State, ...]:
         """The state of some streams, to hand to a graph that uses them."""
+        if COLLECTIVES in streams:
+            self._advance_token()
         return tuple(self._channels[stream] for stream in streams)
 
-    def put_back(self, streams: Sequence[Channel], states: Sequence[tuple[Array, Position]]) -> None:
+    def put_back(self, streams: Sequence[AnyChannel], states: Sequence[State]) -> None:
         """The state in which a graph left some streams."""
         self._channels.update(zip(streams, states, strict=True))
 
@@ -153,25 +180,28 @@ class Channels:
         arrays = jax.tree.leaves(computed)
         self._computed = next((a for a in arrays if jnp.issubdtype(jnp.result_type(a), jnp.floating)), self._computed)
 
-    def positions(self, streams: Sequence[Channel]) -> dict[int, Any]:
+    def positions(self, streams: Sequence[AnyChannel]) -> dict[int, Any]:
         """What a loop has to carry of each stream: the number of the next transfer; where stores go, also the array.
 
-        Of a remote buffer, the slots.
+        Of a remote buffer, the slots; of the order of collectives, the token.
         """
-        return {i: _carried(stream, *self._channels[stream]) for i, stream in enumerate(streams)}
+        states = zip(streams, self.take(streams), strict=True)
+        return {i: _carried(stream, *state) for i, (stream, state) in enumerate(states)}
 
-    def move(self, streams: Sequence[Channel], positions: dict[int, Any]) -> None:
+    def move(self, streams: Sequence[AnyChannel], positions: dict[int, Any]) -> None:
         """Begin where `positions` says."""
         for i, stream in enumerate(streams):
             if isinstance(stream, HostToDeviceStream):
                 self._channels[stream] = (self._channels[stream][0], positions[i])
             elif isinstance(stream, RemoteBuffer):
                 self.set_slots(stream, positions[i])
+            elif isinstance(stream, CollectiveOrder):
+                self._channels[stream] = (positions[i], None)
             else:
                 self._channels[stream] = positions[i]
         self._slots_before = self._slots()
 
-    def stepping(self, streams: Sequence[Channel]) -> Stepping:
+    def stepping(self, streams: Sequence[AnyChannel]) -> Stepping:
         """The streams as a loop uses them."""
         return Stepping(self, streams)
 
@@ -186,16 +216,16 @@ def arrived(value: Array, dtype: dtype_) -> Array:
     return lax.bitcast_convert_type(value, dtype.as_jax()) if dtype.is_float8 else value
 
 
-def _carried(stream: Channel, array: Array, position: Position) -> Any:
+def _carried(stream: AnyChannel, array: Array, position: Position) -> Any:
     if isinstance(stream, HostToDeviceStream):
         return position
-    return array if isinstance(stream, RemoteBuffer) else (array, position)
+    return array if isinstance(stream, RemoteBuffer | CollectiveOrder) else (array, position)
 
 
 class Stepping:
     """Streams in a loop: what is loaded from stays outside, what changes is carried."""
 
-    def __init__(self, channels: Channels, streams: Sequence[Channel]) -> None:
+    def __init__(self, channels: Channels, streams: Sequence[AnyChannel]) -> None:
         self._streams = streams
         self._running = channels.running
         self._arrays = [transfers for transfers, _ in channels.take(streams)]

@@ -18,7 +18,7 @@ from popxl.graph import Graph
 from popxl.ops.call import call_kind
 from popxl.ops.conditional import conditional_kind
 from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind, returned_by_ref
-from runtime.lowering.channels import Channels, channels_of
+from runtime.lowering.channels import Channels
 from runtime.lowering.environment import Environment
 from runtime.lowering.machine_parts import AnyOrder
 from runtime.lowering.registry import meaning
@@ -88,27 +88,24 @@ def _conditional(lowering: Lowering, op: Op, environment: Environment, channels:
     cond, *inputs = (environment.read(t) for t in op.inputs)
     then_branch, else_branch = op.called_graphs
     count = len(then_branch.inputs)
-    streams = channels_of(then_branch, else_branch)
+    streams = lowering.channels_of((op,))
     stepping = channels.stepping(streams)
 
     def branch(graph: Graph, values: Sequence[Array], when: bool) -> Callable[[Any], Any]:
-        def run(state: Any) -> Any:
-            positions, met = state
+        def run(positions: Any) -> Any:
             inside = stepping.at(positions)
             if lowering.is_shared:
                 taken = cond.reshape(()) == when
                 inside.running = taken if channels.running is None else channels.running & taken
-            with lowering.meeting_after(met) as now:
-                results = lowering.call(graph, values, inside)
-                return results.outputs[: len(op.outputs)], (inside.positions(streams), now())
+            results = lowering.call(graph, values, inside)
+            return results.outputs[: len(op.outputs)], inside.positions(streams)
 
         return run
 
     branches = (branch(then_branch, inputs[:count], True), branch(else_branch, inputs[count:], False))
     # Several replicas on one device choose between results, and must not between whole buffers in the host's memory.
     one_of = _both if lowering.is_shared and any(map(is_on_host, jax.tree.leaves(stepping.start))) else lax.cond
-    outputs, (positions, met) = one_of(cond.reshape(()), *branches, (stepping.start, lowering.met((op,))))
-    lowering.meet_after(met)
+    outputs, positions = one_of(cond.reshape(()), *branches, stepping.start)
     channels.leave(stepping, positions, outputs)
     for t, value in zip(op.outputs, outputs, strict=True):
         environment.write(t, value)
@@ -191,19 +188,18 @@ class Loop:
 @meaning(loop_kind)
 def _loop(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
     """One compiled body, however many turns. The streams are carried, too."""
-    loop, streams = Loop(op, environment), channels_of(op.attributes["graph"])
+    loop, streams = Loop(op, environment), lowering.channels_of((op,))
     stepping = channels.stepping(streams)
 
     def turn(state: Any, i: Array) -> Any:
-        before, positions, met = state
+        before, positions = state
         inside = stepping.at(positions)
-        with lowering.within_turn(), lowering.meeting_after(met) as now:
+        with lowering.within_turn():
             after, further = done(loop.turning(lowering, before, i, inside))
-            return (after, inside.positions(streams), now()), further
+            return (after, inside.positions(streams)), further
 
     count = op.attributes["repeat_count"]
-    start = (loop.start, stepping.start, lowering.met((op,)))
-    (state, positions, met), stacked = lax.scan(turn, start, jnp.arange(count, dtype=jnp.int32))
-    lowering.meet_after(met)
+    start = (loop.start, stepping.start)
+    (state, positions), stacked = lax.scan(turn, start, jnp.arange(count, dtype=jnp.int32))
     channels.leave(stepping, positions, (state, stacked))
     loop.finish(state, stacked, environment)

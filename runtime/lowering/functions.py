@@ -364,11 +364,13 @@ def _holds(wanted: Any, dtype: Any) -> bool:
 class _Differentiable(Lowering):
     """A lowering whose functions have the gradients that the ops declare, forwards and backwards."""
 
-    def apply(self, op: Op, operands: Sequence[Array]) -> Any:
+    def apply(self, op: Op, operands: Sequence[Array], channels: Channels) -> Any:
         """The results of an op, which know their derivatives."""
         rule = op.kind.gradient
         if op.modified or op.kind.between_replicas or not any(t.dtype.is_inexact for t in op.outputs):
-            return super().apply(op, operands)  # refused by autodiff, or of one replica: JAX differentiates it
+            return super().apply(
+                op, operands, channels
+            )  # refused by autodiff, or of one replica: JAX differentiates it
         if rule is None:
             return op.apply([jax.lax.stop_gradient(operand) for operand in operands])
         if rule is REFUSED:

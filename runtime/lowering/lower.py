@@ -37,11 +37,10 @@ from popxl.options import SessionOptions
 from runtime.calls import kept
 from runtime.interrupts import handle_waiting
 from runtime.lowering import control_flow, host_ops  # noqa: F401  # they register what ops do
-from runtime.lowering.channels import Channels, acts_at_once, channels_of
+from runtime.lowering.channels import COLLECTIVES, AnyChannel, Channels, acts_at_once, channels_of_ops
 from runtime.lowering.collectives import devices_meet, group_of
 from runtime.lowering.environment import Environment
 from runtime.lowering.machine_parts import MachineParts, parts_for
-from runtime.lowering.meetings import Meetings
 from runtime.lowering.registry import meanings
 from runtime.lowering.rolled import AsWritten, Rolled, bring_together, roll
 from runtime.lowering.scopes import Scopes, of_op
@@ -107,7 +106,6 @@ class Lowering:
         self._turns = 1
         self._in_loop = False
         self._scopes = Scopes()
-        self._meetings = Meetings()
 
     @cached_property
     def machine(self) -> MachineParts:
@@ -121,7 +119,6 @@ class Lowering:
 
     def run(self, ops: Iterable[Op | Rolled], values: Mapping[Tensor, Array | Row], channels: Channels) -> Environment:
         """Run ops of one graph, in order. Returns what is in its storages afterwards."""
-        self._meetings = Meetings()
         return done(self.running(ops, values, channels))
 
     def running(
@@ -158,7 +155,7 @@ class Lowering:
         try:
             self._check(op, operands, channels)
             with of_op(op), in_forms(self.machine.forms), jax.default_matmul_precision(self._options.precision):
-                results = self.apply(op, operands)
+                results = self.apply(op, operands, channels)
         except PopxlError:  # says what it has to say
             raise
         except Exception as problem:
@@ -171,41 +168,31 @@ class Lowering:
             channels.note(results)
         return None
 
-    def apply(self, op: Op, operands: Sequence[Array]) -> Any:
+    def apply(self, op: Op, operands: Sequence[Array], channels: Channels) -> Any:
         """The results of an op."""
-        return self._between_replicas(op, operands) if op.kind.between_replicas else op.apply(operands)
+        return self._between_replicas(op, operands, channels) if op.kind.between_replicas else op.apply(operands)
 
-    def _between_replicas(self, op: Op, operands: Sequence[Array]) -> Any:
+    def _between_replicas(self, op: Op, operands: Sequence[Array], channels: Channels) -> Any:
         """The results of an op that talks to other replicas."""
         attributes = dict(op.attributes)
         try:
             group = group_of(self.replicas, attributes.pop("stride"), attributes.pop("group_size"))
-            if self.met((op,)) is None:
+            if not self._are_ordered((op,)):
                 return op.apply(operands, attributes | {"group": group})
-            results = op.apply([*map(self._meetings.said, operands)], attributes | {"group": group})
-            jax.tree.map(self._meetings.note, results)
+            results = op.apply([*map(channels.ordered, operands)], attributes | {"group": group})
+            channels.note_exchanged(results)
             return results
         except PopxlError as problem:
             raise PopxlError(f"Session: {op!r} ({op.source}) cannot be run: {problem}") from None
 
-    def met(self, ops: Iterable[Op]) -> Array | None:
-        """What depends on all meetings of devices so far, if devices meet in these ops and XLA does not order that."""
-        is_asked = self.machine.turns is not None and devices_meet(ops, self.replicas)
-        return self._meetings.met() if is_asked else None
+    def channels_of(self, ops: Iterable[Op]) -> tuple[AnyChannel, ...]:
+        """The channels that ops use, calls included, in a fixed order."""
+        ops = tuple(ops)
+        return (*channels_of_ops(ops), *((COLLECTIVES,) if self._are_ordered(ops) else ()))
 
-    @contextmanager
-    def meeting_after(self, met: Array | None) -> Iterator[Callable[[], Array | None]]:
-        """While a computation is traced that is carried out as a whole. Gives what depends on its meetings so far."""
-        around, self._meetings = self._meetings, Meetings(met)
-        try:
-            yield lambda: None if met is None else self._meetings.met()
-        finally:
-            self._meetings = around
-
-    def meet_after(self, met: Array | None) -> None:
-        """Have what follows come after the meetings of a computation."""
-        if met is not None:
-            self._meetings = Meetings(met)
+    def _are_ordered(self, ops: Iterable[Op]) -> bool:
+        """Whether devices wait for each other in these ops, and XLA does not order where."""
+        return self.machine.turns is not None and devices_meet(ops, self.replicas)
 
     def _check(self, op: Op, operands: Sequence[Array], channels: Channels) -> None:
         """Check what the op requires of its operands, as far as the options ask for it."""
@@ -240,10 +227,8 @@ class Lowering:
         if graph not in self._kept or sharing or at_once:
             results = yield self._inline(graph, inputs, channels, sharing)
             return results if in_rows else results.read()
-        streams = channels_of(graph)
-        given = tuple(map(read, inputs)), channels.take(streams), self.met(graph.ops)
-        outputs, written, used, met = self._function(graph)(*given)
-        self.meet_after(met)
+        streams = self.channels_of(graph.ops)
+        outputs, written, used = self._function(graph)(tuple(map(read, inputs)), channels.take(streams))
         channels.put_back(streams, used)
         channels.note((outputs, written))
         return Results(outputs, written)
@@ -304,13 +289,13 @@ class Lowering:
 
     def _function_of(self, graph: Graph) -> Callable[..., Any]:
         """The one function of a graph whose calls are kept."""
-        streams = channels_of(graph)
+        streams = self.channels_of(graph.ops)
 
-        def function(inputs: tuple[Array, ...], taken: Any, met: Array | None) -> Any:
+        def function(inputs: tuple[Array, ...], taken: Any) -> Any:
             channels = Channels(dict(zip(streams, taken, strict=True)))
-            with self.within_turn(), self.meeting_after(met) as now:  # as a loop: it is called several times
+            with self.within_turn():  # as a loop: it is called several times
                 results = done(self._inline(graph, inputs, channels, Sharing())).read()
-                return results.outputs, results.written, channels.take(streams), now()
+                return results.outputs, results.written, channels.take(streams)
 
         function.__name__ = function.__qualname__ = identifier(graph.id) or "graph"
         return kept(function, in_order=1)

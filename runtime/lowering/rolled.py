@@ -22,7 +22,7 @@ from popxl.core.aliasing import reachable
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.graph import Graph
-from runtime.lowering.channels import Channels, channels_of_ops
+from runtime.lowering.channels import Channels
 from runtime.lowering.stacks import Row, Stack, read
 
 if TYPE_CHECKING:
@@ -128,19 +128,18 @@ def roll(lowering: Lowering, loop: Rolled, environment: Environment, channels: C
     schedule = lowering.scheduling.schedule
     called = dict.fromkeys(graph for op in loop.ops for callee in op.called_graphs for graph in reachable(callee))
     has_loops = any(isinstance(item, Rolled) for graph in called for item in schedule(graph))
-    turning, streams = _Turning(loop, environment, lowering.machine.in_turn, has_loops), channels_of_ops(loop.ops)
+    turning, streams = _Turning(loop, environment, lowering.machine.in_turn, has_loops), lowering.channels_of(loop.ops)
     stepping = channels.stepping(streams)
 
     def turn(state: Any, rows: Sequence[Array]) -> Any:
-        held, positions, met = state
+        held, positions = state
         inside = stepping.at(positions)
-        with lowering.within_turn(rows=len(loop.turns)), lowering.meeting_after(met) as now:
+        with lowering.within_turn(rows=len(loop.turns)):
             after = done(lowering.running(loop.ops, turning.found(held, rows), inside))
-            return (turning.left(held, rows, after), inside.positions(streams), now()), None
+            return (turning.left(held, rows, after), inside.positions(streams)), None
 
-    start = (turning.start, stepping.start, lowering.met(loop.ops))
-    (held, positions, met), _ = lax.scan(turn, start, turning.rows, length=len(loop.turns))
-    lowering.meet_after(met)
+    start = (turning.start, stepping.start)
+    (held, positions), _ = lax.scan(turn, start, turning.rows, length=len(loop.turns))
     channels.leave(stepping, positions, held)
     turning.finish(held, environment)
 

@@ -201,8 +201,7 @@ def one_run(
     begun = zip(layout.channels, layout.begin(feeds, layout.channels), strict=True)
     slots = ((buffer, (array, 0)) for buffer, array in zip(layout.buffers, changing[count:], strict=True))
     channels = Channels(dict((*begun, *slots)))
-    with lowering.meeting_after(None):
-        environment = yield lowering.running(lowering.scheduling.schedule(layout.main), values, channels)
+    environment = yield lowering.running(lowering.scheduling.schedule(layout.main), values, channels)
     changed = (*(block.after(environment) for block in layout.changing), *map(channels.slots, layout.buffers))
     return changed, layout.end(channels.results(), layout.channels)
 

@@ -317,7 +317,7 @@ def _met(
     op, on_one = meetings[0].op, Replicas(len(meetings), devices[:1])
     brought = zip(*(meeting.operands for meeting in meetings), strict=True)
     operands = [jnp.stack(jax.device_put(arrays, devices[0])) for arrays in brought]
-    made = on_one.spread(lambda operands: lowering.on(on_one).apply(op, operands))(operands)
+    made = on_one.spread(lambda operands: lowering.on(on_one).apply(op, operands, Channels({})))(operands)
     results = made if isinstance(made, tuple | list) else [made]
     unusual = _Unusual(*map(sum, zip(*(meeting.unusual for meeting in meetings), strict=True)))
     return [([jax.device_put(t[i], device) for t in results], unusual) for i, device in enumerate(devices)]

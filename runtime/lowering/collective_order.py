@@ -1,0 +1,34 @@
+"""The order of collectives on CPUs: that of the ops, also where some are in loops and others around them.
+
+XLA for CPUs (jaxlib 0.10.2) may begin a collective in a loop, a branch or a kept call, and others around it, at once,
+where these do not depend on each other. Devices then wait in different collectives, as all have the same number: they
+deadlock, or exchange the wrong numbers. So a token, a number that depends on all collectives so far, goes into such a
+computation and comes out of it; what is exchanged depends on the token. XLA orders the collectives of one computation
+by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import reduce
+from typing import Any
+
+import jax.numpy as jnp
+
+Array = Any
+
+
+def first_token() -> Array:
+    """The token before all collectives."""
+    return jnp.int32(0)
+
+
+def after_token(operand: Array, token: Array) -> Array:
+    """The operand of a collective, made dependent on the token."""
+    return jnp.where((token & ~token) == 0, operand, jnp.zeros_like(operand))
+
+
+def next_token(token: Array, results: Iterable[Array]) -> Array:
+    """The token after collectives with these results."""
+    nonempty = (result for result in results if result.size)
+    return reduce(lambda token, result: token | (result.ravel()[0] != 0).astype(jnp.int32), nonempty, token)

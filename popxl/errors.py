@@ -126,6 +126,10 @@ class TensorTruthWarning(PopxlWarning):
     """`if tensor:` says whether the tensor has elements, and not what they are."""
 
 
+class UnusedGradientWarning(PopxlWarning):
+    """A gradient graph was given for a graph that is called, and differentiating the caller does not use it."""
+
+
 class LostUpdateWarning(PopxlWarning):
     """A change is lost. A graph makes it in place to an input that it takes by value, and the caller's tensor stays as
     it is; a program makes it to what no variable keeps, and does not read that; or a write to one variable between runs

@@ -21,6 +21,7 @@ from popxl.errors import PopxlError
 from popxl.values.spec import TensorSpec
 
 if TYPE_CHECKING:
+    from popxl.base.source import SourceLocation
     from popxl.core.recording import Op
     from popxl.ir import Ir
 
@@ -48,6 +49,7 @@ class Graph(NoCopies):
         differentiable: false for a graph whose gradient has to be given: differentiating a caller then asks for
             the gradient information of this graph instead of differentiating it.
         gradient_of: for a gradient graph, the graph that was differentiated.
+        gradient_given_at: for a graph that a module knows a gradient of, the line that said so.
     """
 
     def __init__(self) -> None:
@@ -66,6 +68,7 @@ class Graph(NoCopies):
         graph.call_sites = []
         graph.differentiable = True
         graph.gradient_of = None
+        graph.gradient_given_at = None
         graph._inputs = []
         graph._outputs = []
         graph._tensors = {}
@@ -80,6 +83,7 @@ class Graph(NoCopies):
     call_sites: list[Op]
     differentiable: bool
     gradient_of: Graph | None
+    gradient_given_at: SourceLocation | None
     _inputs: list[Tensor]
     _outputs: list[Tensor]
     _tensors: dict[str, Tensor]

@@ -165,11 +165,14 @@ class DotTree(Generic[L]):
         return len(self._map)
 
     def keys_flat(self) -> list[str]:
-        """The flat names of all leaves."""
+        """The flat names of all leaves, depth first, each level in the order of insertion: the order of `values_flat`.
+
+        `unpack`, and `tensors` of `NamedTensors`, are sorted instead; ``to_dict().items()`` are pairs.
+        """
         return list(self.to_dict())
 
     def values_flat(self) -> list[L]:
-        """All leaves."""
+        """All leaves, in the order of `keys_flat`."""
         return list(self.to_dict().values())
 
     def len_flat(self) -> int:

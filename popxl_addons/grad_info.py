@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import popxl
 from popxl.base.arguments import check_type
+from popxl.base.source import SourceLocation
+from popxl.context import user_frame
 from popxl.transforms.autodiff import ExpectedConnectionType, GradGraphInfo, make_grad_graph_info
 
 if TYPE_CHECKING:
@@ -61,8 +63,10 @@ class CalledGraphs:
         self._submaps: list[CalledGraphs | CalledGraphsGradInfoLike] = []
 
     def add(self, fwd_graph: GraphLike, grad_graph: GradGraphInfoLike) -> None:
-        """Use `grad_graph` as the gradient of `fwd_graph`."""
-        self._own[as_graph(fwd_graph)] = as_grad_graph_info(grad_graph)
+        """Use `grad_graph` as the gradient of `fwd_graph`. Where it is not used, an `UnusedGradientWarning` tells."""
+        graph = as_graph(fwd_graph)
+        self._own[graph] = as_grad_graph_info(grad_graph)
+        graph.gradient_given_at = SourceLocation.of(user_frame())
 
     def add_submap(self, mapping: CalledGraphs | CalledGraphsGradInfoLike) -> None:
         """Include what `mapping` holds whenever `consolidate` is called."""

@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import popxl
 from popxl import ops
 from popxl.base.arguments import check_type
+from popxl.base.source import warn_at
+from popxl.core.aliasing import reachable
 from popxl.core.printing import schedule
+from popxl.errors import UnusedGradientWarning
 from popxl.ops.call import CallSiteInfo
 from popxl.transforms.autodiff import GradGraphInfo
 from popxl_addons.dot_tree import DotTree
@@ -160,6 +163,7 @@ class GraphWithNamedArgs:
         Patterns have been applied to it and to the gradient graphs that were made along with it.
         """
         given = merge_called_graphs(self.called_graphs_grad_info, called_graphs_grad_info)
+        self._tell_of_graphs_not_called()
         infos = popxl.transforms.autodiff(
             self.graph,
             grads_provided=grads_provided,
@@ -169,6 +173,19 @@ class GraphWithNamedArgs:
         )
         apply_patterns(info.graph for graph, info in infos.items() if graph not in given)
         return GraphWithNamedArgs.from_grad_graph(infos[self.graph])
+
+    def _tell_of_graphs_not_called(self) -> None:
+        called = reachable(self.graph)
+        for graph in merge_called_graphs(self.called_graphs_grad_info):
+            if graph not in called and graph.gradient_given_at is not None:
+                names = ", ".join(f"`{each.name}`" for each in called[1:]) or "no graphs"
+                warn_at(
+                    graph.gradient_given_at,
+                    f"autodiff: the gradient that is given for {graph.title} is not used: {self.graph.title} does not "
+                    f"call that graph, it calls {names}. Each `create_graph` makes another graph: give the gradient of "
+                    "the one that is called.",
+                    UnusedGradientWarning,
+                )
 
 
 class BoundGraph:

@@ -17,23 +17,34 @@ TensorMap = Mapping[popxl.Tensor, popxl.Tensor]
 class NamedTensors(DotTree[popxl.Tensor]):
     """A tree whose leaves are tensors.
 
+    There are two orders: `keys_flat()`, `values_flat()`, `to_dict()` and `named_tensors` have that of insertion, and
+    `tensors` that of the tensors' names. For names beside tensors loop over ``named_tensors.items()``.
+
     Example:
         >>> with popxl.Ir().main_graph:
         ...     nt = NamedTensors.pack(["w", "b"], [popxl.variable(1.0, name="w"), popxl.variable(2.0, name="b")])
         >>> nt.tensors
         (Variable[b popxl.dtypes.float32 ()], Variable[w popxl.dtypes.float32 ()])
+        >>> [(name, t.name) for name, t in nt.named_tensors.items()]
+        [('w', 'w'), ('b', 'b')]
     """
 
     @property
     def tensors(self) -> tuple[popxl.Tensor, ...]:
-        """All leaves, sorted by ``tensor.name`` (not by flat name). `TypeError` for leaves that are no tensors."""
+        """All leaves, sorted by ``tensor.name``: neither by flat name, nor in the order of `keys_flat()`.
+
+        So ``zip(tree.keys_flat(), tree.tensors)`` mixes them up: take ``tree.named_tensors.items()`` for pairs. Two
+        trees that were made of the same factories sort alike.
+
+        `TypeError` for leaves that are no tensors.
+        """
         if others := [name for name, leaf in self.to_dict().items() if not isinstance(leaf, popxl.Tensor)]:
             raise TypeError(f"NamedTensors.tensors: {others} are no tensors. Use `values_flat()` for other leaves.")
         return tuple(sorted(self.values_flat(), key=lambda tensor: tensor.name))
 
     @property
     def named_tensors(self) -> dict[str, popxl.Tensor]:
-        """Flat name → tensor as a plain dictionary, in insertion order."""
+        """Flat name → tensor as a plain dictionary, in the order of `keys_flat()`."""
         return dict(self.to_dict())
 
     def remap(self, mapping: TensorMap) -> NamedTensors:

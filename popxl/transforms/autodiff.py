@@ -14,13 +14,14 @@ from typing import Any, cast
 from popxl.base.arguments import check_type
 from popxl.base.log import Logger
 from popxl.base.nesting import Nested, done
+from popxl.base.source import warn_at
 from popxl.context import get_current_context
 from popxl.core.aliasing import callees_first, has_effect, reachable
 from popxl.core.create import constant
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import is_call
-from popxl.errors import PopxlError
+from popxl.errors import PopxlError, UnusedGradientWarning
 from popxl.graph import Graph
 from popxl.ops.complex import conjugate
 from popxl.ops.convert import cast_if_needed, identity
@@ -266,6 +267,15 @@ class _Differentiation:
             raise PopxlError(
                 f"autodiff: {callee.title}, which {self.forward_graph.title} calls, has been marked as unsafe to "
                 "autodiff. Pass its gradient graph in `called_graphs_grad_info`."
+            )
+        if callee.gradient_given_at is not None:
+            warn_at(
+                callee.gradient_given_at,
+                f"autodiff: the gradient that is given for {callee.title} is not used: {self.forward_graph.title}, "
+                "which calls it, is differentiated without. Whatever differentiates has to know: pass it in "
+                "`called_graphs_grad_info`, differentiate the graph that `Module.create_graph` returned rather than "
+                "its `graph`, and assign the module that knows it to an attribute of the one that uses it.",
+                UnusedGradientWarning,
             )
         provided, required = self.needed[callee], list(callee.inputs)
         return _Differentiation(callee, provided, required, self.infos, self.needed, complete=False).run()

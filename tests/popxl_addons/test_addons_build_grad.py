@@ -1,5 +1,6 @@
 """Gradients written by hand: what they compute, how they meet the transform, and every way to get them wrong."""
 
+import re
 import warnings
 from functools import partial
 
@@ -565,3 +566,60 @@ def test_create_grad_graph_info(ir, evaluate):
     np.testing.assert_allclose(evaluate(result)[0], [2, 4, 6])
     with pytest.raises(ValueError, match="must both be graphs of `ir`"):
         create_grad_graph_info(popxl.Ir(), fwd, grad, {}, {}, [])
+
+
+class Doubled(addons.Module):
+    """Calls a graph of `Scale` whose gradient it gives: ten times the right one, so that numbers say what was used."""
+
+    def __init__(self, gives=0):
+        super().__init__()
+        self.gives = gives
+
+    def build(self, x):
+        graphs = [popxl.gir().create_graph(lambda t: t * 2.0, x.spec) for _ in range(2)]
+        backward = popxl.gir().create_graph(lambda g: g * 20.0, x.spec)
+        (g,), (dt,), forward = backward.inputs, backward.outputs, graphs[self.gives]
+        info = create_grad_graph_info(
+            popxl.gir(), forward, backward, {g: forward.outputs[0]}, {dt: forward.inputs[0]}, []
+        )
+        self.called_graphs_grad_info.add(forward, info)
+        (y,) = ops.call(graphs[0], x)
+        return y
+
+
+class AroundOf(addons.Module):
+    """Calls a module that is no attribute, so that nothing knows what it gave."""
+
+    def build(self, x):
+        return Doubled()(x) + x
+
+
+@pytest.mark.parametrize(
+    ("case", "gradient", "message"),
+    [
+        ("used", 20.0, None),
+        (
+            "of another graph",
+            2.0,
+            r"does not call that graph, it calls `.*lambda.*`\. Each `create_graph` makes another",
+        ),
+        ("of no attribute", 3.0, "assign the module that knows it to an attribute"),
+        ("of the plain graph", 2.0, "differentiate the graph that `Module.create_graph` returned rather than its"),
+    ],
+)
+def test_a_gradient_that_is_given_and_not_used(case, gradient, message, x, dy, evaluate):
+    module = {"of another graph": Doubled(1), "of no attribute": AroundOf()}.get(case, Doubled())
+    _, graph = module.create_graph(x)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if case == "of the plain graph":
+            grad = addons.GraphWithNamedArgs.from_grad_graph(popxl.transforms.autodiff(graph.graph))
+        else:
+            grad = graph.autodiff()
+    (dx,) = grad.call(dy)
+    dxs, seed = evaluate(dx, dy)
+    np.testing.assert_allclose(dxs, gradient * seed, rtol=1e-6)
+    assert [each.category for each in told] == [popxl.errors.UnusedGradientWarning] * (message is not None)
+    for each in told:
+        assert each.filename == __file__
+        assert re.search(message, str(each.message))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from popxl.base.nesting import Nested, done
 from popxl.core.aliasing import changed_inputs
 from popxl.core.recording import Op
 from popxl.errors import PopxlError
@@ -18,11 +17,12 @@ from popxl.graph import Graph
 from popxl.ops.call import call_kind
 from popxl.ops.conditional import conditional_kind
 from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind, returned_by_ref
-from runtime.lowering.channels import Channels
-from runtime.lowering.environment import Environment
+from runtime.lowering.context import Context
+from runtime.lowering.environment import Environment, Results
 from runtime.lowering.machine_parts import AnyOrder
 from runtime.lowering.registry import meaning
-from runtime.lowering.stacks import Row, put_back, read
+from runtime.lowering.sharing import Sharing
+from runtime.lowering.stacks import Row, Stack, put_back, read
 from runtime.targets.replicas import is_on_host
 
 if TYPE_CHECKING:
@@ -32,12 +32,16 @@ Array = Any
 
 
 @meaning(call_kind)
-def _call(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> Nested[None]:
+def _call(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     """Copy in, run, copy out; inputs by reference are copied back."""
     (graph,) = op.called_graphs
     check_bound(op)
-    places, sharing = _given(op, environment), environment.sharing(op)
-    results = yield lowering.calling(graph, places, channels, in_rows=True, sharing=sharing)
+    places, sharing = call_inputs(op, environment), environment.sharing(op)
+    finish_call(op, environment, places, lowering.lower_call(graph, places, context, in_rows=True, sharing=sharing))
+
+
+def finish_call(op: Op, environment: Environment, places: Sequence[Array | Row], results: Results) -> None:
+    """Write what a graph gives that an op has called on these values, or rows."""
     for t, place in zip(op.outputs, results.outputs, strict=False):  # the graph may have gained outputs since
         environment.put(t, place)
     for i in sorted(op.modified & results.written.keys()):
@@ -50,7 +54,9 @@ def _call(lowering: Lowering, op: Op, environment: Environment, channels: Channe
     environment.note_call(op, results)
 
 
-def _given(op: Op, environment: Environment, own: int = 0, by_value: Container[int] = frozenset()) -> list[Array | Row]:
+def call_inputs(
+    op: Op, environment: Environment, own: int = 0, by_value: Container[int] = frozenset()
+) -> list[Array | Row]:
     """What an op passes to the graph that it runs: rows, but where the graph would change what others have in them.
 
     Args:
@@ -82,22 +88,23 @@ def check_bound(op: Op) -> None:
 
 
 @meaning(conditional_kind)
-def _conditional(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
+def _conditional(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     """Run one branch. It alone moves on the streams that it uses."""
     check_bound(op)
     cond, *inputs = (environment.read(t) for t in op.inputs)
     then_branch, else_branch = op.called_graphs
     count = len(then_branch.inputs)
     streams = lowering.channels_of((op,))
-    stepping = channels.stepping(streams)
+    stepping = context.channels.stepping(streams)
 
     def branch(graph: Graph, values: Sequence[Array], when: bool) -> Callable[[Any], Any]:
         def run(positions: Any) -> Any:
             inside = stepping.at(positions)
             if lowering.is_shared:
                 taken = cond.reshape(()) == when
-                inside.running = taken if channels.running is None else channels.running & taken
-            results = lowering.call(graph, values, inside)
+                around = context.channels.running
+                inside.running = taken if around is None else around & taken
+            results = lowering.lower_call(graph, values, context.in_branch(inside))
             return results.outputs[: len(op.outputs)], inside.positions(streams)
 
         return run
@@ -106,7 +113,7 @@ def _conditional(lowering: Lowering, op: Op, environment: Environment, channels:
     # Several replicas on one device choose between results, and must not between whole buffers in the host's memory.
     one_of = _both if lowering.is_shared and any(map(is_on_host, jax.tree.leaves(stepping.start))) else lax.cond
     outputs, positions = one_of(cond.reshape(()), *branches, stepping.start)
-    channels.leave(stepping, positions, outputs)
+    context.channels.leave(stepping, positions, outputs)
     for t, value in zip(op.outputs, outputs, strict=True):
         environment.write(t, value)
 
@@ -118,6 +125,20 @@ def _both(cond: Array, then_branch: Callable[[Any], Any], else_branch: Callable[
     return jax.tree.map(lambda a, b: b if is_on_host(b) else jnp.where(cond, a, b), then, else_branch(handed))
 
 
+class Iteration(NamedTuple):
+    """One iteration of a loop.
+
+    Attributes:
+        inputs: of the body.
+        sharing: those of them that share storage.
+        stacks: what stands in the iteration for each stack around the loop.
+    """
+
+    inputs: list[Array | Row]
+    sharing: Sharing
+    stacks: dict[Stack, Stack]
+
+
 class Loop:
     """What a loop does, turn by turn.
 
@@ -127,16 +148,18 @@ class Loop:
     turns, stacked.
 
     Attributes:
-        start: what the first turn gets.
+        graph: the body.
+        start: what the first iteration gets.
     """
 
     def __init__(self, op: Op, environment: Environment) -> None:
+        self.graph: Graph = op.attributes["graph"]
         self._op = op
         self._carried = op.attributes["carried"]
         self._sharing = environment.sharing(op)
         self._carried_too = returned_by_ref(op) - self._sharing.positions if op.modified else frozenset()
         by_value = frozenset(range(self._carried)) | self._carried_too
-        self._inputs = _given(op, environment, EXTRA_INPUTS, by_value | self._sharing.positions)
+        self._inputs = call_inputs(op, environment, EXTRA_INPUTS, by_value | self._sharing.positions)
         self._rows = {k: place for k, place in enumerate(self._inputs) if isinstance(place, Row)}
         self._stacks = tuple(dict.fromkeys(row.stack for k, row in self._rows.items() if k in op.modified))
         self._alone = op.modified - self._rows.keys() - self._sharing.positions
@@ -145,8 +168,8 @@ class Loop:
         shared = {storage: self._sharing.values[storage] for storage in self._sharing.written}
         self.start = (tuple(self._inputs[: self._carried]), contents, arrays, shared)
 
-    def turning(self, lowering: Lowering, state: Any, i: Array, channels: Channels) -> Nested[tuple[Any, Any]]:
-        """One turn: what the next one gets, and the further results."""
+    def begin(self, state: Any, i: Array) -> Iteration:
+        """One iteration, given what the one before has left."""
         results_before, contents, arrays, shared = state
         now = dict(zip(self._stacks, arrays, strict=True))
         outside = dict.fromkeys(row.stack for row in self._rows.values())
@@ -157,17 +180,20 @@ class Loop:
         for k, row in self._rows.items():
             values[k] = Row(stacks[row.stack], row.number)
         values[: self._carried] = results_before
-        given = [i, jnp.asarray(True), *values]
         sharing = self._sharing.holding(shared)
         if sharing:
             storages = Environment(sharing.values, AnyOrder(), sharing.same, 1)
             for k in sorted(sharing.positions.intersection(range(self._carried))):
                 storages.write(self._op.inputs[k], results_before[k])
             sharing = sharing.holding(storages.values)
-        results = yield lowering.calling(self._op.attributes["graph"], given, channels, in_rows=True, sharing=sharing)
+        return Iteration([i, jnp.asarray(True), *values], sharing, stacks)
+
+    def end(self, iteration: Iteration, results: Results) -> tuple[Any, Sequence[Array]]:
+        """What an iteration leaves for the next one, and its further results, given what the graph gives."""
+        values, stacks, written = iteration.inputs[EXTRA_INPUTS:], iteration.stacks, results.written
         for k in self._rows.keys() & self._op.modified:
-            put_back(results.written.get(k + EXTRA_INPUTS, values[k]), values[k])
-        after = {k: read(results.written.get(k + EXTRA_INPUTS, values[k])) for k in contents}
+            put_back(written.get(k + EXTRA_INPUTS, values[k]), values[k])
+        after = {k: read(written.get(k + EXTRA_INPUTS, values[k])) for k in sorted(self._alone - self._carried_too)}
         outputs = tuple(map(read, results.outputs[EXTRA_OUTPUTS:]))
         arrays = [stacks[stack].array for stack in self._stacks]
         return (outputs[: self._carried], after, arrays, results.shared), outputs[self._carried :]
@@ -186,20 +212,22 @@ class Loop:
 
 
 @meaning(loop_kind)
-def _loop(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
+def _loop(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     """One compiled body, however many turns. The streams are carried, too."""
     loop, streams = Loop(op, environment), lowering.channels_of((op,))
-    stepping = channels.stepping(streams)
+    stepping = context.channels.stepping(streams)
 
     def turn(state: Any, i: Array) -> Any:
         before, positions = state
         inside = stepping.at(positions)
-        with lowering.within_turn():
-            after, further = done(loop.turning(lowering, before, i, inside))
-            return (after, inside.positions(streams)), further
+        iteration = loop.begin(before, i)
+        body = context.in_loop_body(inside)
+        results = lowering.lower_call(loop.graph, iteration.inputs, body, in_rows=True, sharing=iteration.sharing)
+        after, further = loop.end(iteration, results)
+        return (after, inside.positions(streams)), further
 
     count = op.attributes["repeat_count"]
     start = (loop.start, stepping.start)
     (state, positions), stacked = lax.scan(turn, start, jnp.arange(count, dtype=jnp.int32))
-    channels.leave(stepping, positions, (state, stacked))
+    context.channels.leave(stepping, positions, (state, stacked))
     loop.finish(state, stacked, environment)

@@ -4,25 +4,47 @@ in-place ops and views need nothing else. Nobody outside of this file knows that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax.numpy as jnp
 
 from popxl.base.nesting import Nested, done
-from popxl.core.aliasing import by_reference
+from popxl.core.aliasing import by_reference, written_inputs
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.errors import PopxlError
 from popxl.fp8_utils import to_device
+from popxl.graph import Graph
 from runtime.lowering.machine_parts import Order
 from runtime.lowering.sharing import Sharing
 from runtime.lowering.stacks import Row, read
 
-if TYPE_CHECKING:
-    from runtime.lowering.lower import Results
-
 Array = Any
+
+
+@dataclass(frozen=True)
+class Results:
+    """What running a graph gives.
+
+    Attributes:
+        outputs: those of the graph.
+        written: the final values of the inputs that it overwrote, by position.
+        shared: those of the storages that inputs share, and that it may have changed.
+        computed: what was computed last from inputs, by position; of a graph whose call is not kept.
+    """
+
+    outputs: tuple[Any, ...]
+    written: dict[int, Any]
+    shared: dict[Tensor, Array] = field(default_factory=dict)
+    computed: dict[int, Array] = field(default_factory=dict)
+
+    def read(self) -> Results:
+        """The same, with nothing in rows."""
+        written = {i: read(place) for i, place in self.written.items()}
+        return Results(tuple(map(read, self.outputs)), written, self.shared, self.computed)
 
 
 class Environment:
@@ -55,10 +77,6 @@ class Environment:
         for i, computed in results.computed.items():
             self._order.note_within(self._seen_through(op.inputs[i])[0], computed)
 
-    def computed_from(self, inputs: Sequence[Tensor]) -> dict[int, Array]:
-        """What was computed last from inputs of the graph, by position."""
-        return self._order.computed_from(inputs)
-
     def place(self, t: Tensor) -> Array | Row:
         """Where a tensor is: in a row, if that is all of it. Otherwise its current value."""
         storage, views = self._seen_through(t)
@@ -83,6 +101,23 @@ class Environment:
         written = dict.fromkeys(storage for i in sorted(positions & op.modified) for storage in storages[i])
         values = {storage: self.read(storage) for storage in inside}
         return Sharing(positions, {**self._same, **same}, values, tuple(written))
+
+    def results(self, graph: Graph, values: Container[Tensor], sharing: Sharing) -> Results:
+        """What running the graph gives.
+
+        Args:
+            graph: the graph.
+            values: the storages that had a value before.
+            sharing: its inputs that share storage.
+        """
+        count = Counter(t.origin for t in graph.outputs)
+        own = [t.origin not in values and count[t.origin] == 1 for t in graph.outputs]
+        return Results(
+            tuple((self.place if o else self.read)(t) for t, o in zip(graph.outputs, own, strict=True)),
+            {i: self.place(t) for i in written_inputs(graph) if (t := graph.inputs[i]) in values},
+            {storage: self.read(storage) for storage in sharing.written},
+            self._order.computed_from(graph.inputs),
+        )
 
     def _storages(self, t: Tensor) -> tuple[Tensor, ...]:
         """The storages that a tensor is made of."""

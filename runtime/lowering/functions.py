@@ -32,7 +32,8 @@ from popxl.program.rule_graph import RuleGraph, rule_graph
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.values.spec import TensorSpec, brief
 from runtime.lowering.channels import FAILURE, Channel, Channels, Failure, arrived, channels_of, sent
-from runtime.lowering.lower import Lowering, as_declared
+from runtime.lowering.context import Context
+from runtime.lowering.lower import Lowering, as_declared, raised_recursion_limit
 from runtime.targets.replicas import Replicas
 
 Array = Any
@@ -181,7 +182,8 @@ class GraphFunction:
         """Run the graph on arrays. See `popxl.to_jax`."""
         values = self._arguments(arrays, named)
         channels = Channels({FAILURE: (jnp.asarray(FAILURE.start), 0)})
-        results = self._lowering.call(self.graph, [values[name] for name in self.inputs], channels)
+        with raised_recursion_limit(self.graph):
+            results = self._lowering.lower_call(self.graph, [values[name] for name in self.inputs], Context(channels))
         self._check(channels)
         count = len(self._outputs)
         outputs = results.outputs[0] if count == 1 else results.outputs[:count]
@@ -338,7 +340,8 @@ class MainFunction(GraphFunction):
             }
         )
         state: dict[Tensor, Array] = {v: values[v.name] for v in self._variables}
-        environment = self._lowering.run(self.graph.ops, state, channels)
+        with raised_recursion_limit(self.graph):
+            environment = self._lowering.run(self.graph.ops, state, channels)
         if self._checks:
             self._check(channels)
         stored = {s: arrived(channels.transfers(s), s.dtype) for s in self._stores}
@@ -444,7 +447,7 @@ def _pulled(
     known = dict(zip((*op.inputs, *op.outputs), (*operands, *results), strict=True))  # one tensor may be two operands
     lowering = Lowering(rules.graph.ops, op.graph.ir.options)
     channels = Channels({FAILURE: (jnp.asarray(FAILURE.start), 0)})
-    outputs = lowering.call(rules.graph, [*known.values(), *gs], channels).outputs
+    outputs = lowering.lower_call(rules.graph, [*known.values(), *gs], Context(channels)).outputs
     return tuple(_fitted(gradient, operands[i]) for i, gradient in zip(rules.wanted, outputs, strict=True))
 
 

@@ -13,7 +13,7 @@ from jax import lax
 
 from popxl.core.recording import Op
 from popxl.ops.host import host_call_kind, host_load_kind, host_store_kind, print_tensor_kind
-from runtime.lowering.channels import Channels
+from runtime.lowering.context import Context
 from runtime.lowering.environment import Environment
 from runtime.lowering.registry import meaning
 
@@ -24,19 +24,19 @@ Array = Any
 
 
 @meaning(host_load_kind)
-def _host_load(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
+def _host_load(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     """Take the next element of the stream."""
-    environment.write(op.outputs[0], channels.load(op.attributes["stream"]))
+    environment.write(op.outputs[0], context.channels.load(op.attributes["stream"]))
 
 
 @meaning(host_store_kind)
-def _host_store(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
+def _host_store(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     """Send the tensor to the stream."""
-    channels.store(op.attributes["stream"], environment.read(op.inputs[0]))
+    context.channels.store(op.attributes["stream"], environment.read(op.inputs[0]))
 
 
 @meaning(print_tensor_kind)
-def _print_tensor(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
+def _print_tensor(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     """Write the tensor to standard error, and pass it on."""
     value = environment.read(op.inputs[0])
     title, style = op.attributes["title"], op.attributes["style"]
@@ -46,7 +46,7 @@ def _print_tensor(lowering: Lowering, op: Op, environment: Environment, channels
             _write(f"{title}: {_formatted(np.asarray(array), *style)}\n")
 
     if op.attributes["print_self"]:
-        running = True if channels.running is None else channels.running
+        running = True if context.channels.running is None else context.channels.running
         replica = (
             lax.axis_index(lowering.replicas.axis) if lowering.is_shared else 0
         )  # or what is the same for all is printed once
@@ -58,7 +58,7 @@ def _print_tensor(lowering: Lowering, op: Op, environment: Environment, channels
 
 
 @meaning(host_call_kind)
-def _host_call(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
+def _host_call(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     """Have the host make the results."""
     function, specs = op.attributes["function"], op.attributes["specs"]
     values = [environment.read(t) for t in op.inputs]

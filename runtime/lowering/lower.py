@@ -15,21 +15,17 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
-from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from popxl.base.names import identifier
-from popxl.base.nesting import Nested, done
-from popxl.core.aliasing import callees_first, reachable, written_inputs
+from popxl.core.aliasing import callees_first, reachable
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
-from popxl.core.traits import chooses
+from popxl.core.traits import chooses, is_call
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.graph import Graph
 from popxl.ops.kernels.kernel import in_forms
@@ -39,38 +35,17 @@ from runtime.interrupts import handle_waiting
 from runtime.lowering import control_flow, host_ops  # noqa: F401  # they register what ops do
 from runtime.lowering.channels import COLLECTIVES, AnyChannel, Channels, acts_at_once, channels_of_ops
 from runtime.lowering.collectives import devices_meet, group_of
-from runtime.lowering.environment import Environment
+from runtime.lowering.context import Context
+from runtime.lowering.environment import Environment, Results
 from runtime.lowering.machine_parts import MachineParts, parts_for
 from runtime.lowering.registry import meanings
 from runtime.lowering.rolled import AsWritten, Rolled, bring_together, roll
-from runtime.lowering.scopes import Scopes, of_op
-from runtime.lowering.sharing import Sharing
+from runtime.lowering.scopes import of_graph, of_op
+from runtime.lowering.sharing import Sharing, bound
 from runtime.lowering.stacks import Row, read
 from runtime.targets.replicas import Replicas
 
 Array = Any
-
-
-@dataclass(frozen=True)
-class Results:
-    """What running a graph gives.
-
-    Attributes:
-        outputs: those of the graph.
-        written: the final values of the inputs that it overwrote, by position.
-        shared: those of the storages that inputs share, and that it may have changed.
-        computed: what was computed last from inputs, by position; of a graph whose call is not kept.
-    """
-
-    outputs: tuple[Any, ...]
-    written: dict[int, Any]
-    shared: dict[Tensor, Array] = field(default_factory=dict)
-    computed: dict[int, Array] = field(default_factory=dict)
-
-    def read(self) -> Results:
-        """The same, with nothing in rows."""
-        written = {i: read(place) for i, place in self.written.items()}
-        return Results(tuple(map(read, self.outputs)), written, self.shared, self.computed)
 
 
 class Lowering:
@@ -101,11 +76,6 @@ class Lowering:
         self._options = options
         self._kept = {graph for graph, sites in _call_sites(ops).items() if keep_calls and sites > 1}
         self._function = cache(self._function_of)
-        self._ran_on: WeakValueDictionary[tuple[Graph, tuple[int, ...]], Array] = WeakValueDictionary()  # the first
-        self._around: list[Sequence[Array | Row]] = [()]  # the inputs of the graphs that are being run
-        self._turns = 1
-        self._in_loop = False
-        self._scopes = Scopes()
 
     @cached_property
     def machine(self) -> MachineParts:
@@ -118,44 +88,56 @@ class Lowering:
         return self.replicas.count > 1 and self.replicas.mesh is None
 
     def run(self, ops: Iterable[Op | Rolled], values: Mapping[Tensor, Array | Row], channels: Channels) -> Environment:
-        """Run ops of one graph, in order. Returns what is in its storages afterwards."""
-        return done(self.running(ops, values, channels))
+        """Lower ops of one graph that nothing surrounds, in order. Returns what is in its storages afterwards."""
+        return self.lower_ops(ops, values, Context(channels))
 
-    def running(
+    def lower_ops(
         self,
         ops: Iterable[Op | Rolled],
         values: Mapping[Tensor, Array | Row],
-        channels: Channels,
+        context: Context,
         same: Mapping[Tensor, Tensor] | None = None,
-    ) -> Nested[Environment]:
-        """The same, as work that is nested. The scheduling says what stands for others, unless that is given."""
-        same = self.scheduling.same if same is None else same
-        environment = Environment(values, self.machine.order(self._in_loop), same, self._turns)
+    ) -> Environment:
+        """Lower ops of one graph, in order.
+
+        Args:
+            ops: the ops, or loops of them.
+            values: the storages that have a value before.
+            context: what surrounds the ops.
+            same: tensors that stand for others; by default, what the scheduling says.
+        """
+        environment = self.environment(values, context, same)
         for op in (part for each in ops for part in ((each,) if isinstance(each, Rolled) else each.parts)):
             handle_waiting()
             if isinstance(op, Rolled):
-                roll(self, op, environment, channels)
+                roll(self, op, environment, context)
                 continue
-            inside = self.carry_out(op, environment, channels)
-            if inside is not None:
-                yield inside
+            self.lower_op(op, environment, context)
             if not op.called_graphs:
                 environment.note(op)
             for storages in self.scheduling.gathered.get(op, ()):
                 bring_together(environment, storages)
         return environment
 
-    def carry_out(self, op: Op, environment: Environment, channels: Channels) -> Nested[None] | None:
-        """Do what an op does: at once, or as nested work."""
+    def environment(
+        self, values: Mapping[Tensor, Array | Row], context: Context, same: Mapping[Tensor, Tensor] | None
+    ) -> Environment:
+        """The environment of a graph that is to run; see `lower_ops`."""
+        same = self.scheduling.same if same is None else same
+        return Environment(values, self.machine.order(context.in_loop), same, context.rows)
+
+    def lower_op(self, op: Op, environment: Environment, context: Context) -> None:
+        """Lower one op: compute its results from its operands in the environment, and write them there."""
         if op.kind in meanings:
-            return meanings[op.kind](self, op, environment, channels)
-        if op.kind.view is not None:  # a view is made when somebody looks through it
-            return None
+            meanings[op.kind](self, op, environment, context)
+            return
+        if op.kind.view is not None:  # a view is made when it is read
+            return
         operands = [environment.read(t) for t in op.inputs]
         try:
-            self._check(op, operands, channels)
+            self._check(op, operands, context.channels)
             with of_op(op), in_forms(self.machine.forms), jax.default_matmul_precision(self._options.precision):
-                results = self.apply(op, operands, channels)
+                results = self.apply(op, operands, context.channels)
         except PopxlError:  # says what it has to say
             raise
         except Exception as problem:
@@ -165,8 +147,7 @@ class Lowering:
             ) from problem
         store_results(op, results, environment)
         if op.inputs:  # else it waits for nothing
-            channels.note(results)
-        return None
+            context.channels.note(results)
 
     def apply(self, op: Op, operands: Sequence[Array], channels: Channels) -> Any:
         """The results of an op."""
@@ -202,30 +183,27 @@ class Lowering:
             ):
                 channels.check(op, number, required.holds(operands[op.operand_names().index(required.operand)]))
 
-    def call(self, graph: Graph, inputs: Sequence[Array], channels: Channels) -> Results:
-        """Run a graph on the values of its inputs: in place, or as a call that XLA keeps."""
-        return done(self.calling(graph, inputs, channels))
-
-    def calling(
+    def lower_call(
         self,
         graph: Graph,
         inputs: Sequence[Array | Row],
-        channels: Channels,
+        context: Context,
         in_rows: bool = False,
         sharing: Sharing = Sharing(),  # noqa: B008  # it has no state
-    ) -> Nested[Results]:
-        """The same, as work that is nested.
+    ) -> Results:
+        """Lower a call of a graph: its ops in place, or a call that XLA keeps.
 
         Args:
             graph: the graph.
             inputs: for its inputs, values; or rows, which are overwritten where it overwrites these.
-            channels: what it uses besides.
-            in_rows: what it gives may be in rows, too.
+            context: what surrounds the call.
+            in_rows: whether results may be rows, too.
             sharing: inputs that share storage. A call in which there are some is not kept.
         """
+        channels = context.channels
         at_once = channels.running is not None and acts_at_once(graph)
         if graph not in self._kept or sharing or at_once:
-            results = yield self._inline(graph, inputs, channels, sharing)
+            results = self._inline(graph, inputs, context, sharing)
             return results if in_rows else results.read()
         streams = self.channels_of(graph.ops)
         outputs, written, used = self._function(graph)(tuple(map(read, inputs)), channels.take(streams))
@@ -233,59 +211,12 @@ class Lowering:
         channels.note((outputs, written))
         return Results(outputs, written)
 
-    def _inline(
-        self, graph: Graph, inputs: Sequence[Array | Row], channels: Channels, sharing: Sharing
-    ) -> Nested[Results]:
-        given = dict(zip(graph.inputs, self._apart(graph, inputs), strict=True))
-        if sharing:
-            given = {t: value for t, value in given.items() if t not in sharing.same} | dict(sharing.values)
-        same = sharing.same if sharing else None
-        with self._scopes.of_graph(graph), self.within(inputs):
-            environment = yield self.running(self.scheduling.schedule(graph), given, channels, same)
-        count = Counter(t.origin for t in graph.outputs)
-        own = [t.origin not in given and count[t.origin] == 1 for t in graph.outputs]
-        return Results(
-            tuple((environment.place if o else environment.read)(t) for t, o in zip(graph.outputs, own, strict=True)),
-            {i: environment.place(t) for i in written_inputs(graph) if (t := graph.inputs[i]) in given},
-            {storage: environment.read(storage) for storage in sharing.written},
-            environment.computed_from(graph.inputs),
-        )
-
-    @contextmanager
-    def within(self, inputs: Sequence[Array | Row]) -> Iterator[None]:
-        """While a graph with these inputs is run."""
-        self._around.append(inputs)
-        try:
-            yield
-        finally:
-            self._around.pop()
-
-    @contextmanager
-    def within_turn(self, rows: int = 1) -> Iterator[None]:
-        """While a turn of a loop is run, which sees nothing around it; arrays may have so many rows like its values."""
-        around = self._turns, self._in_loop
-        self._turns, self._in_loop = self._turns * rows, True
-        try:
-            with self.within(()):
-                yield
-        finally:
-            self._turns, self._in_loop = around
-
-    def _apart(self, graph: Graph, inputs: Sequence[Array | Row]) -> Sequence[Array | Row]:
-        """Inputs of a graph; where it has run on the same, XLA takes them for others.
-
-        What a program computes twice is computed twice, and not before what it is computed for is there: all inputs of
-        the graph around it, such as gradients. XLA would find that it is the same, do it once and keep the result,
-        which is what a program avoids that recomputes.
-        """
-        if not inputs or not all(isinstance(value, jax.core.Tracer) for value in inputs):  # rows, or no compiler
-            return inputs
-        key = graph, tuple(map(id, inputs))
-        if self._ran_on.get(key) is not inputs[0]:
-            self._ran_on[key] = inputs[0]
-            return inputs
-        around = [value for value in self._around[-1] if not isinstance(value, Row)]
-        return lax.optimization_barrier((*inputs, *around))[: len(inputs)]
+    def _inline(self, graph: Graph, inputs: Sequence[Array | Row], context: Context, sharing: Sharing) -> Results:
+        values, same = bound(graph, context.prevent_cse(graph, inputs), sharing)
+        with of_graph(graph, context.depth):
+            ops = self.scheduling.schedule(graph)
+            environment = self.lower_ops(ops, values, context.in_graph(inputs), same)
+        return environment.results(graph, values, sharing)
 
     def _function_of(self, graph: Graph) -> Callable[..., Any]:
         """The one function of a graph whose calls are kept."""
@@ -293,31 +224,37 @@ class Lowering:
 
         def function(inputs: tuple[Array, ...], taken: Any) -> Any:
             channels = Channels(dict(zip(streams, taken, strict=True)))
-            with self.within_turn():  # as a loop: it is called several times
-                results = done(self._inline(graph, inputs, channels, Sharing())).read()
-                return results.outputs, results.written, channels.take(streams)
+            context = Context(channels).in_loop_body(channels)  # as in a loop: it is called several times
+            results = self._inline(graph, inputs, context, Sharing()).read()
+            return results.outputs, results.written, channels.take(streams)
 
         function.__name__ = function.__qualname__ = identifier(graph.id) or "graph"
         return kept(function, in_order=1)
 
 
 @contextmanager
-def room_to_recurse(main: Graph) -> Iterator[None]:
-    """Let JAX recurse as deep as a program has branches in branches, but no deeper than XLA can follow.
+def raised_recursion_limit(main: Graph) -> Iterator[None]:
+    """Let Python recurse as deep as a program has calls in calls and branches in branches.
 
-    Calls need no recursion. Loops in loops get no more of it than there is, enough for some forty, because XLA does not
-    survive a hundred; branches may be a hundred and fifty deep.
+    Loops in loops get no more than there is, enough for some forty, because XLA does not survive a hundred; branches
+    may be a hundred and fifty deep.
     """
-    depth: dict[Graph, int] = {}
+    frames: dict[Graph, int] = {}
+    branches: dict[Graph, int] = {}
     for graph in callees_first(main):
-        inside = [depth[callee] + chooses(op) for op in graph.ops for callee in op.called_graphs]
-        depth[graph] = max(inside, default=0)
+        called = [(op, callee) for op in graph.ops for callee in op.called_graphs]
+        frames[graph] = max((frames[callee] + _CALL * is_call(op) for op, callee in called), default=0)
+        branches[graph] = max((branches[callee] + chooses(op) for op, callee in called), default=0)
     limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(limit, 1000 + 10 * min(depth[main], 150)))  # JAX takes some 12 frames a level
+    sys.setrecursionlimit(max(limit, 1000 + frames[main] + _BRANCH * min(branches[main], 150)))
     try:
         yield
     finally:
         sys.setrecursionlimit(limit)
+
+
+_CALL, _BRANCH = 6, 10
+"""Frames of Python for each call in a call, and each branch in a branch, about; what is there suffices for some."""
 
 
 def _call_sites(ops: Iterable[Op]) -> Counter[Graph]:

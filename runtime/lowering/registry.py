@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from popxl.base.nesting import Nested
 from popxl.core.declaration import OpKind
 from popxl.core.recording import Op
-from runtime.lowering.channels import Channels
+from runtime.lowering.context import Context
 from runtime.lowering.environment import Environment
 
 if TYPE_CHECKING:
     from runtime.lowering.lower import Lowering
 
-Meaning = Callable[["Lowering", Op, Environment, Channels], "Nested[None] | None"]
+Meaning = Callable[["Lowering", Op, Environment, Context], None]
 
 meanings: dict[OpKind, Meaning] = {}
-"""What ops do whose meaning needs the machine: at once, or as nested work. Others say it: `op.kind.lowering`."""
+"""What ops do whose meaning needs the machine. Others say it: `op.kind.lowering`."""
 
 
 def meaning(kind: OpKind) -> Callable[[Meaning], Meaning]:

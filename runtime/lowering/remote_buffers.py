@@ -32,7 +32,8 @@ from popxl.fp8_utils import in_transit
 from popxl.graph import Graph
 from popxl.ops.remote import remote_load_inplace_kind, remote_load_kind, remote_store_kind
 from popxl.remote_buffer import RemoteBuffer
-from runtime.lowering.channels import Channels, arrived, sent
+from runtime.lowering.channels import arrived, sent
+from runtime.lowering.context import Context
 from runtime.lowering.environment import Environment
 from runtime.lowering.lower import Lowering
 from runtime.lowering.registry import meaning
@@ -49,20 +50,21 @@ BLOCK = (8, 128)
 
 
 @meaning(remote_load_kind)
-def _load(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
+def _load(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     """Copy a slot to the device."""
-    environment.write(op.outputs[0], _slot(lowering, op, environment, channels))
+    environment.write(op.outputs[0], _slot(lowering, op, environment, context))
 
 
 @meaning(remote_load_inplace_kind)
-def _load_inplace(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
+def _load_inplace(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     """Overwrite the tensor with a slot."""
-    environment.write(op.inputs[0], _slot(lowering, op, environment, channels))
+    environment.write(op.inputs[0], _slot(lowering, op, environment, context))
 
 
 @meaning(remote_store_kind)
-def _store(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> None:
+def _store(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     """Overwrite a slot with the tensor."""
+    channels = context.channels
     buffer, offset = op.attributes["buffer"], _offset(op, environment)
     if is_on_host(channels.slots(buffer)):
         channels.store_in_order()
@@ -78,8 +80,8 @@ def _store(lowering: Lowering, op: Op, environment: Environment, channels: Chann
     channels.set_slots(buffer, _to_host(lowering, slots, value, offset))
 
 
-def _slot(lowering: Lowering, op: Op, environment: Environment, channels: Channels) -> Array:
-    buffer = op.attributes["buffer"]
+def _slot(lowering: Lowering, op: Op, environment: Environment, context: Context) -> Array:
+    buffer, channels = op.attributes["buffer"], context.channels
     offset = _offset(op, environment)
     if is_on_host(channels.slots(buffer)):
         channels.fetch_in_order()

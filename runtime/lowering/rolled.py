@@ -17,15 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from popxl.base.nesting import done
 from popxl.core.aliasing import reachable
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.graph import Graph
-from runtime.lowering.channels import Channels
 from runtime.lowering.stacks import Row, Stack, read
 
 if TYPE_CHECKING:
+    from runtime.lowering.context import Context
     from runtime.lowering.environment import Environment
     from runtime.lowering.lower import Lowering
 
@@ -123,24 +122,24 @@ class AsWritten:
         return graph.ops
 
 
-def roll(lowering: Lowering, loop: Rolled, environment: Environment, channels: Channels) -> None:
+def roll(lowering: Lowering, loop: Rolled, environment: Environment, context: Context) -> None:
     """Carry out a loop."""
     schedule = lowering.scheduling.schedule
     called = dict.fromkeys(graph for op in loop.ops for callee in op.called_graphs for graph in reachable(callee))
     has_loops = any(isinstance(item, Rolled) for graph in called for item in schedule(graph))
     turning, streams = _Turning(loop, environment, lowering.machine.in_turn, has_loops), lowering.channels_of(loop.ops)
-    stepping = channels.stepping(streams)
+    stepping = context.channels.stepping(streams)
 
     def turn(state: Any, rows: Sequence[Array]) -> Any:
         held, positions = state
         inside = stepping.at(positions)
-        with lowering.within_turn(rows=len(loop.turns)):
-            after = done(lowering.running(loop.ops, turning.found(held, rows), inside))
-            return (turning.left(held, rows, after), inside.positions(streams)), None
+        body = context.in_loop_body(inside, rows=len(loop.turns))
+        after = lowering.lower_ops(loop.ops, turning.found(held, rows), body)
+        return (turning.left(held, rows, after), inside.positions(streams)), None
 
     start = (turning.start, stepping.start)
     (held, positions), _ = lax.scan(turn, start, turning.rows, length=len(loop.turns))
-    channels.leave(stepping, positions, held)
+    context.channels.leave(stepping, positions, held)
     turning.finish(held, environment)
 
 

@@ -6,34 +6,21 @@ They are scopes of JAX, which make up the `op_name` of an instruction: "jit(step
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import jax
 
 from popxl.core.recording import Op
 from popxl.graph import Graph
 
-
-class Scopes:
-    """The scopes of graphs that call each other. Only the outermost are named: what is traced has the names of all that
-    it is in, and programs may be thousands of calls deep."""
-
-    def __init__(self) -> None:
-        self._depth = 0
-
-    @contextmanager
-    def of_graph(self, graph: Graph) -> Iterator[None]:
-        """While a graph is traced, whatever is traced has its name."""
-        self._depth += 1
-        try:
-            with jax.named_scope(f"{{{graph.name}}}") if self._depth <= _DEEPEST else nullcontext():
-                yield
-        finally:
-            self._depth -= 1
-
-
 _DEEPEST = 16
+"""Only the outermost graphs are named: what is traced has the names of all that it is in, and programs may be thousands
+of calls deep."""
+
+
+def of_graph(graph: Graph, depth: int) -> AbstractContextManager[None]:
+    """While a graph is traced, with so many others around it, whatever is traced has its name."""
+    return jax.named_scope(f"{{{graph.name}}}") if depth < _DEEPEST else nullcontext()
 
 
 def of_op(op: Op) -> AbstractContextManager[None]:

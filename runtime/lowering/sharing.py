@@ -7,11 +7,12 @@ what is written to one is read of the other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from popxl.core.tensor import Tensor
+from popxl.graph import Graph
 
 Array = Any
 
@@ -38,3 +39,19 @@ class Sharing:
     def holding(self, values: Mapping[Tensor, Array]) -> Sharing:
         """The same where storages hold other values."""
         return replace(self, values={**self.values, **values})
+
+
+def bound(
+    graph: Graph, inputs: Sequence[Array], sharing: Sharing
+) -> tuple[dict[Tensor, Array], Mapping[Tensor, Tensor] | None]:
+    """The storages of a called graph that have a value before it runs; and the tensors that stand for others, if any.
+
+    Args:
+        graph: the graph.
+        inputs: values, or rows, of all its inputs.
+        sharing: those that share storage.
+    """
+    values = dict(zip(graph.inputs, inputs, strict=True))
+    if not sharing:
+        return values, None
+    return {t: value for t, value in values.items() if t not in sharing.same} | dict(sharing.values), sharing.same

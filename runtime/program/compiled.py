@@ -12,14 +12,15 @@ from weakref import WeakSet
 import jax
 import jax.numpy as jnp
 
-from popxl.base.nesting import Nested, done
+from popxl.core.tensor import Tensor
 from popxl.streams import HostToDeviceStream, Stream
 from runtime.aside import Aside, lower
 from runtime.files.cache import compiling_afresh
 from runtime.files.executables import donating
 from runtime.lowering import remote_buffers as remote
 from runtime.lowering.channels import FAILURE, Channels, Failure
-from runtime.lowering.lower import Lowering, room_to_recurse
+from runtime.lowering.environment import Environment
+from runtime.lowering.lower import Lowering, raised_recursion_limit
 from runtime.lowering.rolled import AsWritten
 from runtime.plan.plan import Plan
 from runtime.plan.planning import Steps
@@ -102,7 +103,7 @@ def compiled(
         executables: what `Compiled.executables` gave before; nothing is compiled then.
     """
     start = perf_counter()
-    with layout.precision(), room_to_recurse(layout.main), keeping as is_taken, Watch() as watch:
+    with layout.precision(), raised_recursion_limit(layout.main), keeping as is_taken, Watch() as watch:
         steps = layout.steps()
         if steps is None:
             executable, ends, text = _one_program(layout, executables, watch)
@@ -156,7 +157,7 @@ def _one_program(layout: Layout, known: Sequence[Any] | None, watch: Watch) -> _
 def lowered_for(layout: Layout, platform: str) -> Any:
     """The whole program as one, as JAX has lowered it for a platform: "tpu", "cuda". No such machine and no compiler is
     needed; what the program is laid out for has to say that it is one, as `Destination.platform` does."""
-    with layout.precision(), room_to_recurse(layout.main):
+    with layout.precision(), raised_recursion_limit(layout.main):
         return _lowered(layout, platform)
 
 
@@ -176,7 +177,9 @@ def _step(layout: Layout) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
     def of_one(changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array], others: Any) -> Any:
         known = dict(zip((*own, *shared), (*constant, *others), strict=True))
-        return done(one_run(layout, lowering, changing, [known[block] for block in layout.constant], feeds))
+        values, channels = begin_run(layout, changing, [known[block] for block in layout.constant], feeds)
+        environment = lowering.run(lowering.scheduling.schedule(layout.main), values, channels)
+        return end_run(layout, environment, channels)
 
     spread = layout.replicas.spread(of_one, shared=True)
 
@@ -191,17 +194,22 @@ def _step(layout: Layout) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return step, (layout.changing_specs(), layout.constant_specs(), feeds)
 
 
-def one_run(
-    layout: Layout, lowering: Lowering, changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array]
-) -> Nested[tuple[tuple[Array, ...], tuple[Array, ...]]]:
-    """One run of the main graph by one replica."""
+def begin_run(
+    layout: Layout, changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array]
+) -> tuple[dict[Tensor, Any], Channels]:
+    """The storages of the main graph and its channels, when one replica begins a run."""
     count = len(layout.changing)
     held = zip((*layout.changing, *layout.constant), (*changing[:count], *constant), strict=True)
     values = {t: place for block, array in held for t, place in block.places(array).items()}
     begun = zip(layout.channels, layout.begin(feeds, layout.channels), strict=True)
     slots = ((buffer, (array, 0)) for buffer, array in zip(layout.buffers, changing[count:], strict=True))
-    channels = Channels(dict((*begun, *slots)))
-    environment = yield lowering.running(lowering.scheduling.schedule(layout.main), values, channels)
+    return values, Channels(dict((*begun, *slots)))
+
+
+def end_run(
+    layout: Layout, environment: Environment, channels: Channels
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """What a run of one replica has changed, and what is fetched."""
     changed = (*(block.after(environment) for block in layout.changing), *map(channels.slots, layout.buffers))
     return changed, layout.end(channels.results(), layout.channels)
 

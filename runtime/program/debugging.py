@@ -1,14 +1,14 @@
 """A program run op by op, to find the first op that makes a NaN or an infinity.
 
-Ops are carried out by the lowering that a compiled program is made of, at once and not traced: only what decides how
-often a graph is run, loops and conditionals, is Python's here. Each replica goes its own way until it has to talk to
-the others. Nothing is given up, so that a run which ends with an error has changed nothing.
+Ops are lowered as they are in a compiled program, at once and not traced: only ops that run graphs, calls, loops and
+conditionals, are Python's here. Each replica goes its own way until it has to talk to the others. Nothing is given up,
+so that a run which ends with an error has changed nothing.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,12 +24,16 @@ from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
 from popxl.core.traits import chooses, is_loop
 from popxl.errors import NonFiniteError, PopxlError
+from popxl.graph import Graph
 from popxl.options import SessionOptions
 from popxl.values.spec import brief
+from runtime.interrupts import handle_waiting
 from runtime.lowering.channels import Channel, Channels
-from runtime.lowering.control_flow import Loop, check_bound
-from runtime.lowering.environment import Environment
+from runtime.lowering.context import Context
+from runtime.lowering.control_flow import Loop, call_inputs, check_bound, finish_call
+from runtime.lowering.environment import Environment, Results
 from runtime.lowering.lower import Lowering, store_results, targets_of
+from runtime.lowering.sharing import Sharing, bound
 from runtime.program.blocks import Block
 from runtime.targets.replicas import Replicas
 
@@ -93,27 +97,53 @@ class Debugged(Lowering):
         """The lowering of all replicas at once."""
         return Lowering((), self._options, replicas=replicas)
 
-    def carry_out(self, op: Op, environment: Environment, channels: Channels) -> Nested[None] | None:
-        """Do what an op does, and look at what it has made. A view is looked at where somebody looks through it."""
-        if op.kind.view is not None:
-            return None
-        return (self._entered if op.called_graphs else self._watched)(op, environment, channels)
+    def run_ops(
+        self,
+        ops: Iterable[Op],
+        values: Mapping[Tensor, Array],
+        context: Context,
+        same: Mapping[Tensor, Tensor] | None = None,
+    ) -> Nested[Environment]:
+        """Run ops, and look at what each makes, as work that yields a meeting where an op needs the other replicas.
 
-    def _entered(self, op: Op, environment: Environment, channels: Channels) -> Nested[None]:
+        A view is looked at where it is read.
+        """
+        environment = self.environment(values, context, same)
+        for op in (part for each in ops for part in each.parts):
+            handle_waiting()
+            if op.kind.view is None:
+                yield (self._entered if op.called_graphs else self._watched)(op, environment, context)
+        return environment
+
+    def _entered(self, op: Op, environment: Environment, context: Context) -> Nested[None]:
         """An op that runs graphs: their ops are looked at."""
-        enter = self._loop if is_loop(op) else self._conditional if chooses(op) else super().carry_out
+        enter = self._loop if is_loop(op) else self._conditional if chooses(op) else self._call
         self._sites.append(_Site(op))
         try:
-            yield enter(op, environment, channels)
+            yield enter(op, environment, context)
         finally:
             self._sites.pop()
 
-    def _loop(self, op: Op, environment: Environment, channels: Channels) -> Nested[None]:
+    def _graph(self, graph: Graph, inputs: Sequence[Array], context: Context, sharing: Sharing) -> Nested[Results]:
+        values, same = bound(graph, inputs, sharing)
+        environment = yield self.run_ops(graph.ops, values, context.in_graph(inputs), same)
+        return environment.results(graph, values, sharing)
+
+    def _call(self, op: Op, environment: Environment, context: Context) -> Nested[None]:
+        check_bound(op)
+        (graph,) = op.called_graphs
+        inputs = call_inputs(op, environment)
+        results = yield self._graph(graph, inputs, context, environment.sharing(op))
+        finish_call(op, environment, inputs, results)
+
+    def _loop(self, op: Op, environment: Environment, context: Context) -> Nested[None]:
         loop, (run,) = Loop(op, environment), op.runs
         state, rows = loop.start, []
         for i in range(run.turns):
             self._sites[-1].turn += 1
-            state, further = yield loop.turning(self, state, jnp.asarray(i, jnp.int32), channels)
+            iteration = loop.begin(state, jnp.asarray(i, jnp.int32))
+            results = yield self._graph(loop.graph, iteration.inputs, context, iteration.sharing)
+            state, further = loop.end(iteration, results)
             rows.append(further)
         if rows:
             stacked = list(map(jnp.stack, zip(*rows, strict=True)))
@@ -121,25 +151,25 @@ class Debugged(Lowering):
             stacked = [jnp.zeros(t.shape, t.dtype.as_jax()) for t in op.outputs[run.carried :]]
         loop.finish(state, stacked, environment)
 
-    def _conditional(self, op: Op, environment: Environment, channels: Channels) -> Nested[None]:
+    def _conditional(self, op: Op, environment: Environment, context: Context) -> Nested[None]:
         check_bound(op)
         taken = environment.read(op.inputs[0]).item()
         (run,) = (run for run in op.runs if run.when == taken)
-        results = yield self.calling(run.graph, [environment.read(t) for t in run.given], channels)
+        results = yield self._graph(run.graph, [environment.read(t) for t in run.given], context, Sharing())
         for t, value in zip(op.outputs, results.outputs, strict=False):  # the graph may have gained outputs since
             environment.write(t, value)
 
-    def _watched(self, op: Op, environment: Environment, channels: Channels) -> Nested[None]:
+    def _watched(self, op: Op, environment: Environment, context: Context) -> Nested[None]:
         """An op that runs no graph."""
         self.steps += 1
         operands = [environment.read(t) for t in op.inputs]
         before = _unusual(operands)
         if op.kind.between_replicas and self.replicas.count > 1:
-            self._check(op, operands, channels)
+            self._check(op, operands, context.channels)
             results, before = yield _Meeting(op, operands, before)
             store_results(op, results, environment)
         else:
-            super().carry_out(op, environment, channels)
+            self.lower_op(op, environment, context)
         targets = targets_of(op)
         made = [environment.read(t) for t in targets]
         after = _unusual(made)

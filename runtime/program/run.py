@@ -17,11 +17,12 @@ from popxl.core.aliasing import all_parts
 from popxl.errors import ApplicationRuntimeError
 from runtime.interrupts import uninterrupted
 from runtime.jax_private import prepared
-from runtime.lowering.channels import FAILURE, Channel
+from runtime.lowering.channels import FAILURE, Channel, Channels
+from runtime.lowering.context import Context
 from runtime.lowering.machine_parts import parts_for
 from runtime.plan.plan import Plan
 from runtime.program.blocks import Block
-from runtime.program.compiled import Compiled, one_run
+from runtime.program.compiled import Compiled, begin_run, end_run
 from runtime.program.debugging import Debugged, tell_given_nans, together
 from runtime.program.state import State
 from runtime.targets.destination import HOST
@@ -236,11 +237,14 @@ class Runner:
         changed_shares, fed = (list(map(shares, arrays)) for arrays in (changing, own))
         constant = [shares(array, layout.is_shared(b)) for b, array in zip(layout.constant, held, strict=True)]
         lowerings = [Debugged(layout.main.ops, layout.options, replicas, i, infinities) for i in range(count)]
-        works = []
+        works, begun = [], list[Channels]()
         for i, lowering in enumerate(lowerings):
             of_one = [[shares[i] for shares in each] for each in (changed_shares, constant, fed)]
-            works.append(one_run(layout, lowering, *of_one))
-        runs = together(works, lowerings, devices)
+            values, channels = begin_run(layout, *of_one)
+            begun.append(channels)
+            works.append(lowering.run_ops(layout.main.ops, values, Context(channels)))
+        environments = together(works, lowerings, devices)
+        runs = [end_run(layout, *each) for each in zip(environments, begun, strict=True)]
         changed = tuple(map(joined, zip(*(changed for changed, _ in runs), strict=True), changing))
         fetched = zip(*(fetches for _, fetches in runs), strict=True)
         fetches = [np.stack(parts) if count > 1 else parts[0] for parts in fetched]

@@ -1,0 +1,67 @@
+"""`Context`: what surrounds the ops of a graph while they are lowered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakValueDictionary
+
+import jax
+from jax import lax
+
+from popxl.graph import Graph
+from runtime.lowering.channels import Channels
+from runtime.lowering.stacks import Row
+
+Array = Any
+FirstRuns = WeakValueDictionary[tuple[Graph, tuple[int, ...]], Array]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What surrounds the ops of a graph while they are lowered.
+
+    Attributes:
+        channels: the streams, remote buffers and flags that they use.
+        inputs: the inputs of the graph. The body of a loop has none: it sees nothing around it.
+        in_loop: whether they are in the body of a loop.
+        rows: the number of iterations of the loops of calls around them. An array of so many rows may hold a value.
+        depth: the number of graphs around them, calls that XLA keeps apart.
+        first_runs: by graph and identities of inputs, where a graph has run in this trace: the first input.
+    """
+
+    channels: Channels
+    inputs: Sequence[Array | Row] = ()
+    in_loop: bool = False
+    rows: int = 1
+    depth: int = 0
+    first_runs: FirstRuns = field(default_factory=WeakValueDictionary)
+
+    def in_graph(self, inputs: Sequence[Array | Row]) -> Context:
+        """The context of a called graph with these inputs."""
+        return replace(self, inputs=inputs, depth=self.depth + 1)
+
+    def in_branch(self, channels: Channels) -> Context:
+        """The context of a branch that uses channels of its own."""
+        return replace(self, channels=channels)
+
+    def in_loop_body(self, channels: Channels, rows: int = 1) -> Context:
+        """The context of a loop's body; `rows` is the number of iterations, if values may be rows of as many."""
+        return replace(self, channels=channels, inputs=(), in_loop=True, rows=self.rows * rows)
+
+    def prevent_cse(self, graph: Graph, inputs: Sequence[Array | Row]) -> Sequence[Array | Row]:
+        """The inputs of a graph. If it has run on the same ones, XLA takes them for others.
+
+        What a program computes twice is computed twice, and only when what it is computed for is there: all inputs of
+        the graph around it, such as gradients. By common subexpression elimination, XLA would do it once and keep the
+        result, which is what a program avoids that recomputes.
+        """
+        if not inputs or not all(isinstance(value, jax.core.Tracer) for value in inputs):  # rows, or no compiler
+            return inputs
+        key = graph, tuple(map(id, inputs))
+        if self.first_runs.get(key) is not inputs[0]:
+            self.first_runs[key] = inputs[0]
+            return inputs
+        around = [value for value in self.inputs if not isinstance(value, Row)]
+        return lax.optimization_barrier((*inputs, *around))[: len(inputs)]

@@ -405,8 +405,8 @@ class Ir(NoCopies):
         return memory_of(self)
 
     def communication(self) -> Communication:
-        """What replicas send each other in a run: each collective, its bytes, its groups and its line. Nothing is
-        compiled.
+        """What replicas send each other in a run: each collective, its bytes, its groups and its line; and what IPUs
+        copy from each other. Nothing is compiled.
 
         `session.communication()` compares it with what was compiled.
 
@@ -420,7 +420,7 @@ class Ir(NoCopies):
             <BLANKLINE>
               4 replicas. Bytes are those of one: what goes in, or comes out, whichever is more.
             <BLANKLINE>
-              collective   tensor     bytes   groups ...
+              what         tensor     bytes   groups ...
               all-reduce   x        4.19 MB   of 2, 2 apart ...
         """
         return communication_of(self)

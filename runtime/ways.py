@@ -56,7 +56,7 @@ def best(ir: Ir, device: Device, compile: Callable[[Ready | None], P]) -> P:
             fitting = {way: tried[way]} if _fits(ir, tried[way]) else {}
     if not fitting or len(tried) == 1:
         return _made(first)
-    costs = {way: _cost(_made(program)) for way, program in fitting.items()}
+    costs = {way: estimated(_made(program)) for way, program in fitting.items()}
     way = min(costs, key=lambda way: costs[way][0])
     program = _made(fitting[way])
     told = [f"{each}, {costs[each][1]}" if each in costs else f"{each}, too large for the memory" for each in tried]
@@ -91,7 +91,7 @@ def _fits(ir: Ir, program: CompiledProgram | Exception) -> bool:
     return figures is None or memory_of_program(ir, program).device <= figures.memory_bytes
 
 
-def _cost(program: CompiledProgram) -> tuple[float, str]:
+def estimated(program: CompiledProgram) -> tuple[float, str]:
     """What a run costs, to be compared with what others cost on the same chip; and in words."""
     cost = cost_of(program)
     if cost.cycles is not None:

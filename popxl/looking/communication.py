@@ -1,4 +1,4 @@
-"""`Communication`: what the replicas of a program send each other in a run, read off its graphs before it is compiled.
+"""`Communication`: what replicas and IPUs send each other in a run, read off the graphs before they are compiled.
 
 An op that talks to other replicas is asked what it would exchange, without any. `session.communication()` compares that
 with what was compiled.
@@ -28,11 +28,14 @@ if TYPE_CHECKING:
     from popxl.graph import Graph
     from popxl.ir import Ir
 
-__all__ = ["Collective", "Communication", "communication_of"]
+__all__ = ["COPY", "Collective", "Communication", "IpuCopy", "communication_of"]
 
 Array = Any
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """A part of a path that counts layers: those that differ in it alone share a line."""
+COPY = "copy between IPUs"
+"""The kind of what IPUs copy from each other."""
+
 CollectiveKind = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"]
 
 
@@ -71,13 +74,33 @@ class Collective(Record):
     graph: str
 
 
+class IpuCopy(Record):
+    """A tensor that is copied from one IPU to another: `ops.ipu_copy`, `copy_to_ipu`.
+
+    Attributes:
+        tensor: the tensor, as that of a `Collective`.
+        bytes: its size, on one replica.
+        source, destination: the IPUs; the source is `None` where the program does not say.
+        turns, line, graph: as those of a `Collective`.
+    """
+
+    tensor: str
+    bytes: int
+    source: int | None
+    destination: int
+    turns: int
+    line: str
+    graph: str
+
+
 class Communication(OnPage, Record):
-    """What replicas send each other in a run.
+    """What replicas send each other in a run, and what IPUs of a replica do.
 
     Attributes:
         name: whose communication it is: "Ir[id=0]".
         replicas: how many there are.
         collectives: what they do together, in the order of the program, graph by graph.
+        copies: between the IPUs of a replica, in the same order.
 
     Example:
         >>> ir = popxl.Ir(axes={"data": 2, "tensor": 3})
@@ -91,19 +114,22 @@ class Communication(OnPage, Record):
     name: str
     replicas: int
     collectives: tuple[Collective, ...]
+    copies: tuple[IpuCopy, ...] = ()
 
     @property
     def bytes(self) -> int:
         """All bytes of a run, of one replica."""
-        return sum(each.bytes * each.turns for each in self.collectives)
+        return sum(size for _, size in self.totals.values())
 
     @property
     def totals(self) -> dict[str, tuple[int, int]]:
-        """For each kind, how many there are in a run, and their bytes."""
+        """For each kind, how many there are in a run, and their bytes: of collectives, and of copies between IPUs."""
         counts, sizes = Counter[str](), Counter[str]()
-        for each in self.collectives:
-            counts[each.kind] += each.turns
-            sizes[each.kind] += each.bytes * each.turns
+        of: tuple[Collective | IpuCopy, ...] = (*self.collectives, *self.copies)
+        for each in of:
+            kind = each.kind if isinstance(each, Collective) else COPY
+            counts[kind] += each.turns
+            sizes[kind] += each.bytes * each.turns
         return {kind: (count, sizes[kind]) for kind, count in counts.items()}
 
     def __repr__(self) -> str:
@@ -112,15 +138,18 @@ class Communication(OnPage, Record):
     def page(self) -> Page:
         """What `print` and notebooks show."""
         told = f"{self.replicas} replicas. Bytes are those of one: what goes in, or comes out, whichever is more."
-        alike: dict[tuple[Any, ...], list[Collective]] = defaultdict(list)
+        alike: dict[tuple[Any, ...], list[Collective | IpuCopy]] = defaultdict(list)
         for e in self.collectives:
             alike[e.kind, _NUMBER.sub("*", e.tensor), e.bytes, e.groups, e.line, e.graph].append(e)
+        for copy in self.copies:
+            ipus = f"IPU {'?' if copy.source is None else copy.source} to {copy.destination}"
+            alike[COPY, _NUMBER.sub("*", copy.tensor), copy.bytes, ipus, copy.line, copy.graph].append(copy)
         rows = [
             [kind, each[0].tensor if len(each) == 1 else name, bytes_text(size), groups,
              str(sum(e.turns for e in each)), line, graph or "main graph"]
             for (kind, name, size, groups, line, graph), each in alike.items()
         ]  # fmt: skip
-        columns = ["collective", "tensor", "bytes", "groups", "turns", "line", "graph"]
+        columns = ["what", "tensor", "bytes", "groups", "turns", "line", "graph"]
         sums = [[kind, str(count), bytes_text(size)] for kind, (count, size) in self.totals.items()]
         parts = [Table(columns, rows), Table(["in a run", "count", "bytes"], sums)] if rows else ["Nothing is sent."]
         return Page(f"Communication of {self.name}", [told, *parts])
@@ -128,12 +157,14 @@ class Communication(OnPage, Record):
 
 def communication_of(ir: Ir) -> Communication:
     """What replicas send each other; see `Ir.communication`."""
-    found = []
+    found: list[Collective] = []
+    copies: list[IpuCopy] = []
     needed = _needed_runs(ir.main_graph)
     for graph, turns in runs_of(ir.main_graph).items():
         added, again = _added(graph), _again(graph)
         part_of = {part: each for each in graph.ops for part in each.parts}
         for op in part_of:
+            copies += _copied(op, turns, "" if graph is ir.main_graph else graph.name)
             if not op.kind.between_replicas or op.attributes["group_size"] == 1:
                 continue
             for i, (kind, bytes) in enumerate(exchanges_of(op)):
@@ -153,7 +184,22 @@ def communication_of(ir: Ir) -> Communication:
                         graph="" if graph is ir.main_graph else graph.name,
                     )
                 )
-    return Communication(name=repr(ir), replicas=ir.replication_factor, collectives=tuple(found))
+    return Communication(name=repr(ir), replicas=ir.replication_factor, collectives=tuple(found), copies=tuple(copies))
+
+
+def _copied(op: Op, turns: int, graph: str) -> Iterator[IpuCopy]:
+    """What an op copies to another IPU."""
+    if op.op_type == "IpuCopy" and op.attributes["destination"] != op.attributes["source"]:
+        (t,) = op.inputs
+        yield IpuCopy(
+            tensor=_label(t),
+            bytes=t.nelms * t.dtype.itemsize,
+            source=op.attributes["source"],
+            destination=op.attributes["destination"],
+            turns=turns,
+            line=str(op.source),
+            graph=graph,
+        )
 
 
 def _label(t: Tensor) -> str:

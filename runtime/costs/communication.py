@@ -1,5 +1,8 @@
 """`Sent`: what a compiled program sends between its chips, beside what the program says: `Session.communication`.
 
+Where IPUs are devices of their own, these copy from each other what the program copies (`ops.ipu_copy`), and what an op
+reads of another one: both numbers are there, and compared by nobody.
+
 XLA may carry out several exchanges as one, and small ones as an all-reduce of whole arrays, as long as the bytes stay.
 It may leave out those whose results nobody needs, and add first what the program would have summed by two exchanges and
 then added. All else is a difference: an exchange that nobody asked for, or one that is not there, or of other bytes.
@@ -14,8 +17,8 @@ from typing import Literal
 from popxl.base.pages import OnPage, Page, Table, bytes_text
 from popxl.base.records import Record
 from popxl.ir import Ir
-from popxl.looking.communication import Communication, communication_of
-from runtime.costs.cost import account_of_program
+from popxl.looking.communication import COPY, Communication, communication_of
+from runtime.costs.cost import account_of_program, copies_of
 from runtime.program.program import CompiledProgram
 
 Verdict = Literal["the same", "merged", "as all-reduce", "not all needed", "added first", "differs"]
@@ -47,6 +50,21 @@ class Exchange(Record):
     verdict: Verdict
 
 
+class Copied(Record):
+    """What the IPUs of a replica copy from each other in a run.
+
+    Attributes:
+        said, said_bytes: how many copies the program says, and their bytes.
+        compiled, compiled_bytes: those that a run makes. They are more where ops read what is on another IPU, and
+            where state is changed on another IPU than it is read.
+    """
+
+    said: int
+    said_bytes: int
+    compiled: int
+    compiled_bytes: int
+
+
 class Sent(OnPage, Record):
     """What chips send each other in a run: as the program says, and as it was compiled.
 
@@ -54,6 +72,7 @@ class Sent(OnPage, Record):
         said: what the program says: `ir.communication()`.
         is_sent: whether replicas are on chips of their own. On one device nothing is sent, and nothing compared.
         exchanges: both, by kinds and sizes of groups.
+        copied: what IPUs copy from each other; `None` where one device stands for all.
         differences: what differs, in sentences. Nothing should: if something does, tell us.
 
     Example:
@@ -65,6 +84,7 @@ class Sent(OnPage, Record):
     said: Communication
     is_sent: bool
     exchanges: tuple[Exchange, ...]
+    copied: Copied | None = None
 
     @property
     def differences(self) -> tuple[str, ...]:
@@ -78,9 +98,11 @@ class Sent(OnPage, Record):
 
     def page(self) -> Page:
         """What `print` and notebooks show."""
+        title = f"Communication of {self.said.name}, as it was compiled"
         if not self.is_sent:
-            told = "All replicas are on one device: nothing is sent."
-            return Page(f"Communication of {self.said.name}, as it was compiled", [told, self.said.page()])
+            where = "on one device" if self.copied is None else "on the same devices"
+            told = f"All replicas are {where}: they send each other nothing."
+            return Page(title, [told, *self._between_ipus(), self.said.page()])
         columns = ["collective", "groups of", "said", "bytes", "compiled", "bytes", ""]
         rows = [
             [e.kind, str(e.group_size), str(e.said), bytes_text(e.said_bytes), str(e.compiled)]
@@ -88,9 +110,16 @@ class Sent(OnPage, Record):
             for e in self.exchanges
         ]
         told = "Nothing is sent that the program does not say." if not self.differences else "Something differs."
-        return Page(
-            f"Communication of {self.said.name}, as it was compiled", [told, Table(columns, rows), self.said.page()]
-        )
+        return Page(title, [told, Table(columns, rows), *self._between_ipus(), self.said.page()])
+
+    def _between_ipus(self) -> list[str]:
+        if self.copied is None:
+            return []
+        said, compiled = bytes_text(self.copied.said_bytes), bytes_text(self.copied.compiled_bytes)
+        return [
+            f"IPUs copy {self.copied.compiled} tensors of {compiled} in all from each other; the program says "
+            f"{self.copied.said} of {said}."
+        ]
 
 
 def _again(exchange: Exchange) -> str:
@@ -103,8 +132,9 @@ def _again(exchange: Exchange) -> str:
 def sent_by(ir: Ir, program: CompiledProgram) -> Sent:
     """What a compiled program sends, beside what its Ir says. See `Session.communication`."""
     said, count = communication_of(ir), program.replicas.count
+    copied = _copied(said, program)
     if program.replicas.mesh is None:
-        return Sent(said=said, is_sent=False, exchanges=())
+        return Sent(said=said, is_sent=False, exchanges=(), copied=copied)
     totals: dict[tuple[str, int], _Totals] = {}
     added: set[tuple[str, int]] = set()
     for each in said.collectives:
@@ -125,7 +155,16 @@ def sent_by(ir: Ir, program: CompiledProgram) -> Sent:
         Exchange(kind=kind, group_size=size, **vars(of), verdict=_verdict(kind, size, totals, added))
         for (kind, size), of in totals.items()
     )
-    return Sent(said=said, is_sent=True, exchanges=exchanges)
+    return Sent(said=said, is_sent=True, exchanges=exchanges, copied=copied)
+
+
+def _copied(said: Communication, program: CompiledProgram) -> Copied | None:
+    """What IPUs copy from each other, if they are devices."""
+    if len(program.ipus) == 1:
+        return None
+    count, bytes = said.totals.get(COPY, (0, 0))
+    timing = copies_of(program)
+    return Copied(said=count, said_bytes=bytes, compiled=timing.copies, compiled_bytes=timing.copied_bytes)
 
 
 @dataclass(eq=False)

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
-from typing import Any, Literal
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any
 
 from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, flops_text, seconds_text
 from popxl.base.records import Record
+from popxl.looking.communication import COPY
 from popxl.looking.flops import moved
 from popxl.looking.memory import runs_of
 from runtime.costs.hlo import read
-from runtime.costs.work import Account, Collective, Product, Work, account_of
+from runtime.costs.seconds import LEVELS, GraphCost, PrecisionCost, graphs_of, limited, precisions_of, seconds_of
+from runtime.costs.timing import Timing, timing_of
+from runtime.costs.work import Account, Collective, account_of
+from runtime.lowering.channels import Channel
 from runtime.plan.plan import Plan
+from runtime.plan.structure import Structure
 from runtime.program.program import CompiledProgram
 from runtime.targets import chip
 from runtime.targets.chip import Chip, Tpu
-
-Bound = Literal["compute", "memory", "network", "host"]
 
 
 class CollectiveCost(Record):
@@ -53,42 +56,16 @@ class CollectiveUse(Record):
     bytes: int
 
 
-class GraphCost(Record):
-    """What one graph does in a run of the program, all its calls together.
+class IpuCost(Record):
+    """One IPU, where each is a device of its own.
 
     Attributes:
-        name: the name of the graph; that of the main graph is "".
-        flops: floating point operations.
-        bytes_accessed: bytes read and written in the memory of the device.
-        network_bytes: bytes that a chip sends to others.
-        host_bytes: bytes between a chip and its host.
-        seconds: how long it takes by the chip's published figures, if each of these goes on while the others do;
-            `None` for a device without such figures.
-        bound: which of them takes longest.
+        ipu: its number.
+        seconds: how long it computes in a run; the rest of the run it waits for others. `None` without figures.
     """
 
-    name: str
-    flops: int
-    bytes_accessed: int
-    network_bytes: int
-    host_bytes: int
+    ipu: int
     seconds: float | None
-    bound: Bound | None
-
-
-class PrecisionCost(Record):
-    """What a run would cost if float32 products were computed at a precision, and no more exactly. It is an estimate,
-    by the chip's published figures: of the passes that products take, and of nothing else.
-
-    Attributes:
-        products: seconds for the products of float32.
-        cycles: the same in cycles, for TPUs; `None` elsewhere.
-        seconds: for a run, as in `Cost.seconds`: it takes no longer where something else bounds it.
-    """
-
-    products: float
-    cycles: int | None
-    seconds: float
 
 
 class Cost(OnPage, Record):
@@ -107,12 +84,17 @@ class Cost(OnPage, Record):
         bytes_accessed: bytes that kernels read and write, in whichever memory.
         kernels: what the chip is told to run, one after the other: fusions, products, copies, collectives.
         copies: what only copies; among them what a TPU moves between its memories while it computes.
-        collectives: what chips do together, by kind.
+        collectives: what chips do together, by kind. What IPUs that are devices of their own copy from each other is of
+            the kind "copy between IPUs"; `argument_bytes`, operations and kernels are those of all of them.
         uses: the same, by lines of the program.
-        cycles: XLA's own estimate, for TPUs; `None` elsewhere.
+        cycles: XLA's own estimate, for TPUs; `None` elsewhere. Of several IPUs, from the first that begins to the last
+            that ends, with the copies between them.
         compile_seconds: how long compiling took, with all around it.
         graphs: the graphs, the longest first.
-        seconds: how long a run takes by the chip's published figures; `None` for a device without such figures.
+        seconds: how long a run takes by the chip's published figures; `None` for a device without such figures. IPUs
+            that are devices of their own work at the same time, as far as they do not wait for each other: a pipeline
+            takes the time of its schedule.
+        ipus: these IPUs; nothing where one device stands for all.
         precisions: the same for the precision that float32 products have, and for faster ones: "highest", "high" and
             "default". Nothing for a device without figures, and for programs without such products.
 
@@ -139,6 +121,7 @@ class Cost(OnPage, Record):
     compile_seconds: float
     graphs: tuple[GraphCost, ...]
     seconds: float | None
+    ipus: tuple[IpuCost, ...] = ()
     precisions: Mapping[str, PrecisionCost] = {}
 
     def page(self) -> Page:
@@ -161,6 +144,7 @@ class Cost(OnPage, Record):
         ]
         columns = ["collective", "line", "replicas", "in a run", "bytes of a chip", "graph"]
         parts = [Page("Between chips", Table.cut(columns, shown))] if shown else []
+        parts += self._between_ipus()
         if self.seconds is None:
             return parts
         rows = [
@@ -176,6 +160,20 @@ class Cost(OnPage, Record):
             "computed, read, sent and fetched at the same time. It is an estimate; nothing was measured."
         )
         return [*parts, Page("Time, estimated", [told, *Table.cut(columns, rows)]), *self._by_precision()]
+
+    def _between_ipus(self) -> list[Page]:
+        """What IPUs copy from each other, and how long each of them waits."""
+        if not self.ipus:
+            return []
+        copied = self.collectives.get(COPY, CollectiveCost(count=0, bytes=0))
+        told = f"A run copies {copied.count} tensors of {bytes_text(copied.bytes)} in all from one IPU to another."
+        if not self.seconds:
+            return [Page("Between IPUs", [told])]
+        rows = [
+            [str(each.ipu), seconds_text(each.seconds or 0), f"{100 * (1 - (each.seconds or 0) / self.seconds):.0f} %"]
+            for each in self.ipus
+        ]
+        return [Page("Between IPUs", [told, Table(["IPU", "computes, estimated", "waits"], rows)])]
 
     def _by_precision(self) -> list[Page]:
         """What the precision of products costs."""
@@ -204,11 +202,34 @@ class Cost(OnPage, Record):
 
 def cost_of(program: CompiledProgram) -> Cost:
     """What a compiled program costs. See `Session.cost`."""
-    account = account_of_program(program)
+    account, parts = _accounts(program)
     figures = chip_of(program)
     host = _host_traffic(program)
-    graphs = tuple(_graphs(account, host, figures, program.replicas.count))
+    count = program.replicas.count
+    graphs = tuple(graphs_of(account, host, figures, count))
     total = account.total
+
+    def timed(level: str = LEVELS[0]) -> Timing:
+        """When IPUs work, if products are computed at a precision at most."""
+        return _timing(program, figures, lambda each: seconds_of(limited(level, parts[each]), {}, figures, count))
+
+    def seconds(level: str) -> float:
+        """How long a run takes then."""
+        if figures is None or len(program.ipus) == 1:
+            return seconds_of(limited(level, account), host, figures, count)
+        return max(timed(level).seconds, sum(host.values()) / figures.host_bandwidth)
+
+    cycles = total.cycles
+    collectives = _by_kind(account.collectives)
+    ipus: tuple[IpuCost, ...] = ()
+    if len(program.ipus) > 1:
+        timing = timed()
+        collectives[COPY] = CollectiveCost(count=timing.copies, bytes=timing.copied_bytes)
+        busy = {ipu: timing.busy[ipu] if figures is not None else None for ipu in program.ipus}
+        ipus = tuple(IpuCost(ipu=ipu, seconds=each) for ipu, each in busy.items())
+        if isinstance(figures, Tpu):
+            clock = figures.clock
+            cycles = round(clock * _timing(program, figures, lambda each: parts[each].total.cycles / clock).seconds)
     return Cost(
         name=f"Ir[id={program.layout.main.ir.id}]",
         chip=figures.name if figures is not None else program.devices[0].device_kind,
@@ -217,22 +238,45 @@ def cost_of(program: CompiledProgram) -> Cost:
         bytes_accessed=total.bytes,
         kernels=total.kernels,
         copies=total.copies,
-        collectives=_by_kind(account.collectives),
+        collectives=collectives,
         uses=_by_line(account.collectives, program.replicas.count),
-        cycles=total.cycles if program.layout.destination.platform == "tpu" else None,
+        cycles=cycles if program.layout.destination.platform == "tpu" else None,
         compile_seconds=program.compiled.seconds,
         graphs=graphs,
-        seconds=sum(graph.seconds or 0 for graph in graphs) if figures is not None else None,
-        precisions={} if figures is None else precisions_of(account, host, figures, program.replicas.count),
+        seconds=seconds(LEVELS[0]) if figures is not None else None,
+        ipus=ipus,
+        precisions={} if figures is None else precisions_of(account, figures, seconds),
     )
 
 
 def account_of_program(program: CompiledProgram) -> Account:
     """What a run of a program does: of all its executables."""
-    account = Account()
-    for executable, times in _runs(program):
-        account.add(account_of(read(executable.as_text())), times)
-    return account
+    return _accounts(program)[0]
+
+
+def _accounts(program: CompiledProgram) -> tuple[Account, dict[Structure, Account]]:
+    """What a run of a program does; and of a plan, what the pieces of each structure do."""
+    account, parts = Account(), dict[Structure, Account]()
+    for structure, executable, times in _runs(program):
+        found = account_of(read(executable.as_text()))
+        account.add(found, times)
+        if structure is not None:
+            parts[structure] = found
+    return account, parts
+
+
+def copies_of(program: CompiledProgram) -> Timing:
+    """What the IPUs of a program copy from each other, if each is a device; without times."""
+    return _timing(program, None, lambda each: 0.0)
+
+
+def _timing(program: CompiledProgram, figures: Chip | None, seconds: Callable[[Structure], float]) -> Timing:
+    """When the IPUs work of a program of which each is a device."""
+    layout = program.layout
+    buffers = ((buffer, bytes) for buffer, (bytes, _) in layout.bytes_of_buffers().items())
+    sizes: list[tuple[Channel, int]] = [*layout.bytes_of_streams().items(), *buffers]
+    bandwidth = math.inf if figures is None else figures.network_bandwidth
+    return timing_of(program.executable, cache(seconds), bandwidth, dict(sizes), program.replicas.per_device)
 
 
 def chip_of(program: CompiledProgram) -> Chip | None:
@@ -263,13 +307,13 @@ def _unused(name: str, names: Mapping[str, object]) -> str:
     return numbered
 
 
-def _runs(program: CompiledProgram) -> Iterator[tuple[Any, int]]:
-    """The executables, each with how often a run of the program runs it."""
+def _runs(program: CompiledProgram) -> Iterator[tuple[Structure | None, Any, int]]:
+    """The executables, each with its structure if it is a piece of a plan, and with how often a run runs it."""
     if not isinstance(program.executable, Plan):
-        yield program.executable, 1
+        yield None, program.executable, 1
         return
-    yield from ((executable, 1) for pair in program.compiled.ends.values() for executable in pair)
-    yield from ((structure.executable, times) for structure, times in program.executable.runs.items())
+    yield from ((None, executable, 1) for pair in program.compiled.ends.values() for executable in pair)
+    yield from ((structure, structure.executable, times) for structure, times in program.executable.runs.items())
 
 
 def _sizes(program: CompiledProgram) -> dict[str, Any]:
@@ -340,95 +384,3 @@ def _by_line(collectives: Iterable[Collective], all_replicas: int) -> tuple[Coll
         )
         for (kind, source, graph, replicas), alike in found.items()
     )
-
-
-# Times ---------------------------------------------------------------------------------------------------------------
-
-_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16", "s8": "int8", "u8": "int8"}
-"""XLA's names of dtypes, and those of the figures. All that begin with "f8" are float8."""
-
-_SENT = {
-    "all-reduce": lambda n: 2 * (n - 1) / n,
-    "all-gather": lambda n: (n - 1) / n,
-    "reduce-scatter": lambda n: (n - 1) / n,
-    "all-to-all": lambda n: (n - 1) / n,
-}
-"""How much of its bytes a chip sends in a collective of n chips, if each sends to its neighbour only."""
-
-
-def _sent(collective: Collective, all_replicas: int) -> int:
-    """The bytes that one chip sends in a run."""
-    count = collective.group_size or all_replicas
-    share = _SENT.get(collective.kind, lambda _: 1.0)(count)
-    return math.ceil(collective.runs * collective.bytes * share)
-
-
-def _graphs(account: Account, host: Mapping[str, int], figures: Chip | None, all_replicas: int) -> Iterable[GraphCost]:
-    """The graphs, the longest first."""
-    sent: defaultdict[str, int] = defaultdict(int)
-    for each in account.collectives:
-        sent[each.graph] += _sent(each, all_replicas)
-    names = dict.fromkeys((*account.graphs, *(name for name, count in host.items() if count)))
-    graphs = (_graph(name, account.graphs.get(name, Work()), sent[name], host.get(name, 0), figures) for name in names)
-    return sorted(graphs, key=lambda graph: -(graph.seconds or 0))
-
-
-def _graph(name: str, work: Work, sent: int, crossing: int, figures: Chip | None) -> GraphCost:
-    times = {} if figures is None else _times(work, sent, crossing, figures)
-    bound = max(times, key=lambda each: times[each], default=None)
-    return GraphCost(
-        name=name,
-        flops=work.flops,
-        bytes_accessed=work.memory_bytes,
-        network_bytes=sent,
-        host_bytes=crossing,
-        seconds=None if bound is None else times[bound],
-        bound=bound,
-    )
-
-
-def _times(work: Work, sent: int, crossing: int, figures: Chip) -> dict[Bound, float]:
-    """How long each of the four would take by itself."""
-    rates = {key: figures.rate(_dtype(key.dtype), key.precision) for key in work.products}
-    return {
-        "compute": sum(count / rates[key] for key, count in work.products.items()),
-        "memory": work.memory_bytes / figures.memory_bandwidth,
-        "network": sent / figures.network_bandwidth,
-        "host": crossing / figures.host_bandwidth,
-    }
-
-
-_LEVELS = ("highest", "high", "default")
-"""JAX's precisions, the slowest first."""
-
-
-def precisions_of(
-    account: Account, host: Mapping[str, int], figures: Chip, all_replicas: int
-) -> dict[str, PrecisionCost]:
-    """What runs would cost at the precision that float32 products have, and at faster ones."""
-    levels = {key.precision for work in account.graphs.values() for key in work.products if key.dtype == "f32"}
-    first = min(map(_LEVELS.index, levels), default=len(_LEVELS))
-    found = {}
-    for level in _LEVELS[first:]:
-        limited = Account({name: _at_most(level, work) for name, work in account.graphs.items()}, account.collectives)
-        products = (item for work in limited.graphs.values() for item in work.products.items())
-        seconds = sum(count / figures.rate("float32", key.precision) for key, count in products if key.dtype == "f32")
-        found[level] = PrecisionCost(
-            products=seconds,
-            cycles=round(seconds * figures.clock) if isinstance(figures, Tpu) else None,
-            seconds=sum(graph.seconds or 0 for graph in _graphs(limited, host, figures, all_replicas)),
-        )
-    return found
-
-
-def _at_most(level: str, work: Work) -> Work:
-    """Work whose float32 products are computed at a precision, or at the faster one that they have."""
-    products: Counter[Product] = Counter()
-    for key, count in work.products.items():
-        reached = max(level, key.precision, key=_LEVELS.index) if key.dtype == "f32" else key.precision
-        products[key._replace(precision=reached)] += count
-    return replace(work, products=products)
-
-
-def _dtype(of_xla: str) -> str:
-    return "float8" if of_xla.startswith("f8") else _DTYPES.get(of_xla, of_xla)

@@ -74,6 +74,10 @@ class Plan:
             feeds, where `None` in place of the transfers of a feed means the feed itself; and what makes the fetches of
             the last state.
         watch: is told what is being compiled.
+
+    Attributes:
+        steps: as given.
+        changed: what the program changes, where it is at the start, and at the end of the steps.
     """
 
     def __init__(
@@ -89,9 +93,9 @@ class Plan:
         ends: Mapping[int, tuple[Any, Any]],
         watch: Watch,
     ) -> None:
-        self._steps = steps
+        self.steps = steps
         self._variables = (*changed, *read)
-        self._changed = tuple((v, steps.starts[v], steps.at[v]) for v in changed)
+        self.changed = tuple((v, steps.starts[v], steps.at[v]) for v in changed)
         self._buffers = buffers
         self._inputs, self._outputs = inputs, outputs
         self._channels = channels
@@ -128,7 +132,7 @@ class Plan:
         recorder: Recorder | None = None,
     ) -> Any:
         """Run the program. A recorder calls the executables in place of the plan."""
-        count = len(self._changed)
+        count = len(self.changed)
         values = dict(zip(self._variables, (*changing[:count], *constant), strict=True))
         channels: dict[int, Channels] = {}
         run = Run(self._terms_at, self._where, channels, recorder)
@@ -137,9 +141,9 @@ class Plan:
             channels[place] = Channels(self._begun(place, given, run))
         for (buffer, place), slots in zip(self._buffers.items(), changing[count:], strict=True):
             channels[place].set_slots(buffer, slots)
-        done(self._steps.running(values, run))
+        done(self.steps.running(values, run))
         fetches, failures = self._fetched(run)
-        changed = [values[v] if start == end else run.put(values[v], start) for v, start, end in self._changed]
+        changed = [values[v] if start == end else run.put(values[v], start) for v, start, end in self.changed]
         for buffer, place in self._buffers.items():
             changed.append(run.channels(place, self._shared & {buffer}).slots(buffer))
         return tuple(changed), (*(fetches[s] for s in self._outputs), *failures)
@@ -176,13 +180,13 @@ class Plan:
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """The pieces, in the order in which they first run."""
-        return self._steps.pieces()
+        return self.steps.pieces()
 
     @property
     def runs(self) -> Counter[Structure]:
         """How often a run of the program runs pieces of each structure."""
         runs: Counter[Structure] = Counter()
-        for step, times in self._steps.all():
+        for step, times in self.steps.all():
             if isinstance(step, Piece):
                 runs[step.structure] += times
         return runs
@@ -201,7 +205,7 @@ class Plan:
         and the feeds: of values that were made before, and of what it makes and needs by itself. Then the values that
         are held between pieces."""
         copies = next(iter(self._terms_at.values())).replicas.per_device
-        return done(self._steps.curve(copies))
+        return done(self.steps.curve(copies))
 
     def temporaries(self) -> int:
         """Bytes that one run needs at most on one device, besides the variables and the feeds."""

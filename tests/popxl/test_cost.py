@@ -12,8 +12,8 @@ import pytest
 
 import popxl
 from popxl import ops
-from runtime.costs.cost import precisions_of
 from runtime.costs.hlo import Shape, read, shapes
+from runtime.costs.seconds import limited, precisions_of, seconds_of
 from runtime.costs.work import Product, account_of
 from runtime.targets.chip import Gpu, Tpu, of_device, shipped
 
@@ -157,6 +157,10 @@ def test_rates_are_of_the_precision_that_is_asked_for() -> None:
     assert of_device("TPU v5 lite") is tpu and of_device("abacus") is None
 
 
+def of_precision(account: Any, chip: Any) -> Any:
+    return precisions_of(account, chip, lambda level: seconds_of(limited(level, account), {}, chip, 1))
+
+
 def test_what_precision_costs() -> None:
     """The passes of products. A run that the memory bounds is no quicker for fewer of them."""
 
@@ -167,7 +171,7 @@ def test_what_precision_costs() -> None:
     account, _ = analysed(function, *(jnp.ones(size),) * 3)
     assert account.total.products == {Product("f32", level): flops for level in ("highest", "default")}
     tpu = shipped(Tpu, "v5e")
-    found = precisions_of(account, {}, tpu, 1)
+    found = of_precision(account, tpu)
     once = flops / tpu.rate("bfloat16")
     assert {level: each.products / once for level, each in found.items()} == pytest.approx(
         {"highest": 7, "high": 4, "default": 2}
@@ -176,9 +180,9 @@ def test_what_precision_costs() -> None:
     memory = account.total.memory_bytes / tpu.memory_bandwidth
     assert [each.seconds for each in found.values()] == pytest.approx([max(n * once, memory) for n in (7, 4, 2)])
     assert found["default"].seconds == memory > 2 * once
-    on_gpu = precisions_of(account, {}, shipped(Gpu, "h100"), 1)
+    on_gpu = of_precision(account, shipped(Gpu, "h100"))
     assert on_gpu["highest"].cycles is None and on_gpu["high"] == on_gpu["default"]
-    assert precisions_of(account_of(read("HloModule empty\n\nENTRY %main () -> f32[] {\n}\n")), {}, tpu, 1) == {}
+    assert of_precision(account_of(read("HloModule empty\n\nENTRY %main () -> f32[] {\n}\n")), tpu) == {}
 
 
 @pytest.mark.targets

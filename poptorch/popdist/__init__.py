@@ -1,1 +1,1 @@
-"""The modules of `popdist` that need torch: `popdist.poptorch`."""
+"""The modules of `popdist` that need torch: `popdist.horovod` and `popdist.poptorch`."""

@@ -14,6 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import popdist.horovod as hvd  # type: ignore[import-not-found]  # it is where `popdist.__path__` says
 import popdist.poptorch  # type: ignore[import-not-found]  # it is where `popdist.__path__` says
 import poptorch
 from popxl.base.distributed import Instance
@@ -76,3 +77,25 @@ def test_a_single_process() -> None:
     for setter in setters:
         with pytest.raises(RuntimeError, match="cannot be set, as `poprun` says how many processes"):
             setter()
+
+
+@pytest.mark.thorough
+def test_horovod_over_two_instances() -> None:
+    command = [sys.executable, "-m", "runtime.poprun", "--num-instances=2", "--num-replicas=2", "--timeout=60"]
+    done = subprocess.run(
+        [*command, sys.executable, "-m", "tests.poptorch.horovod_exchange"],
+        cwd=ROOT, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_horovod_alone() -> None:
+    assert (hvd.size(), hvd.rank(), hvd.local_rank(), hvd.is_initialized()) == (1, 0, 0, True)
+    x = torch.arange(6.0).view(2, 3)
+    for result in (hvd.allreduce(x), hvd.allreduce(x, op=hvd.Sum), hvd.allgather(x), hvd.broadcast(x, 0)):
+        torch.testing.assert_close(result, x)
+        assert result.data_ptr() != x.data_ptr()
+    with pytest.raises(ValueError, match="there is no instance 1; `root_rank` is from 0 to 0"):
+        hvd.broadcast(x, 1)
+    with pytest.raises(ValueError, match="give `average` or `op`, not both"):
+        hvd.allreduce(x, average=True, op=hvd.Sum)

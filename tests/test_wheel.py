@@ -18,7 +18,7 @@ import popxl
 
 ROOT = Path(__file__).parents[1]
 
-PACKAGES = ("popart", "popdist", "poptorch", "popxl", "popxl_addons", "runtime")
+PACKAGES = ("popart", "popdist", "poptorch", "poptorch_geometric", "popxl", "popxl_addons", "runtime")
 
 LIMIT = 300  # seconds, after which a program is stopped: far more than any of these takes
 
@@ -96,7 +96,8 @@ def test_it_works_outside_of_the_checkout(folder: Path) -> None:
     def say(command: str) -> str:
         return run(*shlex.split(command), cwd=folder, path=str(programs))
 
-    names = ", ".join(name for name in PACKAGES if name != "poptorch" or importlib.util.find_spec("torch"))
+    needs = {"poptorch": "torch", "poptorch_geometric": "torch_geometric"}
+    names = ", ".join(name for name in PACKAGES if importlib.util.find_spec(needs.get(name, name)))
     files = say(f"python -c 'import {names}; print(*(each.__file__ for each in ({names})))'").split()
     assert [file for file in files if not file.startswith(f"{programs.parent}/")] == []
 

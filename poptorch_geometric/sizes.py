@@ -1,0 +1,72 @@
+"""Numbers of nodes and edges of graphs, by type, and what fits into a batch of a fixed size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Sizes", "sizes_of"]
+
+EdgeType = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many nodes and edges there are of each type; the one type of a homogeneous graph is `None`.
+
+    Args:
+        nodes: by type of node.
+        edges: by type of edge, which names the types of its ends.
+    """
+
+    nodes: dict[Any, int]
+    edges: dict[Any, int]
+
+    def __add__(self, other: Sizes) -> Sizes:
+        return Sizes(_sums(self.nodes, other.nodes), _sums(self.edges, other.edges))
+
+    def excess_nodes(self, budget: Sizes) -> dict[Any, int]:
+        """How many nodes are too many, by type, for those types of which there are. Padding edges need a node."""
+        excess = {}
+        for kind, count in self.nodes.items():
+            needs = any(
+                self.edges.get(edge, 0) < limit and (edge is None or kind in (edge[0], edge[2]))
+                for edge, limit in budget.edges.items()
+            )
+            if (more := count + needs - budget.nodes.get(kind, 0)) > 0:
+                excess[kind] = more
+        return excess
+
+    def excess_edges(self, budget: Sizes) -> dict[Any, int]:
+        """How many edges are too many, by type, for those types of which there are."""
+        return {kind: more for kind, n in self.edges.items() if (more := n - budget.edges.get(kind, 0)) > 0}
+
+    def fits(self, budget: Sizes) -> bool:
+        """Whether a batch of this size can be filled up to the budget."""
+        return not self.excess_nodes(budget) and not self.excess_edges(budget)
+
+
+def _sums(a: dict[Any, int], b: dict[Any, int]) -> dict[Any, int]:
+    return {kind: a.get(kind, 0) + b.get(kind, 0) for kind in {**a, **b}}
+
+
+def sizes_of(graph: Any) -> Sizes:
+    """The size of a `Data` or `HeteroData`."""
+    if hasattr(graph, "node_types"):
+        return Sizes(
+            {kind: int(graph[kind].num_nodes) for kind in graph.node_types},
+            {kind: graph[kind].num_edges for kind in graph.edge_types},
+        )
+    return Sizes({None: int(graph.num_nodes)}, {None: graph.num_edges})
+
+
+def largest(sizes: Iterable[Sizes]) -> Sizes:
+    """The greatest number of each type."""
+    nodes: dict[Any, int] = {}
+    edges: dict[Any, int] = {}
+    for each in sizes:
+        for found, counts in ((nodes, each.nodes), (edges, each.edges)):
+            for kind, count in counts.items():
+                found[kind] = max(found.get(kind, 0), count)
+    return Sizes(nodes, edges)

@@ -1,0 +1,65 @@
+"""`StreamPackingSampler`: which graphs make a batch, if as many are taken as fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import RandomSampler, Sampler, SequentialSampler
+
+from poptorch_geometric.fixed_size_options import FixedSizeOptions
+from poptorch_geometric.sizes import sizes_of
+from poptorch_geometric.types import OverSizeStrategy
+
+__all__ = ["StreamPackingSampler"]
+
+
+class StreamPackingSampler(Sampler[list[int]]):
+    """Lists of indices of graphs that fit into a batch, one after the other as they come.
+
+    Args:
+        data_source: a map-style data set of graphs.
+        options: the sizes of a batch. It has one padding graph at least.
+        over_size_strategy: for a graph that does not even fit alone. One that is to be trimmed makes a batch alone.
+        shuffle: take the graphs in another order in each epoch.
+        base_sampler: the order, in place of `shuffle`.
+
+    Raises:
+        ValueError: by iterating, with `OverSizeStrategy.Error`, if a graph does not fit.
+    """
+
+    def __init__(
+        self,
+        data_source: Any,
+        options: FixedSizeOptions,
+        over_size_strategy: OverSizeStrategy = OverSizeStrategy.Error,
+        shuffle: bool = False,
+        base_sampler: Iterable[int] | None = None,
+    ) -> None:
+        self._data, self._options, self._over_size = data_source, options, over_size_strategy
+        if base_sampler is None:
+            base_sampler = RandomSampler(data_source) if shuffle else SequentialSampler(data_source)
+        self._order = base_sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        pack: list[int] = []
+        total = None
+        for index in self._order:
+            size = sizes_of(self._data[index])
+            budget = self._options.budget(size)
+            if not size.fits(budget):
+                if self._over_size is OverSizeStrategy.Skip:
+                    continue
+                if self._over_size is OverSizeStrategy.Error:
+                    raise ValueError(
+                        f"StreamPack: the graph of index {index}, {size}, does not fit into a batch, {budget}, which "
+                        "needs a node for padding edges. Choose larger sizes, or another over_size_strategy."
+                    )
+            is_full = len(pack) == self._options.num_graphs - 1
+            if total is not None and (is_full or not (total + size).fits(budget)):
+                yield pack
+                pack, total = [], None
+            pack.append(index)
+            total = size if total is None else total + size
+        if pack:
+            yield pack

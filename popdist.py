@@ -82,7 +82,7 @@ def synchronize() -> None:
         PopxlRuntimeError: if another instance ends, or does not come.
     """
     processes.join()
-    processes.meet("popdist.synchronize")
+    processes.barrier("popdist.synchronize")
 
 
 def execute_on_instances(
@@ -116,7 +116,7 @@ def execute_on_instances(
     try:
         return function(*args, **kwargs) if getInstanceIndex() in instances else None
     finally:
-        processes.meet("popdist.execute_on_instances")
+        processes.barrier("popdist.execute_on_instances")
 
 
 def isPopdistEnvSet() -> bool:

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from poptorch.options import options_page
-from runtime.pipes import quiet_in_a_pipe
+from runtime.pipes import exit_on_broken_pipe
 
 
-@quiet_in_a_pipe
+@exit_on_broken_pipe
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the page that the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m poptorch", description=__doc__)

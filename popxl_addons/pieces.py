@@ -74,17 +74,17 @@ _Runs = TypeAdapter(dict[str, list[tuple[NonNegativeInt, NonNegativeInt]]])  # f
 # Written ------------------------------------------------------------------------------------------------------------
 
 
-class Notes(Protocol):
-    """How processes tell each other something: by notes under names."""
+class KeyValueStore(Protocol):
+    """A store of texts by key, which several processes share."""
 
-    def leave(self, name: str, text: str) -> None:
-        """Leave a note for all."""
+    def set(self, name: str, text: str) -> None:
+        """Set the text of a key, once."""
 
-    def find(self, name: str) -> str:
-        """Wait for the note of a name."""
+    def get(self, name: str) -> str:
+        """The text of a key; waits until some process has set it."""
 
-    def forget(self, folder: str) -> None:
-        """Forget all notes whose names begin with a folder's."""
+    def delete(self, folder: str) -> None:
+        """Delete all keys under a folder."""
 
 
 class Share:
@@ -94,12 +94,12 @@ class Share:
         directory: the draft of the checkpoint, which the first process has made.
         number: which process this is, from 0.
         count: how many there are.
-        notes: how they tell each other.
+        store: the store that they share.
     """
 
-    def __init__(self, directory: Path, number: int, count: int, notes: Notes) -> None:
+    def __init__(self, directory: Path, number: int, count: int, store: KeyValueStore) -> None:
         self.directory = directory
-        self._number, self._count, self._notes = number, count, notes
+        self._number, self._count, self._store = number, count, store
 
     @contextmanager
     def told(self) -> Iterator[None]:
@@ -118,12 +118,12 @@ class Share:
 
     def problems(self) -> list[str]:
         """What has gone wrong in any process. The first one asks; it waits until all have told."""
-        told = [self._notes.find(f"{self.directory.name}/{number}") for number in range(self._count)]
-        self._notes.forget(self.directory.name)
+        told = [self._store.get(f"{self.directory.name}/{number}") for number in range(self._count)]
+        self._store.delete(self.directory.name)
         return [text for text in told if text]
 
     def _tell(self, text: str) -> None:
-        self._notes.leave(f"{self.directory.name}/{self._number}", text)
+        self._store.set(f"{self.directory.name}/{self._number}", text)
 
 
 def write_pieces(directory: Path, number: int, pieces: Mapping[str, list[Piece]], format: Format = "npz") -> None:

@@ -324,7 +324,7 @@ class TaskSession(popxl.Session):
             raise problem
         if problems := [f"Process {i}: {each['problem']}" for i, each in enumerate(told) if each["problem"]]:
             raise PopxlRuntimeError(f"TaskSession.save_checkpoint: `{place}` has not been begun. {' '.join(problems)}")
-        share = pieces.Share(Path(told[0]["directory"]), number, count, self._notes)
+        share = pieces.Share(Path(told[0]["directory"]), number, count, self._store)
         with share.told():
             parts = self._own_parts([*divided.values()])
             own = {name: parts[v] for name, v in divided.items()}

@@ -26,7 +26,7 @@ from runtime.costs.memory import least_memory_of, memory_of_program
 from runtime.fitting import Compiled, fit
 from runtime.inspection import report_of
 from runtime.machine import Machine, NothingRuns, PlanningMachine, TargetMachine
-from runtime.pipes import nobody_reads, quiet_in_a_pipe
+from runtime.pipes import exit_on_broken_pipe, is_broken_pipe
 from runtime.program.program import Described, Program, Ready
 from runtime.session import Session
 from runtime.targets.devices import Device
@@ -66,7 +66,7 @@ _REMOVED = {
 """Commands of earlier versions, and what to use instead."""
 
 
-@quiet_in_a_pipe
+@exit_on_broken_pipe
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, by default those of the command line. Returns its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -338,7 +338,7 @@ def _run(file: Path, arguments: Sequence[str]) -> tuple[str, int]:
             print(end.code, file=sys.stderr)
         return "", end.code if isinstance(end.code, int) else int(end.code is not None)
     except Exception as problem:
-        if isinstance(problem, BrokenPipeError) and nobody_reads():
+        if isinstance(problem, BrokenPipeError) and is_broken_pipe():
             raise
         frames = problem.__traceback__
         while frames is not None and not _is_of(frames, file):

@@ -1,4 +1,4 @@
-"""Commands whose output nobody reads on: `popxl show train.py | head` ends quietly, as other programs do.
+"""Commands with a broken output pipe: `popxl show train.py | head` ends quietly, as other programs do.
 
 The system ends a program that writes to such a pipe, with the signal SIGPIPE. Python ignores the signal and raises
 `BrokenPipeError` instead: where something is printed, and once more at the end, where the rest is written.
@@ -15,22 +15,22 @@ from typing import ParamSpec
 
 P = ParamSpec("P")
 
-NOBODY_READS = 128 + 13
-"""The exit code then: what a shell says of a program that SIGPIPE has ended."""
+BROKEN_PIPE_EXIT_CODE = 128 + 13
+"""The exit code that shells report for a program ended by SIGPIPE."""
 
 _OUTPUTS = (1, 2)  # the file descriptors of the standard output, and of that for errors
 
 
-def nobody_reads() -> bool:
-    """Whether the standard output, or that for errors, is a pipe whose reader has gone."""
-    return bool(_without_reader())
+def is_broken_pipe() -> bool:
+    """Whether standard output or standard error is a pipe without a reader."""
+    return bool(_broken_outputs())
 
 
-def quiet_in_a_pipe(main: Callable[P, int]) -> Callable[P, int]:
-    """A command that ends quietly once nobody reads what it prints. Its exit code is `NOBODY_READS` then.
+def exit_on_broken_pipe(main: Callable[P, int]) -> Callable[P, int]:
+    """Decorate a command: on a broken output pipe it ends quietly, with `BROKEN_PIPE_EXIT_CODE`.
 
     Example:
-        >>> @quiet_in_a_pipe
+        >>> @exit_on_broken_pipe
         ... def main(arguments=None):
         ...     print(*range(1_000_000), sep="\\n")
         ...     return 0
@@ -44,19 +44,19 @@ def quiet_in_a_pipe(main: Callable[P, int]) -> Callable[P, int]:
             finally:
                 sys.stdout.flush()  # what is printed last; also by argparse, which exits
         except BrokenPipeError:
-            gone = _without_reader()
+            gone = _broken_outputs()
             if not gone:  # it is another pipe
                 raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
             for output in gone:
                 os.dup2(nowhere, output)  # for what Python writes at its end
             os.close(nowhere)
-            return NOBODY_READS
+            return BROKEN_PIPE_EXIT_CODE
 
     return run
 
 
-def _without_reader() -> list[int]:
+def _broken_outputs() -> list[int]:
     pipes = select.poll()
     for output in _OUTPUTS:
         pipes.register(output, 0)  # errors are always told

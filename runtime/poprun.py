@@ -24,9 +24,9 @@ from typing import IO, NamedTuple
 
 from popxl.base.distributed import LOOPBACK, PREFIX, Instance
 from popxl.errors import PopxlError
-from runtime.meetings import Meetings
-from runtime.pipes import quiet_in_a_pipe
+from runtime.pipes import exit_on_broken_pipe
 from runtime.poprun_options import parser, variables_of
+from runtime.rendezvous import RendezvousServer
 from runtime.schedulers import scheduled
 
 GRACE = 5.0
@@ -42,7 +42,7 @@ _MOMENT = 0.2
 """For how many seconds a process that has been killed may seem to live, though others see that it has gone."""
 
 
-@quiet_in_a_pipe
+@exit_on_broken_pipe
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run poprun with these arguments, by default those of the command line. Returns its exit code."""
     command_line = parser()
@@ -195,25 +195,25 @@ class Launch:
         def interrupted(number: int, frame: FrameType | None) -> None:
             ends.put((None, -number))
 
-        meetings = Meetings(self._count, self._options.timeout, here if all_here else "", self._token, failed)
+        rendezvous = RendezvousServer(self._count, self._options.timeout, here if all_here else "", self._token, failed)
         heeded = (n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN)
         before = [(number, signal.signal(number, interrupted)) for number in heeded]
         readers: list[threading.Thread] = []
         try:
             for index in range(self._count):
-                readers += self._start(index, here, f"{here}:{meetings.port}", ends)
-            return self._watch(meetings, ends)
+                readers += self._start(index, here, f"{here}:{rendezvous.port}", ends)
+            return self._watch(rendezvous, ends)
         except OSError as problem:
             return _End(127, _not_started(self._command, problem))
         finally:
             self._stop()
-            meetings.close()
+            rendezvous.close()
             for reader in readers:
                 reader.join(1.0)  # no longer: what an instance has started may hold its output open
             for number, handler in before:
                 signal.signal(number, handler)
 
-    def _watch(self, meetings: Meetings, ends: Ends) -> _End:
+    def _watch(self, rendezvous: RendezvousServer, ends: Ends) -> _End:
         """Wait for the instances to end, or for the first to fail."""
         for number_of_ended in range(self._count):
             try:
@@ -223,16 +223,16 @@ class Launch:
                 index, code = ends.get()
             if index is None:
                 number = signal.Signals(-(code or 0))
-                nobody_reads = number == signal.SIGPIPE  # so nobody is told
-                return _End(128 + number, "" if nobody_reads else f"{number.name}: all instances are stopped.")
+                is_broken_pipe = number == signal.SIGPIPE  # so nobody is told
+                return _End(128 + number, "" if is_broken_pipe else f"{number.name}: all instances are stopped.")
             if code != 0:
-                index, code = self._first_to_fail(meetings, index, code)
+                index, code = self._first_to_fail(rendezvous, index, code)
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
                 others = "; the others are stopped" if self._count > 1 else ""
-                said = [f"instance {index} {how}{others}.", *meetings.problems[:1]]
+                said = [f"instance {index} {how}{others}.", *rendezvous.problems[:1]]
                 return _End(128 - code if code < 0 else code, " ".join(said), failed=True)
-            meetings.ended(index, code)
-        if self._count > 1 and not meetings.anybody_came:
+            rendezvous.note_exit(index, code)
+        if self._count > 1 and not rendezvous.any_arrived:
             return _End(
                 0,
                 f"each of the {self._count} instances ran the program by itself: none made a session of a `popxl.Ir("
@@ -251,7 +251,7 @@ class Launch:
             "the others. Then stop poprun."
         )
 
-    def _first_to_fail(self, meetings: Meetings, index: int, code: int | None) -> tuple[int, int]:
+    def _first_to_fail(self, rendezvous: RendezvousServer, index: int, code: int | None) -> tuple[int, int]:
         """The instance that failed first, and how. `index` has ended first, or says that it is about to.
 
         It may have died of the end of another one, which takes longer. That one is left to end by itself, and so is
@@ -263,8 +263,8 @@ class Launch:
         if killed:
             return killed[0], ended[killed[0]]
         if code is None:
-            self._stop(but={0, *meetings.leaving})
-        for other in meetings.leaving:
+            self._stop(but={0, *rendezvous.leaving})
+        for other in rendezvous.leaving:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 if how := self._processes[other].wait(GRACE):  # after an exception, JAX may abort what is left of it
                     return other, 1 if how == -signal.SIGABRT else how

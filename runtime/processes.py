@@ -1,12 +1,11 @@
-"""Several processes that run one program: how they find each other, wait for each other, and end together.
+"""Several processes that run one program: discovery, barriers, and a common end.
 
 Each process drives its own devices; JAX connects them (`jax.distributed`), and collectives go from device to device.
-What is here is what comes before and around that: a line to the launcher that started the processes. Along it a process
-says that it has come to a place where all must meet, and hears when all are there, or why they never will be: one has
-ended, another waits elsewhere, or time is up. If the line breaks, the process ends too. So nobody waits for the dead.
+Before and around that, each process has a connection to the launcher that started it. At a barrier it sends the name of
+the place, and receives an answer when all processes have reached it, or the reason why they never will: one has ended,
+another waits elsewhere, or time is up. If the connection breaks, the process ends too, so none waits for a dead one.
 
-The other end of the line is `runtime.meetings`. Where a scheduler has started the processes there is no launcher:
-`runtime.schedulers`.
+The launcher's end is `runtime.rendezvous`. Processes that a scheduler starts have no launcher: `runtime.schedulers`.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from runtime.schedulers import Service
 _log = Logger("session")
 
 JOINING, ENDING = "the start of the program over all instances (popdist.init)", "the end of the program"
-"""Places where instances meet."""
+"""Places of barriers."""
 
 LEAVING = ""
-"""No place: an instance says so when it is about to end."""
+"""The place that an instance sends when it is about to end."""
 
-_ALL_ARE_HERE = 60  # seconds for JAX to connect processes of which each is known to be waiting
+_CONNECT_TIMEOUT = 60  # seconds for JAX to connect processes that are all waiting
 
 
-class Line:
-    """The line from an instance to the launcher.
+class LauncherConnection:
+    """The connection of an instance to its launcher.
 
     Args:
-        instance: what the launcher says of this process.
+        instance: this process, as described by the launcher.
 
     Raises:
         PopxlRuntimeError: if the launcher does not answer.
@@ -90,53 +89,55 @@ class Line:
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
-    def say(self, place: str, said: Any = None) -> None:
-        """Tell the launcher where this instance is."""
+    def send(self, place: str, payload: Any = None) -> None:
+        """Send the launcher the place that this instance has reached."""
         with contextlib.suppress(OSError):  # broken, which `_listen` sees, too
-            self._socket.sendall(json.dumps({"index": self._index, "place": place, "said": said}).encode() + b"\n")
+            self._socket.sendall(
+                json.dumps({"index": self._index, "place": place, "payload": payload}).encode() + b"\n"
+            )
 
-    def meet(self, place: str, said: Any = None) -> list[Any]:
-        """Wait until all instances are at a place. Returns what each has said there.
+    def barrier(self, place: str, payload: Any = None) -> list[Any]:
+        """Wait until all instances reach a place. Returns their payloads.
 
         Raises:
-            PopxlRuntimeError: if they will not all come.
+            PopxlRuntimeError: if an instance ends, times out or waits elsewhere.
         """
         with self._lock:
-            self.say(place, said)
+            self.send(place, payload)
             answer = self._answers.get()
             if "is_last" in answer:
                 self._answers.put(answer)  # for whoever comes later
         if "problem" in answer:
             raise PopxlRuntimeError(f"popdist: instance {self._index} is at {place}, and {answer['problem']}")
-        said_by_all: list[Any] = answer["said"]
-        return said_by_all
+        payloads: list[Any] = answer["payload"]
+        return payloads
 
     def leave(self, is_first: bool, failed: bool) -> None:
-        """At the end of the program. Instance 0 waits for the others.
+        """Leave at the end of the program; instance 0 waits for the others.
 
         Raises:
-            PopxlRuntimeError: if they will not all end.
+            PopxlRuntimeError: if an instance does not end.
         """
         if not is_first or failed:
-            self.say(LEAVING, failed)
+            self.send(LEAVING, failed)
             return
         try:
-            self.meet(ENDING)
+            self.barrier(ENDING)
         except PopxlRuntimeError:
-            self.say(LEAVING, True)
+            self.send(LEAVING, True)
             raise
 
 
-_lines: list[Line | Service] = []  # none before this process has joined, and one after
+_connections: list[LauncherConnection | Service] = []  # none before this process has joined, and one after
 
 
 def has_joined() -> bool:
-    """Whether this process has joined the other instances."""
-    return bool(_lines)
+    """Whether this process is connected with the other instances."""
+    return bool(_connections)
 
 
 def join() -> None:
-    """Connect this process with the other instances, if there are any; it waits for them. Once is enough.
+    """Connect this process with the other instances, and wait for them; a no-op if it is connected or has none.
 
     Raises:
         PopxlError: if JAX runs already: it cannot be connected later.
@@ -146,23 +147,23 @@ def join() -> None:
     if instance is None or instance.num_instances == 1 or has_joined():
         return
     address = LOOPBACK if instance.all_are_here else ""
-    line: Line | Service
+    connection: LauncherConnection | Service
     if instance.coordinator:
         port = int(instance.coordinator.rpartition(":")[2])
         _connect(instance, instance.coordinator, f"{address or '[::]'}:{port}", int(instance.timeout))
-        line = Service(instance, service())
+        connection = Service(instance, service())
     else:
-        line = Line(instance)
+        connection = LauncherConnection(instance)
         with held_port(address) as port:
-            said = f"{instance.host}:{port}" if instance.instance_index == 0 else None
-            coordinator = line.meet(JOINING, said)[0]
-            _connect(instance, coordinator, f"{address or '[::]'}:{port}", _ALL_ARE_HERE)
-    _lines.append(line)
-    atexit.register(_leave, line, instance.instance_index == 0, os.getpid())
+            payload = f"{instance.host}:{port}" if instance.instance_index == 0 else None
+            coordinator = connection.barrier(JOINING, payload)[0]
+            _connect(instance, coordinator, f"{address or '[::]'}:{port}", _CONNECT_TIMEOUT)
+    _connections.append(connection)
+    atexit.register(_leave, connection, instance.instance_index == 0, os.getpid())
 
 
 def _connect(instance: Instance, coordinator: str, own: str, timeout: int) -> None:
-    """Have JAX connect the instances. The first one listens at an address of its own for the coordinator's."""
+    """Connect the instances by `jax.distributed`. The first one serves the coordinator's address at `own`."""
     devices = instance.num_local_replicas * instance.num_ipus_per_replica
     first = instance.local_instance_index * devices
     # JAX would hold SIGTERM back, and the process could not be stopped.
@@ -191,7 +192,7 @@ def _connect(instance: Instance, coordinator: str, own: str, timeout: int) -> No
 
 @contextlib.contextmanager
 def held_port(address: str) -> Iterator[int]:
-    """A port that no other process gets, while this one waits for all instances. JAX's service listens there, too."""
+    """A free port, held against other processes until JAX's service listens there too."""
     with socket.socket() as held:
         if hasattr(socket, "SO_REUSEPORT"):  # elsewhere, JAX could not listen where something is held
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -203,59 +204,59 @@ def held_port(address: str) -> Iterator[int]:
     yield port
 
 
-def _leave(line: Line | Service, is_first: bool, process: int) -> None:
-    """At the end of the program, before JAX takes down what the others may be using.
+def _leave(connection: LauncherConnection | Service, is_first: bool, process: int) -> None:
+    """Leave the other instances at exit, before JAX shuts down the service that they use.
 
-    Instance 0 waits for them: JAX's service, by which all are connected, is in its process. After an uncaught exception
-    it does not, as they may be waiting for it in a collective.
+    Instance 0 waits for them: JAX's service is in its process. After an uncaught exception it does not wait, as they
+    may be waiting for it in a collective.
     """
     if os.getpid() != process:  # a copy that the program has forked
         return
     failed = getattr(sys, "last_value", None) is not None
     try:
-        line.leave(is_first, failed)
+        connection.leave(is_first, failed)
     except PopxlRuntimeError as problem:
         print(problem, file=sys.stderr)
 
 
-def meet(place: str, said: Any = None) -> list[Any]:
-    """Wait until all instances are at this place: nothing, in a program of a single process.
+def barrier(place: str, payload: Any = None) -> list[Any]:
+    """Wait until all instances reach a place; a no-op in a program of a single process.
 
     Args:
-        place: its name.
-        said: what this instance says there, such as JSON knows.
+        place: the name of the place.
+        payload: JSON data of this instance.
 
     Returns:
-        What each has said, in the order of the instances.
+        The payloads, in the order of the instances.
 
     Raises:
         PopxlRuntimeError: if they will not all come.
     """
-    return _lines[0].meet(place, said) if _lines else [said]
+    return _connections[0].barrier(place, payload) if _connections else [payload]
 
 
-class Notes:
-    """Notes that instances leave for each other, under names that are used once.
+class KeyValueStore:
+    """Texts that instances share, by keys that are used once.
 
-    They take no meeting: a thread may leave one, or wait for one, while the program goes on.
+    No barrier is needed: a thread may set a key, or wait for one, while the program goes on.
     """
 
     _FOLDER = "popxl/notes"
-    _PATIENCE = 1000  # milliseconds, after which somebody who waits can be interrupted
+    _POLL_INTERVAL = 1000  # milliseconds, after which a waiting thread can be interrupted
 
-    def leave(self, name: str, text: str) -> None:
-        """Leave a note for all."""
+    def set(self, name: str, text: str) -> None:
+        """Set the text of a key, for all instances."""
         service().key_value_set(f"{self._FOLDER}/{name}", text)
 
-    def find(self, name: str) -> str:
-        """The note of a name. Waits until there is one: an instance that dies meanwhile ends this one, too.
+    def get(self, name: str) -> str:
+        """The text of a key; waits until an instance has set it. An instance that dies meanwhile ends this one, too.
 
         Raises:
             PopxlRuntimeError: if the instances are no longer connected.
         """
         while True:
             try:
-                text: str = service().blocking_key_value_get(f"{self._FOLDER}/{name}", self._PATIENCE)
+                text: str = service().blocking_key_value_get(f"{self._FOLDER}/{name}", self._POLL_INTERVAL)
                 return text
             except RuntimeError as problem:  # of JAX, in whichever form it raises what the service says
                 if not str(problem).startswith("DEADLINE_EXCEEDED"):
@@ -263,8 +264,8 @@ class Notes:
                         f"popdist: other instances cannot be heard any more: {problem}"
                     ) from problem
 
-    def forget(self, folder: str) -> None:
-        """Forget all notes whose names begin with a folder's."""
+    def delete(self, folder: str) -> None:
+        """Delete all keys under a folder."""
         service().key_value_delete(f"{self._FOLDER}/{folder}/")
 
 
@@ -272,7 +273,7 @@ class Notes:
 
 
 def spans(instance_replicas: int, replicas: int) -> bool:
-    """Whether other instances drive some of the replicas of a program.
+    """Whether the replicas of a program span several instances.
 
     Args:
         instance_replicas: number of replicas of this process, as the program says.
@@ -294,7 +295,7 @@ def spans(instance_replicas: int, replicas: int) -> bool:
 
 
 def devices_of_all(own: Sequence[jax.Device], count: int, best: int) -> list[jax.Device]:
-    """The devices of the replicas of all processes, in their order.
+    """The devices of all processes' replicas, in process order.
 
     Args:
         own: the devices of this process.
@@ -319,7 +320,7 @@ def devices_of_all(own: Sequence[jax.Device], count: int, best: int) -> list[jax
 
 @cache
 def warn_if_forgotten() -> None:
-    """Warn, once, if poprun has started several instances, and this one runs a program that knows nothing of them."""
+    """Warn once if poprun started several instances and this one runs a program for a single process."""
     instance = launched()
     if instance is not None and instance.num_instances > 1 and not has_joined():
         _log.warn(

@@ -110,20 +110,20 @@ class Service:
 
     def __init__(self, instance: Instance, client: Any) -> None:
         self._instance, self._client = instance, client
-        self._meetings = itertools.count()
+        self._barriers = itertools.count()
         self._lock = threading.Lock()
         self._all_fail = False  # for the same reason, which all have been told
 
-    def meet(self, place: str, said: Any = None) -> list[Any]:
-        """Wait until all processes are at a place. Returns what each has said there.
+    def barrier(self, place: str, payload: Any = None) -> list[Any]:
+        """Wait until all processes reach a place. Returns their payloads.
 
         Raises:
             PopxlRuntimeError: if they do not come, or are at another place.
         """
         own, count = self._instance.instance_index, self._instance.num_instances
         with self._lock:
-            name = f"popxl/meeting {next(self._meetings)}"
-            self._client.key_value_set(f"{name}/{own}", json.dumps([place, said]))
+            name = f"popxl/meeting {next(self._barriers)}"
+            self._client.key_value_set(f"{name}/{own}", json.dumps([place, payload]))
             self._wait(place, lambda limit: self._client.wait_at_barrier(name, limit))
             found = [json.loads(self._client.key_value_try_get(f"{name}/{i}")) for i in range(count)]
         if any(there != place for there, _ in found):

@@ -17,7 +17,7 @@ from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.errors import LostUpdateWarning
 from popxl.ir import Ir
 from runtime.machine import ProgramElsewhere
-from runtime.processes import Notes
+from runtime.processes import KeyValueStore
 from runtime.program.program import Program
 from runtime.program.state import Given, Part
 from runtime.targets.devices import Device
@@ -156,16 +156,16 @@ class SessionVariables:
 
     # Each process its part ------------------------------------------------------------------------------------------
 
-    _notes = Notes()
+    _store = KeyValueStore()
 
     @property
     def _is_divided(self) -> bool:
         """Whether several processes run the program."""
         return self.program.layout.divided is not None
 
-    def _meet(self, place: str, said: Any) -> list[Any]:
+    def _meet(self, place: str, payload: Any) -> list[Any]:
         """Wait until all processes that run the program are at a place. Returns what each has said there."""
-        return self.program.layout.replicas.meet(place, self.program.state.begun, said)
+        return self.program.layout.replicas.barrier(place, self.program.state.begun, payload)
 
     def _own_parts(self, variables: Collection[Variable]) -> dict[Variable, list[Part]]:
         """What this process is to save of variables, if each process that runs the program saves a part: see

@@ -13,9 +13,9 @@ from popxl.base.log import Logger
 from popxl.core.tensor import Constant, Variable
 from popxl.ir import Ir
 from popxl.utils import narrowed
-from runtime.interrupts import uninterrupted
 from runtime.program.program import Program
 from runtime.program.state import Given
+from runtime.signals import defer_signals
 
 __all__ = ["VariableCopies", "new_data"]
 
@@ -101,7 +101,7 @@ class VariableCopies:
             self._known = self._ir.host_copies.note()
             self._program.is_loaded = False  # so that what interrupts the upload only puts it off
 
-        uninterrupted(write)
+        defer_signals(write)
 
     def write_parts(self, given: Given) -> None:
         """Upload values that are asked for in parts. Those that the program changes are on the device only then."""
@@ -115,7 +115,7 @@ class VariableCopies:
             self._known = self._ir.host_copies.note()
             self.note_run()
 
-        uninterrupted(note)
+        defer_signals(note)
 
     def read(self, t: Variable | Constant) -> np.ndarray:
         """The host's; of a variable that is read from all replicas, a row for each of them."""

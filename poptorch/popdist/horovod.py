@@ -238,7 +238,7 @@ def _gather(function: str, tensor: torch.Tensor, same_shape: bool) -> list[torch
     if size() == 1:
         return [own]
     processes.join()
-    said = processes.meet(f"popdist.horovod.{function}", [str(own.dtype), list(own.shape)])
+    said = processes.barrier(f"popdist.horovod.{function}", [str(own.dtype), list(own.shape)])
     fixed = 0 if same_shape else 1
     if len({(dtype, *shape[fixed:], len(shape)) for dtype, shape in said}) > 1:
         listed = "; ".join(f"instance {i} has {dtype} of shape {tuple(s)}" for i, (dtype, s) in enumerate(said))

@@ -22,8 +22,8 @@ from jax import lax
 from popxl.ops.kernels import convolutions
 from popxl.ops.kernels.convolutions import by_xla, check, widened_pair
 from popxl.ops.windows import Windows
-from runtime.calls import kept
 from runtime.cpu.quick import quick_on_cpus
+from runtime.noinline import noinline
 
 LITTLE_WORK = 2**16
 """How many products take XLA little time in any form. Its own form compiles faster."""
@@ -96,7 +96,7 @@ def convolved(name: str, t: Any, weight: Any, windows: Sequence[Windows], groups
         return plain(t, weight)
 
     def on_cpu(t: Any, weight: Any) -> Any:
-        return _batch_first(kept(partial(form, sliding=sliding, groups=groups))(sliding.padded(t), weight))
+        return _batch_first(noinline(partial(form, sliding=sliding, groups=groups))(sliding.padded(t), weight))
 
     return quick_on_cpus(on_cpu, plain)(t, weight)
 
@@ -125,7 +125,7 @@ def transposed(name: str, t: Any, weight: Any, windows: Sequence[Windows], group
 
             return sum(moved(places) for places in _places(kernel))
 
-        return _batch_first(kept(all_places)(jnp.moveaxis(t, 0, -1), weight))
+        return _batch_first(noinline(all_places)(jnp.moveaxis(t, 0, -1), weight))
 
     places = math.prod(kernel)
     put = depth * places * len(t) * math.prod(t.shape[2:])
@@ -152,7 +152,9 @@ def weights_gradient(name: str, g: Any, t: Any, shape: Sequence[int], windows: S
     def on_cpu(g: Any, t: Any) -> Any:
         g, t = widened_pair(g, t)
         sliding = Sliding(windows)
-        return kept(partial(_place_by_place, kernel=kernel, sliding=sliding))(jnp.moveaxis(g, 0, -1), sliding.padded(t))
+        return noinline(partial(_place_by_place, kernel=kernel, sliding=sliding))(
+            jnp.moveaxis(g, 0, -1), sliding.padded(t)
+        )
 
     if (
         groups > 1

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from runtime.calls import kept
 from runtime.cpu.quick import LANES
+from runtime.noinline import noinline
 
 
 def quotient(lhs: Any, rhs: Any) -> Any:
@@ -29,7 +29,7 @@ def quotient(lhs: Any, rhs: Any) -> Any:
 def computed_once(function: Callable[..., Any], *arrays: Any) -> Any:
     """XLA computes what is made of elements anew for each op that reads it, which is quicker for a few operations, and
     not for many."""
-    return lax.platform_dependent(*arrays, cpu=kept(function), default=function)
+    return lax.platform_dependent(*arrays, cpu=noinline(function), default=function)
 
 
 def over_images(function: Callable[..., Any], axes: int, *arrays: Any) -> Any:
@@ -42,8 +42,8 @@ def over_images(function: Callable[..., Any], axes: int, *arrays: Any) -> Any:
     def on_cpu(*arrays: Any) -> Any:
         shape = arrays[0].shape
         if len(shape) <= axes or shape[0] < LANES:
-            return kept(as_they_are)(*arrays)
-        turned = kept(partial(function, len(shape) - axes - 1))(*(jnp.moveaxis(t, 0, -1) for t in arrays))
+            return noinline(as_they_are)(*arrays)
+        turned = noinline(partial(function, len(shape) - axes - 1))(*(jnp.moveaxis(t, 0, -1) for t in arrays))
         return jax.tree.map(lambda t: jnp.moveaxis(t, -1, 0), turned)
 
     return lax.platform_dependent(*arrays, cpu=on_cpu, default=as_they_are)

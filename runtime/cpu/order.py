@@ -9,7 +9,7 @@ import jax
 
 from popxl.core.tensor import Tensor
 from runtime.cpu.quick import quick_on_cpus
-from runtime.dependence import can_seem, seemingly_of
+from runtime.fake_dependency import supports_fake_dependency, with_fake_dependency
 
 Array = Any
 
@@ -78,10 +78,10 @@ def after(value: Array, earlier: Array) -> Array:
         value: what an array is overwritten with.
         earlier: what was last computed from the array.
     """
-    if not isinstance(value, jax.core.Tracer) or not earlier.size or not can_seem(value):
+    if not isinstance(value, jax.core.Tracer) or not earlier.size or not supports_fake_dependency(value):
         return value
 
     def on_cpu(value: Array, earlier: Array) -> Array:
-        return seemingly_of(value, earlier[(0,) * earlier.ndim] != 0)
+        return with_fake_dependency(value, earlier[(0,) * earlier.ndim] != 0)
 
     return quick_on_cpus(on_cpu, lambda value, earlier: value)(value, earlier)

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from popxl.ops.kernels import words as kernels
-from runtime.calls import kept
+from runtime.noinline import noinline
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = np.uint32(0x1BD11BDA)
@@ -38,7 +38,7 @@ def derived(seed: Any, number: Any) -> Any:
 
 @cache  # so that it is traced once for all that draw this shape
 def _words_of(shape: tuple[int, ...]) -> Callable[[Any], Any]:
-    @kept
+    @noinline
     def written_out(seed: Any) -> Any:
         low = lax.iota(jnp.uint32, math.prod(shape))
         first, second = _encrypted(seed, jnp.zeros_like(low), low)
@@ -47,7 +47,7 @@ def _words_of(shape: tuple[int, ...]) -> Callable[[Any], Any]:
     return written_out
 
 
-@kept
+@noinline
 def _derived(seed: Any, number: Any) -> Any:
     return jnp.stack(_encrypted(seed, jnp.uint32(0), number.astype(jnp.uint32)))
 

@@ -30,7 +30,7 @@ from popxl.errors import PopxlError
 from popxl.ir import Ir
 from popxl.program.writing import fingerprint
 from runtime.files.bundle import pack, unpack
-from runtime.interrupts import scratch_folder
+from runtime.signals import scratch_folder
 from runtime.targets.destination import Destination
 from runtime.targets.devices import Device, DeviceType
 

@@ -22,9 +22,9 @@ from popxl.ir import Ir
 from popxl.program import reading, writing
 from runtime.files.bundle import pack, unpack
 from runtime.files.executables import Executable, described, restored
-from runtime.interrupts import scratch_folder
 from runtime.program.compiled import Ready, can_be_kept, compiled_afresh
 from runtime.program.program import Program
+from runtime.signals import scratch_folder
 from runtime.targets.destination import VERSIONS, MadeFor, made_for
 from runtime.targets.devices import Device, find_device
 from runtime.targets.offline import Target

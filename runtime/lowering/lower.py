@@ -30,8 +30,6 @@ from popxl.errors import PopxlError, PopxlInternalError
 from popxl.graph import Graph
 from popxl.ops.kernels.kernel import in_forms
 from popxl.options import SessionOptions
-from runtime.calls import kept
-from runtime.interrupts import handle_waiting
 from runtime.lowering import control_flow, host_ops  # noqa: F401  # they register what ops do
 from runtime.lowering.channels import COLLECTIVES, AnyChannel, Channels, acts_at_once, channels_of_ops
 from runtime.lowering.collectives import devices_meet, group_of
@@ -43,6 +41,8 @@ from runtime.lowering.rolled import AsWritten, Rolled, bring_together, roll
 from runtime.lowering.scopes import of_graph, of_op
 from runtime.lowering.sharing import Sharing, bound
 from runtime.lowering.stacks import Row, read
+from runtime.noinline import noinline
+from runtime.signals import deliver_pending_signals
 from runtime.targets.replicas import Replicas
 
 Array = Any
@@ -108,7 +108,7 @@ class Lowering:
         """
         environment = self.environment(values, context, same)
         for op in (part for each in ops for part in ((each,) if isinstance(each, Rolled) else each.parts)):
-            handle_waiting()
+            deliver_pending_signals()
             if isinstance(op, Rolled):
                 roll(self, op, environment, context)
                 continue
@@ -229,7 +229,7 @@ class Lowering:
             return results.outputs, results.written, channels.take(streams)
 
         function.__name__ = function.__qualname__ = identifier(graph.id) or "graph"
-        return kept(function, in_order=1)
+        return noinline(function, in_order=1)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from popxl.fp8_utils import in_transit, to_device
 from popxl.graph import Graph
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
-from runtime.aside import lower
+from runtime.compile_pool import lower
 from runtime.files.executables import donating
 from runtime.jax_private import copied
 from runtime.lowering import remote_buffers as remote

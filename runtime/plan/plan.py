@@ -23,7 +23,7 @@ from popxl.base.nesting import done
 from popxl.core.tensor import Tensor
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
-from runtime.aside import Aside
+from runtime.compile_pool import CompilePool
 from runtime.lowering.channels import FAILURE, Channel, Channels, Failure
 from runtime.lowering.environment import no_value
 from runtime.plan.pieces import Array, Piece, Run
@@ -45,9 +45,9 @@ def compile_all(pieces: Sequence[Piece], terms_at: Mapping[int, Terms], watch: W
         return
     pieces = sorted(pieces, key=lambda piece: piece.size, reverse=True)
     is_divided = any(terms.replicas.local_count < terms.replicas.count for terms in terms_at.values())
-    with Aside(1 if is_divided else os.cpu_count() or 1) as aside:
+    with CompilePool(1 if is_divided else os.cpu_count() or 1) as pool:
         watch.begins(pieces[0].name, 0, len(pieces))
-        compilations = [aside.begin(piece.lowered(terms_at[piece.place])) for piece in pieces]
+        compilations = [pool.submit(piece.lowered(terms_at[piece.place])) for piece in pieces]
         compiled = []
         for number, (piece, compilation) in enumerate(zip(pieces, compilations, strict=True)):
             if number:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from popxl.core.tensor import Tensor
 from popxl.streams import HostToDeviceStream, Stream
-from runtime.aside import Aside, lower
+from runtime.compile_pool import CompilePool, lower
 from runtime.files.cache import compiling_afresh
 from runtime.files.executables import donating
 from runtime.lowering import remote_buffers as remote
@@ -150,8 +150,8 @@ def _one_program(layout: Layout, known: Sequence[Any] | None, watch: Watch) -> _
             remote.check_places(executable.as_text(), results + [None] * fetched, layout.main)
         return executable
 
-    with Aside(1) as aside:
-        return aside.begin(compile).result(), {}, lowered.as_text
+    with CompilePool(1) as pool:
+        return pool.submit(compile).result(), {}, lowered.as_text
 
 
 def lowered_for(layout: Layout, platform: str) -> Any:
@@ -286,5 +286,5 @@ def _begin_and_end(layout: Layout, terms: Terms, channels: Sequence[Stream | Fai
         if not isinstance(c, HostToDeviceStream)
     ]
     ended = lower(lambda: terms.destination.lower(jax.jit(end, donate_argnums=0 if are_donated else ()), results))
-    with Aside(1) as aside:
-        return aside.begin(lambda: (terms.destination.compile(started), terms.destination.compile(ended))).result()
+    with CompilePool(1) as pool:
+        return pool.submit(lambda: (terms.destination.compile(started), terms.destination.compile(ended))).result()

@@ -27,7 +27,6 @@ from popxl.errors import NonFiniteError, PopxlError
 from popxl.graph import Graph
 from popxl.options import SessionOptions
 from popxl.values.spec import brief
-from runtime.interrupts import handle_waiting
 from runtime.lowering.channels import Channel, Channels
 from runtime.lowering.context import Context
 from runtime.lowering.control_flow import Loop, call_inputs, check_bound, finish_call
@@ -35,6 +34,7 @@ from runtime.lowering.environment import Environment, Results
 from runtime.lowering.lower import Lowering, store_results, targets_of
 from runtime.lowering.sharing import Sharing, bound
 from runtime.program.blocks import Block
+from runtime.signals import deliver_pending_signals
 from runtime.targets.replicas import Replicas
 
 _log = Logger("session")
@@ -110,7 +110,7 @@ class Debugged(Lowering):
         """
         environment = self.environment(values, context, same)
         for op in (part for each in ops for part in each.parts):
-            handle_waiting()
+            deliver_pending_signals()
             if op.kind.view is None:
                 yield (self._entered if op.called_graphs else self._watched)(op, environment, context)
         return environment

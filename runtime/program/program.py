@@ -12,11 +12,11 @@ import numpy as np
 from popxl.core.tensor import Variable
 from popxl.ir import Ir
 from runtime.files.cache import compiling
-from runtime.interrupts import uninterrupted
 from runtime.program.compiled import Compiled, Ready, can_be_kept, compiled
 from runtime.program.layout import Layout
 from runtime.program.run import Runner
 from runtime.program.state import Given, Part, State
+from runtime.signals import defer_signals
 from runtime.targets.destination import Destination
 from runtime.targets.devices import Device
 from runtime.targets.mesh import dimensions_of
@@ -215,7 +215,7 @@ class Program(CompiledProgram):
             finally:
                 self.state.give_back()
 
-        uninterrupted(run)  # or what was taken might never be given back
+        defer_signals(run)  # or what was taken might never be given back
         return fetched[0]
 
     # The run --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import numpy as np
 
 from popxl.core.aliasing import all_parts
 from popxl.errors import ApplicationRuntimeError
-from runtime.interrupts import uninterrupted
 from runtime.jax_private import prepared
 from runtime.lowering.channels import FAILURE, Channel, Channels
 from runtime.lowering.context import Context
@@ -25,6 +24,7 @@ from runtime.program.blocks import Block
 from runtime.program.compiled import Compiled, begin_run, end_run
 from runtime.program.debugging import Debugged, tell_given_nans, together
 from runtime.program.state import State
+from runtime.signals import defer_signals
 from runtime.targets.destination import HOST
 from runtime.timeline import Recorder, Timeline
 
@@ -138,7 +138,7 @@ class Runner:
             fetched.append(fetches)
 
         with self._layout.precision():
-            uninterrupted(call)
+            defer_signals(call)
         if before is not None and before == prepared(self._call) and not self._layout.wide:
             (self._quick, _), self._quick_for = before, (*map(type, feeds),)
         return fetched[0]

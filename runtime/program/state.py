@@ -17,10 +17,10 @@ from popxl.fp8_utils import to_device, to_host
 from popxl.remote_buffer import RemoteBuffer
 from popxl.utils import to_numpy
 from popxl.values.sharding import parts_of
-from runtime.interrupts import uninterrupted
 from runtime.lowering import remote_buffers as remote
 from runtime.program.blocks import Block
 from runtime.program.layout import Layout
+from runtime.signals import defer_signals
 from runtime.targets.replicas import DividedReplicas
 
 Array = Any
@@ -219,7 +219,7 @@ class State:
         layout = self._layout
         slots = [None] * len(layout.buffers) if self.changing is None else self.changing[len(layout.changing) :]
         buffers = zip(layout.in_buffers.items(), slots, strict=True)
-        layout.replicas.meet("Session.weights_from_host", self.begun)
+        layout.replicas.barrier("Session.weights_from_host", self.begun)
         with layout.precision():
             changing = (
                 *(
@@ -283,7 +283,7 @@ class State:
         """Copy the values of all variables that the program changes from the device to the host."""
         layout, count = self._layout, len(self._layout.changing)
         if layout.changed or layout.stored_to:
-            layout.replicas.meet("Session.weights_to_host", self.begun)
+            layout.replicas.barrier("Session.weights_to_host", self.begun)
         taken: list[_Taken] = []
         with layout.precision():
             for i, (block, value) in enumerate(zip(layout.changing, self.present()[:count], strict=True)):
@@ -300,7 +300,7 @@ class State:
                 if vs and buffer in layout.stored_to:
                     for v, array in remote.parts_in(buffer, vs, layout.terms_for(buffer).replicas, slots).items():
                         taken.append(self._taken_from(v, array))
-        uninterrupted(lambda: self._take(taken))  # the host copies of all variables are of one moment
+        defer_signals(lambda: self._take(taken))  # the host copies of all variables are of one moment
 
     def _is_one(self, t: Tensor) -> bool:
         """Whether what holds a variable is declared to be the same on all replicas, and its value is asked for once."""

@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from runtime import processes
-from runtime.calls import kept
+from runtime.noinline import noinline
 
 Array = Any
 
@@ -140,7 +140,7 @@ class Replicas:
 
     def _by_shard_map(self, function: Callable[..., Any], shared: bool) -> Callable[..., Any]:
         # On CPUs XLA would fuse the reshapes below with updates, and then not overwrite what is donated, but copy it.
-        whole = kept(function) if self.is_cpu else function
+        whole = noinline(function) if self.is_cpu else function
 
         def of_one(*trees: Any) -> Any:  # of arrays with a leading dimension of size 1
             own, others = (trees[:-1], trees[-1:]) if shared else (trees, ())
@@ -215,12 +215,12 @@ class Replicas:
         """
         return array
 
-    def meet(self, place: str, runs: int, said: Any = None) -> list[Any]:
+    def barrier(self, place: str, runs: int, payload: Any = None) -> list[Any]:
         """Wait until all processes that drive replicas are at this place, after so many runs.
 
         Returns what each has said there.
         """
-        return [said]
+        return [payload]
 
 
 class DividedReplicas(Replicas):
@@ -266,9 +266,9 @@ class DividedReplicas(Replicas):
         shards = {(shard.index[0].start or 0) // share: shard.data for shard in array.addressable_shards}
         return {replica: np.array(shards[replica]) for replica in which}
 
-    def meet(self, place: str, runs: int, said: Any = None) -> list[Any]:
+    def barrier(self, place: str, runs: int, payload: Any = None) -> list[Any]:
         # Collectives of unequal numbers of runs would wait for each other, or meet those of something else.
-        return processes.meet(f"{place} after {runs} run{'s' * (runs != 1)}", said)
+        return processes.barrier(f"{place} after {runs} run{'s' * (runs != 1)}", payload)
 
     def joined(self, array: Array, shape: tuple[int, ...], axis: int) -> Array:
         own = array.reshape(*shape[:axis], self.local_count, *shape[axis + 1 :])

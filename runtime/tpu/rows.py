@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from runtime.dependence import seemingly_of
+from runtime.fake_dependency import with_fake_dependency
 
 Array = Any
 
@@ -22,4 +22,4 @@ def in_turn(row: Array, number: Array) -> Array:
         number: what differs from turn to turn: where the row lies.
     """
     is_factor = row.dtype == jnp.float32 and row.ndim > 1
-    return seemingly_of(row, number) if is_factor else row
+    return with_fake_dependency(row, number) if is_factor else row

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 import popxl
-from runtime.meetings import Meetings
+from runtime.rendezvous import RendezvousServer
 from tests.popxl.test_communication import training
 
 SAID = "127.0.0.1:65535"
@@ -28,20 +28,20 @@ SAID = "127.0.0.1:65535"
 def meeting(count: int) -> dict[str, float]:
     """So many instances come to one place, and are answered: CPU seconds, of both ends, and bytes of an answer."""
     begun = time.process_time()
-    meetings = Meetings(count, 120.0, "127.0.0.1", "token", lambda index: None)
+    rendezvous = RendezvousServer(count, 120.0, "127.0.0.1", "token", lambda index: None)
     lines = []
     for index in range(count):
-        line = socket.create_connection(("127.0.0.1", meetings.port), timeout=120)
-        come = {"index": index, "place": "the beginning", "said": SAID}
+        line = socket.create_connection(("127.0.0.1", rendezvous.port), timeout=120)
+        come = {"index": index, "place": "the beginning", "payload": SAID}
         line.sendall(b"token\n" + json.dumps(come).encode() + b"\n")
         lines.append(line)
     sizes = []
     for line in lines:
         with line, line.makefile("rb") as file:
             answer = file.readline()
-        assert len(json.loads(answer)["said"]) == count
+        assert len(json.loads(answer)["payload"]) == count
         sizes.append(len(answer))
-    meetings.close()
+    rendezvous.close()
     return {
         "CPU, s": time.process_time() - begun,
         "bytes of an answer": max(sizes),

@@ -23,7 +23,7 @@ from popxl.base.distributed import Instance
 from popxl.errors import PopxlRuntimeError
 from runtime.poprun import GRACE
 from runtime.poprun_options import parser
-from runtime.processes import Line
+from runtime.processes import LauncherConnection
 from tests.popxl.conftest import Run
 
 ROOT = Path(__file__).parents[2]
@@ -276,7 +276,7 @@ def test_only_instances_are_heard(poprun: Run, host: str, tmp_path: Path) -> Non
 
         def answer(token):
             host, _, port = os.environ["POPDIST_LAUNCHER"].rpartition(":")
-            said = json.dumps({"index": 0, "place": "here", "said": "hello"})
+            said = json.dumps({"index": 0, "place": "here", "payload": "hello"})
             with socket.create_connection((host, int(port)), timeout=30) as line:
                 try:
                     line.sendall(f"{token}\\n{said}\\n".encode())
@@ -294,7 +294,7 @@ def test_only_instances_are_heard(poprun: Run, host: str, tmp_path: Path) -> Non
     done = poprun("--verbose", "--host", host, program=program, environment=environment)
     assert done.returncode == 0, done.stderr
     answers, token = done.stdout.strip().split(";")
-    assert answers == """['', '', '', '', '{"said": ["hello"]}']"""
+    assert answers == """['', '', '', '', '{"payload": ["hello"]}']"""
     assert len(token) == 32 and f"instance 0 on {host}" in done.stderr and token not in done.stderr
 
 
@@ -302,14 +302,16 @@ def test_what_answers_is_not_the_launcher() -> None:
     """Whoever waits hears of it, and whoever comes later does not wait."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         launcher = f"127.0.0.1:{server.getsockname()[1]}"
-        line = Line(Instance(instance_index=1, num_instances=2, num_total_replicas=2, launcher=launcher, token="me"))
+        line = LauncherConnection(
+            Instance(instance_index=1, num_instances=2, num_total_replicas=2, launcher=launcher, token="me")
+        )
         other, _ = server.accept()
         with other:
             other.sendall(b"220 mail.example.com\r\n")
             for place in ("home", "work"):
                 message = f"instance 1 is at {place}, and what answers at '{launcher}' is not `poprun`: b'220 mail"
                 with pytest.raises(PopxlRuntimeError, match=message):
-                    line.meet(place)
+                    line.barrier(place)
 
 
 # Failing -------------------------------------------------------------------------------------------------------------

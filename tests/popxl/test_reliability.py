@@ -24,8 +24,8 @@ import popxl
 from popxl import ops
 from popxl.errors import PopxlRuntimeError
 from popxl.fp8_utils import host_pow2scale_cast_to_fp8
-from runtime.aside import Aside
-from runtime.interrupts import uninterrupted
+from runtime.compile_pool import CompilePool
+from runtime.signals import defer_signals
 from tests.benchmarks.soak import FORMS, Footprint, counter, soak
 
 # A signal may be handled where nothing can be raised: while the garbage is collected, or an open file let go.
@@ -379,7 +379,7 @@ COMPILING = """
     print("all is well")
 """
 
-PLACES = [("lower.py", "carry_out", 20), ("mlir.py", "", 300), ("_base.py", "result", 1)]
+PLACES = [("lower.py", "lower_op", 20), ("mlir.py", "", 300), ("_base.py", "result", 1)]
 """While JAX traces, while it lowers, and while XLA compiles: the file, the function, and the call of it."""
 
 
@@ -395,9 +395,9 @@ def test_an_interrupt_that_nobody_catches_ends_the_program_at_once():
     """The thread that compiles must not abort the process, or hold it."""
     program = """
         import os, signal, threading, time
-        from runtime.aside import Aside
-        with Aside(1) as aside:
-            working = aside.begin(lambda: time.sleep(1000))
+        from runtime.compile_pool import CompilePool
+        with CompilePool(1) as pool:
+            working = pool.submit(lambda: time.sleep(1000))
             threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
             working.result()
     """
@@ -407,13 +407,13 @@ def test_an_interrupt_that_nobody_catches_ends_the_program_at_once():
 
 
 def test_threads_that_compile_have_the_settings_of_those_that_wait():
-    with jax.enable_x64(True), jax.default_matmul_precision("float32"), Aside(1) as aside:
-        dtype, precision = aside.begin(lambda: (jnp.float64(1).dtype, jax.config.jax_default_matmul_precision)).result()
+    with jax.enable_x64(True), jax.default_matmul_precision("float32"), CompilePool(1) as pool:
+        dtype, precision = pool.submit(lambda: (jnp.float64(1).dtype, jax.config.jax_default_matmul_precision)).result()
     assert (dtype, precision) == (np.float64, "float32")
-    with Aside(2) as aside:
-        assert aside.begin(lambda: jnp.asarray(1.0).dtype).result() == np.float32
+    with CompilePool(2) as pool:
+        assert pool.submit(lambda: jnp.asarray(1.0).dtype).result() == np.float32
         with pytest.raises(ZeroDivisionError):
-            aside.begin(lambda: 1 / 0).result()
+            pool.submit(lambda: 1 / 0).result()
 
 
 def test_signals_wait():
@@ -422,18 +422,18 @@ def test_signals_wait():
     def work():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
-        uninterrupted(lambda: signal.raise_signal(signal.SIGINT))
+        defer_signals(lambda: signal.raise_signal(signal.SIGINT))
         done.append(True)
 
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        uninterrupted(work)
+        defer_signals(work)
     assert done == [True] and signal.getsignal(signal.SIGINT) is before
     with pytest.raises(ZeroDivisionError):
-        uninterrupted(lambda: 1 / 0)
+        defer_signals(lambda: 1 / 0)
     assert signal.getsignal(signal.SIGINT) is before
     with ThreadPoolExecutor(1) as threads:
-        threads.submit(uninterrupted, lambda: done.append(False)).result()
+        threads.submit(defer_signals, lambda: done.append(False)).result()
     assert done == [True, False]
 
 
@@ -754,7 +754,7 @@ def test_asyncio_is_told_once_of_a_signal():
     async def work():
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGUSR1, lambda: handled.append("once"))
-        uninterrupted(lambda: signal.raise_signal(signal.SIGUSR1))
+        defer_signals(lambda: signal.raise_signal(signal.SIGUSR1))
         await asyncio.sleep(0.01)
         loop.remove_signal_handler(signal.SIGUSR1)
 

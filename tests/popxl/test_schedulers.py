@@ -206,7 +206,7 @@ def test_processes_that_do_different_things() -> None:
             sys.__excepthook__(*problem)
 
         sys.excepthook = late
-        processes.meet(f"place {popdist.getInstanceIndex()}")
+        processes.barrier(f"place {popdist.getInstanceIndex()}")
     """
     found = run_all([slurm(index) for index in range(2)], [sys.executable, "-c", textwrap.dedent(program)])
     for code, _, err in found:

@@ -103,19 +103,19 @@ def test_memory_maps_are_copied_as_they_are(tmp_path):
 # Pieces -------------------------------------------------------------------------------------------------------------
 
 
-class Notes(dict):
+class KeyValueStore(dict):
     """Of processes that follow each other: whatever is looked for has been left."""
 
-    leave, find = dict.__setitem__, dict.__getitem__
+    set, get = dict.__setitem__, dict.__getitem__
 
-    def forget(self, folder):
+    def delete(self, folder):
         for name in [name for name in self if name.startswith(f"{folder}/")]:
             del self[name]
 
 
 def write_in_pieces(place, arrays, format="npz", shapes=None):
     """Two processes write: the second one the middle third of each array, the first one what is around it."""
-    notes = Notes()
+    notes = KeyValueStore()
     with checkpoint.created(str(place)) as directory:
         checkpoint.write_info(directory, {"steps": 1})
         array_files.write_arrays(directory, {"known to all": np.arange(3)}, format)
@@ -239,7 +239,7 @@ def test_a_changed_byte_of_pieces(tmp_path, name):
 
 
 def test_who_cannot_write_says_so(tmp_path):
-    notes = Notes()
+    notes = KeyValueStore()
     first, second = (pieces.Share(tmp_path / "c", number, 2, notes) for number in range(2))
     with pytest.raises(FileNotFoundError, match="Choose a place for checkpoints that all processes have in common"):
         second.write({}, "npz")

@@ -1,8 +1,8 @@
-"""Work that no signal cuts in two.
+"""Deferred signals: work that no signal handler interrupts.
 
-Python handles signals between any two of its own steps, in the main thread, and what handles them may raise: Ctrl-C
-raises `KeyboardInterrupt`. A run gives up the memory of the variables that it changes; were it left just then, they
-would be lost.
+Python runs signal handlers between any two of its own steps, in the main thread, and handlers may raise: Ctrl-C raises
+`KeyboardInterrupt`. A run donates the memory of the variables that it changes; an exception in its middle would lose
+them.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-HELD_BACK = tuple(
+DEFERRED = tuple(
     int(getattr(signal, name))
     for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGBREAK")
     if hasattr(signal, name)
 )
-"""The signals that programs handle, as far as the system has them."""
+"""The signals that are deferred: those that programs handle, if the system has them."""
 
 
-_waiting: list[tuple[int, Any]] = []
-"""The signals that wait for `uninterrupted` work to end, and what handles them."""
+_pending: list[tuple[int, Any]] = []
+"""Deferred signals, with their handlers."""
 
 
-def handle_waiting() -> None:
-    """Within `uninterrupted` work, where it may be left: handle the signals that wait. What handles one may raise."""
-    if _waiting and threading.current_thread() is threading.main_thread():
-        number, handler = _waiting.pop(0)
+def deliver_pending_signals() -> None:
+    """Call the handler of the first deferred signal, which may raise. A no-op outside of `defer_signals`."""
+    if _pending and threading.current_thread() is threading.main_thread():
+        number, handler = _pending.pop(0)
         handler(number, sys._getframe())
 
 
-def uninterrupted(work: Callable[[], object]) -> None:
-    """Do some work; signals that come meanwhile are handled right after it, in time or not.
+def defer_signals(work: Callable[[], object]) -> None:
+    """Call a function, and deliver the signals that arrive meanwhile right after it.
 
-    What handles one may raise then, so the work has to leave its results somewhere by itself. It should be short, or
-    call `handle_waiting` where it may be left.
+    Signal handlers may raise then, so the function has to store its results itself. It should be short, or call
+    `deliver_pending_signals` where an exception does no harm.
 
     Example:
         >>> import signal
@@ -49,7 +49,7 @@ def uninterrupted(work: Callable[[], object]) -> None:
         ...     signal.raise_signal(signal.SIGINT)
         ...     done.append("all of it")
         >>> try:
-        ...     uninterrupted(work)
+        ...     defer_signals(work)
         ... except KeyboardInterrupt:
         ...     print("interrupted, but", *done)
         interrupted, but all of it
@@ -60,25 +60,25 @@ def uninterrupted(work: Callable[[], object]) -> None:
     before: dict[int, Any] = {}
     is_working = True
 
-    def held_back(number: int, frame: Any) -> None:
+    def defer(number: int, frame: Any) -> None:
         if is_working:
-            _waiting.append((number, before[number]))
+            _pending.append((number, before[number]))
         else:  # one of these signals has come, and raised, before all could be handled as before
             before[number](number, frame)
 
     try:
-        for number in HELD_BACK:
+        for number in DEFERRED:
             handler = _signal.getsignal(number)
             if callable(handler):  # it is in Python
                 before[number] = handler
-                _signal.signal(number, held_back)
+                _signal.signal(number, defer)
         work()
     finally:
         is_working = False
         for number, handler in before.items():
             _signal.signal(number, handler)
-        came = dict.fromkeys(number for number, _ in _waiting)
-        _waiting.clear()
+        came = dict.fromkeys(number for number, _ in _pending)
+        _pending.clear()
         for number in came:  # not raised anew: who reads what `signal.set_wakeup_fd` writes, as asyncio, has been told
             handler = _signal.getsignal(number)  # one of those before may have set another one
             if callable(handler):
@@ -89,7 +89,7 @@ def uninterrupted(work: Callable[[], object]) -> None:
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder for the length of a block. No signal interrupts its removal, which Python's functions do not expect.
+    """A temporary folder for the length of a block. Signals are deferred while it is removed.
 
     Example:
         >>> with scratch_folder() as folder:
@@ -99,4 +99,4 @@ def scratch_folder() -> Iterator[Path]:
     try:
         yield Path(folder.name)
     finally:
-        uninterrupted(folder.cleanup)
+        defer_signals(folder.cleanup)

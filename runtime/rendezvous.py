@@ -1,10 +1,9 @@
-"""Where the instances of a program wait for each other: the launcher's end of the lines of `runtime.processes`.
+"""The rendezvous server of a launcher: barriers of the instances of a program; the clients are in `runtime.processes`.
 
-An instance says its token first; a line that begins otherwise is a stranger's, and is closed. Then a line carries JSON,
-one object in each line of text. An instance says `{"index": 1, "place": "...", "said": ...}` when it has come to a
-place. It is answered `{"said": [...]}`, with what all have said there, as soon as all are there; or
-`{"problem": "..."}`, as soon as it is known that they will not be. That it is leaving is not answered; it then says
-whether it has failed.
+An instance sends its token first; a connection that begins otherwise is closed. Then both sides send JSON, one object a
+line. An instance sends `{"index": 1, "place": "...", "payload": ...}` when it reaches a barrier. The answer is
+`{"payload": [...]}`, with the payloads of all instances, as soon as all have reached it; or `{"problem": "..."}`, as
+soon as one cannot. An instance that is about to end sends whether it has failed, and gets no answer.
 """
 
 from __future__ import annotations
@@ -23,28 +22,28 @@ from runtime.processes import ENDING, LEAVING
 
 @dataclass
 class _Waiting:
-    """An instance at a place, and where it is to be answered."""
+    """An instance that waits at a barrier, with the stream for its answer."""
 
     place: str
-    said: Any
+    payload: Any
     answer: Any
 
 
-class Meetings:
-    """The meetings of the instances of one program.
+class RendezvousServer:
+    """A server for the barriers of one program's instances.
 
     Args:
-        count: how many instances there are.
-        timeout: for how many seconds one waits for the others.
-        address: where to listen, by name; `""` for all the networks of this machine.
-        token: what instances say first.
-        failed: is called with the number of an instance that says that it is about to end because it has failed.
+        count: the number of instances.
+        timeout: seconds that an instance waits for the others.
+        address: the host name to listen at; `""` for all networks of this machine.
+        token: the secret that instances send first.
+        failed: called with the index of an instance that is about to end after a failure.
 
     Attributes:
-        port: where instances reach it.
-        problems: why instances did not meet, the first reason first.
-        leaving: the instances that have said that they are about to end, in this order.
-        anybody_came: whether an instance has come to any place.
+        port: the port of the server.
+        problems: reasons of failed barriers, the first one first.
+        leaving: the instances that are about to end, in the order of their messages.
+        any_arrived: whether any instance has reached a barrier.
     """
 
     def __init__(self, count: int, timeout: float, address: str, token: str, failed: Callable[[int], None]) -> None:
@@ -55,80 +54,82 @@ class Meetings:
         self._timer: threading.Timer | None = None
         self.problems: list[str] = []
         self.leaving: list[int] = []
-        self.anybody_came = False
-        meetings, greeting = self, f"{token}\n".encode()
+        self.any_arrived = False
+        rendezvous, greeting = self, f"{token}\n".encode()
 
-        class Line(socketserver.StreamRequestHandler):
+        class Connection(socketserver.StreamRequestHandler):
             def handle(self) -> None:
                 with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a broken line
                     if not secrets.compare_digest(self.rfile.readline(len(greeting)), greeting):
                         return  # to a stranger
                     for text in self.rfile:
-                        come = json.loads(text)
-                        meetings._came(int(come["index"]), _Waiting(come["place"], come["said"], self.wfile))
+                        message = json.loads(text)
+                        rendezvous._arrive(
+                            int(message["index"]), _Waiting(message["place"], message["payload"], self.wfile)
+                        )
 
         class Server(socketserver.ThreadingTCPServer):
             daemon_threads = True
             block_on_close = False
             request_queue_size = max(count, 5)  # all may come at once; who is turned away tries again a second later
 
-        self._server = Server((address, 0), Line)
+        self._server = Server((address, 0), Connection)
         self.port: int = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True).start()
 
     def close(self) -> None:
-        """Listen no longer."""
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
 
-    def ended(self, index: int, code: int) -> None:
-        """Note that an instance has ended: it will come nowhere any more."""
+    def note_exit(self, index: int, code: int) -> None:
+        """Note that an instance has ended, with its exit code."""
         with self._lock:
             self._ended[index] = code
             self._waiting.pop(index, None)
-            self._settle()
+            self._answer_if_decided()
 
-    def _came(self, index: int, waiting: _Waiting) -> None:
+    def _arrive(self, index: int, waiting: _Waiting) -> None:
         with self._lock:
-            self.anybody_came = True
+            self.any_arrived = True
             if waiting.place == LEAVING:
                 self.leaving.append(index)
-                if waiting.said:
+                if waiting.payload:
                     self._failed(index)
                 return
             self._waiting[index] = waiting
-            self._settle()
+            self._answer_if_decided()
 
-    def _settle(self) -> None:
-        """Answer those who wait, if it is known how it ends."""
+    def _answer_if_decided(self) -> None:
+        """Answer the waiting instances, if the barrier is complete or cannot become so."""
         places = {waiting.place for waiting in self._waiting.values()}
         if places == {ENDING}:
             if len(self._waiting) + len(self._ended) == self._count:
-                self._answer({"said": []})
+                self._answer({"payload": []})
         elif places and self._ended:
             ended = ", ".join(f"instance {i} has ended with exit code {code}" for i, code in self._ended.items())
             self._fail(f"{ended}, and will not come.")
         elif len(self._waiting) == self._count:
             if len(places) == 1:
-                self._answer({"said": [self._waiting[i].said for i in range(self._count)]})
+                self._answer({"payload": [self._waiting[i].payload for i in range(self._count)]})
             else:
                 self._fail(
                     "others wait elsewhere; all instances have to do the same. "
                     + " ".join(f"Instance {i} is at {each.place}." for i, each in sorted(self._waiting.items()))
                 )
-        self._watch()
+        self._update_timer()
 
-    def _watch(self) -> None:
-        """Have the time that somebody waits run from when the first one waits."""
+    def _update_timer(self) -> None:
+        """Start the timer with the first waiting instance, and stop it with the last answer."""
         if self._waiting and self._timer is None:
-            self._timer = threading.Timer(self._timeout, self._is_over)
+            self._timer = threading.Timer(self._timeout, self._time_out)
             self._timer.daemon = True
             self._timer.start()
         elif not self._waiting and self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _is_over(self) -> None:
+    def _time_out(self) -> None:
         with self._lock:
             missing = [i for i in range(self._count) if i not in self._waiting and i not in self._ended]
             if threading.current_thread() is not self._timer or not missing:

@@ -1,6 +1,6 @@
-"""Calls that XLA keeps.
+"""`noinline`: functions whose calls XLA does not inline.
 
-Other calls it inlines: it compiles the function anew for each, and makes what is in it part of whatever reads it.
+It inlines other calls: it compiles the function anew for each, and may fuse its operations with their users.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.tree_util import Partial
 
 
-def kept(function: Callable[..., Any], in_order: int | None = None) -> Callable[..., Any]:
-    """A function whose calls are kept. Those that it makes itself, of functions of JAX among them, are inlined.
+def noinline(function: Callable[..., Any], in_order: int | None = None) -> Callable[..., Any]:
+    """Jit a function, and keep XLA from inlining its calls. Calls inside of it are inlined.
 
-    What it hands back as it was given, or gives twice, does not pass through the call. XLA (jaxlib 0.10.2) takes the
-    result for an array of its own, and overwrites it in the same breath as it reads the other one.
+    Results that are arguments, or equal to other results, do not pass through the call. XLA (jaxlib 0.10.2) takes such
+    a result for a separate array, and overwrites it while it still reads the other one.
 
     Args:
         function: the function.
-        in_order: one of its arguments, by its place. What it holds passes through the call all the same, so that who
-            uses it next does so after the call: a slot of a remote buffer that was read at once with all others would
-            take memory until it is needed.
+        in_order: the position of an argument whose leaves pass through the call all the same, so that their next use
+            comes after the call: a slot of a remote buffer that was fetched early would take memory until it is needed.
     """
 
     @wraps(function)
@@ -38,7 +37,7 @@ def kept(function: Callable[..., Any], in_order: int | None = None) -> Callable[
             if id(leaf) not in known:
                 known[id(leaf)] = len(given) + len(own)
                 own.append(leaf)
-        return Partial(partial(_put_together, tree, [known[id(leaf)] for leaf in results]), own)
+        return Partial(partial(_rebuild, tree, [known[id(leaf)] for leaf in results]), own)
 
     compiled = jax.jit(body)
 
@@ -51,7 +50,7 @@ def kept(function: Callable[..., Any], in_order: int | None = None) -> Callable[
     return call
 
 
-def _put_together(tree: Any, places: Sequence[int], given: Sequence[Any], own: Sequence[Any]) -> Any:
-    """The results of a function, by their places among the leaves of its arguments and its own results after these."""
+def _rebuild(tree: Any, places: Sequence[int], given: Sequence[Any], own: Sequence[Any]) -> Any:
+    """Rebuild a function's results from the leaves of its arguments and its own results, by position."""
     known = [*given, *own]
     return jax.tree.unflatten(tree, [known[place] for place in places])

@@ -1,0 +1,31 @@
+"""Fake data dependencies, which order operations for XLA.
+
+XLA has no control dependencies for users: it reorders independent operations freely, also across barriers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+Array = Any
+
+_BITS = {2: jnp.int16, 4: jnp.int32}
+"""The integer dtype for each size of a float, in bytes."""
+
+
+def supports_fake_dependency(value: Array) -> bool:
+    """Whether a value's dtype allows a fake dependency."""
+    return jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize in _BITS
+
+
+def with_fake_dependency(value: Array, number: Array) -> Array:
+    """The same value with a fake dependency on an integer or boolean.
+
+    A bit that is computed from the number, and always zero, is added. The code generator sees that; XLA does not.
+    """
+    bits = _BITS[value.dtype.itemsize]
+    some = number.astype(bits)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(value, bits) | (some & ~some), value.dtype)

@@ -42,6 +42,7 @@ docs/popxl-programs
 docs/pytorch
 docs/models
 docs/jax
+docs/extending
 docs/running
 docs/scaling
 docs/performance

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from poptorch.options import options_page
-from runtime.pipes import exit_on_broken_pipe
+from popxl.extend.processes import exit_on_broken_pipe
 
 
 @exit_on_broken_pipe

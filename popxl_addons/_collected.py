@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 import popxl
-from popxl.transforms.autodiff import GradGraphInfo
+from popxl.transforms import GradGraphInfo
 from popxl_addons.build_grad import Aux, VarGrad
 from popxl_addons.grad_info import CalledGraphs
 from popxl_addons.named_tensors import NamedTensors

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from popxl.base.files import drafted
+from popxl.extend.files import drafted
 
 
 def memory_map(

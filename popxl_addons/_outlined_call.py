@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import popxl
-from popxl.core.binding import is_input
+from popxl.extend.graphs import is_input
 from popxl_addons.graph import GraphWithNamedArgs
 from popxl_addons.variable_factory import NamedVariableFactories
 

@@ -23,8 +23,8 @@ from typing import IO, Any, Literal, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 import popxl
-from popxl.base.files import CHECKSUMS, OF_ARCHIVES
 from popxl.errors import UnreadableFileError
+from popxl.extend.files import CHECKSUMS, OF_ARCHIVES
 
 Format = Literal["npz", "safetensors"]
 T = TypeVar("T")

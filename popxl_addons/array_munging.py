@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 import popxl
-from popxl.values.shapes import integer
+from popxl.extend.arguments import integer
 
 __all__ = [
     "handle_negative_axis",

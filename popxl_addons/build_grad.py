@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import popxl
-from popxl.transforms.autodiff import ExpectedConnectionType, make_grad_graph_info
+from popxl.transforms import ExpectedConnectionType
+from popxl.transforms.autodiff import make_grad_graph_info
 from popxl_addons.errors import GradientError
 from popxl_addons.graph import GraphWithNamedArgs
 from popxl_addons.named_tensors import NamedTensors

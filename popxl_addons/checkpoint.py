@@ -31,8 +31,17 @@ from typing import Any
 
 import numpy as np
 
-from popxl.base.files import CHECKSUMS, as_found, check_checksums, current, digest, discard, replacing, write_checksums
 from popxl.errors import UnreadableFileError
+from popxl.extend.files import (
+    CHECKSUMS,
+    as_found,
+    check_checksums,
+    current,
+    digest,
+    discard,
+    replacing,
+    write_checksums,
+)
 from popxl_addons import _wandb
 from popxl_addons.array_files import MODEL, TENSORS, files_in
 from popxl_addons.pieces import INDEX, PIECES, arrays_of, whole

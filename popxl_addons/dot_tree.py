@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import UnionType
 from typing import Any, Generic, TypeVar
 
-from popxl.base.arguments import check_type
+from popxl.extend.arguments import check_type
 from popxl_addons.utils import OrderedDict, duplicate_items
 
 L = TypeVar("L")

@@ -19,7 +19,7 @@ import numpy as np
 
 import popxl
 from popxl import ops
-from popxl.values.shapes import integer, integer_or_integers, integers
+from popxl.extend.arguments import integer, integer_or_integers, integers
 from popxl_addons.dot_tree import to_mapping
 from popxl_addons.layers import LanguageModel, undrawn_weights
 from popxl_addons.module import Module

@@ -9,10 +9,10 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import popxl
-from popxl.base.arguments import check_type
-from popxl.base.source import SourceLocation
-from popxl.context import user_frame
-from popxl.transforms.autodiff import ExpectedConnectionType, GradGraphInfo, make_grad_graph_info
+from popxl.extend.arguments import check_type
+from popxl.extend.source import SourceLocation, user_frame
+from popxl.transforms import ExpectedConnectionType, GradGraphInfo
+from popxl.transforms.autodiff import make_grad_graph_info
 
 if TYPE_CHECKING:
     from popxl_addons.graph_common import (

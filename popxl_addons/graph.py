@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import popxl
 from popxl import ops
-from popxl.base.arguments import check_type
-from popxl.base.source import warn_at
-from popxl.core.aliasing import reachable
-from popxl.core.printing import schedule
 from popxl.errors import UnusedGradientWarning
-from popxl.ops.call import CallSiteInfo
-from popxl.transforms.autodiff import GradGraphInfo
+from popxl.extend.arguments import check_type
+from popxl.extend.graphs import reachable, schedule
+from popxl.extend.source import warn_at
+from popxl.ops import CallSiteInfo
+from popxl.transforms import GradGraphInfo
 from popxl_addons.dot_tree import DotTree
 from popxl_addons.errors import GradientError
 from popxl_addons.grad_info import merge_called_graphs

@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import popxl
 from popxl import ops
-from popxl.base.told_apart import told_apart
 from popxl.context import get_current_context
+from popxl.extend.arguments import told_apart
 from popxl_addons.graph import BoundGraph, GraphWithNamedArgs
 from popxl_addons.precision import cache_key
 

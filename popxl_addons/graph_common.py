@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import popxl
-from popxl.transforms.autodiff import GradGraphInfo
+from popxl.transforms import GradGraphInfo
 from popxl_addons.graph import BoundGraph, GraphWithNamedArgs
 
 GraphLike = popxl.Graph | GraphWithNamedArgs | BoundGraph

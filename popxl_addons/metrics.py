@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 
 import popxl
-from popxl.base.distributed import Instance, launched
+from popxl.extend.processes import Instance, launched
 from popxl.fp8_utils import host_pow2scale_cast_from_fp8
 from popxl.streams import Stream
 from popxl_addons import _wandb

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, SupportsInt
 from weakref import WeakKeyDictionary
 
 import popxl
-from popxl.base.arguments import check_type
+from popxl.extend.arguments import check_type
 from popxl.replica_grouping import Groups
 from popxl_addons._collected import Build, Collected
 from popxl_addons._outlined_call import Autodiff, Choice, OutlinedCall

@@ -8,7 +8,7 @@ import numpy as np
 
 import popxl
 from popxl import ops
-from popxl.base.arguments import check_type
+from popxl.extend.arguments import check_type
 from popxl_addons.dot_tree import DotTree
 
 TensorMap = Mapping[popxl.Tensor, popxl.Tensor]

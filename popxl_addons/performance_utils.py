@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import popxl
-from popxl.base.arguments import check_type
-from popxl.looking.flops import own_flops
+from popxl.extend.arguments import check_type
+from popxl.extend.graphs import own_flops
 from popxl.op import Op
 from popxl.utils import table_to_string
 

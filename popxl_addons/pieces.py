@@ -24,8 +24,8 @@ from typing import Any, Protocol, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, TypeAdapter, ValidationError, model_validator
 
-from popxl.base.files import bring_to_disk, write_checksums
 from popxl.errors import UnreadableFileError
+from popxl.extend.files import bring_to_disk, write_checksums
 from popxl_addons.array_files import Elements, Format, arrays_in, write_arrays
 
 PIECES, INDEX, RUNS = "pieces", "pieces.json", "runs.json"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 import popxl
-from popxl.ops.convert import cast_if_needed
+from popxl.extend.ops import cast_if_needed
 from popxl.tensor import Variable
 from popxl_addons.named_tensors import NamedTensors
 

@@ -12,9 +12,8 @@ from numbers import Integral
 
 import popxl
 from popxl import ops
-from popxl.base.arguments import check_type
+from popxl.extend.arguments import check_type, integer
 from popxl.replica_grouping import Groups
-from popxl.values.shapes import integer
 from popxl_addons import _io_tiles
 from popxl_addons.dot_tree import DotTree, check_leaves
 from popxl_addons.graph import GraphWithNamedArgs

@@ -8,10 +8,8 @@ from weakref import WeakKeyDictionary
 
 import popxl
 from popxl import Op
-from popxl.base.arguments import check_type
-from popxl.core.aliasing import reachable
-from popxl.ops.call import call_kind
-from popxl.ops.repeat import EXTRA_INPUTS, loop_kind
+from popxl.extend.arguments import check_type
+from popxl.extend.graphs import EXTRA_INPUTS, call_kind, loop_kind, reachable
 
 __all__ = ["is_subgraph", "route_tensor_into_graph"]
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import popxl
 from popxl import ops
-from popxl.base.arguments import check_type
+from popxl.extend.arguments import check_type
 from popxl.replica_grouping import Groups
 from popxl.tensor import Variable
 from popxl_addons import _io_tiles

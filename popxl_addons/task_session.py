@@ -19,10 +19,10 @@ from typing import Any, Literal, NoReturn, Protocol, cast
 import numpy as np
 
 import popxl
-from popxl.base.arguments import check_type
-from popxl.base.distributed import Instance, launched
-from popxl.base.files import ReplacedError, replaced_file
 from popxl.errors import MissingStateWarning, PopxlRuntimeError
+from popxl.extend.arguments import check_type
+from popxl.extend.files import ReplacedError, replaced_file
+from popxl.extend.processes import Instance, launched
 from popxl.tensor import Constant, HostScalarTensor, Variable
 from popxl_addons import _wandb, array_files, checkpoint, pieces
 from popxl_addons.array_munging import unshard

@@ -8,10 +8,10 @@ from typing import Any
 
 import popxl
 from popxl import ops
-from popxl.ops.convert import cast_if_needed
+from popxl.extend.arguments import integer
+from popxl.extend.collectives import piece_count
+from popxl.extend.ops import cast_if_needed
 from popxl.tensor import Variable
-from popxl.values.shapes import integer
-from popxl.values.sharding import piece_count
 from popxl_addons.graph import GraphWithNamedArgs
 from popxl_addons.module import Module
 from popxl_addons.named_tensors import NamedTensors

@@ -18,17 +18,15 @@ import numpy as np
 
 import popxl
 from popxl import ops
-from popxl.base.arguments import check_type
-from popxl.base.source import SourceLocation, warn_at
-from popxl.context import user_frame
 from popxl.dtypes import check_dtype
 from popxl.errors import RowsAsValuesWarning
+from popxl.extend.arguments import check_type, integer, one_axis
+from popxl.extend.collectives import piece_count, piece_length
+from popxl.extend.source import SourceLocation, user_frame, warn_at
 from popxl.fp8_utils import as_array
 from popxl.initial import Initial, stacked
 from popxl.replica_grouping import Groups
 from popxl.tensor import Variable
-from popxl.values.shapes import integer, one_axis
-from popxl.values.sharding import piece_count, piece_length
 from popxl_addons._memory_map import memory_map
 from popxl_addons.dot_tree import DotTree, check_leaves
 from popxl_addons.named_replica_grouping import NamedReplicaGrouping, resolved

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import popxl
-from popxl.base.distributed import Instance, launched
-from popxl.base.files import replace_file, replaced_file
 from popxl.errors import UnreadableFileError
+from popxl.extend.files import replace_file, replaced_file
+from popxl.extend.processes import Instance, launched
 from popxl.tensor import Variable
 from popxl_addons.array_files import DTYPES, safetensors_in
 from popxl_addons.dot_tree import DotTree

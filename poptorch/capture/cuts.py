@@ -26,7 +26,7 @@ from poptorch.capture.constants import computed
 from poptorch.capture.torch_private import without_modes
 from poptorch.capture.trace import Value
 from poptorch.errors import createPoptorchError
-from popxl.base.source import SourceLocation
+from popxl.extend.source import SourceLocation
 
 __all__ = ["Cut", "Cuts"]
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from poptorch.base.introspection import attributes, is_a, items
-from popxl.base.source import SourceLocation
+from popxl.extend.source import SourceLocation
 
 __all__ = ["Frozen", "found", "is_users"]
 

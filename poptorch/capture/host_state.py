@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from poptorch.base.introspection import CONTAINERS, attributes, is_a, items, slots
 from poptorch.capture.torch_private import FakeTensor
-from popxl.base.source import SourceLocation
+from popxl.extend.source import SourceLocation
 
 __all__ = ["GROWS", "NUMBERS", "HostState", "HolderSnapshot", "is_users"]
 

@@ -45,7 +45,7 @@ from poptorch.capture.trace import Trace, Value
 from poptorch.capture.tracer import CANNOT_READ, Again, Tracer, going_on
 from poptorch.errors import Error, createPoptorchError
 from poptorch.placement.ambient import Ambient
-from popxl.base.source import SourceLocation
+from popxl.extend.source import SourceLocation
 
 __all__ = ["Captured", "capture"]
 

@@ -19,7 +19,7 @@ from poptorch.base.dtypes import to_numpy
 from poptorch.capture.recorder import Data, View
 from poptorch.capture.seeding import SEEDING
 from poptorch.capture.trace import Node, Trace, Value
-from popxl.base.told_apart import told_apart
+from popxl.extend.arguments import told_apart
 
 __all__ = ["CALL", "outlined"]
 

@@ -32,7 +32,7 @@ from poptorch.capture.torch_private import FakeTensor, become, forget_history, s
 from poptorch.capture.trace import LOOKED_AT, Data, Node, Trace, Value, View, values_in, with_values
 from poptorch.errors import createPoptorchError
 from poptorch.placement.ambient import Ambient
-from popxl.base.source import SourceLocation
+from popxl.extend.source import SourceLocation
 
 __all__ = ["APPLICATION", "LOOKED_AT", "Data", "Recorder", "View", "below"]
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from poptorch.placement.ambient import Site
-from popxl.base.source import SourceLocation
+from popxl.extend.source import SourceLocation
 
 __all__ = ["LOOKED_AT", "Data", "Node", "Trace", "Value", "View", "values_in"]
 

@@ -45,7 +45,7 @@ from poptorch.data.worker import (
 )
 from poptorch.enums import SharingStrategy
 from poptorch.errors import createPoptorchError
-from runtime.jax_private import jax_runs
+from popxl.extend.processes import jax_runs
 
 __all__ = ["AsynchronousDataAccessor", "Rebatched"]
 

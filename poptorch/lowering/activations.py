@@ -13,10 +13,9 @@ from poptorch.lowering.operands import axis_of, promoted
 from poptorch.lowering.random import uniform
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import OpKind, ops
-from popxl.base.names import camel
-from popxl.ops.kernels.elements import of_elements
-from popxl.ops.precision import rounded_once
-from popxl.values.shapes import broadcast, like_first
+from popxl.extend.arguments import camel
+from popxl.extend.kernels import of_elements, rounded_once
+from popxl.extend.ops import broadcast, like_first
 
 lowers("aten.relu")(lambda input: ops.relu(input))
 lowers("aten.silu")(lambda input: ops.swish(input))

@@ -16,7 +16,7 @@ from poptorch.lowering.nn import softmax
 from poptorch.lowering.operands import broadcast, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
-from popxl.values.shapes import broadcast_shapes
+from popxl.extend.ops import broadcast_shapes
 
 Optional = popxl.Tensor | None
 

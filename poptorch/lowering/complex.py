@@ -11,7 +11,8 @@ import popxl
 from poptorch.lowering.operands import promoted
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
-from popxl.ops.complex import NORM, conjugate
+from popxl.extend.kernels import conjugate
+from popxl.extend.ops import NORM
 
 # Parts and views ------------------------------------------------------------------------------------------------------
 

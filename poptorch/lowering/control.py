@@ -20,9 +20,9 @@ from poptorch.lowering.emission import Emission, emission, popxl_dtype
 from poptorch.lowering.registry import lowers
 from popxl import OpKind, ops
 from popxl.errors import DeviceError, PopxlError
+from popxl.extend.graphs import host_call_kind
+from popxl.extend.ops import Forward
 from popxl.op import Op
-from popxl.ops.host import host_call_kind
-from popxl.transforms.op_gradient import Forward
 
 Tensors = Sequence[popxl.Tensor]
 

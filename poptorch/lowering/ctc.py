@@ -18,7 +18,7 @@ from poptorch.base.beam_search import IMPOSSIBLE, beam_search
 from poptorch.lowering.losses import reduced
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
-from popxl.ops.precision import rounded_once
+from popxl.extend.kernels import rounded_once
 
 Lengths = popxl.Tensor | Sequence[int]
 

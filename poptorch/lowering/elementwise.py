@@ -19,10 +19,10 @@ from poptorch.lowering.emission import emission
 from poptorch.lowering.operands import promoted, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
-from popxl.base.names import camel
+from popxl.extend.arguments import camel
+from popxl.extend.kernels import rounded_once
+from popxl.extend.ops import broadcast, like_first, predicate
 from popxl.op import OpKind
-from popxl.ops.precision import rounded_once
-from popxl.values.shapes import broadcast, like_first, predicate
 
 Operand = popxl.Tensor | bool | int | float
 Function = Callable[..., Any]

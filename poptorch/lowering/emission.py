@@ -20,10 +20,10 @@ from poptorch.errors import createPoptorchError
 from poptorch.lowering.operands import broadcast
 from poptorch.lowering.registry import lowering_of
 from popxl import ops
-from popxl.base.source import DebugRecord
 from popxl.context import get_current_context
 from popxl.errors import PopxlError
-from popxl.ops.kernels.words import derived
+from popxl.extend.kernels import derived
+from popxl.extend.source import DebugRecord
 
 __all__ = ["Emission", "drawing", "emission", "popxl_dtype", "spec_of"]
 

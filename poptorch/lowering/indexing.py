@@ -19,7 +19,7 @@ from poptorch.lowering.emission import emission
 from poptorch.lowering.operands import Number, axis_of, broadcast, lined, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import dtypes, ops
-from popxl.ops.precision import widened
+from popxl.extend.kernels import widened
 
 
 def _at(t: Any, indices: Sequence[Any], dims: Sequence[int], aligned: bool) -> Any:

@@ -15,10 +15,8 @@ from poptorch.lowering.emission import emission
 from poptorch.lowering.operands import promoted, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
-from popxl.ops.complex import conjugate
-from popxl.ops.families import REAL
-from popxl.ops.kernels import products
-from popxl.ops.precision import rounded_once, widened
+from popxl.extend.kernels import conjugate, products, rounded_once, widened
+from popxl.extend.ops import REAL
 
 # Products -------------------------------------------------------------------------------------------------------------
 

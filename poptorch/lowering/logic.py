@@ -12,7 +12,7 @@ from poptorch.lowering.elementwise import Operand, binary, binary_op, unary, una
 from poptorch.lowering.operands import promoted, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
-from popxl.values.shapes import broadcast, predicate
+from popxl.extend.ops import broadcast, predicate
 
 # Questions ------------------------------------------------------------------------------------------------------------
 

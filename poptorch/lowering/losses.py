@@ -21,7 +21,7 @@ from poptorch.lowering.operands import together
 from poptorch.lowering.reductions import norm
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import OpKind, ops
-from popxl.ops.precision import rounded_once, widened
+from popxl.extend.kernels import rounded_once, widened
 
 # Reductions -----------------------------------------------------------------------------------------------------------
 

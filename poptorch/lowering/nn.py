@@ -13,8 +13,7 @@ from poptorch.lowering.norms import renormed
 from poptorch.lowering.operands import axis_of, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import OpKind, ops
-from popxl.ops.kernels import sums
-from popxl.ops.precision import rounded_once, widened
+from popxl.extend.kernels import rounded_once, sums, widened
 
 # Softmax --------------------------------------------------------------------------------------------------------------
 

@@ -15,9 +15,8 @@ from poptorch.lowering.operands import together
 from poptorch.lowering.reductions import norm
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
-from popxl.ops.kernels.sums import summed
-from popxl.ops.precision import rounded_once, wide_dtype, widened
-from popxl.values.shapes import like_first
+from popxl.extend.kernels import rounded_once, sums, wide_dtype, widened
+from popxl.extend.ops import like_first
 
 # The one op -----------------------------------------------------------------------------------------------------------
 
@@ -47,7 +46,7 @@ def _backward(
     scaled = g if weight is None else g * widened(weight)
     level, slope = scaled.mean(axes, keepdims=True), (scaled * x).mean(axes, keepdims=True)
     gradient = (inverse * (scaled - level - x * slope)).astype(input.dtype)
-    return gradient, *(() if spread is None else (summed(t, spread, keepdims=True) for t in (g * x, g)))
+    return gradient, *(() if spread is None else (sums.summed(t, spread, keepdims=True) for t in (g * x, g)))
 
 
 def _gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:

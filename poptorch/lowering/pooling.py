@@ -17,11 +17,7 @@ import popxl
 from poptorch.lowering.convolution import per_axis
 from poptorch.lowering.registry import jax_op, lowers
 from poptorch.lowering.resample import Axis, resampled
-from popxl.ops.kernels.elements import over_images, room
-from popxl.ops.kernels.kernel import Kernel
-from popxl.ops.kernels.windows import first_largest, first_largest_gradient
-from popxl.ops.precision import widened
-from popxl.ops.windows import Windows
+from popxl.extend.kernels import Kernel, Windows, first_largest, first_largest_gradient, over_images, room, widened
 
 Table = NDArray[np.int32]
 """A row for each window along an axis: the positions that it sees. Those short of positions see one several times."""

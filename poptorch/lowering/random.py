@@ -15,9 +15,9 @@ from poptorch.lowering.emission import emission
 from poptorch.lowering.operands import Number, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
-from popxl.base.names import camel
+from popxl.extend.arguments import camel
+from popxl.extend.kernels import rounded_once
 from popxl.op import VJP, OpKind
-from popxl.ops.precision import rounded_once
 
 Shape = tuple[int, ...]
 

@@ -14,8 +14,7 @@ import popxl
 from poptorch.lowering.emission import emission
 from poptorch.lowering.registry import lowers
 from popxl import OpKind, ops
-from popxl.ops.kernels.products import weights_gradient
-from popxl.ops.precision import rounded_once, widened
+from popxl.extend.kernels import products, rounded_once, widened
 
 Tensors = Sequence[popxl.Tensor]
 State = tuple[Any, ...]
@@ -131,11 +130,16 @@ def _backward(step: _Step, states: int) -> Callable[..., Any]:
 
         each = ((of.from_input(x), from_state, before), g_each)
         g_first, (g_input, g_product, g_out) = lax.scan(turn, g_last, each, reverse=not backwards)
-        found = [g_input @ of.w_ih, *g_first, weights_gradient(g_input, x), weights_gradient(g_product, before[0])]
+        found = [
+            g_input @ of.w_ih,
+            *g_first,
+            products.weights_gradient(g_input, x),
+            products.weights_gradient(g_product, before[0]),
+        ]
         if has_biases:
             found += [g.sum(range(g.ndim - 1)) for g in (g_input, g_product)]
         if of.w_hr is not None:
-            found.append(weights_gradient(g_out, kept[-1]))
+            found.append(products.weights_gradient(g_out, kept[-1]))
         return tuple(g.astype(array.dtype) for g, array in zip(found, arrays, strict=False))
 
     return backward

@@ -17,7 +17,7 @@ from poptorch.lowering.emission import emission
 from poptorch.lowering.operands import axes_of, axis_of, lined, promoted, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import dtypes, ops
-from popxl.ops.precision import rounded_once, widened
+from popxl.extend.kernels import rounded_once, widened
 
 Dims = int | Sequence[int] | None
 

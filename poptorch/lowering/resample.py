@@ -14,9 +14,7 @@ import numpy as np
 
 import popxl
 from poptorch.lowering.registry import jax_op, lowers
-from popxl.ops.kernels.elements import computed_once
-from popxl.ops.precision import rounded_once, widened
-from popxl.ops.resample import Taps, tapped, transposed
+from popxl.extend.kernels import Taps, computed_once, rounded_once, tapped, transposed, widened
 
 # Resized --------------------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from poptorch.lowering.emission import emission
 from poptorch.lowering.operands import Number, axis_of, broadcast, constant_of, promoted, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
-from popxl.ops.precision import rounded_once, widened
+from popxl.extend.kernels import rounded_once, widened
 
 # Constants ------------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from poptorch.lowering.operands import Number, axis_of, lined, promoted, togethe
 from poptorch.lowering.reductions import picking
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import dtypes, ops
-from popxl.ops.precision import rounded_once, widened
+from popxl.extend.kernels import rounded_once, widened
 
 
 def _ordered(t: popxl.Tensor) -> popxl.Tensor:

@@ -15,8 +15,8 @@ from poptorch.lowering.elementwise import Function, binary, binary_op, floating,
 from poptorch.lowering.logic import limited
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import OpKind, ops
-from popxl.ops.precision import rounded_once
-from popxl.values.shapes import broadcast, like_first
+from popxl.extend.kernels import rounded_once
+from popxl.extend.ops import broadcast, like_first
 
 _OF_FLOATS: dict[str, Function] = {
     "erf": special.erf,

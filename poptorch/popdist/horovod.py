@@ -28,7 +28,7 @@ import torch
 from jax.experimental import multihost_utils
 
 import popdist
-from runtime import processes
+from popxl.extend import processes
 
 __all__ = [
     "Average",

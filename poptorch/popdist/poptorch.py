@@ -23,8 +23,8 @@ import poptorch
 from poptorch.base.logging_ import logger
 from poptorch.options import _DistributedOptions
 from poptorch.settings.setting import group
-from popxl.base.distributed import Instance, launched
-from runtime import processes
+from popxl.extend import processes
+from popxl.extend.processes import Instance, launched
 
 __all__ = ["Options"]
 

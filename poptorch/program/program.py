@@ -33,8 +33,9 @@ from poptorch.options import Options
 from poptorch.program.batching import Batching
 from poptorch.program.updates import Update
 from popxl import ops
+from popxl.extend.graphs import leading_to
 from popxl.tensor import Variable
-from popxl.transforms.autodiff import GradGraphInfo, leading_to
+from popxl.transforms import GradGraphInfo
 
 __all__ = ["Program", "Returned"]
 

@@ -79,7 +79,7 @@ from poptorch.program.rules import (
     usual_attributes,
 )
 from popxl import ops
-from popxl.looking.placement import Readers, reading_ipus
+from popxl.extend.graphs import Readers, reading_ipus
 from popxl.op import Colocated, Overwrites
 from popxl.tensor import Variable
 

@@ -38,9 +38,9 @@ from poptorch.run.captured import constant_of, host_functions_of
 from poptorch.run.devices import chosen_device
 from poptorch.run.times import Times
 from popxl.errors import DeviceError
+from popxl.extend.targets import Outputs
 from popxl.fp8_utils import as_array
 from popxl.tensor import Variable
-from runtime.program.host_arrays import Outputs
 
 __all__ = ["Compiled", "Ends", "Result"]
 

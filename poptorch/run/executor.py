@@ -48,7 +48,7 @@ from poptorch.run.times import Latency, Times
 from poptorch.run.trained_in_parts import TrainedInParts
 from poptorch.run.trainer import Trainer, default_optimizer
 from poptorch.run.weights import HostWrites, Instrumented, Trainings
-from popxl.looking.estimate import estimate_of
+from popxl.extend.graphs import estimate_of
 
 __all__ = ["Model", "PoplarExecutor"]
 

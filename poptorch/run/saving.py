@@ -46,8 +46,8 @@ from poptorch.run.as_data import OptimizerData, from_data, options_from_data, op
 from poptorch.run.compiled import Compiled, Ends, Result
 from poptorch.run.devices import chosen_device
 from poptorch.run.trainer import Trainer
-from popxl.base.files import OF_ARCHIVES, digest, parsed, replace_file
 from popxl.errors import PopxlError
+from popxl.extend.files import OF_ARCHIVES, digest, parsed, replace_file
 
 __all__ = ["Saved", "read", "save"]
 

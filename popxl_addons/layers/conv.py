@@ -9,7 +9,7 @@ import numpy as np
 
 import popxl
 from popxl import initial, ops
-from popxl.ops.conv import PadType
+from popxl.ops import PadType
 from popxl.replica_grouping import Groups
 from popxl_addons.layers._values import drawn_weights, torch_weights
 from popxl_addons.module import Module

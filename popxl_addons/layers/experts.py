@@ -9,8 +9,9 @@ import numpy as np
 
 import popxl
 from popxl import OpKind, ops
+from popxl.extend.arguments import integer, number
+from popxl.extend.ops import like_first
 from popxl.replica_grouping import Groups
-from popxl.values.shapes import integer, like_first, number
 from popxl_addons.layers._values import drawn_weights
 from popxl_addons.layers.transformer import Activation, activated, checked_activation
 from popxl_addons.module import Module

@@ -12,7 +12,7 @@ from jax import lax
 import popxl
 from popxl import OpKind, initial
 from popxl.errors import PopxlError
-from popxl.ops.precision import wide_dtype
+from popxl.extend.kernels import wide_dtype
 from popxl.replica_grouping import Groups
 from popxl_addons.layers._values import torch_weights
 from popxl_addons.layers.tensor_parallel import TensorParallel

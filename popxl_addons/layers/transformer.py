@@ -14,9 +14,9 @@ from jax import lax
 
 import popxl
 from popxl import OpKind, ops
-from popxl.core.traits import REFUSED, Overwrites
+from popxl.extend.arguments import is_one_of
+from popxl.op import REFUSED, Overwrites
 from popxl.replica_grouping import Groups
-from popxl.values.shapes import is_one_of
 from popxl_addons.layers.layer_norm import LayerNorm
 from popxl_addons.layers.rms_norm import RMSNorm
 from popxl_addons.layers.tensor_parallel import TensorParallel

@@ -13,9 +13,8 @@ from typing import Any, Literal
 import popxl
 from popxl import Op, OpKind, ops
 from popxl.errors import PopxlError
+from popxl.extend.collectives import Group, members, to_collective_op
 from popxl.op import BetweenReplicas
-from popxl.ops.collectives import Group
-from popxl.ops.collectives.collectives import members, to_collective_op
 from popxl.replica_grouping import Groups
 from popxl_addons.patterns import Replacement, pattern
 

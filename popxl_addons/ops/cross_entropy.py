@@ -3,7 +3,7 @@
 The ops are popxl's, so that a saved program that has them needs no addons.
 """
 
-from popxl.ops.nn import REDUCTION_TYPE as Reduction
-from popxl.ops.nn import cross_entropy, cross_entropy_with_grad
+from popxl.extend.ops import REDUCTION_TYPE as Reduction
+from popxl.extend.ops import cross_entropy, cross_entropy_with_grad
 
 __all__ = ["Reduction", "cross_entropy", "cross_entropy_with_grad"]

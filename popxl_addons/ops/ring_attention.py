@@ -20,13 +20,13 @@ from jax import lax
 
 import popxl
 from popxl import OpKind
-from popxl.core.traits import REFUSED, BetweenReplicas
 from popxl.errors import PopxlError
-from popxl.ops.attention import attended, attended_backward, attention_specs
-from popxl.ops.collectives.collectives import members
-from popxl.ops.collectives.group import Group
+from popxl.extend.arguments import flag, number
+from popxl.extend.collectives import Group, members
+from popxl.extend.kernels import attended, attended_backward, attention_specs
+from popxl.extend.ops import like_first
+from popxl.op import REFUSED, BetweenReplicas
 from popxl.replica_grouping import Groups
-from popxl.values.shapes import flag, like_first, number
 
 __all__ = ["ring_attention"]
 

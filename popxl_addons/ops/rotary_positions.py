@@ -16,7 +16,7 @@ import numpy as np
 import popxl
 from popxl import OpKind
 from popxl.errors import PopxlError
-from popxl.ops.precision import rounded_once
+from popxl.extend.kernels import rounded_once
 
 __all__ = ["Stretch", "rotary_positions"]
 

@@ -11,9 +11,8 @@ from jax import lax
 import popxl
 from popxl import OpKind
 from popxl.errors import PopxlError
-from popxl.ops.precision import wide_dtype
-from popxl.ops.random import drawn
-from popxl.values.shapes import integer, number
+from popxl.extend.arguments import integer, number
+from popxl.extend.kernels import drawn, wide_dtype
 
 
 def _drawn(logits: Any, draws: Any, *, temperature: float, top_k: int | None, top_p: float) -> Any:

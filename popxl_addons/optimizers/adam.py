@@ -6,8 +6,7 @@ from typing import Any
 
 import popxl
 from popxl import initial, ops
-from popxl.ops.convert import cast_if_needed
-from popxl.ops.var_updates.factors import factor
+from popxl.extend.ops import cast_if_needed, factor
 from popxl.replica_grouping import Groups
 from popxl_addons.module import Module
 from popxl_addons.optimizers.arguments import check_floating

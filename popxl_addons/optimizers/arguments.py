@@ -7,7 +7,7 @@ from typing import Any
 
 import popxl
 from popxl.dtypes import check_dtype
-from popxl.values.shapes import number
+from popxl.extend.arguments import number
 
 __all__ = ["check_floating", "numbers", "weight_decays"]
 

@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from popxl.ops.collectives.collectives import OP_MAP
-from popxl.ops.collectives.group import Group
-from popxl.values.sharding import piece_length
+from popxl.extend.collectives import OP_MAP, Group, piece_length
 
 __all__ = ["Means", "MeansOverGroups", "MeansOverPieces", "Within"]
 

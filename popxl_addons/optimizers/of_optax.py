@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import popxl
-from popxl.base.source import SourceLocation, warn_at
-from popxl.context import user_frame
 from popxl.errors import PopxlError, ShardedUpdateWarning
+from popxl.extend.source import SourceLocation, user_frame, warn_at
 from popxl.op import Colocated, OpKind, Overwrites
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.optimizers.elementwise import combining

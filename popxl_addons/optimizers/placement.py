@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import popxl
 from popxl.context import get_current_context
-from popxl.looking.placement import reading_ipus
-from popxl.ops.repeat import left_on
+from popxl.extend.graphs import left_on, reading_ipus
 
 __all__ = ["Placement"]
 

@@ -22,13 +22,11 @@ import numpy as np
 import popxl
 from popxl import ops
 from popxl.context import get_current_context
+from popxl.extend.arguments import flag, number
+from popxl.extend.collectives import Group, members, piece_count
+from popxl.extend.ops import factor
 from popxl.op import BetweenReplicas, Colocated, OpKind, Overwrites, Trait
-from popxl.ops.collectives.collectives import members
-from popxl.ops.collectives.group import Group
-from popxl.ops.var_updates.factors import factor
 from popxl.tensor import Variable
-from popxl.values.shapes import flag, number
-from popxl.values.sharding import piece_count
 from popxl_addons.dot_tree import DotTree, sanitise
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.ops.grad_reduce_square_add import grad_reduce_square_add

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import popxl
 from popxl import ops
 from popxl.context import get_current_context
-from popxl.core.aliasing import reachable, storages, written_inputs
+from popxl.extend.graphs import reachable, storages, written_inputs
 from popxl.tensor import Constant
 from popxl_addons.graph import BoundGraph
 from popxl_addons.named_tensors import TensorMap

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import popxl
 from popxl import initial, ops
-from popxl.base.arguments import check_type
+from popxl.extend.arguments import check_type
 from popxl.replica_grouping import Groups
-from popxl.transforms.autodiff import GradGraphInfo, make_grad_graph_info
+from popxl.transforms import GradGraphInfo
+from popxl.transforms.autodiff import make_grad_graph_info
 from popxl_addons.dot_tree import sanitise
 from popxl_addons.grad_info import as_grad_graph_info, as_graph
 from popxl_addons.graph import GraphWithNamedArgs

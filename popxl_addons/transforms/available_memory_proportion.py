@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import popxl
 from popxl import Op
-from popxl.core.aliasing import reachable
+from popxl.extend.graphs import reachable
 
 __all__ = ["set_available_memory_proportion_by_ipu", "set_graph_available_memory_proportion_by_ipu"]
 

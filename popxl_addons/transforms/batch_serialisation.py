@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import popxl
-from popxl.base.arguments import check_type
+from popxl.extend.arguments import check_type, integer
 from popxl.replica_grouping import Groups, means_groups
 from popxl.tensor import Tensor
-from popxl.values.shapes import integer
 from popxl_addons.dot_tree import check_leaves
 from popxl_addons.graph import GraphWithNamedArgs
 from popxl_addons.named_tensors import NamedTensors

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 import popxl
 from popxl import initial, ops
 from popxl.context import get_current_context
-from popxl.ops.call import CallSiteInfo
+from popxl.ops import CallSiteInfo
 from popxl_addons.grad_info import as_grad_graph_info
 from popxl_addons.module import Module
 from popxl_addons.transforms._pipeline import BEFORE, OpId, PipelineBoundGraph, Pipelining, get_op_pipeline_stage

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 import popxl
 from popxl import ops
-from popxl.base.arguments import check_type
-from popxl.core.aliasing import reachable
-from popxl.transforms.autodiff import ExpectedConnectionType, GradGraphInfo, make_grad_graph_info
+from popxl.extend.arguments import check_type
+from popxl.extend.graphs import reachable
+from popxl.transforms import ExpectedConnectionType, GradGraphInfo
+from popxl.transforms.autodiff import make_grad_graph_info
 from popxl_addons.graph import GraphWithNamedArgs
 from popxl_addons.utils import suffix_graph_name
 

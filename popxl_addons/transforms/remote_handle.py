@@ -13,8 +13,8 @@ from typing import Any
 
 import popxl
 from popxl import ops
+from popxl.extend.arguments import integer
 from popxl.replica_grouping import Groups, grouping_of, means_groups
-from popxl.values.shapes import integer
 from popxl_addons import _io_tiles
 from popxl_addons.remote import create_remote_buffer
 from popxl_addons.rts import gather_replica_sharded_tensor

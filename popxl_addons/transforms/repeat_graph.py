@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import popxl
 from popxl import Tensor, ops
-from popxl.base.arguments import check_type
-from popxl.values.shapes import integer
+from popxl.extend.arguments import check_type, integer
 from popxl_addons.transforms._stand_in import stand_in
 
 __all__ = ["repeat_graph"]

@@ -19,8 +19,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from popxl.base.arguments import check_type
-from popxl.values.shapes import integer, integers
+from popxl.extend.arguments import check_type, integer, integers
 
 __all__ = ["SCHEDULES", "PipelineSchedule", "PipelineTimeline", "PipelineValue", "Task"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from popxl.ops import float8, pooling
 from popxl.ops.kernels import convolutions, elements, products, sums, words
-from popxl.ops.kernels.kernel import Form, Kernel
+from popxl.ops.kernels.kernel import Kernel, KernelImpl
 from runtime.cpu import convolutions as of_convolutions
 from runtime.cpu import elements as of_elements
 from runtime.cpu import products as of_products
@@ -14,7 +14,7 @@ from runtime.cpu import sums as of_sums
 from runtime.cpu import words as of_words
 from runtime.cpu.windows import over_windows_by_axes
 
-FORMS: Mapping[Kernel, Form] = {
+FORMS: Mapping[Kernel, KernelImpl] = {
     convolutions.convolved: of_convolutions.convolved,
     convolutions.transposed: of_convolutions.transposed,
     convolutions.weights_gradient: of_convolutions.weights_gradient,

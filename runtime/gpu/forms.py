@@ -9,12 +9,12 @@ from jax import lax
 from popxl.ops.attention import attended_backward, attended_backward_anew
 from popxl.ops.kernels import convolutions, products
 from popxl.ops.kernels.elements import needed_again, room
-from popxl.ops.kernels.kernel import Form, Kernel
+from popxl.ops.kernels.kernel import Kernel, KernelImpl
 from popxl.ops.kernels.sums import softmax_gradient
 from runtime.gpu import rooms as of_rooms
 from runtime.gpu import sums as of_sums
 
-FORMS: Mapping[Kernel, Form] = {
+FORMS: Mapping[Kernel, KernelImpl] = {
     attended_backward: attended_backward_anew,
     **products.OF_HALVES,
     convolutions.convolved: convolutions.convolved_halves,

@@ -28,7 +28,7 @@ from popxl.core.tensor import Tensor
 from popxl.core.traits import chooses, is_call
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.graph import Graph
-from popxl.ops.kernels.kernel import in_forms
+from popxl.ops.kernels.kernel import overriding_kernels
 from popxl.options import SessionOptions
 from runtime.lowering import control_flow, host_ops  # noqa: F401  # they register what ops do
 from runtime.lowering.channels import COLLECTIVES, AnyChannel, Channels, acts_at_once, channels_of_ops
@@ -136,7 +136,11 @@ class Lowering:
         operands = [environment.read(t) for t in op.inputs]
         try:
             self._check(op, operands, context.channels)
-            with of_op(op), in_forms(self.machine.forms), jax.default_matmul_precision(self._options.precision):
+            with (
+                of_op(op),
+                overriding_kernels(self.replicas.platform, self.machine.forms),
+                jax.default_matmul_precision(self._options.precision),
+            ):
                 results = self.apply(op, operands, context.channels)
         except PopxlError:  # says what it has to say
             raise

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from popxl.core.tensor import Tensor
-from popxl.ops.kernels.kernel import Form, Kernel
+from popxl.ops.kernels.kernel import Kernel, KernelImpl
 
 Array = Any
 
@@ -83,7 +83,7 @@ class MachineParts:
         in_turn: what a turn of a loop has of an array that no turn changes, given the row that it reads and its number.
     """
 
-    forms: Mapping[Kernel, Form] = field(default_factory=dict)
+    forms: Mapping[Kernel, KernelImpl] = field(default_factory=dict)
     order: Callable[[bool], Order] = lambda in_loop: AnyOrder()
     copied: Callable[[np.ndarray], np.ndarray] = np.ndarray.copy
     turns: Turns | None = None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from popxl.ops.attention import attended, attended_backward
 from popxl.ops.kernels import convolutions
-from popxl.ops.kernels.kernel import Form, Kernel
+from popxl.ops.kernels.kernel import Kernel, KernelImpl
 from popxl.ops.kernels.sums import softmax_gradient
 from popxl.ops.kernels.windows import first_largest, first_largest_gradient
 from runtime.tpu import attention as of_attention
@@ -14,7 +14,7 @@ from runtime.tpu import convolutions as of_convolutions
 from runtime.tpu import sums as of_sums
 from runtime.tpu import windows as of_windows
 
-FORMS: Mapping[Kernel, Form] = {
+FORMS: Mapping[Kernel, KernelImpl] = {
     attended: of_attention.attended,
     attended_backward: of_attention.attended_backward,
     first_largest: of_windows.first_largest,

@@ -18,7 +18,7 @@ import popdist.horovod as hvd  # type: ignore[import-not-found]  # it is where `
 import popdist.poptorch  # type: ignore[import-not-found]  # it is where `popdist.__path__` says
 import poptorch
 from popxl.base.distributed import Instance
-from runtime import processes
+from popxl.extend import processes
 from tests.poptorch.popdist_training import REPLICAS, train
 
 ROOT = Path(__file__).parents[2]

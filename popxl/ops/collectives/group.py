@@ -26,8 +26,8 @@ class Group(ABC):
     Example:
         The largest value that any member has, as an op.
 
-        >>> from popxl.ops.collectives.collectives import members
-        >>> from popxl.core.traits import BetweenReplicas
+        >>> from popxl.extend.collectives import members
+        >>> from popxl.op import BetweenReplicas
         >>> def highest(t, *, group):
         ...     return group.combined(jnp.max(t), "max")
         >>> Highest = popxl.OpKind(

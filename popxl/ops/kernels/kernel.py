@@ -1,7 +1,7 @@
-"""`Kernel`: a function of arrays that ops are made of, and that a machine may compute in another form.
+"""`Kernel`: a function of arrays that ops are made of, and that a platform may compute otherwise.
 
-Here each is plain JAX, and says what is meant. While a program is traced, a machine may put forms of its own in the
-place of some of them (`in_forms`): the same numbers, quicker there. Which these are, nobody knows here.
+Here each is plain JAX, and says what is meant. While a program is traced, its platform may put implementations of its
+own in the place of some kernels (`overriding_kernels`): the same numbers, faster there. None is named in this package.
 """
 
 from __future__ import annotations
@@ -10,34 +10,72 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import update_wrapper
-from typing import Any
+from typing import Any, TypeVar
 
-Form = Callable[..., Any]
+KernelImpl = Callable[..., Any]
+"""An implementation of a kernel: a function of the same parameters."""
+
+F = TypeVar("F", bound=KernelImpl)
 
 
 class Kernel:
-    """A function of arrays that a machine may compute in another form, of the same parameters; used as a decorator.
+    """A function of arrays with an implementation of its own on some platforms; used as a decorator.
 
     Attributes:
         plain: the function as it is written.
+
+    Example:
+        >>> from popxl.extend.kernels import Kernel
+        >>> @Kernel
+        ... def cube(t):
+        ...     return t**3
+        >>> @cube.override("tpu")
+        ... def cube_on_tpus(t):
+        ...     return t * t * t
+        >>> cube(2)
+        8
     """
 
-    def __init__(self, plain: Form) -> None:
+    def __init__(self, plain: KernelImpl) -> None:
         self.plain = plain
+        self._overrides: dict[str, KernelImpl] = {}
         update_wrapper(self, plain)
 
+    def override(self, platform: str) -> Callable[[F], F]:
+        """A decorator that makes a function the implementation on one platform, as JAX names it: "cpu", "gpu" or "tpu".
+
+        The function takes the kernel's parameters and gives the same numbers. It is used in programs that are compiled
+        later, for devices that are here and for targets, in place of an implementation of this package.
+
+        Raises:
+            ValueError: if the kernel has another override for this platform.
+        """
+
+        def decorate(function: F) -> F:
+            found = self._overrides.setdefault(platform, function)
+            if found is not function:
+                raise ValueError(
+                    f"Kernel.override: {self.__name__} has the implementation {found!r} for {platform!r}; got "  # type: ignore[attr-defined]
+                    f"{function!r} besides. A kernel has one for each platform."
+                )
+            return function
+
+        return decorate
+
     def __call__(self, *arguments: Any, **settings: Any) -> Any:
-        return _forms.get().get(self, self.plain)(*arguments, **settings)
+        platform, overrides = _current.get()
+        chosen = self._overrides.get(platform) or overrides.get(self, self.plain)
+        return chosen(*arguments, **settings)
 
 
-_forms: ContextVar[Mapping[Kernel, Form]] = ContextVar("forms", default={})  # noqa: B039  # it is never changed
+_current: ContextVar[tuple[str, Mapping[Kernel, KernelImpl]]] = ContextVar("kernels", default=("", {}))  # noqa: B039
 
 
 @contextmanager
-def in_forms(forms: Mapping[Kernel, Form]) -> Iterator[None]:
-    """Within the block, kernels are computed in these forms, as far as they are among them."""
-    token = _forms.set(forms)
+def overriding_kernels(platform: str, overrides: Mapping[Kernel, KernelImpl]) -> Iterator[None]:
+    """Within the block, compute kernels as on a platform: by their own overrides for it, then by these."""
+    token = _current.set((platform, overrides))
     try:
         yield
     finally:
-        _forms.reset(token)
+        _current.reset(token)

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from popxl.ops.kernels.kernel import Form, Kernel
+from popxl.ops.kernels.kernel import Kernel, KernelImpl
 from popxl.ops.precision import is_half, wide_dtype, widened
 
 
@@ -79,7 +79,7 @@ def _of_rows(g: Any, t: Any, dtype: Any) -> Any:
     return lax.dot_general(g, t, ((rows, rows), ((), ())), preferred_element_type=dtype)
 
 
-OF_HALVES: Mapping[Kernel, Form] = {
+OF_HALVES: Mapping[Kernel, KernelImpl] = {
     product: rounded_product,
     contracted: contracted_halves,
     linear: linear_of_halves,

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import popxl
 from popxl import OpKind, TensorSpec, ops
 from popxl.errors import PopxlError
+from popxl.extend.collectives import Group, members
+from popxl.extend.kernels import widened
 from popxl.op import REFUSED, BetweenReplicas
-from popxl.ops.collectives import Group
-from popxl.ops.collectives.collectives import members
-from popxl.ops.precision import widened
 from popxl.replica_grouping import Groups
 
 REDUCTION_TYPE = Literal["mean", "sum", "none"]

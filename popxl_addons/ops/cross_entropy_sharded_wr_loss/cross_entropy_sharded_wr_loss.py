@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import popxl
 from popxl import OpKind, TensorSpec
 from popxl.errors import PopxlError, UndefinedValue
+from popxl.extend.kernels import widened
 from popxl.op import REFUSED, OnIpus
-from popxl.ops.precision import widened
 from popxl_addons.ops.cross_entropy_sharded_loss.cross_entropy_sharded_loss import (
     logits_gradient,
     normalizers_of,

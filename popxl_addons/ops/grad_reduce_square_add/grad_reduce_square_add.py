@@ -7,8 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 
 import popxl
+from popxl.extend.kernels import number
+from popxl.extend.ops import factor, one_number
 from popxl.op import REFUSED
-from popxl.ops.var_updates.factors import factor, number, one_number
 
 
 def _sum_of_squares(t: Any, loss_scaling: Any = 1.0) -> Any:

@@ -10,10 +10,9 @@ from jax import lax
 import popxl
 from popxl import OpKind, TensorSpec
 from popxl.errors import PopxlError
+from popxl.extend.collectives import Group, members
+from popxl.extend.kernels import widened
 from popxl.op import REFUSED, BetweenReplicas
-from popxl.ops.collectives import Group
-from popxl.ops.collectives.collectives import members
-from popxl.ops.precision import widened
 from popxl.replica_grouping import Groups
 
 __all__ = ["layer_norm_distributed"]

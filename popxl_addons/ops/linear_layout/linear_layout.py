@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import popxl
-from popxl.values.shapes import integer, like_first
+from popxl.extend.arguments import integer
+from popxl.extend.ops import like_first
 
 _LinearLayout = popxl.OpKind("LinearLayout", lambda t, *, bs: t, shape=like_first, gradient={"t": lambda g: g})
 

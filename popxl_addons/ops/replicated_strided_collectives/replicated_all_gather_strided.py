@@ -6,9 +6,8 @@ import math
 
 import popxl
 from popxl import OpKind
+from popxl.extend.collectives import all_gather_kind, members
 from popxl.op import BetweenReplicas
-from popxl.ops.collectives.collectives import members
-from popxl.ops.collectives.replicated import all_gather_kind
 from popxl.replica_grouping import Groups
 
 __all__ = ["replicated_all_gather_strided"]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import popxl
 from popxl import OpKind
+from popxl.extend.collectives import members, reduce_scatter_kind
 from popxl.op import REFUSED, BetweenReplicas
-from popxl.ops.collectives.collectives import members
-from popxl.ops.collectives.replicated import reduce_scatter_kind
 from popxl.replica_grouping import Groups
 from popxl_addons.ops._all_reduce import known_reduction
 from popxl_addons.ops.replicated_strided_collectives.replicated_all_reduce_strided import SUMS_AND_MEANS

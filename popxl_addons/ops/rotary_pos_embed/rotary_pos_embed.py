@@ -13,7 +13,7 @@ import numpy as np
 import popxl
 from popxl import OpKind, TensorSpec
 from popxl.errors import PopxlError
-from popxl.ops.precision import widened
+from popxl.extend.kernels import widened
 
 __all__ = ["rotary_pos_embed", "trig_table_constants", "trig_tables"]
 

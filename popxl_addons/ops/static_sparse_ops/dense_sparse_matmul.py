@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import popxl
-from popxl.values.shapes import integer
+from popxl.extend.arguments import integer
 
 
 class SparseMatrix(Protocol):

@@ -1,0 +1,14 @@
+"""What a kit, an op, a transform, a kernel or a target of your own needs beyond the names of `popxl`.
+
+Import the module for the purpose; `import popxl` alone loads none of them. `docs/extending.md` has examples that run.
+
+- `popxl.extend.ops`: declare an op with its gradient.
+- `popxl.extend.kernels`: functions of arrays, and implementations for one platform.
+- `popxl.extend.graphs`: read and rewrite graphs.
+- `popxl.extend.collectives`: ops between replicas.
+- `popxl.extend.arguments`: checks of arguments.
+- `popxl.extend.source`: lines of the user's program.
+- `popxl.extend.files`: atomic files with digests.
+- `popxl.extend.processes`: programs of several processes.
+- `popxl.extend.targets`: machines to compile for.
+"""

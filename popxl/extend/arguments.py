@@ -1,0 +1,26 @@
+"""Check arguments of functions that build graphs, with errors as the built-in ops have them.
+
+Example:
+    >>> from popxl.extend.arguments import integer
+    >>> integer(2.5, "my_op: `rate`")
+    Traceback (most recent call last):
+    TypeError: my_op: `rate` must be an integer; got 2.5 (float).
+"""
+
+from popxl.base.arguments import check_type
+from popxl.base.names import camel
+from popxl.base.told_apart import told_apart
+from popxl.values.shapes import flag, integer, integer_or_integers, integers, is_one_of, number, one_axis
+
+__all__ = [
+    "camel",
+    "check_type",
+    "flag",
+    "integer",
+    "integer_or_integers",
+    "integers",
+    "is_one_of",
+    "number",
+    "one_axis",
+    "told_apart",
+]

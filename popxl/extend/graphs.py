@@ -1,0 +1,40 @@
+"""Read and rewrite graphs: which graphs are reached, what shares storage, what is overwritten, read and computed.
+
+The rewriting itself is done by methods: `Graph.replace`, `Graph.reorder`, `Graph.move` and `Op.edit`.
+
+Example:
+    >>> from popxl.extend.graphs import reachable
+    >>> y = ops.call(graph, x, w)
+    >>> reachable(main) == (main, graph)
+    True
+"""
+
+from popxl.core.aliasing import reachable, storages, written_inputs
+from popxl.core.binding import is_input
+from popxl.core.printing import schedule
+from popxl.looking.estimate import estimate_of
+from popxl.looking.flops import Flops, own_flops
+from popxl.looking.placement import Readers, reading_ipus
+from popxl.ops.call import call_kind
+from popxl.ops.host import host_call_kind
+from popxl.ops.repeat import EXTRA_INPUTS, left_on, loop_kind
+from popxl.transforms.autodiff import leading_to
+
+__all__ = [
+    "EXTRA_INPUTS",
+    "Flops",
+    "Readers",
+    "call_kind",
+    "estimate_of",
+    "host_call_kind",
+    "is_input",
+    "leading_to",
+    "left_on",
+    "loop_kind",
+    "own_flops",
+    "reachable",
+    "reading_ipus",
+    "schedule",
+    "storages",
+    "written_inputs",
+]

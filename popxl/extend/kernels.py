@@ -1,0 +1,51 @@
+"""Functions of arrays that built-in ops are made of, and `Kernel`: a function that a platform may compute otherwise.
+
+A kernel is plain JAX. `Kernel.override` gives it another implementation for one platform, with the same numbers.
+
+Example:
+    >>> from popxl.extend.kernels import Kernel
+    >>> cube = Kernel(lambda t: t**3)
+    >>> @cube.override("tpu")
+    ... def _(t):
+    ...     return t * t * t
+    >>> Cube = popxl.OpKind("Cube", lambda x: cube(x))
+"""
+
+from popxl.ops.attention import attended, attended_backward, attention_specs
+from popxl.ops.complex import conjugate
+from popxl.ops.kernels import products, sums
+from popxl.ops.kernels.elements import computed_once, of_elements, over_images, room
+from popxl.ops.kernels.kernel import Kernel
+from popxl.ops.kernels.windows import first_largest, first_largest_gradient
+from popxl.ops.kernels.words import derived
+from popxl.ops.precision import rounded_once, wide_dtype, widened
+from popxl.ops.random import drawn
+from popxl.ops.resample import Taps, tapped, transposed
+from popxl.ops.var_updates.factors import number
+from popxl.ops.windows import Windows
+
+__all__ = [
+    "Kernel",
+    "Taps",
+    "Windows",
+    "attended",
+    "attended_backward",
+    "attention_specs",
+    "computed_once",
+    "conjugate",
+    "derived",
+    "drawn",
+    "first_largest",
+    "first_largest_gradient",
+    "number",
+    "of_elements",
+    "over_images",
+    "products",
+    "room",
+    "rounded_once",
+    "sums",
+    "tapped",
+    "transposed",
+    "wide_dtype",
+    "widened",
+]

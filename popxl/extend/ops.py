@@ -1,0 +1,72 @@
+"""Declare an op with its gradient: the declaration, its traits, rules of shapes, and what a gradient rule may ask.
+
+Example:
+    >>> from popxl.extend.ops import OpKind, like_first
+    >>> Cube = OpKind("Cube", lambda x: x**3, shape=like_first, gradient={"x": lambda g, x: g * 3 * x * x})
+    >>> Cube(x).shape
+    (2, 4)
+"""
+
+from popxl.core.declaration import OpKind
+from popxl.core.recording import Op
+from popxl.core.traits import (
+    REFUSED,
+    VJP,
+    BetweenReplicas,
+    Colocated,
+    Drops,
+    Effect,
+    Exchange,
+    OnIpus,
+    Overwrites,
+    Placed,
+    RealOnly,
+    Requirement,
+    Run,
+    Runs,
+    StandsFor,
+    Trait,
+    View,
+)
+from popxl.ops.complex import NORM
+from popxl.ops.convert import cast_if_needed
+from popxl.ops.families import REAL
+from popxl.ops.nn import REDUCTION_TYPE, cross_entropy, cross_entropy_with_grad
+from popxl.ops.var_updates.factors import factor, one_number
+from popxl.transforms.op_gradient import Forward
+from popxl.values.shapes import broadcast, broadcast_shapes, like_first, predicate
+
+__all__ = [
+    "BetweenReplicas",
+    "Colocated",
+    "Drops",
+    "Effect",
+    "Exchange",
+    "Forward",
+    "NORM",
+    "OnIpus",
+    "Op",
+    "OpKind",
+    "Overwrites",
+    "Placed",
+    "REAL",
+    "REDUCTION_TYPE",
+    "REFUSED",
+    "RealOnly",
+    "Requirement",
+    "Run",
+    "Runs",
+    "StandsFor",
+    "Trait",
+    "VJP",
+    "View",
+    "broadcast",
+    "broadcast_shapes",
+    "cast_if_needed",
+    "cross_entropy",
+    "cross_entropy_with_grad",
+    "factor",
+    "like_first",
+    "one_number",
+    "predicate",
+]

@@ -1,0 +1,14 @@
+"""Programs of several processes: which instance this is, joining the others, and what a process has to know of JAX.
+
+Example:
+    >>> from popxl.extend.processes import launched
+    >>> launched() is None  # no launcher has started this process
+    True
+"""
+
+from popxl.base.distributed import Instance, launched
+from runtime.jax_private import jax_runs
+from runtime.pipes import exit_on_broken_pipe
+from runtime.processes import barrier, has_joined, join
+
+__all__ = ["Instance", "barrier", "exit_on_broken_pipe", "has_joined", "jax_runs", "join", "launched"]

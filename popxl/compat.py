@@ -146,7 +146,7 @@ _OTHERS = {
 
 def _add_modules_of_ops() -> None:
     known: dict[str, Any] = {}
-    for place in (ops.host, ops.resample, ops.cutting, ops.collectives, ops.var_updates, ops):
+    for place in (ops.host, ops.resample, ops.slicing, ops.collectives, ops.var_updates, ops):
         known |= vars(place)
     alone = {name: f"{name} {name}_" if f"{name}_" in known else name for name in _NAMED_LIKE_THEIR_OP.split()}
     for name, contents in (alone | _OTHERS).items():

@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from popxl.analysis.communication import Communication, communication_of
+from popxl.analysis.dot import write_checkpoint
+from popxl.analysis.memory import Memory, memory_of
 from popxl.base.arguments import check_type
 from popxl.base.copies import NoCopies
 from popxl.base.distributed import launched
@@ -18,9 +21,6 @@ from popxl.core.binding import build_graph, graph_name
 from popxl.core.printing import definition
 from popxl.errors import PopxlError
 from popxl.graph import Graph
-from popxl.looking.communication import Communication, communication_of
-from popxl.looking.dot import write_checkpoint
-from popxl.looking.memory import Memory, memory_of
 from popxl.options import MOST_REPLICAS, SessionOptions
 from popxl.program import debug_info, reading, writing
 from popxl.replica_grouping import (

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import popxl
 from popxl import ops
 from popxl.context import get_current_context
-from popxl.extend.arguments import told_apart
+from popxl.extend.arguments import exact_key
 from popxl_addons.graph import BoundGraph, GraphWithNamedArgs
 from popxl_addons.precision import cache_key
 
@@ -135,7 +135,7 @@ def _argument_key(arg: Any) -> Hashable:
         case dict():
             return "dictionary", tuple((_argument_key(key), _argument_key(value)) for key, value in arg.items())
         case Hashable():
-            return type(arg), told_apart(arg)  # with its type, as values of several may be equal
+            return type(arg), exact_key(arg)  # with its type, as values of several may be equal
     raise TypeError(
         f"GraphCache: an argument of type {type(arg).__name__} is unhashable, so calls with it cannot be compared. "
         "Pass a number, a string, a tuple or a tensor instead, or create the graph without a cache."

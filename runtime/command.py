@@ -15,12 +15,12 @@ from io import StringIO
 from pathlib import Path
 from types import TracebackType
 
+from popxl.analysis.memory import Memory
 from popxl.base.pages import OnPage, bytes_text
 from popxl.context import get_current_context
 from popxl.core.recording import Op
 from popxl.errors import PopxlError
 from popxl.ir import Ir
-from popxl.looking.memory import Memory
 from runtime.costs.cost import cost_of
 from runtime.costs.memory import least_memory_of, memory_of_program
 from runtime.fitting import Compiled, fit

@@ -7,15 +7,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from popxl.analysis.estimate import estimate_of
+from popxl.analysis.flops import moved, own_flops
+from popxl.analysis.memory import Memory, runs_of
 from popxl.core.aliasing import callees_first, reachable
 from popxl.core.printing import definition, summary
 from popxl.core.recording import Op
 from popxl.core.traits import is_call
 from popxl.graph import Graph
 from popxl.ir import Ir
-from popxl.looking.estimate import estimate_of
-from popxl.looking.flops import moved, own_flops
-from popxl.looking.memory import Memory, runs_of
 from popxl.remote_buffer import RemoteBuffer
 from popxl.values.spec import brief
 from runtime.costs.cost import cost_of

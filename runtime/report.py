@@ -12,10 +12,10 @@ from typing import Literal
 
 from pydantic import computed_field
 
+from popxl.analysis.estimate import Estimate
+from popxl.analysis.memory import Memory
 from popxl.base.pages import Facts, Listing, OnPage, Page, Table, bytes_text, count_text, flops_text, seconds_text
 from popxl.base.records import Record
-from popxl.looking.estimate import Estimate
-from popxl.looking.memory import Memory
 from runtime.costs.cost import Cost
 from runtime.timeline import Timeline
 

@@ -14,15 +14,15 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from popxl.analysis.ambiguity import check_in_place_order
+from popxl.analysis.dot import write_checkpoint
+from popxl.analysis.edits import Snapshot
+from popxl.analysis.lints import warn_of_crossing_updates, warn_of_doubts
+from popxl.analysis.transfers import warn_of_unused_transfers
 from popxl.base.choices import check_environment
 from popxl.core.tensor import HostScalarTensor, Variable
 from popxl.errors import PopxlError
 from popxl.ir import Ir
-from popxl.looking.ambiguity import check_in_place_order
-from popxl.looking.dot import write_checkpoint
-from popxl.looking.doubts import warn_of_crossing_updates, warn_of_doubts
-from popxl.looking.edits import Snapshot
-from popxl.looking.transfers import warn_of_unused_transfers
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from runtime.files.session_files import read, write
 from runtime.machine import Machine

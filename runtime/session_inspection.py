@@ -6,11 +6,11 @@ import os
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+from popxl.analysis.edits import Snapshot
+from popxl.analysis.memory import Memory
 from popxl.base.copies import NoCopies
 from popxl.errors import PopxlError
 from popxl.ir import Ir
-from popxl.looking.edits import Snapshot
-from popxl.looking.memory import Memory
 from runtime.costs.communication import Sent, sent_by
 from runtime.costs.cost import Cost, cost_of, texts
 from runtime.costs.memory import memory_of_program

@@ -19,7 +19,7 @@ from poptorch.base.dtypes import to_numpy
 from poptorch.capture.recorder import Data, View
 from poptorch.capture.seeding import SEEDING
 from poptorch.capture.trace import Node, Trace, Value
-from popxl.extend.arguments import told_apart
+from popxl.extend.arguments import exact_key
 
 __all__ = ["CALL", "outlined"]
 
@@ -115,7 +115,7 @@ def _leaf(leaf: Any, known: dict[int, Hashable]) -> Hashable:
         form = _form(leaf.nodes, inside)
         return (tuple(_leaf(v, known) for v in leaf.outer), form, tuple(inside[id(v)] for v in leaf.outputs))
     try:
-        return (type(leaf), hash(leaf), told_apart(leaf))
+        return (type(leaf), hash(leaf), exact_key(leaf))
     except TypeError:
         return id(leaf)
 

@@ -830,7 +830,7 @@ class PoplarExecutor:
         return compiled.anchored[short_name]
 
     def cycleCount(self) -> int:
-        """How many cycles IPUs would need for a run, at least: `popxl.looking.estimate`. Nothing is counted.
+        """How many cycles IPUs would need for a run, at least: `popxl.analysis.estimate`. Nothing is counted.
 
         Raises:
             poptorch.Error: if the model is not compiled, or `options.logCycleCount(True)` was not set.

@@ -7,7 +7,7 @@ class EditCounter:
     """Counts the changes of an Ir.
 
     Whatever changes a graph, an op, a graph input, a remote buffer or an option after it was made calls `note`. What it
-    was that changed, `popxl.looking.edits.Snapshot` says.
+    was that changed, `popxl.analysis.edits.Snapshot` says.
 
     Attributes:
         count: how many changes there have been.

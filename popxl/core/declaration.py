@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from popxl.base.exact_key import exact_key
 from popxl.base.names import snake
-from popxl.base.told_apart import told_apart
 from popxl.context import get_current_context
 from popxl.core.recording import Op, at_this_line, check_colocated, foreign_tensor, not_a_tensor
 from popxl.core.tensor import Tensor
@@ -205,14 +205,14 @@ class OpKind:
 
     def remembered(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
         """What `make` made for this key before. It is kept with the declaration, and gone with it. Numbers in a key are
-        told apart: see `told_apart`.
+        told apart: see `exact_key`.
 
         Nothing is kept for a key that cannot be hashed, or that holds a graph or a tensor: a declaration lives longer
         than any Ir.
         """
         if _holds_graph(key):
             return make()
-        key = told_apart(key)
+        key = exact_key(key)
         try:
             if key not in self._memory:
                 self._memory[key] = make()

@@ -1,7 +1,7 @@
 """What has to come before what in a graph: the orders of its ops that mean the same.
 
 Creation order is one of them. Whoever puts the ops of a graph in another order asks here first. Which in-place changes
-the *language* leaves without an order is another question: `popxl.looking.ambiguity`.
+the *language* leaves without an order is another question: `popxl.analysis.ambiguity`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import numpy as np
 
 from popxl.base.copies import CopiedAsItself
-from popxl.core import no_numbers
+from popxl.core import refused_conversions
 from popxl.errors import PopxlError, UndefinedValue
 from popxl.tensorlocation import ON_DEVICE, LocationInfo, TileSet
 from popxl.values.shapes import integer, one_axis
@@ -287,23 +287,23 @@ class Tensor(CopiedAsItself, Operators):
     # What has no numbers ---------------------------------------------------------------------------------------------
 
     def __bool__(self) -> bool:
-        return no_numbers.truth(self)
+        return refused_conversions.truth(self)
 
     def __int__(self) -> NoReturn:
-        raise no_numbers.number_refused(self, "an int")
+        raise refused_conversions.number_refused(self, "an int")
 
     def __float__(self) -> NoReturn:
-        raise no_numbers.number_refused(self, "a float")
+        raise refused_conversions.number_refused(self, "a float")
 
     def __complex__(self) -> NoReturn:
-        raise no_numbers.number_refused(self, "a complex number")
+        raise refused_conversions.number_refused(self, "a complex number")
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError(f"{self!r} is no array. {no_numbers.HOW_TO_READ}")
+        raise TypeError(f"{self!r} is no array. {refused_conversions.HOW_TO_READ}")
 
     @property
     def __jax_array__(self) -> None:
-        return no_numbers.asked_by_jax(self)
+        return refused_conversions.asked_by_jax(self)
 
     def __len__(self) -> int:
         if not self.shape:

@@ -8,8 +8,8 @@ Example:
 """
 
 from popxl.base.arguments import check_type
+from popxl.base.exact_key import exact_key
 from popxl.base.names import camel
-from popxl.base.told_apart import told_apart
 from popxl.values.shapes import flag, integer, integer_or_integers, integers, is_one_of, number, one_axis
 
 __all__ = [
@@ -22,5 +22,5 @@ __all__ = [
     "is_one_of",
     "number",
     "one_axis",
-    "told_apart",
+    "exact_key",
 ]

@@ -9,12 +9,12 @@ Example:
     True
 """
 
+from popxl.analysis.estimate import estimate_of
+from popxl.analysis.flops import Flops, own_flops
+from popxl.analysis.placement import Readers, reading_ipus
 from popxl.core.aliasing import reachable, storages, written_inputs
 from popxl.core.binding import is_input
 from popxl.core.printing import schedule
-from popxl.looking.estimate import estimate_of
-from popxl.looking.flops import Flops, own_flops
-from popxl.looking.placement import Readers, reading_ipus
 from popxl.ops.call import call_kind
 from popxl.ops.host import host_call_kind
 from popxl.ops.repeat import EXTRA_INPUTS, left_on, loop_kind

@@ -21,7 +21,6 @@ from popxl.ops.complex import (
 from popxl.ops.conditional import conditional, conditional_with_info
 from popxl.ops.conv import PadType, conv, conv_pow2scaled, conv_transpose, conv_transpose_pow2scaled
 from popxl.ops.convert import cast, detach, detach_, identity, io_tile_copy, ipu_copy, rename
-from popxl.ops.cutting import concat, concat_, slice, slice_, split, stack, subsample
 from popxl.ops.dynamic import dynamic_slice, dynamic_update, dynamic_update_
 from popxl.ops.elementwise import (
     abs,
@@ -114,6 +113,7 @@ from popxl.ops.scaled_add import scaled_add, scaled_add_
 from popxl.ops.scatter import onehot, scatter
 from popxl.ops.scatter_reduce import grouped_scatter_reduce, scatter_reduce  # noqa: F401
 from popxl.ops.shape import flatten, flatten_, reshape, reshape_, squeeze, transpose, transpose_, tril, triu
+from popxl.ops.slicing import concat, concat_, slice, slice_, split, stack, subsample
 from popxl.ops.sorting import argmax, argmin, histogram, topk
 
 # Importable, and not in `__all__`, as in PopXL: floor, log2, remote_code_load. Ours, likewise: add_n, getitem,

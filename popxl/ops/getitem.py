@@ -12,10 +12,10 @@ from popxl import dtypes
 from popxl.core.create import constant
 from popxl.core.tensor import Tensor, taken_back_on_failure
 from popxl.errors import PopxlError
-from popxl.ops.cutting import slice, subsample
 from popxl.ops.index import gather
 from popxl.ops.logic import where
 from popxl.ops.shape import squeeze
+from popxl.ops.slicing import slice, subsample
 from popxl.utils import to_numpy
 
 

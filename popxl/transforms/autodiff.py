@@ -13,8 +13,8 @@ from typing import Any, cast
 
 from popxl.base.arguments import check_type
 from popxl.base.log import Logger
-from popxl.base.nesting import Nested, done
 from popxl.base.source import warn_at
+from popxl.base.trampoline import Nested, done
 from popxl.context import get_current_context
 from popxl.core.aliasing import callees_first, has_effect, reachable
 from popxl.core.create import constant

@@ -17,7 +17,7 @@ from popxl.extend.source import SourceLocation, user_frame, warn_at
 from popxl.op import Colocated, OpKind, Overwrites
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.optimizers.elementwise import combining
-from popxl_addons.optimizers.whole import Array, Scale, Step, Tensors, Trained, if_made
+from popxl_addons.optimizers.functional import Array, Scale, Step, Tensors, Trained, if_made
 
 __all__ = ["from_optax"]
 

@@ -14,10 +14,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from popxl.analysis.communication import COPY, Communication, communication_of
 from popxl.base.pages import OnPage, Page, Table, bytes_text
 from popxl.base.records import Record
 from popxl.ir import Ir
-from popxl.looking.communication import COPY, Communication, communication_of
 from runtime.costs.cost import account_of_program, copies_of
 from runtime.program.program import CompiledProgram
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
+from popxl.analysis.communication import COPY
+from popxl.analysis.flops import moved
+from popxl.analysis.memory import runs_of
 from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, flops_text, seconds_text
 from popxl.base.records import Record
-from popxl.looking.communication import COPY
-from popxl.looking.flops import moved
-from popxl.looking.memory import runs_of
 from runtime.costs.hlo import read
 from runtime.costs.seconds import LEVELS, GraphCost, PrecisionCost, graphs_of, limited, precisions_of, seconds_of
 from runtime.costs.timing import Timing, timing_of

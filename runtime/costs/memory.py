@@ -5,8 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import Any
 
-from popxl.ir import Ir
-from popxl.looking.memory import (
+from popxl.analysis.memory import (
     DeviceMemory,
     LiveTensor,
     Memory,
@@ -16,6 +15,7 @@ from popxl.looking.memory import (
     size,
     variables_on_host,
 )
+from popxl.ir import Ir
 from popxl.values.spec import brief
 from runtime.plan.plan import Plan
 from runtime.program.layout import Layout

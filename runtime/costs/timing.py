@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from popxl.base.nesting import Nested, done
+from popxl.base.trampoline import Nested, done
 from popxl.core.tensor import Tensor
 from runtime.lowering.channels import Channel
 from runtime.plan.pieces import Entry, Key, Piece, Way

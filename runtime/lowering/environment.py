@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from popxl.base.nesting import Nested, done
+from popxl.base.trampoline import Nested, done
 from popxl.core.aliasing import by_reference, written_inputs
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor

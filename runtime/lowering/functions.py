@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
 
+from popxl.analysis.edits import Snapshot
+from popxl.analysis.transfers import transfers_of
 from popxl.base.names import identifier
 from popxl.core.aliasing import used_storages, written_inputs, written_tensors
 from popxl.core.recording import Op
@@ -26,8 +28,6 @@ from popxl.core.traits import REFUSED, VJP
 from popxl.errors import PopxlError
 from popxl.fp8_utils import in_transit, to_device
 from popxl.graph import Graph
-from popxl.looking.edits import Snapshot
-from popxl.looking.transfers import transfers_of
 from popxl.program.rule_graph import RuleGraph, rule_graph
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.values.spec import TensorSpec, brief

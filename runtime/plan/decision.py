@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from popxl.base.nesting import done
+from popxl.base.trampoline import done
 from popxl.core.tensor import Tensor
 from popxl.graph import Graph
 from popxl.options import SessionOptions

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from popxl.base.names import identifier
-from popxl.base.nesting import Nested
+from popxl.base.trampoline import Nested
 from popxl.core.printing import summary
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from popxl.base.nesting import done
+from popxl.base.trampoline import done
 from popxl.core.tensor import Tensor
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream

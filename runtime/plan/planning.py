@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from popxl.base.nesting import Nested
+from popxl.base.trampoline import Nested
 from popxl.core.aliasing import storages
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from popxl.base.nesting import Nested, done
-from popxl.base.told_apart import told_apart
+from popxl.base.exact_key import exact_key
+from popxl.base.trampoline import Nested, done
 from popxl.core.aliasing import callees_first
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
@@ -184,7 +184,7 @@ class Encoding:
             return (_Same(value), value.num_host_transfers)
         if isinstance(value, np.ndarray) or type(value).__hash__ is None:
             return _Same(value)
-        return (type(value), told_apart(value))
+        return (type(value), exact_key(value))
 
 
 _LARGE = 4096  # bytes; larger arrays are equal to themselves only

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from popxl.base.log import Logger
-from popxl.base.nesting import Nested, doing
 from popxl.base.pages import Table
+from popxl.base.trampoline import Nested, doing
 from popxl.core.printing import line
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor

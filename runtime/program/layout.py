@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from popxl.base.nesting import done
+from popxl.analysis.memory import held_variables
+from popxl.analysis.transfers import transfers_of, unread_streams
+from popxl.base.trampoline import done
 from popxl.core.aliasing import reachable, used_storages, written_tensors
 from popxl.core.tensor import Tensor, Variable
 from popxl.errors import PopxlError, PopxlRuntimeError
 from popxl.fp8_utils import in_transit
 from popxl.ir import Ir
-from popxl.looking.memory import held_variables
-from popxl.looking.transfers import transfers_of, unread_streams
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from runtime.lowering import remote_buffers as remote

@@ -15,9 +15,9 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 
+from popxl.analysis.communication import communication_of
 from popxl.core.aliasing import all_parts
 from popxl.ir import Ir
-from popxl.looking.communication import communication_of
 from runtime.targets.replicas import AXIS, Dimension
 
 

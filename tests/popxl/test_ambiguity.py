@@ -8,8 +8,8 @@ import pytest
 
 import popxl
 from popxl import ops
+from popxl.analysis.ambiguity import check_in_place_order
 from popxl.errors import PopxlError
-from popxl.looking.ambiguity import check_in_place_order
 
 accumulate_, copy_var_update_ = ops.var_updates.accumulate_, ops.var_updates.copy_var_update_
 

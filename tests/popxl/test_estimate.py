@@ -10,8 +10,8 @@ import pytest
 
 import popxl
 from popxl import ops
-from popxl.looking.estimate import BOW, GC200, Estimate, estimate_of
-from popxl.looking.memory import size
+from popxl.analysis.estimate import BOW, GC200, Estimate, estimate_of
+from popxl.analysis.memory import size
 
 pytestmark = pytest.mark.compiled_whole  # what XLA makes of programs is what is tested
 

@@ -12,7 +12,7 @@ import pytest
 
 import popxl
 from popxl import ops
-from popxl.looking.flops import Flops, moved, own_flops
+from popxl.analysis.flops import Flops, moved, own_flops
 
 
 def tensor(*shape: int, dtype: Any = popxl.float32) -> popxl.Tensor:

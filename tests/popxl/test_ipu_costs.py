@@ -9,7 +9,7 @@ import pytest
 import popxl
 import popxl_addons as addons
 from popxl import ops
-from popxl.looking.communication import COPY
+from popxl.analysis.communication import COPY
 from runtime.costs.timing import timing_of
 
 ROWS, WIDTH = 3, 5

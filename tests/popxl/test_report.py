@@ -17,9 +17,9 @@ import pytest
 import popxl
 import popxl.base.pages
 from popxl import ops
+from popxl.analysis.memory import Memory
 from popxl.base.pages import Facts, Listing, Page, Table, bytes_text, seconds_text
 from popxl.base.pictures import bars
-from popxl.looking.memory import Memory
 from runtime.plan import structure
 from runtime.report import Report
 from runtime.timeline import Span, Timeline

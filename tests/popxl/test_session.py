@@ -253,7 +253,7 @@ def test_entering_and_leaving(counter, transfers):
     assert counter.v.data == 3
 
 
-def test_nesting(counter, transfers):
+def test_trampoline(counter, transfers):
     session = popxl.Session(counter)
     with session:
         with session, session:

@@ -1,6 +1,6 @@
 """`Exchanging`: a group whose members exchange arrays, and what each question that it is asked takes.
 
-What is exchanged is said here, once: machines carry it out, and `popxl.looking.communication` lists it.
+What is exchanged is said here, once: machines carry it out, and `popxl.analysis.communication` lists it.
 """
 
 from __future__ import annotations

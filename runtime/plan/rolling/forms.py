@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from popxl.base.nesting import Nested, done
+from popxl.base.trampoline import Nested, done
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
 from runtime.lowering.environment import view_of

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from popxl.base.nesting import Nested, done
+from popxl.analysis.flops import own_flops
+from popxl.base.trampoline import Nested, done
 from popxl.core.aliasing import callees_first, changed_inputs, reachable, shares_by_reference
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.core.traits import Run, chooses, is_call
 from popxl.graph import Graph
-from popxl.looking.flops import own_flops
 from popxl.ops.repeat import returned_by_ref
 from runtime.lowering.rolled import NARROW, AsWritten, Rolled, Taken, that_overlap
 from runtime.plan.rolling.flat import Flat

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from popxl.base.nesting import Nested, done
+from popxl.base.trampoline import Nested, done
 from popxl.core.aliasing import reachable, storages
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax.numpy as jnp
 
+from popxl.analysis.memory import runs_of
 from popxl.base.pages import OnPage, Page, Table, bytes_text
 from popxl.base.records import Record
 from popxl.core.aliasing import callees_first
 from popxl.core.tracing import needed as traced
 from popxl.core.tracing import trace
 from popxl.core.traits import is_call
-from popxl.looking.memory import runs_of
 from popxl.ops.collectives.exchanging import Exchanging
 
 if TYPE_CHECKING:

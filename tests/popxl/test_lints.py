@@ -10,6 +10,7 @@ import pytest
 
 import popxl
 from popxl import ops
+from popxl.analysis.lints import warn_of_doubts
 from popxl.errors import (
     DriftingVariableWarning,
     LostUpdateWarning,
@@ -17,7 +18,6 @@ from popxl.errors import (
     RepeatedSeedWarning,
     TensorTruthWarning,
 )
-from popxl.looking.doubts import warn_of_doubts
 from popxl.transforms import autodiff
 
 F32 = popxl.float32

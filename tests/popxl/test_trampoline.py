@@ -2,7 +2,7 @@
 
 import pytest
 
-from popxl.base.nesting import done
+from popxl.base.trampoline import done
 
 
 def depth(levels):

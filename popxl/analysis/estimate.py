@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING
 
 from pydantic import computed_field
 
+from popxl.analysis.flops import Flops, moved, own_flops
+from popxl.analysis.memory import constants_of, held_variables, moments_of, runs_of, size
 from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, seconds_text
 from popxl.base.records import Record
 from popxl.core.aliasing import reachable
-from popxl.looking.flops import Flops, moved, own_flops
-from popxl.looking.memory import constants_of, held_variables, moments_of, runs_of, size
 
 if TYPE_CHECKING:
     from popxl.core.recording import Op
@@ -137,7 +137,7 @@ class Estimate(OnPage, Record):
     Example:
         >>> session = popxl.Session(ir, "ipu_model")
         >>> session.report.estimate.cycles
-        >>> print(popxl.looking.estimate.estimate_of(ir, popxl.looking.estimate.BOW))
+        >>> print(popxl.analysis.estimate.estimate_of(ir, popxl.analysis.estimate.BOW))
     """
 
     hardware: str

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from popxl.analysis.placement import crossing_updates
 from popxl.base.source import SourceLocation, warn_at
 from popxl.context import user_frame
 from popxl.core.aliasing import callees_first, storages
@@ -28,7 +29,6 @@ from popxl.errors import (
     RepeatedSeedWarning,
 )
 from popxl.graph import Graph
-from popxl.looking.placement import crossing_updates
 from popxl.remote_buffer import RemoteBuffer
 from popxl.replica_grouping import ReplicaGrouping
 

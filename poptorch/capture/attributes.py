@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from poptorch.capture.counters import COUNTED, Counter, starting
+from poptorch.base.host_numbers import Number
+from poptorch.capture.counters import COUNTED, Counter
 from poptorch.errors import createPoptorchError
 
 __all__ = ["Attributes", "not_rebound", "noting"]
@@ -94,17 +95,17 @@ class Attributes:
         """Whether an attribute of a module is what it was."""
         return any(now is vars(module) and name in now and now[name] is then.get(name) for now, then in self._values)
 
-    def counting(self) -> dict[str, int | float]:
-        """The numbers that are others now and that a program may carry, by path and name: what they begin with."""
+    def counting(self) -> dict[str, Number]:
+        """The numbers that are others now, by path and name: what they were."""
         pairs = zip(self._paths, self._values, strict=True)
         return {
-            f"{path}.{name}" if path else name: first
+            f"{path}.{name}" if path else name: before
             for path, (now, then) in pairs
             for name, before in then.items()
             if type(before) in COUNTED
+            and name != "training"
             and (after := now.get(name)) is not before
             and (type(after) is Counter or type(after) in COUNTED and after != before)
-            and (first := starting(before, after)) is not None
         }
 
     def changed_number(self) -> str | None:

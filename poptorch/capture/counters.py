@@ -1,210 +1,509 @@
-"""Numbers of Python that `forward` changes, such as `self.step += 1`: a program carries them, as it carries buffers.
+"""Numbers of Python that `forward` changes, such as `self.step += 1`: the host computes them anew for each run.
 
-While a model is captured once more, a `Counter` stands for each of them: a tensor that behaves as a number does. One
-that the model looks at is none that can be carried, as the number is another in each run.
+While a model is captured once more, a `Counter` stands for each of them. It notes what Python computes with it, and
+where a tensor is given one, the op has an input of the program in place of the number. What cannot be noted is refused,
+and that number is then a part of the program, which is told.
 """
 
 from __future__ import annotations
 
-import operator
+import builtins
+import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from poptorch.capture.trace import Node, Trace, Value
+from poptorch.base.host_numbers import CHOICE, FUNCTIONS, HostNumbers, Number, NumberPath, Operand
+from poptorch.capture.torch_private import without_modes
+from poptorch.capture.trace import Data, Node, Trace, Value
 
-__all__ = ["COUNTED", "Counter", "Counters", "are_alike", "starting"]
+__all__ = ["COUNTED", "Counter", "Tape", "holds_counters", "joined", "noted_by_functions", "with_numbers"]
 
-COUNTED = (int, float)
+COUNTED = (bool, int, float)
 """The classes of numbers that are carried."""
 
-_LARGEST = 2**31
-_STEP = 2**16
-"""Whole numbers are smaller than this on the device; what is added to one in a step is not larger than that."""
+
+class Refused(TypeError):
+    """A number is used in a way that no input of a program can stand for."""
 
 
-def starting(before: Any, after: Any) -> int | float | None:
-    """What a number begins with that `forward` changes; `None` if it is not one that can be carried."""
-    is_counted = type(before) in COUNTED and (type(after) in COUNTED or type(after) is Counter)
-    if not is_counted or before != before or not abs(before) < _LARGEST:
-        return None
-    is_float = after.tensor.is_floating_point() if type(after) is Counter else type(after) is float
-    return float(before) if is_float else before
+class Tape:
+    """What Python computes with numbers that `forward` changes, in one capture.
+
+    Args:
+        first: what they begin with, by path and name.
+        choices: how the first choices go that Python makes by them; later ones go as the numbers say.
+
+    Attributes:
+        first: as given.
+        choices: how all choices went.
+        slots: the values that stand in the program for numbers.
+        ends: what the numbers are at the end.
+        texts: the names of numbers of which `forward` makes texts.
+        refused: the names of numbers that are used in a way that cannot be noted.
+    """
+
+    def __init__(self, first: Mapping[str, Number], choices: Sequence[bool] = ()) -> None:
+        self.first, self._given = dict(first), tuple(choices)
+        self.refused, self.texts = set[str](), set[str]()
+        self.begin()
+
+    def begin(self) -> None:
+        """Note everything from the beginning: `forward` runs anew."""
+        self.choices: list[bool] = []
+        self.slots: dict[Value, Operand] = {}
+        self.ends: dict[str, Operand] = {}
+        self._steps: list[tuple[str, tuple[Operand, ...]]] = []
+        self._numbers: list[Number] = list(self.first.values())
+        self._sources = [frozenset([name]) for name in self.first]
+        self._known: dict[Any, int] = {}
+        self._stand_ins = 0
+        self._made: list[weakref.ref[Counter]] = []
+
+    def counter(self, place: int) -> Counter:
+        """One that stands for the number at a place."""
+        counter = Counter(self, place)
+        self._made.append(weakref.ref(counter))
+        return counter
+
+    def number(self, operand: Operand) -> Number:
+        """The number that an operand is in the first run, if choices go as the capture has them."""
+        return self._numbers[operand[0]] if isinstance(operand, tuple) else operand
+
+    def call(self, name: str, *given: Any) -> Any:
+        """Note a function of counters and numbers. Gives a counter."""
+        if not all(type(each) in (Counter, *COUNTED) for each in given):
+            return self.refuse(*given)
+        operands = tuple(map(_operand_of, given))
+        key = name, operands, tuple(map(type, operands))
+        if key not in self._known:
+            try:
+                number = FUNCTIONS[name](*map(self.number, operands))
+            except (ArithmeticError, ValueError):
+                if self.is_natural:
+                    raise
+                number = math.nan  # no run gets here with these numbers
+            number = _as_pythons(number)
+            if type(number) not in COUNTED:
+                return self.refuse(*given)
+            self._known[key] = len(self._numbers)
+            self._steps.append((name, operands))
+            self._numbers.append(number)
+            self._sources.append(self.sources(given))
+        return self.counter(self._known[key])
+
+    def choose(self, counter: Counter) -> bool:
+        """How Python goes on where it asks whether a number is true."""
+        key = CHOICE, counter.place
+        if key not in self._known:
+            given = self._given[len(self.choices) :][:1]
+            choice = given[0] if given else bool(self._numbers[counter.place])
+            self._known[key] = choice
+            self._steps.append((CHOICE, ((counter.place,), choice)))
+            self.choices.append(choice)
+        return bool(self._known[key])
+
+    @property
+    def is_natural(self) -> bool:
+        """Whether choices go as they do in the first run."""
+        return not self._given
+
+    def sources(self, given: Iterable[Any]) -> frozenset[str]:
+        """The names of the numbers that some are made of."""
+        return frozenset().union(*(self._sources[each.place] for each in given if type(each) is Counter))
+
+    def refuse(self, *given: Any) -> Any:
+        """Note that numbers are used in a way that no input of a program can stand for.
+
+        Raises:
+            Refused: always.
+        """
+        self.refused |= self.sources(given)
+        raise Refused("`forward` uses a number that it changes in a way that cannot be noted.")
+
+    def stand_in(self, counter: Counter) -> Number:
+        """A number near the one that a counter stands for, which no other is equal to, even as float32."""
+        self._stand_ins += 1
+        number = self._numbers[counter.place]
+        if type(number) is int:
+            return 1_000_003 + self._stand_ins
+        if not math.isfinite(number):
+            self.refuse(counter)
+        return number * (1 - self._stand_ins * 2.0**-20) or self._stand_ins * 1e-30
+
+    def end(self, name: str, number: Any) -> None:
+        """Note what a number is at the end; of those that are not followed it says nothing."""
+        if name in self.first and type(number) in (Counter, *COUNTED):
+            self.ends[name] = _operand_of(number)
+        elif name in self.first:
+            self.refused.add(name)
+
+    def finish(self) -> None:
+        """Refuse the numbers of which something still holds a counter."""
+        self.refused |= self.sources(held for ref in self._made if (held := ref()) is not None)
+
+    def path(self, slots: Sequence[Operand] = (), problem: str = "") -> NumberPath:
+        """What was noted, with what the program is to be given."""
+        return NumberPath(self._steps, slots, [self.ends.get(name, 0) for name in self.first], problem)
+
+
+def _as_pythons(number: Any) -> Any:
+    """A number; one of NumPy's, which tensors take for one, as Python's."""
+    return number.item() if isinstance(number, np.bool_ | np.floating | np.integer) else number
+
+
+def _operand_of(each: Any) -> Operand:
+    return (each.place,) if type(each) is Counter else each
 
 
 class Counter:
-    """Stands for a number. What is made of it and of numbers is another one, what is made of it and a tensor a tensor.
-
-    It cannot be looked at: there is no `bool`, `int` or text of it, and it is no key.
+    """Stands for a number. What Python makes of it and of numbers is another one.
 
     Args:
-        tensor: has the number in the program.
-        made: where to note that there is another one.
-
-    Attributes:
-        tensor: as given.
+        tape: where that is noted.
+        place: which number it is there.
     """
 
-    __slots__ = ("__weakref__", "_made", "tensor")
+    __slots__ = ("__weakref__", "place", "tape")
 
-    def __init__(self, tensor: torch.Tensor, made: list[weakref.ref[Counter]]) -> None:
-        self.tensor, self._made = tensor, made
-        made.append(weakref.ref(self))
+    def __init__(self, tape: Tape, place: int) -> None:
+        self.tape, self.place = tape, place
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.tape.number((self.place,)))
 
     @classmethod
-    def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        args, kwargs = pytree.tree_map(_tensor_of, (args, dict(kwargs or {})))
-        return function(*args, **kwargs)
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        counters = [each for each in pytree.tree_leaves((args, kwargs)) if type(each) is Counter]
+        return counters[0].tape.refuse(*counters)  # what the tracer hears has none any more
+
+    def __array_ufunc__(self, function: Any, method: str, *given: Any, **settings: Any) -> Any:
+        if method != "__call__" or settings:
+            return self.tape.refuse(self, *given)
+        return self.tape.call(f"numpy.{function.__name__}", *given)
+
+    def __bool__(self) -> bool:
+        return self.tape.choose(self)
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return self.tape.call("builtins.round", self, *(() if digits is None else (digits,)))
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __repr__(self) -> str:
+        return repr(self._shown())
+
+    def __format__(self, spec: str) -> str:
+        return format(self._shown(), spec)
+
+    def _shown(self) -> Number:
+        self.tape.texts |= self.tape.sources([self])
+        return self.tape.number((self.place,))
 
 
-def _tensor_of(each: Any) -> Any:
-    return each.tensor if type(each) is Counter else each
-
-
-def _no_look(*args: Any) -> Any:
-    raise TypeError("`forward` looks at a number that it changes.")
-
-
-def _operator(name: str) -> Callable[[Counter, Any], Any]:
-    compute, is_reflected = getattr(operator, name.removeprefix("r")), name.startswith("r")
+def _binary(name: str) -> Callable[[Counter, Any], Any]:
+    is_reflected = name.startswith("r") and f"operator.{name}" not in FUNCTIONS
+    step = f"operator.{name[is_reflected:]}"
 
     def method(self: Counter, other: Any) -> Any:
-        if type(other) is not Counter and type(other) not in (bool, *COUNTED):
+        if type(other) not in (Counter, *COUNTED):
             return NotImplemented  # a tensor computes with it as with a number
-        a, b = self.tensor, _tensor_of(other)
-        return Counter(compute(b, a) if is_reflected else compute(a, b), self._made)
+        return self.tape.call(step, *((other, self) if is_reflected else (self, other)))
 
     return method
 
 
-def _alone(compute: Callable[[Any], Any]) -> Callable[[Counter], Any]:
-    return lambda self: Counter(compute(self.tensor), self._made)
+def _alone(step: str) -> Callable[[Counter], Any]:
+    return lambda self: self.tape.call(step, self)
+
+
+def _look(self: Counter, *args: Any) -> Any:
+    return self.tape.refuse(self)
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(Counter, f"__{_name}__", _operator(_name))
-    setattr(Counter, f"__r{_name}__", _operator(f"r{_name}"))
-for _name in ("neg", "abs"):
-    setattr(Counter, f"__{_name}__", _alone(getattr(operator, _name)))
-for _name in "bool int float index complex hash str repr format eq ne lt le gt ge reduce_ex".split():
-    setattr(Counter, f"__{_name}__", _no_look)
+    setattr(Counter, f"__{_name}__", _binary(_name))
+    setattr(Counter, f"__r{_name}__", _binary(f"r{_name}"))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(Counter, f"__{_name}__", _binary(_name))
+for _name in ("neg", "pos", "abs"):
+    setattr(Counter, f"__{_name}__", _alone(f"operator.{_name}"))
+for _name in ("floor", "ceil", "trunc"):
+    setattr(Counter, f"__{_name}__", _alone(f"math.{_name}"))
+for _name in "int float index complex hash reduce_ex".split():
+    setattr(Counter, f"__{_name}__", _look)
 
 
-class Counters:
-    """The numbers of a module that are counters while it is captured.
+# What is written in C -------------------------------------------------------------------------------------------------
+
+
+def _noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of numbers, as one that counters note."""
+
+    def note(*args: Any, **settings: Any) -> Any:
+        given = args
+        if len(args) == 1 and name in ("builtins.min", "builtins.max") and type(args[0]) in (list, tuple):
+            given = tuple(args[0])
+        counters = [each for each in given if type(each) is Counter]
+        is_noted = counters and not settings and all(type(each) in (Counter, *COUNTED) for each in given)
+        return counters[0].tape.call(name, *given) if is_noted else function(*args, **settings)
+
+    return note
+
+
+class _Class(type):
+    """The class of what stands for `int` and `float`."""
+
+    def __call__(cls, *args: Any, **settings: Any) -> Any:
+        return _noting(f"builtins.{cls.__name__}", cls.__mro__[1])(*args, **settings)
+
+    def __instancecheck__(cls, each: Any) -> bool:
+        return isinstance(each, cls.__mro__[1])
+
+
+_MATH = {name: _noting(f"math.{name}", vars(math)[name]) for name in vars(math) if f"math.{name}" in FUNCTIONS}
+_BUILTINS: dict[str, Any] = {
+    **{name: _noting(f"builtins.{name}", getattr(builtins, name)) for name in ("max", "min")},
+    **{kind.__name__: _Class(kind.__name__, (kind,), {}) for kind in (int, float)},
+}
+
+
+@contextmanager
+def noted_by_functions(namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Have functions of `math`, and those of Python that ask for a number in C, note counters that they are given.
 
     Args:
-        module: the module.
-        tensors: those that have the numbers in the program, by path and name.
+        namespaces: the global names of what may call them.
     """
-
-    def __init__(self, module: torch.nn.Module | None, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._modules = {} if module is None else dict(torch.nn.Module.named_modules(module))
-        self._tensors = dict(tensors)
-        self._made: list[weakref.ref[Counter]] = []
-
-    def begin(self) -> None:
-        """Have the module hold counters, from now on."""
-        for name, t in self._tensors.items():
-            path, _, key = name.rpartition(".")
-            vars(self._modules[path])[key] = Counter(t, self._made)
-
-    def end(self, others: Iterable[str]) -> dict[str, torch.Tensor]:
-        """The tensors that have the numbers now, of those that are made of what they were before.
-
-        The module holds no counter afterwards: what holds numbers then holds those that are the same in each run.
-
-        Args:
-            others: numbers of the module that may be made of them, too, by path and name.
-
-        Raises:
-            TypeError: if anything else holds one, such as the result.
-        """
-        ends = {}
-        for name in {*self._tensors, *others}:
-            path, _, key = name.rpartition(".")
-            namespace = vars(self._modules[path])
-            if type(namespace.get(key)) is Counter:
-                ends[name] = namespace.pop(key).tensor
-        if any(ref() is not None for ref in self._made):
-            raise TypeError("Something else holds a number that `forward` changes.")
-        return {name: ends[name] for name in self._tensors if name in ends}
+    by_function = {vars(math)[name]: each for name, each in _MATH.items()}
+    changed: list[tuple[dict[str, Any], dict[str, Any]]] = [(vars(math), _MATH)]
+    for names in namespaces:
+        functions = [(key, value) for key, value in names.items() if type(value) is type(math.exp)]
+        own = {key: by_function[value] for key, value in functions if value in by_function}
+        changed.append((names, own | {key: each for key, each in _BUILTINS.items() if key not in names}))
+    before = [(names, {key: names[key] for key in others if key in names}) for names, others in changed]
+    for names, others in changed:
+        names.update(others)
+    try:
+        yield
+    finally:
+        for (names, others), (_, values) in zip(changed, before, strict=True):
+            for key in others:
+                if key not in values:
+                    del names[key]
+            names.update(values)
 
 
-def are_alike(plain: Trace, counting: Trace, begins: Iterable[Value], ends: Iterable[Value]) -> bool:
-    """Whether a function does the same with counters as with the numbers that they begin with, in each run.
+# What tensors are given -----------------------------------------------------------------------------------------------
+
+_OTHER = ("other",)
+_FILLED = ("fill_value", "value")
+_CARRYING: dict[str, Collection[str]] = {
+    **dict.fromkeys((f"aten.{name}" for name in "add sub rsub".split()), ("other", "alpha")),
+    **dict.fromkeys((f"aten.{name}" for name in "mul div floor_divide remainder fmod".split()), _OTHER),
+    **dict.fromkeys((f"aten.{name}" for name in "eq ne lt le gt ge".split()), _OTHER),
+    **dict.fromkeys((f"aten.{name}" for name in "full full_like new_full fill fill_ masked_fill".split()), _FILLED),
+    **dict.fromkeys((f"aten.{name}" for name in "clamp clamp_min clamp_max".split()), ("min", "max")),
+    "aten.pow": ("input", "exponent"),
+    "aten.scalar_tensor": ("s",),
+    "aten.lerp": ("weight",),
+    "torch.dropout": ("p",),
+}
+"""The arguments of ops that may be numbers, or inputs of the program that have these."""
+
+
+def holds_counters(given: Any) -> bool:
+    """Whether there are counters among arguments."""
+    return any(type(each) is Counter for each in pytree.tree_leaves(given))
+
+
+def with_numbers(call: Callable[[Any, Any], Any], args: Any, kwargs: Any, trace: Trace, is_inside: bool) -> Any:
+    """Call a function of PyTorch with numbers in place of counters; what it writes down has inputs in their place.
+
+    Args:
+        call: calls it.
+        args, kwargs: its arguments.
+        trace: where it writes down what it does.
+        is_inside: whether that is a function within another one.
+    """
+    counters: dict[Number, Counter] = {}
+
+    def number(each: Any) -> Any:
+        if type(each) is not Counter:
+            return each
+        if each.__class__ is bool:
+            return bool(each)
+        stand_in = each.tape.stand_in(each)
+        counters[stand_in] = each
+        return stand_in
+
+    count = len(trace.nodes)
+    given = pytree.tree_map(number, (args, kwargs))
+    try:
+        results = call(*given)
+    except Exception:  # whatever it is: with the numbers themselves it may do
+        for counter in counters.values():
+            counter.tape.refused |= counter.tape.sources([counter])
+        raise
+    nodes = trace.nodes[count:]
+    for stand_in, counter in counters.items():
+        places = list(_places(nodes, stand_in))
+        if is_inside or not places or any(key not in _CARRYING.get(node.op, ()) for node, key in places):
+            counter.tape.refuse(counter)
+        for node, key in places:
+            counter.tape.slots[_slot(node, key, type(stand_in) is float)] = (counter.place,)
+    if counters:
+        for node in nodes:
+            node.made_of = None
+    return results
+
+
+def _places(nodes: Iterable[Node], number: Number) -> Iterator[tuple[Node, str]]:
+    """The arguments of ops that have a number. A constant that is only that number fills a tensor from now on."""
+    for node in nodes:
+        data = node.arguments.get("data")
+        if isinstance(data, Data) and _is_in(number, data.tensor):
+            if data.tensor.dim() == 0:
+                _fill(node)
+                yield node, "fill_value"
+            else:
+                yield node, "data"
+            continue
+        for key, argument in node.arguments.items():
+            if any(type(leaf) is type(number) and leaf == number for leaf in pytree.tree_leaves(argument)):
+                yield node, key
+
+
+def _is_in(number: Number, tensor: torch.Tensor) -> bool:
+    with without_modes():
+        return bool((tensor == torch.tensor(number, dtype=tensor.dtype)).any())
+
+
+def _fill(node: Node) -> None:
+    """Have a constant be a tensor that is filled with its number."""
+    node.op, node.overload, node.arguments = _as_filled(node)
+
+
+def _as_filled(node: Node) -> tuple[str, str, dict[str, Any]]:
+    """An op; a constant without dimensions as what fills a tensor with its number."""
+    data = node.arguments.get("data")
+    if isinstance(data, Data) and data.tensor.dim() == 0:
+        with without_modes():
+            return "aten.full", "default", {"size": [], "fill_value": data.tensor.item()}
+    return node.op, node.overload, node.arguments
+
+
+def _slot(node: Node, key: str, is_float: bool) -> Value:
+    """An input of the program, as the number that an op is given."""
+    floats = is_float or all(result.dtype.is_floating_point for result in node.results)
+    slot = Value((), torch.float32 if floats else torch.int64, requires_grad=False)
+    node.arguments = {**node.arguments, key: slot}
+    return slot
+
+
+# Together -------------------------------------------------------------------------------------------------------------
+
+
+def joined(
+    plain: Trace, captures: Sequence[tuple[Tape, Trace]], problems: Sequence[NumberPath]
+) -> tuple[HostNumbers, list[Value]] | None:
+    """The numbers of a function of which there are captures for all choices, and the inputs that the program has for
+    them; `None` unless the captures do the same in all but numbers.
+
+    The first trace becomes that of all.
 
     Args:
         plain: the function, captured with numbers.
-        counting: the function, captured with counters.
-        begins, ends: the values of these at the beginning, and at the end.
+        captures: the function, captured with counters: first as Python chooses in the first run.
+        problems: the paths on which it raises something.
     """
-    if len({(node.site.block, node.site.unit, node.site.stage, node.site.phase) for node in counting.nodes}) > 1:
-        return False  # what blocks hand to each other is checked for the numbers that there were
-    known = set(map(id, begins))
-    nodes: list[Node] = []
-    for node in counting.nodes:
-        inputs = node.inputs
-        if inputs and all(id(value) in known for value in inputs):
-            if not _is_as_pythons(node):
-                return False
-            known.update(map(id, node.results))
-        else:
-            nodes.append(node)
-    if any(id(value) not in known for value in ends):
+    (first, trace), *_ = captures
+    as_plain = _positions(trace, plain, first.slots, {})
+    found = [_positions(trace, other, first.slots, tape.slots) for tape, other in captures]
+    if as_plain is None or any(each is None for each in found):
+        return None
+    if not all(_is_same(node.op, first.number(a), b) for node, _, a, b in as_plain):
+        return None
+    slots, rows, dtypes = list[Value](), list[list[Operand]](), list[str]()
+    for places in zip(*(each or () for each in found), strict=True):
+        node, key, own, _ = places[0]
+        row = [operand for *_, operand in places]
+        if not isinstance(own, tuple) and all(_is_same(node.op, own, each) for each in row):
+            continue
+        kinds = {type(tape.number(operand)) for (tape, _), operand in zip(captures, row, strict=True)}
+        if not isinstance(own, tuple):
+            _fill(node)
+            _slot(node, key, float in kinds)
+        slot = node.arguments[key]
+        if bool in kinds:
+            slot.dtype = torch.bool
+        elif float in kinds:
+            slot.dtype = torch.float32
+        if slot.dtype is torch.bool and len(kinds) > 1:
+            return None
+        slots.append(slot)
+        rows.append(row)
+        dtypes.append({torch.bool: "bool", torch.float32: "float32"}.get(slot.dtype, "int32"))
+    paths = [tape.path([row[i] for row in rows]) for i, (tape, _) in enumerate(captures)]
+    return HostNumbers(first.first, [*paths, *problems], dtypes), slots
+
+
+def _is_same(op: str, one: Operand, other: Operand) -> bool:
+    """Whether two arguments are the same number, to an op that may have it as float32."""
+    if isinstance(one, tuple) or isinstance(other, tuple):
         return False
-    inputs = [value for value in counting.inputs if id(value) not in known]
+    if op in ("aten.full", "poptorch.constant"):
+        return abs(one - other) <= 2.0**-24 * abs(one)
+    return type(one) is type(other) and one == other
+
+
+def _positions(
+    trace: Trace, other: Trace, slots: Mapping[Value, Operand], others: Mapping[Value, Operand]
+) -> list[tuple[Node, str, Operand, Operand]] | None:
+    """Where ops have numbers that inputs may stand for: these in one trace, and in another, with the inputs of both.
+
+    `None` if the traces differ in more than that.
+    """
+    found: list[tuple[Node, str, Operand, Operand]] = []
     same: dict[int, Value] = {}
 
-    def is_same(one: Any, other: Any, may_count: bool) -> bool:
-        if isinstance(other, Value):
-            if id(other) in known:
-                return may_count and type(one) in COUNTED
-            return isinstance(one, Value) and same.get(id(other)) is one
-        if isinstance(one, Trace) and isinstance(other, Trace):
-            return one.is_like(other) and all_same(one.outer, other.outer)
-        if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-            return one is other
-        return type(one) is type(other) and Trace.form_of(one) == Trace.form_of(other)
+    def is_same(one: Any, its: Any) -> bool:
+        if isinstance(one, Value):
+            return isinstance(its, Value) and same.get(id(one)) is its
+        if isinstance(one, Trace) and isinstance(its, Trace):
+            return one.is_like(its) and all_same(one.outer, its.outer)
+        if isinstance(one, torch.Tensor) or isinstance(its, torch.Tensor):
+            return one is its
+        return type(one) is type(its) and Trace.form_of(one) == Trace.form_of(its)
 
-    def all_same(ones: Any, others: Any, may_count: bool = False) -> bool:
-        return len(ones) == len(others) and all(is_same(a, b, may_count) for a, b in zip(ones, others, strict=True))
+    def all_same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
+        return len(ones) == len(others) and all(map(is_same, ones, others))
 
     def bound(ones: list[Value], others: list[Value]) -> bool:
-        same.update((id(b), a) for a, b in zip(ones, others, strict=False))
+        same.update((id(a), b) for a, b in zip(ones, others, strict=False))
         return [(a.shape, a.dtype) for a in ones] == [(b.shape, b.dtype) for b in others]
 
-    if not bound(plain.inputs, inputs) or len(plain.nodes) != len(nodes):
-        return False
-    for one, other in zip(plain.nodes, nodes, strict=True):
-        leaves, structure = pytree.tree_flatten(one.arguments)
-        others, as_well = pytree.tree_flatten(other.arguments)
-        if one.op != other.op or structure != as_well or not all_same(leaves, others, one.op in _POINTWISE):
-            return False
-        if not bound(one.results, other.results):
-            return False
-    return all_same(plain.outputs, counting.outputs)
-
-
-_POINTWISE = frozenset(f"aten.{name}" for name in ("add", "sub", "rsub", "mul", "div"))
-"""Ops that do the same with a number and with a tensor that has it."""
-
-_EXACT = frozenset(f"aten.{name}" for name in ("remainder", "floor_divide", "abs", "neg"))
-_SMOOTH = frozenset(f"aten.{name}" for name in ("add", "sub", "rsub", "mul", "div", "pow", "reciprocal", "abs", "neg"))
-
-
-def _is_as_pythons(node: Node) -> bool:
-    """Whether an op makes the number that Python makes: a float, up to rounding, that no rounding makes another one
-    altogether; or a whole number, which has no end in Python, that stays small as long as steps are counted."""
-    literals = [leaf for leaf in pytree.tree_leaves(node.arguments) if type(leaf) is int]
-    if not all(-_LARGEST < leaf < _LARGEST for leaf in literals):
-        return False
-    if all(result.dtype.is_floating_point for result in node.results):
-        return node.op in _SMOOTH and node.arguments.get("rounding_mode") is None
-    is_step = node.op in ("aten.add", "aten.sub") and bool(literals)
-    return node.op in _EXACT or is_step and all(-_STEP <= leaf <= _STEP for leaf in literals)
+    if not bound(trace.inputs, other.inputs) or len(trace.nodes) != len(other.nodes):
+        return None
+    for node, its in zip(trace.nodes, other.nodes, strict=True):
+        (op, overload, ones), (other_op, other_overload, twos) = _as_filled(node), _as_filled(its)
+        if (op, overload, ones.keys()) != (other_op, other_overload, twos.keys()):
+            return None
+        for key, one in ones.items():
+            two = twos[key]
+            a: Any = slots.get(one, one) if isinstance(one, Value) else _as_pythons(one)
+            b: Any = others.get(two, two) if isinstance(two, Value) else _as_pythons(two)
+            if key in _CARRYING.get(op, ()) and all(type(each) in (tuple, *COUNTED) for each in (a, b)):
+                found.append((node, key, a, b))
+            elif not all_same(*(pytree.tree_leaves(each) for each in (one, two))):
+                return None
+        if not bound(node.results, its.results):
+            return None
+    return found if all_same(trace.outputs, other.outputs) else None

@@ -127,6 +127,7 @@ class HostState:
         self._around = around
         self._known: set[int] = set()
         self._codes: dict[CodeType, None] = {}
+        self._globals: dict[int, dict[str, Any]] = {}
         self._waiting: deque[tuple[str, Any, bool]] = deque()
         modules = {} if module is None else {each: path for path, each in torch.nn.Module.named_modules(module)}
         for each, path in modules.items():
@@ -143,6 +144,11 @@ class HostState:
             for hook in (*each._forward_pre_hooks.values(), *each._forward_hooks.values()):
                 self._waiting.append((f"a hook of {path or 'model'}", hook, False))
         self._look()
+
+    @property
+    def namespaces(self) -> list[dict[str, Any]]:
+        """The global names of the user's functions."""
+        return list(self._globals.values())
 
     @contextmanager
     def restored(self) -> Iterator[HostState]:
@@ -274,6 +280,7 @@ class HostState:
         if not is_users(function):
             return
         self._codes[function.__code__] = None
+        self._globals[id(function.__globals__)] = function.__globals__
         named, known = _names(function.__code__), function.__globals__
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 

@@ -6,7 +6,7 @@ says where.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from poptorch.base.host_numbers import HostNumbers
 from poptorch.capture.attributes import Attributes, not_rebound
-from poptorch.capture.counters import Counters
+from poptorch.capture.counters import Tape, noted_by_functions
 from poptorch.capture.cuts import Cuts
 from poptorch.capture.derivatives import derive, deriving
 from poptorch.capture.devices import named_as_cpus
@@ -66,8 +67,9 @@ class Captured:
         frozen: other tensors of the host of which the same is true.
         carried: what it changes on the host, and may mean to find in the next run: how the user calls it, and the line.
         changed: what the numbers of its modules begin with that it changes.
-        numbers: of those that were to be carried, and are made of what they were: the values at the beginning and
-            at the end.
+        numbers: those that the host computes for each run, if there are any.
+        slots: the values that are given them in a micro-batch.
+        shown: those of which it makes texts: how the user calls them, and the line that changes them.
     """
 
     trace: Trace
@@ -81,7 +83,9 @@ class Captured:
     frozen: list[Frozen]
     carried: dict[str, str] = field(default_factory=dict)
     changed: dict[str, int | float] = field(default_factory=dict)
-    numbers: dict[str, tuple[Value, Value]] = field(default_factory=dict)
+    numbers: HostNumbers | None = None
+    slots: Sequence[Value] = ()
+    shown: dict[str, str] = field(default_factory=dict)
 
 
 def capture(
@@ -98,7 +102,7 @@ def capture(
     cuts: Cuts | None = None,
     derives: bool = False,
     function: Callable[..., Any] | None = None,
-    numbers: Mapping[str, int | float] | None = None,
+    tape: Tape | None = None,
 ) -> Captured:
     """Write down what a function does.
 
@@ -118,15 +122,15 @@ def capture(
         cuts: knows the numbers of what is given, and notes where the program has to end for the host to look.
         derives: whether it is to be differentiated.
         function: what of the user's `forward` runs, if that is no module.
-        numbers: what numbers of the module begin with that the program carries, by path and name; see `counters`.
+        tape: notes what is computed with numbers that the module changes; see `counters`.
 
     Raises:
         poptorch.Error: if it reads the numbers in a tensor, or their shape depends on them, without `cuts`.
     """
 
     def once(keeps_whole: bool) -> Captured:
-        tracer = Tracer(ambient, lowered, excludes, keeps_whole, module, cuts)
-        how = with_scopes, cuts, derives, function, numbers or {}
+        tracer = Tracer(ambient, lowered, excludes, keeps_whole, module, cuts, has_counters=tape is not None)
+        how = with_scopes, cuts, derives, function, tape
         return _capture(tracer, forward, places, module, flatten, grouped, *how)
 
     try:
@@ -147,7 +151,7 @@ def _capture(
     cuts: Cuts | None,
     derives: bool,
     function: Callable[..., Any] | None,
-    numbers: Mapping[str, int | float],
+    tape: Tape | None,
 ) -> Captured:
     recorder = tracer.recorder
 
@@ -163,10 +167,6 @@ def _capture(
     for key, t in fakes.items():  # tied tensors are one value
         of_buffer = None if isinstance(state[key], torch.nn.Parameter) else state[key].detach()
         state_values[key] = by_tensor[id(t)] = by_tensor.get(id(t)) or recorder.new_input(t, key, of_buffer)
-    dtypes = {int: torch.int64, float: torch.float32}  # numbers change the dtypes of tensors no more than these do
-    zeros = {name: tracer.fake(torch.zeros((), dtype=dtypes[type(number)])) for name, number in numbers.items()}
-    begins = {name: recorder.new_input(t, name) for name, t in zeros.items()}
-    counters = Counters(module, zeros)
     if cuts is not None:
         trained = [value for key, value in state_values.items() if state[key].requires_grad]
         cuts.begin(input_values, {value: state[key].detach() for key, value in state_values.items()}, trained)
@@ -195,7 +195,9 @@ def _capture(
         if derives:
             stack.enter_context(noting_hooks(tracer))
         stack.enter_context(tracer.listening())
-        counters.begin()
+        if tape is not None and module is not None:
+            stack.enter_context(noted_by_functions(on_host.namespaces))
+            _count(module, tape)
         with _told(recorder):
             result = forward(list(inputs))
         changed = attributes.counting()
@@ -214,8 +216,8 @@ def _capture(
                 raise _reshaped(key, state[key], state_values[key], state_ends[key], recorder.reshaped.get(id(t)))
         recorder.trace.outputs = leaves
         carried = dict(on_host.changes(recorder.is_of_run))
-        counted = counters.end(changed) if numbers else {}
-        number_ends = {name: (begins[name], recorder.value_of(t)) for name, t in counted.items()}
+        if tape is not None and module is not None:
+            _end(module, tape, changed)
         carried |= {text: on_host.line_of(text) for text in recorder.overwritten()}
         recorder.settle()
         for application in applications:
@@ -239,8 +241,30 @@ def _capture(
         frozen=recorder.frozen,
         carried=carried,
         changed=changed,
-        numbers=number_ends,
     )
+
+
+def _count(module: torch.nn.Module, tape: Tape) -> None:
+    """Have a module hold counters in place of the numbers that a tape has."""
+    tape.begin()
+    for place, (namespace, key) in enumerate(_holding(module, tape.first)):
+        namespace[key] = tape.counter(place)
+
+
+def _end(module: torch.nn.Module, tape: Tape, changed: Iterable[str]) -> None:
+    """Have a tape note what the numbers are, and the module hold no counter of its own."""
+    names = list({*tape.first, *changed})
+    for name, (namespace, key) in zip(names, _holding(module, names), strict=True):
+        tape.end(name, namespace.pop(key, None))
+    tape.finish()
+
+
+def _holding(module: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple[dict[str, Any], str]]:
+    """What holds each number of such a path and name, and its name there."""
+    modules = dict(torch.nn.Module.named_modules(module))
+    for name in names:
+        path, _, key = name.rpartition(".")
+        yield modules[path].__dict__, key
 
 
 _ALWAYS = (

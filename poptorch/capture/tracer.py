@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from poptorch.base.structures import structure_of
 from poptorch.capture.composed import COMPOSED, in_turns
+from poptorch.capture.counters import holds_counters, with_numbers
 from poptorch.capture.cuts import Cuts
 from poptorch.capture.devices import ASKING, HOST, IPU, LIKE_ANOTHER, on_cpu
 from poptorch.capture.frozen import is_users
@@ -107,8 +108,10 @@ class Tracer:
         keeps_whole: bool = True,
         module: torch.nn.Module | None = None,
         cuts: Cuts | None = None,
+        has_counters: bool = False,
     ) -> None:
         self._cuts = cuts
+        self._has_counters = has_counters
         self.recorder = Recorder(ambient, excludes, module)
         self.hooks: list[str] = []
         self._keeps_whole = keeps_whole
@@ -558,6 +561,9 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tracer = self._tracer
+        if tracer._has_counters and holds_counters((args, kwargs)):
+            call = partial(self.__torch_function__, func, types)
+            return with_numbers(call, args, kwargs or {}, tracer.recorder.trace, tracer.recorder.is_inside)
         if func in ASKING and not tracer._suspended and is_users(sys._getframe(1)):
             return ASKING[func](tracer.to_model(args[0]))
         func, args, kwargs, moves = on_cpu(func, args, kwargs or {})

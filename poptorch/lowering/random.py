@@ -230,7 +230,12 @@ def set_rng_state(number: int) -> None:
 
 
 @lowers("torch.dropout")
-def dropout(input: popxl.Tensor, p: float, training: bool) -> popxl.Tensor:
-    if not training or p == 0:
+def dropout(input: popxl.Tensor, p: float | popxl.Tensor, training: bool) -> popxl.Tensor:
+    if not training:
+        return ops.identity(input)
+    if isinstance(p, popxl.Tensor):
+        kept = ops.random_uniform(emission().seed(), input.shape) >= p
+        return input * (ops.cast(kept, popxl.float32) / ops.maximum(1 - p, popxl.constant(1e-30, popxl.float32)))
+    if p == 0:
         return ops.identity(input)
     return input * 0 if p == 1 else ops.dropout(input, emission().seed(), p)

@@ -43,7 +43,7 @@ Tensors = dict[str, popxl.Tensor]
 """What a graph works with, by name: those of parameters and buffers are their own, those of inputs begin with a slash,
 and all others with two."""
 
-RANDOM, TURN, VALUES, LARGEST = "//random", "//turn", "//values", "//largest"
+RANDOM, TURN, VALUES, LARGEST, SLOT = "//random", "//turn", "//values", "//largest", "//number"
 
 GRADIENT, UPDATED = "Gradient___", "UpdatedVar___"
 """What the names of gradients and of updated parameters begin with."""
@@ -117,7 +117,7 @@ class Program:
         variables: the variables of parameters and buffers, by name; tied ones are one. What is not used has none.
         written: the values that buffers end up with, by name, of those that the model overwrites. With several replicas
             each has its own.
-        counted: names of the numbers of the module that are carried; they are among `variables` and `written`.
+        counted: a stream for each number that the host computes from those that `forward` changes.
         numbers: a stream for the numbers of the optimiser, if it has any that change.
         state: the variables of its state, by name.
         random: the variable with the state of random numbers, if there are any.
@@ -157,14 +157,7 @@ class Program:
         self._captured, self._leaves, self._returned = captured, list(leaves), list(returned)
         self._batching, self._options, self._update = batching, options, update
         self.written = {name: value for name, value in captured.written.items() if name in host}
-        self.counted = frozenset(captured.numbers)
-        self._begins = captured.state | {name: begin for name, (begin, _) in captured.numbers.items()}
-        self.written |= {name: end for name, (_, end) in captured.numbers.items()}
-        starts = {name: captured.changed[name] for name in captured.numbers}
-        host = {
-            **host,
-            **{name: np.asarray(n, np.int32 if type(n) is int else np.float32) for name, n in starts.items()},
-        }
+        self.counted: list[popxl.HostToDeviceStream] = []
         self._groupings = dict(groupings or {})
         self._check_buffers()
         self._check_ops()
@@ -215,8 +208,9 @@ class Program:
         used = {id(value) for node in nodes for value in node.inputs} | set(map(id, wanted))
         model = _Model(self.ir.create_empty_graph(name), any(node.site.unit for node in nodes))
         inputs = {f"/{leaf}": value for leaf, value in zip(self._leaves, captured.inputs, strict=True)}
+        slots = {f"{SLOT}{number}": value for number, value in enumerate(captured.slots)}
         with model.graph:
-            for key, value in (inputs | self._begins).items():
+            for key, value in (inputs | captured.state | slots).items():
                 if id(value) in used and id(value) not in model.emission.tensors:
                     model.emission.bind([value], [model.input(key, spec_of(value))])
             model.emission.write(nodes)
@@ -231,7 +225,7 @@ class Program:
 
     def _anchor(self, model: _Model) -> None:
         """Make outputs of the tensors of the model that are to be returned by name."""
-        named = {_name_of(key): t for key, t in model.inputs.items() if key != RANDOM}
+        named = {_name_of(key): t for key, t in model.inputs.items() if not key.startswith("//")}
         if self.loss is not None:
             named["loss"] = model.emission.tensor(self.loss)
         named |= {t.name: t for op in model.graph.ops for t in op.outputs if t.name not in named}
@@ -314,6 +308,10 @@ class Program:
                     continue
                 self.inputs[number] = popxl.h2d_stream(shape, spec.dtype, leaf)
                 tensors[f"/{leaf}"] = ops.host_load(self.inputs[number], leaf)
+        for number, value in enumerate(self._captured.slots):
+            key, shape = f"{SLOT}{number}", (micro_batches,) if micro_batches > 1 else ()
+            self.counted.append(popxl.h2d_stream(shape, spec_of(value).dtype, key.lstrip("/")))
+            tensors[key] = ops.host_load(self.counted[-1], key.lstrip("/"))
         return tensors
 
     def _on_device(self, host: Mapping[str, np.ndarray]) -> Tensors:

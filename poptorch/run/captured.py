@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -12,9 +13,10 @@ from typing import Any
 import torch
 
 from poptorch.base.answers import Answer, Changes
+from poptorch.base.host_numbers import NumberPath
 from poptorch.base.logging_ import logger
 from poptorch.capture.constants import numbers_of
-from poptorch.capture.counters import are_alike
+from poptorch.capture.counters import Tape, joined
 from poptorch.capture.cuts import Cuts
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.model import Captured, capture
@@ -62,7 +64,7 @@ def captured_model(
             transfers do not fit the options.
     """
 
-    def once(cuts: Cuts | None, numbers: Mapping[str, int | float]) -> tuple[Captured, Answer, Ambient]:
+    def once(cuts: Cuts | None, tape: Tape | None = None) -> tuple[Captured, Answer, Ambient]:
         answers: list[Answer] = []  # of the last time that it ran, as it may have to run again
 
         def forward(tensors: list[torch.Tensor]) -> Any:
@@ -88,14 +90,13 @@ def captured_model(
                 cuts=cuts,
                 derives=training,
                 function=model if module is None else None,
-                numbers=numbers,
+                tape=tape,
             )
         return captured, answers[0], ambient
 
-    captured, answer, ambient = once(cuts, {})
+    captured, answer, ambient = once(cuts)
     is_cut = cuts is not None and bool(cuts.found)
-    may_count = not is_cut and options.replication == 1
-    if may_count and (counting := _counting(captured, partial(once, None), counts)) is not None:
+    if not is_cut and (counting := _counting(captured, partial(once, None), counts)) is not None:
         captured, answer, ambient = counting
     _tell_of_carried(captured, module)
     for text in _on_host(captured):
@@ -119,34 +120,57 @@ def captured_model(
     return captured, answer
 
 
-_MOST_CAPTURES = 4
-"""How often a model is captured, until it is known which numbers change with others."""
+_MOST_CAPTURES = 16
+"""How often a model is captured, until it is known what it does with the numbers that it changes."""
+
+_Capture = tuple[Captured, Answer, Ambient]
 
 
-def _counting(
-    plain: Captured,
-    capture: Callable[[Mapping[str, int | float]], tuple[Captured, Answer, Ambient]],
-    counts: Collection[str] | None,
-) -> tuple[Captured, Answer, Ambient] | None:
-    """The capture in which the numbers that `forward` changes are carried, if that does the same otherwise."""
-    numbers, others = plain.changed, set[str]()  # which are set to what is the same in each run
-    for _ in range(_MOST_CAPTURES):
-        if not numbers or counts is not None and set(counts) != set(numbers):
-            return None
-        try:
-            found = capture(numbers)
-        except Exception:  # whatever it is: what is not written in Python may have met a counter
-            logger.debug("Numbers that `forward` changes are not carried.", exc_info=True)
-            return None
-        counting = found[0]
-        others |= numbers.keys() - counting.numbers.keys()
-        wanted = {name: first for name, first in (counting.changed | numbers).items() if name not in others}
-        if wanted == numbers:
-            begins, ends = zip(*counting.numbers.values(), strict=True)
-            is_same = [value.dtype for value in begins] == [value.dtype for value in ends]
-            return found if is_same and are_alike(plain.trace, counting.trace, begins, ends) else None
-        numbers = wanted
+def _counting(plain: Captured, capture: Callable[[Tape], _Capture], counts: Collection[str] | None) -> _Capture | None:
+    """The capture in which the host computes the numbers that `forward` changes, if that does the same otherwise.
+
+    There is one for each way that Python may choose by these numbers. Those that cannot be carried are left out.
+    """
+    first, refused, left = plain.changed, set[str](), _MOST_CAPTURES
+    while first:
+        found: list[tuple[Tape, _Capture]] = []
+        wanted, problems, waiting = dict(first), list[NumberPath](), [tuple[bool, ...]()]
+        while waiting and refused.isdisjoint(first):
+            if not left:
+                return None
+            left -= 1
+            tape = Tape(first, given := waiting.pop())
+            try:
+                found.append((tape, capture(tape)))
+                wanted |= found[-1][1][0].changed
+            except Exception as problem:  # whatever it is: what is not written in Python may have met a counter
+                logger.debug("Numbers that `forward` changes are not carried.", exc_info=True)
+                if not tape.refused and (tape.is_natural or isinstance(problem, TypeError)):
+                    return None
+                problems.append(tape.path(problem=f"{type(problem).__name__} in `forward`: {problem}"))
+            refused |= tape.refused
+            choices = tape.choices
+            waiting += ((*choices[:i], not choices[i]) for i in range(len(given), len(choices)))
+        wanted = {name: number for name, number in wanted.items() if name not in refused}
+        if wanted == first:
+            return _with_numbers(plain, found, problems) if counts is None or set(counts) == set(first) else None
+        first = wanted
     return None
+
+
+def _with_numbers(
+    plain: Captured, found: Sequence[tuple[Tape, _Capture]], problems: Sequence[NumberPath]
+) -> _Capture | None:
+    together = joined(plain.trace, [(tape, captured.trace) for tape, (captured, *_) in found], problems)
+    if together is None:
+        return None
+    (tape, (captured, answer, ambient)), *_ = found
+    numbers, slots = together
+    carried = {f"model.{name}" for name in tape.first}
+    shown = {text: line for text, line in plain.carried.items() if text.removeprefix("model.") in tape.texts}
+    changes = plain.carried | captured.carried  # what cannot be put back changes once
+    others = {text: line for text, line in changes.items() if text not in carried}
+    return replace(captured, numbers=numbers, slots=slots, carried=others, shown=shown), answer, ambient
 
 
 def places_of(tensors: Sequence[torch.Tensor], signature: Signature, batching: Batching) -> list[TensorLayout]:
@@ -167,6 +191,15 @@ _told: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDic
 def _tell_of_carried(captured: Captured, module: torch.nn.Module | None) -> None:
     """Warn, once of each, of what `forward` changes on the host."""
     told = set() if module is None else _told.setdefault(module, set())
+    for text, line in captured.shown.items():
+        if f"text of {text}" not in told:
+            told.add(f"text of {text}")
+            logger.warning(
+                "`forward` makes a text of %s (%s), or of what it computes with it. The program carries the number "
+                "from run to run, but the text stays that of the first one.",
+                text,
+                line,
+            )
     if names := [text for text in captured.carried if text not in told]:
         told.update(names)
         places = [f"{text} ({line})" if (line := captured.carried[text]) else text for text in names]

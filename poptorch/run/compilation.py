@@ -212,7 +212,7 @@ def carries(
         batching = compiled.batching
         places = places_of(signature.check(args, kwargs), signature, batching)
         of_model = model.call, model.module, signature, places, batching, options, training, list(model.grouped)
-        counts = list(compiled.ends.counted)
+        counts = list(compiled.counted)
         return Way(*captured_model(*of_model, told=model.told, counts=counts), cuts=())
 
     signature, way, _ = _hidden(signature_of, capture)

@@ -20,6 +20,7 @@ import torch
 
 import popxl
 from poptorch.base.dtypes import device_dtype, from_numpy, to_numpy
+from poptorch.base.host_numbers import HostNumbers, Number
 from poptorch.base.logging_ import logger
 from poptorch.base.structures import Structure
 from poptorch.capture.frozen import Frozen
@@ -75,7 +76,7 @@ class Ends:
         state: the variables of its state, by name.
         random: the variable of random numbers, if there are any.
         names: names of all tensors that can be anchored.
-        counted: the variables of numbers of the module that `forward` changes, by path and name.
+        counted: the streams of numbers that the host computes from those that `forward` changes.
     """
 
     inputs: dict[int, popxl.HostToDeviceStream] = field(default_factory=dict)
@@ -86,7 +87,7 @@ class Ends:
     state: Mapping[str, Variable] = field(default_factory=dict)
     random: Variable | None = None
     names: tuple[str, ...] = ()
-    counted: Mapping[str, Variable] = field(default_factory=dict)
+    counted: Sequence[popxl.HostToDeviceStream] = ()
 
     @classmethod
     def of(cls, program: Program) -> Ends:
@@ -94,13 +95,13 @@ class Ends:
         return cls(
             program.inputs,
             program.outputs,
-            {name: v for name, v in program.variables.items() if name not in program.counted},
-            frozenset(program.written) - program.counted,
+            program.variables,
+            frozenset(program.written),
             program.numbers,
             program.state,
             program.random,
             program.names,
-            {name: program.variables[name] for name in program.counted},
+            program.counted,
         )
 
 
@@ -122,10 +123,11 @@ class Compiled:
         read: the buffers whose numbers are a part of the program, with these numbers.
         is_synthetic: fetch no result; there are zeros in their place, whose shapes are right.
         frozen: tensors of the host whose numbers are a part of the program.
+        counting: the numbers of the module that `forward` changes, which the host computes.
 
     Attributes:
         signature, structure: as given, until more values are found to be carried.
-        ends, session, seed, read: as given.
+        ends, session, seed, read, counting: as given.
         anchored: the tensors that are anchored, of the last call, by the names that the user gave them.
         version: how often variables have been written.
     """
@@ -146,11 +148,13 @@ class Compiled:
         read: Mapping[str, torch.Tensor] | None = None,
         is_synthetic: bool = False,
         frozen: Iterable[Frozen] = (),
+        counting: HostNumbers | None = None,
     ) -> None:
         self.signature, self.batching, self.structure = signature, batching, structure
         self.constants, self.results, self.rewritten = dict(constants), tuple(results), tuple(rewritten)
         self.ends, self.session, self.seed = ends, session, seed
         self.read = dict(read or {})
+        self.counting = counting
         self.version = 0
         self.anchored: dict[str, torch.Tensor] = {}
         self._checks, self._is_synthetic = checks, is_synthetic
@@ -254,6 +258,7 @@ class Compiled:
             captured.read,
             options.synthetic_data,
             captured.frozen,
+            captured.numbers,
         )
 
     # Running --------------------------------------------------------------------------------------------------------
@@ -280,7 +285,7 @@ class Compiled:
         if self.rewritten:
             self._check_apart(tensors)
         asked = perf_counter()
-        feeds: dict[popxl.HostToDeviceStream, Any] = dict(self._numbers)
+        feeds: dict[popxl.HostToDeviceStream, Any] = self._numbers | self._counted()
         for i, stream, is_same, shape in self._inputs:
             t = tensors[i]
             is_array = t.layout is torch.strided and t.is_contiguous() and not t.is_meta
@@ -473,14 +478,24 @@ class Compiled:
             replicas = self.batching.groups.replicas
             self._numbers[self.ends.numbers] = np.tile(numbers, (replicas, 1)) if replicas > 1 else numbers
 
-    def counted(self) -> dict[str, int | float]:
-        """The numbers of the module that `forward` changes, as they are now, by path and name."""
-        return {name: array.item() for name, array in self._fetched(self.ends.counted).items()}
+    @property
+    def counted(self) -> dict[str, Number]:
+        """The numbers of the module that `forward` changes, as the next run finds them, by path and name."""
+        return {} if self.counting is None else self.counting.now
 
-    def write_counted(self, numbers: Mapping[str, int | float]) -> None:
+    def write_counted(self, numbers: Mapping[str, Number]) -> None:
         """Overwrite such numbers, of those that are given."""
-        counted = {v: numbers[name] for name, v in self.ends.counted.items() if name in numbers}
-        self._write({v: np.asarray(number, v.dtype.as_numpy()) for v, number in counted.items()})
+        if self.counting is not None:
+            self.counting.now |= {name: numbers[name] for name in self.counting.now.keys() & numbers.keys()}
+
+    def _counted(self) -> dict[popxl.HostToDeviceStream, np.ndarray]:
+        """What the host computes for a run: each replica has the same in the same micro-batch."""
+        if self.counting is None:
+            return {}
+        replicas, count = self.batching.groups.replicas, self.batching.micro_batches
+        arrays = [array if count > 1 else array[0] for array in self.counting.advance(count)]
+        given = [np.stack([array] * replicas) if replicas > 1 else array for array in arrays]
+        return dict(zip(self.ends.counted, given, strict=True))
 
     @property
     def random_state(self) -> list[int]:
@@ -510,7 +525,8 @@ class Compiled:
 
     def lasting(self) -> dict[tuple[str, str], np.ndarray]:
         """All that a run leaves for the next one: by its kind, weight, state, number or random, and its name."""
-        return self._fetched(self._lasting)
+        counted = {("number", name): np.asarray(number) for name, number in self.counted.items()}
+        return self._fetched(self._lasting) | counted
 
     def write_lasting(self, values: Mapping[tuple[str, str], np.ndarray]) -> None:
         """Overwrite what a run leaves for the next one, as far as the program has it. That of one replica is for all
@@ -521,13 +537,13 @@ class Compiled:
             if value is not None and (value.shape == shape or key[0] != "random"):
                 own[v] = np.broadcast_to(value[0] if value.ndim > len(shape) else value, shape)
         self._write(own)
+        self.write_counted({name: value.item() for (kind, name), value in values.items() if kind == "number"})
 
     @property
     def _lasting(self) -> dict[tuple[str, str], Variable]:
         ends = self.ends
         found = {("weight", name): v for name, v in ends.variables.items()}
         found |= {("state", name): v for name, v in ends.state.items()}
-        found |= {("number", name): v for name, v in ends.counted.items()}
         return found if ends.random is None else {**found, ("random", ""): ends.random}
 
     def _write(self, values: Mapping[Variable, np.ndarray]) -> None:

@@ -394,7 +394,7 @@ class PoplarExecutor:
                 *of_run,
                 has_fewer_rows=True,
                 carries_numbers=self._required.signature.carries_numbers,
-                counts=tuple(self._required.ends.counted),
+                counts=tuple(self._required.counted),
             )
         compiled.attach(self._on_host.read())
         hooks.post_compile()
@@ -491,7 +491,7 @@ class PoplarExecutor:
             self._write_report()
             self.copyWeightsToHostIfNeeded()
             if isinstance(compiled, Compiled):
-                self._host.take_counted(compiled.counted(), self._attributes)
+                self._host.take_counted(compiled.counted, self._attributes)
             if self._trainer is not None:
                 self._trainer.disconnect()
             compiled.close()
@@ -786,7 +786,7 @@ class PoplarExecutor:
         self._host.grouped.update(saved.grouped)
         compiled = saved.compiled(self._host.forward, self._options)
         if anew:
-            compiled.write_counted(self._host.counted(compiled.ends.counted))
+            compiled.write_counted(self._host.counted(compiled.counted))
         if self._trainer is not None:
             saved.prepare(self._trainer, self._host.module, self._options)
             if anew:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from poptorch.base.host_numbers import Number
 from poptorch.base.replica_groups import GroupedParameter
 from poptorch.capture.attributes import Attributes, noting
 from poptorch.capture.counters import COUNTED
@@ -67,7 +68,7 @@ class HostModel:
         if inside:
             self.attributes = self.attributes.with_those((each, name) for each in inside for name in vars(each))
 
-    def take_counted(self, numbers: Mapping[str, int | float], compiled: Attributes) -> None:
+    def take_counted(self, numbers: Mapping[str, Number], compiled: Attributes) -> None:
         """Have the module hold the numbers that a program has carried; those stay that the user has set meanwhile.
 
         Args:
@@ -80,7 +81,7 @@ class HostModel:
                 setattr(module, key, number)
         self.attributes = self.attributes.with_those((module, key) for module, key, _ in places)
 
-    def counted(self, names: Iterable[str]) -> dict[str, int | float]:
+    def counted(self, names: Iterable[str]) -> dict[str, Number]:
         """The numbers with these paths and names, as `attributes` have them, for a program that carries them."""
         with self.attributes.restored():
             return {name: vars(module)[key] for name in names for module, key in self._holding(name)}

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ import torch
 
 import popxl
 from poptorch.base.answers import Answer
+from poptorch.base.host_numbers import Number
 from poptorch.base.logging_ import logger
 from poptorch.base.structures import Structure
 from poptorch.capture.cuts import Cut
@@ -158,6 +160,8 @@ class InParts:
         poptorch.Error: if there are several micro-batches, or the model overwrites buffers.
     """
 
+    counted: Mapping[str, Number] = MappingProxyType({})
+    """The numbers of the module that it carries: none."""
     _may_overwrite_buffers = False
 
     def __init__(

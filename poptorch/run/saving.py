@@ -32,6 +32,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 import popxl
+from poptorch.base.host_numbers import HostNumbers, NumberPath
 from poptorch.base.logging_ import logger
 from poptorch.base.replica_groups import GroupedParameter, ReplicaGroups
 from poptorch.base.structures import structure_of
@@ -51,7 +52,7 @@ from popxl.extend.files import OF_ARCHIVES, digest, parsed, replace_file
 
 __all__ = ["Saved", "read", "save"]
 
-FORMAT = 2
+FORMAT = 3
 
 _ABOUT, _TENSORS, _SESSION, _DIGEST = "about.json", "tensors.safetensors", "session", "digest"
 
@@ -101,7 +102,7 @@ class _Ends(_Part):
     state: dict[str, str]
     random: str | None
     names: list[str]
-    counted: dict[str, str]
+    counted: list[str]
 
     @classmethod
     def of(cls, ends: Ends) -> _Ends:
@@ -115,7 +116,7 @@ class _Ends(_Part):
             state={name: v.id for name, v in ends.state.items()},
             random=ends.random.id if ends.random is not None else None,
             names=list(ends.names),
-            counted={name: v.id for name, v in ends.counted.items()},
+            counted=[stream.tensor_id for stream in ends.counted],
         )
 
     def within(self, session: popxl.Session) -> Ends:
@@ -132,8 +133,26 @@ class _Ends(_Part):
             state={name: variables[id] for name, id in self.state.items()},
             random=variables[self.random] if self.random is not None else None,
             names=tuple(self.names),
-            counted={name: variables[id] for name, id in self.counted.items()},
+            counted=[inputs[id] for id in self.counted],
         )
+
+
+class _Counting(_Part):
+    """`HostNumbers`, as data."""
+
+    now: Any
+    paths: Any
+    dtypes: list[str]
+
+    @classmethod
+    def of(cls, numbers: HostNumbers) -> _Counting:
+        """The numbers as they are."""
+        paths = [(each.steps, each.slots, each.ends, each.problem) for each in numbers.paths]
+        return cls(now=to_data(numbers.now, "now"), paths=to_data(paths, "paths"), dtypes=numbers.dtypes)
+
+    def numbers(self) -> HostNumbers:
+        """The numbers as they were."""
+        return HostNumbers(from_data(self.now), [NumberPath(*each) for each in from_data(self.paths)], self.dtypes)
 
 
 class _Tensor(_Part):
@@ -171,6 +190,7 @@ class _About(_Part, _Stamp):
         seed: what random numbers began with; `None` if their state was not to be saved.
         optimizer: the optimiser that the program was made with, as it was then.
         model: the module; `None` if it was not to be saved.
+        counting: the numbers that the host computes for each run.
     """
 
     training: bool
@@ -181,6 +201,7 @@ class _About(_Part, _Stamp):
     seed: int | None
     optimizer: OptimizerData | None
     model: _Model | None
+    counting: _Counting | None
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
@@ -225,6 +246,7 @@ def save(
         seed=compiled.seed if save_rng_state else None,
         optimizer=trainer.made_with if trainer is not None else None,
         model=model,
+        counting=None if compiled.counting is None else _Counting.of(compiled.counting),
     )
     content = io.BytesIO()
     parts = {
@@ -458,6 +480,7 @@ class Saved:
             options.Precision.floating_point_exceptions,
             read={name: self._tensors[f"read/{name}"] for name in call.read},
             is_synthetic=options.synthetic_data,
+            counting=None if self._about.counting is None else self._about.counting.numbers(),
         )
         if self._about.seed is None:
             compiled.reseed()

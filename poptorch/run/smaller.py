@@ -96,7 +96,7 @@ class SmallerBatches:
         may_pad = options.partial_batch is PartialBatch.Pad and options.output_mode is OutputMode.All
         if not may_pad or self._training or not isinstance(whole, Compiled) or self._batching.groups.size > 1:
             return None
-        if whole.ends.written or whole.ends.counted or whole.rewritten or options.anchored_tensors:
+        if whole.ends.written or whole.counted or whole.rewritten or options.anchored_tensors:
             return None
         signature = Signature(self._forward, args, kwargs)
         pairs = list(zip(signature.check(args, kwargs), whole.signature.leaves, strict=True))
@@ -173,7 +173,7 @@ class SmallerBatches:
     def _handed_on(self, program: Program) -> Iterator[None]:
         """A run of a program with what the last run has left, and after which the next one has what it leaves."""
         ends = program.ends
-        changes = self._training or bool(ends.written) or bool(ends.counted) or ends.random is not None
+        changes = self._training or bool(ends.written) or bool(program.counted) or ends.random is not None
         if changes or self._versions.get(id(program)) != self._whole.version:
             program.write_lasting(self._whole.lasting())
         try:

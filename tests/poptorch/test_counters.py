@@ -7,9 +7,11 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from math import cos, pi
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -146,23 +148,76 @@ def test_numbers_are_those_of_python(change: Callable[..., Any]) -> None:
     assert module.step == expected.step and module.rate == pytest.approx(expected.rate)
 
 
-def _branch(step: int, x: torch.Tensor) -> torch.Tensor:
-    return x if step % 2 else x * 2
+F = torch.nn.functional
+
+
+def _chosen(step: int, x: torch.Tensor) -> torch.Tensor:
+    if step > 2:
+        factor = 3.0
+    else:
+        factor = step / 2
+    return x * factor + (1 if step % 2 else 0.25)
+
+
+def _checked(step: int, x: torch.Tensor) -> torch.Tensor:
+    if step < 0:
+        raise ValueError("The step is negative.")
+    return x * max([0.2, 1 - step / 3])
+
+
+def _assigned(step: int, x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    y[0], y[1, 1] = step, 0.3 * step
+    return y.masked_fill(x > 0.7, step / 7)
+
+
+_CARRIED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "chosen": _chosen,
+    "checked": _checked,
+    "assigned": _assigned,
+    "as a bool": lambda step, x: x * (step > 2) + (3 if step in (2, 4) else 1),
+    "math": lambda step, x: x * math.exp(-step / 10) + math.log(step, 3) - math.floor(step / 2),
+    "imported": lambda step, x: x * (0.5 * (1 + cos(pi * step / 10))),
+    "built in": lambda step, x: x * min(1.0, step / 3) + int(step * 0.7) + round(step * 0.777, 1) + float(step) // 2,
+    "numpy": lambda step, x: x * np.exp(-step) + float(np.minimum(1.0, step / 3)),
+    "class": lambda step, x: x * (step if isinstance(step, int) and not isinstance(step, float) else 100),
+    "bounds": lambda step, x: x.clamp(0.1, step / 5) + torch.clamp_min(x, step / 4),
+    "where": lambda step, x: torch.where(x > 0.5, x, step * 0.1) + torch.where(x > 0.5, step, x),
+    "filled": lambda step, x: x + torch.full((3,), step * 0.1) + torch.full_like(x, step),
+    "tensor": lambda step, x: torch.minimum(x, torch.tensor(step * 0.1)) + torch.tensor(step),
+    "powers": lambda step, x: x**step + 0.5**step * x + (1 + step) ** x,
+    "compared": lambda step, x: (x * 5 > step) * torch.lerp(x, x + 1, step / 10),
+    "integers": lambda step, x: ((x * 10).int() * step, (x * 10).int() / step, (x * 10).int() // step),
+    "large": lambda step, x: x * (2**40 + step),
+    "softmax": lambda step, x: F.softmax(x / max(0.1, 1 - step / 4), -1),
+}
+
+
+@pytest.mark.parametrize("kind", _CARRIED)
+def test_whatever_python_computes_is_carried(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    def change(self: Any, x: torch.Tensor) -> Any:
+        self.step += 1
+        return _CARRIED[kind](self.step, x)
+
+    module, x = Changing(change), torch.rand(4, 3)
+    expected, model = copy.deepcopy(module), wrapped(module, iterations=2, trains=False)
+    for _ in range(3):
+        parts = [expected(rows) for rows in x.split(ROWS)]
+        whole = tuple(map(torch.cat, zip(*parts, strict=True))) if kind == "integers" else torch.cat(parts)
+        torch.testing.assert_close(model(x), whole)
+    model.destroy()
+    assert module.step == 6 and not caplog.text
 
 
 _LOOKS: list[Callable[[Any, torch.Tensor], Any]] = [
-    _branch,
-    lambda step, x: x * int(step),
-    lambda step, x: x * math.exp(step),
     lambda step, x: sum(x for _ in range(step)),
     lambda step, x: x * {0: 3, 1: 2.0}.get(step, 5),
-    lambda step, x: x * (step if isinstance(step, int) else 100),
-    lambda step, x: x * min(1.0, step / 10),
     lambda step, x: x[:, step % 3],
-    lambda step, x: x + torch.full((3,), step),
-    lambda step, x: x * len(f"{step:>{9}}"),
+    lambda step, x: x * (step if type(step) is int else 100),
+    lambda step, x: x.sin() if step > 1 else x,
+    lambda step, x: x * torch.tensor([step, 2, 3.0]),
+    lambda step, x: F.leaky_relu(x - 0.5, step / 10),
     lambda step, x: (x, step),
-    lambda step, x: x.clamp(max=step / 4),
 ]
 
 
@@ -183,9 +238,90 @@ def test_a_number_that_is_looked_at_is_told(
     assert caplog.text.count("`forward` changes model.step (test_counters.py:") == 1
 
 
-def _twice(self: Any, x: torch.Tensor) -> torch.Tensor:
-    self.step = self.step * 2 + 1
-    return x * self.step
+def test_numbers_beside_one_that_is_looked_at_are_carried(caplog: pytest.LogCaptureFixture) -> None:
+    def change(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        self.rate *= 0.5
+        self.seen.append(self.step)
+        return x[:, self.step % 3] * self.rate
+
+    module, x = Changing(change), torch.rand(2, 3)
+    model = poptorch.inferenceModel(module)
+    for rate in (0.5, 0.25, 0.125):
+        torch.testing.assert_close(model(x), x[:, 1] * rate)
+    assert "`forward` changes model.step (test_counters.py:" in caplog.text and "model.rate" not in caplog.text
+    assert "model.seen" in caplog.text and module.seen == []
+
+
+def test_a_text_is_told_and_the_number_carried(caplog: pytest.LogCaptureFixture) -> None:
+    def change(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        return x * self.step * len(f"step {self.step:03}, {self.rate}")
+
+    module, x = Changing(change), torch.rand(2, 3)
+    expected, model = copy.deepcopy(module), poptorch.inferenceModel(module)
+    for _ in range(3):
+        torch.testing.assert_close(model(x), expected(x))
+    assert caplog.text.count("`forward` makes a text of model.step (test_counters.py:") == 1
+    assert "`forward` changes" not in caplog.text
+
+
+def test_what_forward_raises_later_is_raised_then() -> None:
+    def change(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        if self.step > 2:
+            raise ValueError("That is enough.")
+        return x * self.step
+
+    model, x = poptorch.inferenceModel(Changing(change)), torch.rand(2, 3)
+    for step in (1, 2):
+        torch.testing.assert_close(model(x), x * step)
+    with pytest.raises(poptorch.Error, match=r"ValueError in `forward`: That is enough\."):
+        model(x)
+
+
+def test_an_integer_beyond_the_device_is_refused() -> None:
+    def change(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.step = (self.step + 1) * 2**16
+        return (x * 10).int() * self.step
+
+    model, x = poptorch.inferenceModel(Changing(change)), torch.rand(2, 3)
+    model(x)
+    with pytest.raises(poptorch.Error, match="computes the number 4295032832 .* an integer of 32 bits"):
+        model(x)
+
+
+def test_the_rate_of_a_dropout_is_carried() -> None:
+    def change(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        return F.dropout(x, min(0.75, self.step / 4)), F.dropout(x, 1.0 if self.step > 1 else 1e-9)
+
+    model, x = poptorch.inferenceModel(Changing(change)), torch.ones(40, 50)
+    for rate in (0.25, 0.5, 0.75, 0.75):
+        dropped, all_or_none = model(x)
+        kept = dropped != 0
+        assert kept.float().mean() == pytest.approx(1 - rate, abs=0.05)
+        torch.testing.assert_close(dropped[kept], torch.full_like(dropped[kept], 1 / (1 - rate)))
+        assert all_or_none.mean() == (rate == 0.25)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_replicas_and_blocks_count_alike(replicas: int) -> None:
+    def change(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        with poptorch.Block(ipu_id=0):
+            y = x * self.step
+        with poptorch.Block(ipu_id=1):
+            return y + self.step / 4
+
+    options = poptorch.Options().deviceIterations(2).replicationFactor(replicas)
+    module, x = Changing(change), torch.rand(4 * replicas, 3)
+    model = poptorch.inferenceModel(module, options)
+    for step in (1, 3):
+        steps = torch.tensor([step, step + 1.0]).repeat_interleave(ROWS * replicas)[:, None]
+        torch.testing.assert_close(model(x), x * steps + steps / 4)
+    model.destroy()
+    assert module.step == 4
 
 
 def _set(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -194,37 +330,25 @@ def _set(self: Any, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def _large(self: Any, x: torch.Tensor) -> torch.Tensor:
-    self.step = (self.step + 5) % 2**40
-    return x * self.step
-
-
 def _rounded(self: Any, x: torch.Tensor) -> torch.Tensor:
     self.rate -= 0.1
     self.step += 1
     return x * (self.rate // 0.3 + self.step)
 
 
-def _in_blocks(self: Any, x: torch.Tensor) -> torch.Tensor:
-    self.step += 1
-    with poptorch.Block(ipu_id=0):
-        return x * self.step
+def _of_layers(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.step = 2 * self.step + 1
+    for power in range(3):
+        x = x * self.step**power + self.step
+    return x
 
 
-def _held(self: Any, x: torch.Tensor) -> torch.Tensor:
-    self.step += 1
-    self.seen.append(self.step)
-    return x * self.step
-
-
-@pytest.mark.parametrize("change", [_twice, _set, _large, _rounded, _in_blocks, _held])
-def test_what_cannot_be_carried_surely_is_told(
-    change: Callable[..., torch.Tensor], caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("change", [_set, _rounded, _of_layers])
+def test_what_becomes_of_numbers_is_carried(change: Callable[..., torch.Tensor]) -> None:
     module, x = Changing(change), torch.rand(2, 3)
-    model = poptorch.inferenceModel(module)
-    torch.testing.assert_close(model(x), model(x))
-    assert "model.step (test_counters.py:" in caplog.text and module.seen == []
+    expected, model = copy.deepcopy(module), poptorch.inferenceModel(module)
+    for _ in range(6):
+        torch.testing.assert_close(model(x), expected(x))
 
 
 def test_smaller_batches_count_too() -> None:

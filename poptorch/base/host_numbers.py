@@ -1,0 +1,135 @@
+"""`HostNumbers`: numbers of Python that `forward` changes, such as `self.step += 1`, computed on the host for each run.
+
+A capture notes each step of what Python computes with them, up to where a tensor is given the result. These steps are
+replayed for each micro-batch of a run, and their results are inputs of the program.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+import operator
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from poptorch.errors import createPoptorchError
+
+__all__ = ["CHOICE", "FUNCTIONS", "HostNumbers", "Number", "Operand", "NumberPath"]
+
+Number = bool | int | float
+Operand = Number | tuple[int]
+"""A number; or, as a tuple, the place of one among those that are carried and those that steps have made."""
+
+CHOICE = "?"
+"""The step in which Python asks whether a number is true. Its arguments are the number, and the answer."""
+
+_OPERATORS = "add sub mul truediv floordiv mod pow neg pos abs eq ne lt le gt ge and_ or_ xor invert lshift rshift"
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{f"operator.{name}": getattr(operator, name) for name in _OPERATORS.split()},
+    **{f"math.{name}": each for name, each in vars(math).items() if callable(each) and not name.startswith("_")},
+    **{f"numpy.{name}": each for name, each in vars(np).items() if isinstance(each, np.ufunc)},
+    **{f"builtins.{name}": getattr(builtins, name) for name in ("bool", "float", "int", "max", "min", "round")},
+}
+"""What steps do, by name."""
+
+
+@dataclass(frozen=True)
+class NumberPath:
+    """What `forward` does with numbers between one choice of Python's and the next, to the end.
+
+    Attributes:
+        steps: the names of functions, and what these are given.
+        slots: what the program is given.
+        ends: what the carried numbers are afterwards, in order.
+        problem: what `forward` raises at the end; "" if it returns.
+    """
+
+    steps: Sequence[tuple[str, Sequence[Operand]]]
+    slots: Sequence[Operand] = ()
+    ends: Sequence[Operand] = ()
+    problem: str = ""
+
+    def follow(self, numbers: Sequence[Number]) -> tuple[list[Number], list[Number]] | None:
+        """The numbers of the slots, and at the end, for those at the beginning; `None` if choices lead elsewhere.
+
+        Raises:
+            poptorch.Error: if `forward` raises something.
+        """
+        known = list(numbers)
+
+        def number(operand: Operand) -> Number:
+            return known[operand[0]] if isinstance(operand, tuple) else operand
+
+        for name, operands in self.steps:
+            given = list(map(number, operands))
+            if name != CHOICE:
+                known.append(FUNCTIONS[name](*given))
+            elif bool(given[0]) is not given[1]:
+                return None
+        if self.problem:
+            raise createPoptorchError(self.problem)
+        return list(map(number, self.slots)), list(map(number, self.ends))
+
+
+class HostNumbers:
+    """The numbers of a module that `forward` changes. Threads may share them.
+
+    Args:
+        first: what they begin with, by path and name.
+        paths: the paths of `forward`, of which one is for each number that there may be.
+        dtypes: of the slots; those of integers have 32 bits.
+
+    Attributes:
+        now: the numbers that the next run begins with.
+
+    Example:
+        >>> doubled = NumberPath([("operator.mul", ((0,), 2))], slots=[(1,)], ends=[(1,)])
+        >>> numbers = HostNumbers({"x": 3}, [doubled], ["int32"])
+        >>> numbers.advance(2)
+        [array([ 6, 12], dtype=int32)]
+        >>> numbers.now
+        {'x': 12}
+    """
+
+    def __init__(self, first: Mapping[str, Number], paths: Sequence[NumberPath], dtypes: Sequence[str]) -> None:
+        self.now = dict(first)
+        self.paths, self.dtypes = list(paths), list(dtypes)
+        self._turn = threading.Lock()
+
+    def advance(self, count: int) -> list[np.ndarray]:
+        """What `forward` computes in this many calls, for each slot.
+
+        Raises:
+            poptorch.Error: if it raises something in one of them, or an integer has more than 32 bits.
+        """
+        with self._turn:
+            now, rows = list(self.now.values()), []
+            for _ in range(count):
+                slots, now = next(found for path in self.paths if (found := path.follow(now)) is not None)
+                rows.append(slots)
+            columns = [[row[i] for row in rows] for i in range(len(self.dtypes))]
+            arrays = list(map(_as_array, columns, self.dtypes))
+            self.now = dict(zip(self.now, now, strict=True))
+        return arrays
+
+
+def _as_array(column: Sequence[Number], dtype: str) -> np.ndarray:
+    kind = np.dtype(dtype)
+    numbers = list(map(partial(_fitting, kind=kind), column))
+    with np.errstate(over="ignore"):  # beyond float32 is infinity
+        return np.array(numbers, kind)
+
+
+def _fitting(number: Number, kind: np.dtype[Any]) -> Number:
+    is_whole = kind.kind != "i" or isinstance(number, int) and abs(number) < 2**31
+    if not is_whole:
+        raise createPoptorchError(
+            f"`forward` computes the number {number!r} from those that it changes, where the program takes an integer "
+            "of 32 bits. Compute with floats (`float(self.step)`), or have it begin anew in time (`%`)."
+        )
+    return number

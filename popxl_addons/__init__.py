@@ -65,7 +65,9 @@ from popxl_addons.streams import InputStreams, OutputStreams
 from popxl_addons.task_session import TaskSession, write_variables_pb
 from popxl_addons.training import Training, train_step
 from popxl_addons.transforms import (
+    MemoryPlan,
     RemoteHandle,
+    activations_of,
     add_recompute_inputs,
     autodiff,
     autodiff_with_accumulation,
@@ -99,6 +101,7 @@ __all__ = [
     "GraphLike",
     "GraphWithNamedArgs",
     "InputStreams",
+    "MemoryPlan",
     "Metrics",
     "MixedPrecision",
     "Module",
@@ -113,6 +116,7 @@ __all__ = [
     "Training",
     "VariableFactory",
     "WeightsDict",
+    "activations_of",
     "add_recompute_inputs",
     "add_replica_sharded_variable_input",
     "add_variable_input",

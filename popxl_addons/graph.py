@@ -6,7 +6,7 @@ names gives a `BoundGraph`; one graph may be bound to many sets of variables and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import popxl
@@ -156,10 +156,12 @@ class GraphWithNamedArgs:
         grads_provided: Iterable[popxl.Tensor] | None = None,
         grads_required: Iterable[popxl.Tensor] | None = None,
         called_graphs_grad_info: CalledGraphsGradInfoLike | None = None,
+        called_graphs_transform: Callable[[GradGraphInfo], GradGraphInfo] | None = None,
     ) -> GraphWithNamedArgs:
         """The gradient graph made by the transform, unconditionally: `popxl_addons.autodiff` of this graph.
 
         Patterns have been applied to it and to the gradient graphs that were made along with it.
+        `called_graphs_transform` is that of `popxl.transforms.autodiff`.
         """
         given = merge_called_graphs(self.called_graphs_grad_info, called_graphs_grad_info)
         self._tell_of_graphs_not_called()
@@ -169,6 +171,7 @@ class GraphWithNamedArgs:
             grads_required=grads_required,
             called_graphs_grad_info=given,
             return_all_grad_graphs=True,
+            called_graphs_transform=called_graphs_transform,
         )
         apply_patterns(info.graph for graph, info in infos.items() if graph not in given)
         return GraphWithNamedArgs.from_grad_graph(infos[self.graph])

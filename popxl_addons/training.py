@@ -19,6 +19,8 @@ from popxl_addons.optimizers.loss_scaling import DynamicLossScaling, LossScale
 from popxl_addons.precision import MixedPrecision
 from popxl_addons.rts import gather_replica_sharded_tensor
 from popxl_addons.transforms.autodiff import autodiff, autodiff_with_accumulation
+from popxl_addons.transforms.memory_plan import MemoryPlan, MemoryPolicy
+from popxl_addons.transforms.planned_gradients import PlannedGradients
 
 __all__ = ["Training", "train_step"]
 
@@ -33,11 +35,13 @@ class Training:
         loss: the mean over the micro-batches and replicas of a step.
         variables: those of the model, by name.
         state: what the optimiser keeps, by name.
+        memory: which activations are kept, recomputed and offloaded, if the step was told to plan them.
     """
 
     loss: popxl.Tensor
     variables: NamedTensors
     state: NamedTensors
+    memory: MemoryPlan | None = None
 
 
 def train_step(
@@ -49,6 +53,7 @@ def train_step(
     loss_scaling: Scaling | None = None,
     sharded: bool = False,
     variables: NamedTensors | None = None,
+    memory: MemoryPlan | MemoryPolicy | None = None,
     **settings: Any,
 ) -> Training:
     """Add a step of training to the main graph: run the session once for each step.
@@ -72,10 +77,13 @@ def train_step(
         sharded: keep the variables and the optimiser's state in pieces, one on each replica that shares them, as
             `facts.init_sharded()` does. A step puts the variables together, and shares out the gradients.
         variables: those of the model, if there are some already, whole or in pieces; otherwise they are made.
+        memory: which activations of the model's layers the step keeps for the gradient, recomputes or offloads to the
+            memory of the host: a policy (`"everything"`, `"products"`, `"products_without_batch"`, `"nothing"`) or a
+            `MemoryPlan`, such as that of a step that was made with a policy. By default all are kept.
         **settings: further arguments of `build`.
 
     Returns:
-        The loss, the variables and the optimiser's state.
+        The loss, the variables, the optimiser's state, and the memory plan if `memory` is given.
 
     Raises:
         TypeError: for an `accumulate` that is no integer, or another `module`, `precision` or kind of `inputs`.
@@ -126,13 +134,14 @@ def train_step(
         scale = loss_scaling.init() if isinstance(loss_scaling, DynamicLossScaling) else loss_scaling
         batches = ([_loaded(each, precision) for each in inputs] for _ in range(accumulate))
         weights = variables if precision is None else precision.cast(variables, forward.args)
-        mean, found = _gradients(forward, _whole(weights, variables), batches, accumulate, scale)
+        planned = None if memory is None else PlannedGradients(forward.graph, memory)
+        mean, found = _gradients(forward, _whole(weights, variables), batches, accumulate, scale, planned)
         gradients = {name: _shared(g, variables[name]) for name, g in found.to_dict().items()}
         if ir.replication_factor > 1:
             mean = ops.collectives.replicated_all_reduce(mean, "mean")
         trained = NamedTensors.from_dict({name: variables[name] for name in gradients})
         state = optimizer(trained, gradients, loss_scaling=scale)
-    return Training(mean, variables, state)
+    return Training(mean, variables, state, None if planned is None else planned.plan)
 
 
 def _checked_streams(module: Any, inputs: Sequence[Any]) -> list[popxl.HostToDeviceStream]:
@@ -181,6 +190,7 @@ def _gradients(
     batches: Iterable[Sequence[popxl.Tensor]],
     count: int,
     scale: float | popxl.Tensor | LossScale,
+    memory: PlannedGradients | None,
 ) -> tuple[popxl.Tensor, NamedTensors]:
     """The means of the loss and of the gradients over some batches, in float32. Integers have no gradient."""
     loss, bound = forward.graph.outputs[0], forward.bind(weights)
@@ -191,12 +201,12 @@ def _gradients(
         cast_if_needed(factor, loss.dtype) if isinstance(factor, popxl.Tensor) else popxl.constant(factor, loss.dtype)
     )
     if count == 1:
-        backward = autodiff(forward, [loss], trained)
+        backward = autodiff(forward, [loss], trained, memory=memory)
         (batch,) = batches
         site = bound.call_with_info(*batch)
         found = backward.call(start, args=backward.grad_graph_info.inputs_dict(site))
         return _wide(site.outputs[0]), NamedTensors.pack(names, map(_wide, found))
-    means, backward = autodiff_with_accumulation(forward, trained, [loss], dtype=popxl.float32)
+    means, backward = autodiff_with_accumulation(forward, trained, [loss], dtype=popxl.float32, memory=memory)
     accumulators = means.init("gradients")
     ops.var_updates.accumulator_zero_(accumulators.mean_accum_counter)
     losses = []

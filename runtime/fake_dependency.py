@@ -12,13 +12,13 @@ from jax import lax
 
 Array = Any
 
-_BITS = {2: jnp.int16, 4: jnp.int32}
+_BITS = {1: jnp.int8, 2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 """The integer dtype for each size of a float, in bytes."""
 
 
 def supports_fake_dependency(value: Array) -> bool:
     """Whether a value's dtype allows a fake dependency."""
-    return jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize in _BITS
+    return jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize in (2, 4)
 
 
 def with_fake_dependency(value: Array, number: Array) -> Array:
@@ -26,6 +26,11 @@ def with_fake_dependency(value: Array, number: Array) -> Array:
 
     A bit that is computed from the number, and always zero, is added. The code generator sees that; XLA does not.
     """
+    if jnp.iscomplexobj(value):
+        return lax.complex(with_fake_dependency(value.real, number), value.imag)
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        some = number.astype(value.dtype)
+        return value | (some & ~some)
     bits = _BITS[value.dtype.itemsize]
     some = number.astype(bits)
     return lax.bitcast_convert_type(lax.bitcast_convert_type(value, bits) | (some & ~some), value.dtype)

@@ -9,6 +9,7 @@ Import the module for the purpose; `import popxl` alone loads none of them. `doc
 - `popxl.extend.arguments`: checks of arguments.
 - `popxl.extend.source`: lines of the user's program.
 - `popxl.extend.files`: atomic files with digests.
+- `popxl.extend.pages`: reports that print, and show in notebooks.
 - `popxl.extend.processes`: programs of several processes.
 - `popxl.extend.targets`: machines to compile for.
 """

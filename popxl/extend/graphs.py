@@ -12,9 +12,10 @@ Example:
 from popxl.analysis.estimate import estimate_of
 from popxl.analysis.flops import Flops, own_flops
 from popxl.analysis.placement import Readers, reading_ipus
-from popxl.core.aliasing import reachable, storages, written_inputs
+from popxl.core.aliasing import has_effect, reachable, storages, written_inputs
 from popxl.core.binding import is_input
 from popxl.core.printing import schedule
+from popxl.core.traits import is_call
 from popxl.ops.call import call_kind
 from popxl.ops.host import host_call_kind
 from popxl.ops.repeat import EXTRA_INPUTS, left_on, loop_kind
@@ -26,7 +27,9 @@ __all__ = [
     "Readers",
     "call_kind",
     "estimate_of",
+    "has_effect",
     "host_call_kind",
+    "is_call",
     "is_input",
     "leading_to",
     "left_on",

@@ -84,6 +84,7 @@ from popxl.ops.logic import (
     where,
 )
 from popxl.ops.matmul import einsum, matmul, matmul_pow2scaled, outer
+from popxl.ops.memory import available_after, offload, reload
 from popxl.ops.nn import log_softmax, nll_loss, nll_loss_with_softmax_grad, softmax
 from popxl.ops.norm import batch_norm_inference, group_norm, layer_norm
 from popxl.ops.pooling import average_pool, max_pool
@@ -129,6 +130,7 @@ __all__ = [
     "argmax",
     "argmin",
     "attention",
+    "available_after",
     "average_pool",
     "batch_norm_inference",
     "call",
@@ -219,6 +221,7 @@ __all__ = [
     "nll_loss_with_softmax_grad",
     "norm",
     "not_equal",
+    "offload",
     "onehot",
     "outer",
     "polar",
@@ -232,6 +235,7 @@ __all__ = [
     "real",
     "relu",
     "relu_",
+    "reload",
     "remote_load",
     "remote_load_",
     "remote_store",

@@ -8,7 +8,7 @@ differentiated like any other graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 from popxl.base.arguments import check_type
@@ -48,6 +48,7 @@ def autodiff(
     grads_required: Iterable[Tensor] | None = None,
     called_graphs_grad_info: Mapping[Graph, GradGraphInfo] | None = None,
     return_all_grad_graphs: bool = False,
+    called_graphs_transform: Callable[[GradGraphInfo], GradGraphInfo] | None = None,
 ) -> Any:
     """The gradient graph of a graph: a new graph that computes vector-Jacobian products.
 
@@ -63,6 +64,8 @@ def autodiff(
         called_graphs_grad_info: gradient graphs to use for graphs that `graph` calls, instead of new ones.
         return_all_grad_graphs: return the information of all graphs that were differentiated on the way, and of
             those given.
+        called_graphs_transform: applied to the gradient of each called graph that is differentiated on the way, before
+            the gradient of its caller is made; the caller uses the result.
 
     Returns:
         The `GradGraphInfo`; or a dict from graphs to theirs, if `return_all_grad_graphs`.
@@ -95,7 +98,7 @@ def autodiff(
         with graph.ir.undone_on_failure():
             _bring_calls_up_to_date(graph)
             needed = _needed_by_callers(graph, provided, infos)
-            done(_Differentiation(graph, provided, required, infos, needed, complete=True).run())
+            done(_Differentiation(graph, provided, required, infos, needed, called_graphs_transform).run())
     known = {forward: info for forward, info in infos.items() if info is not None}
     return known if return_all_grad_graphs else known[graph]
 
@@ -158,6 +161,7 @@ class _Differentiation:
         provided, required: its tensors whose gradients are given and wanted.
         infos: the gradient graphs that are known; this one is added.
         needed: for the graphs that it calls, the outputs whose gradients some call will provide.
+        transform: applied to the gradients of the graphs that it calls.
         complete: whether each required gradient must exist. Otherwise those that do not are left out.
     """
 
@@ -168,13 +172,15 @@ class _Differentiation:
         required: list[Tensor],
         infos: Infos,
         needed: dict[Graph, list[Tensor]],
-        complete: bool,
+        transform: Callable[[GradGraphInfo], GradGraphInfo] | None,
+        complete: bool = True,
     ) -> None:
         self.forward_graph = graph
         self.provided = provided
         self.required = required
         self.infos = infos
         self.needed = needed
+        self.transform = transform
         self.complete = complete
         self.follows = _following(graph, required)
         self.contributions: dict[Tensor, list[Tensor]] = {}
@@ -212,6 +218,9 @@ class _Differentiation:
                 for callee in op.called_graphs:
                     if callee not in self.infos and self.needed[callee]:
                         yield self._of_callee(callee)
+                        info = self.infos[callee]
+                        if self.transform is not None and info is not None:
+                            self.infos[callee] = self.transform(info)
                 with get_current_context().set(ipu_id=op.ipu, io_tile_set=op.io_tiles):
                     for i, contribution in gradients(self._forward(op), gs).items():
                         self._contribute(op.inputs[i], contribution)
@@ -278,7 +287,9 @@ class _Differentiation:
                 UnusedGradientWarning,
             )
         provided, required = self.needed[callee], list(callee.inputs)
-        return _Differentiation(callee, provided, required, self.infos, self.needed, complete=False).run()
+        return _Differentiation(
+            callee, provided, required, self.infos, self.needed, self.transform, complete=False
+        ).run()
 
     # What rules ask for ---------------------------------------------------------------------------------------------
 

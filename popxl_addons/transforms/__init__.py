@@ -15,15 +15,31 @@ from popxl_addons.transforms.batch_serialisation import (
     batch_serialise_non_overlapped,
     batch_serialise_overlapped,
 )
+from popxl_addons.transforms.memory_plan import (
+    Activation,
+    GraphPlan,
+    MemoryPlan,
+    MemoryPolicy,
+    PlannedActivation,
+    Treatment,
+    activations_of,
+)
 from popxl_addons.transforms.pipelining import pipelined_execution
 from popxl_addons.transforms.recomputation import add_recompute_inputs, recompute_graph
 from popxl_addons.transforms.schedule import PipelineSchedule
 from popxl_addons.transforms.use_fc_pass import disable_fc_pass, enable_fc_pass
 
 __all__ = [
+    "Activation",
     "BatchSerialResult",
+    "GraphPlan",
+    "MemoryPlan",
+    "MemoryPolicy",
     "PipelineSchedule",
+    "PlannedActivation",
     "RemoteHandle",
+    "Treatment",
+    "activations_of",
     "add_recompute_inputs",
     "autodiff",
     "autodiff_with_accumulation",

@@ -20,6 +20,7 @@ from popxl_addons.grad_info import as_grad_graph_info, as_graph
 from popxl_addons.graph import GraphWithNamedArgs
 from popxl_addons.named_replica_grouping import NamedReplicaGrouping
 from popxl_addons.named_tensors import NamedTensors
+from popxl_addons.transforms.planned_gradients import Memory, PlannedGradients
 from popxl_addons.utils import duplicate_items
 from popxl_addons.variable_factory import NamedVariableFactories, add_variable_input
 
@@ -34,6 +35,7 @@ def autodiff(
     grads_provided: Iterable[popxl.Tensor] | None = None,
     grads_required: Iterable[popxl.Tensor] | None = None,
     called_graphs_grad_info: CalledGraphsGradInfoLike | None = None,
+    memory: Memory | None = None,
 ) -> GraphWithNamedArgs:
     """The gradient graph of `graph`, made by the transform even if its module has a `build_grad`.
 
@@ -43,7 +45,8 @@ def autodiff(
     of `graph` are now outputs of it, so take results as ``y, *_ = info.outputs``.
 
     `called_graphs_grad_info` says which gradient graphs to use for the graphs that `graph` calls; its entries win over
-    those that `graph` brings along. Errors are those of `popxl.transforms.autodiff`. The patterns of
+    those that `graph` brings along. `memory`, a policy or a plan, says which activations of the graphs that `graph`
+    calls are kept, recomputed or offloaded. Errors are those of `popxl.transforms.autodiff`. The patterns of
     `popxl_addons.patterns` are applied to the gradient graphs that are made.
 
     Example:
@@ -59,7 +62,13 @@ def autodiff(
         (2,)
     """
     named = graph if isinstance(graph, GraphWithNamedArgs) else GraphWithNamedArgs(as_graph(graph))
-    return named.differentiate(grads_provided, grads_required, called_graphs_grad_info)
+    planned = _planned(named, memory)
+    grad = named.differentiate(grads_provided, grads_required, called_graphs_grad_info, planned)
+    return grad if planned is None else GraphWithNamedArgs.from_grad_graph(planned.of_model(grad.grad_graph_info))
+
+
+def _planned(graph: GraphWithNamedArgs, memory: Memory | None) -> PlannedGradients | None:
+    return memory if isinstance(memory, PlannedGradients | None) else PlannedGradients(graph.graph, memory)
 
 
 def autodiff_with_accumulation(
@@ -70,6 +79,7 @@ def autodiff_with_accumulation(
     called_graphs_grad_info: CalledGraphsGradInfoLike | None = None,
     replica_groupings: NamedReplicaGrouping | None = None,
     dtype: popxl.dtype | None = None,
+    memory: Memory | None = None,
 ) -> tuple[NamedVariableFactories, GraphWithNamedArgs]:
     """A gradient graph that takes some gradients into running means, in variables of its own, and returns the others.
 
@@ -89,6 +99,7 @@ def autodiff_with_accumulation(
         replica_groupings: by `<name>`, which replicas share an accumulator's initial value; by default all. Further
             names are ignored, and those of pieces, which no two replicas share.
         dtype: dtype of the means; by default that of each tensor.
+        memory: as for `autodiff`.
 
     Returns:
         Factories of the variables, and the gradient graph, with the same names in `args`.
@@ -120,7 +131,7 @@ def autodiff_with_accumulation(
         check_type(tensors, Iterable, f"autodiff_with_accumulation: `{name}`", "a list of tensors")
     accumulated = _by_name(graph, list(tensors_to_accumulate_grads))
     required = list(grads_required or ())
-    grad = graph.differentiate(grads_provided, required + accumulated.values_flat(), called_graphs_grad_info)
+    grad = autodiff(graph, grads_provided, required + accumulated.values_flat(), called_graphs_grad_info, memory)
     info, gradients = grad.grad_graph_info, grad.graph.outputs[len(required) :]
     grad.graph.trim_outputs(len(required))
     grad.grad_graph_info = make_grad_graph_info(

@@ -1,16 +1,22 @@
-"""Recomputation: gradient graphs that run the forward graph again, instead of having its activations kept for them."""
+"""Recomputation: gradient graphs that compute activations again, in place of taking them from the forward call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import fnmatch
+from collections.abc import Collection, Iterable, Sequence
+from typing import get_args
 
 import popxl
 from popxl import ops
+from popxl.context import get_current_context
 from popxl.extend.arguments import check_type
-from popxl.extend.graphs import reachable
+from popxl.extend.graphs import has_effect, reachable
+from popxl.extend.ops import Op
+from popxl.tensor import Constant
 from popxl.transforms import ExpectedConnectionType, GradGraphInfo
 from popxl.transforms.autodiff import make_grad_graph_info
 from popxl_addons.graph import GraphWithNamedArgs
+from popxl_addons.transforms.memory_plan import Activation, MemoryPolicy, candidates, kept_by, matches_nothing
 from popxl_addons.utils import suffix_graph_name
 
 __all__ = ["add_recompute_inputs", "recompute_graph"]
@@ -18,32 +24,70 @@ __all__ = ["add_recompute_inputs", "recompute_graph"]
 _Inputs = dict[popxl.Tensor, tuple[popxl.Tensor, ExpectedConnectionType]]
 
 
-def recompute_graph(grad_graph: GraphWithNamedArgs) -> GraphWithNamedArgs:
-    """A gradient graph that calls the forward graph again, and then `grad_graph`.
+def recompute_graph(
+    grad_graph: GraphWithNamedArgs,
+    keep: MemoryPolicy | Iterable[str | popxl.Tensor] = (),
+    offload: Iterable[str | popxl.Tensor] = (),
+) -> GraphWithNamedArgs:
+    """A gradient graph that computes activations again, in place of taking them from the forward call.
 
-    It is used as `grad_graph` is and returns the same, but of the forward pass it only needs the inputs:
-    ``grad_graph_info.inputs_dict(info)`` binds no activation, so that none has to be kept.
-    Only on CPUs, with the session option `calledGraphs` at ``"inlined"``, XLA keeps them all the same: it sees through
-    calls there.
+    It is used as `grad_graph` is and returns the same, but ``grad_graph_info.inputs_dict(info)`` binds only the inputs
+    of the forward graph and what is named here, so that nothing else outlives the forward call. Without `keep` and
+    `offload` it calls the whole forward graph again; with them, only the ops of the forward graph that lead from what
+    is kept to what the gradient reads.
+
+    What is computed again waits for the first incoming gradient (`ops.available_after`), so that XLA does not merge it
+    with the forward pass. With neither `keep` nor `offload`, on CPUs and with the session option `calledGraphs` at
+    ``"inlined"``, XLA does: it sees through calls there.
 
     Its inputs are the gradients and the forward inputs that `grad_graph` expects, in its order; the other forward
-    inputs, sorted by name; and the further inputs of `grad_graph`, such as accumulators, sorted by name. `args` holds
-    inputs under the same names as before.
+    inputs, sorted by name; what is kept and offloaded; and the further inputs of `grad_graph`, such as accumulators,
+    sorted by name. `args` holds inputs under the same names as before.
+
+    Args:
+        grad_graph: the gradient graph that takes activations.
+        keep: what the forward call hands on: tensors of the forward graph, whether or not the gradient reads them
+            itself; or paths of such, in which `*` stands for any characters; or a policy: `"everything"`, `"products"`,
+            `"products_without_batch"`, `"nothing"`. Results of ops with effects are kept in any case.
+        offload: what the forward call copies to the memory of the host, to be copied back for the backward call:
+            tensors or paths.
 
     Raises:
         AttributeError: if `grad_graph` is no gradient graph.
-        ValueError: if the forward graph uses host streams: to load again is to load something else.
+        ValueError: if the forward graph uses host streams, as loading again would load something else; if a path
+            matches no activation, or a tensor is not of the forward graph; for an unknown policy.
 
     Example:
         >>> ir = popxl.Ir()
-        >>> forward = ir.create_graph(lambda x: ops.exp(x * 2.0), popxl.TensorSpec((), popxl.float32))
+        >>> forward = ir.create_graph(lambda x: ops.exp(ops.tanh(x)) * 2.0, popxl.TensorSpec((), popxl.float32))
         >>> grad = GraphWithNamedArgs(forward).autodiff()
-        >>> [t.name for t in grad.graph.inputs], [t.name for t in recompute_graph(grad).graph.inputs]
-        (['Gradient___exp_out', 'exp_out'], ['Gradient___exp_out', 'x'])
+        >>> for again in (grad, recompute_graph(grad), recompute_graph(grad, keep=["tanh_out"])):
+        ...     [t.name for t in again.graph.inputs]
+        ['Gradient___mul_out', 'exp_out', 'tanh_out']
+        ['Gradient___mul_out', 'x']
+        ['Gradient___mul_out', 'tanh_out']
     """
     check_type(grad_graph, GraphWithNamedArgs, "recompute_graph: `grad_graph`", "a GraphWithNamedArgs of a gradient")
-    info, grad = grad_graph.grad_graph_info, grad_graph.graph
-    forward = info.forward_graph
+    info = grad_graph.grad_graph_info
+    if not keep and not offload:
+        recomputed, bound = _recompute_all(info)
+    else:
+        known = candidates(info)
+        kept = _chosen("keep", keep, known, info)
+        recomputed, bound = recompute_activations(info, kept, _chosen("offload", offload, known, info))
+    # What a named input is bound to: an input of the new graph, unless it is an activation.
+    inputs = recomputed.graph.inputs
+    named = {name: bound[t] for name, t in grad_graph.args.to_dict().items() if bound[t] in inputs}
+    return GraphWithNamedArgs.from_grad_graph(recomputed, type(grad_graph.args).from_dict(named))
+
+
+_Bound = dict[popxl.Tensor, popxl.Tensor]
+"""What the inputs of a gradient graph are bound to, in the graph that calls it."""
+
+
+def _recompute_all(info: GradGraphInfo) -> tuple[GradGraphInfo, _Bound]:
+    """A graph that calls the forward graph again, and then the gradient graph."""
+    grad, forward = info.graph, info.forward_graph
     _refuse_streams(forward)
     graph = forward.ir.create_empty_graph(suffix_graph_name(grad.name, "recomp"))
     with graph:
@@ -54,16 +98,140 @@ def recompute_graph(grad_graph: GraphWithNamedArgs) -> GraphWithNamedArgs:
             for t, expected in zip(grad.inputs, info.expected_inputs, strict=False)
             if not expected.is_activation
         }
-        further = sorted(grad.inputs[len(info.expected_inputs) :], key=lambda t: t.name)
-        bound |= {t: popxl.gcg().add_input_like(t, t.by_ref) for t in further}
+        bound |= _further_inputs(info)
         site = ops.call_with_info(forward, inputs_dict={t: of[t, ExpectedConnectionType.Fwd] for t in forward.inputs})
         bound |= info.inputs_dict(site)
         for result in ops.call(grad, inputs_dict=bound):
             popxl.graph_output(result)
-    recomputed = make_grad_graph_info(forward, graph, inputs.values(), info.outputs)
-    # What a named input is bound to: an input of the new graph, unless it is an activation.
-    named = {name: bound[t] for name, t in grad_graph.args.to_dict().items() if bound[t] in graph.inputs}
-    return GraphWithNamedArgs.from_grad_graph(recomputed, type(grad_graph.args).from_dict(named))
+    return make_grad_graph_info(forward, graph, inputs.values(), info.outputs), bound
+
+
+def _further_inputs(info: GradGraphInfo) -> _Bound:
+    """Add inputs to the current graph for those of a gradient graph that stand for nothing of the forward graph."""
+    further = sorted(info.graph.inputs[len(info.expected_inputs) :], key=lambda t: t.name)
+    return {t: popxl.gcg().add_input_like(t, t.by_ref) for t in further}
+
+
+def recompute_activations(
+    info: GradGraphInfo, keep: Collection[popxl.Tensor], offload: Collection[popxl.Tensor]
+) -> tuple[GradGraphInfo, _Bound]:
+    """A gradient graph that takes some activations, and computes the others again from these and the forward inputs.
+
+    Args:
+        info: of the gradient graph that takes all of them.
+        keep, offload: the tensors of the forward graph to take: as they are, or from the memory of the host.
+
+    Returns:
+        The information of the new graph, and what the inputs of the gradient graph are bound to in it.
+    """
+    grad, forward = info.graph, info.forward_graph
+    Fwd, FwdGrad = ExpectedConnectionType.Fwd, ExpectedConnectionType.FwdGrad
+    gradients = [
+        (t, e.fwd_tensor) for t, e in zip(grad.inputs, info.expected_inputs, strict=False) if not e.is_activation
+    ]
+    read = {t: e.fwd_tensor for t, e in zip(grad.inputs, info.expected_inputs, strict=False) if e.is_activation}
+    again, taken = ops_again(forward, read.values(), {*keep, *offload})
+    away = {t: _offloaded(t) for t in offload if t in taken}
+    for t in taken:
+        if t not in forward.inputs and t not in away and t not in forward.outputs:
+            forward.add_output(t)
+    graph = forward.ir.create_empty_graph(suffix_graph_name(grad.name, "recomp"))
+    with graph, popxl.in_sequence(False):
+        bound = {t: graph.add_input_like(t) for t, _ in gradients}
+        of: _Bound = {}
+        expected = [(of_t, FwdGrad) for _, of_t in gradients]
+        for t in sorted(taken, key=lambda t: (t not in forward.inputs, t.id)):
+            source = away.get(t, t)
+            expected.append((source, Fwd))
+            given = graph.add_input_like(source)
+            of[t] = ops.reload(given) if t in away else given
+        bound |= _further_inputs(info)
+        held: _Bound = {}
+        first = next(iter(bound.values()))
+        waiting: set[popxl.Tensor] = set()
+        for op in again:
+            # One operand that waits is enough for the results to wait.
+            if waiting.isdisjoint(op.inputs) and op.inputs:
+                t = next((u for u in op.inputs if u not in forward.inputs), op.inputs[0])
+                held[t] = _available_after(t, of, first)
+                waiting.add(t)
+            copy = op.again([held[u] if u in held else _read(u, of) for u in op.inputs])
+            of |= dict(zip(op.outputs, copy.outputs, strict=False))
+            waiting.update(op.outputs)
+        bound |= {t: _read(of_t, of) for t, of_t in read.items()}
+        for result in ops.call(grad, inputs_dict=bound):
+            popxl.graph_output(result)
+    return make_grad_graph_info(forward, graph, expected, info.outputs), bound
+
+
+def _available_after(t: popxl.Tensor, of: _Bound, first: popxl.Tensor) -> popxl.Tensor:
+    return ops.available_after(_read(t, of), first)
+
+
+def _read(t: popxl.Tensor, of: _Bound) -> popxl.Tensor:
+    """A tensor of the forward graph, in the current graph."""
+    if isinstance(t, Constant) and t not in of:
+        of[t] = popxl.constant(t.data, t.dtype, t.name)
+    return of[t]
+
+
+def ops_again(
+    forward: popxl.Graph, read: Iterable[popxl.Tensor], given: Collection[popxl.Tensor]
+) -> tuple[list[Op], list[popxl.Tensor]]:
+    """The ops to carry out again for some tensors of a forward graph, and the tensors that have to be there for it."""
+    missing, taken, again = set(read), set[popxl.Tensor](), list[Op]()
+    for op in reversed(forward.ops):
+        wanted = [t for t in op.outputs if t in missing]
+        if not wanted:
+            continue
+        if all(t in given for t in wanted) or has_effect(op) or op.modified:
+            taken.update(wanted)
+        else:
+            taken.update(t for t in wanted if t in given)
+            again.append(op)
+            missing.update(op.inputs)
+    taken.update(t for t in missing if t in forward.inputs)
+    return again[::-1], list(taken)
+
+
+def _offloaded(t: popxl.Tensor) -> popxl.Tensor:
+    """Have a forward graph hand out an activation in the memory of the host."""
+    with t.graph, get_current_context().set(ipu_id=t.location[0], io_tile_set=bool(t.location[1])):
+        copy = ops.offload(t)
+    t.graph.add_output(copy)
+    return copy
+
+
+def _chosen(
+    name: str, given: MemoryPolicy | Iterable[str | popxl.Tensor], known: Sequence[Activation], info: GradGraphInfo
+) -> set[popxl.Tensor]:
+    """The tensors of the forward graph that an argument names."""
+    if isinstance(given, str):
+        policy = next((policy for policy in get_args(MemoryPolicy) if policy == given and name == "keep"), None)
+        if policy is None:
+            raise ValueError(
+                f"recompute_graph: `{name}` is {given!r}; expected "
+                + (f"a policy, one of {', '.join(map(repr, get_args(MemoryPolicy)))}, or " if name == "keep" else "")
+                + "a list of tensors and paths."
+            )
+        return {each.tensor for each in known if kept_by(policy, each)}
+    check_type(given, Iterable, f"recompute_graph: `{name}`", "a list of tensors and paths")
+    chosen: set[popxl.Tensor] = set()
+    for each in given:
+        if isinstance(each, popxl.Tensor):
+            if each.graph is not info.forward_graph:
+                raise ValueError(
+                    f"recompute_graph: {each!r} in `{name}` is not a tensor of {info.forward_graph.title}, the forward "
+                    "graph. Name one of those that `activations_of` lists."
+                )
+            chosen.add(each)
+            continue
+        check_type(each, str, f"recompute_graph: each of `{name}`", "a tensor of the forward graph, or a path")
+        found = {a.tensor for a in known if fnmatch.fnmatchcase(a.path, each)}
+        if not found:
+            raise ValueError(matches_nothing(f"recompute_graph: `{name}`", [each], [a.path for a in known]))
+        chosen |= found
+    return chosen
 
 
 def add_recompute_inputs(grad_info: GradGraphInfo) -> _Inputs:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from popxl.ops import float8, pooling
-from popxl.ops.kernels import convolutions, elements, products, sums, words
+from popxl.ops.kernels import convolutions, elements, memory, products, sums, words
 from popxl.ops.kernels.kernel import Kernel, KernelImpl
 from runtime.cpu import convolutions as of_convolutions
 from runtime.cpu import elements as of_elements
 from runtime.cpu import products as of_products
+from runtime.cpu import recomputation
 from runtime.cpu import sums as of_sums
 from runtime.cpu import words as of_words
 from runtime.cpu.windows import over_windows_by_axes
@@ -23,6 +24,7 @@ FORMS: Mapping[Kernel, KernelImpl] = {
     elements.over_images: of_elements.over_images,
     elements.quotient: of_elements.quotient,
     float8.as_factor: float8.decode,
+    memory.available_after: recomputation.available_after,
     pooling.over_windows: over_windows_by_axes,
     products.weights_gradient: of_products.weights_gradient,
     sums.largest: of_sums.largest,

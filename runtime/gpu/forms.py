@@ -11,10 +11,12 @@ from popxl.ops.kernels import convolutions, products
 from popxl.ops.kernels.elements import needed_again, room
 from popxl.ops.kernels.kernel import Kernel, KernelImpl
 from popxl.ops.kernels.sums import softmax_gradient
+from runtime import memory_spaces
 from runtime.gpu import rooms as of_rooms
 from runtime.gpu import sums as of_sums
 
 FORMS: Mapping[Kernel, KernelImpl] = {
+    **memory_spaces.FORMS,
     attended_backward: attended_backward_anew,
     **products.OF_HALVES,
     convolutions.convolved: convolutions.convolved_halves,

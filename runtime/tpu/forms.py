@@ -9,12 +9,14 @@ from popxl.ops.kernels import convolutions
 from popxl.ops.kernels.kernel import Kernel, KernelImpl
 from popxl.ops.kernels.sums import softmax_gradient
 from popxl.ops.kernels.windows import first_largest, first_largest_gradient
+from runtime import memory_spaces
 from runtime.tpu import attention as of_attention
 from runtime.tpu import convolutions as of_convolutions
 from runtime.tpu import sums as of_sums
 from runtime.tpu import windows as of_windows
 
 FORMS: Mapping[Kernel, KernelImpl] = {
+    **memory_spaces.FORMS,
     attended: of_attention.attended,
     attended_backward: of_attention.attended_backward,
     first_largest: of_windows.first_largest,

@@ -1,0 +1,79 @@
+"""Ops that say when a value becomes available, and in which memory it is kept; its elements stay the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from popxl.core.declaration import OpKind
+from popxl.core.tensor import Tensor
+from popxl.ops.kernels import memory
+from popxl.values.shapes import like_first
+
+__all__ = ["available_after", "offload", "reload"]
+
+
+def _available_after(t: Any, other: Any) -> Any:
+    return memory.available_after(t, other)
+
+
+_after = OpKind("AvailableAfter", _available_after, shape=like_first, result="{t}_after", gradient={"t": lambda g: g})
+_offload = OpKind(
+    "Offload", lambda t: memory.in_host_memory(t), shape=like_first, result="{t}_offloaded", gradient={"t": lambda g: g}
+)
+_reload = OpKind(
+    "Reload", lambda t: memory.in_device_memory(t), shape=like_first, result="{t}_reloaded", gradient={"t": lambda g: g}
+)
+
+
+def available_after(t: Tensor, other: Tensor) -> Tensor:
+    """The value of `t`, which the compiler must not use before `other` is computed.
+
+    What is computed from the result is not merged with the same computation on `t` elsewhere in the program: it runs
+    again, when `other` is there. Recomputation is made of this (`popxl_addons.recompute_graph`).
+
+    See also: `jax.lax.optimization_barrier`. XLA removes that one on CPUs; this op holds there, too.
+
+    Args:
+        t: tensor of any shape and dtype.
+        other: tensor of any shape with at least one element.
+
+    Returns:
+        A tensor like `t`. Its gradient is that of `t`; none flows to `other`.
+
+    Example:
+        >>> again = ops.gelu(ops.available_after(x, gradient))
+    """
+    return _after(t, other)
+
+
+def offload(t: Tensor) -> Tensor:
+    """A copy of `t` in the memory of the host. The only op that may read it is `ops.reload`.
+
+    On CPUs, where both memories are the same, nothing is copied.
+
+    Args:
+        t: tensor of any shape. TPUs move no dtypes of 64 bits.
+
+    Returns:
+        A tensor like `t`, whose gradient is that of `t`.
+
+    Example:
+        >>> kept = ops.offload(h)
+        >>> h = ops.reload(kept)  # later
+    """
+    return _offload(t)
+
+
+def reload(t: Tensor) -> Tensor:
+    """A copy, in the memory of the device, of what `ops.offload` has put into that of the host.
+
+    Args:
+        t: tensor that `ops.offload` made, or the input of a graph that is bound to one.
+
+    Returns:
+        A tensor like `t`, whose gradient is that of `t`.
+
+    Example:
+        >>> h = ops.reload(ops.offload(h))
+    """
+    return _reload(t)

@@ -1,0 +1,276 @@
+"""What a gradient graph keeps of the forward pass: a treatment for each activation.
+
+The activations that a gradient reads are inputs of its graph, so all are known before anything is compiled. Each is
+*kept* from the forward call to the backward call, *recomputed* in the backward call, or *offloaded*: kept in the memory
+of the host meanwhile. A `MemoryPolicy` chooses by a rule; a `MemoryPlan` states the choice for each, as data.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+import popxl
+from popxl.extend.files import replace_file
+from popxl.extend.graphs import has_effect, is_call, own_flops
+from popxl.extend.ops import Op
+from popxl.extend.pages import OnPage, Page, Table, bytes_text
+from popxl.transforms import GradGraphInfo
+
+__all__ = [
+    "Activation",
+    "GraphPlan",
+    "MemoryPlan",
+    "MemoryPolicy",
+    "PlannedActivation",
+    "Treatment",
+    "activations_of",
+]
+
+Treatment = Literal["keep", "recompute", "offload"]
+"""What becomes of an activation between the forward and the backward call."""
+
+MemoryPolicy = Literal["everything", "products", "products_without_batch", "nothing"]
+"""Which activations are kept, the others being recomputed. In the words of `jax.checkpoint_policies`: everything,
+`dots_saveable`, `dots_with_no_batch_dims_saveable`, and nothing but the inputs of the graph."""
+
+
+class Activation(NamedTuple):
+    """A tensor of a forward graph that its gradient reads.
+
+    Attributes:
+        tensor: the tensor of the forward graph.
+        made_by: the op that computes it: of one that a called graph computes, the op within that graph.
+        path: the name by which plans call it: that of its tensor, after those of the graphs on the way to it.
+    """
+
+    tensor: popxl.Tensor
+    made_by: Op
+    path: str
+
+    @property
+    def bytes(self) -> int:
+        """Size of the tensor, on each replica."""
+        return math.prod(self.tensor.shape) * self.tensor.dtype.itemsize
+
+    @property
+    def line(self) -> str:
+        """The line of the program that computes it: `model.py:12`."""
+        return str(self.made_by.source)
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is computed by matrix products or convolutions."""
+        return own_flops(self.made_by).products > 0
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether it is a product of two batches of matrices, such as the scores of attention."""
+        return all(t.rank > 2 for t in self.made_by.inputs[:2])
+
+
+def candidates(info: GradGraphInfo) -> list[Activation]:
+    """The tensors of a forward graph that its gradient reads, or that lead to those, in the order of the graph.
+
+    Inputs of the forward graph are left out, and outputs whose gradients are provided, as its caller has them anyway;
+    so is what ops with effects make, which is kept in any case.
+    """
+    forward = info.forward_graph
+    provided = {e.fwd_tensor for e in info.expected_inputs if not e.is_activation}
+    wanted = {e.fwd_tensor for e in info.expected_inputs if e.is_activation}
+    found: list[popxl.Tensor] = []
+    for op in reversed(forward.ops):
+        if wanted.isdisjoint(op.outputs) or has_effect(op) or op.modified:
+            continue
+        found += [t for t in reversed(op.outputs) if t in wanted and t not in provided]
+        wanted.update(op.inputs)
+    taken = Counter[str]()
+    activations = []
+    for t in reversed(found):
+        made_by, path = _origin(t)
+        taken[path] += 1  # a graph that is called twice has activations of one name
+        activations.append(Activation(t, made_by, path if taken[path] == 1 else f"{path}#{taken[path]}"))
+    return activations
+
+
+def activations_of(info: GradGraphInfo) -> list[Activation]:
+    """The activations of a gradient graph that could be recomputed: what it reads and the forward graph computes.
+
+    Outputs of the forward graph whose gradients are provided are left out, as its caller has them in any case.
+
+    Example:
+        >>> ir = popxl.Ir()
+        >>> graph = ir.create_graph(lambda x: ops.exp(ops.tanh(x)) * 2.0, popxl.TensorSpec((2, 3), popxl.float32))
+        >>> [(each.path, each.bytes) for each in activations_of(popxl.transforms.autodiff(graph))]
+        [('tanh_out', 24), ('exp_out', 24)]
+    """
+    read = {e.fwd_tensor for e in info.expected_inputs if e.is_activation}
+    return [each for each in candidates(info) if each.tensor in read]
+
+
+def _origin(t: popxl.Tensor) -> tuple[Op, str]:
+    """The op that computes a tensor, within graphs that are called, and the name of the tensor after theirs."""
+    inner, names, made_by = t, list[str](), t.producer
+    while (op := inner.producer) is not None:
+        made_by = op
+        if not is_call(op):
+            break
+        names.append(op.called_graphs[0].name.partition("_subgraph")[0])
+        inner = op.called_graphs[0].outputs[op.outputs.index(inner)]
+    assert made_by is not None, "an input of the graph is no activation"
+    return made_by, ".".join([*names, inner.path])
+
+
+class PlannedActivation(BaseModel):
+    """One line of a plan.
+
+    Attributes:
+        path: the name of the activation within its graph.
+        treatment: `"keep"`, `"recompute"` or `"offload"`.
+        line: the line of the program that computes it: `model.py:12`.
+        bytes: size of one, on each replica.
+        operations: floating-point operations to compute it from what the op that makes it reads.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str
+    treatment: Treatment
+    line: str = ""
+    bytes: int = 0
+    operations: int = 0
+
+
+class GraphPlan(BaseModel):
+    """The plan of one forward graph.
+
+    Attributes:
+        graph: the name of the graph.
+        calls: how often a step calls it.
+        activations: its activations, in the order of the graph.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    graph: str
+    calls: int = 1
+    activations: tuple[PlannedActivation, ...]
+
+    def bytes(self, treatment: Treatment) -> int:
+        """Bytes of the activations of all calls that have a treatment."""
+        return self.calls * sum(each.bytes for each in self.activations if each.treatment == treatment)
+
+    def paths(self, treatment: Treatment) -> tuple[str, ...]:
+        """The paths of the activations that have a treatment."""
+        return tuple(each.path for each in self.activations if each.treatment == treatment)
+
+
+class MemoryPlan(OnPage, BaseModel):
+    """The treatment of each activation of the graphs that a program calls. JSON is one form of it.
+
+    `train_step` applies one and returns it; edit the JSON, or `with_treatments`, and apply the result in its place.
+
+    Attributes:
+        graphs: the plans of the graphs, in the order of their first calls.
+
+    Example:
+        >>> line = PlannedActivation(path="scores", treatment="keep", bytes=64, line="model.py:3")
+        >>> plan = MemoryPlan(graphs=(GraphPlan(graph="block", calls=2, activations=(line,)),))
+        >>> plan = plan.with_treatments("recompute", "*.score*", "scores")
+        >>> MemoryPlan.model_validate_json(plan.model_dump_json()) == plan
+        True
+        >>> print(plan)
+        Memory plan
+        <BLANKLINE>
+        block, called 2 times: 0 B kept, 128 B recomputed, 0 B offloaded
+        <BLANKLINE>
+          activation  line        bytes  treatment  operations to recompute it
+          scores      model.py:3   64 B  recompute                           0
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    graphs: tuple[GraphPlan, ...]
+
+    def write_json(self, file: str | Path) -> None:
+        """Write the plan to a JSON file."""
+        replace_file(Path(file), (self.model_dump_json(indent=2) + "\n").encode())
+
+    @classmethod
+    def read_json(cls, file: str | Path) -> Self:
+        """Read a plan that `write_json` has written. `ValueError` for a file that holds none."""
+        try:
+            return cls.model_validate_json(Path(file).read_bytes())
+        except ValidationError as error:
+            raise ValueError(f"MemoryPlan.read_json: {str(file)!r} holds no memory plan: {error}") from error
+
+    def bytes(self, treatment: Treatment) -> int:
+        """Bytes of the activations of all calls of all graphs that have a treatment."""
+        return sum(graph.bytes(treatment) for graph in self.graphs)
+
+    def with_treatments(self, treatment: Treatment, *patterns: str) -> Self:
+        """The plan in which activations have another treatment.
+
+        Args:
+            treatment: `"keep"`, `"recompute"` or `"offload"`.
+            *patterns: paths of activations, as the plan prints them; `*` and `?` stand for any characters.
+
+        Raises:
+            ValueError: for a pattern that matches no activation.
+        """
+        matched: set[str] = set()
+        graphs = []
+        for graph in self.graphs:
+            lines = []
+            for each in graph.activations:
+                found = [pattern for pattern in patterns if fnmatch.fnmatchcase(each.path, pattern)]
+                matched.update(found)
+                lines.append(each.model_copy(update={"treatment": treatment}) if found else each)
+            graphs.append(graph.model_copy(update={"activations": tuple(lines)}))
+        if missing := [pattern for pattern in patterns if pattern not in matched]:
+            raise ValueError(matches_nothing("with_treatments", missing, self._paths()))
+        return self.model_copy(update={"graphs": tuple(graphs)})
+
+    def _paths(self) -> list[str]:
+        return [each.path for graph in self.graphs for each in graph.activations]
+
+    def page(self) -> Page:
+        """What `print` and notebooks show."""
+        parts: list[str | Table] = []
+        for graph in self.graphs:
+            kept, again, away = (bytes_text(graph.bytes(each)) for each in get_args(Treatment))
+            times = "once" if graph.calls == 1 else f"{graph.calls} times"
+            parts.append(f"{graph.graph}, called {times}: {kept} kept, {again} recomputed, {away} offloaded")
+            rows = [
+                [each.path, each.line, bytes_text(each.bytes), each.treatment, str(each.operations)]
+                for each in graph.activations
+            ]
+            parts.append(Table(["activation", "line", "bytes", "treatment", "operations to recompute it"], rows))
+        return Page("Memory plan", parts or ["The gradients read no activations that could be recomputed."])
+
+
+def matches_nothing(who: str, missing: Sequence[str], known: Sequence[str]) -> str:
+    shown = ", ".join([*known][:12]) + (f" and {len(known) - 12} more" if len(known) > 12 else "")
+    return (
+        f"{who}: {', '.join(map(repr, missing))} match no activation. There are {shown or 'none'}; `*` stands for any "
+        "characters."
+    )
+
+
+def kept_by(policy: MemoryPolicy, activation: Activation) -> bool:
+    """Whether a policy keeps an activation."""
+    match policy:
+        case "everything":
+            return True
+        case "products":
+            return activation.is_product
+        case "products_without_batch":
+            return activation.is_product and not activation.has_batch
+        case _:
+            return False

@@ -1,0 +1,137 @@
+"""A memory plan applied while a model is differentiated: each called graph gets the gradient that its plan asks for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import get_args
+
+import popxl
+from popxl.extend.graphs import is_call, own_flops
+from popxl.transforms import GradGraphInfo
+from popxl_addons.patterns import apply_patterns
+from popxl_addons.transforms.memory_plan import (
+    Activation,
+    GraphPlan,
+    MemoryPlan,
+    MemoryPolicy,
+    PlannedActivation,
+    Treatment,
+    candidates,
+    kept_by,
+    matches_nothing,
+)
+from popxl_addons.transforms.recomputation import ops_again, recompute_activations
+
+__all__ = ["Memory", "PlannedGradients"]
+
+
+class PlannedGradients:
+    """What `popxl.transforms.autodiff` takes as `called_graphs_transform`, to have a plan or a policy applied.
+
+    The graphs that are planned are those that the model calls by itself or in its loops: layers, usually. The graphs
+    that these call are parts of them. A model that calls none is planned as a whole, with `of_model`.
+
+    Args:
+        model: the graph that is differentiated.
+        memory: a plan, which names each planned graph; or a policy for all of them.
+    """
+
+    def __init__(self, model: popxl.Graph, memory: MemoryPlan | MemoryPolicy) -> None:
+        if not isinstance(memory, MemoryPlan) and memory not in get_args(MemoryPolicy):
+            policies = ", ".join(map(repr, get_args(MemoryPolicy)))
+            raise ValueError(f"memory: expected a MemoryPlan, or one of {policies}; got {memory!r}.")
+        self.memory = memory
+        self.model = model
+        calls = Counter(_called_from(model, 1)) or Counter({model: 1})
+        self.calls = dict(calls)
+        self.names = _names(list(calls))
+        self._found: dict[popxl.Graph, GraphPlan] = {}
+        if isinstance(memory, MemoryPlan):
+            self._check_graphs(memory)
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """The plan that was applied."""
+        return MemoryPlan(graphs=tuple(self._found[graph] for graph in self.names if graph in self._found))
+
+    def __call__(self, info: GradGraphInfo) -> GradGraphInfo:
+        """The gradient of a called graph as its plan asks for it."""
+        graph = info.forward_graph
+        if graph not in self.names:
+            return info
+        known = candidates(info)
+        treatments = self._treatments(graph, known)
+        by_treatment: dict[Treatment, list[popxl.Tensor]] = {each: [] for each in get_args(Treatment)}
+        for each in known:
+            by_treatment[treatments[each.path]].append(each.tensor)
+        read = {e.fwd_tensor for e in info.expected_inputs if e.is_activation}
+        _, taken = ops_again(graph, read, {*by_treatment["keep"], *by_treatment["offload"]})
+        shown = read | {*taken}
+        self._found[graph] = GraphPlan(
+            graph=self.names[graph],
+            calls=self.calls[graph],
+            activations=tuple(_line(each, treatments[each.path]) for each in known if each.tensor in shown),
+        )
+        if all(treatments[each.path] == "keep" for each in known if each.tensor in read):
+            return info
+        apply_patterns([info.graph])
+        planned, _ = recompute_activations(info, by_treatment["keep"], by_treatment["offload"])
+        return planned
+
+    def of_model(self, info: GradGraphInfo) -> GradGraphInfo:
+        """The gradient of the model itself, which is planned if it calls no graphs."""
+        return self(info)
+
+    def _treatments(self, graph: popxl.Graph, activations: list[Activation]) -> dict[str, Treatment]:
+        if not isinstance(self.memory, MemoryPlan):
+            return {each.path: "keep" if kept_by(self.memory, each) else "recompute" for each in activations}
+        planned = next(each for each in self.memory.graphs if each.graph == self.names[graph])
+        known = [each.path for each in activations]
+        if missing := [each.path for each in planned.activations if each.path not in known]:
+            raise ValueError(matches_nothing(f"memory, the plan of {planned.graph}", missing, known))
+        stated: dict[str, Treatment] = {each.path: each.treatment for each in planned.activations}
+        return {path: stated.get(path, "recompute") for path in known}
+
+    def _check_graphs(self, plan: MemoryPlan) -> None:
+        planned, called = [each.graph for each in plan.graphs], [*self.names.values()]
+        if sorted(planned) != sorted(called):
+            raise ValueError(
+                f"memory: the plan is of the graphs {planned}, and {self.model.title} calls {called}. A plan fits the "
+                "program that it was made for: build that with a policy, such as memory='everything', and take the "
+                "plan that it returns."
+            )
+
+
+def _called_from(graph: popxl.Graph, times: int) -> Iterator[popxl.Graph]:
+    """The graphs that a graph calls by itself, in its loops or in its branches, as often as it does."""
+    for op in graph.ops:
+        for called in op.called_graphs:
+            if is_call(op):
+                yield from [called] * times
+            else:
+                yield from _called_from(called, times * int(op.attributes.get("repeat_count", 1)))
+
+
+def _names(graphs: list[popxl.Graph]) -> dict[popxl.Graph, str]:
+    """A name for each graph that does not depend on what else the program has."""
+    names: dict[popxl.Graph, str] = {}
+    for graph in graphs:
+        plain = graph.name.partition("_subgraph")[0]
+        number = sum(name.partition("#")[0] == plain for name in names.values())
+        names[graph] = f"{plain}#{number + 1}" if number else plain
+    return names
+
+
+def _line(activation: Activation, treatment: Treatment) -> PlannedActivation:
+    return PlannedActivation(
+        path=activation.path,
+        treatment=treatment,
+        line=activation.line,
+        bytes=activation.bytes,
+        operations=own_flops(activation.made_by).total,
+    )
+
+
+Memory = PlannedGradients | MemoryPlan | MemoryPolicy
+"""What says which activations are kept: a plan, a policy, or either one prepared for a model."""

@@ -1,0 +1,208 @@
+"""What gradients keep of the forward pass: policies and plans change where activations come from, and no number."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import popxl
+import popxl_addons as addons
+from popxl import ops
+from popxl_addons import optimizers
+from popxl_addons.transforms.memory_plan import activations_of
+
+POLICIES = ("everything", "products", "products_without_batch", "nothing")
+
+
+class Layer(addons.Module):
+    """Two products, of which the second has a batch, and functions of elements between them."""
+
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        w = self.add_variable_input("w", partial(np.random.normal, 0, 0.1, (x.shape[-1], 48)), x.dtype)
+        h = ops.tanh(ops.sin(x @ w))
+        mixed = (h @ ops.transpose(h, (0, 2, 1))) @ h
+        return ops.exp(ops.sin(mixed * 0.1)) @ w.T
+
+
+class Deep(addons.Module):
+    def build(self, x: popxl.Tensor, seed: popxl.Tensor) -> popxl.Tensor:
+        facts, graph = Layer().create_graph(x)
+        for i in range(4):
+            (x,) = graph.bind(self.add_variable_inputs(f"layer{i}", facts)).call(x)
+        return ops.mean(ops.dropout(x, seed, p=0.25) * x)
+
+
+class Flat(addons.Module):
+    """A model that calls no graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer()
+
+    def build(self, x: popxl.Tensor, seed: popxl.Tensor) -> popxl.Tensor:
+        return ops.mean(self.layer(ops.dropout(x, seed, p=0.25)))
+
+
+def trained(memory: Any, model: Any = Deep, way: str = "auto", accumulate: int = 1) -> tuple[Any, ...]:
+    """Losses and weights of two steps, the plan, and the temporaries of the program."""
+    np.random.seed(7)
+    ir = popxl.Ir()
+    ir.options.calledGraphs = way
+    with ir.main_graph, popxl.in_sequence():
+        x = popxl.h2d_stream((3, 32, 16), popxl.float32, "x")
+        seed = popxl.h2d_stream((2,), popxl.uint32, "seed")
+        how = {"optimizer": partial(optimizers.sgd, lr=1e-3), "accumulate": accumulate, "memory": memory}
+        step = addons.train_step(model(), x, seed, **how)
+        loss = addons.host_store(step.loss)
+    rng = np.random.default_rng(2)
+    with popxl.Session(ir, "cpu") as session:
+        losses = [
+            session.run({x: rng.normal(size=session.host_shape(x)).astype(np.float32),
+                         seed: rng.integers(0, 9, session.host_shape(seed)).astype(np.uint32)})[loss]
+            for _ in range(2)
+        ]  # fmt: skip
+        weights = session.get_tensors_data(step.variables.tensors)
+        return losses, [weights[t] for t in step.variables.tensors], step.memory, session.program.temporaries()
+
+
+def assert_same(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+    for a, b in zip(found[0] + found[1], expected[0] + expected[1], strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[Any, ...]:
+    return trained(None)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_give_the_same_numbers(plain: tuple[Any, ...], policy: str) -> None:
+    found = trained(policy)
+    assert_same(found, plain)
+    (graph,) = found[2].graphs
+    assert (graph.graph, graph.calls) == ("Layer", 4)
+    products = {path for path in graph.paths("keep") if "matmul" in path}
+    assert len(products) == {"everything": 2, "products": 3, "products_without_batch": 1, "nothing": 0}[policy]
+    assert (set(graph.paths("keep")) == products) == (policy != "everything")
+
+
+@pytest.mark.parametrize("way", ["kept", "inlined", "rolled"])
+def test_recomputed_activations_are_not_kept(way: str) -> None:
+    """Not merged with the forward pass by any way of compiling."""
+    everything, nothing = (trained(policy, way=way)[3] for policy in ("everything", "nothing"))
+    assert nothing < 0.7 * everything
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_model_that_calls_no_graphs(accumulate: int) -> None:
+    found = trained("nothing", Flat, accumulate=accumulate)
+    assert_same(found, trained(None, Flat, accumulate=accumulate))
+    (graph,) = found[2].graphs
+    assert graph.graph == "Flat" and not graph.paths("keep") and graph.paths("recompute")
+
+
+def test_accumulation(plain: tuple[Any, ...]) -> None:
+    assert_same(trained("nothing", accumulate=3), trained(None, accumulate=3))
+
+
+def test_a_plan_is_data(plain: tuple[Any, ...], tmp_path: Path) -> None:
+    plan = (
+        trained("everything")[2]
+        .with_treatments("recompute", "mul_*", "w_T")
+        .with_treatments("offload", "tanh_out", "exp_out")
+    )
+    plan.write_json(tmp_path / "plan.json")
+    read = addons.MemoryPlan.read_json(tmp_path / "plan.json")
+    assert read == plan
+    found = trained(read)
+    assert found[2] == plan and plan.graphs[0].paths("offload") == ("tanh_out", "exp_out")
+    assert_same(found, plain)
+    assert "Layer, called 4 times" in str(plan) and "offload" in str(plan)
+
+
+def test_what_a_plan_refuses(tmp_path: Path) -> None:
+    plan = trained("everything")[2]
+    with pytest.raises(ValueError, match=r"'softmax\*' match no activation\. There are .*tanh_out"):
+        plan.with_treatments("keep", "softmax*")
+    with pytest.raises(ValueError, match=r"the plan is of the graphs \['Layer'\].*calls \['Flat'\]"):
+        trained(plan, Flat)
+    other = plan.model_copy(update={"graphs": (plan.graphs[0].model_copy(update={
+        "activations": (plan.graphs[0].activations[0].model_copy(update={"path": "scores"}),)}),)})  # fmt: skip
+    with pytest.raises(ValueError, match=r"the plan of Layer: 'scores' match no activation"):
+        trained(other)
+    with pytest.raises(ValueError, match=r"expected a MemoryPlan, or one of 'everything', 'products'.*got 'most'"):
+        trained("most")
+    (tmp_path / "broken.json").write_text('{"graphs": 3}')
+    with pytest.raises(ValueError, match=r"broken\.json' holds no memory plan"):
+        addons.MemoryPlan.read_json(tmp_path / "broken.json")
+
+
+# One gradient graph -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def layer(ir: popxl.Ir) -> tuple[Any, ...]:
+    x = popxl.variable(np.random.default_rng(0).normal(size=(3, 32, 16)), popxl.float32, "x")
+    facts, graph = Layer().create_graph(x)
+    return x, facts.init(), graph
+
+
+def gradients(x: Any, variables: Any, graph: Any, grad: Any) -> Any:
+    site = graph.bind(variables).call_with_info(x)
+    return grad.call(ops.cos(site.outputs[0]), args=grad.grad_graph_info.inputs_dict(site))
+
+
+def test_only_what_is_needed_runs_again(layer: tuple[Any, ...], evaluate: Any) -> None:
+    x, variables, graph = layer
+    grad = graph.autodiff()
+    tanh = next(op.outputs[0] for op in graph.graph.ops if op.op_type == "Tanh")
+    again = addons.recompute_graph(grad, keep=[tanh], offload=["exp_*"])
+    kinds = [op.op_type for op in again.graph.ops]
+    assert "Tanh" not in kinds and kinds.count("MatMul") == 3  # x @ w for cos, and both products of the batch
+    assert kinds.count("Reload") == 1 and kinds[-1] == "Call"
+    assert {"tanh_out", "exp_out_offloaded"} <= {t.name for t in again.graph.inputs}
+    values = evaluate(*gradients(*layer, grad), *gradients(*layer, again))
+    for found, expected in zip(values[2:], values[:2], strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_of_one_graph(layer: tuple[Any, ...], evaluate: Any, policy: Any) -> None:
+    grad = layer[2].autodiff()
+    again = addons.recompute_graph(grad, keep=policy)
+    values = evaluate(*gradients(*layer, grad), *gradients(*layer, again))
+    for found, expected in zip(values[2:], values[:2], strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_activations(layer: tuple[Any, ...]) -> None:
+    found = activations_of(layer[2].autodiff().grad_graph_info)
+    sizes = {each.path: each.bytes for each in found}
+    assert sizes["tanh_out"] == 3 * 32 * 48 * 4 and "x" not in sizes
+    tanh = next(each for each in found if each.path == "tanh_out")
+    assert (tanh.is_product, tanh.made_by.op_type) == (False, "Tanh") and "test_addons_memory_plan.py:" in tanh.line
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        (
+            {"keep": "most"},
+            ValueError,
+            r"`keep` is 'most'; expected a policy, one of 'everything'.* or a list of tensors",
+        ),
+        ({"offload": "tanh_out"}, ValueError, r"`offload` is 'tanh_out'; expected a list of tensors and paths"),
+        ({"keep": ["softmax*"]}, ValueError, r"`keep`: 'softmax\*' match no activation\. There are .*tanh_out"),
+        ({"keep": [3]}, TypeError, r"each of `keep` must be a tensor of the forward graph, or a path; got 3"),
+        ({"keep": 3}, TypeError, r"`keep` must be a list of tensors and paths; got 3"),
+    ],
+)
+def test_what_recomputation_refuses(layer: tuple[Any, ...], how: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        addons.recompute_graph(layer[2].autodiff(), **how)
+    with pytest.raises(ValueError, match=r"in `keep` is not a tensor of .*the forward graph"):
+        addons.recompute_graph(layer[2].autodiff(force=True), keep=[layer[0]])

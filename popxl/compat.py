@@ -86,8 +86,8 @@ class _LowLevelSession:
 
     def setEngineIsLoaded(self, loaded: bool) -> None:
         """`False` frees what the program has on the device: it is copied there again before the next run."""
-        if not loaded:
-            self._session.program.release()
+        if not loaded and self._session.store is not None:
+            self._session.store.release()
 
 
 def _create_tensor_id(graph: Graph, name: str | None = None) -> str:

@@ -324,7 +324,7 @@ class TaskSession(popxl.Session):
             raise problem
         if problems := [f"Process {i}: {each['problem']}" for i, each in enumerate(told) if each["problem"]]:
             raise PopxlRuntimeError(f"TaskSession.save_checkpoint: `{place}` has not been begun. {' '.join(problems)}")
-        share = pieces.Share(Path(told[0]["directory"]), number, count, self._store)
+        share = pieces.Share(Path(told[0]["directory"]), number, count, self._key_value_store)
         with share.told():
             parts = self._own_parts([*divided.values()])
             own = {name: parts[v] for name, v in divided.items()}
@@ -507,7 +507,7 @@ class TaskSession(popxl.Session):
         with self._lock, self.ir.host_copies.lock:
             if self._device_is_ahead():
                 self.weights_to_host()  # as all are uploaded
-            self._write_variables(values, kept=False)
+            self._write_variables(values, copy=False)
 
     def _values(self, named: Mapping[str, Variable | Constant], copied: bool) -> dict[str, np.ndarray]:
         """The values of tensors, whole, by name. Memory maps are as they are; others are copies if so wanted."""

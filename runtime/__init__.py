@@ -6,7 +6,7 @@ Reading order: `lower`, one loop that turns a graph into a function of arrays; `
 """
 
 import popxl  # noqa: F401  # first, as it imports from here
-from runtime.program.program import Program
+from runtime.program.compiled import CompiledProgram
 from runtime.targets.devices import Device, find_device
 
-__all__ = ["Device", "Program", "find_device"]
+__all__ = ["CompiledProgram", "Device", "find_device"]

@@ -27,7 +27,9 @@ from runtime.fitting import Compiled, fit
 from runtime.inspection import report_of
 from runtime.machine import Machine, NothingRuns, PlanningMachine, TargetMachine
 from runtime.pipes import exit_on_broken_pipe, is_broken_pipe
-from runtime.program.program import Described, Program, Ready
+from runtime.program.compiled import CompiledProgram, Precompiled
+from runtime.program.layout import layout_for
+from runtime.program.run import Runner
 from runtime.session import Session
 from runtime.targets.devices import Device
 from runtime.targets.offline import FORMS, Target
@@ -187,7 +189,7 @@ def show(asked: Asked) -> int:
             memory = memory_of_program(ir, compiled)
             print(f"\nCompiled for {target}\n\n{memory}\n\n{cost_of(compiled)}")
         elif ir in plans:
-            way = "a plan of executables" if plans[ir].calls == "dispatched" else "one program"
+            way = "a plan of executables" if plans[ir].layout.calls == "dispatched" else "one program"
             text = f"It would be compiled as {way}. {plans[ir].reason}"
             print("\n" + textwrap.fill(text, 100, initial_indent="  ", subsequent_indent="  "))
         asked.write(memory, memory, f"memory_{ir.id}")
@@ -209,7 +211,7 @@ def report(asked: Asked) -> int:
     with _watching(machine):
         stopped, code = _run(asked.file, asked.arguments)
     for number, (ir, program) in enumerate(machine.programs):
-        found = report_of(ir, program)
+        found = report_of(ir, program, machine.runners.get(program))
         print(f"\n=== session {number} ===\n\n{found}")
         asked.write(found, found.memory, f"session_{number}")
     if stopped:
@@ -261,19 +263,28 @@ class _Watching(Machine):
 
     Attributes:
         programs: the programs, and the Irs that they are of.
+        runners: what runs each of them, where something does.
     """
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self.programs: list[tuple[Ir, Program]] = []
+        self.programs: list[tuple[Ir, CompiledProgram]] = []
+        self.runners: dict[CompiledProgram, Runner | None] = {}
 
     def device(self, description: str | Device | Target, ir: Ir) -> Device:
         return self._machine.device(description, ir)
 
-    def program(self, ir: Ir, device: Device, ready: Ready | None) -> Program:
-        program = self._machine.program(ir, device, ready)
+    def program(self, ir: Ir, device: Device, known: Precompiled | None) -> CompiledProgram:
+        program = self._machine.program(ir, device, known)
         self.programs.append((ir, program))
         return program
+
+    def runner(self, program: CompiledProgram) -> Runner | None:
+        runner = self.runners[program] = self._machine.runner(program)
+        return runner
+
+    def refusal(self, what: str, device: Device) -> BaseException:
+        return self._machine.refusal(what, device)
 
 
 class _Trying(_Watching):
@@ -286,17 +297,17 @@ class _Trying(_Watching):
 
     problem = ""
 
-    def program(self, ir: Ir, device: Device, ready: Ready | None) -> Program:
+    def program(self, ir: Ir, device: Device, known: Precompiled | None) -> CompiledProgram:
         target = device.target
         assert target is not None  # `fit` has one
         try:
-            least, capacity = least_memory_of(Described(ir, device).layout), target.chip.memory_bytes
+            least, capacity = least_memory_of(layout_for(ir, device)), target.chip.memory_bytes
             if least > capacity:
                 raise PopxlError(
                     f"The program does not fit, and was not compiled: its variables and feeds alone need "
                     f"{bytes_text(least)} of a chip, which has {bytes_text(capacity)}."
                 )
-            return super().program(ir, device, ready)
+            return super().program(ir, device, known)
         except PopxlError as problem:
             self.problem = str(problem)
             raise NothingRuns from problem

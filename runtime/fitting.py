@@ -13,7 +13,7 @@ from popxl.base.pages import OnPage, Page, Table, bytes_text, seconds_text
 from popxl.errors import PopxlError
 from popxl.ir import Ir
 from runtime.inspection import report_of
-from runtime.program.program import Program
+from runtime.program.compiled import CompiledProgram
 from runtime.report import TargetReport
 
 __all__ = ["Fit", "Tried", "fit"]
@@ -109,7 +109,7 @@ class Compiled(NamedTuple):
         problem: why one was not; empty if all were.
     """
 
-    programs: Sequence[tuple[Ir, Program]]
+    programs: Sequence[tuple[Ir, CompiledProgram]]
     problem: str = ""
 
 

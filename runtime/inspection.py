@@ -22,7 +22,8 @@ from runtime.costs.cost import cost_of
 from runtime.costs.memory import memory_of_program
 from runtime.plan.plan import Plan
 from runtime.plan.structure import Structure
-from runtime.program.program import CompiledProgram
+from runtime.program.compiled import CompiledProgram
+from runtime.program.run import Runner
 from runtime.report import (
     BufferReport,
     CollectiveReport,
@@ -38,17 +39,17 @@ from runtime.report import (
 )
 
 
-def report_of(ir: Ir, program: CompiledProgram) -> Report:
-    """The report of a compiled program. See `Session.report`."""
+def report_of(ir: Ir, program: CompiledProgram, runner: Runner | None = None) -> Report:
+    """The report of a compiled program, and of the runs of its runner. See `Session.report`."""
     main, runs = ir.main_graph, runs_of(ir.main_graph)
     ops = _stood_for(main)
     memory = memory_of_program(ir, program)
     return Report(
         program=repr(ir),
         device=program.device.name,
-        devices=tuple(map(str, program.devices)),
-        replicas=program.replicas.count,
-        calls=program.calls,
+        devices=tuple(map(str, program.layout.devices)),
+        replicas=program.layout.replicas.count,
+        calls=program.layout.calls,
         reason=program.reason,
         loops=_loops(program),
         written_out=_written_out(program),
@@ -61,11 +62,11 @@ def report_of(ir: Ir, program: CompiledProgram) -> Report:
         work=_work(runs),
         pieces=_pieces(main, program, ops),
         precision=_precision(ir.options.precision, program.layout.destination.platform),
-        seconds=program.compiled.seconds,
+        seconds=program.seconds,
         memory=memory,
-        runs=program.runs,
-        run_seconds=program.run_seconds,
-        timeline=program.timeline,
+        runs=0 if runner is None else runner.runs,
+        run_seconds=0.0 if runner is None else runner.run_seconds,
+        timeline=None if runner is None else runner.timeline,
         estimate=estimate_of(ir) if program.device.name == "ipu_model" else None,
         target=_target(program, memory),
     )
@@ -98,7 +99,7 @@ def _target(program: CompiledProgram, memory: Memory) -> TargetReport | None:
         description=str(target),
         chip=target.chip.name,
         chips=target.count,
-        used=len(program.devices),
+        used=len(program.layout.devices),
         capacity=target.chip.memory_bytes,
         with_buffers=memory.device + memory.buffers_on_host,
         without_buffers=memory.device - memory.buffers,
@@ -244,7 +245,7 @@ def _streams(program: CompiledProgram) -> tuple[StreamReport, ...]:
     return tuple(
         StreamReport(
             name=s.tensor.name,
-            direction="in" if s in program.inputs else "out",
+            direction="in" if s in program.layout.inputs else "out",
             spec=brief(s.tensor),
             transfers=program.layout.counts.get(s, 0),
             bytes=bytes,
@@ -259,11 +260,7 @@ def _pieces(main: Graph, program: CompiledProgram, ops: dict[Graph, int]) -> tup
         (executable,) = program.executables()
         text = len(program.text())
         sizes = _sizes(executable)
-        return (
-            PieceReport(
-                name="the program", runs=1, ops=ops[main], text=text, seconds=program.compiled.seconds, **sizes
-            ),
-        )
+        return (PieceReport(name="the program", runs=1, ops=ops[main], text=text, seconds=program.seconds, **sizes),)
     pieces = program.executable.pieces
     runs = program.executable.runs
     compiling: dict[Structure, float] = defaultdict(float)

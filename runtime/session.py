@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -26,13 +26,12 @@ from popxl.ir import Ir
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from runtime.files.session_files import read, write
 from runtime.machine import Machine
+from runtime.program.compiled import Precompiled
 from runtime.program.host_arrays import HostArrays, Outputs
-from runtime.program.program import Ready
 from runtime.session_inspection import SessionInspection
 from runtime.session_variables import SessionVariables
 from runtime.targets.devices import Device
 from runtime.targets.offline import Target
-from runtime.variable_copies import VariableCopies
 
 __all__ = ["Session"]
 
@@ -64,6 +63,7 @@ class Session(SessionInspection, SessionVariables):
         ir: the Ir.
         weights_to_host_on_exit: as given.
         program: the compiled program; `program.executable` is JAX's.
+        store: its variables on the device, and `runner`, what runs it; `None` where nothing can be run.
         machine: of the class: what finds devices and compiles for them. A tool may put its own there.
 
     Example:
@@ -79,37 +79,44 @@ class Session(SessionInspection, SessionVariables):
     def __init__(
         self, ir: Ir, device_desc: str | Device | Target = "cpu", weights_to_host_on_exit: bool = True
     ) -> None:
-        self._prepare(ir, device_desc, weights_to_host_on_exit, None)
+        self._prepare(ir, device_desc, weights_to_host_on_exit)
 
     def _prepare(
-        self, ir: Ir, device_desc: str | Device | Target, weights_to_host_on_exit: bool, ready: Ready | None
+        self,
+        ir: Ir,
+        device_desc: str | Device | Target,
+        weights_to_host_on_exit: bool,
+        known: Precompiled | None = None,
     ) -> None:
         if not isinstance(ir, Ir):
             raise TypeError(f"Session: `ir` must be an Ir; got {ir!r} ({type(ir).__name__}).")
         if not ir.main_graph.ops and all(v.piece is None for v in ir.main_graph.variables):
             raise RuntimeError(f"Session: the main graph of {ir!r} has no ops; there is nothing to run.")
-        if ir.options.enableInplaceAmbiguityChecking and ready is None:
+        if ir.options.enableInplaceAmbiguityChecking and known is None:
             check_in_place_order(ir.main_graph)
-        if ready is None:
+        if known is None:
             warn_of_unused_transfers(ir)
             warn_of_doubts(ir.main_graph)
         self._ir = ir
         self._device = self.machine.device(device_desc, ir)
         write_checkpoint(ir, "Final")
-        self.program = self.machine.program(ir, self._device, ready)
-        if ready is None and len(self.program.ipus) > 1:
+        self.program = self.machine.program(ir, self._device, known)
+        self.runner = self.machine.runner(self.program)
+        self.store = None if self.runner is None else self.runner.store
+        if self.runner is not None:
+            self._run = self.runner.run
+        if known is None and len(self.program.layout.ipus) > 1:
             warn_of_crossing_updates(ir.main_graph)
-        self._copies = VariableCopies(ir, self.program)
-        comes_back = self._is_here and not self._copies.are_read_only
+        comes_back = self.store is not None and not self._is_read_only
         self.weights_to_host_on_exit = weights_to_host_on_exit and comes_back
         self._made_of = Snapshot(ir.main_graph)
         self._known_edits = ir.edits.known = ir.edits.count
         self._was_attached_stack: list[bool] = []
         self._host_arrays = HostArrays(self.program.layout)
-        self._lock = threading.RLock()  # a run gives up what the next one needs
+        self._output_streams = self.program.layout.outputs
+        self._lock = threading.RLock() if self.store is None else self.store.lock
         self._owners: dict[Variable, tuple[Session, Variable]] = {}  # of the variables that are other sessions'
-        self._changed_owners: set[Session] = set()  # those of them whose variables a run changes
-        if self.is_attached and self._is_here:
+        if self.is_attached and self.store is not None:
             self.weights_from_host()
 
     def __repr__(self) -> str:
@@ -153,7 +160,7 @@ class Session(SessionInspection, SessionVariables):
                 "all of its own."
             )
         with self._lock, self._ir.host_copies.lock:
-            if self.is_attached and self._copies.has_run and not self._copies.are_read_only:
+            if self.is_attached and self.store is not None and self.store.has_run and not self._is_read_only:
                 self.weights_to_host()
             write(path, self._ir, self.program)
 
@@ -176,9 +183,9 @@ class Session(SessionInspection, SessionVariables):
             UnreadableFileError: if the file is damaged, or of another kind. It is a `PopxlError` and a `ValueError`.
             PopxlError: if the program was compiled for other devices, or by other versions of popxl or JAX.
         """
-        ir, device, ready = read(path, device_desc)
+        ir, device, known = read(path, device_desc)
         session = cls.__new__(cls)
-        session._prepare(ir, device, weights_to_host_on_exit, ready)
+        session._prepare(ir, device, weights_to_host_on_exit, known)
         return session
 
     def _look_at_edits(self) -> None:
@@ -195,7 +202,7 @@ class Session(SessionInspection, SessionVariables):
             try:
                 if not was_attached:
                     self._device.attach()
-                    if self._is_here:
+                    if self.store is not None:
                         self.weights_from_host()
                 self._was_attached_stack.append(was_attached)
             except BaseException:
@@ -229,9 +236,9 @@ class Session(SessionInspection, SessionVariables):
                 f"Session._set_device: the program was compiled for {self._device}, which {device} is not. Make "
                 "another session for it."
             )
-        if not device.isAttached:
-            self.program.release()
-        self._device = self.program.device = device
+        if not device.isAttached and self.store is not None:
+            self.store.release()
+        self._device, self.program = device, replace(self.program, device=device)
 
     # Running --------------------------------------------------------------------------------------------------------
 
@@ -262,27 +269,20 @@ class Session(SessionInspection, SessionVariables):
                 since.
         """
         with self._lock:
-            if not self.program.is_loaded:
-                self._check_loaded("run")
+            store = self.store
+            if store is None or store.constant is None:
+                store = self._loaded_store("run")
             if self._known_edits != self._ir.edits.count:
                 self._look_at_edits()
             feeds = self._host_arrays.feeds({} if inputs is None else inputs, downcast_inputs)
-            if not self._copies.has_run:
+            if store.device == store.host:
                 check_environment()
-                self._copies.note_run()
+                store.note_run()
             try:
-                if self._owners:
-                    with self._alone():
-                        for owner in self._changed_owners:
-                            owner._copies.note_run()
-                        fetches = self.program.run(feeds)
-                else:
-                    fetches = self.program.run(feeds)
+                fetches = self._run(feeds)
             finally:  # what handles a signal may have read the variables just before they changed
-                self._copies.note_run()
-                for owner in self._changed_owners:
-                    owner._copies.note_run()
-        return Outputs(dict(zip(self.program.outputs, fetches)))  # noqa: B905  # `strict` takes longer
+                store.note_run()
+        return Outputs(dict(zip(self._output_streams, fetches)))  # noqa: B905  # `strict` takes longer
 
     def run_with_outputs(
         self,
@@ -302,7 +302,7 @@ class Session(SessionInspection, SessionVariables):
             ValueError, PopxlRuntimeError: as `run` does, for outputs too; and for those that cannot be filled in place.
             TypeError: if an output is no NumPy array.
         """
-        self._check_loaded("run_with_outputs")
+        self._loaded_store("run_with_outputs")
         arrays = {} if outputs is None else outputs
         self._host_arrays.check_outputs(arrays)
         self._host_arrays.fill(arrays, self.run(inputs, downcast_inputs))
@@ -313,10 +313,10 @@ class Session(SessionInspection, SessionVariables):
 
     def expected_inputs(self) -> set[HostToDeviceStream]:
         """The streams that the program loads from: the keys that `run` expects."""
-        return set(self.program.inputs)
+        return set(self.program.layout.inputs)
 
     def _expected_outputs(self) -> set[DeviceToHostStream]:
-        return set(self.program.outputs)
+        return set(self._output_streams)
 
     def host_shape(self, shape: Iterable[int] | Stream) -> tuple[int, ...]:
         """The shape of the host array of a stream, with the leading dimensions that `run` expects.
@@ -327,13 +327,13 @@ class Session(SessionInspection, SessionVariables):
         if isinstance(shape, Stream):
             self._check_own("host_shape", shape.tensor)
             return self.program.layout.host_shape(shape)
-        return self.program.leading_dimensions + tuple(shape)
+        return self.program.layout.leading_dimensions + tuple(shape)
 
     _full_input_shape = host_shape
 
     @property
     def _extra_input_dims(self) -> tuple[int, ...]:
-        return self.program.leading_dimensions
+        return self.program.layout.leading_dimensions
 
     def _validate_run_inputs(self, inputs: Mapping[HostToDeviceStream, Any]) -> None:
         self._host_arrays.feeds(inputs, downcast=True)
@@ -380,18 +380,16 @@ class Session(SessionInspection, SessionVariables):
             raise TypeError(f"Session.use_variables_of: expected variables, by variables; got {others}.")
         if other is self or any(owner is self for owner, _ in other._owners.values()):
             raise ValueError("Session.use_variables_of: `other` is this session, or has variables of this one.")
-        if self._is_here != other._is_here:
+        if (self.store is None) != (other.store is None):
             raise ValueError(f"Session.use_variables_of: {self._device} and {other._device}: one of them is not here.")
         for mine, theirs in variables.items():
             self._check_own("use_variables_of", mine)
             other._check_own("use_variables_of", theirs)
         with self._lock, other._lock:
-            if self._is_here:  # what is compiled for a machine elsewhere holds nothing, and does not run
-                self.program.use_variables_of(other.program, variables)
+            if self.runner is not None and other.store is not None:
+                self.runner.store.share(other.store, variables)
+                self._run = self.runner.run_sharing
             self._owners |= {mine: (other, theirs) for mine, theirs in variables.items()}
-            layout = self.program.layout
-            changed = {layout.held[t] for t in layout.changed}
-            self._changed_owners = {owner for mine, (owner, _) in self._owners.items() if mine in changed}
 
     def owner_of(self, variable: Variable) -> tuple[Session, Variable]:
         """The session that has a variable of this program on its device, and which of its variables that is.
@@ -413,11 +411,3 @@ class Session(SessionInspection, SessionVariables):
             raise TypeError(f"Session.owner_of: `variable` is {variable!r}; expected a variable.")
         self._check_own("owner_of", variable)
         return self._owners.get(variable, (self, variable))
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """While the block lasts, no session runs whose variables this one has. (They have none of this one's.)"""
-        with ExitStack() as locks:
-            for owner in sorted({owner for owner, _ in self._owners.values()}, key=id):
-                locks.enter_context(owner._lock)
-            yield

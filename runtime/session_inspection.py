@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from popxl.analysis.edits import Snapshot
 from popxl.analysis.memory import Memory
@@ -15,8 +15,11 @@ from runtime.costs.communication import Sent, sent_by
 from runtime.costs.cost import Cost, cost_of, texts
 from runtime.costs.memory import memory_of_program
 from runtime.inspection import report_of
-from runtime.program.program import Program
+from runtime.machine import Machine
+from runtime.program.compiled import CompiledProgram
+from runtime.program.run import Runner
 from runtime.report import Report
+from runtime.targets.devices import Device
 from runtime.timeline import Timeline
 from runtime.traces import traced
 
@@ -29,7 +32,10 @@ class SessionInspection(NoCopies):
     if TYPE_CHECKING:  # of `Session`
         _ir: Ir
         _made_of: Snapshot
-        program: Program
+        machine: ClassVar[Machine]
+        program: CompiledProgram
+        runner: Runner | None
+        _device: Device
 
     @property
     def report(self) -> Report:
@@ -46,7 +52,7 @@ class SessionInspection(NoCopies):
             >>> print(session.report)
             >>> session.report.estimate.cycles
         """
-        return report_of(self._ir, self.program)
+        return report_of(self._ir, self.program, self.runner)
 
     def memory(self) -> Memory:
         """The memory that the compiled program needs, in bytes on each device and on the host.
@@ -115,7 +121,7 @@ class SessionInspection(NoCopies):
             >>> with session, session.recording("trace"):
             ...     outputs = session.run(inputs)
         """
-        timeline = self.program.recording()
+        timeline = self._runner_for("recording").recording()
         return timeline if folder is None else traced(folder, timeline, lambda: self.hlo().values())
 
     def debugging(self, infinities: bool = True) -> AbstractContextManager[None]:
@@ -148,7 +154,12 @@ class SessionInspection(NoCopies):
             ...     outputs = session.run(inputs)
         """
         self._check_unchanged("debugging")
-        return self.program.debugging(infinities)
+        return self._runner_for("debugging").debugging(infinities)
+
+    def _runner_for(self, what: str) -> Runner:
+        if self.runner is None:
+            raise self.machine.refusal(what, self._device)
+        return self.runner
 
     def _check_unchanged(self, what: str) -> None:
         """`PopxlError` if the Ir has changed since the session was made."""

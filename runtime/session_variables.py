@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -16,12 +16,14 @@ from popxl.context import user_frame
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.errors import LostUpdateWarning
 from popxl.ir import Ir
-from runtime.machine import ProgramElsewhere
+from runtime.host_values import host_value, new_data, write_host_values
+from runtime.machine import Machine
 from runtime.processes import KeyValueStore
-from runtime.program.program import Program
-from runtime.program.state import Given, Part
+from runtime.program.compiled import CompiledProgram
+from runtime.program.store import VariableStore
+from runtime.program.transfers import Given, Part
+from runtime.signals import defer_signals
 from runtime.targets.devices import Device
-from runtime.variable_copies import VariableCopies, new_data
 
 __all__ = ["SessionVariables"]
 
@@ -33,8 +35,9 @@ class SessionVariables:
 
     if TYPE_CHECKING:  # of `Session`
         _ir: Ir
-        program: Program
-        _copies: VariableCopies
+        machine: ClassVar[Machine]
+        program: CompiledProgram
+        store: VariableStore | None
         _lock: threading.RLock
         _device: Device
         _owners: dict[Variable, tuple[Any, Variable]]
@@ -44,21 +47,25 @@ class SessionVariables:
         """Whether the device is attached, and the program can run: inside a `with session:` block."""
         return self._device.isAttached
 
-    @property
-    def _is_here(self) -> bool:
-        """Whether the device is: whether anything can be run at all."""
-        return self._device.target is None
-
-    def _check_attached(self, what: str) -> None:
-        if isinstance(self.program, ProgramElsewhere):
-            raise self.program.refusal(what)
+    def _attached_store(self, what: str) -> VariableStore:
+        """The variables on the device. `ValueError` if the session is not attached; the machine's error if nothing can
+        run on its device."""
+        if self.store is None:
+            raise self.machine.refusal(what, self._device)
         if not self.is_attached:
             raise ValueError(f"Session.{what}: the session is not attached to a device. Use it inside `with session:`.")
+        return self.store
 
-    def _check_loaded(self, what: str) -> None:
-        self._check_attached(what)
-        if not self.program.is_loaded:  # somebody else attached the device, or detached it in between
-            self._copies.upload()
+    def _loaded_store(self, what: str) -> VariableStore:
+        """The same; the variables are uploaded if the device was attached, or detached, by hand."""
+        store = self._attached_store(what)
+        if not store.is_loaded:
+            self._upload(store)
+        return store
+
+    def _upload(self, store: VariableStore, given: Given | None = None) -> None:
+        self._device.loads(store)
+        store.upload(given)
 
     # Copying ------------------------------------------------------------------------------------------------------
 
@@ -68,8 +75,7 @@ class SessionVariables:
         If several processes run the program, all have to do this, with the same values.
         """
         with self._lock:
-            self._check_attached("weights_from_host")
-            self._copies.upload()
+            self._upload(self._attached_store("weights_from_host"))
 
     def weights_to_host(self) -> None:
         """Copy the values of all variables from the device to the host. `ValueError` if the session is not attached.
@@ -77,13 +83,17 @@ class SessionVariables:
         If several processes run the program, all have to do this: then each has the values of all replicas. It is part
         of leaving a `with session:` block, and of `get_tensor_data` after a run.
         """
-        if self._copies.are_read_only:
+        if self._is_read_only:
             raise Exception(
                 "Session.weights_to_host: a variable of the program is a read-only memory map, which cannot be written."
             )
         with self._lock, self._ir.host_copies.lock:
-            self._check_loaded("weights_to_host")
-            self._copies.download()
+            self._loaded_store("weights_to_host").download()
+
+    @property
+    def _is_read_only(self) -> bool:
+        """Whether any host copy is a memory map that cannot be written."""
+        return any(v.is_read_only for v in self._ir.main_graph.variables)
 
     def get_tensor_data(self, tensor: Variable | Constant) -> np.ndarray:
         """The numbers of a variable or constant: the host copy, fetched from the device first if that is ahead.
@@ -134,7 +144,8 @@ class SessionVariables:
         with self._lock, self._ir.host_copies.lock:
             if any(isinstance(t, Variable) for t in own) and self._device_is_ahead():
                 self.weights_to_host()
-            return {t: known[t] if t in known else self._copies.read(t) for t in wanted}
+            of_all = {} if self.store is None else self.store.values_of_all
+            return {t: known[t] if t in known else host_value(t, of_all) for t in wanted}
 
     def _check_readable(self, t: Variable | Constant) -> None:
         if not isinstance(t, Variable | Constant):
@@ -146,17 +157,19 @@ class SessionVariables:
 
     def _device_is_ahead(self) -> bool:
         """Whether values are to be read from the device. Warns if they are ahead there, and cannot be."""
-        is_here = self.is_attached and self._is_here
-        if self._copies.has_run and not is_here:
+        store = self.store
+        if store is None:
+            return False
+        if store.has_run and not self.is_attached:
             _log.warn(
                 "Session.get_tensors_data: these are the values from before the last runs. What the device had was not "
                 "copied to the host before the session was left."
             )
-        return self._copies.host_is_stale and is_here
+        return store.is_ahead and self.is_attached
 
     # Each process its part ------------------------------------------------------------------------------------------
 
-    _store = KeyValueStore()
+    _key_value_store = KeyValueStore()
 
     @property
     def _is_divided(self) -> bool:
@@ -165,7 +178,7 @@ class SessionVariables:
 
     def _meet(self, place: str, payload: Any) -> list[Any]:
         """Wait until all processes that run the program are at a place. Returns what each has said there."""
-        return self.program.layout.replicas.barrier(place, self.program.state.begun, payload)
+        return self.program.layout.replicas.barrier(place, self._attached_store(place).run_count, payload)
 
     def _own_parts(self, variables: Collection[Variable]) -> dict[Variable, list[Part]]:
         """What this process is to save of variables, if each process that runs the program saves a part: see
@@ -174,7 +187,7 @@ class SessionVariables:
             self._check_readable(v)
         with self._lock, self._ir.host_copies.lock:
             own = [v for v in variables if v not in self._owners]
-            parts = self.program.own_parts(own, self._device_is_ahead()) if own else {}
+            parts = self._attached_store("values_of").own_parts(own, self._device_is_ahead()) if own else {}
         for v in variables:
             if v in self._owners:
                 owner, theirs = self._owners[v]
@@ -189,11 +202,12 @@ class SessionVariables:
         """
         for v in tensors:
             self._check_writable(v)
-        self._check_attached("write_variable_data")
+        store = self._attached_store("write_variable_data")
         with self._lock, self._ir.host_copies.lock:
-            if self._device_is_ahead() and not self.program.read_back <= tensors.keys():
+            if self._device_is_ahead() and not self.program.layout.read_back <= tensors.keys():
                 self.weights_to_host()
-            self._copies.write_parts(tensors)
+            self._device.loads(store)
+            store.upload_parts(tensors)
 
     def _data_of_owner(self, t: Variable | Constant) -> np.ndarray:
         owner, theirs = self._owners[t]  # type: ignore[index]  # a variable
@@ -221,18 +235,25 @@ class SessionVariables:
         check_type(tensors, Mapping, "Session.write_variables_data: `tensors`", "a mapping from variables to numbers")
         self._write_variables(tensors)
 
-    def _write_variables(self, tensors: Mapping[Variable, Any], kept: bool = True) -> None:
-        """See `write_variables_data`. Arrays that are not `kept` by the caller may become the host copies."""
+    def _write_variables(self, tensors: Mapping[Variable, Any], copy: bool = True) -> None:
+        """See `write_variables_data`. Arrays that are not copied may become the host copies."""
         checked: dict[Variable, np.ndarray] = {}
         for t, data in tensors.items():
             self._check_writable(t)
             checked[t] = new_data(t, data)
-        if self.is_attached:
-            self._check_attached("write_variable_data")
+        store = self._attached_store("write_variable_data") if self.is_attached else self.store
+
+        def write() -> None:
+            write_host_values(checked, copy)
+            if store is None:
+                self._ir.host_copies.note()
+            else:
+                store.note_written()  # so that a signal that interrupts the upload only delays it
+
         with self._lock, self._ir.host_copies.lock:
-            if self.is_attached and self._copies.has_run:
+            if store is not None and store.has_run and self.is_attached:
                 self._warn_of_reverted(checked)
-            self._copies.write(checked, kept)
+            defer_signals(write)
             if self.is_attached:
                 self.weights_from_host()
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import replace
 
 import jax
 
@@ -12,18 +11,17 @@ from popxl.ir import Ir
 from runtime.costs.cost import chip_of, cost_of
 from runtime.costs.memory import memory_of_program
 from runtime.files.cache import keep_way, known_way
-from runtime.program.program import CompiledProgram, Described, Ready
+from runtime.program.compiled import CompiledProgram, Precompiled, compile_program
+from runtime.program.layout import layout_for
 from runtime.targets.destination import DoesNotFit
 from runtime.targets.devices import Device
 
 LAUNCH = 1e-6
 """Seconds between two kernels of a GPU, about. XLA's figures of TPUs have all in them."""
 
-P = TypeVar("P", bound=CompiledProgram)
 
-
-def best(ir: Ir, device: Device, compile: Callable[[Ready | None], P]) -> P:
-    """A program, compiled in the way that is the fastest of those that fit into memory, by an estimate.
+def best(ir: Ir, device: Device) -> CompiledProgram:
+    """Compile a program in the way that is the fastest of those that fit into memory, by an estimate.
 
     Which ways come into question is in the layout of a program; see `runtime.plan.decision`. Where a cache is on, it
     keeps what was found. On CPUs, and where several processes run a program, nothing is compared.
@@ -31,44 +29,42 @@ def best(ir: Ir, device: Device, compile: Callable[[Ready | None], P]) -> P:
     Args:
         ir: the program.
         device: what it is compiled for.
-        compile: compiles it, if need be in the way that it is told.
 
     Raises:
         DoesNotFit: if it does not fit in any way, and the compiler says so.
     """
     is_divided = device.target is None and len({each.process_index for each in device.jax_devices}) > 1
     if is_divided or device.jax_devices[0].platform == "cpu":
-        return compile(None)  # as the layout says: processes would read other costs where kernels were tuned otherwise
+        return compile_program(
+            ir, device
+        )  # as the layout says: processes would read other costs where kernels were tuned otherwise
     way = known_way(ir, device)
     if way is not None:
-        program = compile(Ready(way))
-        program.reason = "It was the fastest when the program was first compiled; the cache knows."
-        return program
-    first = _tried(compile, None)
-    layout = first.layout if isinstance(first, CompiledProgram) else Described(ir, device).layout
+        program = compile_program(ir, device, Precompiled(way))
+        return replace(program, reason="It was the fastest when the program was first compiled; the cache knows.")
+    first = _tried(ir, device)
+    layout = first.layout if isinstance(first, CompiledProgram) else layout_for(ir, device)
     if not layout.others and not layout.rest:
         return _made(first)
-    tried = {layout.calls: first} | {way: _tried(compile, Ready(way)) for way in layout.others}
+    tried = {layout.calls: first} | {way: _tried(ir, device, Precompiled(way)) for way in layout.others}
     fitting = {way: program for way, program in tried.items() if _fits(ir, program)}
     for way in layout.rest:
         if not fitting:
-            tried[way] = _tried(compile, Ready(way))
+            tried[way] = _tried(ir, device, Precompiled(way))
             fitting = {way: tried[way]} if _fits(ir, tried[way]) else {}
     if not fitting or len(tried) == 1:
         return _made(first)
     costs = {way: estimated(_made(program)) for way, program in fitting.items()}
     way = min(costs, key=lambda way: costs[way][0])
-    program = _made(fitting[way])
     told = [f"{each}, {costs[each][1]}" if each in costs else f"{each}, too large for the memory" for each in tried]
-    program.reason = f"It is the fastest by an estimate: {'; '.join(told)}."
     keep_way(ir, device, way)
-    return program
+    return replace(_made(fitting[way]), reason=f"It is the fastest by an estimate: {'; '.join(told)}.")
 
 
-def _tried(compile: Callable[[Ready | None], P], ready: Ready | None) -> P | Exception:
-    """The program; or why it does not fit, as far as a compiler says so."""
+def _tried(ir: Ir, device: Device, known: Precompiled | None = None) -> CompiledProgram | Exception:
+    """The compiled program; or why it does not fit, as far as a compiler says so."""
     try:
-        return compile(ready)
+        return compile_program(ir, device, known)
     except DoesNotFit as problem:
         return problem
     except jax.errors.JaxRuntimeError as problem:
@@ -77,7 +73,7 @@ def _tried(compile: Callable[[Ready | None], P], ready: Ready | None) -> P | Exc
         return problem
 
 
-def _made(found: P | Exception) -> P:
+def _made(found: CompiledProgram | Exception) -> CompiledProgram:
     if isinstance(found, Exception):
         raise found
     return found

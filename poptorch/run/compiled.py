@@ -555,8 +555,10 @@ class Compiled:
 
     def _fetched(self, variables: Mapping[Name, Variable]) -> dict[Name, np.ndarray]:
         """What the device has. Of several processes each may ask for what is the same on all replicas by itself."""
-        wanted = list(variables.values())
-        found: Mapping[Any, np.ndarray] | None = self.session.program.read_here(wanted) if self.is_attached else None
+        wanted, store = list(variables.values()), self.session.store
+        found: Mapping[Any, np.ndarray] | None = None
+        if store is not None and self.is_attached:
+            found = store.local_values(wanted)
         if found is None:
             found = self.session.values_of(wanted)
         return {name: np.asarray(found[v]) for name, v in variables.items()}

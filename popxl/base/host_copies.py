@@ -1,29 +1,37 @@
-"""Who may write the host copies of the variables of a program, and how often that was done."""
+"""The version of the host copies of the variables of an Ir, and who may write them."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 __all__ = ["HostCopies"]
 
 
 class HostCopies:
-    """What the sessions of an Ir have to agree on, as they share the host copies of its variables.
+    """What the sessions of an Ir have in common, as they share the host copies of its variables.
 
     The copies themselves are the variables' own (`Variable.data`).
 
     Attributes:
         lock: held by whoever writes copies, or reads several that have to be of one moment.
-        version: counts what was written, so that a session can tell whether they are still what it put there.
+        version: the number of the last change of the copies. Changes on devices are counted with them.
+        in_sync: whether no run has changed variables since the last download.
     """
 
-    __slots__ = ("lock", "version")
+    __slots__ = ("_versions", "in_sync", "lock", "version")
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self._versions = itertools.count(1)
         self.version = 0
+        self.in_sync = True
+
+    def new_version(self) -> int:
+        """The number of a change, larger than all before."""
+        return next(self._versions)
 
     def note(self) -> int:
-        """They have been written, or are about to be. Returns the new version."""
-        self.version += 1
+        """Note that the copies have been written, or are about to be. Returns their new version."""
+        self.version = self.new_version()
         return self.version

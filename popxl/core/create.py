@@ -105,7 +105,6 @@ def _settled(t: Variable, grouping: ReplicaGrouping, retrieval_mode: str | None)
     t.retrieval_mode = retrieval_mode or "one_per_group"
     t.location_info = ON_DEVICE
     t.piece = t._group_axis = None
-    t._in_sync = True
     return t
 
 

@@ -346,7 +346,6 @@ class Variable(Tensor, tensor_type="Variable"):
     __slots__ = (
         "_data",
         "_group_axis",
-        "_in_sync",
         "initial",
         "location_info",
         "piece",
@@ -361,7 +360,6 @@ class Variable(Tensor, tensor_type="Variable"):
     location_info: LocationInfo
     piece: Tensor | None
     _group_axis: int | None
-    _in_sync: bool
 
     @property
     def data(self) -> np.ndarray:
@@ -410,7 +408,7 @@ class Variable(Tensor, tensor_type="Variable"):
     @property
     def in_sync_with_ipu(self) -> bool:
         """Whether the host copy is known to be what the device holds: a run may change a variable."""
-        return self._in_sync
+        return self.ir.host_copies.in_sync
 
     @property
     def shape_on_host(self) -> tuple[int, ...]:

@@ -253,7 +253,6 @@ class _Reader:
         if saved.group_axis is not None:
             check(0 <= saved.group_axis < len(v.shape), f"{v!r} has no axis {saved.group_axis}")
             v.group_axis = saved.group_axis
-        v._in_sync = True
 
     def _add_ties(self, t: Tensor, saved: SavedTensor) -> None:
         """What a tensor has to do with others, which are there by now."""

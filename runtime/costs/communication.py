@@ -19,7 +19,7 @@ from popxl.base.pages import OnPage, Page, Table, bytes_text
 from popxl.base.records import Record
 from popxl.ir import Ir
 from runtime.costs.cost import account_of_program, copies_of
-from runtime.program.program import CompiledProgram
+from runtime.program.compiled import CompiledProgram
 
 Verdict = Literal["the same", "merged", "as all-reduce", "not all needed", "added first", "differs"]
 
@@ -131,9 +131,9 @@ def _again(exchange: Exchange) -> str:
 
 def sent_by(ir: Ir, program: CompiledProgram) -> Sent:
     """What a compiled program sends, beside what its Ir says. See `Session.communication`."""
-    said, count = communication_of(ir), program.replicas.count
+    said, count = communication_of(ir), program.layout.replicas.count
     copied = _copied(said, program)
-    if program.replicas.mesh is None:
+    if program.layout.replicas.mesh is None:
         return Sent(said=said, is_sent=False, exchanges=(), copied=copied)
     totals: dict[tuple[str, int], _Totals] = {}
     added: set[tuple[str, int]] = set()
@@ -160,7 +160,7 @@ def sent_by(ir: Ir, program: CompiledProgram) -> Sent:
 
 def _copied(said: Communication, program: CompiledProgram) -> Copied | None:
     """What IPUs copy from each other, if they are devices."""
-    if len(program.ipus) == 1:
+    if len(program.layout.ipus) == 1:
         return None
     count, bytes = said.totals.get(COPY, (0, 0))
     timing = copies_of(program)

@@ -20,7 +20,7 @@ from runtime.costs.work import Account, Collective, account_of
 from runtime.lowering.channels import Channel
 from runtime.plan.plan import Plan
 from runtime.plan.structure import Structure
-from runtime.program.program import CompiledProgram
+from runtime.program.compiled import CompiledProgram
 from runtime.targets import chip
 from runtime.targets.chip import Chip, Tpu
 
@@ -205,7 +205,7 @@ def cost_of(program: CompiledProgram) -> Cost:
     account, parts = _accounts(program)
     figures = chip_of(program)
     host = _host_traffic(program)
-    count = program.replicas.count
+    count = program.layout.replicas.count
     graphs = tuple(graphs_of(account, host, figures, count))
     total = account.total
 
@@ -215,33 +215,33 @@ def cost_of(program: CompiledProgram) -> Cost:
 
     def seconds(level: str) -> float:
         """How long a run takes then."""
-        if figures is None or len(program.ipus) == 1:
+        if figures is None or len(program.layout.ipus) == 1:
             return seconds_of(limited(level, account), host, figures, count)
         return max(timed(level).seconds, sum(host.values()) / figures.host_bandwidth)
 
     cycles = total.cycles
     collectives = _by_kind(account.collectives)
     ipus: tuple[IpuCost, ...] = ()
-    if len(program.ipus) > 1:
+    if len(program.layout.ipus) > 1:
         timing = timed()
         collectives[COPY] = CollectiveCost(count=timing.copies, bytes=timing.copied_bytes)
-        busy = {ipu: timing.busy[ipu] if figures is not None else None for ipu in program.ipus}
+        busy = {ipu: timing.busy[ipu] if figures is not None else None for ipu in program.layout.ipus}
         ipus = tuple(IpuCost(ipu=ipu, seconds=each) for ipu, each in busy.items())
         if isinstance(figures, Tpu):
             clock = figures.clock
             cycles = round(clock * _timing(program, figures, lambda each: parts[each].total.cycles / clock).seconds)
     return Cost(
         name=f"Ir[id={program.layout.main.ir.id}]",
-        chip=figures.name if figures is not None else program.devices[0].device_kind,
+        chip=figures.name if figures is not None else program.layout.devices[0].device_kind,
         **_sizes(program),
         flops=total.flops,
         bytes_accessed=total.bytes,
         kernels=total.kernels,
         copies=total.copies,
         collectives=collectives,
-        uses=_by_line(account.collectives, program.replicas.count),
+        uses=_by_line(account.collectives, count),
         cycles=cycles if program.layout.destination.platform == "tpu" else None,
-        compile_seconds=program.compiled.seconds,
+        compile_seconds=program.seconds,
         graphs=graphs,
         seconds=seconds(LEVELS[0]) if figures is not None else None,
         ipus=ipus,
@@ -276,13 +276,13 @@ def _timing(program: CompiledProgram, figures: Chip | None, seconds: Callable[[S
     buffers = ((buffer, bytes) for buffer, (bytes, _) in layout.bytes_of_buffers().items())
     sizes: list[tuple[Channel, int]] = [*layout.bytes_of_streams().items(), *buffers]
     bandwidth = math.inf if figures is None else figures.network_bandwidth
-    return timing_of(program.executable, cache(seconds), bandwidth, dict(sizes), program.replicas.per_device)
+    return timing_of(program.executable, cache(seconds), bandwidth, dict(sizes), program.layout.replicas.per_device)
 
 
 def chip_of(program: CompiledProgram) -> Chip | None:
     """The published figures of the chip that a program is compiled for; `None` if there are none."""
     target = program.device.target
-    return chip.of_device(program.devices[0].device_kind) if target is None else target.chip
+    return chip.of_device(program.layout.devices[0].device_kind) if target is None else target.chip
 
 
 def texts(program: CompiledProgram) -> dict[str, str]:
@@ -290,9 +290,11 @@ def texts(program: CompiledProgram) -> dict[str, str]:
     if not isinstance(program.executable, Plan):
         return {"the program": program.executable.as_text()}
     found: dict[str, str] = {}
-    for place, pair in program.compiled.ends.items():
+    for place, pair in program.ends.items():
         for name, executable in zip(("feeds", "fetches"), pair, strict=True):
-            found[_unused(f"{name} of IPU {place}" if len(program.ipus) > 1 else name, found)] = executable.as_text()
+            found[_unused(f"{name} of IPU {place}" if len(program.layout.ipus) > 1 else name, found)] = (
+                executable.as_text()
+            )
     first = {piece.structure: piece.name for piece in reversed(program.executable.pieces)}
     for structure in program.executable.structures:
         found[_unused(first[structure], found)] = structure.executable.as_text()
@@ -312,7 +314,7 @@ def _runs(program: CompiledProgram) -> Iterator[tuple[Structure | None, Any, int
     if not isinstance(program.executable, Plan):
         yield None, program.executable, 1
         return
-    yield from ((None, executable, 1) for pair in program.compiled.ends.values() for executable in pair)
+    yield from ((None, executable, 1) for pair in program.ends.values() for executable in pair)
     yield from ((structure, structure.executable, times) for structure, times in program.executable.runs.items())
 
 
@@ -339,7 +341,7 @@ def _sizes(program: CompiledProgram) -> dict[str, Any]:
         if not is_there
     ]
     streams = layout.bytes_of_streams()
-    fed = sum(streams[stream] for stream in program.inputs)
+    fed = sum(streams[stream] for stream in program.layout.inputs)
     return sizes | {
         "argument_bytes": sum(bytes for bytes, _ in (*held, *buffers)) + fed,
         "alias_bytes": sum(bytes for bytes, changes in (*held, *buffers) if changes),
@@ -354,7 +356,7 @@ def _host_traffic(program: CompiledProgram) -> dict[str, int]:
         name = "" if graph is layout.main else graph.name
         for op in (part for each in graph.ops for part in each.parts):
             if op.kind.exchange == "buffer" and op.attributes["buffer"] in on_host:
-                found[name] += times * moved(op) * program.replicas.per_device
+                found[name] += times * moved(op) * program.layout.replicas.per_device
     found[""] += sum(layout.bytes_of_streams().values())
     return found
 

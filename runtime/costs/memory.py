@@ -18,17 +18,17 @@ from popxl.analysis.memory import (
 from popxl.ir import Ir
 from popxl.values.spec import brief
 from runtime.plan.plan import Plan
+from runtime.program.compiled import CompiledProgram
 from runtime.program.layout import Layout
-from runtime.program.program import CompiledProgram
 
 
 def memory_of_program(ir: Ir, program: CompiledProgram) -> Memory:
     """What a compiled program needs. See `Session.memory`."""
-    parts = {ipu: _of_ipu(ir, program, ipu) for ipu in program.ipus}
+    parts = {ipu: _of_ipu(ir, program, ipu) for ipu in program.layout.ipus}
     per_replica = [*parts.values()]
     devices = tuple(
         per_replica[i % len(per_replica)].model_copy(update={"name": str(device)})
-        for i, device in enumerate(program.devices)
+        for i, device in enumerate(program.layout.devices)
     )
     fullest = max(parts, key=lambda ipu: parts[ipu].device)
     moments, tensors = _steps(ir, program, fullest)
@@ -36,7 +36,7 @@ def memory_of_program(ir: Ir, program: CompiledProgram) -> Memory:
     analyses = [executable.memory_analysis() for executable in program.executables()]
     return Memory(
         **parts[fullest].model_dump(exclude={"name", "device"}),
-        name=f"{ir!r}, on each device" if len(program.devices) > 1 else repr(ir),
+        name=f"{ir!r}, on each device" if len(program.layout.devices) > 1 else repr(ir),
         source="pieces" if isinstance(program.executable, Plan) else "program",
         devices=devices,
         buffers_on_host=buffers,
@@ -85,7 +85,7 @@ def _of_ipu(ir: Ir, program: CompiledProgram, ipu: int) -> DeviceMemory:
         variables=variables,
         buffers=buffers,
         arguments=arguments,
-        outputs=sum(streams[s] for s in program.outputs if layout.ipu_of(s) in (None, ipu)),
+        outputs=sum(streams[s] for s in program.layout.outputs if layout.ipu_of(s) in (None, ipu)),
         constants=sum(map(size, constants_of(ir.main_graph))),
         temporaries=temporaries,
         code=sum(found.memory_analysis().generated_code_size_in_bytes for found in executables) or None,
@@ -95,7 +95,7 @@ def _of_ipu(ir: Ir, program: CompiledProgram, ipu: int) -> DeviceMemory:
 def _steps(ir: Ir, program: CompiledProgram, ipu: int) -> tuple[tuple[Moment, ...], tuple[LiveTensor, ...]]:
     """The steps on the device of an IPU, and the values that are held there between them."""
     if not isinstance(program.executable, Plan):
-        copies = program.replicas.per_device
+        copies = program.layout.replicas.per_device
         return moments_of(ir.main_graph, lambda t: copies * size(t))
     curve, lives = program.executable.curve()
     there = [i for i, (piece, *_) in enumerate(curve) if piece.place == ipu]

@@ -22,8 +22,7 @@ from popxl.ir import Ir
 from popxl.program import reading, writing
 from runtime.files.bundle import pack, unpack
 from runtime.files.executables import Executable, described, restored
-from runtime.program.compiled import Ready, can_be_kept, compiled_afresh
-from runtime.program.program import Program
+from runtime.program.compiled import CompiledProgram, Precompiled, can_be_kept, compile_uncached
 from runtime.signals import scratch_folder
 from runtime.targets.destination import VERSIONS, MadeFor, made_for
 from runtime.targets.devices import Device, find_device
@@ -44,7 +43,7 @@ class About(BaseModel):
         target: what the program was compiled for.
         device: how the device was described.
         calls: how called graphs were compiled.
-        executables: the executables, in the order of `Compiled.executables`.
+        executables: the executables, in the order of `CompiledProgram.executables`.
     """
 
     model_config = ConfigDict(extra="forbid", defer_build=True)
@@ -55,36 +54,39 @@ class About(BaseModel):
     executables: list[Executable]
 
 
-def write(path: str | os.PathLike[str], ir: Ir, program: Program) -> None:
+def write(path: str | os.PathLike[str], ir: Ir, program: CompiledProgram) -> None:
     """Write a compiled program to a file; see `Session.save`."""
-    if program.replicas.local_count < program.replicas.count:
+    replicas = program.layout.replicas
+    if replicas.local_count < replicas.count:
         raise PopxlError(
             "Session.save: the program runs over several processes, and what is compiled for all of them cannot be "
             "kept. Save its Ir, with `ir.save`."
         )
-    compiled, keeps = program.compiled, can_be_kept(program.layout)
-    if keeps and not compiled.is_fresh:
-        compiled = compiled_afresh(program.layout)
+    keeps = can_be_kept(program.layout)
+    if keeps and not program.is_serializable:
+        program = compile_uncached(program)
     parts: dict[str, bytes] = {}
     with scratch_folder() as folder:
         writing.save(ir, folder / _IR)
         for file in sorted(folder.iterdir()):
             parts[_IR if file.name == _IR else _ARRAYS + file.name] = file.read_bytes()
     executables = []
-    for number, executable in enumerate(compiled.executables() if keeps else ()):
+    for number, executable in enumerate(program.executables() if keeps else ()):
         about, content = described(executable, program.device.jax_devices)
         executables.append(about)
         parts[f"{_EXECUTABLE}{number}"] = content
     header = About(
         target=program.layout.destination.made_for,
         device=program.device.name if program.device.target is None else program.device.target.kind,
-        calls=compiled.layout.calls,
+        calls=program.layout.calls,
         executables=executables,
     )
     replace_file(Path(path), pack(KIND, header.model_dump(), parts))
 
 
-def read(path: str | os.PathLike[str], device_desc: str | Device | Target | None) -> tuple[Ir, Device, Ready | None]:
+def read(
+    path: str | os.PathLike[str], device_desc: str | Device | Target | None
+) -> tuple[Ir, Device, Precompiled | None]:
     """A compiled program from a file; see `Session.load`. `None` for the executables of one that has to be compiled."""
     try:
         header, parts = unpack(KIND, Path(path).read_bytes())
@@ -113,7 +115,7 @@ def read(path: str | os.PathLike[str], device_desc: str | Device | Target | None
         executables = [restored(*each, device.jax_devices) for each in zip(about.executables, contents, strict=True)]
     except jax.errors.JaxRuntimeError as problem:
         raise PopxlError(_compiled(path, "in a way that XLA does not read here", str(problem))) from problem
-    return ir, device, Ready(about.calls, executables)
+    return ir, device, Precompiled(about.calls, executables)
 
 
 def _differences(in_file: Mapping[str, object], here: Mapping[str, object]) -> str:

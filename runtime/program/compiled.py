@@ -1,10 +1,10 @@
-"""What is compiled of a program: one executable, or a plan of several."""
+"""`CompiledProgram`: a program laid out for a device, and its executables: one, or a plan of several."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 from weakref import WeakSet
@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from popxl.core.tensor import Tensor
+from popxl.ir import Ir
 from popxl.streams import HostToDeviceStream, Stream
 from runtime.compile_pool import CompilePool, lower
-from runtime.files.cache import compiling_afresh
+from runtime.files.cache import compiling, compiling_afresh
 from runtime.files.executables import donating
 from runtime.lowering import remote_buffers as remote
 from runtime.lowering.channels import FAILURE, Channels, Failure
@@ -26,9 +27,10 @@ from runtime.plan.plan import Plan
 from runtime.plan.planning import Steps
 from runtime.plan.structure import Structure, forget
 from runtime.plan.terms import Terms
-from runtime.program.layout import Layout
+from runtime.program.layout import Layout, layout_for
 from runtime.progress import Watch
 from runtime.targets.destination import HOST
+from runtime.targets.devices import Device
 
 Array = Any
 Ends = Mapping[int, tuple[Any, Any]]
@@ -36,44 +38,48 @@ Ends = Mapping[int, tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
-class Ready:
-    """What is known of a program before it is compiled: how it is to be, or all of it.
+class Precompiled:
+    """What is known of a program before it is compiled: how called graphs are compiled, or its executables, too.
 
     Attributes:
         calls: as `Layout.calls`.
-        executables: as `Compiled.executables` gives them, if it is compiled already.
+        executables: as `CompiledProgram.executables` gives them, if they come from a file.
     """
 
     calls: str
     executables: Sequence[Any] | None = None
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """What a program was compiled to. It can be run as often as one likes, and keeps nothing.
+@dataclass(frozen=True, eq=False)
+class CompiledProgram:
+    """An Ir, compiled for a device: a layout and executables. It holds no variables, and runs any number of times.
 
     Attributes:
-        layout: where what it takes and gives lies.
-        executable: what runs the program: a JAX executable, or a plan.
-        ends: of a plan, what begins and ends a run.
-        text: what XLA was given.
-        seconds: how long it took.
-        is_taken: whether some of it may come from a file or a cache.
+        device: the device that it was compiled for.
+        layout: where its variables, remote buffers and streams lie.
+        reason: why called graphs are compiled as they are, in a sentence or two.
+        executable: what runs the program: a JAX executable, or a `runtime.plan.plan.Plan`.
+        ends: of a plan, the executables at the beginning and the end of a run.
+        text: gives the StableHLO that XLA was given.
+        seconds: the time that compiling took.
+        is_cached: whether some executables may come from a file or a cache.
     """
 
+    device: Device
     layout: Layout
+    reason: str
     executable: Any
     ends: Ends
     text: Callable[[], str]
     seconds: float
-    is_taken: bool
+    is_cached: bool
 
     @property
-    def is_fresh(self) -> bool:
+    def is_serializable(self) -> bool:
         """Whether XLA compiled all executables in this process. Those from files and caches cannot be written again:
         where XLA has loaded an executable for the CPU, it no longer has its code in a form that it could write."""
         pieces = self.executable.structures if isinstance(self.executable, Plan) else ()
-        return not self.is_taken and _taken.isdisjoint(pieces)
+        return not self.is_cached and _cached.isdisjoint(pieces)
 
     def executables(self) -> tuple[Any, ...]:
         """All JAX executables of the program, each once, in an order that depends on the program only."""
@@ -89,35 +95,52 @@ class Compiled:
         return self.executable.memory_analysis().temp_size_in_bytes
 
 
-_taken: WeakSet[Structure] = WeakSet()  # pieces that may have come from a file or cache, whichever program has them
+_cached: WeakSet[Structure] = WeakSet()  # pieces that may have come from a file or cache, whichever program has them
 
 
-def compiled(
-    layout: Layout, keeping: AbstractContextManager[bool], executables: Sequence[Any] | None = None
-) -> Compiled:
+def compile_program(ir: Ir, device: Device, known: Precompiled | None = None) -> CompiledProgram:
+    """Compile an Ir for a device.
+
+    Args:
+        ir: the program.
+        device: where it is to run.
+        known: what is known of it before it is compiled.
+    """
+    layout = layout_for(ir, device, None if known is None else known.calls)
+    if known is None or known.executables is None:
+        cache = compiling(ir, device, layout.calls, layout.prints, can_be_kept(layout))
+        return _compiled(device, layout, cache)
+    return _compiled(device, layout, nullcontext(True), known.executables)
+
+
+def compile_uncached(program: CompiledProgram) -> CompiledProgram:
+    """Compile a program again, and take no executable from a file or a cache."""
+    forget()
+    return replace(_compiled(program.device, program.layout, compiling_afresh()), reason=program.reason)
+
+
+def _compiled(
+    device: Device, layout: Layout, cache: AbstractContextManager[bool], executables: Sequence[Any] | None = None
+) -> CompiledProgram:
     """Compile a program for the target that it is laid out for.
 
     Args:
+        device: the device.
         layout: the program.
-        keeping: entered meanwhile, and says whether executables may come from elsewhere than XLA: a file or cache.
-        executables: what `Compiled.executables` gave before; nothing is compiled then.
+        cache: entered meanwhile; gives whether executables may come from a file or a cache instead of XLA.
+        executables: what `CompiledProgram.executables` gave before; nothing is compiled then.
     """
     start = perf_counter()
-    with layout.precision(), raised_recursion_limit(layout.main), keeping as is_taken, Watch() as watch:
+    with layout.precision(), raised_recursion_limit(layout.main), cache as is_cached, Watch() as watch:
         steps = layout.steps()
         if steps is None:
             executable, ends, text = _one_program(layout, executables, watch)
         else:
             executable, ends, text = _plan(layout, steps, executables, watch)
-    if is_taken and isinstance(executable, Plan):
-        _taken.update(executable.structures)
-    return Compiled(layout, executable, ends, text, perf_counter() - start, is_taken)
-
-
-def compiled_afresh(layout: Layout) -> Compiled:
-    """Compile a program, and take no executable from anywhere else."""
-    forget()
-    return compiled(layout, compiling_afresh())
+    if is_cached and isinstance(executable, Plan):
+        _cached.update(executable.structures)
+    seconds = perf_counter() - start
+    return CompiledProgram(device, layout, layout.reason, executable, ends, text, seconds, is_cached)
 
 
 def can_be_kept(layout: Layout) -> bool:

@@ -5,7 +5,7 @@ All of it is known before anything is compiled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -32,9 +32,26 @@ from runtime.plan.planning import Steps
 from runtime.plan.terms import Terms
 from runtime.program.blocks import Block, blocks_of
 from runtime.targets.destination import HOST, Destination
+from runtime.targets.devices import Device
+from runtime.targets.mesh import dimensions_of
 from runtime.targets.replicas import DividedReplicas, Replicas
 
 Array = Any
+
+
+def layout_for(ir: Ir, device: Device, calls: str | None = None) -> Layout:
+    """The layout of a program on a device.
+
+    Args:
+        ir: the program.
+        device: where it is to run.
+        calls: how called graphs are compiled, if that has been decided before.
+    """
+    dimensions = dimensions_of(ir, are_weighed=device.jax_devices[0].platform == "tpu")
+    destination = Destination(device.jax_devices, ir.instance_replication_factor, device.target is None, dimensions)
+    layout = Layout(ir, destination, calls)
+    device.check_parts([terms.replicas.devices for terms in layout.terms.values()])
+    return layout
 
 
 class Layout:
@@ -186,6 +203,11 @@ class Layout:
     def precision(self) -> AbstractContextManager[Any]:
         """JAX drops 64-bit numbers unless it is told to keep them; only programs that have some pay for that."""
         return jax.enable_x64(True) if self.wide else nullcontext()
+
+    @property
+    def read_back(self) -> Set[Variable]:
+        """The variables whose values a download copies to the host: those that the program changes."""
+        return {self.held[t] for t in self.changed} | {v for b in self.stored_to for v in self.in_buffers[b]}
 
     # Sizes ----------------------------------------------------------------------------------------------------------
 

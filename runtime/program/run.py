@@ -21,9 +21,9 @@ from runtime.lowering.context import Context
 from runtime.lowering.machine_parts import parts_for
 from runtime.plan.plan import Plan
 from runtime.program.blocks import Block
-from runtime.program.compiled import Compiled, begin_run, end_run
+from runtime.program.compiled import CompiledProgram, begin_run, end_run
 from runtime.program.debugging import Debugged, tell_given_nans, together
-from runtime.program.state import State
+from runtime.program.store import VariableStore
 from runtime.signals import defer_signals
 from runtime.targets.destination import HOST
 from runtime.timeline import Recorder, Timeline
@@ -35,28 +35,29 @@ _KEPT_OFF: set[Runner] = set()
 
 
 class Runner:
-    """Runs a compiled program on a state, as often as you like.
+    """Runs a compiled program on its variables, as often as you like.
 
     Args:
-        compiled: the program.
-        state: what it reads and changes.
+        program: the compiled program.
+        store: the variables that it reads and changes.
 
     Attributes:
+        store: as given.
         runs: how often it has been run.
         run_seconds: how long the host was busy with these runs.
         timeline: the last recording.
     """
 
-    def __init__(self, compiled: Compiled, state: State) -> None:
-        self._layout = compiled.layout
-        self._executable = compiled.executable
-        self._state = state
+    def __init__(self, program: CompiledProgram, store: VariableStore) -> None:
+        self._layout = program.layout
+        self._executable = program.executable
+        self.store = store
         self.runs, self.run_seconds = 0, 0.0
         self.timeline: Timeline | None = None
         self._outputs, self._divided = self._layout.outputs, self._layout.divided
         self._prints, self._checks = self._layout.prints, self._layout.checks
         self._call: Callable[..., Any] = self._executable
-        takes_turns = self._layout.devices_meet and not isinstance(compiled.executable, Plan)  # whose pieces do
+        takes_turns = self._layout.devices_meet and not isinstance(program.executable, Plan)  # whose pieces do
         self._turns = parts_for(self._layout.destination.platform).turns if takes_turns else None
         self._by_ops: bool | None = None  # where it is run op by op: whether infinities are reported
         self._quick: Any = None  # calls the executable by C alone, where the feeds are of these types
@@ -70,17 +71,17 @@ class Runner:
                 made of them.
         """
         start = perf_counter()
-        state = self._state
-        changing = state.changing if state.changing is not None else state.present()
+        store = self.store
+        changing = store.changing if store.changing is not None else store.present()
         if self._divided is not None:
             feeds = self._joined(feeds)
-            state.begun += 1
+            store.run_count += 1
         if self._turns is None:
             fetches = self._called(changing, feeds)
         else:
             with self._turns.turn(changing) as made:
                 fetches = self._called(changing, feeds)
-                made(state.changing or fetches)
+                made(store.changing or fetches)
         if self._divided is not None:
             fetches = self._own(fetches)
         if self._prints:
@@ -93,7 +94,7 @@ class Runner:
 
     def _called(self, changing: tuple[Array, ...], feeds: tuple[Array, ...]) -> tuple[Array, ...]:
         """Call the executable. Returns what is fetched."""
-        state = self._state
+        store = self.store
         results: list[Any] = []
         try:
             if self._quick_for == (*map(type, feeds),):
@@ -105,8 +106,8 @@ class Runner:
                     if collects:
                         _KEPT_OFF.add(self)
                         disable()
-                    results += starmap(self._quick, ((changing, state.constant, feeds),))
-                    ((state.changing, fetches),) = results
+                    results += starmap(self._quick, ((changing, store.constant, feeds),))
+                    ((store.changing, fetches),) = results
                 finally:
                     if collects:
                         try:  # a signal may be handled, and raise, behind each call: here, too
@@ -117,30 +118,46 @@ class Runner:
             else:
                 fetches = self._call_whole(changing, feeds)
         except BaseException:
-            if state.changing is changing and any(value.is_deleted() for value in changing):
-                state.changing = None
+            if store.changing is changing and any(value.is_deleted() for value in changing):
+                store.changing = None
             raise
         return fetches
 
     def _call_whole(self, changing: tuple[Array, ...], feeds: tuple[Array, ...]) -> tuple[Array, ...]:
         """Call the executable where that takes steps of Python: JAX has to prepare something, or the host carries out a
         plan. Meanwhile signals wait. Returns what is fetched."""
-        state = self._state
+        store = self.store
         if self._by_ops is not None:
             with self._layout.precision():
-                state.changing, fetches = self._op_by_op(changing, feeds, self._by_ops)
+                store.changing, fetches = self._op_by_op(changing, feeds, self._by_ops)
             return fetches
         before = prepared(self._call)
         fetched: list[tuple[Array, ...]] = []
 
         def call() -> None:
-            state.changing, fetches = self._call(changing, state.constant, feeds)
+            store.changing, fetches = self._call(changing, store.constant, feeds)
             fetched.append(fetches)
 
         with self._layout.precision():
             defer_signals(call)
         if before is not None and before == prepared(self._call) and not self._layout.wide:
             (self._quick, _), self._quick_for = before, (*map(type, feeds),)
+        return fetched[0]
+
+    def run_sharing(self, feeds: tuple[Array, ...]) -> tuple[Array, ...]:
+        """As `run`, where some arrays are other stores'. Sessions that own these wait meanwhile."""
+        fetched: list[tuple[Array, ...]] = []
+
+        def run() -> None:
+            self.store.gather()
+            try:
+                fetched.append(self.run(feeds))
+            finally:
+                self.store.scatter()
+
+        with self.store.lock_shared():
+            self.store.note_run()
+            defer_signals(run)  # or the other stores might never get their arrays back
         return fetched[0]
 
     # Several processes ----------------------------------------------------------------------------------------------
@@ -212,7 +229,7 @@ class Runner:
 
     def _op_by_op(self, changing: Sequence[Array], feeds: Sequence[Array], infinities: bool) -> Any:
         """What the executable does, without giving anything up."""
-        layout, held = self._layout, self._state.constant
+        layout, held = self._layout, self.store.constant or ()
         replicas, count = layout.replicas, layout.replicas.count
         devices = [replicas.device] * count if replicas.mesh is None else list(replicas.mesh.devices.flat)
 

@@ -177,9 +177,9 @@ class Device:
             "TPUs whose slices can be divided, such as v5p."
         )
 
-    def loads(self, program: _Loaded) -> None:
-        """Note that a program has arrays here, which `detach` frees."""
-        self._loaded.add(program)
+    def loads(self, store: _Loaded) -> None:
+        """Note that a store has arrays here, which `detach` frees."""
+        self._loaded.add(store)
 
     def __enter__(self) -> Self:
         return self

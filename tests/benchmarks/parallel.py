@@ -191,7 +191,7 @@ def parallel(
     data = data_of(net)
     ours = training(net)
     with ours.session:
-        rival = by_hand(net, ours.session.program.devices)
+        rival = by_hand(net, ours.session.program.layout.devices)
         parties: dict[str, Training | JaxTraining] = {OURS: ours, "shard_map": rival}
         seen = {name: ([party.run(*data) for _ in range(3)], party.parameters()) for name, party in parties.items()}
         check_agreement(seen.pop("shard_map"), **seen)

@@ -71,7 +71,7 @@ def moving(size: Size, way: Way) -> Iterator[Mapping[str, Measure]]:
     """Seconds for a gigabyte."""
     data = data_of(size)
     on_host, on_device = Moving(data, way, "host"), Moving(data, way, "device")
-    by_hand = put(data, way, on_host.session.program.devices[0])
+    by_hand = put(data, way, on_host.session.program.layout.devices[0])
     with ExitStack() as stack:
         for party in (on_host, on_device):
             stack.enter_context(party.session)

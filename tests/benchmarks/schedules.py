@@ -212,7 +212,7 @@ def alone(stage: Callable[..., Any], specs: Sequence[Any]) -> Iterator[Callable[
 
         def run() -> None:
             session.run()
-            jax.block_until_ready(session.program.state.present())
+            jax.block_until_ready(session.store.present())
 
         run()
         yield run
@@ -284,7 +284,7 @@ def compare(work: Work, names: Sequence[str], rounds: int, pictures: Path | None
             for name in [*names][k % len(names) :] + [*names][: k % len(names)]:
                 begin = time.perf_counter()
                 trainings[name].run()
-                jax.block_until_ready(trainings[name].session.program.state.present())
+                jax.block_until_ready(trainings[name].session.store.present())
                 measured[name].append(time.perf_counter() - begin)
         for name, training in trainings.items():
             parts, is_apart = SCHEDULES[name], name == "zero_bubble"

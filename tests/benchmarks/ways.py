@@ -143,7 +143,7 @@ def of_gpt(sizes: Sizes, way: str, open_until: ExitStack) -> Callable[[], Compil
     def compile() -> Compiled:
         again = open_until.enter_context(popxl.Session(ir, "ipu_hw"))
         feed = {stream: _fitting(stream, data) for stream in again.expected_inputs()}
-        (loss,) = again.program.outputs
+        (loss,) = again.program.layout.outputs
         return _ours(way, again, feed, loss)
 
     return compile

@@ -482,7 +482,7 @@ def test_each_unit_is_a_device(strategy: Any) -> None:
         model = TwoBlocks()
         training = poptorch.trainingModel(model, options, poptorch.optim.AdamW(model.parameters(), lr=0.1))
         losses = [training(torch.randn(8, 5), torch.arange(8) % 3) for _ in range(3)]
-        assert training._executable.session.program.ipus == ((0, 1) if placement == "several" else (0,))
+        assert training._executable.session.program.layout.ipus == ((0, 1) if placement == "several" else (0,))
         found.append([torch.stack(losses), *(p.detach().clone() for p in model.parameters())])
     for several, one in zip(*found, strict=True):
         torch.testing.assert_close(several, one)

@@ -59,7 +59,7 @@ class Program:
         """A session: with a device for each replica, if there are enough, else one for all."""
         session = popxl.Session(self.ir, "ipu_model")
         is_enough = jax.local_device_count() >= self.ir.instance_replication_factor
-        assert len(session.program.devices) == (self.ir.replication_factor if is_enough else 1)
+        assert len(session.program.layout.devices) == (self.ir.replication_factor if is_enough else 1)
         return session
 
     def run(self, session: popxl.Session, feeds: Arrays | None = None) -> Arrays:

@@ -202,7 +202,7 @@ def pipeline(replication: Replication, share: Share, placement: Any = "several")
         step.__annotations__ = {"w0": popxl.TensorByRef, "w1": popxl.TensorByRef}
         ops.repeat(ir.create_graph(step, *w), 3, *w)
     with popxl.Session(ir, "ipu_hw") as session:
-        assert session.program.ipus == ((0, 1) if placement == "several" else (0,)), session.program.reason
+        assert session.program.layout.ipus == ((0, 1) if placement == "several" else (0,)), session.program.reason
         data = np.random.default_rng(5).normal(size=(3, REPLICAS, 2)).astype(np.float32)
         own = session.run({into: share(data.swapaxes(0, 1)).swapaxes(0, 1).reshape(session.host_shape((2,)))})[out]
     known = {v.name: session.get_tensor_data(v) for v in w}
@@ -232,7 +232,7 @@ def several_ipus(replication: Replication, share: Share) -> Results:
                 ops.remote_store(buffer, 0, ops.sin(t) + ops.collectives.replicated_all_reduce(x))
         ops.host_store(out, y)
     with popxl.Session(ir, "ipu_hw") as session:
-        assert session.program.ipus == ((0, 1) if replication == "popdist" else (0,)), session.program.reason
+        assert session.program.layout.ipus == ((0, 1) if replication == "popdist" else (0,)), session.program.reason
         data = share(rng.normal(size=(REPLICAS, 3)).astype(np.float32))
         own = session.run({into: data.reshape(session.host_shape((3,)))})[out]
     return {"v": session.get_tensor_data(v)}, {"out": np.asarray(own).reshape(-1, 3)}

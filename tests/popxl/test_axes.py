@@ -128,7 +128,7 @@ def test_numbers_on_a_mesh_of_as_many_dimensions(axes: Any, groups: Any, shape: 
         pytest.skip("JAX was started with fewer devices")
     device = Device("ipu_model", tuple(devices[: ir.replication_factor]))
     with popxl.Session(ir, device) as session:
-        assert dict(session.program.replicas.mesh.shape) == shape
+        assert dict(session.program.layout.replicas.mesh.shape) == shape
         found = session.run()
         for stream, rows in expected:
             np.testing.assert_array_equal(found[stream], rows)

@@ -103,7 +103,7 @@ def test_constants_that_are_changed(way, placement, replicas, expected) -> None:
     ir.options.calledGraphs, ir.options.placement = way, placement
     fed = X if replicas == 1 else np.stack([X] * replicas)
     with popxl.Session(ir, "ipu_model") as session:
-        assert session.program.ipus == ((0, 1) if placement == "several" else (0,))
+        assert session.program.layout.ipus == ((0, 1) if placement == "several" else (0,))
         for _ in range(2):  # each run begins with the numbers of the constants
             for stored, found in session.run({stream: fed}).items():
                 wanted = np.broadcast_to(expected[stored.tensor.name], found.shape)

@@ -393,7 +393,7 @@ def test_random_programs(seed: int) -> None:
 @pytest.mark.parametrize("description", [V5E, H100])
 def test_targets_send_what_the_program_says(description: str) -> None:
     session = popxl.Session(training(2, 4, 256), description)
-    assert dict(session.program.replicas.mesh.shape) == {"data": 2, "tensor": 4}
+    assert dict(session.program.layout.replicas.mesh.shape) == {"data": 2, "tensor": 4}
     assert not (sent := session.communication()).differences, sent
     assert sum(exchange.compiled for exchange in sent.exchanges) > 2
 
@@ -409,7 +409,7 @@ def test_a_gpu_adds_first() -> None:
 @pytest.mark.parametrize(("description", "data"), [("tpu v5e:8x8", 8), ("tpu v5e:16x16", 32)])
 def test_pods_send_what_the_program_says(description: str, data: int) -> None:
     session = popxl.Session(training(data, 8, 256), description)
-    assert len(session.program.devices) == 8 * data
+    assert len(session.program.layout.devices) == 8 * data
     assert not (sent := session.communication()).differences, sent
 
 

@@ -106,9 +106,9 @@ def test_a_program_that_is_marked_as_not_loaded(ir):
     with popxl.Session(ir) as session:
         session.run()
         session._pb_session.setEngineIsLoaded(True)
-        assert session.program.is_loaded
+        assert session.store.is_loaded
         session._pb_session.setEngineIsLoaded(False)
-        assert not session.program.is_loaded
+        assert not session.store.is_loaded
         session.run()  # on what the host has
         assert session.get_tensor_data(v) == 2
 

@@ -16,7 +16,8 @@ from popxl.base.choices import as_text, choosing
 from popxl.errors import PopxlError
 from runtime.costs.memory import least_memory_of, memory_of_program
 from runtime.fitting import Compiled, Fit, Tried, fit
-from runtime.program.program import CompiledProgram, Described
+from runtime.program.compiled import compile_program
+from runtime.program.layout import layout_for
 from runtime.targets.devices import model_device
 
 PROGRAM = """
@@ -155,9 +156,9 @@ def test_the_memory_that_a_program_needs_before_it_computes() -> None:
         y = x @ w + ops.remote_load(buffer, 1)
         ops.host_store(popxl.d2h_stream(y.shape, y.dtype, "y"), y)
     device = model_device()  # for both replicas, which share the variable
-    memory = memory_of_program(ir, CompiledProgram(ir, device))
+    memory = memory_of_program(ir, compile_program(ir, device))
     bytes_of_both = 2 * (5 * 7 + 2 * (2 * 4 * 7 + 3 * 4 * 5))
-    assert least_memory_of(Described(ir, device).layout) == bytes_of_both
+    assert least_memory_of(layout_for(ir, device)) == bytes_of_both
     assert memory.variables + memory.buffers + memory.arguments == bytes_of_both
 
 

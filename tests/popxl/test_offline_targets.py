@@ -164,7 +164,7 @@ def test_parts_of_slices_that_xla_refuses(make: Callable[[], popxl.Ir], descript
 def test_stages_on_slices(replicas: int, description: str) -> None:
     """Those of one host, those that leave hosts idle, and those of chips whose slices can be divided."""
     session = popxl.Session(two_stages(replicas), description)
-    assert len(session.program.devices) == 2 * replicas
+    assert len(session.program.layout.devices) == 2 * replicas
 
 
 @pytest.mark.targets
@@ -211,8 +211,8 @@ def test_complex_numbers_and_fourier_transforms_compile(description: str) -> Non
 def test_the_chips_of_several_hosts_are_in_one_mesh(description: str) -> None:
     ir, *_ = network(16)
     session = popxl.Session(ir, popxl.Target(description))
-    assert (session.program.replicas.count, session.program.replicas.mesh.size) == (16, 16)
-    assert len({device.process_index for device in session.program.devices}) > 1
+    assert (session.program.layout.replicas.count, session.program.layout.replicas.mesh.size) == (16, 16)
+    assert len({device.process_index for device in session.program.layout.devices}) > 1
     assert session.memory().variables == 5 * 7 * 4
 
 
@@ -360,7 +360,7 @@ def test_gpus_compute_gelu_again_for_its_gradient(gelu: Callable[[popxl.Tensor],
 def test_a_part_of_the_chips_is_of_one_host() -> None:
     ir, *_ = network(4)
     session = popxl.Session(ir, "tpu v5e:4x4")
-    assert {device.process_index for device in session.program.devices} == {0}
+    assert {device.process_index for device in session.program.layout.devices} == {0}
 
 
 @pytest.mark.targets

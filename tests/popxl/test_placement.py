@@ -29,12 +29,12 @@ def session_of(ir: popxl.Ir, placement: str, device: Any = "ipu_model") -> popxl
 
 
 def is_placed(session: popxl.Session) -> bool:
-    return len(session.program.ipus) > 1
+    return len(session.program.layout.ipus) > 1
 
 
 def places(session: popxl.Session) -> dict[str, list[int]]:
     """The numbers of the CPU devices that variables and remote buffers are on, by name."""
-    layout, state = session.program.layout, session.program.state
+    layout, state = session.program.layout, session.store
     names = [layout.held[t].name for t in layout.changed] + ["buffer" for _ in layout.buffers]
     names += [layout.held[t].name for t in layout.read]
     arrays = (*state.present(), *state.constant)
@@ -514,7 +514,7 @@ def test_stacks_are_where_they_are_made() -> None:
     found = [(piece.place, piece.name) for piece in plan.pieces if piece.name in ("Init", "StackTurn")]
     assert found == [(1, "Init"), (0, "Init"), (1, "StackTurn"), (0, "StackTurn")]
     assert [(p.place, p.name) for p in plan.pieces if "Gather" in p.name] == [(1, "Gather"), (0, "Gather")]
-    for step, _ in plan._steps.all():
+    for step, _ in plan.steps.all():
         assert not any(result.shape == (3, *X.shape) for way in getattr(step, "ways", ()) for result, _ in way.returns)
 
 
@@ -653,7 +653,7 @@ def test_cache(tmp_path: Any) -> None:
         with session_of(ir, "several", "ipu_hw") as session:
             data = np.arange(12, dtype=np.float32).reshape(4, 3)
             np.testing.assert_array_equal(session.run({numbers: data})[results], data + 2)
-    assert not session.program.is_fresh
+    assert not session.program.is_serializable
 
 
 def test_jax_arrays_are_taken() -> None:

@@ -29,10 +29,10 @@ def counter(ir):
 @pytest.fixture
 def uploads(monkeypatch):
     """Counts the uploads of all programs."""
-    from runtime.program.program import Program
+    from runtime.program.store import VariableStore
 
-    original, counted = Program.upload, []
-    monkeypatch.setattr(Program, "upload", lambda self, given: (counted.append(self), original(self, given))[1])
+    original, counted = VariableStore.upload, []
+    monkeypatch.setattr(VariableStore, "upload", lambda self, given: (counted.append(self), original(self, given))[1])
     return counted
 
 
@@ -231,7 +231,7 @@ def test_leaving_a_session_from_outside_of_its_block(counter):
         session._device.detach()
         session._pb_session.setEngineIsLoaded(False)
         session._set_device(session._device)
-    assert not session.is_attached and not session.program.is_loaded
+    assert not session.is_attached and not session.store.is_loaded
     with session:
         session.run()
     assert counter.v.data == 3
@@ -254,7 +254,7 @@ def test_a_chosen_device(counter):
     device = popart.DeviceManager().enumerateDevices()[3]
     with popxl.Session(counter, device) as session:
         session.run()
-        assert session.program.state.present()[0].devices() == {*device.jax_devices}
+        assert session.store.present()[0].devices() == {*device.jax_devices}
     assert counter.v.data == 2
 
 
@@ -263,7 +263,7 @@ def test_replicas_on_a_device_object(ipus):
     ir = unplaced(replicas=2)
     with popxl.Session(ir, popart.DeviceManager().createIpuModelDevice({"numIPUs": ipus})) as session:
         session.run()
-        assert (session.program.replicas.mesh is not None) == (ipus >= 2)
+        assert (session.program.layout.replicas.mesh is not None) == (ipus >= 2)
     assert ir.main_graph.variables[0].data == 2
 
 

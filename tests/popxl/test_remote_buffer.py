@@ -262,7 +262,7 @@ def test_everywhere(ir, options, way):
         (seen,) = store(room)
     with popxl.Session(ir) as session:
         outputs = [session.run({flag_in: yes})[seen].tolist() for yes in (True, False)]
-        kinds = {a.sharding.memory_kind for a in session.program.state.changing}
+        kinds = {a.sharding.memory_kind for a in session.store.changing}
         found = [session.get_tensor_data(v).tolist() for v in h]
     assert outputs == [[1001, 1002], [2002, 2003]]
     assert found == [[2002, 2003], [12, 3], [227, 208]]

@@ -517,7 +517,7 @@ def test_host_memory(device):
         for i in range(2):
             ops.call(step, popxl.constant(i, popxl.uint32))
     with popxl.Session(ir, where) as session:
-        kinds = [a.sharding.memory_kind for a in session.program.state.changing]
+        kinds = [a.sharding.memory_kind for a in session.store.changing]
         session.run()
         session.run()
     assert kinds == ["pinned_host"]
@@ -547,7 +547,7 @@ def test_host_memory_in_branches(device, way):
         ops.conditional(ops.host_load(flag_in), ir.create_graph(fourfold, i), times(-1), [i], [i])
         (seen,) = store(ops.remote_load(b, i))
     with popxl.Session(ir, device(ir)) as session:
-        kinds = [a.sharding.memory_kind for a in session.program.state.changing]
+        kinds = [a.sharding.memory_kind for a in session.store.changing]
         outputs = session.run({flag_in: np.array([True, False, True]), slot_in: np.array([1, 0, 9], np.uint32)})
         found = [session.get_tensor_data(v) for v in h]
     assert kinds == ["pinned_host"]

@@ -48,7 +48,7 @@ def way(request: pytest.FixtureRequest) -> Any:
 def session_of(ir: popxl.Ir, device: Any, way: str = "kept") -> popxl.Session:
     ir.options.calledGraphs = way  # type: ignore[assignment]
     session = popxl.Session(ir, device(ir.replication_factor))
-    assert session.program.replicas.count == ir.replication_factor
+    assert session.program.layout.replicas.count == ir.replication_factor
     return session
 
 
@@ -235,7 +235,7 @@ def test_cpu_is_a_single_device() -> None:
         popxl.variable(1.0) + 1
     with pytest.raises(ValueError, match="'cpu' is a single one"):
         popxl.Session(ir, "cpu")
-    assert popxl.Session(ir, "ipu_model").program.replicas.count == 2
+    assert popxl.Session(ir, "ipu_model").program.layout.replicas.count == 2
 
 
 def test_what_replicas_share_is_there_once(device: Any) -> None:

@@ -257,7 +257,9 @@ def test_the_memory_of_a_report_is_what_xla_says() -> None:
         session = popxl.Session(ir, "ipu_model")
         report, found = session.report, session.program.executable.memory_analysis()
         in_and_out = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-        pointers = 8 * len(session.program.outputs + session.program.variables)  # XLA counts those of results
+        pointers = 8 * len(
+            session.program.layout.outputs + session.program.layout.variables
+        )  # XLA counts those of results
         memory = report.memory
         assert in_and_out - pointers <= memory.variables + memory.arguments + memory.outputs <= in_and_out
         assert found.argument_size_in_bytes == memory.variables + memory.arguments == report.pieces[0].arguments
@@ -378,10 +380,10 @@ def test_one_program_is_one_span_on_each_device() -> None:
 def test_a_failure_ends_the_recording() -> None:
     ir, _ = network(2)
     with popxl.Session(ir) as session:
-        before = session.program.runner.__dict__["_call"]
+        before = session.runner.__dict__["_call"]
         with pytest.raises(ValueError, match="stream"), session.recording() as timeline:
             session.run({})
-        assert session.program.runner.__dict__["_call"] is before
+        assert session.runner.__dict__["_call"] is before
     assert timeline.spans == []
     assert "Nothing has run." in str(timeline)
     parsed(timeline.picture())

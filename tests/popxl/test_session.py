@@ -77,18 +77,18 @@ def on_device(session, v):
 @pytest.fixture
 def transfers(monkeypatch):
     """Counts the uploads and downloads of all programs."""
-    from runtime.program.program import Program
+    from runtime.program.store import VariableStore
 
     counts = {"upload": 0, "download": 0}
 
     def count(name):
-        original = getattr(Program, name)
+        original = getattr(VariableStore, name)
 
         def counted(self, *given):
             counts[name] += 1
             return original(self, *given)
 
-        monkeypatch.setattr(Program, name, counted)
+        monkeypatch.setattr(VariableStore, name, counted)
 
     for name in counts:
         count(name)
@@ -303,7 +303,7 @@ def test_weights_may_stay_on_the_device(counter, transfers):
 def test_an_upload_that_fails_releases_the_device(counter, monkeypatch):
     session = popxl.Session(counter)
     with monkeypatch.context() as patch:
-        patch.setattr(session.program, "upload", lambda given: 1 / 0)
+        patch.setattr(session.store, "upload", lambda given: 1 / 0)
         with pytest.raises(ZeroDivisionError), session:
             pass
     assert not session.is_attached

@@ -103,7 +103,7 @@ def test_what_is_loaded_runs_as_what_was_saved(kind, path):
     structure.forget()
     loaded = popxl.Session.load(path)
     assert str(loaded.ir) == str(session.ir)
-    assert loaded.program.calls == session.program.calls
+    assert loaded.program.layout.calls == session.program.layout.calls
     found = runs(loaded)
     assert not worked()
     for one, other in zip(found, expected, strict=True):
@@ -138,7 +138,7 @@ def test_remote_buffers(calls, replicas, path):
     def after_two_runs(session):
         with session:
             session.run()
-            kinds = [array.sharding.memory_kind for array in session.program.state.present()]
+            kinds = [array.sharding.memory_kind for array in session.store.present()]
             session.run()
         return kinds, [session.get_tensor_data(v).tolist() for v in session.ir.main_graph.variables]
 
@@ -197,12 +197,12 @@ def test_what_came_from_a_cache_can_be_saved(calls, path, tmp_path):
         ir.options.enableEngineCaching, ir.options.cachePath = True, str(tmp_path / "cache")
         return popxl.Session(ir, "ipu_hw")
 
-    assert session().program.is_fresh
+    assert session().program.is_serializable
     cached = session()
-    assert not cached.program.is_fresh
+    assert not cached.program.is_serializable
     ir = program(calls)
     sharing = popxl.Session(ir, "ipu_hw")  # has the pieces of the one before
-    assert sharing.program.is_fresh == (calls == "kept")
+    assert sharing.program.is_serializable == (calls == "kept")
     expected = runs(popxl.Session(program(calls), "ipu_hw"))
     for found in (cached, sharing):
         found.save(path)

@@ -213,7 +213,10 @@ def test_programs_with_other_groups_have_variables_in_common() -> None:
     (trained, w, out), (session, other, seen) = programs
     with trained, session:
         session.use_variables_of(trained, {other: w})
-        assert len(trained.program.replicas.mesh.shape) == 2 and len(session.program.replicas.mesh.shape) == 1
+        assert (
+            len(trained.program.layout.replicas.mesh.shape) == 2
+            and len(session.program.layout.replicas.mesh.shape) == 1
+        )
         expected = trained.run()[out]
         np.testing.assert_array_equal(session.run()[seen], expected)
         a = np.arange(4.0).reshape(2, 2)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import jax
 import numpy as np
 import pytest
 
 import popxl
 from popxl import ops
-from runtime.program.compiled import compiled, compiled_afresh
-from runtime.program.layout import Layout
+from runtime.program.compiled import compile_program, compile_uncached
 from runtime.targets import compilers
 from runtime.targets.destination import Destination
+from runtime.targets.devices import cpu_device
 
 
 @pytest.fixture
@@ -57,9 +55,9 @@ def test_a_program_is_compiled_without_a_session(calls: str, devices: tuple[jax.
         y = ops.host_load(x_in) * w + b
         ops.var_updates.copy_var_update_(w, y)
         ops.host_store(popxl.d2h_stream((3,), popxl.float32, "y"), y)
-    layout = Layout(ir, Destination(devices[:1]))
+    made = compile_program(ir, cpu_device())
+    again, layout = compile_uncached(made), made.layout
     assert (layout.changed, layout.read, layout.calls) == ((w,), (b,), calls)
-    made, again = compiled(layout, nullcontext(False)), compiled_afresh(layout)
     assert {*map(id, made.executables())}.isdisjoint(map(id, again.executables()))
     x, held = np.arange(3, dtype=np.float32), (jax.device_put(w.data, devices[0]),)
     for each in (made, again):
@@ -67,7 +65,7 @@ def test_a_program_is_compiled_without_a_session(calls: str, devices: tuple[jax.
     np.testing.assert_array_equal(fetched, x * (x * 2 + 5) + 5)
     np.testing.assert_array_equal(held[0], fetched)
     np.testing.assert_array_equal([w.data, b.data], [[2] * 3, [5] * 3])
-    assert made.is_fresh and made.executables()
+    assert made.is_serializable and made.executables()
 
 
 def test_what_jax_was_told_to_use_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from popxl_addons.named_replica_grouping import resolved
 from popxl_addons.transforms.autodiff import autodiff_with_accumulation
 from popxl_addons.transforms.pipelining import pipelined_execution
 from runtime.costs.communication import Sent, sent_by
-from runtime.machine import ProgramElsewhere
+from runtime.program.compiled import compile_program
 from tests.benchmarks import pod
 from tests.popxl.test_communication import drawn, training
 from tests.popxl_addons.gpt.model import Config
@@ -128,7 +128,7 @@ def sent(name: str, kind: str, chips: int) -> Sent:
     """What a program sends on a machine, as it says and as it was compiled."""
     ir, device = caught(partial(PROGRAMS[name], chips), machine(name, kind, chips))
     ir.options.precision = "default"
-    return sent_by(ir, ProgramElsewhere(ir, device))
+    return sent_by(ir, compile_program(ir, device))
 
 
 def lines(names: list[str], kinds: list[str], counts: list[int]) -> Iterator[str]:

@@ -32,7 +32,7 @@ from popxl.base.version import VERSION
 from runtime.costs.hlo import Instruction, Module, read
 from runtime.costs.work import account_of
 from runtime.machine import Machine
-from runtime.program.program import Ready
+from runtime.program.compiled import Precompiled
 from runtime.targets.devices import OFFLINE_DEVICE, Device
 from tests.benchmarks import blocks, gpt
 from tests.benchmarks.curves import save
@@ -127,8 +127,8 @@ class InOneWay(Machine):
     def __init__(self, calls: str) -> None:
         self._calls = calls
 
-    def program(self, ir: popxl.Ir, device: Device, ready: Ready | None) -> Any:
-        return super().program(ir, device, Ready(self._calls))
+    def program(self, ir: popxl.Ir, device: Device, known: Precompiled | None) -> Any:
+        return super().program(ir, device, Precompiled(self._calls))
 
 
 def jax_of_gpt(layers: int, target: str, loss: Callable[..., Any], stacked: bool) -> Compiles:

@@ -19,7 +19,7 @@ import pytest
 import popxl
 from popxl.ir import Ir
 from runtime.machine import NothingRuns, TargetMachine
-from runtime.program.program import Program, Ready
+from runtime.program.compiled import CompiledProgram, Precompiled
 from runtime.targets.devices import Device
 from runtime.targets.offline import Target
 
@@ -38,8 +38,8 @@ class Counting(TargetMachine):
         super().__init__(target)
         self.compiled = 0
 
-    def program(self, ir: Ir, device: Device, ready: Ready | None) -> Program:
-        program = super().program(ir, device, ready)
+    def program(self, ir: Ir, device: Device, known: Precompiled | None) -> CompiledProgram:
+        program = super().program(ir, device, known)
         self.compiled += 1
         return program
 

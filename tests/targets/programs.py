@@ -14,7 +14,7 @@ from popxl.ir import Ir
 from popxl_addons.layers import Linear
 from popxl_addons.optimizers import AdamOptimizerStep
 from runtime.machine import NothingRuns, TargetMachine
-from runtime.program.program import Program, Ready
+from runtime.program.compiled import CompiledProgram, Precompiled
 from runtime.session import Session
 from runtime.targets.devices import Device
 from runtime.targets.offline import Target
@@ -31,7 +31,7 @@ class _Catching(TargetMachine):
 
     found: tuple[Ir, Device]
 
-    def program(self, ir: Ir, device: Device, ready: Ready | None) -> Program:
+    def program(self, ir: Ir, device: Device, known: Precompiled | None) -> CompiledProgram:
         self.found = ir, device
         raise NothingRuns
 

@@ -1,0 +1,345 @@
+"""`VariableStore`: the variables of a session on its device, and whether host or device has their newest values."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from popxl.base.log import Logger
+from popxl.core.tensor import Tensor, Variable
+from popxl.errors import PopxlError, PopxlRuntimeError
+from runtime.program.blocks import Block
+from runtime.program.layout import Layout
+from runtime.program.transfers import (
+    Given,
+    Part,
+    fetch_local,
+    fetch_values,
+    fill_buffer,
+    own_parts,
+    put_variables,
+    write_host_copies,
+)
+from runtime.signals import defer_signals
+
+Array = Any
+
+_log = Logger("devicex")
+
+NEVER = -1
+"""The version of what a device has before the first upload."""
+
+
+class Slot(NamedTuple):
+    """The position of an array in a store.
+
+    Attributes:
+        changes: whether it is in `changing`, or in `constant`.
+        number: its index there.
+    """
+
+    changes: bool
+    number: int
+
+
+@dataclass(frozen=True)
+class Shared:
+    """An array of another store that a program uses in place of its own."""
+
+    store: VariableStore
+    slot: Slot
+
+
+class VariableStore:
+    """The arrays that a program keeps on its device from run to run, and the versions of their values.
+
+    Versions count the changes of the variables of an Ir, wherever they are made. `device` and `host` say which has the
+    newest values:
+
+    * equal: both have the same values;
+    * `device` is larger: runs have changed the variables since the last download, which is due before they are read;
+    * `host` is larger: this session has written the host copies, and an upload is due before the next run.
+
+    As in PopXL, an upload or a write leaves a download due. All sessions of an Ir share its host copies, whose version
+    is `ir.host_copies.version`: where that is not `host`, another session has written them, and a download is due, too.
+
+    Args:
+        layout: where the variables of the program lie.
+
+    Attributes:
+        lock: held by whoever runs the program or transfers its variables.
+        changing: the variables that the program changes, and its remote buffers. A run donates them, and puts new ones
+            here. `None` if there are none: nothing was uploaded, or a run that failed has lost them.
+        constant: the variables that it only reads; `None` if an upload is due.
+        host: the version of the host copies that this store took or gave last.
+        device: the version of what is, or was last, on the device.
+        values_of_all: the values on all replicas of the variables that are read from all, as of the last download.
+        run_count: of a program over several processes: how many runs this one has begun.
+        shared: the arrays of other stores, by their slots here, which hold `None` between runs.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        ir = layout.main.ir
+        self._layout, self._host_copies = layout, ir.host_copies
+        self._variables = ir.main_graph.variables
+        self.lock = threading.RLock()
+        self.changing: tuple[Array, ...] | None = None
+        self.constant: tuple[Array, ...] | None = None
+        self.host, self.device = ir.host_copies.version, NEVER
+        self.values_of_all: dict[Variable, np.ndarray] = {}
+        self.run_count = 0
+        self.shared: dict[Slot, Shared] = {}
+        self._owning_stores: tuple[VariableStore, ...] = ()  # in the order in which all lock them
+        self._changed_stores: tuple[VariableStore, ...] = ()
+
+    # Who has the newest values --------------------------------------------------------------------------------------
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the variables are on the device, and no upload is due."""
+        return self.constant is not None
+
+    @property
+    def has_run(self) -> bool:
+        """Whether runs have changed the variables since the last download."""
+        return self.device > self.host
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a download is due before variables are read."""
+        return self.has_run or self.host != self._host_copies.version
+
+    def note_run(self) -> None:
+        """Note that the device is ahead, before it is so: an interrupted run may have changed the variables."""
+        if self.device <= self.host:
+            self._host_copies.in_sync = False
+            self.device = self._host_copies.new_version()
+        for store in self._changed_stores:
+            store.note_run()
+
+    def note_written(self) -> None:
+        """Note that the host copies have been written, and an upload is due."""
+        has_run = self.has_run
+        self.host, self.constant = self._host_copies.note(), None
+        if has_run:
+            self.device = self._host_copies.new_version()
+
+    def present(self) -> tuple[Array, ...]:
+        """The arrays that change. `PopxlRuntimeError` if they are lost."""
+        if self.changing is None:
+            raise PopxlRuntimeError(
+                "Session: the values of the variables on the device were lost when a run failed. Upload the host "
+                "copies again with `session.weights_from_host()`."
+            )
+        return self.changing
+
+    def release(self) -> None:
+        """Free the device memory of the variables."""
+        self.changing = self.constant = None
+
+    # Transfers ------------------------------------------------------------------------------------------------------
+
+    def upload(self, given: Given | None = None) -> None:
+        """Copy the host values of all variables to the device. Slots of buffers that no variable fills stay.
+
+        Args:
+            given: variables that get other values than they have on the host. These are asked for what the devices of
+                this process hold, if each device has a replica; else for all.
+        """
+        _log.debug(f"Writing weights from host, {len(self._layout.variables)} variables.")
+        is_first = self.device == NEVER
+        with self._host_copies.lock:
+            version = self._host_copies.version
+            changing, constant = self._uploaded(given or {})
+            device = self._host_copies.new_version() if self.has_run else version
+            # No signal is handled between these: no call is made.
+            self.changing, self.constant = changing, constant
+            self.host, self.device = version, device
+        if is_first:
+            remote = [v for v in self._variables if v.location_info.isRemote()]
+            for v in dict.fromkeys([*self._layout.variables, *remote]):
+                if v.retrieval_mode == "one_per_group":
+                    _log.trace(f"Reusing TensorData for d2hWeightBuffer of tensor {v.id}")
+
+    def _uploaded(self, given: Given) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        layout = self._layout
+        slots = [None] * len(layout.buffers) if self.changing is None else self.changing[len(layout.changing) :]
+        layout.replicas.barrier("Session.weights_from_host", self.run_count)
+
+        def put(changes: bool, blocks: Sequence[Block]) -> list[Array]:
+            own = [Slot(changes, i) not in self.shared for i in range(len(blocks))]
+            return [put_variables(layout, b, given) if is_own else None for b, is_own in zip(blocks, own, strict=True)]
+
+        with layout.precision():
+            changing = put(True, layout.changing)
+            changing += [fill_buffer(layout, b, old, given) for b, old in zip(layout.buffers, slots, strict=True)]
+            return tuple(changing), tuple(put(False, layout.constant))
+
+    def download(self) -> None:
+        """Copy the values of all variables that the program changes from the device to the host."""
+        layout = self._layout
+        version = self._host_copies.note()  # if this is interrupted, no store takes the host copies for its own
+        if layout.changed or layout.stored_to:
+            layout.replicas.barrier("Session.weights_to_host", self.run_count)
+        with layout.precision():
+            fetched = fetch_values(layout, self.present())
+        # The host copies of all variables are of one moment.
+        defer_signals(lambda: self.values_of_all.update(write_host_copies(fetched)))
+        _log.debug("Writing weights to host complete.")
+        self.host = self.device = version
+        self._host_copies.in_sync = True
+        for v in self._variables:
+            if (mapped := v._memmap_arr) is not None:
+                mapped.flush()
+
+    def upload_parts(self, given: Given) -> None:
+        """Upload values that are asked for in parts. Those that the program changes are on the device only then."""
+        only_there = {v for v in self._layout.read_back if v._memmap_arr is None}
+        whole = {v: read(0, math.prod(v.shape_on_host)) for v, read in given.items() if v not in only_there}
+        self.upload(given)
+
+        def note() -> None:
+            for v, data in whole.items():
+                np.copyto(v.data, data.reshape(v.shape_on_host))
+            self.host = self._host_copies.note()
+            self.device = self._host_copies.new_version()
+            self._host_copies.in_sync = False
+
+        defer_signals(note)
+
+    def local_values(self, variables: Sequence[Variable]) -> dict[Variable, np.ndarray] | None:
+        """Values of variables on the first replica of this process; see `transfers.fetch_local`."""
+        with self._layout.precision():
+            return fetch_local(self._layout, self.present(), variables)
+
+    def own_parts(self, variables: Collection[Variable], is_ahead: bool) -> dict[Variable, list[Part]]:
+        """The parts of values of variables that this process is to save; see `transfers.own_parts`."""
+        with self._layout.precision():
+            return own_parts(self._layout, self.present() if is_ahead else (), variables, is_ahead)
+
+    # Variables of other stores --------------------------------------------------------------------------------------
+
+    def share(self, other: VariableStore, variables: Mapping[Variable, Variable]) -> None:
+        """Use variables of another store from now on: its own by ours. Either all of them, or none.
+
+        Variables that the program does not use are left out.
+
+        `ValueError` if they do not lie in arrays of the same form, on the same devices.
+        """
+        wanted = {_holder(mine): _holder(theirs) for mine, theirs in variables.items()}
+        found: dict[Slot, Shared] = {}
+        for slot, block in self._blocks().items():
+            if not (mine := [t for t in block.tensors if t in wanted]):
+                continue
+            theirs = [wanted.get(t) for t in block.tensors]
+            there = next((s for s, each in other._blocks().items() if not set(theirs).isdisjoint(each.tensors)), None)
+            if problem := self._problem(slot, theirs, other, there):
+                first = mine[0]
+                raise ValueError(f"Session.use_variables_of: {first!r} cannot be {wanted[first]!r}: {problem}.")
+            assert there is not None
+            array = Shared(other, there)
+            also = {each for each, known in (self.shared | found).items() if known == array} - {slot}
+            if also and any(changes for changes, _ in also | {slot}):
+                raise ValueError(
+                    f"Session.use_variables_of: {mine[0]!r} cannot be {wanted[mine[0]]!r}: another variable is that "
+                    "one already, and this session changes one of the two. Give each a variable of its own."
+                )
+            found[slot] = array
+        self.shared.update(found)
+        self._owning_stores = tuple(sorted({each.store for each in self.shared.values()}, key=id))
+        self._changed_stores = tuple(dict.fromkeys(each.store for slot, each in self.shared.items() if slot.changes))
+        self._replace(dict.fromkeys(self.shared))
+
+    def _problem(self, slot: Slot, theirs: Sequence[Tensor | None], other: VariableStore, there: Slot | None) -> str:
+        """Why an array cannot be another store's, where `theirs` are to be its variables; empty if it can."""
+        if there is None:
+            return "the other session does not use it"
+        if list(other._blocks()[there].tensors) != theirs:
+            return (
+                "calls are rolled into loops, so it lies in one array with others, and these are not in the same order "
+                "in one array of the other session. Set `ir.options.calledGraphs = 'kept'` for both programs"
+            )
+        if there in other.shared:
+            return "the other session has it from a third one; take it from there"
+        if slot.changes and not there.changes:
+            return "the other session only reads it, and this one changes it: let that session take it from this one"
+        replicas, own_replicas = other._layout.replicas.count, self._layout.replicas.count
+        if replicas != own_replicas:
+            return (
+                f"the other session has {replicas} replicas, and this one {own_replicas}. Copy what it has: "
+                "`session.write_variables_data({mine: other.get_tensor_data(theirs)})`"
+            )
+        ours, form = self._form(slot), other._form(there)
+        return "" if ours == form else f"the other session has it as {form}, and this one as {ours}"
+
+    def _blocks(self) -> dict[Slot, Block]:
+        """The arrays of variables, by their slots."""
+        both = ((True, self._layout.changing), (False, self._layout.constant))
+        return {Slot(changes, i): block for changes, blocks in both for i, block in enumerate(blocks)}
+
+    def _form(self, slot: Slot) -> tuple[Any, ...]:
+        """Shape, dtype and devices of an array, which another program has to agree with."""
+        layout, block = self._layout, self._blocks()[slot]
+        replicas = layout.terms_for(block.tensors[0]).replicas
+        shape = block.shape if layout.is_shared(block) else replicas.shape(block.shape)
+        # By its devices: meshes of programs with other groups have other dimensions, which makes no difference here.
+        return shape, str(np.dtype(block.dtype)), replicas.devices
+
+    @contextmanager
+    def lock_shared(self) -> Iterator[None]:
+        """While the block lasts, no session runs that owns variables of this one. (None owns any of theirs.)"""
+        with ExitStack() as locks:
+            for store in self._owning_stores:
+                locks.enter_context(store.lock)
+            yield
+
+    def gather(self) -> None:
+        """Put the arrays of other stores into their slots, for a run. `PopxlError` if one of the stores has none."""
+        for each in self.shared.values():
+            if each.slot in each.store.shared:
+                raise PopxlError(
+                    "Session.run: some variables are those of another session (`use_variables_of`), which has them "
+                    "from a third one by now. Take them from there."
+                )
+            if not each.store.is_loaded:
+                raise PopxlError(
+                    "Session.run: some variables are those of another session (`use_variables_of`), which is not "
+                    "attached. Enter its `with` block first, and leave it last."
+                )
+        self._replace({slot: each.store._array(each.slot) for slot, each in self.shared.items()})
+
+    def scatter(self) -> None:
+        """Return the arrays of other stores, as a run has left them."""
+        for slot, each in self.shared.items():
+            if slot.changes and self.changing is not None:
+                each.store._replace({each.slot: self.changing[slot.number]})
+            elif slot.changes:
+                each.store.changing = None  # donated to a run that failed
+        self._replace(dict.fromkeys(self.shared))
+
+    def _array(self, slot: Slot) -> Array:
+        constant = self.constant
+        assert constant is not None
+        return self.present()[slot.number] if slot.changes else constant[slot.number]
+
+    def _replace(self, arrays: Mapping[Slot, Array]) -> None:
+        """Put arrays into their slots, where anything is on the device."""
+        changing = None if self.changing is None else list(self.changing)
+        constant = None if self.constant is None else list(self.constant)
+        for (changes, number), array in arrays.items():
+            held = changing if changes else constant
+            if held is not None:
+                held[number] = array
+        self.changing = None if changing is None else tuple(changing)
+        self.constant = None if constant is None else tuple(constant)
+
+
+def _holder(v: Variable) -> Tensor:
+    """What holds a variable on the device: itself, or its piece."""
+    return v if v.piece is None else v.piece

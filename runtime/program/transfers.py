@@ -1,0 +1,240 @@
+"""The values of variables, between the host and a device: what replicas hold of a variable, and where its array is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from popxl.core.tensor import Tensor, Variable
+from popxl.fp8_utils import to_device, to_host
+from popxl.remote_buffer import RemoteBuffer
+from popxl.utils import to_numpy
+from popxl.values.sharding import parts_of
+from runtime.lowering import remote_buffers as remote
+from runtime.program.blocks import Block
+from runtime.program.layout import Layout
+from runtime.targets.replicas import DividedReplicas
+
+Array = Any
+
+Part = tuple[int, np.ndarray]
+"""A part of the values of a variable on the host: the index of its first element in the flat values, and elements."""
+
+Given = Mapping[Variable, Callable[[int, int], np.ndarray]]
+"""Gives new values of variables on the host: the flat elements from one index to another, in the variable's dtype."""
+
+HostValue = tuple[Variable, np.ndarray, np.ndarray | None]
+"""A variable, a row for each value of its host copy, and a row for each replica if all replicas are read."""
+
+# To the device --------------------------------------------------------------------------------------------------------
+
+
+def put_variables(layout: Layout, block: Block, given: Given) -> Array:
+    """Make the array of variables on the devices, from their host copies or from what is given."""
+    replicas = layout.terms_for(block.tensors[0]).replicas
+    variables = [layout.held[t] for t in block.tensors]
+    alike = all(_is_alike(layout, t) for t in block.tensors)
+    if not alike and not layout.is_shared(block) and replicas.mesh is not None:
+        if any(v in given or v.initial for v in variables):  # each process makes the rows of its own replicas only
+            rows = [_rows(v, given) for v in variables]
+            return replicas.made(replicas.shape(block.shape), lambda replica: np.stack([row(replica) for row in rows]))
+    whole = [_whole(v, given) for v in variables]
+    if layout.is_shared(block):
+        return replicas.place(np.stack(whole) if block.is_stack else whole[0], replicas.sharding(None))
+    if alike:
+        return replicas.put(np.stack(whole) if block.is_stack else whole[0])
+    parts = [_parts(layout, t, array, replicas.count) for t, array in zip(block.tensors, whole, strict=True)]
+    array = np.stack(parts, 1) if block.is_stack else parts[0]
+    return replicas.place(array.reshape(replicas.shape(block.shape)), replicas.sharding())
+
+
+def fill_buffer(layout: Layout, buffer: RemoteBuffer, before: Array | None, given: Given) -> Array:
+    """Put variables into their slots of a remote buffer; other slots stay as they were `before`."""
+    terms = layout.terms_for(buffer)
+    rows = {v: _rows(v, given) for v in layout.in_buffers[buffer]}
+    return remote.filled(buffer, rows, terms.replicas, terms.slots, before)
+
+
+def _whole(v: Variable, given: Given) -> np.ndarray:
+    # JAX may keep the array that it is given as the device's memory, whatever it is told about aliasing; so it gets
+    # one of its own. Host copies change, and donated memory is overwritten.
+    size = math.prod(v.shape_on_host)
+    return to_device(given[v](0, size).reshape(v.shape_on_host) if v in given else v.numbers(), v.dtype)
+
+
+def _rows(v: Variable, given: Given) -> Callable[[int], np.ndarray]:
+    """A function from a replica to its initial elements of a variable."""
+    elements = given.get(v, partial(_host_elements, v))
+    return partial(parts_of(v).row, lambda start, stop: to_device(elements(start, stop), v.dtype))
+
+
+def _is_alike(layout: Layout, t: Tensor) -> bool:
+    """Whether a variable has the same initial value on all replicas."""
+    v = layout.held[t]
+    return v.replica_grouping.num_groups == 1 and t is v
+
+
+def _parts(layout: Layout, t: Tensor, array: np.ndarray, count: int) -> np.ndarray:
+    """The initial value of a variable on each replica."""
+    if _is_alike(layout, t):
+        return np.broadcast_to(array, (count, *t.shape))
+    return parts_of(layout.held[t]).of(array).reshape(count, *t.shape)
+
+
+# To the host ----------------------------------------------------------------------------------------------------------
+
+
+def fetch_values(layout: Layout, changing: Sequence[Array | None]) -> list[HostValue]:
+    """Fetch the values of all variables that the program changes. The host copies stay as they are.
+
+    Args:
+        layout: the program.
+        changing: the arrays that it changes, and of its remote buffers; `None` for those of other sessions.
+    """
+    fetched: list[HostValue] = []
+    count = len(layout.changing)
+    for block, value in zip(layout.changing, changing[:count], strict=True):
+        if value is None:
+            continue
+        replicas = layout.terms_for(block.tensors[0]).replicas
+        changed = [t for t in block.tensors if t in layout.changed]
+        one_will_do = layout.divided is None and all(_is_replicated(layout, t) for t in changed)
+        array = replicas.fetched_once(value) if one_will_do else replicas.fetched(value)
+        rows = array.reshape(replicas.count, len(block.tensors), -1)
+        for t in changed:
+            fetched.append(_host_value(layout, layout.held[t], rows[:, block.tensors.index(t)]))
+    for (buffer, vs), slots in zip(layout.in_buffers.items(), changing[count:], strict=True):
+        if vs and buffer in layout.stored_to:
+            for v, array in remote.parts_in(buffer, vs, layout.terms_for(buffer).replicas, slots).items():
+                fetched.append(_host_value(layout, v, array))
+    return fetched
+
+
+def _is_replicated(layout: Layout, t: Tensor) -> bool:
+    """Whether a variable is declared to be the same on all replicas, and is read from one."""
+    v = layout.held[t]
+    return v is t and v.replica_grouping.num_groups == 1 and v.retrieval_mode != "all_replicas"
+
+
+def _host_value(layout: Layout, v: Variable, array: np.ndarray) -> HostValue:
+    """The host value of a variable from the values of its replicas. Padding is left out."""
+    if layout.replicas.count == 1 and not v.location_info.isRemote():
+        return v, to_host(array, v.dtype).reshape(1, -1), None
+    parts, rows = parts_of(v), array.reshape(layout.replicas.count, -1)
+    values = to_host(parts.values(rows), v.dtype)
+    if v.retrieval_mode == "all_replicas" and v.replica_grouping.group_size > 1:
+        return v, values, to_host(parts.values(rows, all_replicas=True), v.dtype)
+    return v, values, None
+
+
+def write_host_copies(fetched: Iterable[HostValue]) -> dict[Variable, np.ndarray]:
+    """Make fetched values the host copies. Returns the values on all replicas of those that are read from all."""
+    of_all_replicas: dict[Variable, np.ndarray] = {}
+    for v, values, of_all in fetched:
+        if v.initial is not None and values.size == math.prod(v.shape_on_host):
+            v.data = np.array(values).reshape(v.shape_on_host)  # the initial value need not be made
+        v.data.reshape(len(values), -1)[:, : values.shape[1]] = values
+        if of_all is not None:
+            whole = v.data.reshape(len(values), -1)[v.replica_grouping.assignment]
+            whole[:, : of_all.shape[1]] = of_all
+            of_all_replicas[v] = whole.reshape(-1, *v.shape)
+    return of_all_replicas
+
+
+# Each process its part ------------------------------------------------------------------------------------------------
+
+
+def fetch_local(
+    layout: Layout, changing: Sequence[Array], variables: Sequence[Variable]
+) -> dict[Variable, np.ndarray] | None:
+    """Fetch values of variables from the first replica of this process. The host copies stay as they are.
+
+    `None`, unless several processes run the program and this one alone has all that is asked for.
+    """
+    if layout.divided is None:
+        return None
+    blocks = zip(layout.changing, changing, strict=False)
+    changed = {layout.held[t]: (t, block, array) for block, array in blocks for t in block.tensors}
+    elsewhere = {v for v, (t, *_) in changed.items() if not _is_replicated(layout, t)}
+    elsewhere.update(v for b in layout.stored_to for v in layout.in_buffers[b])
+    if not elsewhere.isdisjoint(variables):
+        return None
+
+    def value(v: Variable) -> np.ndarray:
+        if v not in changed:
+            return v.data
+        t, block, array = changed[v]
+        rows = layout.terms_for(t).replicas.fetched_once(array)[0].reshape(len(block.tensors), *v.shape)
+        return to_host(rows[block.tensors.index(t)], v.dtype)
+
+    return {v: value(v) for v in variables}
+
+
+def own_parts(
+    layout: Layout, changing: Sequence[Array], variables: Collection[Variable], is_ahead: bool
+) -> dict[Variable, list[Part]]:
+    """Parts of the values of variables, of a program over several processes: those that replicas of this process are
+    the first to hold. The parts of all processes are all values, each once. They are copies.
+
+    Args:
+        layout: the program.
+        changing: the arrays that it changes, and of its remote buffers.
+        variables: the variables.
+        is_ahead: whether the devices have newer values than the host.
+    """
+    assert layout.divided is not None
+    own = layout.divided.own_replicas
+    parts = _parts_on_devices(layout, changing, set(variables), set(own)) if is_ahead else {}
+    for v in variables:
+        held = parts_of(v)
+        wanted = [*(held.without_room if own[0] == 0 else ())]
+        if v not in parts:
+            wanted += [each for replica, each in held.first_holders.items() if replica in own]
+        parts.setdefault(v, []).extend((start, _host_elements(v, start, stop)) for start, stop in wanted)
+    return parts
+
+
+def _parts_on_devices(
+    layout: Layout, changing: Sequence[Array], variables: set[Variable], own: set[int]
+) -> dict[Variable, list[Part]]:
+    """The same, of what the program changes."""
+    count = len(layout.changing)
+    firsts = {v: parts_of(v).first_holders for v in variables}
+    parts: dict[Variable, list[Part]] = {}
+
+    def fetched(array: Array, thing: Tensor | RemoteBuffer, vs: Iterable[Variable]) -> dict[int, np.ndarray]:
+        replicas = layout.terms_for(thing).replicas
+        assert isinstance(replicas, DividedReplicas)
+        return replicas.fetched_here(array, own & set(chain(*(firsts[v] for v in vs))))
+
+    def note(replica: int, rows: Mapping[Variable, np.ndarray]) -> None:
+        for v, row in rows.items():
+            if replica in firsts[v]:
+                start, stop = firsts[v][replica]
+                parts[v].append((start, to_host(row[: stop - start], v.dtype)))
+
+    for block, array in zip(layout.changing, changing, strict=False):
+        held = {layout.held[t]: k for k, t in enumerate(block.tensors) if t in layout.changed}
+        if vs := variables & held.keys():
+            parts |= {v: [] for v in vs}
+            for replica, values in fetched(array, block.tensors[0], vs).items():
+                rows = values.reshape(len(block.tensors), -1)
+                note(replica, {v: rows[held[v]] for v in vs})
+    for (buffer, inside), array in zip(layout.in_buffers.items(), changing[count:], strict=True):
+        if buffer in layout.stored_to and (vs := variables & set(inside)):
+            parts |= {v: [] for v in vs}
+            for replica, slots in fetched(array, buffer, vs).items():
+                note(replica, {v: row[0] for v, row in remote.in_slots(buffer, vs, slots).items()})
+    return parts
+
+
+def _host_elements(v: Variable, start: int, stop: int) -> np.ndarray:
+    """A copy of flat elements of the host value of a variable."""
+    if v.initial is None:
+        return np.array(v.data.reshape(-1)[start:stop])
+    return to_numpy(v.initial.elements(start, stop), v.dtype)

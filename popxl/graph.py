@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from popxl.base.arguments import check_type
-from popxl.base.copies import NoCopies
+from popxl.base.copies import NotCopyable
 from popxl.context import get_current_context
 from popxl.core import editing
 from popxl.core.printing import algebra, page, schedule
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Graph"]
 
 
-class Graph(NoCopies):
+class Graph(NotCopyable):
     """A graph of an Ir: its main graph, or a subgraph that other graphs call.
 
     Obtain graphs from an `Ir`: `ir.main_graph`, `ir.create_graph(...)`, `ir.create_empty_graph(...)`.
@@ -270,7 +270,7 @@ class Graph(NoCopies):
         self._ir.edits.note()
         if extend_calls:
             for op in self.call_sites:
-                op.gain_output(t)
+                op.add_result_for(t)
 
     def forget(self, t: Tensor) -> None:
         """Take back a tensor that nothing uses."""

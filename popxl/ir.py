@@ -13,7 +13,7 @@ from popxl.analysis.communication import Communication, communication_of
 from popxl.analysis.dot import write_checkpoint
 from popxl.analysis.memory import Memory, memory_of
 from popxl.base.arguments import check_type
-from popxl.base.copies import NoCopies
+from popxl.base.copies import NotCopyable
 from popxl.base.distributed import launched
 from popxl.base.edit_counter import EditCounter
 from popxl.base.host_copies import HostCopies
@@ -42,7 +42,7 @@ __all__ = ["Ir"]
 _ids = itertools.count()
 
 
-class Ir(NoCopies):
+class Ir(NotCopyable):
     """A program under construction, and later what a `popxl.Session` runs.
 
     Args:

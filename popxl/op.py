@@ -11,6 +11,7 @@ from popxl.core.traits import (
     VJP,
     BetweenReplicas,
     Colocated,
+    Composite,
     Drops,
     Effect,
     Exchange,
@@ -21,7 +22,6 @@ from popxl.core.traits import (
     Requirement,
     Run,
     Runs,
-    StandsFor,
     Trait,
     View,
 )
@@ -44,7 +44,7 @@ __all__ = [
     "Run",
     "Runs",
     "SourceLocation",
-    "StandsFor",
+    "Composite",
     "Trait",
     "View",
 ]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from popxl.base.copies import CopiedAsItself
+from popxl.base.copies import CopyIsSelf
 from popxl.context import get_current_context
 from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["RemoteBuffer", "remote_buffer"]
 
 
-class RemoteBuffer(CopiedAsItself):
+class RemoteBuffer(CopyIsSelf):
     """A table of slots of one shape and dtype. Each replica has one of its own.
 
     The slots keep their contents from run to run, for as long as a session is attached. A slot that no variable fills

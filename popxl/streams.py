@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Self
 
 from popxl.base.arguments import check_type
-from popxl.base.copies import CopiedAsItself
+from popxl.base.copies import CopyIsSelf
 from popxl.context import get_current_context
 from popxl.core.tensor import Tensor
 from popxl.dtypes import dtype as dtype_
@@ -16,7 +16,7 @@ from popxl.values.spec import TensorSpec
 __all__ = ["DeviceToHostStream", "HostToDeviceStream", "Stream", "d2h_stream", "h2d_stream"]
 
 
-class Stream(CopiedAsItself):
+class Stream(CopyIsSelf):
     """A channel of tensors of one shape and dtype. Make streams with `popxl.h2d_stream` and `popxl.d2h_stream`.
 
     Two streams are equal if they are the same object: there is one for each channel.

@@ -20,7 +20,7 @@ from popxl_addons.variable_factory import NamedVariableFactories, VariableFactor
 
 
 @dataclass(frozen=True)
-class Build:
+class BuildResult:
     """The result of one build, independent of the module from here on."""
 
     factories: NamedVariableFactories
@@ -29,7 +29,7 @@ class Build:
     called_graphs_grad_info: dict[popxl.Graph, GradGraphInfo]
 
 
-class Collected:
+class BuildState:
     """The collections of one module, and links to those of its submodules."""
 
     def __init__(self) -> None:
@@ -38,9 +38,9 @@ class Collected:
         self.aux = Aux()
         self.var_grad = VarGrad()
         self.called_graphs = CalledGraphs()
-        self._children: dict[str, Collected] = {}
+        self._children: dict[str, BuildState] = {}
 
-    def link(self, name: str, child: Collected) -> None:
+    def link(self, name: str, child: BuildState) -> None:
         """Show all that `child` collects, now or later, under `name`. `ValueError` if the name is taken."""
         self.factories.insert(name, child.factories)
         self.args.insert(name, child.args)
@@ -64,7 +64,7 @@ class Collected:
         return placeholders
 
     @contextmanager
-    def one_build(self) -> Iterator[None]:
+    def build_scope(self) -> Iterator[None]:
         """Collect anew, here and in all submodules; afterwards all is as it was before, links included.
 
         A module that is built in the midst of its parent's build neither finds nor leaves anything there.
@@ -78,11 +78,13 @@ class Collected:
             for collected, contents in before.items():
                 vars(collected).update(contents)
 
-    def result(self) -> Build:
+    def result(self) -> BuildResult:
         """A copy of what has been collected so far."""
-        return Build(self.factories.copy(), self.args.copy(), self.aux.to_dict(), self.called_graphs.consolidate())
+        return BuildResult(
+            self.factories.copy(), self.args.copy(), self.aux.to_dict(), self.called_graphs.consolidate()
+        )
 
-    def _walk(self) -> Iterator[Collected]:
+    def _walk(self) -> Iterator[BuildState]:
         yield self
         for child in self._children.values():
             yield from child._walk()
@@ -91,7 +93,7 @@ class Collected:
         """Forget everything but the links, here and in all submodules."""
         links = {collected: collected._children for collected in self._walk()}
         for collected in links:
-            vars(collected).update(vars(Collected()))
+            vars(collected).update(vars(BuildState()))
         for collected, children in links.items():
             for name, child in children.items():
                 collected.link(name, child)

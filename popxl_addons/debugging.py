@@ -40,7 +40,7 @@ def print_tensor(t: popxl.Tensor, *args: Any, level: LEVELS_TYPE = "DEBUG", **kw
         >>> [op.op_type for op in main.ops]
         ['PrintTensor']
     """
-    return ops.print_tensor(t, *args, **kwargs) if _is_shown(level) else t
+    return ops.print_tensor(t, *args, **kwargs) if _is_level_enabled(level) else t
 
 
 def print_text(text: str, num: popxl.Tensor | None = None, level: LEVELS_TYPE = "DEBUG") -> None:
@@ -54,11 +54,11 @@ def print_text(text: str, num: popxl.Tensor | None = None, level: LEVELS_TYPE = 
         >>> [op.op_type for op in main.ops]
         ['PrintTensor']
     """
-    if _is_shown(level):
+    if _is_level_enabled(level):
         ops.print_tensor(popxl.constant((), popxl.float32) if num is None else num, title=text)
 
 
-def _is_shown(level: str) -> bool:
+def _is_level_enabled(level: str) -> bool:
     if level not in LEVELS:
         raise KeyError(f"`level` is {level!r}; expected one of {list(LEVELS)}.")
     return MODEL_LOG_LEVEL_VAL <= LEVELS[level]

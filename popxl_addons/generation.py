@@ -232,7 +232,7 @@ class Generator:
             turn = popxl.constant(0, popxl.uint32)
             given = [turn, *(ops.host_load(stream) for stream in (self._read, self._last, self._seeds))]
             facts, graph = step.create_graph(*given)
-            state, cache = _made(facts, is_known)
+            state, cache = _create_variables(facts, is_known)
             bound = to_mapping(graph.args, _merged(state, cache))
             ops.repeat(graph.graph, self.tokens, *given, inputs_dict=bound)
             self._written = popxl.d2h_stream((self.tokens, self.batch), popxl.int32, "written")
@@ -250,7 +250,7 @@ class Generator:
             text, *slot = (ops.host_load(stream) for stream in streams)
             where = {"slot": slot[0], "slots": self.batch} if slot else {}
             facts, graph = self._model.create_graph(text, room=self.room, logits=False, **where)
-            known, filled = _made(facts, is_known=True)
+            known, filled = _create_variables(facts, is_known=True)
             graph.bind(_merged(known, filled)).call(text, *slot)
         session = popxl.Session(ir, self._device_desc)
         _share(session, self._owner, to_mapping(known, self.variables))
@@ -298,13 +298,13 @@ class Generator:
                 or texts that would outgrow their room; and outside of the generator's ``with`` block.
         """
         requests = self._requests(prompts, count, seed)
-        for _ in self._pieces(requests):
+        for _ in self._generate_chunks(requests):
             pass
         return [request.tokens for request in requests]
 
     def pieces(self, prompts: Sequence[Sequence[int]], count: int, seed: int = 0) -> Iterator[list[list[int]]]:
         """The same as it comes: for each run, what it adds to each text. A text that has ended gets nothing more."""
-        return self._pieces(self._requests(prompts, count, seed))
+        return self._generate_chunks(self._requests(prompts, count, seed))
 
     def submit(self, prompt: Sequence[int], count: int, seed: int = 0) -> Request:
         """Ask for a text. It begins with a `step`, as soon as one of the `batch` places is free.
@@ -371,7 +371,7 @@ class Generator:
             self._slots[slot] = request
             self._waiting.remove(request)
 
-    def _pieces(self, requests: list[Request]) -> Iterator[list[list[int]]]:
+    def _generate_chunks(self, requests: list[Request]) -> Iterator[list[list[int]]]:
         self._waiting += requests
         given = [0] * len(requests)
         try:
@@ -430,7 +430,7 @@ def _is_session_and_variables(given: Any) -> bool:
     return isinstance(given, tuple) and len(given) == 2 and all(map(isinstance, given, kinds))
 
 
-def _made(facts: NamedVariableFactories, is_known: bool) -> tuple[NamedTensors, NamedTensors]:
+def _create_variables(facts: NamedVariableFactories, is_known: bool) -> tuple[NamedTensors, NamedTensors]:
     """The variables of a graph: weights, whose values may be known elsewhere; and what the graph changes."""
     weights, changed = ({n: f for n, f in facts.to_dict().items() if f.by_ref == by_ref} for by_ref in (False, True))
     made = NamedVariableFactories.from_dict(weights).init(empty=is_known)

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import popxl
 from popxl.extend.arguments import check_type
 from popxl.replica_grouping import Groups
-from popxl_addons._collected import Build, Collected
+from popxl_addons._collected import BuildResult, BuildState
 from popxl_addons._outlined_call import Autodiff, Choice, OutlinedCall
 from popxl_addons.build_grad import Aux, VarGrad, create_grad_graph
 from popxl_addons.errors import GradientError
@@ -66,7 +66,7 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
     """
 
     # Class attributes, so that a module whose constructor does not call this one can still be called.
-    _own_collected: Collected | None = None
+    _own_collected: BuildState | None = None
     _name_scope: str | None = None
     _grad_inlining_error: Literal["error", "warning", "none"] = "error"
     _is_graph_body = False
@@ -84,9 +84,9 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
                 f"grad_inlining_error should be one of 'error', 'warning', 'none'; got {grad_inlining_error!r}."
             )
         self._grad_inlining_error = grad_inlining_error
-        self._own_collected = Collected()
+        self._own_collected = BuildState()
         self._cache = GraphCache() if cache else None
-        self._cached_builds: WeakKeyDictionary[popxl.Graph, Build] = WeakKeyDictionary()
+        self._cached_builds: WeakKeyDictionary[popxl.Graph, BuildResult] = WeakKeyDictionary()
 
     # Building
 
@@ -97,7 +97,7 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
         Needs a current graph. `ValueError` if the arguments do not match the signature of `build`, or if it returns
         something other than tensors.
         """
-        with self._collected.one_build():
+        with self._collected.build_scope():
             create = popxl.gir().create_graph if self._cache is None else self._cache.create_graph
             self._is_graph_body = True
             try:
@@ -343,7 +343,7 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
             warnings.warn(message, UserWarning, stacklevel=3)
 
     @property
-    def _collected(self) -> Collected:
+    def _collected(self) -> BuildState:
         if self._own_collected is None:
             raise AttributeError(
                 f"{type(self).__name__}: call `super().__init__()` first, at the start of the constructor. Submodules, "

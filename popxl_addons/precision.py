@@ -79,7 +79,7 @@ class MixedPrecision:
         """
         building = _Building(self)
         args, kwargs = jax.tree.map(self._narrow_spec, (args, kwargs), is_leaf=_is_spec)
-        with _inside(building):
+        with _build_context(building):
             facts, graph = module.create_graph(*args, **kwargs)
         layers = {name: name.rpartition(".")[0] for name in facts.keys_flat()}
         names = [*building.names, *layers.values()]  # graphs that are cached are not built again
@@ -137,7 +137,7 @@ _building: ContextVar[_Building | None] = ContextVar("building", default=None)
 
 
 @contextmanager
-def _inside(building: _Building) -> Iterator[None]:
+def _build_context(building: _Building) -> Iterator[None]:
     token = _building.set(building)
     try:
         yield
@@ -182,7 +182,7 @@ def layer(name: str | None, states_gradient: bool, build: Callable[..., Any], *a
             "what `build` is given. Cast within `build` and `build_grad`, and take the layer out of `keep`."
         )
     args, kwargs = _cast_all((args, kwargs), popxl.float32)
-    with _inside(replace(building, wide=True)):
+    with _build_context(replace(building, wide=True)):
         made = build(*args, **kwargs)
     return _cast_all(made, building.precision.dtype)
 

@@ -107,7 +107,7 @@ def named_variable_buffers(
     """
     check_leaves(factories, VariableFactory, "named_variable_buffers: `factories`", "NamedVariableFactories")
     named = factories.to_dict().items()
-    pieces = {name: _pieces(name, factory, shard_over_dict) for name, factory in named}
+    pieces = {name: _shard_size(name, factory, shard_over_dict) for name, factory in named}
     return NamedRemoteBuffers.from_dict(
         {
             name: create_remote_buffer(
@@ -121,7 +121,7 @@ def named_variable_buffers(
     )
 
 
-def _pieces(name: str, factory: VariableFactory, shard_over: Mapping[str, int] | bool | int) -> int | None:
+def _shard_size(name: str, factory: VariableFactory, shard_over: Mapping[str, int] | bool | int) -> int | None:
     """What `shard_over_dict` says of one factory: a number, or None for the whole group."""
     size = factory.replica_grouping.group_size
     pieces = shard_over.get(name, True) if isinstance(shard_over, Mapping) else shard_over

@@ -75,7 +75,7 @@ def gather_replica_sharded_tensor(
         (2, 3)
     """
     check_type(t, popxl.Tensor, "gather_replica_sharded_tensor: `t`", "a tensor")
-    t = _piece(t)
+    t = _shard(t)
     if not t.meta_shape:
         return t
     group = resolved(replica_group, "gather_replica_sharded_tensor: `replica_group`").const_rg
@@ -214,7 +214,7 @@ def graph_over(
     with ir.undone_on_failure():
         graph = ir.create_empty_graph(name)
         with graph:
-            args = {key: popxl.graph_input(**_piece(t).spec, name=key) for key, t in sorted(tensors.to_dict().items())}
+            args = {key: popxl.graph_input(**_shard(t).spec, name=key) for key, t in sorted(tensors.to_dict().items())}
             for key, t in args.items():
                 popxl.graph_output(function(key, t))
     return GraphWithNamedArgs(graph, NamedTensors.from_dict(args)), list(args)
@@ -228,6 +228,6 @@ def _check_named(function: str, tensors: object, groups: object, argument: str) 
         check_leaves(groups, kinds, f"{function}: `{argument}`", "a NamedReplicaGrouping, or None")
 
 
-def _piece(t: Any) -> Any:
+def _shard(t: Any) -> Any:
     """What graphs get of a tensor or factory: of a variable in pieces, the piece."""
     return t.piece if isinstance(t, Variable) and t.piece is not None else t

@@ -9,7 +9,7 @@ from typing import Any
 import popxl
 from popxl import ops
 from popxl.extend.arguments import integer
-from popxl.extend.collectives import piece_count
+from popxl.extend.collectives import shard_count
 from popxl.extend.ops import cast_if_needed
 from popxl.tensor import Variable
 from popxl_addons.graph import GraphWithNamedArgs
@@ -135,8 +135,8 @@ def train_step(
         batches = ([_loaded(each, precision) for each in inputs] for _ in range(accumulate))
         weights = variables if precision is None else precision.cast(variables, forward.args)
         planned = None if memory is None else PlannedGradients(forward.graph, memory)
-        mean, found = _gradients(forward, _whole(weights, variables), batches, accumulate, scale, planned)
-        gradients = {name: _shared(g, variables[name]) for name, g in found.to_dict().items()}
+        mean, found = _gradients(forward, _gather_weights(weights, variables), batches, accumulate, scale, planned)
+        gradients = {name: _mean_gradient(g, variables[name]) for name, g in found.to_dict().items()}
         if ir.replication_factor > 1:
             mean = ops.collectives.replicated_all_reduce(mean, "mean")
         trained = NamedTensors.from_dict({name: variables[name] for name in gradients})
@@ -205,7 +205,7 @@ def _gradients(
         (batch,) = batches
         site = bound.call_with_info(*batch)
         found = backward.call(start, args=backward.grad_graph_info.inputs_dict(site))
-        return _wide(site.outputs[0]), NamedTensors.pack(names, map(_wide, found))
+        return _upcast(site.outputs[0]), NamedTensors.pack(names, map(_upcast, found))
     means, backward = autodiff_with_accumulation(forward, trained, [loss], dtype=popxl.float32, memory=memory)
     accumulators = means.init("gradients")
     ops.var_updates.accumulator_zero_(accumulators.mean_accum_counter)
@@ -213,7 +213,7 @@ def _gradients(
     for batch in batches:
         site = bound.call_with_info(*batch)
         backward.bind(accumulators).call(start, args=backward.grad_graph_info.inputs_dict(site))
-        losses.append(_wide(site.outputs[0]))
+        losses.append(_upcast(site.outputs[0]))
     return ops.add_n(*losses) / count, accumulators.accum
 
 
@@ -223,11 +223,11 @@ def _loaded(given: popxl.Tensor | popxl.HostToDeviceStream, precision: MixedPrec
     return t if precision is None else precision.narrowed(t)
 
 
-def _wide(t: popxl.Tensor) -> popxl.Tensor:
+def _upcast(t: popxl.Tensor) -> popxl.Tensor:
     return cast_if_needed(t, popxl.float32) if t.dtype.is_half else t
 
 
-def _whole(weights: NamedTensors, variables: NamedTensors) -> NamedTensors:
+def _gather_weights(weights: NamedTensors, variables: NamedTensors) -> NamedTensors:
     """What graphs take: of a variable in pieces, all of them."""
     return NamedTensors.from_dict(
         {
@@ -242,14 +242,14 @@ def _group(variable: popxl.Tensor) -> popxl.ReplicaGrouping:
     return variable.replica_grouping if isinstance(variable, Variable) else popxl.gir().replica_grouping()
 
 
-def _shared(gradient: popxl.Tensor, variable: popxl.Tensor) -> popxl.Tensor:
+def _mean_gradient(gradient: popxl.Tensor, variable: popxl.Tensor) -> popxl.Tensor:
     """The mean over the replicas that share a variable: of one in pieces, the own piece."""
     group, piece = _group(variable), variable.piece if isinstance(variable, Variable) else None
     if group.group_size == 1:
         return gradient
     if piece is None:
         return ops.collectives.replicated_all_reduce(gradient, "mean", group)
-    pieces = piece_count(gradient.nelms, piece.nelms, group.const_rg.group_size)
+    pieces = shard_count(gradient.nelms, piece.nelms, group.const_rg.group_size)
     if pieces == group.group_size:
         return ops.collectives.replicated_reduce_scatter(gradient, "mean", group, True)
     mean = ops.collectives.replicated_all_reduce(gradient, "mean", group)

@@ -21,7 +21,7 @@ from popxl import ops
 from popxl.dtypes import check_dtype
 from popxl.errors import RowsAsValuesWarning
 from popxl.extend.arguments import check_type, integer, one_axis
-from popxl.extend.collectives import piece_count, piece_length
+from popxl.extend.collectives import shard_count, shard_length
 from popxl.extend.source import SourceLocation, user_frame, warn_at
 from popxl.fp8_utils import as_array
 from popxl.initial import Initial, stacked
@@ -92,7 +92,7 @@ class VariableFactory:
         self.replica_grouping = resolved(replica_grouping, f"VariableFactory `{name}`: `replica_grouping`")
         _warn_of_rows(data_iter, name, self.replica_grouping.num_groups)
 
-        shard_over = _whole(shard_over, f"VariableFactory `{name}`: `shard_over`")
+        shard_over = _whole_number(shard_over, f"VariableFactory `{name}`: `shard_over`")
         if shard_over > self.replica_grouping.group_size:
             raise AssertionError(
                 f"VariableFactory `{name}`: `shard_over` is {shard_over}, but a group has only "
@@ -109,7 +109,7 @@ class VariableFactory:
         self.shape: tuple[int, ...] = tuple(first.shape)
         self.meta_shape: tuple[int, ...] | None = None
         if self.replica_sharded:
-            self.meta_shape, self.shape = self.shape, (piece_length(self.shape, shard_over),)
+            self.meta_shape, self.shape = self.shape, (shard_length(self.shape, shard_over),)
         what = f"VariableFactory `{name}`: `group_axis`"
         rank = len(self.whole_shape)
         self.group_axis = None if group_axis is None else one_axis(integer(group_axis, what), rank, what)
@@ -143,7 +143,7 @@ class VariableFactory:
         data = self._host_value(name, empty, memmap_dir, read_only_if_exists)
         pieces, nelms = self.replica_grouping.const_rg.group_size, math.prod(self.whole_shape)
         if self.meta_shape is not None:
-            pieces = piece_count(nelms, self.shape[0], pieces)
+            pieces = shard_count(nelms, self.shape[0], pieces)
         elif not (sharded and 1 < pieces <= nelms):
             return self._declared(popxl.variable(data, self.dtype, name, replica_grouping=self.replica_grouping))
         v, _ = popxl.replica_sharded_variable(
@@ -485,7 +485,7 @@ def _first_element(elements: _Peekable, name: str | None) -> Any:
     return first
 
 
-def _whole(number: Any, what: str) -> int:
+def _whole_number(number: Any, what: str) -> int:
     """An argument that has to be a whole number, of any type that has them: NumPy's quotients among them."""
     if isinstance(number, float | np.floating) and number.is_integer():
         return int(number)

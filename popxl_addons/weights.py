@@ -273,7 +273,7 @@ def load_safetensors(
         >>> v.fc.weight.data.sum()
         np.float32(6.0)
     """
-    own = _own("load_safetensors", variables, session)
+    own = _session_variables("load_safetensors", variables, session)
     there = _weights_at(place)
     table = _table(names, own)
     absent = "" if any(name.startswith(table.prefix) for name in there) else table.prefix
@@ -309,7 +309,7 @@ def load_safetensors(
             locked.enter_context(each.lock)
         for v, weight, stored in work:
             array = _as_ours(weight.mapped(), stored)
-            for target, index in _parts(v, array.shape, stored.rows) or ():
+            for target, index in _group_slices(v, array.shape, stored.rows) or ():
                 np.copyto(target, 0 if index is None else array[index], casting="unsafe")  # looked at above
         for each in copies.values():
             each.note()
@@ -317,7 +317,7 @@ def load_safetensors(
         owner.weights_from_host()
 
 
-def _own(
+def _session_variables(
     what: str, variables: DotTree[Any] | Mapping[str, Variable], session: popxl.Session | None
 ) -> dict[str, Variable]:
     own = dict(variables.to_dict() if isinstance(variables, DotTree) else variables)
@@ -354,7 +354,7 @@ def _shape_as_ours(shape: tuple[int, ...], stored: Stored) -> tuple[int, ...] | 
     return (*shape[:-1], shape[-1] // n) if shape and shape[-1] % n == 0 else None
 
 
-def _parts(v: Variable, shape: tuple[int, ...], count: int | None) -> list[tuple[np.ndarray, Any]] | None:
+def _group_slices(v: Variable, shape: tuple[int, ...], count: int | None) -> list[tuple[np.ndarray, Any]] | None:
     """For each group of replicas: where its numbers go, and which part of a weight they are: `None` where they are
     rows beyond the `count` that it has. `None` if none fits."""
     groups = v.replica_grouping.num_groups
@@ -376,7 +376,7 @@ def _parts(v: Variable, shape: tuple[int, ...], count: int | None) -> list[tuple
 def _rows(
     v: Variable, rows: list[np.ndarray], shape: tuple[int, ...], count: int
 ) -> list[tuple[np.ndarray, Any]] | None:
-    """As `_parts`, of a weight of `count` rows for a variable that may have more: a part for each group, or all."""
+    """The slice for each group of a weight of `count` rows, for a variable that may have more; see `_group_slices`."""
     if not v.shape or shape != (count, *v.shape[1:]):
         return None
     size = v.shape[0]
@@ -397,7 +397,7 @@ def _problem(v: Variable, weight: _Weight, stored: Stored, narrow: bool) -> str:
     shape = _shape_as_ours(weight.shape, stored)
     if shape is None:
         return f"its last axis cannot be divided into {stored.part[1]} parts"
-    if _parts(v, shape, stored.rows) is None:
+    if _group_slices(v, shape, stored.rows) is None:
         groups = v.replica_grouping.num_groups
         if stored.rows is not None:
             most = f"{stored.rows} `rows`, which have to fit into {groups} x {v.shape}"
@@ -465,10 +465,10 @@ def save_safetensors(
         ...     safetensors.numpy.load_file(f"{folder}/model.safetensors")["fc.weight"].shape
         (3, 2)
     """
-    own = _own("save_safetensors", variables, session)
+    own = _session_variables("save_safetensors", variables, session)
     parts = _parts_by_name(own, _table(names, own))
     data = session.values_of(own.values()) if session is not None else {v: v.data for v in own.values()}
-    views = {name: [_joined(name, v, data[v], s) for v, s in each] for name, each in parts.items()}
+    views = {name: [_merge_replicas(name, v, data[v], s) for v, s in each] for name, each in parts.items()}
     if (launched() or Instance()).instance_index != 0:
         return
     path = Path(place).expanduser()
@@ -536,10 +536,10 @@ def _write_folder(
             old.unlink(missing_ok=True)
 
 
-def _joined(name: str, v: Variable, array: np.ndarray, stored: Stored) -> np.ndarray:
+def _merge_replicas(name: str, v: Variable, array: np.ndarray, stored: Stored) -> np.ndarray:
     """The value of a variable, whole, if groups of replicas have parts of it, or all the same; its `rows`, if it may
     have more."""
-    whole = _whole(name, v, array, stored)
+    whole = _full_value(name, v, array, stored)
     if stored.rows is not None and len(whole) < stored.rows:
         raise ValueError(
             f"save_safetensors: {v!r} has {len(whole)} rows, to be written as `{name}`, and `rows` says {stored.rows}."
@@ -547,7 +547,7 @@ def _joined(name: str, v: Variable, array: np.ndarray, stored: Stored) -> np.nda
     return whole if stored.rows is None else whole[: stored.rows]
 
 
-def _whole(name: str, v: Variable, array: np.ndarray, stored: Stored) -> np.ndarray:
+def _full_value(name: str, v: Variable, array: np.ndarray, stored: Stored) -> np.ndarray:
     if v.replica_grouping.num_groups == 1:
         return array
     axis = v.group_axis if stored.axis is None else stored.axis

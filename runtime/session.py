@@ -17,7 +17,7 @@ import numpy as np
 from popxl.analysis.ambiguity import check_in_place_order
 from popxl.analysis.dot import write_checkpoint
 from popxl.analysis.edits import Snapshot
-from popxl.analysis.lints import warn_of_crossing_updates, warn_of_doubts
+from popxl.analysis.lints import run_lints, warn_of_crossing_updates
 from popxl.analysis.transfers import warn_of_unused_transfers
 from popxl.base.choices import check_environment
 from popxl.core.tensor import HostScalarTensor, Variable
@@ -96,7 +96,7 @@ class Session(SessionInspection, SessionVariables):
             check_in_place_order(ir.main_graph)
         if known is None:
             warn_of_unused_transfers(ir)
-            warn_of_doubts(ir.main_graph)
+            run_lints(ir.main_graph)
         self._ir = ir
         self._device = self.machine.device(device_desc, ir)
         write_checkpoint(ir, "Final")

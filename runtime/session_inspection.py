@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from popxl.analysis.edits import Snapshot
 from popxl.analysis.memory import Memory
-from popxl.base.copies import NoCopies
+from popxl.base.copies import NotCopyable
 from popxl.errors import PopxlError
 from popxl.ir import Ir
 from runtime.costs.communication import Sent, sent_by
@@ -26,7 +26,7 @@ from runtime.traces import traced
 __all__ = ["SessionInspection"]
 
 
-class SessionInspection(NoCopies):
+class SessionInspection(NotCopyable):
     """Reports on the program of a session, and recordings of its runs."""
 
     if TYPE_CHECKING:  # of `Session`

@@ -14,7 +14,7 @@ from poptorch.lowering.random import uniform
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import OpKind, ops
 from popxl.extend.arguments import camel
-from popxl.extend.kernels import of_elements, rounded_once
+from popxl.extend.kernels import of_elements, round_once
 from popxl.extend.ops import broadcast, like_first
 
 lowers("aten.relu")(lambda input: ops.relu(input))
@@ -29,7 +29,7 @@ def gelu(input: popxl.Tensor, approximate: str = "none") -> popxl.Tensor:
 def _activation(function: Callable[..., Any]) -> OpKind:
     """The op of that name: a function of a tensor, and of numbers that shape it."""
     name = function.__name__
-    return jax_op(f"aten.{name}", title=camel(name), shape=like_first)(rounded_once(function))
+    return jax_op(f"aten.{name}", title=camel(name), shape=like_first)(round_once(function))
 
 
 # What a branch that is not taken computes has to be finite, for the gradient to be right: hence `below`.
@@ -117,7 +117,7 @@ def rrelu(
 
 
 _with_slope = jax_op(title="LeakyReluWithSlopes", shape=broadcast)(
-    rounded_once(lambda input, slope: jnp.where(input > 0, input, slope * input))
+    round_once(lambda input, slope: jnp.where(input > 0, input, slope * input))
 )
 
 
@@ -127,7 +127,7 @@ def glu(input: popxl.Tensor, dim: int = -1) -> popxl.Tensor:
 
 
 @jax_op(title="Glu")
-@rounded_once
+@round_once
 def _glu(input: Any, *, axis: int) -> Any:
     kept, gate = jnp.split(input, 2, axis)
     return kept * jax.nn.sigmoid(gate)

@@ -18,7 +18,7 @@ from poptorch.base.beam_search import IMPOSSIBLE, beam_search
 from poptorch.lowering.losses import reduced
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
-from popxl.extend.kernels import rounded_once
+from popxl.extend.kernels import round_once
 
 Lengths = popxl.Tensor | Sequence[int]
 
@@ -54,7 +54,7 @@ def _per_label(losses: Any, lengths: Any) -> Any:
 
 
 @jax_op(title="CTCLoss")
-@rounded_once
+@round_once
 def _ctc_losses(
     log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *, blank: int, zero_infinity: bool
 ) -> Any:

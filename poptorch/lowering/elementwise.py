@@ -20,7 +20,7 @@ from poptorch.lowering.operands import promoted, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
 from popxl.extend.arguments import camel
-from popxl.extend.kernels import rounded_once
+from popxl.extend.kernels import round_once
 from popxl.extend.ops import broadcast, like_first, predicate
 from popxl.op import OpKind
 
@@ -61,7 +61,7 @@ def binary(
 def unary_op(name: str, function: Function, **settings: Any) -> OpKind:
     """The op that a JAX function of one array is, which gets float16 as float32."""
     settings = {"shape": like_first, "operands": ("input",)} | settings
-    return jax_op(title=camel(name.removeprefix("special_")), **settings)(rounded_once(function))
+    return jax_op(title=camel(name.removeprefix("special_")), **settings)(round_once(function))
 
 
 def binary_op(name: str, function: Function, **settings: Any) -> OpKind:
@@ -262,7 +262,7 @@ def floor_divide(input: Operand, other: Operand) -> popxl.Tensor:
 
 
 @jax_op(title="DivideRounded", shape=broadcast, gradient=None)
-@rounded_once
+@round_once
 def _divided(lhs: Any, rhs: Any, *, towards_zero: bool) -> Any:
     is_float = jnp.issubdtype(lhs.dtype, jnp.floating)
     if not towards_zero:
@@ -310,15 +310,15 @@ def lerp(input: popxl.Tensor, end: popxl.Tensor, weight: Operand) -> popxl.Tenso
 
 
 _addcmul = jax_op(title="Addcmul", shape=broadcast)(
-    rounded_once(lambda input, tensor1, tensor2, *, value: input + value * tensor1 * tensor2)
+    round_once(lambda input, tensor1, tensor2, *, value: input + value * tensor1 * tensor2)
 )
 _addcdiv = jax_op(title="Addcdiv", shape=broadcast)(
-    rounded_once(lambda input, tensor1, tensor2, *, value: input + value * (tensor1 / tensor2))
+    round_once(lambda input, tensor1, tensor2, *, value: input + value * (tensor1 / tensor2))
 )
 
 
 @jax_op(title="Lerp", shape=broadcast)
-@rounded_once
+@round_once
 def _lerp(input: Any, end: Any, weight: Any) -> Any:
     """Counted from the nearer of both."""
     way = end - input
@@ -366,7 +366,7 @@ def fake_quantise(
 
 
 @jax_op(title="FakeQuantise")
-@rounded_once
+@round_once
 def _fake_quantise(
     input: Any, scale: Any, zero_point: Any, enabled: Any = None, *, quant_min: int, quant_max: int, axis: int | None
 ) -> Any:
@@ -388,7 +388,7 @@ def _fake_quantise(
     "aten._fake_quantize_learnable_per_channel_affine",
     title="FakeQuantiseLearnable",
 )
-@rounded_once
+@round_once
 def _fake_quantise_learnable(
     input: Any,
     scale: Any,

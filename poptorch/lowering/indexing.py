@@ -19,7 +19,7 @@ from poptorch.lowering.emission import emission
 from poptorch.lowering.operands import Number, axis_of, broadcast, lined, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import dtypes, ops
-from popxl.extend.kernels import widened
+from popxl.extend.kernels import widen
 
 
 def _at(t: Any, indices: Sequence[Any], dims: Sequence[int], aligned: bool) -> Any:
@@ -48,7 +48,7 @@ def picked(input: Any, *indices: Any, dims: tuple[int, ...], aligned: bool = Fal
 
 @jax_op(title="IndexGrad")
 def _given_back(g: Any, *indices: Any, shape: tuple[int, ...], dims: tuple[int, ...], aligned: bool = False) -> Any:
-    g = widened(g)
+    g = widen(g)
     return _at(jnp.zeros(shape, g.dtype), indices, dims, aligned).add(g)
 
 
@@ -131,10 +131,10 @@ def scattered(
     at = partial(_at, indices=indices, dims=dims, aligned=aligned)
     if reduce == "set":
         return at(input).set(source)
-    t = widened(input)
+    t = widen(input)
     if not include_self:
         t = at(t).set(_start(reduce, t.dtype))
-    t = getattr(at(t), _METHODS[reduce])(widened(source))
+    t = getattr(at(t), _METHODS[reduce])(widen(source))
     if reduce == "mean":
         count = at(jnp.full(t.shape, int(include_self), jnp.int32)).add(1)
         t = (t / jnp.maximum(count, 1)) if jnp.issubdtype(t.dtype, jnp.floating) else t // jnp.maximum(count, 1)
@@ -169,7 +169,7 @@ def _shared(
     def seen(t: Any) -> Any:
         return at(t).get(mode="clip") if of_source else t
 
-    g, input, source = map(widened, (g, input, source))
+    g, input, source = map(widen, (g, input, source))
     source = jnp.broadcast_to(source, jax.eval_shape(lambda t: at(t).get(), input).shape)
     takes_part = jnp.ones(g.shape, bool) if include_self else at(jnp.ones(g.shape, bool)).set(False)
     own = source if of_source else input

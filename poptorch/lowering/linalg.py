@@ -15,7 +15,7 @@ from poptorch.lowering.emission import emission
 from poptorch.lowering.operands import promoted, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
-from popxl.extend.kernels import conjugate, products, rounded_once, widened
+from popxl.extend.kernels import conjugate, products, round_once, widen
 from popxl.extend.ops import REAL
 
 # Products -------------------------------------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ def vdot(input: popxl.Tensor, other: popxl.Tensor) -> popxl.Tensor:
 
 
 @jax_op(title="GroupedMatMul")
-@rounded_once
+@round_once
 def _grouped_mm(a: Any, b: Any, ends: Any = None) -> Any:
     """A product for each group. Of a matrix, the groups follow each other; `ends` says where each of them does."""
     if a.ndim == b.ndim == 3:
@@ -90,7 +90,7 @@ def _weights_gradient(g: Any, input: Any) -> Any:
 def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
     # Weights have a row for each result. Were they transposed, each product would keep a copy of them for its gradient.
     out = products.linear(input, weight, is_rounded=bias is None)
-    return (out if bias is None else out + widened(bias)).astype(input.dtype)
+    return (out if bias is None else out + widen(bias)).astype(input.dtype)
 
 
 @lowers("torch.linear")
@@ -152,7 +152,7 @@ def bilinear(
 
 
 @jax_op("aten.linalg_cross")
-@rounded_once
+@round_once
 def cross(input: Any, other: Any, *, dim: int = -1) -> Any:
     return jnp.cross(input, other, axis=dim)
 

@@ -21,7 +21,7 @@ from poptorch.lowering.operands import together
 from poptorch.lowering.reductions import norm
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import OpKind, ops
-from popxl.extend.kernels import rounded_once, widened
+from popxl.extend.kernels import round_once, widen
 
 # Reductions -----------------------------------------------------------------------------------------------------------
 
@@ -52,7 +52,7 @@ def _reduction(reduction: str, size_average: bool | None, reduce: bool | None) -
 
 def _loss(losses: Callable[..., Any]) -> OpKind:
     """Declare a loss of the name of a function, which gives arrays of losses for arrays. Halves come as float32."""
-    kind = jax_op()(rounded_once(losses))
+    kind = jax_op()(round_once(losses))
 
     @lowers(f"torch.{losses.__name__}")
     def lowering(
@@ -145,7 +145,7 @@ def gaussian_nll_loss(
 
 @jax_op(title="GaussianNllLoss")
 def _gaussian(input: Any, target: Any, var: Any, *, full: bool, eps: float) -> Any:
-    difference = widened(input) - widened(target)
+    difference = widen(input) - widen(target)
     var = var + jax.lax.stop_gradient(jnp.maximum(var, eps) - var)  # a slope below `eps`, too
     losses = (jnp.log(var) + difference * difference / var) / 2
     return losses + math.log(2 * math.pi) / 2 if full else losses
@@ -323,9 +323,9 @@ def _column(vector: Any, logs: Any) -> Any:
 
 @jax_op(title="SoftCrossEntropy")
 def _of_probabilities(logs: Any, target: Any, weight: Any = None, *, axis: int, label_smoothing: float) -> Any:
-    smooth = widened(target) * (1 - label_smoothing) + label_smoothing / logs.shape[axis]
-    smooth = smooth if weight is None else smooth * _column(widened(weight), logs)
-    return -(smooth * widened(logs)).sum(axis)
+    smooth = widen(target) * (1 - label_smoothing) + label_smoothing / logs.shape[axis]
+    smooth = smooth if weight is None else smooth * _column(widen(weight), logs)
+    return -(smooth * widen(logs)).sum(axis)
 
 
 def _shares(logs: Any, target: Any, weight: Any, ignore_index: int, label_smoothing: float) -> tuple[Any, Any, Any]:
@@ -334,7 +334,7 @@ def _shares(logs: Any, target: Any, weight: Any, ignore_index: int, label_smooth
     A weight of 0 counts: its product with infinity is not a number, nor is the mean over no weight.
     """
     axis, classes = _class_axis(logs), logs.shape[_class_axis(logs)]
-    by_class = jnp.ones(classes, jnp.float32) if weight is None else widened(weight)
+    by_class = jnp.ones(classes, jnp.float32) if weight is None else widen(weight)
     counts = target != ignore_index
     shares = jnp.where(counts, by_class[jnp.where(counts, target, 0)], 0)
     column = _column(jnp.arange(classes), logs)
@@ -367,4 +367,4 @@ def _nll(logs: Any, target: Any, weight: Any = None, *, ignore_index: int, label
     """The loss of each element; what it counts in the mean. An element without a class costs nothing."""
     of_logs, counts, shares = _shares(logs, target, weight, ignore_index, label_smoothing)
     # Not a product: what is ignored may be infinite.
-    return -jnp.where(counts, widened(logs) * of_logs, 0).sum(_class_axis(logs)), shares
+    return -jnp.where(counts, widen(logs) * of_logs, 0).sum(_class_axis(logs)), shares

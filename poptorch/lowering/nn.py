@@ -13,7 +13,7 @@ from poptorch.lowering.norms import renormed
 from poptorch.lowering.operands import axis_of, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import OpKind, ops
-from popxl.extend.kernels import rounded_once, sums, widened
+from popxl.extend.kernels import round_once, sums, widen
 
 # Softmax --------------------------------------------------------------------------------------------------------------
 
@@ -47,20 +47,20 @@ softmax = _along_a_dim(
     "torch.softmax",
     "aten._softmax",
     kind=jax_op(title="Softmax", gradient={"input": _softmax_gradient})(
-        rounded_once(lambda input, *, axis: sums.softmax(input, axis))
+        round_once(lambda input, *, axis: sums.softmax(input, axis))
     ),
 )
 log_softmax = _along_a_dim(
     "torch.log_softmax",
     "aten._log_softmax",
     kind=jax_op(title="LogSoftmax", gradient={"input": _log_softmax_gradient})(
-        rounded_once(lambda input, *, axis: sums.log_softmax(input, axis))
+        round_once(lambda input, *, axis: sums.log_softmax(input, axis))
     ),
 )
 
 
 @jax_op(title="MaskedSoftmax", gradient={"input": _softmax_gradient})
-@rounded_once
+@round_once
 def masked_softmax(input: Any, *, axis: int) -> Any:
     """Softmax, and 0 where all is masked: of a row of negative infinities there is nothing to share out."""
     hidden = jnp.all(jnp.isneginf(input), axis, keepdims=True)
@@ -129,7 +129,7 @@ def aten_embedding(
 def embedding_renorm(input: Any, indices: Any, *, max_norm: float, norm_type: float) -> Any:
     """The table, with the rows that are looked up scaled down to a norm."""
     used = jnp.zeros((len(input), 1), bool).at[indices.reshape(-1)].set(True)
-    return jnp.where(used, renormed(widened(input), p=norm_type, dim=0, maxnorm=max_norm), input)
+    return jnp.where(used, renormed(widen(input), p=norm_type, dim=0, maxnorm=max_norm), input)
 
 
 @lowers("aten._embedding_bag", "aten._embedding_bag_forward_only")
@@ -162,7 +162,7 @@ def _bag_of(offsets: Any, *, count: int) -> Any:
 @jax_op(title="Bag")
 def _bagged(rows: Any, bag_of: Any, indices: Any, *, bags: int, mode: str, padding_idx: int | None) -> Any:
     """The sum, mean or maximum of the rows in each bag, but for padding; 0 for an empty one."""
-    rows = widened(rows)
+    rows = widen(rows)
     bag_of = bag_of if padding_idx is None else jnp.where(indices == padding_idx, bags, bag_of)
     counts = jax.ops.segment_sum(jnp.ones(bag_of.shape, rows.dtype), bag_of, bags)[:, None]
     if mode == "max":  # of equal ones, the first

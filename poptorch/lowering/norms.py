@@ -15,7 +15,7 @@ from poptorch.lowering.operands import together
 from poptorch.lowering.reductions import norm
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
-from popxl.extend.kernels import rounded_once, sums, wide_dtype, widened
+from popxl.extend.kernels import round_once, sums, wide_dtype, widen
 from popxl.extend.ops import like_first
 
 # The one op -----------------------------------------------------------------------------------------------------------
@@ -33,17 +33,17 @@ def _normalised(
 
 
 def _scaled(x: Any, weight: Any, bias: Any) -> Any:
-    x = x if weight is None else x * widened(weight)
-    return x if bias is None else x + widened(bias)
+    x = x if weight is None else x * widen(weight)
+    return x if bias is None else x + widen(bias)
 
 
 def _backward(
     g: Any, input: Any, mean: Any, var: Any, weight: Any = None, *, axes: tuple[int, ...], spread: Any, eps: float
 ) -> tuple[Any, ...]:
     """Gradients of `input`; and of `weight` and `bias`, which are spread over some axes, if there are any."""
-    g, inverse = widened(g), lax.rsqrt(var + eps)
-    x = (widened(input) - mean) * inverse
-    scaled = g if weight is None else g * widened(weight)
+    g, inverse = widen(g), lax.rsqrt(var + eps)
+    x = (widen(input) - mean) * inverse
+    scaled = g if weight is None else g * widen(weight)
     level, slope = scaled.mean(axes, keepdims=True), (scaled * x).mean(axes, keepdims=True)
     gradient = (inverse * (scaled - level - x * slope)).astype(input.dtype)
     return gradient, *(() if spread is None else (sums.summed(t, spread, keepdims=True) for t in (g * x, g)))
@@ -164,7 +164,7 @@ def rms_norm(
 
 
 @jax_op(title="RmsNorm", shape=like_first)
-@rounded_once
+@round_once
 def _rms_norm(input: Any, weight: Any = None, *, axes: tuple[int, ...], eps: float) -> Any:
     return _scaled(input * lax.rsqrt((input * input).mean(axes, keepdims=True) + eps), weight, None)
 
@@ -279,8 +279,8 @@ def native_batch_norm_by_statistics(
 
 @jax_op(title="NormaliseByStatistics")
 def _normalised_by(input: Any, mean: Any, var: Any, weight: Any = None, bias: Any = None, *, eps: float) -> Any:
-    mean, var = widened(mean), widened(var)
-    return _scaled((widened(input) - mean) * lax.rsqrt(var + eps), weight, bias)
+    mean, var = widen(mean), widen(var)
+    return _scaled((widen(input) - mean) * lax.rsqrt(var + eps), weight, bias)
 
 
 # Of slices ------------------------------------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ def _norms(input: Any, p: float, dim: int) -> Any:
 
 
 @jax_op("aten._weight_norm_interface", title="WeightNorm")
-@rounded_once
+@round_once
 def weight_norm(v: Any, g: Any, *, dim: int = 0) -> tuple[Any, Any]:
     norms = _norms(v, 2, dim)
     return v * (g / norms), norms
@@ -305,4 +305,4 @@ def renormed(input: Any, *, p: float, dim: int, maxnorm: float) -> Any:
     return input * jnp.where(norms > maxnorm, maxnorm / (norms + 1e-7), 1)
 
 
-jax_op("aten.renorm", title="Renorm")(rounded_once(renormed))
+jax_op("aten.renorm", title="Renorm")(round_once(renormed))

@@ -17,7 +17,7 @@ import popxl
 from poptorch.lowering.convolution import per_axis
 from poptorch.lowering.registry import jax_op, lowers
 from poptorch.lowering.resample import Axis, resampled
-from popxl.extend.kernels import Kernel, Windows, first_largest, first_largest_gradient, over_images, room, widened
+from popxl.extend.kernels import Kernel, Windows, first_largest, first_largest_gradient, room, spatial, widen
 
 Table = NDArray[np.int32]
 """A row for each window along an axis: the positions that it sees. Those short of positions see one several times."""
@@ -146,7 +146,7 @@ def _largest_by_axes(windows: Sequence[Windows | Table], input: Any) -> tuple[An
             input, places = best, found
         return input, places
 
-    return over_images(largest, axes, input)
+    return spatial(largest, axes, input)
 
 
 def _to_largest_by_places(windows: Sequence[Windows | Table], g: Any, input: Any) -> Any:
@@ -160,7 +160,7 @@ def _to_largest_by_places(windows: Sequence[Windows | Table], g: Any, input: Any
     readers = [_readers(_table(along), size) for along, size in zip(windows, sizes, strict=True)]
 
     def gradient(first: int, g: Any, places: Any) -> Any:
-        g, own = widened(g), _numbered(sizes, first, g.ndim)
+        g, own = widen(g), _numbered(sizes, first, g.ndim)
         if math.prod(each.shape[1] for each in readers) > LONG:
             for axis, each in reversed(list(enumerate(readers, first))):
                 g = jnp.take(g, each, axis, mode="fill", fill_value=0)
@@ -172,7 +172,7 @@ def _to_largest_by_places(windows: Sequence[Windows | Table], g: Any, input: Any
             pairs = [(_read(g, at, axis, 0), _read(places, at, axis, -1)) for g, places in pairs for at in each.T]
         return reduce(add, (jnp.where(places == own, g, 0) for g, places in pairs)).astype(dtype)
 
-    return over_images(gradient, axes, g, places)
+    return spatial(gradient, axes, g, places)
 
 
 _max_pool_grad = jax_op(title="MaxPoolGrad")(_to_largest)
@@ -245,7 +245,7 @@ def _fractional(axes: int) -> Callable[..., Any]:
         input: Any, random_samples: Any, *, kernel_size: tuple[int, ...], output_size: tuple[int, ...]
     ) -> tuple[Any, Any]:
         sizes = input.shape[-axes:]
-        samples = widened(random_samples) if axes == 3 else widened(random_samples)[..., ::-1]
+        samples = widen(random_samples) if axes == 3 else widen(random_samples)[..., ::-1]
         samples = samples.reshape(*input.shape[:-axes], axes)
         t, places = input, jnp.broadcast_to(jnp.arange(math.prod(sizes), dtype=jnp.int32).reshape(sizes), input.shape)
         for i in range(axes):  # each axis becomes one of windows, and one of what they see at the end
@@ -289,7 +289,7 @@ def _average(
         lowest, highest = (-pad, size + pad) if count_include_pad else (0, size)
         seen = np.minimum(starts + kernel, highest) - np.maximum(starts, lowest)
         divisor = divisor[..., None] * seen.astype(np.float32)
-    input = widened(input)
+    input = widen(input)
     if divisor_override is not None:
         divisor = np.full((), divisor_override, np.float32)
     total = lax.reduce_window(

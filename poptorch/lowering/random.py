@@ -16,7 +16,7 @@ from poptorch.lowering.operands import Number, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
 from popxl.extend.arguments import camel
-from popxl.extend.kernels import rounded_once
+from popxl.extend.kernels import round_once
 from popxl.op import VJP, OpKind
 
 Shape = tuple[int, ...]
@@ -30,7 +30,7 @@ def _draw(function: Callable[..., Any], gradient: Any = None) -> Callable[..., p
         return function(jax.random.wrap_key_data(seed, impl="threefry2x32"), *arrays, **numbers)
 
     title = camel(function.__name__.strip("_"))
-    kind: OpKind = jax_op(title=f"Random{title}", gradient=gradient)(rounded_once(from_seed))
+    kind: OpKind = jax_op(title=f"Random{title}", gradient=gradient)(round_once(from_seed))
     return lambda *parameters, **numbers: kind(emission().seed(), *parameters, **numbers)
 
 

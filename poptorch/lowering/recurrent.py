@@ -14,7 +14,7 @@ import popxl
 from poptorch.lowering.emission import emission
 from poptorch.lowering.registry import lowers
 from popxl import OpKind, ops
-from popxl.extend.kernels import products, rounded_once, widened
+from popxl.extend.kernels import products, round_once, widen
 
 Tensors = Sequence[popxl.Tensor]
 State = tuple[Any, ...]
@@ -108,11 +108,11 @@ def _backward(step: _Step, states: int) -> Callable[..., Any]:
     """
 
     def backward(*arrays: Any, operands: int, given: tuple[int, ...], has_biases: bool, backwards: bool) -> Any:
-        x, *rest = map(widened, arrays[:operands])
+        x, *rest = map(widen, arrays[:operands])
         of = _Operands.of(rest, states, has_biases)
         results = 1 + 2 * states + (of.w_hr is not None)
-        out, from_state, *kept = map(widened, arrays[operands : operands + results - states])
-        gs = dict(zip(given, map(widened, arrays[operands + results - states :]), strict=True))
+        out, from_state, *kept = map(widen, arrays[operands : operands + results - states])
+        gs = dict(zip(given, map(widen, arrays[operands + results - states :]), strict=True))
         g_last = tuple(gs.get(1 + i, jnp.zeros_like(first)) for i, first in enumerate(of.state))
         g_each = tuple(gs.get(i) for i in (0, *range(1 + states, results)))
         over_time = (out, *kept[: states - 1])
@@ -169,7 +169,7 @@ def _kind(name: str, step: _Step, states: int) -> OpKind:
 
     return OpKind(
         name,
-        rounded_once(_layer(step, states)),
+        round_once(_layer(step, states)),
         gradient=gradient,
         key=f"poptorch.{name}",
         result=("out", *("h", "c")[:states], "from_state", *("c_each",)[: states - 1], "unprojected"),

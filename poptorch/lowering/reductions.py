@@ -17,7 +17,7 @@ from poptorch.lowering.emission import emission
 from poptorch.lowering.operands import axes_of, axis_of, lined, promoted, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import dtypes, ops
-from popxl.extend.kernels import rounded_once, widened
+from popxl.extend.kernels import round_once, widen
 
 Dims = int | Sequence[int] | None
 
@@ -84,7 +84,7 @@ def picking(names: str, title: str, find: Callable[..., Any]) -> None:
 
     def pick(input: Any, *, axis: int, **how: Any) -> tuple[Any, Any]:
         lines = jnp.moveaxis(input, axis, -1)
-        place = find(widened(lines), **how).astype(jnp.int32)
+        place = find(widen(lines), **how).astype(jnp.int32)
         return jnp.take_along_axis(lines, place[..., None], -1)[..., 0], place
 
     kind = jax_op(title=title, gradient=_picked_gradient, result=("values", "places"))(pick)
@@ -119,7 +119,7 @@ def aminmax(input: popxl.Tensor, dim: int | None = None, keepdim: bool = False) 
 
 
 @jax_op(title="Variance")
-@rounded_once
+@round_once
 def _variance(input: Any, *, axes: tuple[int, ...], correction: float, is_root: bool) -> Any:
     variance = _squared_deviation(input, axes, correction)
     return _root(variance) if is_root else variance
@@ -211,7 +211,7 @@ norm.defvjp(_norm_forward, _norm_backward)
 
 
 @jax_op(title="VectorNorm")
-@rounded_once
+@round_once
 def vector_norm(input: Any, *, order: float, axes: tuple[int, ...]) -> Any:
     return norm(input, order, axes)
 
@@ -236,13 +236,13 @@ def dist(input: popxl.Tensor, other: popxl.Tensor, p: float = 2) -> popxl.Tensor
 
 
 @jax_op("aten._cdist_forward", title="Cdist")
-@rounded_once
+@round_once
 def cdist(x1: Any, x2: Any, *, p: float, compute_mode: int | None = None) -> Any:
     return norm(x1[..., :, None, :] - x2[..., None, :, :], p, (x1.ndim,), False)
 
 
 @jax_op("aten._euclidean_dist", title="EuclideanDistance")
-@rounded_once
+@round_once
 def euclidean_distance(x1: Any, x2: Any) -> Any:
     """Distances by a matrix product: less exact, and much quicker."""
     lengths = jnp.sum(x1 * x1, -1)[..., :, None] + jnp.sum(x2 * x2, -1)[..., None, :]
@@ -250,7 +250,7 @@ def euclidean_distance(x1: Any, x2: Any) -> Any:
 
 
 @jax_op("aten._pdist_forward", title="Pdist")
-@rounded_once
+@round_once
 def pdist(input: Any, *, p: float = 2) -> Any:
     first, second = np.triu_indices(input.shape[0], 1)
     return norm(input[first] - input[second], p, (1,), False)
@@ -260,7 +260,7 @@ def pdist(input: Any, *, p: float = 2) -> Any:
 
 
 def _running(name: str, function: Callable[..., Any]) -> None:
-    kind = jax_op(title=name.capitalize())(rounded_once(lambda input, *, axis: function(input, axis)))
+    kind = jax_op(title=name.capitalize())(round_once(lambda input, *, axis: function(input, axis)))
 
     @lowers(f"aten.{name}")
     def lowering(input: popxl.Tensor, dim: int, dtype: popxl.dtype | None = None) -> popxl.Tensor:
@@ -283,7 +283,7 @@ def _running_extreme(name: str, is_beyond: Callable[[Any, Any], Any]) -> None:
     def running(input: Any, *, axis: int) -> tuple[Any, Any]:
         numbered = lax.broadcasted_iota(jnp.int32, input.shape, axis)
         _, places = lax.associative_scan(later, (lax.stop_gradient(input), numbered), axis=axis)
-        return jnp.take_along_axis(widened(input), places, axis).astype(input.dtype), places
+        return jnp.take_along_axis(widen(input), places, axis).astype(input.dtype), places
 
     @lowers(f"aten.{name}")
     def lowering(input: popxl.Tensor, dim: int) -> Any:
@@ -330,13 +330,13 @@ def counted(input: Any, weights: Any = None, *, length: int) -> Any:
 
 
 @jax_op("torch.cov")
-@rounded_once
+@round_once
 def cov(input: Any, fweights: Any = None, aweights: Any = None, *, correction: int = 1) -> Any:
     return jnp.cov(input, ddof=correction, fweights=fweights, aweights=aweights)
 
 
 @jax_op("torch.corrcoef")
-@rounded_once
+@round_once
 def corrcoef(input: Any) -> Any:
     return jnp.corrcoef(input)
 
@@ -347,7 +347,7 @@ _NEUTRAL = {"sum": 0, "mean": 0, "prod": 1, "max": -math.inf, "min": math.inf}
 
 
 @jax_op("aten.segment_reduce")
-@rounded_once
+@round_once
 def segment_reduce(
     data: Any,
     lengths: Any = None,

@@ -14,7 +14,7 @@ import numpy as np
 
 import popxl
 from poptorch.lowering.registry import jax_op, lowers
-from popxl.extend.kernels import Taps, computed_once, rounded_once, tapped, transposed, widened
+from popxl.extend.kernels import Taps, apply_taps, materialize, round_once, transposed, widen
 
 # Resized --------------------------------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ def resampled(input: popxl.Tensor, axes: Sequence[Axis]) -> popxl.Tensor:
 def _read(input: Any, *, axes: tuple[Axis, ...]) -> Any:
     if input.dtype == jnp.uint8:
         return _read_bytes(input, axes)
-    out = widened(input)
+    out = widen(input)
     for i, axis in enumerate(axes, input.ndim - len(axes)):
         out = _made_anew(out, i, axis, axis.taps())
     return out.astype(input.dtype)
@@ -113,20 +113,20 @@ def _read_bytes(input: Any, axes: tuple[Axis, ...]) -> Any:
     for i, axis in reversed(list(enumerate(axes, input.ndim - len(axes)))):
         taps = axis.taps()
         if taps[0][1] is None:
-            out = tapped(out, i, taps)
+            out = apply_taps(out, i, taps)
             continue
         largest = max(factor.max() for _, factor in taps)
         steps = 2.0 ** next(bits for bits in range(23) if bits == 22 or int(largest * 2 ** (bits + 1) + 0.5) >= 2**15)
         whole = [
             (position, np.copysign(np.floor(abs(factor) * steps + 0.5), factor) / steps) for position, factor in taps
         ]
-        blended = tapped(out.astype(jnp.float32), i, whole)
+        blended = apply_taps(out.astype(jnp.float32), i, whole)
         out = jnp.clip(jnp.floor(blended + 0.5), 0, 255).astype(jnp.uint8)
     return out
 
 
 def _read_backward(g: Any, *, axes: tuple[Axis, ...]) -> Any:
-    out = widened(g)
+    out = widen(g)
     for i, axis in enumerate(axes, g.ndim - len(axes)):
         out = _made_anew(out, i, axis, transposed(axis.taps(), axis.size))
     return out.astype(g.dtype)
@@ -135,8 +135,8 @@ def _read_backward(g: Any, *, axes: tuple[Axis, ...]) -> Any:
 def _made_anew(t: Any, i: int, axis: Axis, taps: Taps) -> Any:
     """One axis. Each element of the next one reads several of what is blended here: it is not blended for each."""
     if axis.mode in ("nearest", "exact"):
-        return tapped(t, i, taps)
-    return computed_once(lambda t: tapped(t, i, taps), t)
+        return apply_taps(t, i, taps)
+    return materialize(lambda t: apply_taps(t, i, taps), t)
 
 
 _resample_grad = jax_op(title="ResampleGrad")(_read_backward)
@@ -171,7 +171,7 @@ _resizes("_upsample_bicubic", "cubic", 2, antialias=True)
 
 
 @jax_op("aten.grid_sampler_2d", "aten.grid_sampler_3d", title="GridSample")
-@rounded_once
+@round_once
 def grid_sample(input: Any, grid: Any, *, interpolation_mode: int, padding_mode: int, align_corners: bool) -> Any:
     """What an image has at points from -1 to 1 along each axis, the last axis first.
 
@@ -254,7 +254,7 @@ def im2col(input: Any, *, kernel_size: Any, dilation: Any, padding: Any, stride:
 def col2im(input: Any, *, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
     """The transpose: patches are added up where they overlap."""
     channels = input.shape[-2] // math.prod(kernel_size)
-    wide = widened(input)
+    wide = widen(input)
     image = jax.ShapeDtypeStruct((*input.shape[:-2], channels, *output_size), wide.dtype)
     (out,) = jax.linear_transpose(lambda t: _columns(t, kernel_size, dilation, padding, stride), image)(wide)
     return out

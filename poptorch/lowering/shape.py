@@ -21,7 +21,7 @@ from poptorch.lowering.emission import emission
 from poptorch.lowering.operands import Number, axis_of, broadcast, constant_of, promoted, together
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
-from popxl.extend.kernels import rounded_once, widened
+from popxl.extend.kernels import round_once, widen
 
 # Constants ------------------------------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ def diagonal(input: Any, *, offset: int = 0, dim1: int = 0, dim2: int = 1) -> An
 @jax_op(*_view("unfold"))
 def unfold(input: Any, *, dimension: int, size: int, step: int) -> Any:
     """Windows along a dimension, which are laid along a new one, the last."""
-    lines = jnp.atleast_1d(widened(input))
+    lines = jnp.atleast_1d(widen(input))
     axis = dimension % lines.ndim
     count = (lines.shape[axis] - size) // step + 1
     if size == step:  # windows side by side: nothing needs to be looked up
@@ -167,7 +167,7 @@ def _places(size: Sequence[int], stride: Sequence[int], offset: int) -> Any:
 
 @jax_op(title="AsStrided")
 def strided(base: Any, *, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Any:
-    return widened(base).reshape(-1)[_places(size, stride, offset)].astype(base.dtype)
+    return widen(base).reshape(-1)[_places(size, stride, offset)].astype(base.dtype)
 
 
 # Writing through a view -----------------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def stacked(*tensors: Any, axis: int) -> Any:
     return jnp.stack(tensors, axis)
 
 
-repeat = jax_op("aten.repeat", title="Tile")(rounded_once(lambda input, *, repeats: jnp.tile(input, repeats)))
+repeat = jax_op("aten.repeat", title="Tile")(round_once(lambda input, *, repeats: jnp.tile(input, repeats)))
 
 
 @lowers("torch.combinations")
@@ -324,7 +324,7 @@ def pad(input: Any, *, pad: tuple[int, ...], mode: str = "constant", value: Numb
     if mode == "constant":
         return lax.pad(input, jnp.asarray(value or 0, input.dtype), [(*each, 0) for each in ends])
     by_name = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
-    longer = jnp.pad(widened(input), [(max(low, 0), max(high, 0)) for low, high in ends], by_name[mode])
+    longer = jnp.pad(widen(input), [(max(low, 0), max(high, 0)) for low, high in ends], by_name[mode])
     kept = tuple(
         slice(max(-low, 0), size - max(-high, 0)) for (low, high), size in zip(ends, longer.shape, strict=True)
     )

@@ -16,7 +16,7 @@ from poptorch.lowering.operands import Number, axis_of, lined, promoted, togethe
 from poptorch.lowering.reductions import picking
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import dtypes, ops
-from popxl.extend.kernels import rounded_once, widened
+from popxl.extend.kernels import round_once, widen
 
 
 def _ordered(t: popxl.Tensor) -> popxl.Tensor:
@@ -87,7 +87,7 @@ def _even_share(g: Any, input: Any, out: Any) -> Any:
 
 def _of_all(name: str, title: str, find: Callable[[Any], Any]) -> None:
     gradient = {"input": lambda g, input, out: _even_share(g, input, out)}
-    kind = jax_op(title=title, gradient=gradient)(lambda input: input[find(widened(input))])
+    kind = jax_op(title=title, gradient=gradient)(lambda input: input[find(widen(input))])
 
     @lowers(f"aten.{name}.default")
     def lowering(input: popxl.Tensor) -> popxl.Tensor:
@@ -102,7 +102,7 @@ _of_all("nanmedian", "NanMedianOfAll", _nanmedian)
 
 def _quantile(name: str, function: Callable[..., Any]) -> None:
     @jax_op(title=name.capitalize())
-    @rounded_once
+    @round_once
     def quantile(input: Any, q: Any = 0.5, *, axis: int | None, method: str, keepdims: bool) -> Any:
         return function(input, jnp.asarray(q), axis, method=method, keepdims=keepdims)
 

@@ -15,7 +15,7 @@ from poptorch.lowering.elementwise import Function, binary, binary_op, floating,
 from poptorch.lowering.logic import limited
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import OpKind, ops
-from popxl.extend.kernels import rounded_once
+from popxl.extend.kernels import round_once
 from popxl.extend.ops import broadcast, like_first
 
 _OF_FLOATS: dict[str, Function] = {
@@ -51,7 +51,7 @@ unary("special_ndtri", unary_op("ndtri", special.ndtri, gradient={"input": lambd
 unary("special_modified_bessel_i0", unary_op("modified_bessel_i0", special.i0))
 unary("special_modified_bessel_i1", unary_op("modified_bessel_i1", special.i1))
 jax_op("aten.special_spherical_bessel_j0", title="SphericalBesselJ0", shape=like_first)(
-    rounded_once(lambda x: jnp.sinc(x / math.pi))
+    round_once(lambda x: jnp.sinc(x / math.pi))
 )
 
 _i1_slope = unary_op("i1_slope", lambda t: jnp.where(t == 0, 0.5, special.i0(t) - special.i1(t) / t))

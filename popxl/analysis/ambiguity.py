@@ -118,9 +118,9 @@ class _Regions:
 
     def _elements(self, t: Tensor) -> np.ndarray:
         """A number for each element of a tensor: the same number for the same element of storage."""
-        return done(self._numbered(t.origin))
+        return done(self._index_of(t.origin))
 
-    def _numbered(self, t: Tensor) -> Nested[np.ndarray]:
+    def _index_of(self, t: Tensor) -> Nested[np.ndarray]:
         if t not in self._numbers:
             op = t.producer
             if op is None or self._made_of[t] == (t,):
@@ -129,19 +129,19 @@ class _Regions:
             else:  # a view only moves elements, so what it does to values it does to their numbers
                 bases = []
                 for base in op.bases:
-                    bases.append((yield self._numbered(base.origin)))
+                    bases.append((yield self._index_of(base.origin)))
                 numbers = np.asarray(op.apply(bases))
             self._numbers[t] = numbers
         return self._numbers[t]
 
 
 def _ambiguity(graph: Graph, writer: Op, t: Tensor, reader: Op) -> PopxlError:
-    def told(op: Op) -> str:
+    def op_text(op: Op) -> str:
         text = op.source.text
         return f"{op.op_type}.{op.id} ({f'`{text}`, ' if text else ''}{op.source})"
 
     return PopxlError(
-        f"Inplacing ambiguity detected. In {graph.title} the op {told(writer)} changes `{t.path}` in place, and the op "
-        f"{told(reader)} reads the same storage, but nothing says which of the two comes first. Create both inside "
-        "`with popxl.in_sequence():`, or give the later one the result of the earlier one."
+        f"Inplacing ambiguity detected. In {graph.title} the op {op_text(writer)} changes `{t.path}` in place, and the "
+        f"op {op_text(reader)} reads the same storage, but nothing says which of the two comes first. Create both "
+        "inside `with popxl.in_sequence():`, or give the later one the result of the earlier one."
     )

@@ -20,7 +20,7 @@ from popxl.core.aliasing import callees_first
 from popxl.core.tracing import needed as traced
 from popxl.core.tracing import trace
 from popxl.core.traits import is_call
-from popxl.ops.collectives.exchanging import Exchanging
+from popxl.ops.collectives.exchanging import CollectiveBackend
 
 if TYPE_CHECKING:
     from popxl.core.recording import Op
@@ -161,7 +161,7 @@ def communication_of(ir: Ir) -> Communication:
     copies: list[IpuCopy] = []
     needed = _needed_runs(ir.main_graph)
     for graph, turns in runs_of(ir.main_graph).items():
-        added, again = _added(graph), _again(graph)
+        added, again = _added(graph), _repeated_exchanges(graph)
         part_of = {part: each for each in graph.ops for part in each.parts}
         for op in part_of:
             copies += _copied(op, turns, "" if graph is ir.main_graph else graph.name)
@@ -243,7 +243,7 @@ def _needed_runs(main: Graph) -> Counter[Op]:
     return found
 
 
-def _again(graph: Graph) -> set[tuple[Op, int]]:
+def _repeated_exchanges(graph: Graph) -> set[tuple[Op, int]]:
     """The exchanges, by op and position, before which there is one that may be the same: of the same tensors, kind and
     groups, with nothing overwritten in between. The sum that a mean takes is one, for instance."""
     found: set[tuple[Op, int]] = set()
@@ -311,7 +311,7 @@ def _exchanges(op: Op) -> Iterator[tuple[CollectiveKind, int]]:
     yield from group.heard
 
 
-class _Listening(Exchanging):
+class _Listening(CollectiveBackend):
     """A group that exchanges nothing, and notes what it would."""
 
     def __init__(self, count: int, stride: int, size: int) -> None:
@@ -323,30 +323,30 @@ class _Listening(Exchanging):
         return jnp.int32(0)
 
     def members(self, t: Array) -> Array:
-        self._hear("all-gather", self.size, t)
+        self._record("all-gather", self.size, t)
         return jnp.broadcast_to(t, (self.size, *t.shape))
 
     def summed(self, t: Array) -> Array:
-        self._hear("all-reduce", 1, t)
+        self._record("all-reduce", 1, t)
         return t
 
     def extreme(self, t: Array, op: Literal["min", "max"]) -> Array:
-        self._hear("all-reduce", 1, t)
+        self._record("all-reduce", 1, t)
         return t
 
     def scattered(self, rows: Array) -> Array:
-        self._hear("reduce-scatter", 1, rows)
+        self._record("reduce-scatter", 1, rows)
         return rows[: len(rows) // self.size]
 
     def exchanged(self, t: Array) -> Array:
-        self._hear("all-to-all", 1, t)
+        self._record("all-to-all", 1, t)
         return t
 
     def shifted(self, t: Array, distance: int) -> Array:
-        self._hear("collective-permute", 1, t)
+        self._record("collective-permute", 1, t)
         return t
 
-    def _hear(self, kind: CollectiveKind, times: int, t: Array) -> None:
+    def _record(self, kind: CollectiveKind, times: int, t: Array) -> None:
         self.heard.append((kind, times * t.size * t.dtype.itemsize))
 
 

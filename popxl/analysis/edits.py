@@ -99,12 +99,12 @@ class _Content:
         if outputs:
             yield from _differences(graph.title, "output ", self.outputs, now.outputs)
         for i, (name, what) in enumerate(_PARTS.items()):
-            changed = [op for op, parts in self.ops.items() if op in now.ops and not _same(now.ops[op][i], parts[i])]
+            changed = [op for op, parts in self.ops.items() if op in now.ops and not _equal(now.ops[op][i], parts[i])]
             if changed and (outputs or name != "outputs"):
-                yield f"{_some(changed)} has {what}"
+                yield f"{_sample_text(changed)} has {what}"
 
 
-def _same(a: Any, b: Any) -> bool:
+def _equal(a: Any, b: Any) -> bool:
     """Whether a part of an op is what it was: attributes, which may be arrays, if nobody has set them."""
     return a is b or not isinstance(a, Mapping) and a == b
 
@@ -115,12 +115,12 @@ def _differences(title: str, what: str, before: Collection[Any], now: Collection
     gained, lost = [x for x in now if x not in then], [x for x in before if x not in there]
     for verb, things in (("gained", gained), ("lost", lost)):
         if things:
-            yield f"{title} has {verb} {what}{_some(things)}"
+            yield f"{title} has {verb} {what}{_sample_text(things)}"
     if not gained and not lost and [*before] != [*now]:
         yield f"{title} has its {what.strip() or 'op'}s in another order"
 
 
-def _some(things: Sequence[Any]) -> str:
+def _sample_text(things: Sequence[Any]) -> str:
     """Some ops or tensors, of which the first two are shown."""
     shown = ", ".join(f"{x!r} ({x.source})" if isinstance(x, Op) else repr(x) for x in things[:2])
     return f"{shown} and {len(things) - 2} more" if len(things) > 2 else shown

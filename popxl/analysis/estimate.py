@@ -293,12 +293,12 @@ class _Sum:
 def _of_ipu(ir: Ir, ipu: int, cycles: int, hardware: Hardware) -> IpuEstimate:
     """What is on one IPU."""
 
-    def here(t: Tensor) -> int:
+    def on_this_ipu(t: Tensor) -> int:
         return size(t) if (t.location[0] or 0) == ipu else 0
 
     main = ir.main_graph
-    moments, _ = moments_of(main, here)
-    variables, constants = (sum(map(here, found)) for found in (held_variables(main), constants_of(main)))
+    moments, _ = moments_of(main, on_this_ipu)
+    variables, constants = (sum(map(on_this_ipu, found)) for found in (held_variables(main), constants_of(main)))
     temporaries = max((m.held + m.inside for m in moments), default=0)
     memory = variables + constants + temporaries
     return IpuEstimate(

@@ -53,7 +53,7 @@ def own_flops(op: Op) -> Flops:
         return Flops()
     specs = tuple(t.spec for t in op.inputs)
     key = ("flops", op.operands, tuple(op.attributes.items()), specs)
-    return op.kind.remembered(key, lambda: _of(needed(op.on_arrays(), specs, [t.spec for t in op.outputs])[0]))
+    return op.kind.remembered(key, lambda: _trace_flops(needed(op.on_arrays(), specs, [t.spec for t in op.outputs])[0]))
 
 
 def moved(op: Op) -> int:
@@ -86,7 +86,7 @@ _OF_WINDOWS = frozenset("reduce_window_sum reduce_window_max reduce_window_min".
 """Primitives that reduce a window for each element of their result."""
 
 
-def _of(jaxpr: Any) -> Flops:
+def _trace_flops(jaxpr: Any) -> Flops:
     """The operations of a trace."""
     return reduce(Flops.plus, map(_of_equation, jaxpr.eqns), Flops())
 
@@ -109,10 +109,10 @@ def _of_equation(equation: Any) -> Flops:
         return Flops(others=_of_fourier(equation))
     inner = traces_in(equation)
     if name == "cond" and parameters.get("branches_platforms"):  # one thing in several forms, the plain last
-        return _of(inner[-1])
+        return _trace_flops(inner[-1])
     if name == "cond":
-        return max(map(_of, inner), key=lambda flops: flops.total)
-    return Flops().plus(reduce(Flops.plus, map(_of, inner), Flops()), parameters.get("length", 1))
+        return max(map(_trace_flops, inner), key=lambda flops: flops.total)
+    return Flops().plus(reduce(Flops.plus, map(_trace_flops, inner), Flops()), parameters.get("length", 1))
 
 
 def _is_complex(array: Any) -> bool:

@@ -32,29 +32,29 @@ from popxl.graph import Graph
 from popxl.remote_buffer import RemoteBuffer
 from popxl.replica_grouping import ReplicaGrouping
 
-__all__ = ["warn_of_crossing_updates", "warn_of_doubts"]
+__all__ = ["warn_of_crossing_updates", "run_lints"]
 
 # What a value can depend on besides the inputs of its graph. Bits up to `_INPUTS` are for what replicas do not share.
-_MOVES = 1  # something that is not the same in the next run
-_MET = 2  # what other replicas have, or may have put there: whether replicas differ is not known
-_FED = 4  # what the host feeds to each replica
+_PER_RUN = 1  # something that is not the same in the next run
+_REPLICA_REDUCED = 2  # what other replicas have, or may have put there: whether replicas differ is not known
+_PER_REPLICA = 4  # what the host feeds to each replica
 _INPUTS = 64
-_UNKNOWN = _MOVES | _MET
+_UNKNOWN = _PER_RUN | _REPLICA_REDUCED
 
 
-def warn_of_doubts(main: Graph) -> None:
+def run_lints(main: Graph) -> None:
     """Warn of each line of a program that can hardly be meant. Costs a few looks at each op.
 
     Whoever means it switches the warning off: see `popxl.errors.PopxlWarning`.
     """
     program = _Program(main)
-    told: _Told = defaultdict(dict)
+    told: _Reported = defaultdict(dict)
     for run in program.runs.values():
         for op, t in run.lost:
             told[_LOST, op.source][f"`{t.path}` in {run.graph.title}"] = None
         for op, t in run.not_stored:
             told[_NOT_STORED, op.source][f"`{t.path}`"] = None
-        for op, t in run.not_kept:
+        for op, t in run.unused_updates:
             told[_NOT_KEPT, op.source][f"`{t.path}`"] = None
         for op in _named_anew(run.graph):
             told[_NAMED_ANEW, op.source][f"`{op.inputs[0].path}`"] = None
@@ -64,76 +64,76 @@ def warn_of_doubts(main: Graph) -> None:
         told[_DRIFTING, op.source][f"`{v.name}`"] = None
     for found_in, doubt in _misplaced(main):
         told[doubt, SourceLocation.of(user_frame())][found_in] = None
-    _tell(told)
+    _warn(told)
 
 
 def warn_of_crossing_updates(main: Graph) -> None:
     """Warn of variables that are changed on another IPU than the one that reads them, where IPUs are devices."""
-    told: _Told = defaultdict(dict)
+    told: _Reported = defaultdict(dict)
     for v, op in crossing_updates(main):
         told[_CROSSING, op.source][f"`{v.name}`"] = None
-    _tell(told)
+    _warn(told)
 
 
-def _tell(told: _Told) -> None:
+def _warn(told: _Reported) -> None:
     for (doubt, source), found in told.items():
         names = ", ".join([*found][:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
         line = f"`{source.text}`, {source}" if source.text else str(source)
         warn_at(source, doubt.text.format(names=names, line=line), doubt.category)
 
 
-class _Doubt(NamedTuple):
+class Lint(NamedTuple):
     category: type[PopxlWarning]
     text: str
 
 
-_Told = dict[tuple[_Doubt, SourceLocation], dict[str, None]]
+_Reported = dict[tuple[Lint, SourceLocation], dict[str, None]]
 """By doubt and line, the names of what it is about."""
 
 
-_LOST = _Doubt(
+_LOST = Lint(
     LostUpdateWarning,
     "The change of {names} is lost ({line}): the graph takes it by value, and nothing reads it afterwards. Take it "
     "by reference: annotate the parameter with `popxl.TensorByRef`, or pass `by_ref=True`.",
 )
-_NOT_STORED = _Doubt(
+_NOT_STORED = Lint(
     LostUpdateWarning,
     "What was loaded from a remote buffer, {names}, is changed ({line}), and the buffer keeps what it had: nothing "
     "reads or stores it afterwards. Store it, with `ops.remote_store` or a graph that does.",
 )
-_NOT_KEPT = _Doubt(
+_NOT_KEPT = Lint(
     LostUpdateWarning,
     "The change of {names} is lost ({line}): no variable keeps it, and nothing reads it afterwards. Change the "
     "variable itself, or its piece if it is in pieces; or write to it what was computed, with "
     "`ops.var_updates.copy_var_update_(variable, ...)`.",
 )
-_SAME_SLOT = _Doubt(
+_SAME_SLOT = Lint(
     RemoteSlotWarning,
     "Variables have the same slot of a remote buffer: {names}. One value fills it, and those of the others are lost. "
     "Give each a slot of its own: `offset`, or `entry` of `init_remote`.",
 )
-_NO_SLOT = _Doubt(
+_NO_SLOT = Lint(
     RemoteSlotWarning,
     "Variables are in slots that their remote buffers do not have: {names}. Their values never reach the device. Make "
     "`entries` of the buffer larger.",
 )
-_NAMED_ANEW = _Doubt(
+_NAMED_ANEW = Lint(
     LostUpdateWarning,
     "{names} stays as it is, and nothing reads what was computed ({line}): of these operators only `+=` works in "
     "place. Others make a new tensor, for the name on the left alone. Write `x += -y` for `x -= y`; or say what to "
     "write, with `ops.var_updates.copy_var_update_(x, ...)`.",
 )
-_REPEATED = _Doubt(
+_REPEATED = Lint(
     RepeatedSeedWarning,
     "A dropout in {names} drops the same elements in every run ({line}): its seed comes from constants and from "
     "variables that the program does not change. Change the seed in each run (`seed += 1`), or load it from a stream.",
 )
-_CROSSING = _Doubt(
+_CROSSING = Lint(
     CrossingUpdateWarning,
     "{names} is read on one IPU and changed on another ({line}), so that each run copies it there and back. Make the "
     "change within `with popxl.ipu(n):` of the IPU that reads it; the optimisers of popxl_addons do so by themselves.",
 )
-_DRIFTING = _Doubt(
+_DRIFTING = Lint(
     DriftingVariableWarning,
     "Replicas share {names}, and each changes it by a value of its own ({line}), so that it drifts apart. Reduce "
     "that value first, with `ops.collectives.replicated_all_reduce`; or give each replica its own variable, with "
@@ -141,7 +141,7 @@ _DRIFTING = _Doubt(
 )
 
 
-def _misplaced(main: Graph) -> Iterator[tuple[str, _Doubt]]:
+def _misplaced(main: Graph) -> Iterator[tuple[str, Lint]]:
     """Remote variables that have no slot of their own."""
     slots: dict[tuple[RemoteBuffer, int], list[str]] = defaultdict(list)
     for v in main.variables:
@@ -205,7 +205,7 @@ class _Run:
     lost: list[tuple[Op, Tensor]] = field(default_factory=list)
     loaded: set[int] = field(default_factory=set)
     not_stored: list[tuple[Op, Tensor]] = field(default_factory=list)
-    not_kept: list[tuple[Op, Tensor]] = field(default_factory=list)
+    unused_updates: list[tuple[Op, Tensor]] = field(default_factory=list)
 
 
 class _Program:
@@ -223,25 +223,25 @@ class _Program:
         self.run = self.runs[main]
         # What variables are before a run.
         self.first = [
-            self._own(v.replica_grouping) | (0 if writer is None else _MOVES)
+            self._group_bit(v.replica_grouping) | (0 if writer is None else _PER_RUN)
             for v, writer in zip(self.variables, self.run.writers, strict=True)
         ]
 
-    def _own(self, grouping: ReplicaGrouping) -> int:
+    def _group_bit(self, grouping: ReplicaGrouping) -> int:
         """The bit of what replicas of a group share, and others do not."""
         if grouping.num_groups == 1:
             return 0
         if grouping not in self.groupings:
             self.groupings.append(grouping)
-        bit = _FED << (1 + self.groupings.index(grouping))
-        return bit if bit < 1 << _INPUTS else _MET
+        bit = _PER_REPLICA << (1 + self.groupings.index(grouping))
+        return bit if bit < 1 << _INPUTS else _REPLICA_REDUCED
 
     def repeated(self) -> Iterator[Op]:
         """Ops that drop the same elements in each run, of a program whose runs go on from each other."""
         if any(self.run.writers):
             for op, seed in sorted(self.run.masks, key=lambda mask: mask[0].id):
                 again = op.graph.gradient_of is not None  # draws what was drawn
-                if not again and not _with(seed, self.first) & _MOVES:
+                if not again and not _bind(seed, self.first) & _PER_RUN:
                     yield op
 
     def drifting(self) -> Iterator[tuple[Variable, Op]]:
@@ -253,22 +253,22 @@ class _Program:
             meant = v.replica_grouping.group_size == 1 or v.retrieval_mode == "all_replicas"
             if writer is None or meant or self.run.reduced & bit or not self.run.read & bit:
                 continue
-            after = _with(self.run.contents[i], self.first)
-            if not after & _MET and self._differs(after, v.replica_grouping):
+            after = _bind(self.run.contents[i], self.first)
+            if not after & _REPLICA_REDUCED and self._differs(after, v.replica_grouping):
                 yield v, writer
 
     def _differs(self, bits: int, grouping: ReplicaGrouping) -> bool:
         """Whether replicas of a group get different values of what depends on this."""
-        if bits & _FED:
+        if bits & _PER_REPLICA:
             return True
         of = grouping.assignment
         for k, other in enumerate(self.groupings):
-            if bits & _FED << (1 + k) and len({*zip(of, other.assignment, strict=True)}) > grouping.num_groups:
+            if bits & _PER_REPLICA << (1 + k) and len({*zip(of, other.assignment, strict=True)}) > grouping.num_groups:
                 return True
         return False
 
 
-def _with(bits: int, given: Sequence[int]) -> int:
+def _bind(bits: int, given: Sequence[int]) -> int:
     """What depends on inputs, where these depend on what is given for them."""
     found = bits & ((1 << _INPUTS) - 1)
     for i in _positions(bits):
@@ -317,7 +317,7 @@ class _Walk:
         run.writers = [self.writer.get(t) for t in held]
         run.loaded = {i for i, t in enumerate(graph.outputs) if t in self.loaded}
         run.not_stored = [*self.not_stored()]
-        run.not_kept = [*self.not_kept()]
+        run.unused_updates = [*self.unused_updates()]
         if graph.call_sites:
             run.lost = [*self.lost()]
 
@@ -380,10 +380,10 @@ class _Walk:
             same |= self.copies(t)
         if kind.exchange:
             stream = op.attributes.get("stream")
-            bits |= _UNKNOWN if stream is None else _MOVES | (_FED if stream.tensor.nelms > 1 else 0)
+            bits |= _UNKNOWN if stream is None else _PER_RUN | (_PER_REPLICA if stream.tensor.nelms > 1 else 0)
         if kind.between_replicas and op.attributes.get("group_size") != 1:
             self.run.reduced |= same
-            bits |= _MET
+            bits |= _REPLICA_REDUCED
         if kind.drops is not None and op.attributes[kind.drops.ratio]:
             self.run.masks.add((op, self.of(op.inputs[op.operand_names().index(kind.drops.seed)])))
         for i, t in enumerate(op.inputs):
@@ -405,8 +405,8 @@ class _Walk:
             self.enter(op, run, 0, given, same)
             self.touches(op, [i for i in op.modified if run.writers[i] is not None])
             self.loaded |= {op.outputs[i]: None for i in sorted(run.loaded)}
-            contents = [(_with(b, given), _with(s, same)) for b, s in zip(run.contents, run.copied, strict=True)]
-            results = [(_with(b, given), _with(s, same)) for b, s in zip(run.outputs, run.same, strict=True)]
+            contents = [(_bind(b, given), _bind(s, same)) for b, s in zip(run.contents, run.copied, strict=True)]
+            results = [(_bind(b, given), _bind(s, same)) for b, s in zip(run.outputs, run.same, strict=True)]
             for i in op.modified:
                 if (writer := run.writers[i]) is not None:
                     self.writes(op.inputs[i], *contents[i], writer, forgets=True)
@@ -421,7 +421,7 @@ class _Walk:
                 last = first + len(branch.inputs)
                 self.enter(op, run, first, given[first:last], same[first:last])
                 results = [
-                    (b | _with(bits, given[first:last]), s | _with(copied, same[first:last]))
+                    (b | _bind(bits, given[first:last]), s | _bind(copied, same[first:last]))
                     for (b, s), bits, copied in zip(results, run.outputs, run.same, strict=False)
                 ]
         for t, (bits, copied) in zip(op.outputs, results, strict=False):
@@ -432,8 +432,8 @@ class _Walk:
         for i in _positions(run.read):
             if 0 <= i + first < len(op.inputs):
                 self.reads(op.inputs[i + first])
-        self.run.reduced |= _with(run.reduced, same) & ~_UNKNOWN
-        self.run.masks |= {(mask, _with(seed, given)) for mask, seed in run.masks}
+        self.run.reduced |= _bind(run.reduced, same) & ~_UNKNOWN
+        self.run.masks |= {(mask, _bind(seed, given)) for mask, seed in run.masks}
 
     def loop(self, op: Op, given: list[int], same: list[int]) -> list[tuple[int, int]]:
         """A loop, of as many turns as anything can make a difference. Returns what its results are."""
@@ -444,17 +444,17 @@ class _Walk:
         self.touches(op, written)
         if not loop.turns:
             return [*zip(given[:carried], same[:carried], strict=True)] + [(0, 0)] * (len(op.outputs) - carried)
-        turn, copied = [_MOVES] * own_inputs + given, [0] * own_inputs + same
+        turn, copied = [_PER_RUN] * own_inputs + given, [0] * own_inputs + same
         while True:
             before = (turn, copied)
             turn, copied = [*turn], [*copied]
             for k in range(carried):
                 # Each turn may get another one, so a seed is not the same for good: all of training may be one run.
-                turn[own_inputs + k] |= _with(run.outputs[own_outputs + k], before[0]) | _MOVES
-                copied[own_inputs + k] |= _with(run.same[own_outputs + k], before[1])
+                turn[own_inputs + k] |= _bind(run.outputs[own_outputs + k], before[0]) | _PER_RUN
+                copied[own_inputs + k] |= _bind(run.same[own_outputs + k], before[1])
             for i in written:
-                turn[i + own_inputs] |= _with(run.contents[i + own_inputs], before[0]) | _MOVES
-                copied[i + own_inputs] |= _with(run.copied[i + own_inputs], before[1])
+                turn[i + own_inputs] |= _bind(run.contents[i + own_inputs], before[0]) | _PER_RUN
+                copied[i + own_inputs] |= _bind(run.copied[i + own_inputs], before[1])
             if (turn, copied) == before:
                 break
         self.enter(op, run, -own_inputs, turn, copied)
@@ -463,7 +463,7 @@ class _Walk:
             self.writes(op.inputs[i], turn[at], copied[at], run.writers[at] or op, forgets=True)
         results = [*zip(turn, copied, strict=True)][own_inputs : own_inputs + carried]
         stacked = zip(run.outputs[own_outputs + carried :], run.same[own_outputs + carried :], strict=True)
-        return results + [(_with(b, turn), _with(s, copied)) for b, s in stacked]
+        return results + [(_bind(b, turn), _bind(s, copied)) for b, s in stacked]
 
     def not_stored(self) -> Iterator[tuple[Op, Tensor]]:
         """Copies of slots that are changed last of all, and go nowhere."""
@@ -473,7 +473,7 @@ class _Walk:
             if op is not None and changed and t not in returned:
                 yield op, t
 
-    def not_kept(self) -> Iterator[tuple[Op, Tensor]]:
+    def unused_updates(self) -> Iterator[tuple[Op, Tensor]]:
         """Constants and what this graph computes that an op of it changes last of all, and that go nowhere.
 
         Not where graphs are called that do so: they may keep what only they need, such as the number of a slot.

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from popxl.base.source import warn_at
-from popxl.core.aliasing import all_parts, callees_first, reachable
+from popxl.core.aliasing import callees_first, lowered_ops, reachable
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
 from popxl.errors import UnusedTransferWarning
@@ -36,7 +36,7 @@ def unread_streams(main: Graph) -> set[Stream]:
     """The streams that a graph loads from, and of which nobody looks at what is loaded."""
     read = {t for graph in reachable(main) for t in graph.outputs}
     loads: dict[Stream, list[Tensor]] = {}
-    for op in all_parts(main):
+    for op in lowered_ops(main):
         loads_from = op.attributes["stream"] if op.kind.exchange == "stream" and op.outputs else None
         if loads_from is None:
             read.update(op.inputs)
@@ -58,7 +58,7 @@ def warn_of_unused_transfers(ir: Ir) -> None:
     counts = transfers_of(main)
     needed = max((count for stream, count in counts.items() if not stream.has_own_transfers), default=0)
     users: dict[Stream, Op] = {}
-    for op in all_parts(main):
+    for op in lowered_ops(main):
         if op.kind.exchange == "stream":
             users.setdefault(op.attributes["stream"], op)
     for stream, count in counts.items():

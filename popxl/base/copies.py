@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn, Self, SupportsIndex
 
 
-class NoCopies:
+class NotCopyable:
     """Is, or stands in, a program or a session: a copy would be in none."""
 
     __slots__ = ()
@@ -18,7 +18,7 @@ class NoCopies:
         )
 
 
-class CopiedAsItself(NoCopies):
+class CopyIsSelf(NotCopyable):
     """A name for something in a program: the same in a copy, also a deep one, of what holds it."""
 
     __slots__ = ()

@@ -66,33 +66,33 @@ class Logger:
                 return _number(levels[name], f"{path}, named by POPART_LOG_CONFIG: the level of {name!r}")
         return _number(os.environ.get("POPART_LOG_LEVEL") or "WARN", "The environment variable POPART_LOG_LEVEL")
 
-    def _say(self, level: str, message: str) -> None:
+    def _write(self, level: str, message: str) -> None:
         if self.shows(level):
             self._logger.log(LEVELS[level], "%s", message)
 
     def trace(self, message: str) -> None:
         """Say something of the level `TRACE`: steps within steps."""
-        self._say("TRACE", message)
+        self._write("TRACE", message)
 
     def debug(self, message: str) -> None:
         """Say something of the level `DEBUG`: what is done and why."""
-        self._say("DEBUG", message)
+        self._write("DEBUG", message)
 
     def info(self, message: str) -> None:
         """Say something of the level `INFO`."""
-        self._say("INFO", message)
+        self._write("INFO", message)
 
     def warn(self, message: str) -> None:
         """Say something of the level `WARN`: it goes on, and may not be what was meant."""
-        self._say("WARN", message)
+        self._write("WARN", message)
 
     def error(self, message: str) -> None:
         """Say something of the level `ERR`."""
-        self._say("ERR", message)
+        self._write("ERR", message)
 
     def critical(self, message: str) -> None:
         """Say something of the level `CRITICAL`."""
-        self._say("CRITICAL", message)
+        self._write("CRITICAL", message)
 
 
 def _number(level: object, what: str) -> int:

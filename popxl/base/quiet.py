@@ -14,13 +14,13 @@ from importlib.util import find_spec
 _FOR_INFORMATION = re.compile(r"I\d{4} |WARNING: All log messages before absl::InitializeLog")
 
 
-def is_more(line: str) -> bool:
+def is_warning(line: str) -> bool:
     """Whether a line says more than what is going on: warnings and errors do."""
     return _FOR_INFORMATION.match(line) is None
 
 
 @contextmanager
-def quiet(shows: Callable[[str], object] = lambda line: False) -> Iterator[None]:
+def silence_stderr(shows: Callable[[str], object] = lambda line: False) -> Iterator[None]:
     """Keep what is written to the file of standard error while the block lasts.
 
     Args:
@@ -51,7 +51,7 @@ def quiet(shows: Callable[[str], object] = lambda line: False) -> Iterator[None]
 def import_jax() -> None:
     """Import JAX, if nobody has. With it come its plugins, and some say at length that they have nothing to do."""
     if "jax" not in sys.modules and find_spec("jax_plugins") is not None:
-        with quiet(is_more):
+        with silence_stderr(is_warning):
             import_module("jax")
 
 

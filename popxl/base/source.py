@@ -93,7 +93,7 @@ def _module_is_ours(module: str) -> bool:
     return known
 
 
-def _outside(frame: FrameType) -> FrameType:
+def _user_frame_above(frame: FrameType) -> FrameType:
     """The innermost frame, from this one on, that is not ours."""
     while frame.f_back is not None and _module_is_ours(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
@@ -107,10 +107,10 @@ def user_line(frame: FrameType, further: int) -> tuple[CodeType, int]:
         frame: where to begin.
         further: how many more frames that are not ours to pass over.
     """
-    frame = _outside(frame)
+    frame = _user_frame_above(frame)
     for _ in range(further):
         if frame.f_back is not None:
-            frame = _outside(frame.f_back)
+            frame = _user_frame_above(frame.f_back)
     return frame.f_code, frame.f_lineno
 
 

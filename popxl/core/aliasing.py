@@ -44,7 +44,7 @@ def reachable(graph: Graph) -> tuple[Graph, ...]:
     return tuple(found)
 
 
-def all_parts(graph: Graph) -> Iterator[Op]:
+def lowered_ops(graph: Graph) -> Iterator[Op]:
     """The ops that are carried out when a graph is run, calls included: those of each graph once, none of which stands
     for several."""
     return (part for each in reachable(graph) for op in each.ops for part in op.parts)
@@ -119,11 +119,11 @@ def by_reference(op: Op) -> frozenset[int]:
 def shares_by_reference(op: Op) -> bool:
     """Whether an op passes to a graph by reference what lies in the same storage, wholly or in part."""
     by_ref = by_reference(op)
-    parts = [_made_of(op.inputs[i]) for i in by_ref] if len(by_ref) > 1 else []
+    parts = [_base_storages(op.inputs[i]) for i in by_ref] if len(by_ref) > 1 else []
     return sum(map(len, parts)) > len(set[Tensor]().union(*parts))
 
 
-def _made_of(t: Tensor) -> set[Tensor]:
+def _base_storages(t: Tensor) -> set[Tensor]:
     """The tensors whose storage a tensor is made of."""
     found: set[Tensor] = set()
     waiting = [t]

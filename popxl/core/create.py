@@ -96,10 +96,10 @@ def variable(
     shape = array.shape if grouping.num_groups == 1 else array.shape[1:]
     t: Variable = graph.new_tensor(name, TensorSpec(shape, dtype or dtype_.as_dtype(array)), Variable)
     t.data = array
-    return _settled(t, grouping, retrieval_mode)
+    return _configure_variable(t, grouping, retrieval_mode)
 
 
-def _settled(t: Variable, grouping: ReplicaGrouping, retrieval_mode: str | None) -> Variable:
+def _configure_variable(t: Variable, grouping: ReplicaGrouping, retrieval_mode: str | None) -> Variable:
     """A new variable with all that it has besides a value."""
     t.replica_grouping = grouping
     t.retrieval_mode = retrieval_mode or "one_per_group"
@@ -134,7 +134,7 @@ def _described(
     initial.check_held_by(spec.dtype, "variable: `data`")
     t: Variable = graph.new_tensor(name, spec, Variable)
     t.begins_with(initial)
-    return _settled(t, grouping, retrieval_mode)
+    return _configure_variable(t, grouping, retrieval_mode)
 
 
 def _numbers(
@@ -151,13 +151,13 @@ def _numbers(
     if dtype is None and downcast and log2_scale is None and nan_on_overflow is None:
         wide = as_array(data)
         if wide.size and wide.dtype in downcast_np_dtypes:
-            fitting = _fitted(wide, downcast_np_dtypes[wide.dtype], what)
+            fitting = _cast_or_warn(wide, downcast_np_dtypes[wide.dtype], what)
             if fitting is not None:
                 return fitting
     return to_numpy(data, dtype, downcast, copy=copy, log2_scale=log2_scale, nan_on_overflow=nan_on_overflow)
 
 
-def _fitted(array: np.ndarray, target: np.dtype[Any], what: str) -> np.ndarray | None:
+def _cast_or_warn(array: np.ndarray, target: np.dtype[Any], what: str) -> np.ndarray | None:
     """Numbers in a dtype that nobody has asked for; `None`, and a warning, if they do not fit."""
     try:
         return narrowed(array, target, what)
@@ -170,7 +170,7 @@ def warn_of_narrowed(array: np.ndarray, dtype: dtype_, what: str) -> None:
     """Warn of numbers that do not fit a dtype, which nobody has asked for. They are cast as NumPy does it."""
     target = dtype.as_numpy()
     if array.dtype != target and kind_of(array.dtype) in "iuf" and kind_of(target) in "iuf":
-        _fitted(array, target, what)
+        _cast_or_warn(array, target, what)
 
 
 def operand_beside(t: Tensor, data: HostScalarTensor) -> Constant:

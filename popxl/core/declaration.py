@@ -31,6 +31,7 @@ from popxl.core.traits import (
     VJP,
     BetweenReplicas,
     Colocated,
+    Composite,
     Drops,
     Effect,
     Exchange,
@@ -41,7 +42,6 @@ from popxl.core.traits import (
     RealOnly,
     Requirement,
     Runs,
-    StandsFor,
     Trait,
     View,
 )
@@ -144,7 +144,7 @@ class OpKind:
         self.overwrites: Overwrites | None = known.get(Overwrites)
         self.runs: Runs | None = known.get(Runs)
         self.graphs = () if self.runs is None else self.runs.graphs  # names of the attributes that hold graphs
-        self.stands_for: StandsFor | None = known.get(StandsFor)
+        self.stands_for: Composite | None = known.get(Composite)
         self.placed: Placed | None = known.get(Placed)
         self.effect = Effect in known
         self.exchange: str = known[Exchange].attribute if Exchange in known else ""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from popxl.core.recording import Op
     from popxl.graph import Graph
 
-__all__ = ["Needs", "dependencies", "used_outside"]
+__all__ = ["Needs", "dependencies", "external_resources"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def dependencies(graph: Graph) -> dict[Op, Needs]:
         for s, writes in touched:
             data |= {writer[s]} if s in writer else set()
             data |= readers[s] if writes else set()
-        outside = set(used_outside(op))
+        outside = set(external_resources(op))
         order = {known[id] for id in op.after} | {last[thing] for thing in outside if thing in last}
         needs[op] = Needs(frozenset(data), frozenset(order))
         for s, writes in touched:
@@ -67,7 +67,7 @@ def dependencies(graph: Graph) -> dict[Op, Needs]:
     return needs
 
 
-def used_outside(op: Op) -> Iterator[object]:
+def external_resources(op: Op) -> Iterator[object]:
     """What an op, or one in a graph that it runs, uses outside of the program's tensors."""
     called = dict.fromkeys(graph for callee in op.called_graphs for graph in reachable(callee))
     for each in (op, *(inner for graph in called for inner in graph.ops)):

@@ -66,7 +66,7 @@ def replace(graph: Graph, ops: Sequence[Op], by: Callable[..., Any]) -> None:
                     callee.call_sites.remove(op)
             graph.ops, graph._tensors = as_it_was, tensors
             raise
-        _put_in_place(graph, start, ops, graph.ops[count:], dict(zip(results, outputs, strict=True)))
+        _splice(graph, start, ops, graph.ops[count:], dict(zip(results, outputs, strict=True)))
 
 
 def _replaceable(graph: Graph, ops: Sequence[Op]) -> tuple[int, list[Tensor], list[Tensor]]:
@@ -101,9 +101,7 @@ def _check_replacement(
                 raise PopxlError(f"replace: {op!r} needs {t!r}, which is made later in {graph.title}.")
 
 
-def _put_in_place(
-    graph: Graph, start: int, old: Sequence[Op], new: Sequence[Op], given: Mapping[Tensor, Tensor]
-) -> None:
+def _splice(graph: Graph, start: int, old: Sequence[Op], new: Sequence[Op], given: Mapping[Tensor, Tensor]) -> None:
     """Put new ops, which are the last ones so far, where old ones are; they make the tensors `given` instead."""
     for op in new:
         inputs, outputs = (tuple(given.get(t, t) for t in ts) for ts in (op.inputs, op.outputs))

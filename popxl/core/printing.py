@@ -77,11 +77,11 @@ def page(graph: Graph) -> Page:
     """
     _, *called = reachable(graph)
     more = [f"and {len(called) - LONGEST} more graphs"] if len(called) > LONGEST else []
-    shown = [Listing(_counted(each), definition(each), each is graph) for each in (graph, *called[:LONGEST])]
+    shown = [Listing(_number_calls(each), definition(each), each is graph) for each in (graph, *called[:LONGEST])]
     return Page(graph.title, [*shown, *more])
 
 
-def _counted(graph: Graph) -> str:
+def _number_calls(graph: Graph) -> str:
     return f"{graph.name or 'main graph'}: {len(graph.ops)} op{'s' * (len(graph.ops) != 1)}"
 
 

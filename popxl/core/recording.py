@@ -129,13 +129,13 @@ class Op:
             return self.location
         return (self.attributes[self.kind.ipus][self.outputs.index(t)], self.location[1])
 
-    def left_at(self, t: Tensor) -> Location:
+    def actual_location(self, t: Tensor) -> Location:
         """Where one of the results really is: of a call or loop of a graph on several IPUs, where that leaves it."""
         if self.kind.runs is None or self.kind.runs.chooses:
             return self.location_of(t)
         (run,) = self.runs
         inner = run.outputs[self.outputs.index(t)].origin
-        inside = inner.location if inner.producer is None else inner.producer.left_at(inner)
+        inside = inner.location if inner.producer is None else inner.producer.actual_location(inner)
         return inside if self._goes_to(inside) else self.location
 
     def read_elsewhere(self) -> tuple[bool, ...]:
@@ -208,7 +208,7 @@ class Op:
         """Whether the op gains a result for each output that its graph gains."""
         return self.kind.runs is not None and self.kind.runs.gains is not None
 
-    def gain_output(self, output: Tensor) -> None:
+    def add_result_for(self, output: Tensor) -> None:
         """Add a result for an output that the op's graph has gained, if the op returns these."""
         if not self.gains:
             return
@@ -321,9 +321,9 @@ def check_colocated(names: Sequence[str], tensors: Sequence[Tensor], which: tupl
             place = t.location[part]
             if place is None or (which is not None and name not in which):
                 continue
-            if first is None or (first[2] != place and not first[1].is_surely_there):
+            if first is None or (first[2] != place and not first[1].has_certain_location):
                 first = (name, t, place)
-            elif first[2] != place and t.is_surely_there:
+            elif first[2] != place and t.has_certain_location:
                 raise ValueError(
                     f"The tensors `{first[0]}` and `{name}` are located on different {what}: "
                     f"{getattr(first[1], shown)} and {getattr(t, shown)}. Copy one of them first (`ops.ipu_copy`, "

@@ -18,7 +18,7 @@ from popxl.remote_buffer import RemoteBuffer
 from popxl.replica_grouping import sharing_of
 from popxl.tensorlocation import LocationInfo
 from popxl.values.shapes import integer, integers
-from popxl.values.sharding import piece_length
+from popxl.values.sharding import shard_length
 
 if TYPE_CHECKING:
     from popxl.core.tensor import HostScalarTensor
@@ -74,7 +74,7 @@ def remote_variable(
         ...     t = ops.remote_load(buffer, 0)
         ...     ops.remote_store(buffer, 0, t + 1)
     """
-    place = _place("remote_variable", remote_buffer, offset, sharded=False)
+    place = _buffer_slot("remote_variable", remote_buffer, offset, sharded=False)
     v = variable(data, dtype, name, downcast, replica_grouping, retrieval_mode, log2_scale, nan_on_overflow)
     v.location_info = place
     return v
@@ -129,7 +129,7 @@ def replica_sharded_buffer(
             f"replica_sharded_buffer: `shape` is {tuple(shape)}, which leaves a scalar for each group of "
             f"{grouping!r}; a scalar cannot be cut. Use `popxl.remote_buffer`."
         )
-    buffer = RemoteBuffer((piece_length(whole, count),), dtype, entries)
+    buffer = RemoteBuffer((shard_length(whole, count),), dtype, entries)
     buffer.meta_shape, buffer.shard_over = whole, count
     return buffer
 
@@ -169,7 +169,7 @@ def remote_replica_sharded_variable(
     """
     what = "remote_replica_sharded_variable"
     _check_several_replicas(what)
-    place = _place(what, remote_buffer, offset, sharded=True)
+    place = _buffer_slot(what, remote_buffer, offset, sharded=True)
     v = variable(data, dtype, name, downcast, replica_grouping, retrieval_mode, log2_scale, nan_on_overflow)
     if remote_buffer.meta_shape not in ((), v.shape):
         v.graph.forget(v)
@@ -227,12 +227,12 @@ def replica_sharded_variable(
     v.location_info = LocationInfo(buffer, 0, sharded=True)
     v.piece = v.graph.new_tensor(f"{v.name}_rts_remote_loaded", buffer.spec, scoped=False)
     here = get_current_context()
-    v.kept_at(here.ipu_id, here.io_tile_set)
+    v.set_location(here.ipu_id, here.io_tile_set)
     v.piece.bound_to(v)  # so it is where the variable is
     return v, v.piece
 
 
-def _place(what: str, buffer: Any, offset: int, sharded: bool) -> LocationInfo:
+def _buffer_slot(what: str, buffer: Any, offset: int, sharded: bool) -> LocationInfo:
     if not isinstance(buffer, RemoteBuffer):
         raise TypeError(f"{what}: `remote_buffer` must be a RemoteBuffer; got {buffer!r} ({type(buffer).__name__}).")
     buffer.check_belongs_to(get_current_context().ir, what)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 
-from popxl.base.copies import CopiedAsItself
+from popxl.base.copies import CopyIsSelf
 from popxl.core import refused_conversions
 from popxl.errors import PopxlError, UndefinedValue
 from popxl.tensorlocation import ON_DEVICE, LocationInfo, TileSet
@@ -36,7 +36,7 @@ else:
 Location = tuple[int | None, bool | None]
 
 
-class Tensor(CopiedAsItself, Operators):
+class Tensor(CopyIsSelf, Operators):
     """A value in a graph. Tensors are made by ops, by graph inputs, and by `popxl.variable` and `popxl.constant`.
 
     Two tensors are equal only if they are the same tensor; to compare their elements use `ops.equal`.
@@ -203,13 +203,13 @@ class Tensor(CopiedAsItself, Operators):
         return self._used_at
 
     @property
-    def is_surely_there(self) -> bool:
+    def has_certain_location(self) -> bool:
         """Whether its `location` is not that of a call or loop whose graph, on several IPUs, has it elsewhere."""
         op = self.producer
         if op is not None:
-            return op.left_at(self) == op.location_of(self)
+            return op.actual_location(self) == op.location_of(self)
         bound = None if self._bound is None else self._bound()
-        return not self.is_read_elsewhere if bound is None else bound.is_surely_there
+        return not self.is_read_elsewhere if bound is None else bound.has_certain_location
 
     @property
     def ipu(self) -> int:
@@ -248,7 +248,7 @@ class Tensor(CopiedAsItself, Operators):
         """The lowest of the locations of the ops that use it; each part is `None` if none does, or an op makes it."""
         return self._used_at
 
-    def kept_at(self, ipu: int | None, io_tiles: bool | None) -> None:
+    def set_location(self, ipu: int | None, io_tiles: bool | None) -> None:
         """Note where the tensor is, whichever ops use it."""
         self._used_at = (ipu, io_tiles)
 

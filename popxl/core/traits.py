@@ -36,7 +36,7 @@ __all__ = [
     "Requirement",
     "Run",
     "Runs",
-    "StandsFor",
+    "Composite",
     "Trait",
     "View",
 ]
@@ -245,7 +245,7 @@ class RealOnly(Trait):
 
 
 @dataclass(frozen=True)
-class StandsFor(Trait):
+class Composite(Trait):
     """The op stands for several, which are carried out together; operands may be anywhere.
 
     Attributes:

@@ -3,23 +3,23 @@
 An op with the trait `BetweenReplicas` is lowered with a `Group`, whose methods gather, reduce and shift arrays.
 
 Example:
-    >>> from popxl.extend.collectives import piece_length
-    >>> piece_length((5,), 2)  # elements of each of 2 shards
+    >>> from popxl.extend.collectives import shard_length
+    >>> shard_length((5,), 2)  # elements of each of 2 shards
     3
 """
 
 from popxl.ops.collectives.collectives import OP_MAP, members, to_collective_op
 from popxl.ops.collectives.group import Group
 from popxl.ops.collectives.replicated import all_gather_kind, reduce_scatter_kind
-from popxl.values.sharding import piece_count, piece_length
+from popxl.values.sharding import shard_count, shard_length
 
 __all__ = [
     "Group",
     "OP_MAP",
     "all_gather_kind",
     "members",
-    "piece_count",
-    "piece_length",
+    "shard_count",
+    "shard_length",
     "reduce_scatter_kind",
     "to_collective_op",
 ]

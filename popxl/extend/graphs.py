@@ -18,7 +18,7 @@ from popxl.core.printing import schedule
 from popxl.core.traits import is_call
 from popxl.ops.call import call_kind
 from popxl.ops.host import host_call_kind
-from popxl.ops.repeat import EXTRA_INPUTS, left_on, loop_kind
+from popxl.ops.repeat import EXTRA_INPUTS, final_ipu, loop_kind
 from popxl.transforms.autodiff import leading_to
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
     "is_call",
     "is_input",
     "leading_to",
-    "left_on",
+    "final_ipu",
     "loop_kind",
     "own_flops",
     "reachable",

@@ -11,16 +11,16 @@ Example:
     >>> Cube = popxl.OpKind("Cube", lambda x: cube(x))
 """
 
-from popxl.ops.attention import attended, attended_backward, attention_specs
+from popxl.ops.attention import attended, attention_backward, attention_specs
 from popxl.ops.complex import conjugate
 from popxl.ops.kernels import products, sums
-from popxl.ops.kernels.elements import computed_once, of_elements, over_images, room
+from popxl.ops.kernels.elements import materialize, of_elements, room, spatial
 from popxl.ops.kernels.kernel import Kernel
 from popxl.ops.kernels.windows import first_largest, first_largest_gradient
 from popxl.ops.kernels.words import derived
-from popxl.ops.precision import rounded_once, wide_dtype, widened
+from popxl.ops.precision import round_once, wide_dtype, widen
 from popxl.ops.random import drawn
-from popxl.ops.resample import Taps, tapped, transposed
+from popxl.ops.resample import Taps, apply_taps, transposed
 from popxl.ops.var_updates.factors import number
 from popxl.ops.windows import Windows
 
@@ -29,9 +29,9 @@ __all__ = [
     "Taps",
     "Windows",
     "attended",
-    "attended_backward",
+    "attention_backward",
     "attention_specs",
-    "computed_once",
+    "materialize",
     "conjugate",
     "derived",
     "drawn",
@@ -39,13 +39,13 @@ __all__ = [
     "first_largest_gradient",
     "number",
     "of_elements",
-    "over_images",
+    "spatial",
     "products",
     "room",
-    "rounded_once",
+    "round_once",
     "sums",
-    "tapped",
+    "apply_taps",
     "transposed",
     "wide_dtype",
-    "widened",
+    "widen",
 ]

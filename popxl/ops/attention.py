@@ -80,17 +80,17 @@ class _Blocks:
 
     def row(self, t: Any, i: Any) -> Any:
         """A block of what there is for each query."""
-        return _cut(t, 3, i, self.rows)
+        return _get_block(t, 3, i, self.rows)
 
     def column(self, t: Any, j: Any) -> Any:
         """A block of what there is for each key."""
-        return _cut(t, 2, j, self.columns)
+        return _get_block(t, 2, j, self.columns)
 
     def scores(self, i: Any, j: Any) -> Any:
         """How much queries agree with keys; minus infinity, where they do not see them."""
         s = self.product("bhgqd,bhkd->bhgqk", self.row(self.q, i), self.column(self.k, j)) * self.scale
         if self.mask is not None:
-            mask = _cut(self.row(self.mask, i), 4, j, self.columns)
+            mask = _get_block(self.row(self.mask, i), 4, j, self.columns)
             s = jnp.where(mask, s, -jnp.inf) if mask.dtype == jnp.bool_ else s + mask.astype(s.dtype)
         place = j * self.columns + jnp.arange(self.columns)
         if self.causal:
@@ -151,11 +151,11 @@ def _padded(t: Any, axis: int, block: int, fill: float = 0) -> Any:
     return jnp.pad(t, [(0, more if d == axis else 0) for d in range(t.ndim)], constant_values=fill) if more else t
 
 
-def _cut(t: Any, axis: int, i: Any, block: int) -> Any:
+def _get_block(t: Any, axis: int, i: Any, block: int) -> Any:
     return t if t.shape[axis] in (1, block) else lax.dynamic_slice_in_dim(t, i * block, block, axis)
 
 
-def _put(t: Any, block: Any, axis: int, i: Any) -> Any:
+def _set_block(t: Any, block: Any, axis: int, i: Any) -> Any:
     size = block.shape[axis]
     return block if t.shape[axis] == size else lax.dynamic_update_slice_in_dim(t, block, i * size, axis)
 
@@ -179,7 +179,7 @@ def attended(queries: Any, keys: Any, values: Any, mask: Any, seed: Any, **how: 
         (some,) = blocks.dropped(i, j, weights)
         more = blocks.product("bhgqk,bhkv->bhgqv", some, blocks.column(blocks.v, j))
         news = mixed * shrunk + more, higher, total * shrunk + summed(weights, (4,), keepdims=True)
-        return tuple(_put(t, new, 3, i) for t, new in zip(state, news, strict=True))
+        return tuple(_set_block(t, new, 3, i) for t, new in zip(state, news, strict=True))
 
     start = blocks.filled(values.shape[-1]), blocks.filled(1, -math.inf), blocks.filled(1)
     mixed, top, total = (t[..., : blocks.length, :] for t in blocks.over(step, start))
@@ -190,7 +190,7 @@ def attended(queries: Any, keys: Any, values: Any, mask: Any, seed: Any, **how: 
 
 
 @Kernel
-def attended_backward(
+def attention_backward(
     g: Any,
     queries: Any,
     keys: Any,
@@ -214,8 +214,8 @@ def attended_backward(
         to_q = blocks.product("bhgqk,bhkd->bhgqd", ds, blocks.column(blocks.k, j))
         to_k = blocks.product("bhgqk,bhgqd->bhkd", ds, blocks.row(blocks.q, i))
         to_v = blocks.product("bhgqk,bhgqv->bhkv", some, g_i)
-        dq = _put(dq, blocks.row(dq, i) + to_q, 3, i)
-        return dq, *(_put(t, blocks.column(t, j) + more, 2, j) for t, more in ((dk, to_k), (dv, to_v)))
+        dq = _set_block(dq, blocks.row(dq, i) + to_q, 3, i)
+        return dq, *(_set_block(t, blocks.column(t, j) + more, 2, j) for t, more in ((dk, to_k), (dv, to_v)))
 
     start = tuple(room(t.shape, 0, blocks.wide, after=g) for t in (blocks.q, blocks.k, blocks.v))
     dq, dk, dv = blocks.over(step, start)
@@ -224,7 +224,7 @@ def attended_backward(
 
 
 def attended_backward_anew(*known: Any, is_part: bool = False, **how: Any) -> tuple[Any, Any, Any]:
-    """`attended_backward` that has nothing in common with the forward pass, unless that is little.
+    """`attention_backward` that has nothing in common with the forward pass, unless that is little.
 
     XLA would keep what both compute: all scores of a block, in float32, and what was rounded to the result. Behind a
     barrier it keeps what the program does, and waits for the incoming gradient with the rest.
@@ -233,7 +233,7 @@ def attended_backward_anew(*known: Any, is_part: bool = False, **how: Any) -> tu
     operands = sum(t.size * t.dtype.itemsize for t in (queries, keys, values, out))
     if 2 * 4 * logs.size * keys.shape[-2] > operands:
         known, is_part = lax.optimization_barrier(known), True
-    return attended_backward.plain(*known, is_part=is_part, **how)
+    return attention_backward.plain(*known, is_part=is_part, **how)
 
 
 def _slopes(
@@ -273,7 +273,7 @@ def _mask_pullback(
     def step(dm: Any, i: Any, j: Any) -> Any:
         rows = blocks.row(dm, i)
         more = summed(slopes(i, j)[1], alike, keepdims=True)
-        return _put(dm, _put(rows, _cut(rows, 4, j, blocks.columns) + more, 4, j), 3, i)
+        return _set_block(dm, _set_block(rows, _get_block(rows, 4, j, blocks.columns) + more, 4, j), 3, i)
 
     dm = blocks.over(step, room(blocks.mask.shape, 0, blocks.wide, after=g))
     shape = (1,) * (len(blocks.batch) + 3 - mask.ndim) + mask.shape
@@ -348,7 +348,7 @@ _attention = OpKind(
 _attention_grad = OpKind(
     "AttentionGrad",
     lambda g, queries, keys, values, out, logs, mask=None, seed_tensor=None, *, causal, scale, dropout: (
-        attended_backward(
+        attention_backward(
             g, queries, keys, values, out, logs, mask, seed_tensor, causal=causal, scale=scale, dropout=dropout
         )
     ),

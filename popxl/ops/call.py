@@ -67,11 +67,11 @@ class CallSiteInfo:
 
     def parent_input(self, idx: int) -> Tensor:
         """The input of the op at a parent index. `IndexError` if there is none."""
-        return _at(self.op.inputs, idx - self._first_input, "input", idx)
+        return _tensor_at(self.op.inputs, idx - self._first_input, "input", idx)
 
     def parent_output(self, idx: int) -> Tensor:
         """The output of the op at a parent index. `IndexError` if there is none."""
-        return _at(self.op.outputs, idx, "output", idx)
+        return _tensor_at(self.op.outputs, idx, "output", idx)
 
     def graph_to_parent_input_index(self, idx: int) -> int:
         """The parent index of a graph input."""
@@ -143,7 +143,7 @@ class CallSiteInfo:
         return f"{type(self).__name__}[{self.op!r} of {called}]"
 
 
-def _at(tensors: tuple[Tensor, ...], position: int, what: str, idx: int) -> Tensor:
+def _tensor_at(tensors: tuple[Tensor, ...], position: int, what: str, idx: int) -> Tensor:
     if not 0 <= position < len(tensors):
         raise IndexError(f"This call has no {what} {idx}; it has {len(tensors)}.")
     return tensors[position]
@@ -189,7 +189,7 @@ def _call_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
     """The gradient of a call is a call of the gradient graph."""
     site = CallSiteInfo(forward.op)
     graph = site.called_graph
-    info = usable_info(forward, graph)
+    info = grad_info_for_call(forward, graph)
     if info is None:
         return {}
     seeds = seeds_of(graph, gs)
@@ -200,7 +200,7 @@ def _call_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
         else seed_or_zeros(seeds.pop(expected.fwd_tensor, None), expected.fwd_tensor)
         for expected in info.expected_inputs
     ]
-    refuse_unused(seeds, info)
+    check_all_seeds_used(seeds, info)
     return {graph.inputs.index(t): gradient for t, gradient in call_gradient_graph(info, inputs).items()}
 
 
@@ -221,7 +221,7 @@ def seeds_of(graph: Graph, gs: Iterable[Tensor | None]) -> dict[Tensor, Tensor]:
     return {t: parts[0] if len(parts) == 1 else add_n(*parts) for t, parts in arrived.items()}
 
 
-def refuse_unused(seeds: Mapping[Tensor, Tensor], info: Any) -> None:
+def check_all_seeds_used(seeds: Mapping[Tensor, Tensor], info: Any) -> None:
     """`PopxlError` if gradients have arrived that a gradient graph does not take."""
     if seeds:
         names = ", ".join(t.name for t in seeds)
@@ -231,7 +231,7 @@ def refuse_unused(seeds: Mapping[Tensor, Tensor], info: Any) -> None:
         )
 
 
-def usable_info(forward: Any, graph: Graph) -> Any:
+def grad_info_for_call(forward: Any, graph: Graph) -> Any:
     """What is known of the gradient graph of a graph that an op runs; `None` if no gradient flows through that.
 
     Raises:
@@ -259,24 +259,24 @@ def usable_info(forward: Any, graph: Graph) -> Any:
     return info
 
 
-def by_the_machine(*inputs: Any, **attributes: Any) -> Any:
+def lowered_by_runtime(*inputs: Any, **attributes: Any) -> Any:
     """In place of a lowering: running a graph needs to know what is lowered already."""
     raise PopxlInternalError("An op that runs graphs is carried out by `runtime.lowering.lower`.")
 
 
-def those_that_matter(op: Op, callee: Graph, matter: AbstractSet[Tensor]) -> list[Tensor]:
+def relevant_outputs(op: Op, callee: Graph, matter: AbstractSet[Tensor]) -> list[Tensor]:
     """The outputs of a graph whose results matter."""
     return [t for t, result in zip(callee.outputs, op.outputs, strict=False) if result in matter]
 
 
 call_kind = OpKind(
     "Call",
-    by_the_machine,
+    lowered_by_runtime,
     shape=results_of,
     gradient=_call_gradient,
     traits=[
         Overwrites(aliased=False, positions=by_ref_inputs),
-        Runs(("graph",), returns=those_that_matter, gains=lambda spec, attributes: spec),
+        Runs(("graph",), returns=relevant_outputs, gains=lambda spec, attributes: spec),
     ],
 )
 
@@ -401,7 +401,7 @@ def bind_inputs(
             f"Not enough inputs have been provided for the {which} graph {graph.name}; nothing is bound to "
             f"{', '.join(t.name for t in missing)}.\n{table}"
         )
-    return tuple(constant(arrays[t], t.dtype) if t in arrays else _in_place_of(bound[t], t) for t in graph.inputs)
+    return tuple(constant(arrays[t], t.dtype) if t in arrays else _shard_or_tensor(bound[t], t) for t in graph.inputs)
 
 
 def _check_named(graph: Graph, named: Mapping[Any, Any], here: Graph, which: str) -> None:
@@ -420,7 +420,7 @@ def _check_named(graph: Graph, named: Mapping[Any, Any], here: Graph, which: str
             raise PopxlError(f"call: the key {key!r} of `inputs_dict` is in {graph.title}, but is not an input of it.")
 
 
-def _in_place_of(given: Tensor, wanted: Tensor) -> Tensor:
+def _shard_or_tensor(given: Tensor, wanted: Tensor) -> Tensor:
     """The tensor to bind: where a graph takes a piece, that of a variable which is in pieces."""
     if wanted.meta_shape and isinstance(given, Variable) and given.piece is not None:
         return given.piece

@@ -39,7 +39,7 @@ def _only_complex(t: Any) -> TensorSpec:
     return like_first(t)
 
 
-def _part(t: Any) -> TensorSpec:
+def _part_dtype(t: Any) -> TensorSpec:
     return TensorSpec(t.shape, _only_complex(t).dtype.of_parts, t.meta_shape)
 
 
@@ -51,14 +51,14 @@ angle_grad = OpKind(
     shape=lambda g, t: like_first(t),
 )
 
-real = unary("real", jnp.real, "The real part of complex numbers.", shape=_part, see="numpy.real", of="z")
-imag = unary("imag", jnp.imag, "The imaginary part of complex numbers.", shape=_part, see="numpy.imag", of="z")
+real = unary("real", jnp.real, "The real part of complex numbers.", shape=_part_dtype, see="numpy.real", of="z")
+imag = unary("imag", jnp.imag, "The imaginary part of complex numbers.", shape=_part_dtype, see="numpy.imag", of="z")
 angle = unary(
     "angle",
     jnp.angle,
     "The angle of complex numbers, from -π to π. The gradient at 0 is 0.",
     lambda g, t: angle_grad(g, t),
-    shape=_part,
+    shape=_part_dtype,
     see="numpy.angle",
     of="z",
 )
@@ -92,7 +92,7 @@ _polar = OpKind(
 _view_as_real = OpKind(
     "ViewAsReal",
     lambda t: jnp.stack([jnp.real(t), jnp.imag(t)], -1),
-    shape=lambda t: TensorSpec((*t.shape, 2), _part(t).dtype),
+    shape=lambda t: TensorSpec((*t.shape, 2), _part_dtype(t).dtype),
 )
 
 

@@ -16,15 +16,15 @@ from popxl.graph import Graph
 from popxl.ops.call import (
     CallSiteInfo,
     bind_inputs,
-    by_the_machine,
     call_gradient_graph,
+    check_all_seeds_used,
     check_callable,
     check_fit,
-    refuse_unused,
+    grad_info_for_call,
+    lowered_by_runtime,
+    relevant_outputs,
     seed_or_zeros,
     seeds_of,
-    those_that_matter,
-    usable_info,
 )
 from popxl.ops.elementwise import add_n
 from popxl.ops.host import init
@@ -148,7 +148,7 @@ def _gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
     """
     op: Op = forward.op
     site = ConditionalSiteInfo(op)
-    infos = [usable_info(forward, graph) for graph in op.called_graphs]
+    infos = [grad_info_for_call(forward, graph) for graph in op.called_graphs]
     bound = [site.parents(then_branch) for then_branch in (True, False)]
     reached = [parents[t] for info, parents in zip(infos, bound, strict=True) if info for t in info.outputs]
     wanted = [t for t in dict.fromkeys(reached) if t in forward.follows]
@@ -178,7 +178,7 @@ def _gradient_branch(
         ]
         found: dict[Tensor, list[Tensor]] = {}
         if info is not None:
-            refuse_unused(seeds, info)
+            check_all_seeds_used(seeds, info)
             for t, g in call_gradient_graph(info, given).items():
                 found.setdefault(parents[t], []).append(g)
         for t in wanted:
@@ -191,10 +191,10 @@ def _gradient_branch(
 
 conditional_kind = OpKind(
     "If",
-    lambda cond, *inputs, **branches: by_the_machine(),
+    lambda cond, *inputs, **branches: lowered_by_runtime(),
     shape=_results,
     gradient=_gradient,
-    traits=[Runs(("then_branch", "else_branch"), returns=those_that_matter)],
+    traits=[Runs(("then_branch", "else_branch"), returns=relevant_outputs)],
 )
 
 

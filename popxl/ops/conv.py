@@ -100,7 +100,7 @@ def _kernel(t: Any, weight: Any) -> tuple[int, ...]:
     return (tuple(weight.shape[2:]) + (1,) * n)[:n]
 
 
-def _fitted(entries: tuple[int, ...], count: int, missing: int) -> tuple[int, ...]:
+def _extend(entries: tuple[int, ...], count: int, missing: int) -> tuple[int, ...]:
     """`count` entries: the first ones, or all of them and then `missing`, as often as needed."""
     return (entries + (missing,) * count)[:count]
 
@@ -151,7 +151,7 @@ def _conv_windows(
     **others: Any,
 ) -> tuple[Windows, ...]:
     n = len(t.shape) - 2
-    strides, pads, apart = _fitted(stride, n, 1), _fitted(padding, 2 * n, 0), _fitted(dilation, n, 1)
+    strides, pads, apart = _extend(stride, n, 1), _extend(padding, 2 * n, 0), _extend(dilation, n, 1)
     return windows_over(t.shape[2:], _kernel(t, weight), strides, pads, pad_type, dilation=apart)
 
 
@@ -335,9 +335,9 @@ def _crops(
     The full result includes the output padding.
     """
     n = len(t.shape) - 2
-    axes = zip(t.shape[2:], _kernel(t, weight), _fitted(stride, n, 1), _fitted(output_padding, n, 0), strict=True)
+    axes = zip(t.shape[2:], _kernel(t, weight), _extend(stride, n, 1), _extend(output_padding, n, 0), strict=True)
     full = [s * (d - 1) + k + more for d, k, s, more in axes]
-    padding = _fitted(padding, 2 * n, 0)
+    padding = _extend(padding, 2 * n, 0)
     cropped = [(b, size - b - e) for size, b, e in zip(full, padding, padding[n:], strict=False)]
     if not output_shape:
         return cropped
@@ -364,7 +364,7 @@ def _crops(
 
 def _transpose_windows(t: Any, weight: Any, *, stride: tuple[int, ...], **how: Any) -> tuple[Windows, ...]:
     """The windows over the result, one for each element of `t`. What they reach beyond it is cropped."""
-    strides = _fitted(stride, len(t.shape) - 2, 1)
+    strides = _extend(stride, len(t.shape) - 2, 1)
     axes = zip(_crops(t, weight, stride=stride, **how), t.shape[2:], _kernel(t, weight), strides, strict=True)
     return tuple(Windows(size, k, s, begin, s * (d - 1) + k - begin - size, d) for (begin, size), d, k, s in axes)
 

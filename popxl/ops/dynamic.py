@@ -41,7 +41,7 @@ def _updated(t: Any, index: Any, t_update: Any, *, axes: tuple[int, ...], sizes:
     return like_first(t)
 
 
-def _place(t: Any, index: Any, axes: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[list[Any], list[int]]:
+def _clamp_block(t: Any, index: Any, axes: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[list[Any], list[int]]:
     """Start and size of the block on every axis; the start is moved so far that the block is inside."""
     block = _block(t.shape, axes, sizes)
     if index.size != len(block):
@@ -58,12 +58,12 @@ def _place(t: Any, index: Any, axes: tuple[int, ...], sizes: tuple[int, ...]) ->
 
 
 def _slice_lowering(t: Any, index: Any, *, axes: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
-    starts, extents = _place(t, index, axes, sizes)
+    starts, extents = _clamp_block(t, index, axes, sizes)
     return lax.dynamic_slice(t, starts, extents, allow_negative_indices=False)
 
 
 def _update_lowering(t: Any, index: Any, t_update: Any, *, axes: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
-    starts, extents = _place(t, index, axes, sizes)
+    starts, extents = _clamp_block(t, index, axes, sizes)
     accepted = [extents, extents[1:]] if extents[:1] == [1] else [extents]
     if list(t_update.shape) not in accepted:
         raise ValueError(f"`t_update` has the shape {t_update.shape}; expected that of the block, {tuple(extents)}.")
@@ -100,7 +100,7 @@ _dynamic_update: OpKind = OpKind(
 _dynamic_update_ = _dynamic_update.inplace("DynamicUpdateInplace", "dynamicupdateinplace_out", shape=_updated)
 
 
-def _where(name: str, axes: Iterable[int], sizes: Iterable[int]) -> dict[str, Any]:
+def _block_attributes(name: str, axes: Iterable[int], sizes: Iterable[int]) -> dict[str, Any]:
     return {"axes": integers(axes, f"{name}: `axes`"), "sizes": integers(sizes, f"{name}: `sizes`")}
 
 
@@ -131,7 +131,7 @@ def dynamic_slice(t: Tensor, index: Tensor, axes: Iterable[int], sizes: Iterable
     Example:
         >>> row = ops.dynamic_slice(table, i, axes=[0], sizes=[1], no_overlap=True)      # table[i : i + 1]
     """
-    return _dynamic_slice(t, index, **_where("dynamic_slice", axes, sizes))
+    return _dynamic_slice(t, index, **_block_attributes("dynamic_slice", axes, sizes))
 
 
 def dynamic_update(
@@ -160,7 +160,7 @@ def dynamic_update(
     Example:
         >>> table = ops.dynamic_update(table, i, row, axes=[0], sizes=[1], no_overlap=True)
     """
-    return _dynamic_update(t, index, t_update, **_where("dynamic_update", axes, sizes))
+    return _dynamic_update(t, index, t_update, **_block_attributes("dynamic_update", axes, sizes))
 
 
 def dynamic_update_(
@@ -176,4 +176,4 @@ def dynamic_update_(
         >>> with popxl.in_sequence():
         ...     ops.dynamic_update_(table, i, row, axes=[0], sizes=[1], no_overlap=True)
     """
-    return _dynamic_update_(t, index, t_update, **_where("dynamic_update_", axes, sizes))
+    return _dynamic_update_(t, index, t_update, **_block_attributes("dynamic_update_", axes, sizes))

@@ -26,8 +26,8 @@ from popxl.core.recording import Op
 from popxl.core.tensor import Tensor, TensorLike, taken_back_on_failure
 from popxl.ops.convert import cast_if_needed
 from popxl.ops.families import REAL, Unary, binary, inplace, unary
-from popxl.ops.kernels.elements import needed_again, of_elements, quotient
-from popxl.ops.precision import is_half, rounded_once
+from popxl.ops.kernels.elements import of_elements, quotient, recompute
+from popxl.ops.precision import is_half, round_once
 from popxl.values.shapes import broadcast, broadcast_shapes, like_first, meta_shape_of, number
 from popxl.values.spec import TensorSpec
 
@@ -48,22 +48,22 @@ clip_grad = OpKind(
     "ClipGrad", lambda g, out, *, min, max: jnp.where((out == min) | (out == max), 0, g), shape=like_first
 )
 ties_grad = OpKind("TiesGrad", lambda g, x, out: jnp.where(x == out, g, 0), shape=lambda g, x, out: g.spec)
-rsqrt_grad = OpKind("RsqrtGrad", rounded_once(lambda g, out: g * -0.5 * out * out * out), shape=like_first)
-sigmoid_grad = OpKind("SigmoidGrad", rounded_once(lambda g, out: g * out * (1 - out)), shape=like_first)
-softplus_grad = OpKind("SoftplusGrad", rounded_once(lambda g, t: g * jax.nn.sigmoid(t)), shape=like_first)
-tanh_grad = OpKind("TanhGrad", rounded_once(lambda g, out: g * (1 - out * out)), shape=like_first)
+rsqrt_grad = OpKind("RsqrtGrad", round_once(lambda g, out: g * -0.5 * out * out * out), shape=like_first)
+sigmoid_grad = OpKind("SigmoidGrad", round_once(lambda g, out: g * out * (1 - out)), shape=like_first)
+softplus_grad = OpKind("SoftplusGrad", round_once(lambda g, t: g * jax.nn.sigmoid(t)), shape=like_first)
+tanh_grad = OpKind("TanhGrad", round_once(lambda g, out: g * (1 - out * out)), shape=like_first)
 # Not (g · lhs) / rhs²: the square leaves the range of a float long before the quotients do.
-divisor_grad = OpKind("DivisorGrad", rounded_once(lambda g, lhs, rhs: -g * (lhs / rhs / rhs)), shape=like_first)
+divisor_grad = OpKind("DivisorGrad", round_once(lambda g, lhs, rhs: -g * (lhs / rhs / rhs)), shape=like_first)
 
 
 # The branch that `where` leaves out is differentiated as well, by zero, and so has to have a derivative.
-@rounded_once
+@round_once
 def _pow_base_pullback(g: Any, t: Any, e: Any) -> Any:
     base = jnp.where((t == 0) & ((e == 0) | (e == 1)), 1, t)
     return jnp.where(e == 0, 0, g * e * base ** (e - 1))
 
 
-@rounded_once
+@round_once
 def _pow_exponent_pullback(g: Any, t: Any, e: Any, out: Any) -> Any:
     is_flat = (t == 0) & (jnp.real(e) >= 0)
     return g * jnp.where(is_flat, 0, out * jnp.log(jnp.where(is_flat, 1, t)))
@@ -83,8 +83,8 @@ def _gradient_again(name: str, function: Callable[[Any], Any], costs: Callable[[
     """
 
     def lowering(t: Any, g: Any) -> Any:
-        given = needed_again(t) if costs(t) else t
-        _, pulled_back = jax.vjp(lambda t: rounded_once(function)(t).astype(t.dtype), given)
+        given = recompute(t) if costs(t) else t
+        _, pulled_back = jax.vjp(lambda t: round_once(function)(t).astype(t.dtype), given)
         return pulled_back(g)[0]
 
     return OpKind(name, lowering, shape=like_first)
@@ -240,7 +240,7 @@ div = binary(
 )
 fmod = binary(
     "fmod",
-    rounded_once(jnp.fmod),
+    round_once(jnp.fmod),
     "Remainder of lhs / rhs with the sign of `lhs`, as in C. No gradient flows to `rhs`.",
     {"lhs": lambda g: g},
     see="numpy.fmod",
@@ -292,7 +292,7 @@ _min = OpKind(
 )
 _pow = OpKind(
     "Pow",
-    rounded_once(lambda t, e: t**e),
+    round_once(lambda t, e: t**e),
     shape=broadcast,
     gradient={
         "t": lambda g, t, e: pow_base_grad(g, t, e),
@@ -300,7 +300,7 @@ _pow = OpKind(
     },
 )
 _sum = OpKind(
-    "Sum", rounded_once(lambda *ts: functools.reduce(jnp.add, ts)), shape=broadcast, gradient={"ts": lambda g: g}
+    "Sum", round_once(lambda *ts: functools.reduce(jnp.add, ts)), shape=broadcast, gradient={"ts": lambda g: g}
 )
 
 
@@ -315,7 +315,7 @@ def _bounds(t: Any, min: float, max: float) -> tuple[float, float]:
     For integers they are the outermost integers of the range, exactly.
     """
     if isinstance(t, Tensor) and t.dtype.is_int:
-        return _whole(min, t, math.ceil), _whole(max, t, math.floor)
+        return _integer_bound(min, t, math.ceil), _integer_bound(max, t, math.floor)
     bounds = (min, max)
     half = isinstance(t, Tensor) and t.dtype.is_half and not all(map(math.isinf, bounds))
     largest = float(jnp.finfo(t.dtype.as_jax()).max) if half else math.inf
@@ -324,7 +324,7 @@ def _bounds(t: Any, min: float, max: float) -> tuple[float, float]:
     return lowest, highest
 
 
-def _whole(bound: float, t: Tensor, rounded: Callable[[float], int]) -> float:
+def _integer_bound(bound: float, t: Tensor, rounded: Callable[[float], int]) -> float:
     """A bound of integers: the next integer inside, no further out than the dtype reaches; infinite ones stay."""
     if math.isinf(bound):
         return float(bound)
@@ -342,7 +342,7 @@ def _number(value: float, t: Any) -> Any:
     return np.asarray(math.trunc(value) % 2**bits, f"uint{bits}").astype(t.dtype)
 
 
-@rounded_once
+@round_once
 def _remainder(t: Any, increment: Any, modulus: Any) -> Any:
     return jnp.fmod(t + increment, modulus)
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from popxl.base.source import SourceLocation
 from popxl.core.declaration import OpKind
 from popxl.core.recording import Op
-from popxl.core.traits import Effect, Overwrites, StandsFor
+from popxl.core.traits import Composite, Effect, Overwrites
 from popxl.errors import PopxlInternalError
 from popxl.values.spec import TensorSpec
 
@@ -51,7 +51,7 @@ class Part:
         return f"Op[{self.name}.{self.id}]"
 
 
-def _parts(op: Op) -> tuple[Op, ...]:
+def _exchanged_ops(op: Op) -> tuple[Op, ...]:
     """The ops that an exchange stands for."""
     inputs, outputs = iter(op.inputs), iter(op.outputs)
     return tuple(
@@ -84,18 +84,18 @@ def _overwritten(attributes: Mapping[str, Any]) -> Iterator[int]:
         first += part.inputs
 
 
-def _by_its_parts(*ts: Any, parts: Any) -> NoReturn:
+def _run_exchanged_ops(*ts: Any, parts: Any) -> NoReturn:
     raise PopxlInternalError("A MultiExchange is carried out part by part; see `op.parts`.")
 
 
 multi_exchange_kind = OpKind(
     "MultiExchange",
-    _by_its_parts,
+    _run_exchanged_ops,
     shape=lambda *ts, parts: [spec for part in parts for spec in part.outputs],
     gradient=None,
     traits=[
         Overwrites(positions=lambda attributes: frozenset(_overwritten(attributes))),
         Effect(),
-        StandsFor(_parts),
+        Composite(_exchanged_ops),
     ],
 )

@@ -13,7 +13,7 @@ from popxl.core.create import with_numbers
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor, TensorLike
 from popxl.core.traits import RealOnly, Trait
-from popxl.ops.precision import rounded_once, widened
+from popxl.ops.precision import round_once, widen
 from popxl.values.shapes import (
     broadcast,
     broadcast_to_first,
@@ -95,7 +95,7 @@ def unary(
         {} if gradient is ... else {"gradient": {"t": gradient} if callable(gradient) else gradient}
     )
     declared |= {"shape": shape, "result": f"{name}_out", "operands": ("t",), "traits": traits}
-    declaration = OpKind(kind or camel(name), rounded_once(lowering), **declared)
+    declaration = OpKind(kind or camel(name), round_once(lowering), **declared)
     result = "a bool for each element" if shape is predicate else "same shape and dtype"
     also = f"\n\nSee also: `{see}`." if see else ""
     return _unary(
@@ -186,7 +186,7 @@ def reduction(
     """
 
     def reduce(t: Any, *, axis: tuple[int, ...] | None, keepdims: bool) -> Any:
-        return lowering(widened(t), reduction_axes(axis, t.ndim), keepdims)
+        return lowering(widen(t), reduction_axes(axis, t.ndim), keepdims)
 
     def shape(t: Any, *, axis: tuple[int, ...] | None, keepdims: bool) -> TensorSpec:
         return TensorSpec(reduced_shape(t.shape, axis, keepdims), t.dtype)

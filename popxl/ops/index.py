@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
-from popxl.ops.precision import widened
+from popxl.ops.precision import widen
 from popxl.values.shapes import flag, given, integer, one_axis
 from popxl.values.spec import TensorSpec
 
@@ -65,7 +65,7 @@ def _scattered(g: Any, indices: Any, *, axis: int, shape: tuple[int, ...], group
     axis %= len(shape)
     if group_size is not None:
         return jax.vmap(functools.partial(_scattered, axis=axis - 1, shape=shape[1:]))(g, indices)
-    g = widened(g)
+    g = widen(g)
     places = (*(builtins.slice(None),) * axis, or_beyond(indices, shape[axis]))
     return jnp.zeros(shape, g.dtype).at[places].add(g, mode="drop", wrap_negative_indices=False)
 

@@ -16,7 +16,7 @@ from popxl.errors import PopxlError
 from popxl.ops.families import REAL
 from popxl.ops.kernels import sums
 from popxl.ops.kernels.sums import largest, summed
-from popxl.ops.precision import rounded_once, wide_dtype, widened
+from popxl.ops.precision import round_once, wide_dtype, widen
 from popxl.values.shapes import flag, integer, like_first, one_axis
 from popxl.values.spec import TensorSpec
 
@@ -32,11 +32,11 @@ def _rows(t: Any, axis: int) -> Any:
 
 
 def _softmax_lowering(t: Any, *, axis: int) -> Any:
-    return sums.softmax(_rows(widened(t), axis), 1).reshape(t.shape)
+    return sums.softmax(_rows(widen(t), axis), 1).reshape(t.shape)
 
 
 def _softmax_backward(g: Any, out: Any, *, axis: int) -> Any:
-    return sums.softmax_gradient(_rows(widened(g), axis), _rows(widened(out), axis), 1).reshape(g.shape)
+    return sums.softmax_gradient(_rows(widen(g), axis), _rows(widen(out), axis), 1).reshape(g.shape)
 
 
 def _has_axis(t: Any, *, axis: int) -> TensorSpec:
@@ -80,12 +80,12 @@ def softmax(t: Tensor, axis: int) -> Tensor:
 
 _log_softmax_grad = OpKind(
     "LogSoftmaxGrad",
-    rounded_once(lambda g, out, *, axis: g - jnp.exp(out) * summed(g, (axis % g.ndim,), keepdims=True)),
+    round_once(lambda g, out, *, axis: g - jnp.exp(out) * summed(g, (axis % g.ndim,), keepdims=True)),
     shape=like_first,
 )
 _log_softmax = OpKind(
     "LogSoftmax",
-    rounded_once(lambda t, *, axis: sums.log_softmax(t, axis % t.ndim)),
+    round_once(lambda t, *, axis: sums.log_softmax(t, axis % t.ndim)),
     shape=_has_axis,
     operands=("t",),
     gradient={"t": lambda g, out, axis: _log_softmax_grad(g, out, axis=axis)},
@@ -124,7 +124,7 @@ def _flat(labels: Any) -> Any:
     return labels.reshape(-1).astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
 
 
-def _picked(t: Any, labels: Any, otherwise: float = 0) -> Any:
+def _label_values(t: Any, labels: Any, otherwise: float = 0) -> Any:
     """For each of the flat labels, what it picks in its row; `otherwise` for a label out of range."""
     inside = (labels >= 0) & (labels < t.shape[-1])
     rows = t.reshape(-1, t.shape[-1])
@@ -132,7 +132,7 @@ def _picked(t: Any, labels: Any, otherwise: float = 0) -> Any:
     return jnp.where(inside, picked[:, 0], otherwise).astype(wide_dtype(t))
 
 
-def _counted(labels: Any, ignore_index: int | None) -> tuple[Any, Any]:
+def _label_mask(labels: Any, ignore_index: int | None) -> tuple[Any, Any]:
     """Which of the flat labels count, and how many."""
     limits = np.iinfo(labels.dtype)
     if ignore_index is None or not limits.min <= ignore_index <= limits.max:
@@ -143,7 +143,7 @@ def _counted(labels: Any, ignore_index: int | None) -> tuple[Any, Any]:
 
 def _loss(logs: Any, labels: Any, ignore_index: int | None, reduction: str) -> Any:
     """The loss, from the logarithms of what the flat labels pick."""
-    counts, count = _counted(labels, ignore_index)
+    counts, count = _label_mask(labels, ignore_index)
     losses = jnp.where(counts, -logs, 0)  # not a product: what is ignored may be infinite
     if reduction == "none":
         return losses
@@ -152,7 +152,7 @@ def _loss(logs: Any, labels: Any, ignore_index: int | None, reduction: str) -> A
 
 def _scale(g: Any, labels: Any, ignore_index: int | None, reduction: str, wide: Any) -> Any:
     """The incoming gradient of the loss of each flat label: none, for what is ignored."""
-    counts, count = _counted(labels, ignore_index)
+    counts, count = _label_mask(labels, ignore_index)
     g = g.reshape(-1).astype(wide)
     return jnp.where(counts, g / count if reduction == "mean" else g, 0)
 
@@ -174,7 +174,7 @@ def _smallest(dtype: Any, float32: float) -> float:
 
 def _nll_lowering(probs: Any, labels: Any, *, ignore_index: int | None, reduction: str, log_prob: bool) -> Any:
     flat = _flat(labels)
-    picked = _picked(probs, flat)
+    picked = _label_values(probs, flat)
     logs = picked if log_prob else jnp.log(jnp.maximum(picked, _smallest(probs.dtype, 1e-7)))
     return _loss(logs, flat, ignore_index, reduction).reshape(labels.shape if reduction == "none" else ())
 
@@ -183,7 +183,7 @@ def _nll_backward(g: Any, probs: Any, labels: Any, *, ignore_index: int | None, 
     flat = _flat(labels)
     slope = -_scale(g, flat, ignore_index, reduction, wide_dtype(probs))
     if not log_prob:
-        slope /= jnp.maximum(_picked(probs, flat), _smallest(probs.dtype, 1e-10))
+        slope /= jnp.maximum(_label_values(probs, flat), _smallest(probs.dtype, 1e-10))
     return jnp.where(_hot(flat, probs.shape[-1]), slope[:, None], 0).reshape(probs.shape)
 
 
@@ -231,7 +231,7 @@ def _fused_lowering(
     probs: Any, labels: Any, loss_grad: Any, *, ignore_index: int | None, reduction: str
 ) -> tuple[Any, Any]:
     flat = _flat(labels)
-    loss = _loss(jnp.log(_picked(probs, flat) + 1e-7), flat, ignore_index, reduction)
+    loss = _loss(jnp.log(_label_values(probs, flat) + 1e-7), flat, ignore_index, reduction)
     rows = probs.reshape(-1, probs.shape[-1]).astype(wide_dtype(probs))
     scale = _scale(loss_grad, flat, ignore_index, reduction, rows.dtype)
     dx = _towards_labels(rows, flat, scale)
@@ -361,7 +361,7 @@ def _surprise(x: Any, top: Any, totals: Any, labels: Any, ignore_index: int | No
     Labels pick of the logits, which are there: of the distances, all would be written down to pick a few.
     """
     flat = _flat(labels)
-    logs = _picked(x, flat, -math.inf) - top[:, 0] - jnp.log(totals[:, 0])
+    logs = _label_values(x, flat, -math.inf) - top[:, 0] - jnp.log(totals[:, 0])
     loss = _loss(logs, flat, ignore_index, reduction)
     return loss.reshape(labels.shape if reduction == "none" else ())
 

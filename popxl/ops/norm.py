@@ -102,7 +102,7 @@ def _rows(t: Any, num_groups: int) -> Any:
     return t.astype(wide_dtype(t)).reshape(t.shape[0] * num_groups, math.prod(t.shape[1:]) // num_groups)
 
 
-def _spread(vector: Any, t: Any, num_groups: int) -> Any:
+def _channel_rows(vector: Any, t: Any, num_groups: int) -> Any:
     """What there is for each channel of `t`, as rows."""
     columns = vector.astype(wide_dtype(t)).reshape(-1, *(1,) * (t.ndim - 2))
     return _rows(jnp.broadcast_to(columns, t.shape), num_groups)
@@ -131,7 +131,7 @@ def _group_norm(t: Any, weight: Any, bias: Any, *, num_groups: int, eps: float) 
     mean = _mean(x)
     x = x - mean
     inverse = lax.rsqrt(_mean(x * x) + eps)
-    out = x * inverse * _spread(weight, t, num_groups) + _spread(bias, t, num_groups)
+    out = x * inverse * _channel_rows(weight, t, num_groups) + _channel_rows(bias, t, num_groups)
     return out.reshape(t.shape), mean.reshape(-1), inverse.reshape(-1)
 
 
@@ -157,7 +157,7 @@ def _group_norm_backward(
 
     sums, products = of_channels(g), of_channels(g * x)
     level, slope = (summed(_rows(s * weight, num_groups), (1,), True) / x.shape[1] for s in (sums, products))
-    dt = inverse * (_spread(weight, t, num_groups) * g - level - x * slope)
+    dt = inverse * (_channel_rows(weight, t, num_groups) * g - level - x * slope)
     return dt.reshape(t.shape), summed(products, (0,)), summed(sums, (0,))
 
 

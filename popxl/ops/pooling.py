@@ -15,7 +15,7 @@ from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.ops.families import REAL
-from popxl.ops.kernels.elements import over_images
+from popxl.ops.kernels.elements import spatial
 from popxl.ops.kernels.kernel import Kernel
 from popxl.ops.precision import wide_dtype
 from popxl.ops.windows import PAD_TYPES, PadType, Windows, windows_over
@@ -97,7 +97,7 @@ def over_windows(combining: Combining, t: Any, windows: Sequence[Windows]) -> An
     return combining.by_xla(t, dict(enumerate(windows, 2)))
 
 
-def _inside(windows: Sequence[Windows]) -> Any:
+def _unpadded_sizes(windows: Sequence[Windows]) -> Any:
     """How many elements of each window are no padding: a number if it is the same for all, otherwise an array."""
     along = [np.asarray(w.inside(), np.float32) for w in windows]
     if all((counts == counts[0]).all() for counts in along):
@@ -112,7 +112,7 @@ def _inside(windows: Sequence[Windows]) -> Any:
 def _average(t: Any, **how: Any) -> Any:
     windows = _windows(t, **how)
     total = Combining(lax.add, 0).over(t.astype(wide_dtype(t)), windows)
-    return total / jnp.maximum(_inside(windows), 1).astype(total.dtype)
+    return total / jnp.maximum(_unpadded_sizes(windows), 1).astype(total.dtype)
 
 
 _average_pool = OpKind("AveragePool", _average, shape=_pooled_shape, result="averagepool_out")
@@ -127,7 +127,7 @@ def largest_of(dtype: Any) -> Combining:
 
 def _max(t: Any, **how: Any) -> Any:
     windows = _windows(t, **how)
-    largest, inside = largest_of(t.dtype).over(t, windows), _inside(windows)
+    largest, inside = largest_of(t.dtype).over(t, windows), _unpadded_sizes(windows)
     return largest if np.ndim(inside) == 0 and inside else jnp.where(inside > 0, largest, jnp.zeros((), t.dtype))
 
 
@@ -149,7 +149,7 @@ def _max_gradient(g: Any, t: Any, **how: Any) -> Any:
             g = _to_largest(g, x, largest, axis, along)
         return g
 
-    return over_images(gradient, len(windows), g, t)
+    return spatial(gradient, len(windows), g, t)
 
 
 def _to_largest(g: Any, x: Any, largest: Any, axis: int, windows: Windows) -> Any:

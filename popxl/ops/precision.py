@@ -17,7 +17,7 @@ def wide_dtype(*arrays: Any) -> Any:
     return functools.reduce(jnp.promote_types, (array.dtype for array in arrays), jnp.float32)
 
 
-def widened(t: Any) -> Any:
+def widen(t: Any) -> Any:
     """The array; a half as float32."""
     return t.astype(jnp.float32) if is_half(t) else t
 
@@ -27,11 +27,11 @@ def is_half(t: Any) -> bool:
     return t.dtype in (jnp.float16, jnp.bfloat16)
 
 
-def rounded_once(function: F) -> F:
+def round_once(function: F) -> F:
     """The function with halves computed as float32."""
 
     @functools.wraps(function)
     def widely(*arrays: Any, **attributes: Any) -> Any:
-        return function(*map(widened, arrays), **attributes)
+        return function(*map(widen, arrays), **attributes)
 
     return cast(F, widely)

@@ -19,7 +19,7 @@ from popxl.core.tensor import Tensor
 from popxl.ops.elementwise import abs, sign, ties_grad
 from popxl.ops.families import REAL, reduction
 from popxl.ops.kernels.sums import largest, summed
-from popxl.ops.precision import rounded_once, widened
+from popxl.ops.precision import round_once, widen
 from popxl.ops.shape import reshape
 from popxl.values.shapes import (
     flag,
@@ -123,7 +123,7 @@ def _std_pullback(g: Any, t: Any, out: Any, *, axis: tuple[int, ...] | None) -> 
     return jnp.where(out == 0, 0, g * slope)
 
 
-std_grad = OpKind("ReduceStdGrad", rounded_once(_std_pullback), shape=lambda g, t, out, *, axis: like_first(t))
+std_grad = OpKind("ReduceStdGrad", round_once(_std_pullback), shape=lambda g, t, out, *, axis: like_first(t))
 std = reduction(
     "std",
     lambda t, axes, keepdims: jnp.sqrt(_var(t, axes, keepdims)),
@@ -131,7 +131,7 @@ std = reduction(
     lambda g, t, out, axis: std_grad(spread(g, t, axis), t, spread(out, t, axis), axis=axis),
     traits=REAL,
 )
-l2_grad = OpKind("ReduceL2Grad", rounded_once(lambda g, t, out: g * (t / out)), shape=lambda g, t, out: like_first(t))
+l2_grad = OpKind("ReduceL2Grad", round_once(lambda g, t, out: g * (t / out)), shape=lambda g, t, out: like_first(t))
 l2 = reduction(
     "l2",
     lambda t, axes, keepdims: jnp.sqrt(summed(t * t, axes, keepdims)),
@@ -139,7 +139,7 @@ l2 = reduction(
     lambda g, t, out, axis: l2_grad(spread(g, t, axis), t, spread(out, t, axis)),
     traits=REAL,
 )
-logsum_grad = OpKind("ReduceLogSumGrad", rounded_once(lambda g, out: g / jnp.exp(out)), shape=like_first)
+logsum_grad = OpKind("ReduceLogSumGrad", round_once(lambda g, out: g / jnp.exp(out)), shape=like_first)
 logsum = reduction(
     "logsum",
     lambda t, axes, keepdims: jnp.log(summed(t, axes, keepdims)),
@@ -295,7 +295,7 @@ def _running(t: Any, *, dim: int, reverse: bool) -> TensorSpec:
 
 _cumsum: OpKind = OpKind(
     "CumSum",
-    lambda t, *, dim, reverse: jax.lax.cumsum(widened(t), axis=dim % t.ndim, reverse=reverse),
+    lambda t, *, dim, reverse: jax.lax.cumsum(widen(t), axis=dim % t.ndim, reverse=reverse),
     shape=_running,
     result="cumsum_out",
     gradient={"t": lambda g, dim, reverse: _cumsum(g, dim=dim, reverse=not reverse)},

@@ -20,11 +20,11 @@ from popxl.graph import Graph
 from popxl.ops.call import (
     CallSiteInfo,
     bind_inputs,
-    by_the_machine,
     call_gradient_graph,
     call_op,
     check_callable,
     check_fit,
+    lowered_by_runtime,
     seed_or_zeros,
 )
 from popxl.ops.elementwise import add_n
@@ -135,8 +135,8 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
         arrived = [(results[k], seed) for k, seed in seeds.items()]
         if stacks or of_stacks or wrapper.inputs[0] in info.inputs:
             place = known[wrapper.inputs[0]] = constant(count - 1, dtypes.int32) - iteration
-            known |= {t: _taken(stack, place, t) for t, stack in stacks.items()}
-            arrived += [(t, _taken(stack, place, t)) for t, stack in of_stacks]
+            known |= {t: _stack_row(stack, place, t) for t, stack in stacks.items()}
+            arrived += [(t, _stack_row(stack, place, t)) for t, stack in of_stacks]
         given = [
             known[expected.fwd_tensor] if expected.is_activation else _total(expected.fwd_tensor, arrived)
             for expected in info.expected_inputs
@@ -151,17 +151,17 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
     return dict(zip([*flowing, *map(own_inputs.index, same)], loop.outputs, strict=True))
 
 
-def _taken(stack: Tensor, turn: Tensor, t: Tensor) -> Tensor:
+def _stack_row(stack: Tensor, turn: Tensor, t: Tensor) -> Tensor:
     """What a stack has of one turn. It is taken on the IPU where the tensor was, and is stacked."""
-    ipu = left_on(t)
+    ipu = final_ipu(t)
     with nullcontext() if ipu is None else get_current_context().set(ipu_id=ipu):
         return gather(stack, turn)
 
 
-def left_on(t: Tensor) -> int | None:
+def final_ipu(t: Tensor) -> int | None:
     """The IPU on which the op that makes a tensor leaves it."""
     op = t.origin.producer
-    return None if op is None else op.left_at(t.origin)[0]
+    return None if op is None else op.actual_location(t.origin)[0]
 
 
 def _total(t: Tensor, arrived: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -192,7 +192,7 @@ _FLAG = TensorSpec((), dtypes.bool)
 
 loop_kind: OpKind = OpKind(
     "Loop",
-    by_the_machine,
+    lowered_by_runtime,
     shape=_carried_specs,
     gradient=_loop_gradient,
     traits=[

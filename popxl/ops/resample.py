@@ -16,7 +16,7 @@ from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.ops.families import REAL
-from popxl.ops.precision import wide_dtype, widened
+from popxl.ops.precision import wide_dtype, widen
 from popxl.values.shapes import integer, integers, is_one_of, number
 from popxl.values.spec import TensorSpec
 
@@ -63,11 +63,11 @@ _nearest: dict[str, Callable[[Any], Any]] = {
 
 def _taps(size: int, scale: float, mode: str, nearest_mode: str, coordinate_transformation_mode: str) -> Taps:
     """The taps of a resized axis on the old one. Beyond its ends, the element at the edge goes on for ever."""
-    taps = _around(_coordinates(size, scale, coordinate_transformation_mode), mode, nearest_mode)
+    taps = _interpolation_taps(_coordinates(size, scale, coordinate_transformation_mode), mode, nearest_mode)
     return [(np.clip(position, 0, size - 1).astype(np.int32), factor) for position, factor in taps]
 
 
-def _around(x: Any, mode: str, nearest_mode: str) -> Taps:
+def _interpolation_taps(x: Any, mode: str, nearest_mode: str) -> Taps:
     """The taps of elements at the coordinates `x`."""
     if mode == "nearest":
         return [(_nearest[nearest_mode](x), None)]
@@ -77,19 +77,24 @@ def _around(x: Any, mode: str, nearest_mode: str) -> Taps:
         return [(np.floor(x), 1 - fraction), (np.ceil(x), fraction)]
     first = np.floor(x)
     r = np.float64(x - first)  # what four products take from one another costs digits
-    return [(first - 1, _far(r + 1)), (first, _near(r)), (first + 1, _near(1 - r)), (first + 2, _far(2 - r))]
+    return [
+        (first - 1, _cubic_far(r + 1)),
+        (first, _cubic_near(r)),
+        (first + 1, _cubic_near(1 - r)),
+        (first + 2, _cubic_far(2 - r)),
+    ]
 
 
 # The cubic kernel of Keys, with the slope that image libraries use.
 _SLOPE = -0.75
 
 
-def _near(distance: Any) -> Any:
+def _cubic_near(distance: Any) -> Any:
     """The kernel up to a distance of 1."""
     return ((_SLOPE + 2) * distance - (_SLOPE + 3)) * distance * distance + 1
 
 
-def _far(distance: Any) -> Any:
+def _cubic_far(distance: Any) -> Any:
     """The kernel from a distance of 1 to 2."""
     return ((_SLOPE * distance - 5 * _SLOPE) * distance + 8 * _SLOPE) * distance - 4 * _SLOPE
 
@@ -102,14 +107,14 @@ def _interpolate(
             "interpolate: the `coordinate_transformation_mode` 'tf_crop_and_resize' wants a region to crop, which the "
             "op does not take. Choose another, or crop with `ops.slice` first."
         )
-    t = widened(t)
+    t = widen(t)
     for axis, (size, scale) in enumerate(zip(t.shape, scale_factor, strict=True)):
         if scale != 1:
-            t = tapped(t, axis, _taps(size, scale, mode, nearest_mode, coordinate_transformation_mode))
+            t = apply_taps(t, axis, _taps(size, scale, mode, nearest_mode, coordinate_transformation_mode))
     return t
 
 
-def tapped(t: Any, axis: int, taps: Taps) -> Any:
+def apply_taps(t: Any, axis: int, taps: Taps) -> Any:
     """An axis made anew. The factor 0 takes nothing, not even infinities and NaN."""
 
     def term(position: Any, factor: Any) -> Any:
@@ -126,10 +131,10 @@ def _interpolate_backward(g: Any, *, shape: tuple[int, ...], scale_factor: tuple
     """The transpose, which is made of taps too: those that each old element was read by."""
     if not g.size:
         return jnp.zeros(shape, g.dtype)
-    g = widened(g)
+    g = widen(g)
     for axis, (size, scale) in reversed(list(enumerate(zip(shape, scale_factor, strict=True)))):
         if scale != 1:
-            g = tapped(g, axis, transposed(_taps(size, scale, **modes), size))
+            g = apply_taps(g, axis, transposed(_taps(size, scale, **modes), size))
     return g
 
 

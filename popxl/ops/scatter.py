@@ -17,7 +17,7 @@ from popxl.core.tensor import Constant, Tensor
 from popxl.errors import PopxlError
 from popxl.ops.host import init
 from popxl.ops.index import or_beyond
-from popxl.ops.precision import widened
+from popxl.ops.precision import widen
 from popxl.values.shapes import integer, like_first, one_axis
 from popxl.values.spec import TensorSpec
 
@@ -170,7 +170,7 @@ def _hot_spec(t: Any, num_classes: Any, values: Any, *, axis: int, classes: int 
 
 def _hot(t: Any, num_classes: Any, values: Any, *, axis: int, classes: int) -> Any:
     index = jnp.expand_dims(or_beyond(t, classes), axis)
-    off, on = widened(values)  # the gradient adds up, and rounds once
+    off, on = widen(values)  # the gradient adds up, and rounds once
     counted = [classes if d == axis % index.ndim else 1 for d in range(index.ndim)]
     return jnp.where(index == jnp.arange(classes, dtype=jnp.int32).reshape(counted), on, off)
 

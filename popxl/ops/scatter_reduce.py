@@ -18,7 +18,7 @@ from popxl.ops.families import REAL
 from popxl.ops.host import init
 from popxl.ops.kernels.elements import room
 from popxl.ops.logic import equal, where
-from popxl.ops.precision import widened
+from popxl.ops.precision import widen
 from popxl.ops.scatter import leading, padded, put, read
 from popxl.values.shapes import flag, integer, one_axis
 from popxl.values.spec import TensorSpec
@@ -126,7 +126,7 @@ def _combined(
         if reduction in ("max", "min"):  # where there are elements, any of them takes the place of the 0 first
             start = put(start, index, values, axis)
     if reduction == "sum":
-        start = widened(start)
+        start = widen(start)
     return put(start, index, values.astype(start.dtype), axis, _HOW[reduction])
 
 

@@ -24,7 +24,7 @@ Bounds = int | Sequence[int | None] | None
 # Slice --------------------------------------------------------------------------------------------------------------
 
 
-def _cuts(rank: int, start: Any, stop: Any, step: Any, axis: Any) -> tuple[builtins.slice, ...]:
+def _slices(rank: int, start: Any, stop: Any, step: Any, axis: Any) -> tuple[builtins.slice, ...]:
     """One Python slice for each dimension."""
     axes = [one_axis(at, rank) for at in axis]
     if len(set(axes)) < len(axes):
@@ -36,14 +36,14 @@ def _cuts(rank: int, start: Any, stop: Any, step: Any, axis: Any) -> tuple[built
 
 
 def _sliced(t: Any, **where: Any) -> TensorSpec:
-    ranges = (range(size)[cut] for size, cut in zip(t.shape, _cuts(len(t.shape), **where), strict=True))
+    ranges = (range(size)[cut] for size, cut in zip(t.shape, _slices(len(t.shape), **where), strict=True))
     sizes = tuple(map(len, ranges))
     return TensorSpec(sizes, t.dtype)
 
 
 _slice = OpKind(
     "Slice",
-    lambda t, **where: t[_cuts(t.ndim, **where)],
+    lambda t, **where: t[_slices(t.ndim, **where)],
     shape=_sliced,
     result="slice_out",
     gradient={
@@ -58,13 +58,13 @@ _slice_ = OpKind(
     shape=_sliced,
     result="slice_out",
     gradient=_slice.gradient,
-    traits=[View(lambda t, view, **where: (t.at[_cuts(t.ndim, **where)].set(view),))],
+    traits=[View(lambda t, view, **where: (t.at[_slices(t.ndim, **where)].set(view),))],
 )
 
 
 def _uncut(g: Any, *, shape: tuple[int, ...], **where: Any) -> Any:
     """Zeros, with `g` in the place that it was cut out of."""
-    places = [range(size)[cut] for size, cut in zip(shape, _cuts(len(shape), **where), strict=True)]
+    places = [range(size)[cut] for size, cut in zip(shape, _slices(len(shape), **where), strict=True)]
     forwards = lax.rev(g, [d for d, place in enumerate(places) if place.step < 0])
     begins = [min(place, default=size) for size, place in zip(shape, places, strict=True)]
     padding = [(b, size - b - n, 0) for b, size, n in zip(begins, shape, g.shape, strict=True)]
@@ -182,7 +182,7 @@ def subsample(t: Tensor, strides: int | Iterable[int]) -> Tensor:
 # Split and concat ---------------------------------------------------------------------------------------------------
 
 
-def _joined(*ts: Any, axis: int) -> TensorSpec:
+def _concatenate(*ts: Any, axis: int) -> TensorSpec:
     first = ts[0]
     at = one_axis(axis, len(first.shape))
     for t in ts:
@@ -194,13 +194,13 @@ def _joined(*ts: Any, axis: int) -> TensorSpec:
     return TensorSpec(joined, first.dtype)
 
 
-def _part(g: Tensor, i: int, specs: Sequence[TensorSpec], axis: int) -> Tensor:
+def _operand_gradient(g: Tensor, i: int, specs: Sequence[TensorSpec], axis: int) -> Tensor:
     """The slice of a gradient that belongs to operand `i`."""
     begin = sum(spec.shape[axis] for spec in specs[:i])
     return slice(g, begin, begin + specs[i].shape[axis], 1, axis % g.rank)
 
 
-def _put_parts(*ts_and_view: Any, axis: int) -> tuple[Any, ...]:
+def _update_operands(*ts_and_view: Any, axis: int) -> tuple[Any, ...]:
     *ts, view = ts_and_view
     ends = list(itertools.accumulate(t.shape[axis] for t in ts))
     return tuple(jnp.split(view, ends[:-1], axis=axis))
@@ -209,17 +209,17 @@ def _put_parts(*ts_and_view: Any, axis: int) -> tuple[Any, ...]:
 _concat = OpKind(
     "Concat",
     lambda *ts, axis: jnp.concatenate(ts, axis=axis),
-    shape=_joined,
+    shape=_concatenate,
     result="concat_out",
-    gradient={"ts": _part},
+    gradient={"ts": _operand_gradient},
 )
 _concat_ = OpKind(
     "ConcatInplace",
     _concat.lowering,
-    shape=_joined,
+    shape=_concatenate,
     result="concat_out",
-    gradient={"ts": _part},
-    traits=[View(_put_parts)],
+    gradient={"ts": _operand_gradient},
+    traits=[View(_update_operands)],
 )
 
 
@@ -308,7 +308,7 @@ def _alike(name: str, ts: Iterable[Tensor]) -> list[Tensor]:
     return tensors
 
 
-def _parts(t: Any, *, lengths: tuple[int, ...], axis: int) -> tuple[TensorSpec, ...]:
+def _split_arrays(t: Any, *, lengths: tuple[int, ...], axis: int) -> tuple[TensorSpec, ...]:
     at = one_axis(axis, len(t.shape))
     if sum(lengths) != t.shape[at] or min(lengths, default=0) < 0:
         raise PopxlError(f"the parts {lengths} do not add up to the size of dimension {at}, {t.shape[at]}.")
@@ -321,7 +321,7 @@ _split = OpKind(
         lax.slice_in_dim(t, end - n, end, axis=axis % t.ndim)
         for n, end in zip(lengths, itertools.accumulate(lengths), strict=True)
     ),
-    shape=_parts,
+    shape=_split_arrays,
     result="{t}_split_{i}",
     gradient={"t": lambda gs, axis: concat(gs, axis)},
 )

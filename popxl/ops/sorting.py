@@ -19,7 +19,7 @@ from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.ops.families import REAL, public
 from popxl.ops.kernels.elements import room
-from popxl.ops.precision import widened
+from popxl.ops.precision import widen
 from popxl.values.shapes import flag, integer, one_axis, reduced_shape
 from popxl.values.spec import TensorSpec
 
@@ -92,7 +92,7 @@ def _ranks(t: Any, largest: bool) -> Any:
     """Numbers in the order of the elements, or in the opposite order. Equal elements have equal numbers."""
     if not jnp.issubdtype(t.dtype, jnp.floating):
         return t if largest else ~t  # unlike -t, this neither overflows nor wraps
-    t = widened(t)  # XLA sorts halves as a whole, a hundred times as long
+    t = widen(t)  # XLA sorts halves as a whole, a hundred times as long
     # JAX tells 0 from -0 here, and one NaN from another.
     t = jnp.where(jnp.isnan(t), jnp.nan, jnp.where(t == 0, jnp.zeros((), t.dtype), t))
     return t if largest else -t
@@ -106,11 +106,11 @@ def _topk_specs(t: Any, *, k: int, axis: int, largest: bool) -> tuple[TensorSpec
     return TensorSpec(shape, t.dtype), TensorSpec(shape, dtypes.int32)
 
 
-def _put_back(g: Any, places: Any, *, axis: int, shape: tuple[int, ...]) -> Any:
+def _scatter_gradient(g: Any, places: Any, *, axis: int, shape: tuple[int, ...]) -> Any:
     return jnp.put_along_axis(room(shape, 0, g.dtype, after=g), places, g, axis, inplace=False)
 
 
-_topk_grad = OpKind("TopKGrad", _put_back, shape=lambda g, places, *, axis, shape: TensorSpec(shape, g.dtype))
+_topk_grad = OpKind("TopKGrad", _scatter_gradient, shape=lambda g, places, *, axis, shape: TensorSpec(shape, g.dtype))
 
 
 def _topk_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
@@ -175,7 +175,7 @@ def topk(
 # How many elements there are ----------------------------------------------------------------------------------------
 
 
-def _counted(t: Any, *, levels: tuple[float, ...], absolute_of_input: bool) -> Any:
+def _bin_counts(t: Any, *, levels: tuple[float, ...], absolute_of_input: bool) -> Any:
     numbers = jnp.abs(t.ravel()) if absolute_of_input else t.ravel()
     with np.errstate(over="ignore"):  # levels beyond float16 are infinite
         bounds = np.asarray(levels, t.dtype)
@@ -192,7 +192,7 @@ def _bins(t: Any, *, levels: tuple[float, ...], absolute_of_input: bool) -> Tens
     return TensorSpec((len(levels) + 1,), dtypes.uint32)
 
 
-_histogram = OpKind("Histogram", _counted, shape=_bins, gradient=None, traits=REAL)
+_histogram = OpKind("Histogram", _bin_counts, shape=_bins, gradient=None, traits=REAL)
 
 
 def histogram(t: Tensor, levels: Iterable[float], absolute_of_input: bool) -> Tensor:

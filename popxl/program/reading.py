@@ -399,7 +399,7 @@ class _Reader:
         check(isinstance(value, dict) and value.keys() == {"graph"}, f"{value!r} is no graph")
         return self._graphs[value["graph"]]
 
-    def _part(self, content: Any) -> Part:
+    def _exchanged_op(self, content: Any) -> Part:
         known = {name: self.value(v) for name, v in content.items() if name not in ("kind", "source")}
         kind = self.kind(content["kind"], known["inputs"])
         file, line, function = content["source"]
@@ -433,7 +433,7 @@ class _Reader:
         "float": lambda self, text: float(text),
         "dtype": lambda self, name: dtype_.from_name(name),
         "spec": _spec,
-        "part": _part,
+        "part": _exchanged_op,
         "stream": _stream,
         "buffer": _buffer,
         "strided": lambda self, pair: self._ir.replica_grouping(*pair),

@@ -44,10 +44,10 @@ def rule_graph(op: Op) -> RuleGraph:
         tuple(map(op.inputs.index, op.inputs)),  # one tensor may be two operands
         tuple(t.spec for t in (*op.inputs, *op.outputs)),
     )
-    return op.kind.remembered(("rules", *alike), lambda: _made(op))
+    return op.kind.remembered(("rules", *alike), lambda: _build_rule_graph(op))
 
 
-def _made(op: Op) -> RuleGraph:
+def _build_rule_graph(op: Op) -> RuleGraph:
     """See `rule_graph`."""
     ir = Ir()
     graph = ir.create_empty_graph(f"{op.op_type}_bwd")

@@ -128,7 +128,7 @@ def _bring_calls_up_to_date(graph: Graph) -> None:
         for op in called.call_sites:
             if is_call(op):
                 for t in called.outputs[len(op.outputs) :]:
-                    op.gain_output(t)
+                    op.add_result_for(t)
 
 
 def _refuse_modifying_ops(root: Graph, infos: Infos) -> None:
@@ -328,13 +328,13 @@ class _Differentiation:
             if t not in self.copies:
                 self.copies[t] = constant(t.data, t.dtype, t.name)
             return self.copies[t]
-        if self.recomputes and not self._is_passed(t):
+        if self.recomputes and not self._is_caller_visible(t):
             return self._computed_again(t)
         if t not in self.activations:
             self.activations[t] = self.graph.add_input_like(t)
         return self.activations[t]
 
-    def _is_passed(self, t: Tensor) -> bool:
+    def _is_caller_visible(self, t: Tensor) -> bool:
         """Whether a caller of the forward graph has a tensor."""
         return t in self.forward_graph.inputs or t in self.forward_graph.outputs
 
@@ -351,7 +351,7 @@ class _Differentiation:
         for op in reversed(self.forward_graph.ops):
             if op not in self.again and not missing.isdisjoint(op.outputs):
                 ops.append(op)
-                missing.update(u for u in op.inputs if not self._is_passed(u))
+                missing.update(u for u in op.inputs if not self._is_caller_visible(u))
         for op in reversed(ops):
             if has_effect(op):
                 raise PopxlError(

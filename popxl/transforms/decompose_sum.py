@@ -33,10 +33,10 @@ def decompose_sum(graph: Graph) -> Graph:
     check_type(graph, Graph, "decompose_sum: `graph`", "a Graph")
     for op in graph.ops:
         if is_sum(op) and len({*op.inputs}) > 2:
-            graph.replace([op], partial(_one_by_one, op.outputs[0].spec))
+            graph.replace([op], partial(_chained_adds, op.outputs[0].spec))
     return graph
 
 
-def _one_by_one(spec: TensorSpec, *ts: Tensor) -> Tensor:
+def _chained_adds(spec: TensorSpec, *ts: Tensor) -> Tensor:
     """The sum of tensors, each added to that of those before."""
     return reduce(add, ts, init(**spec, name="sum_init"))

@@ -160,15 +160,15 @@ def _check(name: str, traced: ClosedJaxpr) -> None:
                 "Pass new values on" if uses_refs else "Leave prints and callbacks out (`ops.print_tensor` prints)"
             )
             raise PopxlError(
-                f"from_jax: `{name}` {what} in `{equation.primitive.name}`{_at(equation)}, and an op for one equation "
-                f"only computes. {instead}, or make the function a single op: {op}."
+                f"from_jax: `{name}` {what} in `{equation.primitive.name}`{_at_line(equation)}, and an op for one "
+                f"equation only computes. {instead}, or make the function a single op: {op}."
             )
     for equation in _equations(traced.jaxpr):
         for value in (*equation.invars, *equation.outvars):
             if _spec(value.aval) is None:
                 raise PopxlError(
                     f"from_jax: `{name}` handles a value of the type {value.aval.str_short()} in "
-                    f"`{equation.primitive.name}`{_at(equation)}, and no tensor can hold that. {remedy}"
+                    f"`{equation.primitive.name}`{_at_line(equation)}, and no tensor can hold that. {remedy}"
                 )
     for value in (*traced.jaxpr.invars, *traced.jaxpr.constvars, *traced.jaxpr.outvars):
         if _spec(value.aval) is None:
@@ -281,7 +281,7 @@ def _source(equation: JaxprEqn) -> SourceLocation | None:
     return None
 
 
-def _at(equation: JaxprEqn) -> str:
+def _at_line(equation: JaxprEqn) -> str:
     source = _source(equation)
     return "" if source is None else f", at `{source.text}` ({source})"
 

@@ -84,7 +84,7 @@ class Axes:
         ranges = [range(1 if name in names else size) for name, size in self.sizes]
         number = {place: group for group, place in enumerate(product(*ranges))}
         kept = [name not in names for name, _ in self.sizes]
-        return [number[tuple(i * is_kept for i, is_kept in zip(at, kept, strict=True))] for at in self._places()]
+        return [number[tuple(i * is_kept for i, is_kept in zip(at, kept, strict=True))] for at in self._positions()]
 
     def strided(self, names: Sequence[str]) -> tuple[int, int] | None:
         """How far apart neighbours are in these groups, and how many each has; `None` if they are not evenly apart.
@@ -115,10 +115,10 @@ class Axes:
     def names(self, assignment: Sequence[int]) -> tuple[str, ...] | None:
         """The axes along which replicas are together in groups that are given by the group of each; `None` if there are
         no such axes."""
-        first = [place for place, group in zip(self._places(), assignment, strict=True) if group == assignment[0]]
+        first = [place for place, group in zip(self._positions(), assignment, strict=True) if group == assignment[0]]
         chosen = [name for i, (name, _) in enumerate(self.sizes) if any(place[i] for place in first)]
         return tuple(chosen) if self.assignment(chosen) == list(assignment) else None
 
-    def _places(self) -> Iterator[tuple[int, ...]]:
+    def _positions(self) -> Iterator[tuple[int, ...]]:
         """Where the replicas stand, one after the other."""
         return product(*(range(size) for _, size in self.sizes))

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from popxl.core.tensor import Variable
     from popxl.replica_grouping import ReplicaGrouping
 
-__all__ = ["Parts", "parts_of", "piece_count", "piece_length"]
+__all__ = ["Parts", "parts_of", "shard_count", "shard_length"]
 
 
-def piece_length(shape: Sequence[int], count: int) -> int:
+def shard_length(shape: Sequence[int], count: int) -> int:
     """How many elements the pieces of a value have, if there are `count` of them."""
     return -(-math.prod(shape) // count)
 
 
-def piece_count(nelms: int, length: int, members: int) -> int:
+def shard_count(nelms: int, length: int, members: int) -> int:
     """How many pieces of a length there are of a value: as many as it fills, and a divisor of the group's size.
 
     Gathering takes no others.
@@ -68,14 +68,14 @@ class Parts:
             elements: gives the elements of all values on the host, one after the other, from one number to another.
             replica: whose part.
         """
-        place = self._places[replica] % (self.count or 1)
+        place = self._positions[replica] % (self.count or 1)
         value = self.grouping.assignment[replica] * self.size
         start = min(place * self.length, self.size)
         found = elements(value + start, value + min(start + self.length, self.size))
         return np.pad(found, (0, self.length - len(found)))
 
     @cached_property
-    def _places(self) -> list[int]:
+    def _positions(self) -> list[int]:
         return [place for _, place in self._families()]
 
     def values(self, parts: np.ndarray, all_replicas: bool = False) -> np.ndarray:
@@ -129,4 +129,4 @@ def parts_of(v: Variable) -> Parts:
     if not v.location_info.sharded:
         return Parts(grouping, v.nelms, length)
     count, members = buffer.shard_over, grouping.const_rg.group_size
-    return Parts(grouping, v.nelms, length, piece_count(v.nelms, length, members) if count is None else count)
+    return Parts(grouping, v.nelms, length, shard_count(v.nelms, length, members) if count is None else count)

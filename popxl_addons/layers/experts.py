@@ -30,7 +30,7 @@ _of_mean = OpKind(
 """The same tensor; its gradient, a sum over so many losses, becomes that of their mean."""
 
 
-def _sent_back(g: popxl.Tensor, index: popxl.Tensor, inverse: popxl.Tensor, times: int) -> popxl.Tensor:
+def _reverse_dispatch(g: popxl.Tensor, index: popxl.Tensor, inverse: popxl.Tensor, times: int) -> popxl.Tensor:
     rows = _picked(g, inverse, index, times=1)
     return ops.sum(rows.reshape((times, -1, *rows.shape[1:])), axis=0) if times > 1 else rows
 
@@ -41,7 +41,7 @@ _picked = OpKind(
         t, jnp.where(index < times * len(t), index % len(t), len(t)), axis=0, mode="fill", fill_value=0
     ),
     shape=lambda t, index, inverse, *, times: popxl.TensorSpec((*index.shape, *t.shape[1:]), t.dtype),
-    gradient={"t": _sent_back},
+    gradient={"t": _reverse_dispatch},
     key="popxl_addons.PickRows",
 )
 """Rows of `t`, which is there so many `times`, one after the other; an index beyond gives zeros.

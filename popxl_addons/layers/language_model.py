@@ -175,7 +175,7 @@ def _as_llama(config: LanguageConfig) -> dict[str, Any]:
     }
 
 
-def _known(said: Mapping[str, Any], hint: str = "", **expected: tuple[Any, ...]) -> None:
+def _check_settings(said: Mapping[str, Any], hint: str = "", **expected: tuple[Any, ...]) -> None:
     """`ValueError` for settings that the kit has no layers for."""
     if unknown := [f"{k}={said[k]!r}" for k, values in expected.items() if k in said and said[k] not in values]:
         raise ValueError(
@@ -186,7 +186,7 @@ def _known(said: Mapping[str, Any], hint: str = "", **expected: tuple[Any, ...])
 def _gpt2(said: Mapping[str, Any]) -> dict[str, Any]:
     activations = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "geluerf", "relu": "relu"}
     off, on = (False,), (True,)
-    _known(
+    _check_settings(
         said,
         activation_function=tuple(activations),
         scale_attn_weights=on,
@@ -207,7 +207,7 @@ def _gpt2(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _llama(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
-    _known(said, hidden_act=("silu",), use_sliding_window=(False,))
+    _check_settings(said, hidden_act=("silu",), use_sliding_window=(False,))
     context = said["max_position_embeddings"]
     window = said.get("sliding_window")
     if kind == "mistral" and (window or context) < context:
@@ -215,7 +215,7 @@ def _llama(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
             f" Texts of up to {window} tokens do not need it: pass what `config.json` says, as a dict with "
             f"`sliding_window` None and `max_position_embeddings` {window}."
         )
-        _known(said, hint, sliding_window=(None,))
+        _check_settings(said, hint, sliding_window=(None,))
     turning = said.get("rope_parameters") or said.get("rope_scaling") or {}
     has_bias = said.get("attention_bias", False)
     return {

@@ -155,7 +155,7 @@ class Attention(Module):
             )
             if known is not None:
                 k, v = all_keys, all_values
-                mask, causal = _among(_seen(length, k.shape[-2], first, causal), mask), False
+                mask, causal = _among(_visible_positions(length, k.shape[-2], first, causal), mask), False
         if self.group is not None:
             mixed = ring_attention(q, k, v, causal, group=self.group)
         else:
@@ -207,7 +207,7 @@ def _appended(known: popxl.Tensor, new: popxl.Tensor, first: popxl.Tensor, slot:
     return ops.dynamic_update_(known, index.reshape((1,)), new, axes=[2], sizes=[new.shape[2]], no_overlap=True)
 
 
-def _seen(length: int, room: int, first: popxl.Tensor, causal: bool) -> popxl.Tensor:
+def _visible_positions(length: int, room: int, first: popxl.Tensor, causal: bool) -> popxl.Tensor:
     """Which places of a cache the rows from `first` on see: those that have been read, up to themselves if `causal`."""
     last = ops.arange(length).reshape((length, 1)) if causal else popxl.constant(length - 1, popxl.int32)
     last = last + first.astype(popxl.int32).reshape((*first.shape, *[1] * 3 * first.rank))

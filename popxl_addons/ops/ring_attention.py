@@ -23,7 +23,7 @@ from popxl import OpKind
 from popxl.errors import PopxlError
 from popxl.extend.arguments import flag, number
 from popxl.extend.collectives import Group, members
-from popxl.extend.kernels import attended, attended_backward, attention_specs
+from popxl.extend.kernels import attended, attention_backward, attention_specs
 from popxl.extend.ops import like_first
 from popxl.op import REFUSED, BetweenReplicas
 from popxl.replica_grouping import Groups
@@ -36,13 +36,13 @@ def _ring(q: Any, k: Any, v: Any, *, causal: bool, scale: float, group: Group) -
         out, logs = attended(q, k, v, None, None, causal=causal, scale=scale, dropout=0.0)
         return out.astype(logs.dtype), logs
 
-    coming = _sent(group, 1, k, v)
+    coming = _shift_arrays(group, 1, k, v)
     out, logs = attention(k, v, causal)
     for distance in range(1, group.size):
         k, v = coming
         if distance + 1 < group.size:
             (k, v), (out, logs) = lax.optimization_barrier(((k, v), (out, logs)))
-            coming = _sent(group, 1, k, v)
+            coming = _shift_arrays(group, 1, k, v)
         more, more_logs = attention(k, v, False)
         if causal:  # those that come from behind are of later places
             more_logs = jnp.where(group.rank >= distance, more_logs, -jnp.inf)
@@ -56,28 +56,28 @@ def _ring_backward(
     g: Any, q: Any, k: Any, v: Any, out: Any, logs: Any, *, causal: bool, scale: float, group: Group
 ) -> tuple[Any, Any, Any]:
     def gradients(k: Any, v: Any, logs: Any, causal: bool) -> tuple[Any, Any, Any]:
-        found = attended_backward(
+        found = attention_backward(
             g, q, k, v, out, logs, None, None, is_part=True, causal=causal, scale=scale, dropout=0.0
         )
         return tuple(t.astype(logs.dtype) for t in found)
 
     if group.size == 2:  # both ways round are one: XLA would keep all that came forward, instead of sending it again
         g, k, v = lax.optimization_barrier((g, k, v))
-    coming = _sent(group, -1, k, v)
+    coming = _shift_arrays(group, -1, k, v)
     dq, dk, dv = gradients(k, v, logs, causal)
     for distance in range(1, group.size):
         k, v = coming
         if distance + 1 < group.size:
             (k, v), (dq, dk, dv) = lax.optimization_barrier(((k, v), (dq, dk, dv)))
-            coming = _sent(group, -1, k, v)
+            coming = _shift_arrays(group, -1, k, v)
         is_later = causal & (group.rank + distance < group.size)
-        dk, dv = _sent(group, -1, dk, dv)
+        dk, dv = _shift_arrays(group, -1, dk, dv)
         more = gradients(k, v, jnp.where(is_later, jnp.inf, logs), False)  # of later places all weights are 0
         dq, dk, dv = (t + each for t, each in zip((dq, dk, dv), more, strict=True))
-    return dq, *_sent(group, -1, dk.astype(k.dtype), dv.astype(v.dtype))
+    return dq, *_shift_arrays(group, -1, dk.astype(k.dtype), dv.astype(v.dtype))
 
 
-def _sent(group: Group, distance: int, *ts: Any) -> tuple[Any, ...]:
+def _shift_arrays(group: Group, distance: int, *ts: Any) -> tuple[Any, ...]:
     return tuple(group.shifted(t, distance) for t in ts) if group.size > 1 else ts
 
 

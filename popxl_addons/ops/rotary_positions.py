@@ -16,7 +16,7 @@ import numpy as np
 import popxl
 from popxl import OpKind
 from popxl.errors import PopxlError
-from popxl.extend.kernels import rounded_once
+from popxl.extend.kernels import round_once
 
 __all__ = ["Stretch", "rotary_positions"]
 
@@ -75,7 +75,7 @@ def rotary_positions(
     return _rotary(t, start, base=float(base), **({} if stretch is None else {"stretch": astuple(stretch)}))
 
 
-def _turned(t: Any, first: Any, *, base: float, stretch: tuple[Any, ...] = ()) -> Any:
+def _apply_rope(t: Any, first: Any, *, base: float, stretch: tuple[Any, ...] = ()) -> Any:
     half = t.shape[-1] // 2
     waves = float(base) ** (-np.arange(half) / half)
     frequencies = jnp.asarray(Stretch(*stretch).of(waves) if stretch else waves, jnp.float32)
@@ -95,7 +95,7 @@ def _rotary_spec(t: Any, first: Any, *, base: float, stretch: tuple[Any, ...] = 
 
 _rotary = OpKind(
     "RotaryPositions",
-    rounded_once(lambda t, first, **how: _turned(t, first, **how)),
+    round_once(lambda t, first, **how: _apply_rope(t, first, **how)),
     shape=_rotary_spec,
     operands=("t", "first"),
     key="popxl_addons.RotaryPositions",

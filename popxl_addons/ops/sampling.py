@@ -15,7 +15,7 @@ from popxl.extend.arguments import integer, number
 from popxl.extend.kernels import drawn, wide_dtype
 
 
-def _drawn(logits: Any, draws: Any, *, temperature: float, top_k: int | None, top_p: float) -> Any:
+def _sample(logits: Any, draws: Any, *, temperature: float, top_k: int | None, top_p: float) -> Any:
     scores = logits.astype(wide_dtype(logits))
     if temperature == 0:
         return jnp.argmax(scores, -1).astype(jnp.int32)
@@ -44,7 +44,7 @@ def _tokens(logits: Any, draws: Any, **how: Any) -> popxl.TensorSpec:
     return popxl.TensorSpec(logits.shape[:-1], popxl.int32)
 
 
-_sample = OpKind("SampleToken", _drawn, shape=_tokens, result="token", gradient=None, key="popxl_addons.SampleToken")
+_sample = OpKind("SampleToken", _sample, shape=_tokens, result="token", gradient=None, key="popxl_addons.SampleToken")
 
 
 def sample_token(
@@ -100,7 +100,7 @@ def _uniform(seeds: Any, places: Any) -> Any:
     return jax.vmap(draw)(seeds, places)
 
 
-def _one_each(seeds: Any, places: Any) -> popxl.TensorSpec:
+def _uniform_draws(seeds: Any, places: Any) -> popxl.TensorSpec:
     if len(seeds.shape) != 2 or seeds.shape[1] != 2 or seeds.dtype is not popxl.uint32:
         raise PopxlError("expected `seeds` to be uint32 of shape (batch, 2), as `popxl.create_seeds` makes them.")
     if places.shape != seeds.shape[:1] or not places.dtype.is_int:
@@ -111,7 +111,7 @@ def _one_each(seeds: Any, places: Any) -> popxl.TensorSpec:
 uniform_at = OpKind(
     "UniformAtPlaces",
     _uniform,
-    shape=_one_each,
+    shape=_uniform_draws,
     operands=("seeds", "places"),
     result="draws",
     gradient=None,

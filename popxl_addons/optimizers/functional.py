@@ -23,7 +23,7 @@ import popxl
 from popxl import ops
 from popxl.context import get_current_context
 from popxl.extend.arguments import flag, number
-from popxl.extend.collectives import Group, members, piece_count
+from popxl.extend.collectives import Group, members, shard_count
 from popxl.extend.ops import factor
 from popxl.op import BetweenReplicas, Colocated, OpKind, Overwrites, Trait
 from popxl.tensor import Variable
@@ -110,7 +110,7 @@ def _trained(optimizer: str, variables: Tensors, gradients: Tensors) -> list[Tra
     if isinstance(gradients, Mapping | DotTree):
         given = _by_name(optimizer, "gradients", gradients)
     else:
-        listed = _listed(optimizer, "gradients", gradients)
+        listed = _sequence(optimizer, "gradients", gradients)
         if len(listed) != len(named):
             raise ValueError(f"{optimizer}: there are {len(named)} `variables` and {len(listed)} `gradients`.")
         given = dict(zip(named, listed, strict=True))
@@ -130,14 +130,14 @@ def _trained(optimizer: str, variables: Tensors, gradients: Tensors) -> list[Tra
     for name, t in tensors.items():
         check_floating(t.dtype, f"{optimizer}: the dtype of the variable `{name}`")
     owners = {v.piece: v for v in graph.variables if v.piece is not None}
-    return [_of(name, t, given[name], owners.get(t, t)) for name, t in tensors.items()]
+    return [_like_variable(name, t, given[name], owners.get(t, t)) for name, t in tensors.items()]
 
 
-def _of(name: str, t: popxl.Tensor, gradient: popxl.Tensor, owner: popxl.Tensor) -> Trained:
+def _like_variable(name: str, t: popxl.Tensor, gradient: popxl.Tensor, owner: popxl.Tensor) -> Trained:
     variable = owner if isinstance(owner, Variable) else None
     grouping = popxl.gir().replica_grouping() if variable is None else variable.replica_grouping
     group = grouping.const_rg.group_size
-    pieces = piece_count(math.prod(t.meta_shape), t.nelms, group) if t.meta_shape else 1
+    pieces = shard_count(math.prod(t.meta_shape), t.nelms, group) if t.meta_shape else 1
     return Trained(name, t, gradient, grouping, pieces, None if variable is None else variable.group_axis)
 
 
@@ -147,7 +147,7 @@ def _by_name(optimizer: str, what: str, tensors: Tensors) -> dict[str, popxl.Ten
     elif isinstance(tensors, Mapping):
         found = dict(tensors)
     else:
-        listed = _listed(optimizer, what, tensors)
+        listed = _sequence(optimizer, what, tensors)
         found = {sanitise(t.name): t for t in listed if isinstance(t, popxl.Tensor)}
         if len(found) != len(listed):
             raise ValueError(f"{optimizer}: `{what}` are {listed}; expected tensors, each with a name of its own.")
@@ -156,7 +156,7 @@ def _by_name(optimizer: str, what: str, tensors: Tensors) -> dict[str, popxl.Ten
     return found
 
 
-def _listed(optimizer: str, what: str, tensors: Any) -> list[Any]:
+def _sequence(optimizer: str, what: str, tensors: Any) -> list[Any]:
     """An argument that has to be a sequence, if it has no names."""
     if isinstance(tensors, str) or not isinstance(tensors, Iterable):
         raise TypeError(
@@ -295,7 +295,7 @@ def _formula(name: str, function: Callable[..., Any], *slots: str, traits: Itera
     def lowering(variable: Array, gradient: Array, step: Array, *others: Array, **numbers: Any) -> tuple[Array, ...]:
         kept, (lr, scale, *made) = others[: len(slots)], others[len(slots) :]
         w, g, t, *wide = (x.astype(jnp.float32) for x in (variable, gradient, step, *kept))
-        return if_made(made, function(w, g * scale, t, lr, *wide, **numbers), (w, *wide))
+        return select_if_finite(made, function(w, g * scale, t, lr, *wide, **numbers), (w, *wide))
 
     changed = frozenset({0, *range(3, 3 + len(slots))})
     return OpKind(
@@ -308,7 +308,7 @@ def _formula(name: str, function: Callable[..., Any], *slots: str, traits: Itera
     )
 
 
-def if_made(made: Sequence[Array], new: Iterable[Array], old: Iterable[Array]) -> tuple[Array, ...]:
+def select_if_finite(made: Sequence[Array], new: Iterable[Array], old: Iterable[Array]) -> tuple[Array, ...]:
     """What a step leaves: the new arrays, unless `made` has one element, and that says no."""
     return tuple(new) if not made else tuple(jnp.where(made[0], *each) for each in zip(new, old, strict=True))
 
@@ -518,8 +518,8 @@ def _adafactor_formula(
         variance = variances[0] + new * (squares - variances[0])
         variances = (variance,)
     update = g * jax.lax.rsqrt(jnp.maximum(variance, smallest * smallest))
-    update = update / jnp.maximum(1.0, jnp.sqrt(means.of_all(update * update)) / numbers["clip"])
-    size = jnp.maximum(numbers["eps2"], jnp.sqrt(means.of_all(w * w)))
+    update = update / jnp.maximum(1.0, jnp.sqrt(means.global_mean(update * update)) / numbers["clip"])
+    size = jnp.maximum(numbers["eps2"], jnp.sqrt(means.global_mean(w * w)))
     rate = size * jnp.minimum(lr, jax.lax.rsqrt(t))
     return w * (1 - lr * numbers["decay"]) - rate * update, *variances
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from popxl.extend.collectives import OP_MAP, Group, piece_length
+from popxl.extend.collectives import OP_MAP, Group, shard_length
 
 __all__ = ["Means", "MeansOverGroups", "MeansOverPieces", "Within"]
 
@@ -19,7 +19,7 @@ Array = Any
 class Means:
     """Means over arrays that are whole."""
 
-    def of_all(self, t: Array) -> Array:
+    def global_mean(self, t: Array) -> Array:
         """The mean of all elements."""
         return jnp.mean(t)
 
@@ -54,9 +54,9 @@ class MeansOverPieces(Means):
 
     def __init__(self, group: Group, whole: tuple[int, ...], pieces: int) -> None:
         self.group, self.whole, self.pieces = group, whole, pieces
-        self.length = piece_length(whole, pieces)
+        self.length = shard_length(whole, pieces)
 
-    def of_all(self, t: Array) -> Array:
+    def global_mean(self, t: Array) -> Array:
         return self._total(t.sum()) / math.prod(self.whole)
 
     def of_rows(self, t: Array) -> Array:
@@ -108,8 +108,8 @@ class MeansOverGroups(Means):
     def __init__(self, own: Means, everyone: Group, axis: int) -> None:
         self.own, self.everyone, self.axis = own, everyone, axis
 
-    def of_all(self, t: Array) -> Array:
-        return self._mean(self.own.of_all(t))
+    def global_mean(self, t: Array) -> Array:
+        return self._mean(self.own.global_mean(t))
 
     def of_rows(self, t: Array) -> Array:
         rows = self.own.of_rows(t)

@@ -17,7 +17,7 @@ from popxl.extend.source import SourceLocation, user_frame, warn_at
 from popxl.op import Colocated, OpKind, Overwrites
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.optimizers.elementwise import combining
-from popxl_addons.optimizers.functional import Array, Scale, Step, Tensors, Trained, if_made
+from popxl_addons.optimizers.functional import Array, Scale, Step, Tensors, Trained, select_if_finite
 
 __all__ = ["from_optax"]
 
@@ -181,12 +181,12 @@ class _OptaxSteps:
             value, (number, scale, *made) = arrays[given : given + len(self.values)], arrays[given + len(self.values) :]
             params = dict(zip(names, weights, strict=True))
             begun = zip(jax.tree.leaves(self._transformation.init(params)), kept, strict=True)
-            state = jax.tree.unflatten(self._tree, [_begun(number == 1, *each) for each in begun])
+            state = jax.tree.unflatten(self._tree, [_initial_leaf(number == 1, *each) for each in begun])
             scaled = (g.astype(jnp.promote_types(g.dtype, jnp.float32)) * scale for g in gradients)
             grads = {name: g.astype(w.dtype) for (name, w), g in zip(params.items(), scaled, strict=True)}
             updates, new_state = self.update(grads, state, params, *value)
             new = (w + updates[name].astype(w.dtype).reshape(w.shape) for name, w in params.items())
-            return if_made(made, (*new, *map(_key_data, jax.tree.leaves(new_state))), (*weights, *kept))
+            return select_if_finite(made, (*new, *map(_key_data, jax.tree.leaves(new_state))), (*weights, *kept))
 
         return OpKind(
             "OptaxStep",
@@ -214,7 +214,7 @@ def _key_data(leaf: Any) -> Array:
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
-def _begun(is_first: Array, first: Any, kept: Array) -> Array:
+def _initial_leaf(is_first: Array, first: Any, kept: Array) -> Array:
     """A leaf of the state, of what is kept of it, or as it begins."""
     now = jnp.where(is_first, jnp.asarray(_key_data(first)).astype(kept.dtype), kept)
     return jax.random.wrap_key_data(now, impl=jax.random.key_impl(first)) if _is_key(jnp.asarray(first)) else now

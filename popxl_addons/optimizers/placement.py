@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import popxl
 from popxl.context import get_current_context
-from popxl.extend.graphs import left_on, reading_ipus
+from popxl.extend.graphs import final_ipu, reading_ipus
 
 __all__ = ["Placement"]
 
@@ -19,7 +19,7 @@ class Placement:
 
     def ipu_of(self, t: popxl.Tensor) -> int | None:
         """The IPU whose op makes a tensor; of a variable, the first that reads it; the current one, if none does."""
-        ipu = next(iter(self._read_on.get(t, ())), None) if t.origin.producer is None else left_on(t)
+        ipu = next(iter(self._read_on.get(t, ())), None) if t.origin.producer is None else final_ipu(t)
         return self._current if ipu is None else ipu
 
     def on(self, t: popxl.Tensor, ipu: int | None) -> popxl.Tensor:

@@ -174,7 +174,7 @@ class Pipelining:
                 if t in makers:
                     self._makers[t.id] = makers[t]
                     self._waits[t.id] = max(self._waits.get(t.id, 0), s - makers[t])
-            given = {t: stand_in(t, makers, stage.graph, partial(_own, stage)) for t in read}
+            given = {t: stand_in(t, makers, stage.graph, partial(_stage_tensor, stage)) for t in read}
             self._shared.update((t.id, t) for t in stage.args.values() if t not in makers)
             self.graph.move(by_stage[s], stage.graph, given)
             for t in ids:
@@ -305,7 +305,7 @@ def _chain(t: popxl.Tensor, inside: Container[popxl.Tensor]) -> Iterator[popxl.T
             yield from _chain(base, inside)
 
 
-def _own(stage: PipelineBoundGraph, t: popxl.Tensor) -> popxl.Tensor:
+def _stage_tensor(stage: PipelineBoundGraph, t: popxl.Tensor) -> popxl.Tensor:
     """The tensor of a stage for one from outside; each has constants of its own."""
     if not isinstance(t, Constant):
         return stage.add_variable_input(t)

@@ -41,10 +41,10 @@ class SerialLoop:
             row = popxl.graph_input((), popxl.int32, "row")
             seed = {} if self.seed_input is None else _inputs_like([self.seed_input])
             kept = _inputs_like([t for t in self.graph.inputs if t not in self.loads and t not in seed], by_ref=True)
-            (self._overlapped if overlapped else self._one_by_one)(row, seed, kept)
+            (self._overlapped if overlapped else self._run_rows)(row, seed, kept)
         return graph, {**seed, **kept}
 
-    def _one_by_one(self, row: Tensor, seed: Values, kept: Values) -> None:
+    def _run_rows(self, row: Tensor, seed: Values, kept: Values) -> None:
         def iteration(row: Tensor, i: Tensor, seed: Values, kept: Values) -> Values:
             return self._run(row, i, {**seed, **self._load(row, i)}, kept)
 

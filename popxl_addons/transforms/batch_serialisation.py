@@ -255,7 +255,7 @@ def batch_serialise_fwd_and_grad(
             if value not in stores:
                 stores[value] = place(value)
             loads[t] = stores[value]
-        args = _joined(named, gradient_graph.args)
+        args = _merge_names(named, gradient_graph.args)
         forward = serialised(forward_graph, seed_input)
         gradient = serialised(GraphWithNamedArgs(gradient_graph.graph, args))
     gradient_graph.args = args
@@ -316,7 +316,7 @@ def _unconnected(
     ]
 
 
-def _joined(named: dict[str, Tensor], args: NamedTensors) -> NamedTensors:
+def _merge_names(named: dict[str, Tensor], args: NamedTensors) -> NamedTensors:
     """Names for activations, and then the `args` of the gradient graph, which may name them already."""
     own = args.to_dict()
     if taken := [name for name in named if own.get(name, named[name]) != named[name]]:

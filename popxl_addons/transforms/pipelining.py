@@ -158,7 +158,7 @@ class StageContext:
         """
         if i < 0:
             raise ValueError(f"pipelined_execution: the stage {i} is negative; stages are numbered from 0.")
-        with self._as(i):
+        with self._stage_context(i):
             yield
 
     def stash_and_restore_tensor(self, t: popxl.Tensor, from_stage: int | None = None) -> popxl.Tensor:
@@ -193,13 +193,13 @@ class StageContext:
         to_stage = self._current_stage("stash_and_restore_tensor")
         if t not in popxl.gcg():
             raise ValueError(f"stash_and_restore_tensor: {t!r} is not in the current graph, {popxl.gcg().title}.")
-        made_in = self._made_in(t)
+        made_in = self._producing_stage(t)
         if from_stage is None and made_in is None:
             raise RuntimeError(
                 f"stash_and_restore_tensor: no op of the pipeline makes {t!r}, so `from_stage` has to say which stage "
                 "it comes from."
             )
-        return self._kept(t, made_in if from_stage is None else from_stage, to_stage)  # type: ignore[arg-type]
+        return self._carry_to_stage(t, made_in if from_stage is None else from_stage, to_stage)  # type: ignore[arg-type]
 
     def stash_and_restore_activations(
         self, call_info: CallSiteInfo, grad_info: GradGraphInfoLike
@@ -224,12 +224,12 @@ class StageContext:
         from_stage = self.stages.get(call_info.op.id, BEFORE)
         if from_stage in (BEFORE, to_stage):
             return inputs
-        made_inside = dict.fromkeys(t for t in inputs.values() if self._made_in(t) is not None)
-        restored = {t: self._kept(t, from_stage, to_stage) for t in made_inside}
+        made_inside = dict.fromkeys(t for t in inputs.values() if self._producing_stage(t) is not None)
+        restored = {t: self._carry_to_stage(t, from_stage, to_stage) for t in made_inside}
         restored = {t: kept if t.shape else kept.reshape(()) for t, kept in restored.items()}
         return {of_graph: restored.get(t, t) for of_graph, t in inputs.items()}
 
-    def _kept(self, t: popxl.Tensor, from_stage: int, to_stage: int) -> popxl.Tensor:
+    def _carry_to_stage(self, t: popxl.Tensor, from_stage: int, to_stage: int) -> popxl.Tensor:
         """A tensor of an earlier stage, in the current one, for the same micro-batch."""
         slots = to_stage - from_stage + 1
         if slots <= 1:
@@ -238,14 +238,14 @@ class StageContext:
                 f"{to_stage}. In the stage that makes it, use the tensor itself."
             )
         if not self._in_rings:
-            with self._as(from_stage):
+            with self._stage_context(from_stage):
                 kept = ops.identity(t)  # `t` may be changed in place later
             return kept if t.shape else kept.reshape((1,))
         ipu = t.location[0]
         with get_current_context().set(ipu_id=get_current_context().ipu_id if ipu is None else ipu):
             facts, write = self._stash.create_graph(t, slots)
             ring = self._zeros(facts)
-            with self._as(from_stage):
+            with self._stage_context(from_stage):
                 write.bind(ring).call(t)
         facts, read = self._restore.create_graph(ring.stash)
         (restored,) = read.bind(self._zeros(facts)).call(ring.stash)
@@ -253,10 +253,10 @@ class StageContext:
 
     def _zeros(self, facts: NamedVariableFactories) -> NamedTensors:
         """Tensors that the pipeline starts with. They are no variables: nothing of a stash outlives its pipeline."""
-        with self._as(BEFORE):
+        with self._stage_context(BEFORE):
             return facts.init_zero()
 
-    def _made_in(self, t: popxl.Tensor) -> int | None:
+    def _producing_stage(self, t: popxl.Tensor) -> int | None:
         """The stage that makes a tensor; `None` if it comes from outside."""
         stage = BEFORE if t.producer is None else self.stages.get(t.producer.id, BEFORE)
         return None if stage == BEFORE else stage
@@ -267,7 +267,7 @@ class StageContext:
         return self._current
 
     @contextmanager
-    def _as(self, stage: int) -> Iterator[None]:
+    def _stage_context(self, stage: int) -> Iterator[None]:
         before, self._current = self._current, stage
         try:
             yield

@@ -94,19 +94,19 @@ class RemoteHandle:
     def load(self, entry: popxl.Tensor | int, t: popxl.Tensor, use_io_tiles: bool) -> popxl.Tensor:
         """Load a value of `t`, in the current graph."""
         loaded = _io_tiles.loaded(use_io_tiles, ops.remote_load, self.buffer, entry, t.name)
-        group = self._cut_for(t)
+        group = self._sharding_group(t)
         return loaded if group is None else gather_replica_sharded_tensor(loaded, replica_group=group)
 
     def store(self, entry: popxl.Tensor | int, t: popxl.Tensor, use_io_tiles: bool) -> None:
         """Store a value, in the current graph."""
-        if (group := self._cut_for(t)) is not None:
+        if (group := self._sharding_group(t)) is not None:
             t = ops.collectives.replica_sharded_slice(t, group)
         _io_tiles.stored(use_io_tiles, ops.remote_store, self.buffer, entry, t)
 
     def check_fits(self, t: popxl.Tensor) -> None:
         """`ValueError` unless the buffer takes values of `t`."""
         shape, meta_shape = t.shape, self.buffer.meta_shape
-        if (group := self._cut_for(t)) is not None:
+        if (group := self._sharding_group(t)) is not None:
             shape, meta_shape = (-(-t.nelms // group.group_size),), t.shape
         wanted = popxl.TensorSpec(shape, t.dtype, meta_shape)
         if self.buffer.spec.to_tuple() != wanted.to_tuple():
@@ -115,7 +115,7 @@ class RemoteHandle:
                 f"{self.buffer.spec!r}. `batch_serial_buffer` makes a buffer that fits."
             )
 
-    def _cut_for(self, t: popxl.Tensor) -> popxl.ReplicaGrouping | None:
+    def _sharding_group(self, t: popxl.Tensor) -> popxl.ReplicaGrouping | None:
         """The replicas that values of `t` are cut for; None if they are stored as they are."""
         if self.shard_group is None or t.meta_shape:
             return None

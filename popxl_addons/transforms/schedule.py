@@ -262,16 +262,16 @@ class PipelineSchedule:
         rows = _rows(placement)
         devices = len(rows)
         backward = [devices - 1 - d for d in range(devices)]
-        if [_numbered(placement)[s] for s in range(len(placement))] != [*range(devices), *backward, *backward]:
+        if [_device_numbers(placement)[s] for s in range(len(placement))] != [*range(devices), *backward, *backward]:
             raise ValueError(
                 f"PipelineSchedule: for 'zero_bubble' the stages are on the devices {tuple(placement)}, expected "
                 "forward stages on one device each, backward stages in reverse, and stages with the gradients of "
                 "weights in the same order as the backward ones, such as (0, 1, 1, 0, 1, 0)."
             )
         wanted = 3 * steps + devices - 1
-        tried = (_filled(devices, steps, waiting) for waiting in range(devices, 2 * devices))
+        tried = (_zero_bubble_rows(devices, steps, waiting) for waiting in range(devices, 2 * devices))
         return cls(
-            next((rows for rows, time in tried if time == wanted), _filled(devices, steps, 2 * devices)[0]),
+            next((rows for rows, time in tried if time == wanted), _zero_bubble_rows(devices, steps, 2 * devices)[0]),
             [[s - 1] * (s > 0) if s < 2 * devices else [s - devices] for s in range(3 * devices)],
         )
 
@@ -369,7 +369,7 @@ def _check(placement: Sequence[int], steps: int) -> None:
     integer(steps, "PipelineSchedule: `steps`")
 
 
-def _numbered(placement: Sequence[int]) -> list[int]:
+def _device_numbers(placement: Sequence[int]) -> list[int]:
     """The device of each stage, numbered in the order in which they come."""
     numbers = {device: i for i, device in enumerate(dict.fromkeys(placement))}
     return [numbers[device] for device in placement]
@@ -377,14 +377,14 @@ def _numbered(placement: Sequence[int]) -> list[int]:
 
 def _rows(placement: Sequence[int]) -> list[list[int]]:
     """The stages of each device."""
-    numbered = _numbered(placement)
+    numbered = _device_numbers(placement)
     return [[s for s, device in enumerate(numbered) if device == d] for d in range(max(numbered) + 1)]
 
 
 def _forward_and_backward(name: str, placement: Sequence[int], steps: int, warm_up: Any) -> list[list[Task]]:
     """For each device: forward tasks as many as it takes to warm up, then one forward, one backward, then the rest."""
     _check(placement, steps)
-    numbered = _numbered(placement)
+    numbered = _device_numbers(placement)
     trains = len(numbered) > 1 and numbered == numbered[::-1]
     forward = numbered[: (len(numbered) + 1) // 2] if trains else numbered
     devices = max(forward) + 1
@@ -405,19 +405,19 @@ def _forward_and_backward(name: str, placement: Sequence[int], steps: int, warm_
     rows = []
     for device in range(devices):
         own = range(device, len(forward), devices)
-        there = [Task(s, m) for group in groups for s in own for m in group]
+        is_ready = [Task(s, m) for group in groups for s in own for m in group]
         back = [Task(ends - s, m) for group in groups for s in reversed(own) for m in group] if trains else []
         first = warm_up(device, devices, parts)
-        first = len(there) if first is None else min(first, len(there))
-        pairs = chain.from_iterable(zip_longest(there[first:], back))
-        rows.append([*there[:first], *(task for task in pairs if task is not None)])
+        first = len(is_ready) if first is None else min(first, len(is_ready))
+        pairs = chain.from_iterable(zip_longest(is_ready[first:], back))
+        rows.append([*is_ready[:first], *(task for task in pairs if task is not None)])
     if trains and len(numbered) % 2:  # the last forward stage does the first backward one's work, too
         middle = len(forward)
         rows = [[Task(s - (s > middle), m) for s, m in row if s != middle] for row in rows]
     return rows
 
 
-def _filled(devices: int, steps: int, waiting: int) -> tuple[list[list[Task]], int]:
+def _zero_bubble_rows(devices: int, steps: int, waiting: int) -> tuple[list[list[Task]], int]:
     """Rows of zero bubble, and their time: back if it can, else forward, else the gradients of weights.
 
     A device goes forward only as far ahead of going back as with 1F1B, and while less than `waiting` micro-batches wait
@@ -428,7 +428,7 @@ def _filled(devices: int, steps: int, waiting: int) -> tuple[list[list[Task]], i
     rows: list[list[Task]] = [[] for _ in range(devices)]
     time = 0
 
-    def there(stage: int, micro_batch: int) -> bool:
+    def is_ready(stage: int, micro_batch: int) -> bool:
         return ends.get(Task(stage, micro_batch), time + 1) <= time
 
     while len(ends) < 3 * devices * steps:
@@ -436,10 +436,10 @@ def _filled(devices: int, steps: int, waiting: int) -> tuple[list[list[Task]], i
             forward, back, weights = device, 2 * devices - 1 - device, 3 * devices - 1 - device
             ahead, kept = count[forward] - count[back], count[forward] - count[weights]
             can = {
-                back: there(back - 1, count[back]),
+                back: is_ready(back - 1, count[back]),
                 forward: ahead < devices - device
                 and kept < waiting
-                and (device == 0 or there(forward - 1, count[forward])),
+                and (device == 0 or is_ready(forward - 1, count[forward])),
                 weights: count[weights] < count[back],
             }
             stage = next((s for s, possible in can.items() if possible and count[s] < steps), None)
@@ -463,13 +463,13 @@ def _devices_of(table: Sequence[Sequence[Task]]) -> tuple[int, ...]:
     if wrong := sorted(wanted ^ where.keys()):
         raise ValueError(
             f"PipelineSchedule: the rows have {len(where)} different tasks, expected each of {stages} stages for "
-            f"each of {steps} micro-batches; {_some(wrong)} should {'' if wrong[0] in wanted else 'not '}be there."
+            f"each of {steps} micro-batches; {_sample(wrong)} should {'' if wrong[0] in wanted else 'not '}be there."
         )
     if not wanted:
         raise ValueError("PipelineSchedule: there are no tasks; expected one stage and one micro-batch, or more.")
     if len(where) != sum(map(len, table)):
         twice = sorted({task for task in where if list(chain(*table)).count(task) > 1})
-        raise ValueError(f"PipelineSchedule: expected each task once; these are there twice: {_some(twice)}.")
+        raise ValueError(f"PipelineSchedule: expected each task once; these are there twice: {_sample(twice)}.")
     devices = [sorted({where[Task(s, m)] for m in range(steps)}) for s in range(stages)]
     for s, rows in enumerate(devices):
         if len(rows) > 1:
@@ -486,7 +486,7 @@ def _devices_of(table: Sequence[Sequence[Task]]) -> tuple[int, ...]:
     return tuple(device for (device,) in devices)
 
 
-def _some(tasks: Sequence[Task]) -> str:
+def _sample(tasks: Sequence[Task]) -> str:
     return ", ".join(map(str, tasks[:5])) + (" and others" if len(tasks) > 5 else "")
 
 

@@ -26,13 +26,13 @@ def quotient(lhs: Any, rhs: Any) -> Any:
     return lax.platform_dependent(lhs, rhs, cpu=exact, default=jnp.true_divide)
 
 
-def computed_once(function: Callable[..., Any], *arrays: Any) -> Any:
+def materialize(function: Callable[..., Any], *arrays: Any) -> Any:
     """XLA computes what is made of elements anew for each op that reads it, which is quicker for a few operations, and
     not for many."""
     return lax.platform_dependent(*arrays, cpu=noinline(function), default=function)
 
 
-def over_images(function: Callable[..., Any], axes: int, *arrays: Any) -> Any:
+def spatial(function: Callable[..., Any], axes: int, *arrays: Any) -> Any:
     """The batch becomes the last axis, if it is long enough to fill vector instructions: what is shifted along a
     spatial axis, or strided, then stays whole."""
 
@@ -52,4 +52,4 @@ def over_images(function: Callable[..., Any], axes: int, *arrays: Any) -> Any:
 def of_elements(function: Callable[[Any], Any], t: Any) -> Any:
     """Of images it is computed once, as convolutions read each element several times. Of rows, which products of
     matrices read, it is quicker among what comes before and after it."""
-    return computed_once(function, t) if t.ndim >= 4 else function(t)
+    return materialize(function, t) if t.ndim >= 4 else function(t)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from jax import lax
 
-from popxl.ops.attention import attended_backward, attended_backward_anew
+from popxl.ops.attention import attended_backward_anew, attention_backward
 from popxl.ops.kernels import convolutions, products
-from popxl.ops.kernels.elements import needed_again, room
+from popxl.ops.kernels.elements import recompute, room
 from popxl.ops.kernels.kernel import Kernel, KernelImpl
 from popxl.ops.kernels.sums import softmax_gradient
 from runtime import memory_spaces
@@ -17,10 +17,10 @@ from runtime.gpu import sums as of_sums
 
 FORMS: Mapping[Kernel, KernelImpl] = {
     **memory_spaces.FORMS,
-    attended_backward: attended_backward_anew,
+    attention_backward: attended_backward_anew,
     **products.OF_HALVES,
     convolutions.convolved: convolutions.convolved_halves,
-    needed_again: lax.optimization_barrier,
+    recompute: lax.optimization_barrier,
     room: of_rooms.room,
     softmax_gradient: of_sums.softmax_gradient,
 }

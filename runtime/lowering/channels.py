@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from popxl.core.aliasing import all_parts, reachable
+from popxl.core.aliasing import lowered_ops, reachable
 from popxl.core.recording import Op
 from popxl.dtypes import dtype as dtype_
 from popxl.fp8_utils import in_transit
@@ -266,9 +266,9 @@ def _order(channel: Channel) -> tuple[bool, Any]:
 
 def prints(graph: Graph) -> bool:
     """Whether running a graph prints, calls included."""
-    return any(op.kind is print_tensor_kind for op in all_parts(graph))
+    return any(op.kind is print_tensor_kind for op in lowered_ops(graph))
 
 
 def acts_at_once(graph: Graph) -> bool:
     """Whether running a graph does more than give results: it prints, or stores to remote buffers; calls included."""
-    return any(op.kind in (print_tensor_kind, remote_store_kind) for op in all_parts(graph))
+    return any(op.kind in (print_tensor_kind, remote_store_kind) for op in lowered_ops(graph))

@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 from jax import lax
 
-from popxl.core.aliasing import all_parts
+from popxl.core.aliasing import lowered_ops
 from popxl.core.recording import Op
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.ops.collectives.collectives import OP_MAP
-from popxl.ops.collectives.exchanging import Exchanging
+from popxl.ops.collectives.exchanging import CollectiveBackend
 from popxl.ops.collectives.group import Group
 from runtime.targets.replicas import AXIS, Replicas
 
@@ -84,7 +84,7 @@ class _OnOneDevice(Group):
         return groups[0] if len(groups) == 1 else lax.dynamic_index_in_dim(groups, number, keepdims=False)
 
 
-class _OnMesh(Exchanging):
+class _OnMesh(CollectiveBackend):
     """A group of replicas that have a device each: along some dimensions of their mesh, or of its only one."""
 
     def __init__(self, replicas: Replicas, stride: int, size: int) -> None:
@@ -131,5 +131,5 @@ def devices_meet(ops: Iterable[Op], replicas: Replicas) -> bool:
         return False
     ops = tuple(ops)
     graphs = dict.fromkeys(graph for op in ops for graph in op.called_graphs)
-    parts = chain((part for op in ops for part in op.parts), *map(all_parts, graphs))
+    parts = chain((part for op in ops for part in op.parts), *map(lowered_ops, graphs))
     return any(part.kind.between_replicas and part.attributes["group_size"] > 1 for part in parts)

@@ -23,7 +23,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from popxl.core.aliasing import all_parts
+from popxl.core.aliasing import lowered_ops
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.core.traits import is_call
@@ -220,7 +220,7 @@ def _rows(count: int, given: Sequence[bool], slots: Array, *rest: Array) -> tupl
 
 def described(buffer: RemoteBuffer, main: Graph) -> str:
     """A buffer of a program, for errors: the variables in it, and the first line that uses it."""
-    users = (op for op in all_parts(main) if op.attributes.get("buffer") is buffer)
+    users = (op for op in lowered_ops(main) if op.attributes.get("buffer") is buffer)
     used = next((f" ({op!r}, {op.source})" for op in users), "")
     inside = ", ".join(repr(v.name) for v in variables_in(buffer, main.variables))
     return f"{f'the remote variables {inside} in ' if inside else ''}{buffer!r}{used}"
@@ -292,7 +292,7 @@ def _shape(buffer: RemoteBuffer, replicas: Replicas, where: Any) -> tuple[int, .
 
 def stored_to(main: Graph) -> frozenset[RemoteBuffer]:
     """The buffers that a program changes."""
-    return frozenset(op.attributes["buffer"] for op in all_parts(main) if op.kind is remote_store_kind)
+    return frozenset(op.attributes["buffer"] for op in lowered_ops(main) if op.kind is remote_store_kind)
 
 
 def variables_in(buffer: RemoteBuffer, variables: Iterable[Variable]) -> tuple[Variable, ...]:

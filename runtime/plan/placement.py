@@ -15,7 +15,7 @@ from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import chooses, is_call
 from popxl.graph import Graph
-from popxl.ops.repeat import left_on
+from popxl.ops.repeat import final_ipu
 from runtime.lowering.environment import view_of
 
 
@@ -94,7 +94,7 @@ class Places:
 
     def home(self, t: Tensor) -> int:
         """The IPU to keep a stack on of what a tensor is in each turn."""
-        ipu = left_on(t)
+        ipu = final_ipu(t)
         return ipu if ipu in self.ipus else self.ipus[0]
 
     def landing(self, t: Tensor) -> int | None:

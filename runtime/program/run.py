@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from popxl.core.aliasing import all_parts
+from popxl.core.aliasing import lowered_ops
 from popxl.errors import ApplicationRuntimeError
 from runtime.jax_private import prepared
 from runtime.lowering.channels import FAILURE, Channel, Channels
@@ -187,7 +187,7 @@ class Runner:
 
     def _raise_failure(self, id: int, number: int) -> None:
         """Tell which op was given numbers that it cannot take; nothing, for the id 0."""
-        for op in (op for op in all_parts(self._layout.main) if op.id == id):
+        for op in (op for op in lowered_ops(self._layout.main) if op.id == id):
             required = op.kind.requirements[number]
             text = f"`{op.source.text}` " if op.source.text else ""
             raise ApplicationRuntimeError(

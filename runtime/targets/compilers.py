@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from popxl.base.quiet import is_more, quiet
+from popxl.base.quiet import is_warning, silence_stderr
 from popxl.errors import PopxlError
 
 _lock = threading.RLock()
@@ -49,7 +49,7 @@ def start_jax() -> None:
     """
     try:
         if _plugins() or _has_libtpu():
-            with quiet(is_more):
+            with silence_stderr(is_warning):
                 jax.default_backend()
         else:
             jax.default_backend()
@@ -113,7 +113,7 @@ def gpu_devices(name: str, figures: str, hosts: int, per_host: int) -> tuple[jax
     try:
         return _found("cuda", name, told)
     except NotImplementedError:  # JAX has loaded it before, and put it aside, as there is no GPU
-        with _lock, quiet():
+        with _lock, silence_stderr():
             import_module(plugin).initialize()
         return _found("cuda", name, told)
 
@@ -137,7 +137,7 @@ def _set(**variables: str) -> None:
 @cache
 def _found_once(platform: str, name: str, told: tuple[tuple[str, Any], ...]) -> tuple[jax.Device, ...]:
     start_jax()  # or JAX would do so before it compiles anything, and its plugins write, too
-    with _lock, quiet():
+    with _lock, silence_stderr():
         found = topologies.get_topology_desc(name, platform, **dict(told))
         return tuple(sorted(found.devices, key=lambda device: (device.process_index, device.id)))
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 
 from popxl.analysis.communication import communication_of
-from popxl.core.aliasing import all_parts
+from popxl.core.aliasing import lowered_ops
 from popxl.ir import Ir
 from runtime.targets.replicas import AXIS, Dimension
 
@@ -32,7 +32,7 @@ def dimensions_of(ir: Ir, are_weighed: bool = False) -> tuple[Dimension, ...]:
         ValueError: if the program has axes of another number of replicas.
     """
     axes, count = ir.checked_axes("Session"), ir.replication_factor
-    ops = (op for op in all_parts(ir.main_graph) if op.kind.between_replicas)
+    ops = (op for op in lowered_ops(ir.main_graph) if op.kind.between_replicas)
     groups = {(op.attributes["stride"], op.attributes["group_size"]) for op in ops}
     named = {} if axes is None else axes.places
     cuts = {1, count}

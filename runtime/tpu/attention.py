@@ -44,7 +44,7 @@ def attended(queries: Array, keys: Array, values: Array, mask: Array, seed: Arra
     return out.reshape(queries.shape), (top + jnp.log(total)).reshape(queries.shape[:-1])
 
 
-def attended_backward(
+def attention_backward(
     g: Array,
     queries: Array,
     keys: Array,
@@ -57,7 +57,7 @@ def attended_backward(
     is_part: bool = False,
     **how: Any,
 ) -> tuple[Array, Array, Array]:
-    """`popxl.ops.attention.attended_backward`."""
+    """`popxl.ops.attention.attention_backward`."""
     if not _takes(queries, keys, values, mask, how):
         return attended_backward_anew(g, queries, keys, values, out, logs, mask, seed, is_part=is_part, **how)
     # The kernels take each of them 128 times, which XLA would write as soon as the forward pass has them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from popxl.ops.attention import attended, attended_backward
+from popxl.ops.attention import attended, attention_backward
 from popxl.ops.kernels import convolutions
 from popxl.ops.kernels.kernel import Kernel, KernelImpl
 from popxl.ops.kernels.sums import softmax_gradient
@@ -18,7 +18,7 @@ from runtime.tpu import windows as of_windows
 FORMS: Mapping[Kernel, KernelImpl] = {
     **memory_spaces.FORMS,
     attended: of_attention.attended,
-    attended_backward: of_attention.attended_backward,
+    attention_backward: of_attention.attention_backward,
     first_largest: of_windows.first_largest,
     first_largest_gradient: of_windows.first_largest_gradient,
     convolutions.convolved: convolutions.convolved_halves,

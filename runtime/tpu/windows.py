@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from popxl.ops.pooling import largest_of
-from popxl.ops.precision import widened
+from popxl.ops.precision import widen
 from popxl.ops.windows import Windows
 
 BEHIND_ALL = np.int32(2**31 - 1)
@@ -33,7 +33,7 @@ def first_largest_gradient(function: Callable[[Any, Any], Any], windows: Sequenc
     if not _takes(windows):
         return function(g, t)
     batch = (1,) * (2 - t.ndim + len(windows))  # XLA wants two axes besides those of the windows
-    images, gradients = (widened(x).reshape(*batch, *x.shape) for x in (t, g))
+    images, gradients = (widen(x).reshape(*batch, *x.shape) for x in (t, g))
     _, gradient = jax.vjp(lambda images: _largest(images, windows), images)
     return gradient(gradients)[0].reshape(t.shape).astype(g.dtype)
 

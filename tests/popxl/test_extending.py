@@ -12,7 +12,7 @@ import pytest
 
 import popxl
 import popxl.extend
-from popxl.extend.kernels import Kernel, rounded_once
+from popxl.extend.kernels import Kernel, round_once
 from popxl.extend.ops import OpKind, like_first
 
 MODULES = [module.name for module in pkgutil.iter_modules(popxl.extend.__path__, "popxl.extend.")]
@@ -78,7 +78,7 @@ def test_a_kernel_has_one_override_for_each_platform() -> None:
 
 
 def test_halves_are_rounded_once() -> None:
-    @rounded_once
+    @round_once
     def third_power(t: jax.Array) -> jax.Array:
         return t * t * t
 

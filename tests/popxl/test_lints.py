@@ -10,7 +10,7 @@ import pytest
 
 import popxl
 from popxl import ops
-from popxl.analysis.lints import warn_of_doubts
+from popxl.analysis.lints import run_lints
 from popxl.errors import (
     DriftingVariableWarning,
     LostUpdateWarning,
@@ -65,7 +65,7 @@ def test_what_is_told_is_so_and_told_once() -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("default")
         session = popxl.Session(ir, "ipu_model")
-        warn_of_doubts(ir.main_graph)
+        run_lints(ir.main_graph)
     expected = [
         (LostUpdateWarning, "`count` in graph", "count += 1"),
         (RepeatedSeedWarning, "in every run", "ops.host_store(mask, ops.dropout"),
@@ -524,7 +524,7 @@ def within_its_group(ir: popxl.Ir) -> None:
     nothing_is_learned,
 )
 def test_programs_that_are_right(ir: popxl.Ir) -> None:
-    warn_of_doubts(ir.main_graph)  # what a session asks; warnings are errors here
+    run_lints(ir.main_graph)  # what a session asks; warnings are errors here
 
 
 @right(
@@ -540,4 +540,4 @@ def test_programs_that_are_right(ir: popxl.Ir) -> None:
     replicas=4,
 )
 def test_replicas_that_stay_together(ir: popxl.Ir) -> None:
-    warn_of_doubts(ir.main_graph)
+    run_lints(ir.main_graph)

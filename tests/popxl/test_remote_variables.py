@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import popxl
 from popxl import ops
 from popxl.errors import PopxlError, RemoteSlotWarning
-from popxl.values.sharding import Parts, parts_of, piece_length
+from popxl.values.sharding import Parts, parts_of, shard_length
 from runtime.targets.devices import Device
 from tests.popxl.evaluate import store
 
@@ -87,7 +87,7 @@ def test_pieces_come_back(size, members, everywhere):
         grouping = ir.replica_grouping(stride, members)
         values = np.random.default_rng(0).normal(size=(grouping.num_groups, size))
         for count in (n for n in range(1, members + 1) if members % n == 0):
-            parts = Parts(grouping, size, piece_length((size,), count), count)
+            parts = Parts(grouping, size, shard_length((size,), count), count)
             expected = values[grouping.assignment] if everywhere else values
             np.testing.assert_array_equal(parts.values(parts.of(values), everywhere), expected)
 
@@ -101,7 +101,7 @@ def test_each_element_has_one_first_holder(size, members, room):
         grouping = ir.replica_grouping(stride, members)
         values = 1 + np.arange(grouping.num_groups * size)
         for count in (None, *(n for n in range(1, members + 1) if members % n == 0)):
-            length = (piece_length((size,), count or 1)) if room is None else room
+            length = (shard_length((size,), count or 1)) if room is None else room
             parts = Parts(grouping, size, length, count)
             rows = parts.of(values)
             found = np.zeros_like(values)

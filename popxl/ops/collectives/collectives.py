@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from popxl.context import get_current_context
-from popxl.ops.precision import widened
+from popxl.ops.precision import widen
 from popxl.replica_grouping import Groups, ReplicaGrouping, grouping_of, plain_grouping
 
 __all__ = ["OP_MAP", "CollectiveOps", "CommGroup", "CommGroupType", "members", "to_collective_op"]
@@ -25,7 +25,7 @@ CollectiveOps = Literal["add", "mean", "mul", "min", "max", "and", "or", "square
 def wide(t: Array) -> Array:
     """The array as it takes part in sums: halves as float32, bools and narrow integers with 32 bits."""
     if jnp.issubdtype(t.dtype, jnp.floating):
-        return widened(t)
+        return widen(t)
     return t.astype(jnp.promote_types(t.dtype, jnp.uint32 if t.dtype.kind == "u" else jnp.int32))
 
 
@@ -36,22 +36,22 @@ def share(total: Array, count: int) -> Array:
     )
 
 
-def _in_turn(combine: Callable[[Array, Array], Array], prepare: Callable[[Array], Array]) -> Callable[..., Array]:
+def _fold_in_order(combine: Callable[[Array, Array], Array], prepare: Callable[[Array], Array]) -> Callable[..., Array]:
     """Combine values one after the other: in the order of the members, which settles how floats are rounded."""
     return lambda values: functools.reduce(combine, map(prepare, values))
 
 
-_sum = _in_turn(jnp.add, wide)
+_sum = _fold_in_order(jnp.add, wide)
 
 OP_MAP: Mapping[str, Callable[[Sequence[Array]], Array]] = {
     "add": _sum,
     "mean": lambda values: share(_sum(values), len(values)),
-    "mul": _in_turn(jnp.multiply, wide),
-    "min": _in_turn(jnp.minimum, wide),
-    "max": _in_turn(jnp.maximum, wide),
-    "and": _in_turn(jnp.logical_and, lambda t: t != 0),
-    "or": _in_turn(jnp.logical_or, lambda t: t != 0),
-    "square_add": _in_turn(jnp.add, lambda t: jnp.square(wide(t))),
+    "mul": _fold_in_order(jnp.multiply, wide),
+    "min": _fold_in_order(jnp.minimum, wide),
+    "max": _fold_in_order(jnp.maximum, wide),
+    "and": _fold_in_order(jnp.logical_and, lambda t: t != 0),
+    "or": _fold_in_order(jnp.logical_or, lambda t: t != 0),
+    "square_add": _fold_in_order(jnp.add, lambda t: jnp.square(wide(t))),
 }
 """What the names of `CollectiveOps` mean: JAX functions of the values of all members, in order.
 

@@ -1,4 +1,4 @@
-"""`Exchanging`: a group whose members exchange arrays, and what each question that it is asked takes.
+"""`CollectiveBackend`: a group whose members exchange arrays, and what each question that it is asked takes.
 
 What is exchanged is said here, once: machines carry it out, and `popxl.analysis.communication` lists it.
 """
@@ -30,7 +30,7 @@ _TERMS: dict[str, Callable[[Array], Array]] = {"add": wide, "mean": wide, "squar
 """The reductions that are sums, and what they are sums of."""
 
 
-class Exchanging(Group):
+class CollectiveBackend(Group):
     """A group of several members, built on six exchanges."""
 
     # Exchanges -------------------------------------------------------------------------------------------------------

@@ -146,12 +146,12 @@ def replicated_reduce_scatter(
 def _all_gather(t: Array, *, shape: tuple[int, ...], group: Group) -> Array:
     """The values of all members, one after the other, as far as the shape goes."""
     joined = group.members(_as_bytes(t)).reshape(-1)
-    return _as(t.dtype, joined[: math.prod(shape)].reshape(shape))
+    return _bitcast(t.dtype, joined[: math.prod(shape)].reshape(shape))
 
 
 def _own_chunk(t: Array, *, chunk: int, group: Group) -> Array:
     """The own chunk of the own value."""
-    return _as(t.dtype, group.chunk(_as_bytes(t), chunk))
+    return _bitcast(t.dtype, group.chunk(_as_bytes(t), chunk))
 
 
 def _as_bytes(t: Array) -> Array:
@@ -159,7 +159,7 @@ def _as_bytes(t: Array) -> Array:
     return lax.bitcast_convert_type(t, jnp.uint8) if _is_float8(t.dtype) else t
 
 
-def _as(dtype: Any, t: Array) -> Array:
+def _bitcast(dtype: Any, t: Array) -> Array:
     return lax.bitcast_convert_type(t, dtype) if _is_float8(dtype) else t
 
 
@@ -177,13 +177,13 @@ def _gathered(t: Any, *, stride: int, group_size: int, shape: tuple[int, ...]) -
     return TensorSpec(shape, t.dtype)
 
 
-def _own_part(g: Tensor, t_spec: TensorSpec, stride: int, group_size: int) -> Tensor:
+def _own_gradient_chunk(g: Tensor, t_spec: TensorSpec, stride: int, group_size: int) -> Tensor:
     """The part of a replica's own gradient that belongs to what it gave: the gradients are copies of one value."""
     own: Tensor = slice_kind(g, stride=stride, group_size=group_size, chunk=math.prod(t_spec.shape))
     return own if own.shape == t_spec.shape else reshape(own, t_spec.shape)
 
 
-def _put_together(g: Tensor, t_spec: TensorSpec, stride: int, group_size: int) -> Tensor:
+def _gather_gradient(g: Tensor, t_spec: TensorSpec, stride: int, group_size: int) -> Tensor:
     return all_gather_kind(g, stride=stride, group_size=group_size, shape=tuple(t_spec.shape))
 
 
@@ -191,7 +191,7 @@ all_gather_kind: OpKind = OpKind(
     "ReplicatedAllGather",
     _all_gather,
     shape=_gathered,
-    gradient={"t": _own_part},
+    gradient={"t": _own_gradient_chunk},
     result="{t}_all_gathered",
     traits=[BetweenReplicas()],
 )
@@ -203,7 +203,7 @@ def _chunk(key: str, result: str, shape: Callable[..., TensorSpec]) -> OpKind:
         "ReplicatedReduceScatter",
         _own_chunk,
         shape=shape,
-        gradient={"t": _put_together},
+        gradient={"t": _gather_gradient},
         result=result,
         traits=[BetweenReplicas()],
         key=key,
@@ -359,10 +359,10 @@ def replicated_slice(t: Tensor, axis: int = 0, group: Groups | None = None) -> T
 
 
 def _all_to_all(t: Array, *, group: Group) -> Array:
-    return _as(t.dtype, group.exchanged(_as_bytes(t)))
+    return _bitcast(t.dtype, group.exchanged(_as_bytes(t)))
 
 
-def _sent_back(g: Tensor, t_spec: TensorSpec, stride: int, group_size: int) -> Tensor:
+def _reverse_exchange(g: Tensor, t_spec: TensorSpec, stride: int, group_size: int) -> Tensor:
     """The gradients of the parts that others have got: they have them where they have put the parts."""
     return all_to_all_kind(g, stride=stride, group_size=group_size)
 
@@ -371,7 +371,7 @@ all_to_all_kind: OpKind = OpKind(
     "ReplicatedAllToAll",
     _all_to_all,
     shape=like_first,
-    gradient={"t": _sent_back},
+    gradient={"t": _reverse_exchange},
     result="{t}_all_to_all",
     traits=[BetweenReplicas()],
 )
@@ -433,7 +433,7 @@ def replicated_all_to_all(t: Tensor, split_axis: int = 0, concat_axis: int = 0, 
 
 
 def _shift(t: Array, *, distance: int, group: Group) -> Array:
-    return _as(t.dtype, group.shifted(_as_bytes(t), distance)) if distance % group.size else t
+    return _bitcast(t.dtype, group.shifted(_as_bytes(t), distance)) if distance % group.size else t
 
 
 def _shifted_back(g: Tensor, t_spec: TensorSpec, distance: int, stride: int, group_size: int) -> Tensor:

@@ -17,13 +17,13 @@ def quotient(lhs: Any, rhs: Any) -> Any:
 
 
 @Kernel
-def computed_once(function: Callable[..., Any], *arrays: Any) -> Any:
+def materialize(function: Callable[..., Any], *arrays: Any) -> Any:
     """What a function makes of arrays, which takes long and is worth to be computed once for all that reads it."""
     return function(*arrays)
 
 
 @Kernel
-def over_images(function: Callable[..., Any], axes: int, *arrays: Any) -> Any:
+def spatial(function: Callable[..., Any], axes: int, *arrays: Any) -> Any:
     """What a function makes of images that goes over their spatial axes. The batch may be any axis but one of these.
 
     Args:
@@ -48,6 +48,6 @@ def room(shape: Sequence[int], value: Any, dtype: Any, after: Any) -> Any:
 
 
 @Kernel
-def needed_again(t: Any) -> Any:
+def recompute(t: Any) -> Any:
     """What an op was given, for its gradient, which computes again what the op has: nothing of it is worth keeping."""
     return t

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from popxl.ops.kernels.kernel import Kernel, KernelImpl
-from popxl.ops.precision import is_half, wide_dtype, widened
+from popxl.ops.precision import is_half, wide_dtype, widen
 
 
 @Kernel
@@ -46,7 +46,7 @@ def contracted_halves(subscripts: str, *ts: Any) -> Any:
 def linear(t: Any, weight: Any, is_rounded: bool = False) -> Any:
     """The product of rows with a matrix that has a row for each column of the result, in the dtype that sums are made
     in; where the result is rounded to that of `t` next, maybe in that."""
-    return lax.dot_general(widened(t), widened(weight), _of_columns(t))
+    return lax.dot_general(widen(t), widen(weight), _of_columns(t))
 
 
 def linear_of_halves(t: Any, weight: Any, is_rounded: bool = False) -> Any:

@@ -11,7 +11,7 @@ import popxl
 from popxl import OpKind, TensorSpec, ops
 from popxl.errors import PopxlError
 from popxl.extend.collectives import Group, members
-from popxl.extend.kernels import widened
+from popxl.extend.kernels import widen
 from popxl.op import REFUSED, BetweenReplicas
 from popxl.replica_grouping import Groups
 
@@ -50,11 +50,11 @@ def normalizers_of(logits: Any) -> TensorSpec:
 def surprises(logits: Any, normalizers: Any) -> Any:
     """The negative logarithms of the softmax for a block of classes."""
     highest, total = normalizers[:, :, None]
-    return total - (widened(logits) - highest)
+    return total - (widen(logits) - highest)
 
 
 def _cross_entropy(logits: Any, indices: Any, *, group: Group) -> tuple[Any, Any]:
-    rows = widened(logits)
+    rows = widen(logits)
     highest = group.combined(rows.max(axis=1), "max")
     total = group.combined(jnp.exp(rows - highest[:, None]).sum(axis=1), "add")
     normalizers = jnp.stack([highest, jnp.log(total)])
@@ -73,7 +73,7 @@ def _gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, po
 def logits_gradient(g: Any, logits: Any, indices: Any, normalizers: Any, first: int = 0) -> Any:
     """The gradient of a block of logits, whose classes start with `first`."""
     softmax = jnp.exp(-surprises(logits, normalizers))
-    return widened(g)[:, None] * (softmax - of_class(indices, logits.shape[1], first))
+    return widen(g)[:, None] * (softmax - of_class(indices, logits.shape[1], first))
 
 
 _cross_entropy_sharded_grad = OpKind(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import popxl
 from popxl import OpKind, TensorSpec
 from popxl.errors import PopxlError, UndefinedValue
-from popxl.extend.kernels import widened
+from popxl.extend.kernels import widen
 from popxl.op import REFUSED, OnIpus
 from popxl_addons.ops.cross_entropy_sharded_loss.cross_entropy_sharded_loss import (
     logits_gradient,
@@ -55,7 +55,7 @@ def _firsts(blocks: Sequence[Any]) -> list[int]:
 
 def _cross_entropy(*tensors: Any, ipus: tuple[int, ...]) -> tuple[Any, ...]:
     logits, indices = _halves(tensors)
-    logits = [widened(block) for block in logits]
+    logits = [widen(block) for block in logits]
     highest = jnp.stack([block.max(axis=1) for block in logits]).max(axis=0)
     total = sum(jnp.exp(block - highest[:, None]).sum(axis=1) for block in logits)
     normalizers = jnp.stack([highest, jnp.log(total)])

@@ -11,7 +11,7 @@ import popxl
 from popxl import OpKind, TensorSpec
 from popxl.errors import PopxlError
 from popxl.extend.collectives import Group, members
-from popxl.extend.kernels import widened
+from popxl.extend.kernels import widen
 from popxl.op import REFUSED, BetweenReplicas
 from popxl.replica_grouping import Groups
 
@@ -30,7 +30,7 @@ def _specs(t: Any, w: Any, b: Any, **attributes: Any) -> tuple[TensorSpec, ...]:
 
 def _layer_norm(t: Any, w: Any, b: Any, *, epsilon: float, group: Group) -> tuple[Any, Any, Any]:
     """The variance of the whole is the mean of the parts' variances and of their means' squared deviations."""
-    t, w, b = map(widened, (t, w, b))
+    t, w, b = map(widen, (t, w, b))
     of_parts = group.members(jnp.stack([t.mean(axis=1), t.var(axis=1)]))
     means, variances = of_parts[:, 0], of_parts[:, 1]
     mean = means.mean(axis=0)
@@ -39,12 +39,12 @@ def _layer_norm(t: Any, w: Any, b: Any, *, epsilon: float, group: Group) -> tupl
 
 
 def _normal(t: Any, mean: Any, inverse: Any) -> Any:
-    return (widened(t) - mean[:, None]) * inverse[:, None]
+    return (widen(t) - mean[:, None]) * inverse[:, None]
 
 
 def _layer_norm_grad(g: Any, t: Any, w: Any, mean: Any, inverse: Any, *, group: Group) -> tuple[Any, Any, Any]:
-    g, x = widened(g), _normal(t, mean, inverse)
-    u = g * widened(w)
+    g, x = widen(g), _normal(t, mean, inverse)
+    u = g * widen(w)
     level, slope = group.combined(jnp.stack([u.mean(axis=1), (u * x).mean(axis=1)]), "mean")
     dt = (u - level[:, None] - x * slope[:, None]) * inverse[:, None]
     return dt, (g * x).sum(axis=0), g.sum(axis=0)

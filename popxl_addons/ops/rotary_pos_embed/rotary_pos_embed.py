@@ -13,7 +13,7 @@ import numpy as np
 import popxl
 from popxl import OpKind, TensorSpec
 from popxl.errors import PopxlError
-from popxl.extend.kernels import widened
+from popxl.extend.kernels import widen
 
 __all__ = ["rotary_pos_embed", "trig_table_constants", "trig_tables"]
 
@@ -79,8 +79,8 @@ def _embedded(t: Any, sin: Any, cos: Any, *, rotary_dim: int) -> TensorSpec:
     return TensorSpec(t.shape, t.dtype, t.meta_shape)
 
 
-def _turned(t: Any, sin: Any, cos: Any, *, rotary_dim: int) -> Any:
-    t, sin, cos = map(widened, (t, sin, cos))
+def _apply_rope(t: Any, sin: Any, cos: Any, *, rotary_dim: int) -> Any:
+    t, sin, cos = map(widen, (t, sin, cos))
     sin, cos = sin[..., None, :, None], cos[..., None, :, None]  # the same for all heads
     pairs = t[..., :rotary_dim].reshape(*t.shape[:-1], rotary_dim // 2, 2)
     turned = _product(pairs, cos) + _product(pairs[..., ::-1], jnp.concatenate([-sin, sin], axis=-1))
@@ -95,13 +95,13 @@ def _product(x: Any, y: Any) -> Any:
 
 _rotary_pos_embed_grad = OpKind(
     "RotaryPosEmbedGrad",
-    lambda g, sin, cos, *, rotary_dim: _turned(g, -sin, cos, rotary_dim=rotary_dim),
+    lambda g, sin, cos, *, rotary_dim: _apply_rope(g, -sin, cos, rotary_dim=rotary_dim),
     shape=lambda g, sin, cos, *, rotary_dim: TensorSpec(g.shape, g.dtype, g.meta_shape),
     gradient={"g": lambda g, sin, cos, rotary_dim: _rotary_pos_embed(g, sin, cos, rotary_dim=rotary_dim)},
 )
 _rotary_pos_embed: OpKind = OpKind(
     "RotaryPosEmbed",
-    _turned,
+    _apply_rope,
     shape=_embedded,
     gradient={"t": lambda g, sin, cos, rotary_dim: _rotary_pos_embed_grad(g, sin, cos, rotary_dim=rotary_dim)},
 )

@@ -20,7 +20,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from heapq import heappop, heappush
 
-from popxl.core.dependencies import used_outside
+from popxl.core.dependencies import external_resources
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from runtime.plan.rolling.forms import Forms
@@ -141,7 +141,7 @@ def _needs(ops: Sequence[Op], forms: Forms) -> dict[Op, set[Op]]:
     readers: defaultdict[Tensor, set[Op]] = defaultdict(set)
     for op in ops:
         touched = [(root, i in op.modified) for i, t in enumerate(op.inputs) for root in forms.roots(t)]
-        things = [*used_outside(op)]
+        things = [*external_resources(op)]
         needs[op] = {changed[thing] for thing in (*things, *(root for root, _ in touched)) if thing in changed}
         for root, writes in touched:
             needs[op] |= readers[root] if writes else set()

@@ -17,7 +17,7 @@ from tests.popxl.ops.test_rows import arrays_of, assert_close, flat, meant, nest
 WIDE = {np.dtype(np.int32): np.dtype(np.int64), np.dtype(np.uint32): np.dtype(np.uint64)}
 
 
-def widened(array: Array) -> Array:
+def widen(array: Array) -> Array:
     """The same numbers in 64 bits, but for the limits, which become those of 64 bits."""
     narrow, wide = np.iinfo(array.dtype), np.iinfo(WIDE[array.dtype])
     result = array.astype(wide.dtype)
@@ -33,7 +33,7 @@ def samples() -> list[tuple[Any, Sample]]:
         for sample in row.samples if not (row.build or row.overwrites or row in RANDOM) else []:
             arrays = arrays_of(sample.operands)
             if arrays and sample.expect is None and all(a.dtype in WIDE for a in arrays):
-                operands = nested(lambda *operands, **attributes: list(operands), sample, tuple(map(widened, arrays)))
+                operands = nested(lambda *operands, **attributes: list(operands), sample, tuple(map(widen, arrays)))
                 found.append((row, Sample(tuple(operands), sample.attributes, None, sample.dtype)))
     return found
 

@@ -170,14 +170,14 @@ def test_the_attention_of_jax_as_an_op_is_the_same() -> None:
 def test_a_gradient_that_has_nothing_of_the_forward_pass(length: int, masked: bool, dropout: float) -> None:
     """What accelerators compute, so that no scores are kept: of few channels, of one block and of several."""
     from popxl.ops.attention import attended as forward
-    from popxl.ops.attention import attended_backward, attended_backward_anew
+    from popxl.ops.attention import attended_backward_anew, attention_backward
 
     q, k, v, g = (normal(2, 2, length, 4, seed=seed) for seed in range(4))
     mask = np.random.default_rng(5).random((length, length)) < 0.5 if masked else None
     seed = np.uint32([1, 2]) if dropout else None
     how: dict[str, Any] = {"causal": not masked, "scale": 0.5, "dropout": dropout}
     kept = forward(q, k, v, mask, seed, **how)
-    wanted = attended_backward(g, q, k, v, *kept, mask, seed, **how)
+    wanted = attention_backward(g, q, k, v, *kept, mask, seed, **how)
     for found, wish in zip(attended_backward_anew(g, q, k, v, *kept, mask, seed, **how), wanted, strict=True):
         np.testing.assert_allclose(found, wish, rtol=1e-4, atol=1e-5)
 
@@ -223,18 +223,18 @@ def test_the_kernel_of_tpus_computes_the_same(causal: bool) -> None:
     from jax.experimental.pallas import tpu as pallas
 
     from popxl.ops.attention import attended as plain
-    from popxl.ops.attention import attended_backward
+    from popxl.ops.attention import attention_backward
     from runtime.tpu import attention as of_tpus
 
     q, k, v = normal(1, 2, 384, 16), normal(1, 1, 256, 16, seed=1), normal(1, 1, 256, 16, seed=2)
     g, how = normal(*q.shape, seed=3), {"causal": causal, "scale": 0.25, "dropout": 0.0}
     with pallas.force_tpu_interpret_mode():
         out, logs = of_tpus.attended(q, k, v, None, None, **how)
-        gradients = of_tpus.attended_backward(g, q, k, v, out, logs, None, None, **how)
+        gradients = of_tpus.attention_backward(g, q, k, v, out, logs, None, None, **how)
     np.testing.assert_allclose(out, attended(q, k, v, causal=causal), rtol=1e-5, atol=1e-5)
     kept = plain(q, k, v, None, None, **how)
     np.testing.assert_allclose(logs, kept[1], rtol=1e-5, atol=1e-5)
-    for found, wish in zip(gradients, attended_backward(g, q, k, v, *kept, None, None, **how), strict=True):
+    for found, wish in zip(gradients, attention_backward(g, q, k, v, *kept, None, None, **how), strict=True):
         np.testing.assert_allclose(found, wish, rtol=1e-4, atol=1e-4)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from popxl.core.tensor import HostScalarTensor
 from popxl.streams import DeviceToHostStream, HostToDeviceStream
 from runtime.export import export
-from runtime.lowering.functions import GraphFunction, to_jax
+from runtime.lowering.to_jax import GraphFunction, to_jax
 from runtime.progress import CompilationProgress, compilation_progress
 from runtime.session import Session
 from runtime.targets.offline import Target

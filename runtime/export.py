@@ -17,7 +17,7 @@ from popxl.errors import PopxlError
 from popxl.ir import Ir
 from popxl.program.saved import safetensors_library
 from runtime.lowering.channels import prints
-from runtime.lowering.functions import MainFunction, main_function
+from runtime.lowering.to_jax import MainFunction, main_function
 from runtime.session import Session
 from runtime.targets.replicas import Replicas
 

@@ -27,7 +27,7 @@ def in_device_memory(value: Any) -> Any:
     return jax.device_put(value, jax.memory.Space.Device)
 
 
-FORMS: Mapping[Kernel, KernelImpl] = {
+OVERRIDES: Mapping[Kernel, KernelImpl] = {
     memory.available_after: available_after,
     memory.in_host_memory: in_host_memory,
     memory.in_device_memory: in_device_memory,

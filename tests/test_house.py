@@ -104,8 +104,8 @@ def test_only_ops_and_the_lowering_ask_which_op_it_is() -> None:
 def test_what_is_there_for_cpus_is_imported_for_cpus_only() -> None:
     """By the parts of machines and by targets, inside of the functions that ask for it; nobody else."""
     assert found("runtime", r"\n *(from|import) runtime\.cpu\b.*", "runtime/cpu/") == [
-        "runtime/lowering/machine_parts.py: \n        from runtime.cpu import feeds, order, turns",
-        "runtime/lowering/machine_parts.py: \n        from runtime.cpu import forms as of_cpus",
+        "runtime/lowering/platform_hooks.py: \n        "
+        "from runtime.cpu import collective_lock, feeds, kernel_overrides, update_order",
         "runtime/targets/destination.py: \n        from runtime.cpu.flags import compile_options",
     ]
     for package in ("popxl", "popxl_addons", "poptorch"):

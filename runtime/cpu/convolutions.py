@@ -22,7 +22,7 @@ from jax import lax
 from popxl.ops.kernels import convolutions
 from popxl.ops.kernels.convolutions import by_xla, check, widened_pair
 from popxl.ops.windows import Windows
-from runtime.cpu.quick import quick_on_cpus
+from runtime.cpu.platform_dependent import if_platform_cpu
 from runtime.noinline import noinline
 
 LITTLE_WORK = 2**16
@@ -98,7 +98,7 @@ def convolved(name: str, t: Any, weight: Any, windows: Sequence[Windows], groups
     def on_cpu(t: Any, weight: Any) -> Any:
         return _batch_first(noinline(partial(form, sliding=sliding, groups=groups))(sliding.padded(t), weight))
 
-    return quick_on_cpus(on_cpu, plain)(t, weight)
+    return if_platform_cpu(on_cpu, plain)(t, weight)
 
 
 def transposed(name: str, t: Any, weight: Any, windows: Sequence[Windows], groups: int) -> Any:
@@ -138,7 +138,7 @@ def transposed(name: str, t: Any, weight: Any, windows: Sequence[Windows], group
         and places <= FEW_PLACES
         and put <= FEW_PUT
     ):
-        return quick_on_cpus(by_places, plain)(t, weight)
+        return if_platform_cpu(by_places, plain)(t, weight)
     return plain(t, weight)
 
 
@@ -162,7 +162,7 @@ def weights_gradient(name: str, g: Any, t: Any, shape: Sequence[int], windows: S
         and math.prod(kernel) <= FEW_TERMS
         and not _is_little(t, shape, [w.count for w in windows])
     ):
-        return quick_on_cpus(on_cpu, plain)(g, t)
+        return if_platform_cpu(on_cpu, plain)(g, t)
     return plain(g, t)
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from runtime.cpu.quick import LANES
+from runtime.cpu.platform_dependent import LANES
 from runtime.noinline import noinline
 
 

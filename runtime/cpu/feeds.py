@@ -11,13 +11,13 @@ LARGE = 2**16
 """An array of fewer bytes is copied twice in less time than it takes to find such a place."""
 
 
-def copied(array: np.ndarray) -> np.ndarray:
+def copy_feed(array: np.ndarray) -> np.ndarray:
     """A copy that JAX on a CPU need not copy."""
     size = array.nbytes
     if size < LARGE:
         return array.copy()
-    room = np.empty(size + ALIGNMENT, np.uint8)
-    begin = -room.__array_interface__["data"][0] % ALIGNMENT
-    copy = room[begin : begin + size].view(array.dtype).reshape(array.shape)
+    buffer = np.empty(size + ALIGNMENT, np.uint8)
+    begin = -buffer.__array_interface__["data"][0] % ALIGNMENT
+    copy = buffer[begin : begin + size].view(array.dtype).reshape(array.shape)
     np.copyto(copy, array)
     return copy

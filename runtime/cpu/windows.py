@@ -9,7 +9,7 @@ from typing import Any
 from popxl.ops.pooling import Combining, over_windows
 from popxl.ops.windows import Windows
 from runtime.cpu.elements import spatial
-from runtime.cpu.quick import quick_on_cpus
+from runtime.cpu.platform_dependent import if_platform_cpu
 
 
 def over_windows_by_axes(combining: Combining, t: Any, windows: Sequence[Windows]) -> Any:
@@ -21,4 +21,4 @@ def over_windows_by_axes(combining: Combining, t: Any, windows: Sequence[Windows
         return t
 
     plain = partial(over_windows.plain, combining, windows=windows)
-    return quick_on_cpus(partial(spatial, by_axes, len(windows)), plain)(t)
+    return if_platform_cpu(partial(spatial, by_axes, len(windows)), plain)(t)

@@ -24,16 +24,16 @@ def softmax_gradient(g: Array, out: Array, axis: int) -> Array:
     what follows into that kernel. Here the sum is of products, and meets neither of their factors alone.
     """
     if 0 < out.shape[axis] <= LONGEST:
-        out = _met(out, axis)
+        out = _clip_by_max(out, axis)
     return plain.plain(g, out, axis)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _met(t: Array, axis: int) -> Array:
+def _clip_by_max(t: Array, axis: int) -> Array:
     """The array as it is, after its rows have met their largest elements."""
     return jnp.minimum(t, largest(t, (axis,), keepdims=True))
 
 
-@_met.defjvp
-def _met_jvp(axis: int, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    return _met(*primals, axis), tangents[0]
+@_clip_by_max.defjvp
+def _clip_by_max_jvp(axis: int, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return _clip_by_max(*primals, axis), tangents[0]

@@ -73,13 +73,13 @@ class Channels:
         transfers, position = self._channels[stream]
         self._channels[stream] = (transfers, position + 1)
         if isinstance(position, int):
-            return arrived(transfers[min(position, transfers.shape[0] - 1)], stream.dtype)
-        return arrived(lax.dynamic_index_in_dim(transfers, position, keepdims=False), stream.dtype)
+            return decode_transfer(transfers[min(position, transfers.shape[0] - 1)], stream.dtype)
+        return decode_transfer(lax.dynamic_index_in_dim(transfers, position, keepdims=False), stream.dtype)
 
     def store(self, stream: Stream, value: Array) -> None:
         """Make a value the next element of a stream."""
         transfers, position = self._channels[stream]
-        value = sent(value, stream.dtype)
+        value = encode_transfer(value, stream.dtype)
         if isinstance(position, int) and transfers.shape[0] == 1:
             transfers = value[None]
         else:
@@ -103,7 +103,7 @@ class Channels:
         """Give a remote buffer other slots."""
         self._channels[buffer] = (slots, 0)
 
-    def fetch_in_order(self) -> None:
+    def order_fetch(self) -> None:
         """Have what is fetched from buffers next come after all that was stored to any of them; or else after what was
         computed before the last fetch, so that it comes while that one is used.
 
@@ -116,7 +116,7 @@ class Channels:
             self._pass_barrier(waits)
         self._computed_before = self._computed
 
-    def store_in_order(self) -> None:
+    def order_store(self) -> None:
         """Have what is stored next come after what was stored before other things were computed.
 
         XLA would let all of it be under way until it is needed, and keep it on the device meanwhile.
@@ -139,7 +139,7 @@ class Channels:
         """The slots of all remote buffers."""
         return {c: slots for c, (slots, _) in self._channels.items() if isinstance(c, RemoteBuffer)}
 
-    def check(self, op: Op, number: int, holds: Array) -> None:
+    def record_failure(self, op: Op, number: int, holds: Array) -> None:
         """Note that an op fails a check, if it does and is the first."""
         first, position = self._channels[FAILURE]
         this = jnp.asarray([op.id, number], jnp.int32)
@@ -150,7 +150,7 @@ class Channels:
         token, _ = self._channels.get(COLLECTIVES, (None, None))
         return operand if token is None else after_token(operand, token)
 
-    def note_exchanged(self, results: Any) -> None:
+    def record_exchanged(self, results: Any) -> None:
         """Note the results of a collective, which the token of later computations depends on."""
         self._exchanged += jax.tree.leaves(results)
 
@@ -160,35 +160,35 @@ class Channels:
         token = next_token(first_token() if token is None else token, self._exchanged)
         self._channels[COLLECTIVES], self._exchanged = (token, None), []
 
-    def take(self, streams: Sequence[AnyChannel]) -> tuple[State, ...]:
+    def states(self, streams: Sequence[AnyChannel]) -> tuple[State, ...]:
         """The state of some streams, to hand to a graph that uses them."""
         if COLLECTIVES in streams:
             self._advance_token()
         return tuple(self._channels[stream] for stream in streams)
 
-    def put_back(self, streams: Sequence[AnyChannel], states: Sequence[State]) -> None:
+    def set_states(self, streams: Sequence[AnyChannel], states: Sequence[State]) -> None:
         """The state in which a graph left some streams."""
         self._channels.update(zip(streams, states, strict=True))
 
-    def leave(self, stepping: Stepping, positions: dict[int, Any], computed: Any) -> None:
+    def resume(self, loop_channels: LoopChannels, positions: dict[int, Any], computed: Any) -> None:
         """Go on after a loop or a branch, which moved streams on, and computed something."""
-        self._channels.update(stepping.at(positions)._channels)
-        self.note(computed)
+        self._channels.update(loop_channels.in_iteration(positions)._channels)
+        self.record_computed(computed)
 
-    def note(self, computed: Any) -> None:
+    def record_computed(self, computed: Any) -> None:
         """Note what was computed last: real numbers, as others count slots."""
         arrays = jax.tree.leaves(computed)
         self._computed = next((a for a in arrays if jnp.issubdtype(jnp.result_type(a), jnp.floating)), self._computed)
 
-    def positions(self, streams: Sequence[AnyChannel]) -> dict[int, Any]:
+    def carried(self, streams: Sequence[AnyChannel]) -> dict[int, Any]:
         """What a loop has to carry of each stream: the number of the next transfer; where stores go, also the array.
 
         Of a remote buffer, the slots; of the order of collectives, the token.
         """
-        states = zip(streams, self.take(streams), strict=True)
-        return {i: _carried(stream, *state) for i, (stream, state) in enumerate(states)}
+        states = zip(streams, self.states(streams), strict=True)
+        return {i: _carried_state(stream, *state) for i, (stream, state) in enumerate(states)}
 
-    def move(self, streams: Sequence[AnyChannel], positions: dict[int, Any]) -> None:
+    def set_carried(self, streams: Sequence[AnyChannel], positions: dict[int, Any]) -> None:
         """Begin where `positions` says."""
         for i, stream in enumerate(streams):
             if isinstance(stream, HostToDeviceStream):
@@ -201,41 +201,41 @@ class Channels:
                 self._channels[stream] = positions[i]
         self._slots_before = self._slots()
 
-    def stepping(self, streams: Sequence[AnyChannel]) -> Stepping:
+    def loop_channels(self, streams: Sequence[AnyChannel]) -> LoopChannels:
         """The streams as a loop uses them."""
-        return Stepping(self, streams)
+        return LoopChannels(self, streams)
 
 
-def sent(value: Array, dtype: dtype_) -> Array:
+def encode_transfer(value: Array, dtype: dtype_) -> Array:
     """A tensor as streams and remote buffers hold it."""
     return lax.bitcast_convert_type(value, in_transit(dtype)) if dtype.is_float8 else value
 
 
-def arrived(value: Array, dtype: dtype_) -> Array:
-    """A tensor, of what streams and remote buffers hold; the opposite of `sent`."""
+def decode_transfer(value: Array, dtype: dtype_) -> Array:
+    """A tensor, of what streams and remote buffers hold; the opposite of `encode_transfer`."""
     return lax.bitcast_convert_type(value, dtype.as_jax()) if dtype.is_float8 else value
 
 
-def _carried(stream: AnyChannel, array: Array, position: Position) -> Any:
+def _carried_state(stream: AnyChannel, array: Array, position: Position) -> Any:
     if isinstance(stream, HostToDeviceStream):
         return position
     return array if isinstance(stream, RemoteBuffer | CollectiveOrder) else (array, position)
 
 
-class Stepping:
+class LoopChannels:
     """Streams in a loop: what is loaded from stays outside, what changes is carried."""
 
     def __init__(self, channels: Channels, streams: Sequence[AnyChannel]) -> None:
         self._streams = streams
         self._running = channels.running
-        self._arrays = [transfers for transfers, _ in channels.take(streams)]
-        self.start = jax.tree.map(jnp.asarray, channels.positions(streams))
+        self._arrays = [transfers for transfers, _ in channels.states(streams)]
+        self.start = jax.tree.map(jnp.asarray, channels.carried(streams))
 
-    def at(self, positions: dict[int, Any]) -> Channels:
+    def in_iteration(self, positions: dict[int, Any]) -> Channels:
         """The streams at one turn of the loop."""
         states = {stream: (array, 0) for stream, array in zip(self._streams, self._arrays, strict=True)}
         channels = Channels(states, self._running)
-        channels.move(self._streams, positions)
+        channels.set_carried(self._streams, positions)
         return channels
 
 
@@ -269,6 +269,6 @@ def prints(graph: Graph) -> bool:
     return any(op.kind is print_tensor_kind for op in lowered_ops(graph))
 
 
-def acts_at_once(graph: Graph) -> bool:
+def has_side_effects(graph: Graph) -> bool:
     """Whether running a graph does more than give results: it prints, or stores to remote buffers; calls included."""
     return any(op.kind in (print_tensor_kind, remote_store_kind) for op in lowered_ops(graph))

@@ -36,13 +36,13 @@ def group_of(replicas: Replicas, stride: int, size: int) -> Group:
             f"{replicas.count}. Set `ir.replication_factor` before ops are made."
         )
     if size == 1:
-        return _Alone(replicas.count, stride, size)
+        return _SingletonGroup(replicas.count, stride, size)
     if replicas.mesh is None:
-        return _OnOneDevice(replicas.count, stride, size)
-    return _OnMesh(replicas, stride, size)
+        return _VmappedGroup(replicas.count, stride, size)
+    return _MeshGroup(replicas, stride, size)
 
 
-class _Alone(Group):
+class _SingletonGroup(Group):
     """A group of one."""
 
     @property
@@ -56,7 +56,7 @@ class _Alone(Group):
         return OP_MAP[op]([t])
 
 
-class _OnOneDevice(Group):
+class _VmappedGroup(Group):
     """A group of replicas that all run on one device: the values of all are gathered, and the group picks its own.
 
     Groups are told apart by number only after they have been reduced, so that this is done once for each.
@@ -67,24 +67,24 @@ class _OnOneDevice(Group):
         return lax.axis_index(AXIS) // self.stride % self.size
 
     def members(self, t: Array) -> Array:
-        return self._own(self._groups(t))
+        return self._select_group(self._groups(t))
 
     def combined(self, t: Array, op: str) -> Array:
         groups = self._groups(t)
-        return self._own(OP_MAP[op]([groups[:, rank] for rank in range(self.size)]))
+        return self._select_group(OP_MAP[op]([groups[:, rank] for rank in range(self.size)]))
 
     def _groups(self, t: Array) -> Array:
         """What `t` is on all replicas: by number of the group, and by rank."""
         blocks = lax.all_gather(t, AXIS).reshape(-1, self.size, self.stride, *t.shape)
         return blocks.swapaxes(1, 2).reshape(-1, self.size, *t.shape)
 
-    def _own(self, groups: Array) -> Array:
+    def _select_group(self, groups: Array) -> Array:
         replica = lax.axis_index(AXIS)
         number = replica % self.stride + self.stride * (replica // (self.stride * self.size))
         return groups[0] if len(groups) == 1 else lax.dynamic_index_in_dim(groups, number, keepdims=False)
 
 
-class _OnMesh(CollectiveBackend):
+class _MeshGroup(CollectiveBackend):
     """A group of replicas that have a device each: along some dimensions of their mesh, or of its only one."""
 
     def __init__(self, replicas: Replicas, stride: int, size: int) -> None:

@@ -19,8 +19,8 @@ from popxl.ops.conditional import conditional_kind
 from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind, returned_by_ref
 from runtime.lowering.context import Context
 from runtime.lowering.environment import Environment, Results
-from runtime.lowering.machine_parts import AnyOrder
-from runtime.lowering.registry import meaning
+from runtime.lowering.platform_hooks import Unordered
+from runtime.lowering.registry import register_lowering
 from runtime.lowering.sharing import Sharing
 from runtime.lowering.stacks import Row, Stack, put_back, read
 from runtime.targets.replicas import is_on_host
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Array = Any
 
 
-@meaning(call_kind)
+@register_lowering(call_kind)
 def _call(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     """Copy in, run, copy out; inputs by reference are copied back."""
     (graph,) = op.called_graphs
@@ -43,7 +43,7 @@ def _call(lowering: Lowering, op: Op, environment: Environment, context: Context
 def finish_call(op: Op, environment: Environment, places: Sequence[Array | Row], results: Results) -> None:
     """Write what a graph gives that an op has called on these values, or rows."""
     for t, place in zip(op.outputs, results.outputs, strict=False):  # the graph may have gained outputs since
-        environment.put(t, place)
+        environment.define(t, place)
     for i in sorted(op.modified & results.written.keys()):
         if not isinstance(places[i], Row):
             environment.write(op.inputs[i], read(results.written[i]))
@@ -51,7 +51,7 @@ def finish_call(op: Op, environment: Environment, places: Sequence[Array | Row],
             put_back(results.written[i], places[i])
     for storage, value in results.shared.items():
         environment.write(storage, value)
-    environment.note_call(op, results)
+    environment.record_call_reads(op, results)
 
 
 def call_inputs(
@@ -65,7 +65,7 @@ def call_inputs(
         own: how many inputs of the graph come before.
         by_value: positions of what is no row in any case.
     """
-    places = [environment.place(t) for t in op.inputs]
+    places = [environment.slot_or_value(t) for t in op.inputs]
     rows = {i: place for i, place in enumerate(places) if isinstance(place, Row)}
     if rows:
         written, count = {i - own for i in changed_inputs(op.called_graphs[0])}, Counter(rows.values())
@@ -87,7 +87,7 @@ def check_bound(op: Op) -> None:
         )
 
 
-@meaning(conditional_kind)
+@register_lowering(conditional_kind)
 def _conditional(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     """Run one branch. It alone moves on the streams that it uses."""
     check_bound(op)
@@ -95,30 +95,32 @@ def _conditional(lowering: Lowering, op: Op, environment: Environment, context: 
     then_branch, else_branch = op.called_graphs
     count = len(then_branch.inputs)
     streams = lowering.channels_of((op,))
-    stepping = context.channels.stepping(streams)
+    loop_channels = context.channels.loop_channels(streams)
 
     def branch(graph: Graph, values: Sequence[Array], when: bool) -> Callable[[Any], Any]:
         def run(positions: Any) -> Any:
-            inside = stepping.at(positions)
-            if lowering.is_shared:
+            inside = loop_channels.in_iteration(positions)
+            if lowering.is_vmapped:
                 taken = cond.reshape(()) == when
                 around = context.channels.running
                 inside.running = taken if around is None else around & taken
             results = lowering.lower_call(graph, values, context.in_branch(inside))
-            return results.outputs[: len(op.outputs)], inside.positions(streams)
+            return results.outputs[: len(op.outputs)], inside.carried(streams)
 
         return run
 
     branches = (branch(then_branch, inputs[:count], True), branch(else_branch, inputs[count:], False))
     # Several replicas on one device choose between results, and must not between whole buffers in the host's memory.
-    one_of = _both if lowering.is_shared and any(map(is_on_host, jax.tree.leaves(stepping.start))) else lax.cond
-    outputs, positions = one_of(cond.reshape(()), *branches, stepping.start)
-    context.channels.leave(stepping, positions, outputs)
+    one_of = (
+        _run_both if lowering.is_vmapped and any(map(is_on_host, jax.tree.leaves(loop_channels.start))) else lax.cond
+    )
+    outputs, positions = one_of(cond.reshape(()), *branches, loop_channels.start)
+    context.channels.resume(loop_channels, positions, outputs)
     for t, value in zip(op.outputs, outputs, strict=True):
         environment.write(t, value)
 
 
-def _both(cond: Array, then_branch: Callable[[Any], Any], else_branch: Callable[[Any], Any], start: Any) -> Any:
+def _run_both(cond: Array, then_branch: Callable[[Any], Any], else_branch: Callable[[Any], Any], start: Any) -> Any:
     """What `lax.cond` gives. What is in the host's memory goes through both branches: they change it where they run."""
     then = then_branch(start)
     handed = jax.tree.map(lambda new, old: new if is_on_host(old) else old, then[1], start)
@@ -168,7 +170,7 @@ class Loop:
         shared = {storage: self._sharing.values[storage] for storage in self._sharing.written}
         self.start = (tuple(self._inputs[: self._carried]), contents, arrays, shared)
 
-    def begin(self, state: Any, i: Array) -> Iteration:
+    def begin_iteration(self, state: Any, i: Array) -> Iteration:
         """One iteration, given what the one before has left."""
         results_before, contents, arrays, shared = state
         now = dict(zip(self._stacks, arrays, strict=True))
@@ -182,13 +184,13 @@ class Loop:
         values[: self._carried] = results_before
         sharing = self._sharing.holding(shared)
         if sharing:
-            storages = Environment(sharing.values, AnyOrder(), sharing.same, 1)
+            storages = Environment(sharing.values, Unordered(), sharing.same, 1)
             for k in sorted(sharing.positions.intersection(range(self._carried))):
                 storages.write(self._op.inputs[k], results_before[k])
             sharing = sharing.holding(storages.values)
         return Iteration([i, jnp.asarray(True), *values], sharing, stacks)
 
-    def end(self, iteration: Iteration, results: Results) -> tuple[Any, Sequence[Array]]:
+    def end_iteration(self, iteration: Iteration, results: Results) -> tuple[Any, Sequence[Array]]:
         """What an iteration leaves for the next one, and its further results, given what the graph gives."""
         values, stacks, written = iteration.inputs[EXTRA_INPUTS:], iteration.stacks, results.written
         for k in self._rows.keys() & self._op.modified:
@@ -211,23 +213,23 @@ class Loop:
             environment.write(storage, value)
 
 
-@meaning(loop_kind)
+@register_lowering(loop_kind)
 def _loop(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     """One compiled body, however many turns. The streams are carried, too."""
     loop, streams = Loop(op, environment), lowering.channels_of((op,))
-    stepping = context.channels.stepping(streams)
+    loop_channels = context.channels.loop_channels(streams)
 
     def turn(state: Any, i: Array) -> Any:
         before, positions = state
-        inside = stepping.at(positions)
-        iteration = loop.begin(before, i)
+        inside = loop_channels.in_iteration(positions)
+        iteration = loop.begin_iteration(before, i)
         body = context.in_loop_body(inside)
         results = lowering.lower_call(loop.graph, iteration.inputs, body, in_rows=True, sharing=iteration.sharing)
-        after, further = loop.end(iteration, results)
-        return (after, inside.positions(streams)), further
+        after, further = loop.end_iteration(iteration, results)
+        return (after, inside.carried(streams)), further
 
     count = op.attributes["repeat_count"]
-    start = (loop.start, stepping.start)
+    start = (loop.start, loop_channels.start)
     (state, positions), stacked = lax.scan(turn, start, jnp.arange(count, dtype=jnp.int32))
-    context.channels.leave(stepping, positions, (state, stacked))
+    context.channels.resume(loop_channels, positions, (state, stacked))
     loop.finish(state, stacked, environment)

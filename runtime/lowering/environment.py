@@ -18,7 +18,7 @@ from popxl.core.tensor import Constant, Tensor
 from popxl.errors import PopxlError
 from popxl.fp8_utils import to_device
 from popxl.graph import Graph
-from runtime.lowering.machine_parts import Order
+from runtime.lowering.platform_hooks import UpdateOrder
 from runtime.lowering.sharing import Sharing
 from runtime.lowering.stacks import Row, read
 
@@ -58,28 +58,28 @@ class Environment:
     """
 
     def __init__(
-        self, values: Mapping[Tensor, Array | Row], order: Order, same: Mapping[Tensor, Tensor], turns: int
+        self, values: Mapping[Tensor, Array | Row], order: UpdateOrder, same: Mapping[Tensor, Tensor], turns: int
     ) -> None:
         self.values = dict(values)
         self._order = order
         self._same = same
         self._turns = turns
 
-    def note(self, op: Op) -> None:
+    def record_reads(self, op: Op) -> None:
         """Note that an op has read its operands: what overwrites them comes after its result."""
         result = next((t for t in op.outputs if t in self.values), None)
         if result is not None:  # it is no view, say
             for t in op.inputs:
-                self._order.note(self._seen_through(t)[0], result, self.read(result))
+                self._order.record_read(self._resolve_views(t)[0], result, self.read(result))
 
-    def note_call(self, op: Op, results: Results) -> None:
+    def record_call_reads(self, op: Op, results: Results) -> None:
         """The same of the ops of a graph that an op has called."""
         for i, computed in results.computed.items():
-            self._order.note_within(self._seen_through(op.inputs[i])[0], computed)
+            self._order.record_nested_read(self._resolve_views(op.inputs[i])[0], computed)
 
-    def place(self, t: Tensor) -> Array | Row:
+    def slot_or_value(self, t: Tensor) -> Array | Row:
         """Where a tensor is: in a row, if that is all of it. Otherwise its current value."""
-        storage, views = self._seen_through(t)
+        storage, views = self._resolve_views(t)
         place = None if views else self.values.get(storage)
         return place if isinstance(place, Row) else self.read(t)
 
@@ -113,10 +113,10 @@ class Environment:
         count = Counter(t.origin for t in graph.outputs)
         own = [t.origin not in values and count[t.origin] == 1 for t in graph.outputs]
         return Results(
-            tuple((self.place if o else self.read)(t) for t, o in zip(graph.outputs, own, strict=True)),
-            {i: self.place(t) for i in written_inputs(graph) if (t := graph.inputs[i]) in values},
+            tuple((self.slot_or_value if o else self.read)(t) for t, o in zip(graph.outputs, own, strict=True)),
+            {i: self.slot_or_value(t) for i in written_inputs(graph) if (t := graph.inputs[i]) in values},
             {storage: self.read(storage) for storage in sharing.written},
-            self._order.computed_from(graph.inputs),
+            self._order.last_computed(graph.inputs),
         )
 
     def _storages(self, t: Tensor) -> tuple[Tensor, ...]:
@@ -124,7 +124,7 @@ class Environment:
         found: dict[Tensor, None] = {}
         waiting = [t]
         while waiting:
-            storage, _ = self._seen_through(waiting.pop())
+            storage, _ = self._resolve_views(waiting.pop())
             joined = view_of(storage)
             if joined is None:
                 found[storage] = None
@@ -134,13 +134,13 @@ class Environment:
 
     def read(self, t: Tensor) -> Array:
         """The current value of a tensor: of its storage, or seen through the views that lie between."""
-        storage, views = self._seen_through(t)
+        storage, views = self._resolve_views(t)
         value = self._storage(storage)
         for view in views:
             value = view.apply([value])
         return value
 
-    def put(self, t: Tensor, place: Array | Row) -> None:
+    def define(self, t: Tensor, place: Array | Row) -> None:
         """Give a tensor that an op makes its first value; or a row that nobody else has."""
         if isinstance(place, Row):
             self.values[t] = place
@@ -152,7 +152,7 @@ class Environment:
         changes = [(t, value)]
         while changes:
             t, value = changes.pop()
-            storage, views = self._seen_through(t)
+            storage, views = self._resolve_views(t)
             bases = [self._storage(storage)] if views else []
             for view in views[:-1]:
                 bases.append(view.apply([bases[-1]]))
@@ -162,7 +162,7 @@ class Environment:
             if joined is None:
                 place = self.values.get(storage)
                 rows = len(place.stack.array) if isinstance(place, Row) else self._turns
-                value = self._order.overwriting(storage, value, rows)
+                value = self._order.order_write(storage, value, rows)
                 if isinstance(place, Row):
                     place.write(value)
                 else:
@@ -175,14 +175,14 @@ class Environment:
         """The value of a tensor that is no view of a single other."""
         joined = view_of(t)
         if joined is not None:
-            return done(self._joined(joined))
+            return done(self._read_concatenation(joined))
         if t not in self.values:
             if not isinstance(t, Constant):
                 raise no_value(t)
             self.values[t] = jnp.asarray(to_device(t.data, t.dtype))
         return read(self.values[t])
 
-    def _seen_through(self, t: Tensor) -> tuple[Tensor, list[Op]]:
+    def _resolve_views(self, t: Tensor) -> tuple[Tensor, list[Op]]:
         """The tensor that `t` is a view of, in the end, and the views from there to `t`; views of several end it."""
         views = []
         t = t.origin
@@ -196,13 +196,13 @@ class Environment:
             else:
                 return t, views[::-1]
 
-    def _joined(self, op: Op) -> Nested[Array]:
+    def _read_concatenation(self, op: Op) -> Nested[Array]:
         """What a view of several tensors shows; they may be such views themselves."""
         parts = []
         for base in op.inputs:
-            storage, views = self._seen_through(base)
+            storage, views = self._resolve_views(base)
             joined = view_of(storage)
-            part = self._storage(storage) if joined is None else (yield self._joined(joined))
+            part = self._storage(storage) if joined is None else (yield self._read_concatenation(joined))
             for view in views:
                 part = view.apply([part])
             parts.append(part)

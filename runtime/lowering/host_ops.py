@@ -15,7 +15,7 @@ from popxl.core.recording import Op
 from popxl.ops.host import host_call_kind, host_load_kind, host_store_kind, print_tensor_kind
 from runtime.lowering.context import Context
 from runtime.lowering.environment import Environment
-from runtime.lowering.registry import meaning
+from runtime.lowering.registry import register_lowering
 
 if TYPE_CHECKING:
     from runtime.lowering.lower import Lowering
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 Array = Any
 
 
-@meaning(host_load_kind)
+@register_lowering(host_load_kind)
 def _host_load(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     """Take the next element of the stream."""
     environment.write(op.outputs[0], context.channels.load(op.attributes["stream"]))
 
 
-@meaning(host_store_kind)
+@register_lowering(host_store_kind)
 def _host_store(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     """Send the tensor to the stream."""
     context.channels.store(op.attributes["stream"], environment.read(op.inputs[0]))
 
 
-@meaning(print_tensor_kind)
+@register_lowering(print_tensor_kind)
 def _print_tensor(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     """Write the tensor to standard error, and pass it on."""
     value = environment.read(op.inputs[0])
@@ -48,16 +48,16 @@ def _print_tensor(lowering: Lowering, op: Op, environment: Environment, context:
     if op.attributes["print_self"]:
         running = True if context.channels.running is None else context.channels.running
         replica = (
-            lax.axis_index(lowering.replicas.axis) if lowering.is_shared else 0
+            lax.axis_index(lowering.replicas.axis) if lowering.is_vmapped else 0
         )  # or what is the same for all is printed once
         if _has_callbacks(lowering):
             jax.debug.callback(write, value, running, replica, ordered=lowering.prints_in_order)
         else:
-            _called_on_gpu((), value, jnp.asarray(running), jnp.asarray(replica))
+            _gpu_callback((), value, jnp.asarray(running), jnp.asarray(replica))
     environment.write(op.outputs[0], value)
 
 
-@meaning(host_call_kind)
+@register_lowering(host_call_kind)
 def _host_call(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     """Have the host make the results."""
     function, specs = op.attributes["function"], op.attributes["specs"]
@@ -70,7 +70,7 @@ def _host_call(lowering: Lowering, op: Op, environment: Environment, context: Co
     if _has_callbacks(lowering):
         results = jax.pure_callback(run, made, *values, vmap_method="sequential")
     else:
-        results = _called_on_gpu(made, *values)
+        results = _gpu_callback(made, *values)
     for t, result in zip(op.outputs, results, strict=True):
         environment.write(t, result)
 
@@ -80,7 +80,7 @@ def _has_callbacks(lowering: Lowering) -> bool:
     return lowering.replicas.is_here or lowering.replicas.device.platform == "tpu"
 
 
-def _called_on_gpu(made: Sequence[jax.ShapeDtypeStruct], *operands: Array) -> Sequence[Array]:
+def _gpu_callback(made: Sequence[jax.ShapeDtypeStruct], *operands: Array) -> Sequence[Array]:
     """What calls Python back on a GPU, where one is only compiled for. JAX writes the same, with the number of the
     function."""
     call = jax.ffi.ffi_call("xla_ffi_python_gpu_callback", made, has_side_effect=True)
@@ -121,11 +121,11 @@ def _formatted(
         edgeitems=edge_items,
         formatter={"float_kind": number} if number else None,
     )
-    text = _row_by_row(text).replace("[", open_bracket).replace("]", close_bracket).replace("\0", separator)
+    text = _break_rows(text).replace("[", open_bracket).replace("]", close_bracket).replace("\0", separator)
     return "\n".join(line.rstrip() for line in text.split("\n"))
 
 
-def _row_by_row(text: str) -> str:
+def _break_rows(text: str) -> str:
     """The text of an array, of brackets in brackets, with each row, and each bracket around rows, on a line of its own.
 
     A line is indented by one space for each bracket around it.

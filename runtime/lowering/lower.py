@@ -31,15 +31,15 @@ from popxl.graph import Graph
 from popxl.ops.kernels.kernel import overriding_kernels
 from popxl.options import SessionOptions
 from runtime.lowering import control_flow, host_ops  # noqa: F401  # they register what ops do
-from runtime.lowering.channels import COLLECTIVES, AnyChannel, Channels, acts_at_once, channels_of_ops
+from runtime.lowering.channels import COLLECTIVES, AnyChannel, Channels, channels_of_ops, has_side_effects
 from runtime.lowering.collectives import devices_meet, group_of
 from runtime.lowering.context import Context
 from runtime.lowering.environment import Environment, Results
-from runtime.lowering.machine_parts import MachineParts, parts_for
-from runtime.lowering.registry import meanings
+from runtime.lowering.platform_hooks import PlatformHooks, hooks_for
+from runtime.lowering.registry import LOWERINGS
 from runtime.lowering.rolled import AsWritten, Rolled, bring_together, roll
 from runtime.lowering.scopes import of_graph, of_op
-from runtime.lowering.sharing import Sharing, bound
+from runtime.lowering.sharing import Sharing, bind_inputs
 from runtime.lowering.stacks import Row, read
 from runtime.noinline import noinline
 from runtime.signals import deliver_pending_signals
@@ -74,16 +74,16 @@ class Lowering:
         self.scheduling = scheduling
         self.prints_in_order = in_order and replicas.count == 1  # JAX: of one device
         self._options = options
-        self._kept = {graph for graph, sites in _call_sites(ops).items() if keep_calls and sites > 1}
-        self._function = cache(self._function_of)
+        self._noinline = {graph for graph, sites in _call_sites(ops).items() if keep_calls and sites > 1}
+        self._functions = cache(self._noinline_function)
 
     @cached_property
-    def machine(self) -> MachineParts:
+    def hooks(self) -> PlatformHooks:
         """What the machine adds to the program."""
-        return parts_for(self.replicas.platform)
+        return hooks_for(self.replicas.platform)
 
     @property
-    def is_shared(self) -> bool:
+    def is_vmapped(self) -> bool:
         """Whether it is traced once for several replicas, which one device runs."""
         return self.replicas.count > 1 and self.replicas.mesh is None
 
@@ -114,7 +114,7 @@ class Lowering:
                 continue
             self.lower_op(op, environment, context)
             if not op.called_graphs:
-                environment.note(op)
+                environment.record_reads(op)
             for storages in self.scheduling.gathered.get(op, ()):
                 bring_together(environment, storages)
         return environment
@@ -124,12 +124,12 @@ class Lowering:
     ) -> Environment:
         """The environment of a graph that is to run; see `lower_ops`."""
         same = self.scheduling.same if same is None else same
-        return Environment(values, self.machine.order(context.in_loop), same, context.rows)
+        return Environment(values, self.hooks.update_order(context.in_loop), same, context.rows)
 
     def lower_op(self, op: Op, environment: Environment, context: Context) -> None:
         """Lower one op: compute its results from its operands in the environment, and write them there."""
-        if op.kind in meanings:
-            meanings[op.kind](self, op, environment, context)
+        if op.kind in LOWERINGS:
+            LOWERINGS[op.kind](self, op, environment, context)
             return
         if op.kind.view is not None:  # a view is made when it is read
             return
@@ -138,7 +138,7 @@ class Lowering:
             self._check(op, operands, context.channels)
             with (
                 of_op(op),
-                overriding_kernels(self.replicas.platform, self.machine.forms),
+                overriding_kernels(self.replicas.platform, self.hooks.overrides),
                 jax.default_matmul_precision(self._options.precision),
             ):
                 results = self.apply(op, operands, context.channels)
@@ -151,13 +151,13 @@ class Lowering:
             ) from problem
         store_results(op, results, environment)
         if op.inputs:  # else it waits for nothing
-            context.channels.note(results)
+            context.channels.record_computed(results)
 
     def apply(self, op: Op, operands: Sequence[Array], channels: Channels) -> Any:
         """The results of an op."""
-        return self._between_replicas(op, operands, channels) if op.kind.between_replicas else op.apply(operands)
+        return self._apply_collective(op, operands, channels) if op.kind.between_replicas else op.apply(operands)
 
-    def _between_replicas(self, op: Op, operands: Sequence[Array], channels: Channels) -> Any:
+    def _apply_collective(self, op: Op, operands: Sequence[Array], channels: Channels) -> Any:
         """The results of an op that talks to other replicas."""
         attributes = dict(op.attributes)
         try:
@@ -165,7 +165,7 @@ class Lowering:
             if not self._are_ordered((op,)):
                 return op.apply(operands, attributes | {"group": group})
             results = op.apply([*map(channels.ordered, operands)], attributes | {"group": group})
-            channels.note_exchanged(results)
+            channels.record_exchanged(results)
             return results
         except PopxlError as problem:
             raise PopxlError(f"Session: {op!r} ({op.source}) cannot be run: {problem}") from None
@@ -177,7 +177,7 @@ class Lowering:
 
     def _are_ordered(self, ops: Iterable[Op]) -> bool:
         """Whether devices wait for each other in these ops, and XLA does not order where."""
-        return self.machine.turns is not None and devices_meet(ops, self.replicas)
+        return self.hooks.collective_lock is not None and devices_meet(ops, self.replicas)
 
     def _check(self, op: Op, operands: Sequence[Array], channels: Channels) -> None:
         """Check what the op requires of its operands, as far as the options ask for it."""
@@ -185,7 +185,9 @@ class Lowering:
             if required.operand in op.operand_names() and (
                 not required.option or getattr(self._options, required.option)
             ):
-                channels.check(op, number, required.holds(operands[op.operand_names().index(required.operand)]))
+                channels.record_failure(
+                    op, number, required.holds(operands[op.operand_names().index(required.operand)])
+                )
 
     def lower_call(
         self,
@@ -205,24 +207,24 @@ class Lowering:
             sharing: inputs that share storage. A call in which there are some is not kept.
         """
         channels = context.channels
-        at_once = channels.running is not None and acts_at_once(graph)
-        if graph not in self._kept or sharing or at_once:
+        effectful = channels.running is not None and has_side_effects(graph)
+        if graph not in self._noinline or sharing or effectful:
             results = self._inline(graph, inputs, context, sharing)
             return results if in_rows else results.read()
         streams = self.channels_of(graph.ops)
-        outputs, written, used = self._function(graph)(tuple(map(read, inputs)), channels.take(streams))
-        channels.put_back(streams, used)
-        channels.note((outputs, written))
+        outputs, written, used = self._functions(graph)(tuple(map(read, inputs)), channels.states(streams))
+        channels.set_states(streams, used)
+        channels.record_computed((outputs, written))
         return Results(outputs, written)
 
     def _inline(self, graph: Graph, inputs: Sequence[Array | Row], context: Context, sharing: Sharing) -> Results:
-        values, same = bound(graph, context.prevent_cse(graph, inputs), sharing)
+        values, same = bind_inputs(graph, context.prevent_cse(graph, inputs), sharing)
         with of_graph(graph, context.depth):
             ops = self.scheduling.schedule(graph)
             environment = self.lower_ops(ops, values, context.in_graph(inputs), same)
         return environment.results(graph, values, sharing)
 
-    def _function_of(self, graph: Graph) -> Callable[..., Any]:
+    def _noinline_function(self, graph: Graph) -> Callable[..., Any]:
         """The one function of a graph whose calls are kept."""
         streams = self.channels_of(graph.ops)
 
@@ -230,7 +232,7 @@ class Lowering:
             channels = Channels(dict(zip(streams, taken, strict=True)))
             context = Context(channels).in_loop_body(channels)  # as in a loop: it is called several times
             results = self._inline(graph, inputs, context, Sharing()).read()
-            return results.outputs, results.written, channels.take(streams)
+            return results.outputs, results.written, channels.states(streams)
 
         function.__name__ = function.__qualname__ = identifier(graph.id) or "graph"
         return noinline(function, in_order=1)
@@ -269,7 +271,7 @@ def _call_sites(ops: Iterable[Op]) -> Counter[Graph]:
     return sites
 
 
-def targets_of(op: Op) -> list[Tensor]:
+def written_tensors_of(op: Op) -> list[Tensor]:
     """Where what an op's lowering returns belongs: its outputs, unless they alias what it overwrites, and that."""
     overwritten = [op.inputs[i] for i in sorted(op.modified)]
     return overwritten if op.kind.aliased else [*op.outputs, *overwritten]
@@ -278,16 +280,16 @@ def targets_of(op: Op) -> list[Tensor]:
 def store_results(op: Op, results: Array | Sequence[Array], environment: Environment) -> None:
     """Put what an op's lowering returned where it belongs."""
     values = list(results) if isinstance(results, tuple | list) else [results]
-    targets = targets_of(op)
+    targets = written_tensors_of(op)
     if len(values) != len(targets):
         raise PopxlInternalError(
             f"{op!r} ({op.source}): the lowering returned {len(values)} results for {len(targets)}."
         )
     for t, value in zip(targets, values, strict=True):
-        environment.write(t, as_declared(t, value, op))
+        environment.write(t, cast_to_declared(t, value, op))
 
 
-def as_declared(t: Tensor, value: Array, op: Op) -> Array:
+def cast_to_declared(t: Tensor, value: Array, op: Op) -> Array:
     """A value in the dtype that its tensor declares: ops may compute in a wider one, and round once, here."""
     value = jnp.asarray(value)
     if value.shape != t.shape and op.modified:

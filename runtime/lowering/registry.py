@@ -13,17 +13,17 @@ from runtime.lowering.environment import Environment
 if TYPE_CHECKING:
     from runtime.lowering.lower import Lowering
 
-Meaning = Callable[["Lowering", Op, Environment, Context], None]
+LoweringRule = Callable[["Lowering", Op, Environment, Context], None]
 
-meanings: dict[OpKind, Meaning] = {}
+LOWERINGS: dict[OpKind, LoweringRule] = {}
 """What ops do whose meaning needs the machine. Others say it: `op.kind.lowering`."""
 
 
-def meaning(kind: OpKind) -> Callable[[Meaning], Meaning]:
+def register_lowering(kind: OpKind) -> Callable[[LoweringRule], LoweringRule]:
     """Register what an op of this kind does."""
 
-    def register(function: Meaning) -> Meaning:
-        meanings[kind] = function
+    def register(function: LoweringRule) -> LoweringRule:
+        LOWERINGS[kind] = function
         return function
 
     return register

@@ -32,11 +32,11 @@ from popxl.fp8_utils import in_transit
 from popxl.graph import Graph
 from popxl.ops.remote import remote_load_inplace_kind, remote_load_kind, remote_store_kind
 from popxl.remote_buffer import RemoteBuffer
-from runtime.lowering.channels import arrived, sent
+from runtime.lowering.channels import decode_transfer, encode_transfer
 from runtime.lowering.context import Context
 from runtime.lowering.environment import Environment
 from runtime.lowering.lower import Lowering
-from runtime.lowering.registry import meaning
+from runtime.lowering.registry import register_lowering
 from runtime.targets.destination import HOST
 from runtime.targets.replicas import Replicas, is_on_host
 
@@ -49,31 +49,31 @@ BLOCK = (8, 128)
 # What the ops do -----------------------------------------------------------------------------------------------------
 
 
-@meaning(remote_load_kind)
+@register_lowering(remote_load_kind)
 def _load(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     """Copy a slot to the device."""
     environment.write(op.outputs[0], _slot(lowering, op, environment, context))
 
 
-@meaning(remote_load_inplace_kind)
+@register_lowering(remote_load_inplace_kind)
 def _load_inplace(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     """Overwrite the tensor with a slot."""
     environment.write(op.inputs[0], _slot(lowering, op, environment, context))
 
 
-@meaning(remote_store_kind)
+@register_lowering(remote_store_kind)
 def _store(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     """Overwrite a slot with the tensor."""
     channels = context.channels
     buffer, offset = op.attributes["buffer"], _offset(op, environment)
     if is_on_host(channels.slots(buffer)):
-        channels.store_in_order()
-    slots, value = channels.slots(buffer), sent(environment.read(op.inputs[0]), buffer.tensor_dtype)
+        channels.order_store()
+    slots, value = channels.slots(buffer), encode_transfer(environment.read(op.inputs[0]), buffer.tensor_dtype)
     room = slots.shape[1:]
     if room != value.shape:  # whole blocks
         value = jnp.pad(value.reshape(-1), (0, math.prod(room) - value.size)).reshape(room)
     if not is_on_host(slots):
-        channels.set_slots(buffer, _replaced(slots, value, offset))
+        channels.set_slots(buffer, _replace_slot(slots, value, offset))
         return
     if channels.running is not None:  # a branch that is not run puts back what is there
         value = jnp.where(channels.running, value, _from_host(lowering, slots, offset))
@@ -84,13 +84,13 @@ def _slot(lowering: Lowering, op: Op, environment: Environment, context: Context
     buffer, channels = op.attributes["buffer"], context.channels
     offset = _offset(op, environment)
     if is_on_host(channels.slots(buffer)):
-        channels.fetch_in_order()
+        channels.order_fetch()
         slot = _from_host(lowering, channels.slots(buffer), offset)
     else:
         slot = lax.dynamic_index_in_dim(channels.slots(buffer), offset, keepdims=False)
     if slot.shape != buffer.tensor_shape:  # whole blocks
         slot = slot.reshape(-1)[: buffer.slot_nelms].reshape(buffer.tensor_shape)
-    return arrived(slot, buffer.tensor_dtype)
+    return decode_transfer(slot, buffer.tensor_dtype)
 
 
 def _offset(op: Op, environment: Environment) -> Array:
@@ -128,7 +128,7 @@ def _known_numbers(t: Tensor, user: Op) -> Iterator[tuple[int, Op]]:
             todo += [(site.inputs[from_the_end].origin, site) for site in t.graph.call_sites if is_call(site)]
 
 
-_replaced = partial(lax.dynamic_update_index_in_dim, axis=0)
+_replace_slot = partial(lax.dynamic_update_index_in_dim, axis=0)
 """Slots, of which one is another."""
 
 
@@ -138,23 +138,23 @@ _replaced = partial(lax.dynamic_update_index_in_dim, axis=0)
 
 def _from_host(lowering: Lowering, slots: Array, offset: Array) -> Array:
     """A slot of those in the host's memory, on the device."""
-    if not _in_halves(lowering, slots):
-        return _fetched(slots, offset)
+    if not _splits_slots(lowering, slots):
+        return _fetch_slot(slots, offset)
     halves = slots.reshape(2, -1, *BLOCK)
-    return jnp.concatenate([_fetched(halves, jnp.int32(i)) for i in range(2)])
+    return jnp.concatenate([_fetch_slot(halves, jnp.int32(i)) for i in range(2)])
 
 
 def _to_host(lowering: Lowering, slots: Array, value: Array, offset: Array) -> Array:
     """The slots in the host's memory, of which one is what is on the device."""
-    if not _in_halves(lowering, slots):
-        return _put(slots, value, offset)
+    if not _splits_slots(lowering, slots):
+        return _store_slot(slots, value, offset)
     halves = slots.reshape(2, -1, *BLOCK)
     for i, half in enumerate(jnp.split(value, 2)):
-        halves = _put(halves, half, jnp.int32(i))
+        halves = _store_slot(halves, half, jnp.int32(i))
     return halves.reshape(slots.shape)
 
 
-def _in_halves(lowering: Lowering, slots: Array) -> bool:
+def _splits_slots(lowering: Lowering, slots: Array) -> bool:
     """Whether a slot comes and goes in halves: the only one of a buffer, to and from a TPU.
 
     As a whole it is the buffer for XLA (libtpu 0.0.52): it says of a buffer behind a barrier that it is not on the host
@@ -164,28 +164,28 @@ def _in_halves(lowering: Lowering, slots: Array) -> bool:
 
 
 @custom_vmap
-def _fetched(slots: Array, offset: Array) -> Array:
+def _fetch_slot(slots: Array, offset: Array) -> Array:
     """One of several slots, on the device.
 
     Another shape is given to it there: XLA makes one reshape of two, and takes the first and only slot for the buffer.
     """
     slot = jax.device_put(lax.dynamic_index_in_dim(slots, offset), jax.memory.Space.Device)
-    return _in_rows(slot).reshape(slots.shape[1:])
+    return _row_major(slot).reshape(slots.shape[1:])
 
 
-@_fetched.def_vmap
+@_fetch_slot.def_vmap
 def _(count: int, given: Sequence[bool], slots: Array, *rest: Array) -> tuple[Array, bool]:
-    rows, (offsets,) = _rows(count, given, slots, *rest)
-    return jnp.stack([_fetched(rows, offset) for offset in offsets]), True
+    rows, (offsets,) = _flatten_replicas(count, given, slots, *rest)
+    return jnp.stack([_fetch_slot(rows, offset) for offset in offsets]), True
 
 
 @custom_vmap
-def _put(slots: Array, value: Array, offset: Array) -> Array:
+def _store_slot(slots: Array, value: Array, offset: Array) -> Array:
     """Slots in the host's memory, of which one is what is on the device."""
-    return _replaced(slots, jax.device_put(_in_rows(value), jax.memory.Space.Host), offset)
+    return _replace_slot(slots, jax.device_put(_row_major(value), jax.memory.Space.Host), offset)
 
 
-def _in_rows(value: Array) -> Array:
+def _row_major(value: Array) -> Array:
     """A value on the device, laid out as the host's memory has it.
 
     What a product would rather read in another layout is transposed after it has come. Without this word, XLA lays out
@@ -194,15 +194,15 @@ def _in_rows(value: Array) -> Array:
     return with_layout_constraint(value, Layout(tuple(range(value.ndim))))
 
 
-@_put.def_vmap
+@_store_slot.def_vmap
 def _(count: int, given: Sequence[bool], slots: Array, *rest: Array) -> tuple[Array, bool]:
-    rows, (values, offsets) = _rows(count, given, slots, *rest)
+    rows, (values, offsets) = _flatten_replicas(count, given, slots, *rest)
     for value, offset in zip(values, offsets, strict=True):
-        rows = _put(rows, value, offset)
+        rows = _store_slot(rows, value, offset)
     return rows.reshape(slots.shape), True
 
 
-def _rows(count: int, given: Sequence[bool], slots: Array, *rest: Array) -> tuple[Array, list[Array]]:
+def _flatten_replicas(count: int, given: Sequence[bool], slots: Array, *rest: Array) -> tuple[Array, list[Array]]:
     """The slots of all replicas, one after the other: a TPU cuts along one dimension. And what else replicas give, the
     last of which is the number of a slot, now among all of them."""
     is_own, *others = given
@@ -282,7 +282,7 @@ def _shape(buffer: RemoteBuffer, replicas: Replicas, where: Any) -> tuple[int, .
     """The shape of the array of a buffer; see `runtime.targets.replicas`."""
     if where.memory_kind != HOST:
         return replicas.shape((buffer.entries, *buffer.tensor_shape))
-    parts = 2 if buffer.entries == 1 else 1  # see `_in_halves`
+    parts = 2 if buffer.entries == 1 else 1  # see `_splits_slots`
     blocks = parts * max(1, -(-buffer.slot_nelms // (parts * math.prod(BLOCK))))
     return (replicas.count * buffer.entries, blocks, *BLOCK)
 
@@ -301,7 +301,7 @@ def variables_in(buffer: RemoteBuffer, variables: Iterable[Variable]) -> tuple[V
     return tuple(v for v, place in places if place.buffer is buffer and place.entry < buffer.entries)
 
 
-def filled(
+def fill_buffer(
     buffer: RemoteBuffer,
     rows: Mapping[Variable, Callable[[int], np.ndarray]],
     replicas: Replicas,
@@ -338,14 +338,14 @@ def filled(
     return replicas.place(whole, where)
 
 
-def parts_in(
+def variable_rows(
     buffer: RemoteBuffer, variables: Iterable[Variable], replicas: Replicas, array: Array
 ) -> dict[Variable, np.ndarray]:
     """For each variable in a buffer, the parts of its values that replicas have in its slot, as rows."""
-    return in_slots(buffer, variables, replicas.fetched(array), replicas.count)
+    return rows_of_slots(buffer, variables, replicas.fetched(array), replicas.count)
 
 
-def in_slots(
+def rows_of_slots(
     buffer: RemoteBuffer, variables: Iterable[Variable], slots: np.ndarray, count: int = 1
 ) -> dict[Variable, np.ndarray]:
     """The same, of the slots of so many replicas, on the host."""

@@ -127,19 +127,22 @@ def roll(lowering: Lowering, loop: Rolled, environment: Environment, context: Co
     schedule = lowering.scheduling.schedule
     called = dict.fromkeys(graph for op in loop.ops for callee in op.called_graphs for graph in reachable(callee))
     has_loops = any(isinstance(item, Rolled) for graph in called for item in schedule(graph))
-    turning, streams = _Turning(loop, environment, lowering.machine.in_turn, has_loops), lowering.channels_of(loop.ops)
-    stepping = context.channels.stepping(streams)
+    turning, streams = (
+        _Turning(loop, environment, lowering.hooks.invariant_row, has_loops),
+        lowering.channels_of(loop.ops),
+    )
+    loop_channels = context.channels.loop_channels(streams)
 
     def turn(state: Any, rows: Sequence[Array]) -> Any:
         held, positions = state
-        inside = stepping.at(positions)
+        inside = loop_channels.in_iteration(positions)
         body = context.in_loop_body(inside, rows=len(loop.turns))
         after = lowering.lower_ops(loop.ops, turning.found(held, rows), body)
-        return (turning.left(held, rows, after), inside.positions(streams)), None
+        return (turning.left(held, rows, after), inside.carried(streams)), None
 
-    start = (turning.start, stepping.start)
+    start = (turning.start, loop_channels.start)
     (held, positions), _ = lax.scan(turn, start, turning.rows, length=len(loop.turns))
-    context.channels.leave(stepping, positions, held)
+    context.channels.resume(loop_channels, positions, held)
     turning.finish(held, environment)
 
 
@@ -152,7 +155,7 @@ class _Turning:
     Args:
         loop: the loop.
         environment: that of its ops.
-        in_turn: see `MachineParts`.
+        in_turn: see `PlatformHooks`.
         has_loops: whether graphs that turns call have loops. What all turns find in a stack is not cut out then: those
             loops find it there.
 
@@ -171,7 +174,7 @@ class _Turning:
         known = [t for t in loop.taken if t.before is None and not _is_number(t, environment)]
         for storages in that_overlap(t.of_turns for t in known):
             bring_together(environment, storages)
-        places = {t: tuple(map(environment.place, t.of_turns)) for t in known}
+        places = {t: tuple(map(environment.slot_or_value, t.of_turns)) for t in known}
         in_rows = {t: rows for t, rows in places.items() if all(isinstance(row, Row) for row in rows)}
         written = [rows[0].stack for t, rows in in_rows.items() if t.is_written]
         self._passed = {t.name: in_rows[t][0] for t in in_rows if t.is_same and has_loops}
@@ -297,7 +300,7 @@ def that_overlap(of_turns: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...
 
 def bring_together(environment: Environment, storages: Sequence[Tensor]) -> None:
     """Have several storages lie in one stack. If they do not, their values are copied there."""
-    places = [environment.place(t) for t in storages] if len(storages) > 1 else []
+    places = [environment.slot_or_value(t) for t in storages] if len(storages) > 1 else []
     stacks = {place.stack for place in places if isinstance(place, Row)}
     if len(stacks) > 1 or not all(isinstance(place, Row) for place in places):
         stack = Stack(jnp.stack([read(place) for place in places]))

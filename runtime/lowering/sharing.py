@@ -41,7 +41,7 @@ class Sharing:
         return replace(self, values={**self.values, **values})
 
 
-def bound(
+def bind_inputs(
     graph: Graph, inputs: Sequence[Array], sharing: Sharing
 ) -> tuple[dict[Tensor, Array], Mapping[Tensor, Tensor] | None]:
     """The storages of a called graph that have a value before it runs; and the tensors that stand for others, if any.

@@ -27,7 +27,7 @@ from runtime.lowering import remote_buffers as remote
 from runtime.lowering.channels import Channel, Channels, Failure, channels_of_ops
 from runtime.lowering.collectives import devices_meet
 from runtime.lowering.lower import Lowering
-from runtime.lowering.machine_parts import Turns, parts_for
+from runtime.lowering.platform_hooks import CollectiveLock, hooks_for
 from runtime.plan.structure import Structure, structure_of
 from runtime.plan.terms import Terms
 from runtime.targets.destination import HOST
@@ -63,11 +63,13 @@ class Run:
         self._channels = channels
         self._recorder = recorder
 
-    def call(self, executable: Any, name: Callable[[], str], *arguments: Any, turns: Turns | None = None) -> Any:
+    def call(
+        self, executable: Any, name: Callable[[], str], *arguments: Any, lock: CollectiveLock | None = None
+    ) -> Any:
         """Call an executable, in its turn."""
         if self._recorder is not None:
             executable = partial(self._recorder, name(), executable)
-        return executable(*arguments) if turns is None else turns.alone(executable, *arguments)
+        return executable(*arguments) if lock is None else lock.run_exclusive(executable, *arguments)
 
     def put(self, array: Array, place: int) -> Array:
         """An array, in another place."""
@@ -85,12 +87,12 @@ class Run:
         here = self._channels[place]
         for c in shared:
             if self._where[c] != place:
-                (state,) = self._channels[self._where[c]].take((c,))
+                (state,) = self._channels[self._where[c]].states((c,))
                 terms = self._terms_at[place]
                 sharding = terms.slots if isinstance(c, RemoteBuffer) else terms.replicas.sharding()
                 array, position = state
                 there = position if isinstance(position, int) else self.put(position, place)
-                here.put_back((c,), [(self._put(array, sharding), there)])
+                here.set_states((c,), [(self._put(array, sharding), there)])
                 self._where[c] = place
         return here
 
@@ -185,7 +187,7 @@ class Piece(Step):
         self._constants = {t: terms.replicas.put(to_device(t.data, t.dtype)) for t in passed}
         self._sent = tuple((t, place) for t, place in self.ends.items() if place != self.place)
         meets = devices_meet(self.ops, terms.replicas)
-        self._turns = parts_for(terms.destination.platform).turns if meets else None
+        self._lock = hooks_for(terms.destination.platform).collective_lock if meets else None
         self.structure = self.found(terms)
 
     def lowered(self, terms: Terms) -> Callable[[], Compiled]:
@@ -197,11 +199,11 @@ class Piece(Step):
 
         def piece(donated: Any, kept: Any, feeds: Any, positions: Any) -> Any:
             channels = Channels({c: (feed, 0) for c, feed in zip(self.feeds, feeds, strict=True)})
-            channels.move(self.channels, positions)
+            channels.set_carried(self.channels, positions)
             values = dict(zip((*self.donated, *self.kept), (*donated, *kept), strict=True))
             environment = lowering.run(self.ops, values, channels)
             overwritten, new = ([environment.values[t] for t in ts] for ts in (self.donated, self.new))
-            return overwritten, channels.positions(self.channels), new
+            return overwritten, channels.carried(self.channels), new
 
         piece.__name__ = identifier(self.name) or "piece"  # which is that of the module, too
         spread = terms.replicas.spread(piece)
@@ -267,10 +269,10 @@ class Piece(Step):
             [values[key] for key in self._given_up],
             self._passed(values),
             [channels.transfers(c) for c in self.feeds],
-            channels.positions(self.channels),
-            turns=self._turns,
+            channels.carried(self.channels),
+            lock=self._lock,
         )
-        channels.move(self.channels, positions)
+        channels.set_carried(self.channels, positions)
         values.update(zip(self.donated, overwritten, strict=True))
         values.update(zip(self.new, new, strict=True))
         for t, place in self._sent:

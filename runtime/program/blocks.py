@@ -51,7 +51,7 @@ class Block:
         """The array with the values that a graph has left."""
         if not self.is_stack:
             return environment.read(self.tensors[0])
-        places = [environment.place(t) for t in self.tensors]
+        places = [environment.slot_or_value(t) for t in self.tensors]
         stack = places[0].stack if isinstance(places[0], Row) else None
         numbers = [place.number if isinstance(place, Row) and place.stack is stack else None for place in places]
         if stack is not None and numbers == [*range(len(stack.array))]:

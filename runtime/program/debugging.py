@@ -31,8 +31,8 @@ from runtime.lowering.channels import Channel, Channels
 from runtime.lowering.context import Context
 from runtime.lowering.control_flow import Loop, call_inputs, check_bound, finish_call
 from runtime.lowering.environment import Environment, Results
-from runtime.lowering.lower import Lowering, store_results, targets_of
-from runtime.lowering.sharing import Sharing, bound
+from runtime.lowering.lower import Lowering, store_results, written_tensors_of
+from runtime.lowering.sharing import Sharing, bind_inputs
 from runtime.program.blocks import Block
 from runtime.signals import deliver_pending_signals
 from runtime.targets.replicas import Replicas
@@ -89,7 +89,7 @@ class Debugged(Lowering):
         self._sites: list[_Site] = []
 
     @property
-    def is_shared(self) -> bool:
+    def is_vmapped(self) -> bool:
         """No: each replica is run by itself."""
         return False
 
@@ -125,7 +125,7 @@ class Debugged(Lowering):
             self._sites.pop()
 
     def _graph(self, graph: Graph, inputs: Sequence[Array], context: Context, sharing: Sharing) -> Nested[Results]:
-        values, same = bound(graph, inputs, sharing)
+        values, same = bind_inputs(graph, inputs, sharing)
         environment = yield self.run_ops(graph.ops, values, context.in_graph(inputs), same)
         return environment.results(graph, values, sharing)
 
@@ -141,9 +141,9 @@ class Debugged(Lowering):
         state, rows = loop.start, []
         for i in range(run.turns):
             self._sites[-1].turn += 1
-            iteration = loop.begin(state, jnp.asarray(i, jnp.int32))
+            iteration = loop.begin_iteration(state, jnp.asarray(i, jnp.int32))
             results = yield self._graph(loop.graph, iteration.inputs, context, iteration.sharing)
-            state, further = loop.end(iteration, results)
+            state, further = loop.end_iteration(iteration, results)
             rows.append(further)
         if rows:
             stacked = list(map(jnp.stack, zip(*rows, strict=True)))
@@ -170,7 +170,7 @@ class Debugged(Lowering):
             store_results(op, results, environment)
         else:
             self.lower_op(op, environment, context)
-        targets = targets_of(op)
+        targets = written_tensors_of(op)
         made = [environment.read(t) for t in targets]
         after = _unusual(made)
         new_nan = after.nans and not before.nans

@@ -14,8 +14,8 @@ from popxl.errors import PopxlRuntimeError
 from popxl.fp8_utils import in_transit, to_host
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.utils import downcast_np_dtypes, narrowed, to_numpy
-from runtime.lowering.channels import sent
-from runtime.lowering.machine_parts import parts_for
+from runtime.lowering.channels import encode_transfer
+from runtime.lowering.platform_hooks import hooks_for
 from runtime.program.layout import Layout
 
 
@@ -63,7 +63,7 @@ class HostArrays:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._copied = parts_for(layout.destination.platform).copied
+        self._copy_feed = hooks_for(layout.destination.platform).copy_feed
         self._inputs = frozenset(layout.inputs)
         self._is_refused = any(count > layout.room[s] for s, count in layout.counts.items())
         self._expected = tuple((s, layout.host_shape(s), in_transit(s.dtype)) for s in layout.inputs)
@@ -90,7 +90,7 @@ class HostArrays:
             array = inputs[stream]
             if type(array) is np.ndarray and array.dtype == dtype and array.shape == shape:
                 # The program may read it after `run` has returned, when the caller fills it with the next batch.
-                arrays.append(self._copied(array))
+                arrays.append(self._copy_feed(array))
             else:
                 arrays.append(self._converted(stream, array, shape, dtype, downcast))
         if self._unread:
@@ -110,7 +110,7 @@ class HostArrays:
         if array.dtype == np.int64 and dtype == np.int32:
             return _narrowed(stream, np.asarray(array), dtype)
         if stream.dtype.is_float8 and array.dtype == stream.dtype.as_jax() and isinstance(array, jax.Array):
-            return sent(array, stream.dtype)
+            return encode_transfer(array, stream.dtype)
         if array.dtype in (host_dtype, stream.dtype.as_jax()):
             return np.ascontiguousarray(array).reshape(array.shape).view(dtype)  # float8, as its bytes
         raise PopxlRuntimeError(

@@ -18,7 +18,7 @@ from popxl.errors import ApplicationRuntimeError
 from runtime.jax_private import prepared
 from runtime.lowering.channels import FAILURE, Channel, Channels
 from runtime.lowering.context import Context
-from runtime.lowering.machine_parts import parts_for
+from runtime.lowering.platform_hooks import hooks_for
 from runtime.plan.plan import Plan
 from runtime.program.blocks import Block
 from runtime.program.compiled import CompiledProgram, begin_run, end_run
@@ -57,8 +57,8 @@ class Runner:
         self._outputs, self._divided = self._layout.outputs, self._layout.divided
         self._prints, self._checks = self._layout.prints, self._layout.checks
         self._call: Callable[..., Any] = self._executable
-        takes_turns = self._layout.devices_meet and not isinstance(program.executable, Plan)  # whose pieces do
-        self._turns = parts_for(self._layout.destination.platform).turns if takes_turns else None
+        needs_lock = self._layout.devices_meet and not isinstance(program.executable, Plan)  # whose pieces do
+        self._lock = hooks_for(self._layout.destination.platform).collective_lock if needs_lock else None
         self._by_ops: bool | None = None  # where it is run op by op: whether infinities are reported
         self._quick: Any = None  # calls the executable by C alone, where the feeds are of these types
         self._quick_for: tuple[type, ...] | None = None
@@ -76,12 +76,12 @@ class Runner:
         if self._divided is not None:
             feeds = self._joined(feeds)
             store.run_count += 1
-        if self._turns is None:
+        if self._lock is None:
             fetches = self._called(changing, feeds)
         else:
-            with self._turns.turn(changing) as made:
+            with self._lock.acquire(changing) as set_results:
                 fetches = self._called(changing, feeds)
-                made(store.changing or fetches)
+                set_results(store.changing or fetches)
         if self._divided is not None:
             fetches = self._own(fetches)
         if self._prints:

@@ -57,7 +57,7 @@ def fill_buffer(layout: Layout, buffer: RemoteBuffer, before: Array | None, give
     """Put variables into their slots of a remote buffer; other slots stay as they were `before`."""
     terms = layout.terms_for(buffer)
     rows = {v: _rows(v, given) for v in layout.in_buffers[buffer]}
-    return remote.filled(buffer, rows, terms.replicas, terms.slots, before)
+    return remote.fill_buffer(buffer, rows, terms.replicas, terms.slots, before)
 
 
 def _whole(v: Variable, given: Given) -> np.ndarray:
@@ -110,7 +110,7 @@ def fetch_values(layout: Layout, changing: Sequence[Array | None]) -> list[HostV
             fetched.append(_host_value(layout, layout.held[t], rows[:, block.tensors.index(t)]))
     for (buffer, vs), slots in zip(layout.in_buffers.items(), changing[count:], strict=True):
         if vs and buffer in layout.stored_to:
-            for v, array in remote.parts_in(buffer, vs, layout.terms_for(buffer).replicas, slots).items():
+            for v, array in remote.variable_rows(buffer, vs, layout.terms_for(buffer).replicas, slots).items():
                 fetched.append(_host_value(layout, v, array))
     return fetched
 
@@ -229,7 +229,7 @@ def _parts_on_devices(
         if buffer in layout.stored_to and (vs := variables & set(inside)):
             parts |= {v: [] for v in vs}
             for replica, slots in fetched(array, buffer, vs).items():
-                note(replica, {v: row[0] for v, row in remote.in_slots(buffer, vs, slots).items()})
+                note(replica, {v: row[0] for v, row in remote.rows_of_slots(buffer, vs, slots).items()})
     return parts
 
 

@@ -20,32 +20,32 @@ BEHIND_ALL = np.int32(2**31 - 1)
 
 def first_largest(function: Callable[[Any], Any], windows: Sequence[Windows], t: Any) -> tuple[Any, Any]:
     """The largest numbers by one kernel, and where they are by another, which XLA leaves out if nobody reads that."""
-    if not _takes(windows):
+    if not _is_supported(windows):
         return function(t)
     sizes = t.shape[-len(windows) :]
     places = jnp.broadcast_to(jnp.arange(math.prod(sizes), dtype=jnp.int32).reshape(sizes), t.shape)
     neutral = (np.asarray(largest_of(t.dtype).neutral, t.dtype), BEHIND_ALL)
-    return _largest(t, windows), _over((t, places), neutral, _first_of_two, windows)[1]
+    return _window_max(t, windows), _reduce_windows((t, places), neutral, _first_of_two, windows)[1]
 
 
 def first_largest_gradient(function: Callable[[Any, Any], Any], windows: Sequence[Windows], g: Any, t: Any) -> Any:
     """The gradient, by a kernel of XLA's. In a window with NaN, it is open which number the gradient goes to."""
-    if not _takes(windows):
+    if not _is_supported(windows):
         return function(g, t)
     batch = (1,) * (2 - t.ndim + len(windows))  # XLA wants two axes besides those of the windows
     images, gradients = (widen(x).reshape(*batch, *x.shape) for x in (t, g))
-    _, gradient = jax.vjp(lambda images: _largest(images, windows), images)
+    _, gradient = jax.vjp(lambda images: _window_max(images, windows), images)
     return gradient(gradients)[0].reshape(t.shape).astype(g.dtype)
 
 
-def _takes(windows: Sequence[Windows]) -> bool:
+def _is_supported(windows: Sequence[Windows]) -> bool:
     """Whether XLA's kernels take these windows, forward and backward."""
     return all(along.dilation == 1 for along in windows)
 
 
-def _largest(t: Any, windows: Sequence[Windows]) -> Any:
+def _window_max(t: Any, windows: Sequence[Windows]) -> Any:
     combining = largest_of(t.dtype)
-    return _over(t, np.asarray(combining.neutral, t.dtype), combining.of_two, windows)
+    return _reduce_windows(t, np.asarray(combining.neutral, t.dtype), combining.of_two, windows)
 
 
 def _first_of_two(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -57,7 +57,7 @@ def _first_of_two(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, An
     return jnp.where(takes_other, b, a), jnp.where(takes_other, there, at)
 
 
-def _over(operands: Any, neutral: Any, of_two: Callable[..., Any], windows: Sequence[Windows]) -> Any:
+def _reduce_windows(operands: Any, neutral: Any, of_two: Callable[..., Any], windows: Sequence[Windows]) -> Any:
     """The elements of each window of the last axes, combined."""
     others = (1,) * (jax.tree.leaves(operands)[0].ndim - len(windows))
     reach, stride = (*others, *(w.reach for w in windows)), (*others, *(w.stride for w in windows))

@@ -64,12 +64,12 @@ def test_float32(rows: list[Row]) -> None:
 @pytest.mark.here
 def test_pools_in_the_form_of_tpus(monkeypatch: pytest.MonkeyPatch) -> None:
     from popxl.ops.kernels import windows
-    from runtime.cpu.forms import FORMS
+    from runtime.cpu.kernel_overrides import OVERRIDES
     from runtime.tpu import windows as of_tpus
 
     forms = [Mock(wraps=of_tpus.first_largest), Mock(wraps=of_tpus.first_largest_gradient)]
     for kernel, form in zip((windows.first_largest, windows.first_largest_gradient), forms, strict=True):
-        monkeypatch.setitem(cast(dict[Any, Any], FORMS), kernel, form)
+        monkeypatch.setitem(cast(dict[Any, Any], OVERRIDES), kernel, form)
     rows = [row for row in ROWS["pooling"] if "max_pool" in row.name and "fractional" not in row.name]
     check(*((row, dtype) for row in rows for dtype in (torch.float32, torch.float16) if row.half))
     assert all(form.called for form in forms)

@@ -11,7 +11,7 @@ import pytest
 import popxl
 from popxl import ops
 from popxl.transforms import autodiff
-from runtime.cpu.order import IN_TURNS, ONCE, Order, after
+from runtime.cpu.update_order import LARGE, LARGE_IN_LOOP, CpuUpdateOrder, computed_after
 
 pytestmark = pytest.mark.compiled_whole  # what XLA makes of programs is what is tested
 
@@ -69,21 +69,21 @@ def test_weights_are_not_copied(steps: int, by_graphs: bool) -> None:
         assert not re.search(rf"f32\[{rows},{columns}\]\S* copy\(", text)
 
 
-SPECIAL = np.resize(np.array([0.0, -0.0, 1.5, -2.0, np.inf, -np.inf, np.nan, 1e-40], np.float32), IN_TURNS)
+SPECIAL = np.resize(np.array([0.0, -0.0, 1.5, -2.0, np.inf, -np.inf, np.nan, 1e-40], np.float32), LARGE_IN_LOOP)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("earlier", [np.nan, 0, -1, np.inf])
 def test_every_bit_stays(dtype: str, earlier: float) -> None:
     value = jnp.asarray(SPECIAL, dtype)
-    found = jax.jit(after)(value, jnp.full((2, 3), earlier))
+    found = jax.jit(computed_after)(value, jnp.full((2, 3), earlier))
     assert found.dtype == value.dtype
     assert np.asarray(found).tobytes() == np.asarray(value).tobytes()
 
 
 def test_derivatives_pass() -> None:
-    value = jnp.arange(IN_TURNS, dtype=jnp.float32)
-    found = jax.grad(lambda t: (after(t, t[:3]) * t).sum())(value)
+    value = jnp.arange(LARGE_IN_LOOP, dtype=jnp.float32)
+    found = jax.grad(lambda t: (computed_after(t, t[:3]) * t).sum())(value)
     np.testing.assert_array_equal(found, 2 * value)
 
 
@@ -91,19 +91,19 @@ def test_nothing_is_waited_for_without_need() -> None:
     """Integers, and what has no numbers."""
     some = jnp.zeros(8)
     for value, earlier in ((some.astype(int), some), (some, some[:0])):
-        assert "or " not in str(jax.make_jaxpr(after)(value, earlier))
-    assert "or " in str(jax.make_jaxpr(after)(some, some))
+        assert "or " not in str(jax.make_jaxpr(computed_after)(value, earlier))
+    assert "or " in str(jax.make_jaxpr(computed_after)(some, some))
 
 
 @pytest.mark.parametrize(
     ("size", "rows", "in_loop", "waits"),
     [
-        (IN_TURNS, 1, True, True),
-        (IN_TURNS - 1, 1, True, False),
-        (IN_TURNS // 4, 4, True, True),
-        (IN_TURNS, 1, False, False),
-        (ONCE - 1, 1, False, False),
-        (ONCE, 1, False, True),
+        (LARGE_IN_LOOP, 1, True, True),
+        (LARGE_IN_LOOP - 1, 1, True, False),
+        (LARGE_IN_LOOP // 4, 4, True, True),
+        (LARGE_IN_LOOP, 1, False, False),
+        (LARGE - 1, 1, False, False),
+        (LARGE, 1, False, True),
     ],
 )
 def test_only_large_arrays_wait(size: int, rows: int, in_loop: bool, waits: bool) -> None:
@@ -112,9 +112,9 @@ def test_only_large_arrays_wait(size: int, rows: int, in_loop: bool, waits: bool
         weight, result = popxl.variable(np.zeros(5, np.float32)), popxl.variable(np.zeros((2, 3), np.float32))
 
     def overwrite(value: jax.Array, earlier: jax.Array) -> jax.Array:
-        order = Order(in_loop)
-        order.note(weight, result, earlier)
-        return order.overwriting(weight, value, rows)
+        order = CpuUpdateOrder(in_loop)
+        order.record_read(weight, result, earlier)
+        return order.order_write(weight, value, rows)
 
     traced = jax.make_jaxpr(overwrite)(
         jax.ShapeDtypeStruct((size,), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.float32)

@@ -16,7 +16,7 @@ import popart
 import popxl
 from popxl import ops
 from popxl.transforms import autodiff
-from runtime.cpu.order import IN_TURNS
+from runtime.cpu.update_order import LARGE_IN_LOOP
 from runtime.plan.decision import ROLLED, Decision, decide
 from runtime.targets.replicas import Replicas
 
@@ -292,7 +292,7 @@ def test_narrow_rows_of_a_turn_lie_side_by_side() -> None:
 def test_stacks_of_narrow_weights_are_not_copied(rows: tuple[int, ...]) -> None:
     """Each row is small, and the stack is not; the gradient that a weight gives has another or as many numbers."""
     width = 60
-    count = IN_TURNS // width**2 + 1
+    count = LARGE_IN_LOOP // width**2 + 1
 
     def build(x: popxl.Tensor) -> Sequence[popxl.Tensor]:
         ws = weights(count=count, shape=(width, width))

@@ -27,7 +27,7 @@ from popxl.ops.kernels.convolutions import weights_gradient
 from popxl.ops.pooling import average_pool, max_pool
 from popxl.ops.windows import PAD_TYPES, windows_over
 from popxl.transforms import autodiff
-from runtime.cpu.forms import FORMS
+from runtime.cpu.kernel_overrides import OVERRIDES
 from runtime.tpu import convolutions as of_tpus
 from tests.popxl.evaluate import evaluate
 from tests.popxl.ops.rows.schema import values
@@ -136,7 +136,7 @@ def test_conv_is_that_of_torch(n, groups) -> None:
 @pytest.mark.parametrize("n", [2, 3])
 def test_conv_in_the_form_of_tpus(n, monkeypatch) -> None:
     form = Mock(wraps=of_tpus.weights_gradient)
-    monkeypatch.setitem(cast(dict[Any, Any], FORMS), weights_gradient, form)
+    monkeypatch.setitem(cast(dict[Any, Any], OVERRIDES), weights_gradient, form)
     assert_like_torch(convolutions(n, 1))
     assert form.called
 

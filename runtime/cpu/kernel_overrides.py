@@ -10,12 +10,12 @@ from popxl.ops.kernels.kernel import Kernel, KernelImpl
 from runtime.cpu import convolutions as of_convolutions
 from runtime.cpu import elements as of_elements
 from runtime.cpu import products as of_products
+from runtime.cpu import random_bits as of_random_bits
 from runtime.cpu import recomputation
-from runtime.cpu import sums as of_sums
-from runtime.cpu import words as of_words
+from runtime.cpu import reductions as of_reductions
 from runtime.cpu.windows import over_windows_by_axes
 
-FORMS: Mapping[Kernel, KernelImpl] = {
+OVERRIDES: Mapping[Kernel, KernelImpl] = {
     convolutions.convolved: of_convolutions.convolved,
     convolutions.transposed: of_convolutions.transposed,
     convolutions.weights_gradient: of_convolutions.weights_gradient,
@@ -27,8 +27,8 @@ FORMS: Mapping[Kernel, KernelImpl] = {
     memory.available_after: recomputation.available_after,
     pooling.over_windows: over_windows_by_axes,
     products.weights_gradient: of_products.weights_gradient,
-    sums.largest: of_sums.largest,
-    sums.summed: of_sums.summed,
-    words.derived: of_words.derived,
-    words.words: of_words.words,
+    sums.largest: of_reductions.reduce_max,
+    sums.summed: of_reductions.reduce_sum,
+    words.derived: of_random_bits.fold_in,
+    words.words: of_random_bits.random_bits,
 }

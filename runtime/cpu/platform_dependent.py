@@ -12,15 +12,15 @@ LANES = 8
 """How many numbers the vector instructions of most CPUs take."""
 
 
-def quick_on_cpus(quick: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of arrays that is computed as `quick` on CPUs, and as `plain` elsewhere.
+def if_platform_cpu(on_cpu: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of arrays that is computed as `on_cpu` on CPUs, and as `plain` elsewhere.
 
-    JAX differentiates `plain`: of the many operations of `quick` the derivatives would be as many again.
+    JAX differentiates `plain`: of the many operations of `on_cpu` the derivatives would be as many again.
     """
 
     @jax.custom_jvp
     def call(*arguments: Any) -> Any:
-        return lax.platform_dependent(*arguments, cpu=quick, default=plain)
+        return lax.platform_dependent(*arguments, cpu=on_cpu, default=plain)
 
     @call.defjvp
     def derivative(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:

@@ -8,20 +8,20 @@ from typing import Any
 import jax
 
 from popxl.core.tensor import Tensor
-from runtime.cpu.quick import quick_on_cpus
+from runtime.cpu.platform_dependent import if_platform_cpu
 from runtime.fake_dependency import supports_fake_dependency, with_fake_dependency
 
 Array = Any
 
-IN_TURNS = 2**14
+LARGE_IN_LOOP = 2**14
 """An array of so many elements takes long to copy in each turn of a loop."""
 
-ONCE = 2**22
+LARGE = 2**22
 """An array of so many elements takes long to copy once in a run. Smaller ones are copied while something else is
 computed, and an order would cost more than the copies: XLA computes side by side what does not depend on each other."""
 
 
-class Order:
+class CpuUpdateOrder:
     """What was computed last from each storage of a running graph: what overwrites the storage comes after.
 
     Args:
@@ -29,11 +29,11 @@ class Order:
     """
 
     def __init__(self, in_loop: bool) -> None:
-        self._large = IN_TURNS if in_loop else ONCE
+        self._large = LARGE_IN_LOOP if in_loop else LARGE
         self._computed: dict[Tensor, Array] = {}
         self._made_of: dict[Tensor, Tensor] = {}
 
-    def note(self, storage: Tensor, result: Tensor, value: Array) -> None:
+    def record_read(self, storage: Tensor, result: Tensor, value: Array) -> None:
         """Note that a result was computed from a storage.
 
         If it is of the same size it may be the same in another order, or dtype: then what is computed from it counts,
@@ -45,15 +45,15 @@ class Order:
         if sorted(result.shape) != sorted(source.shape):
             self._computed[source] = value
 
-    def note_within(self, storage: Tensor, value: Array) -> None:
+    def record_nested_read(self, storage: Tensor, value: Array) -> None:
         """Note that a graph that was called has computed something from a storage."""
         self._computed[self._source(storage)] = value
 
-    def computed_from(self, storages: Sequence[Tensor]) -> dict[int, Array]:
+    def last_computed(self, storages: Sequence[Tensor]) -> dict[int, Array]:
         """What was computed last from storages, by position."""
         return {i: self._computed[t] for i, t in enumerate(storages) if t in self._computed}
 
-    def overwriting(self, storage: Tensor, value: Array, rows: int) -> Array:
+    def order_write(self, storage: Tensor, value: Array, rows: int) -> Array:
         """A value that a storage is overwritten with, computed after what was computed from the storage.
 
         Args:
@@ -61,13 +61,13 @@ class Order:
             value: what it is overwritten with.
         """
         earlier = self._computed.pop(storage, None)
-        return value if earlier is None or value.size * rows < self._large else after(value, earlier)
+        return value if earlier is None or value.size * rows < self._large else computed_after(value, earlier)
 
     def _source(self, storage: Tensor) -> Tensor:
         return self._made_of.get(storage, storage)
 
 
-def after(value: Array, earlier: Array) -> Array:
+def computed_after(value: Array, earlier: Array) -> Array:
     """The same value, computed after another one.
 
     XLA overwrites an array in place where all that reads it comes before. On CPUs it knows no order but that of what
@@ -84,4 +84,4 @@ def after(value: Array, earlier: Array) -> Array:
     def on_cpu(value: Array, earlier: Array) -> Array:
         return with_fake_dependency(value, earlier[(0,) * earlier.ndim] != 0)
 
-    return quick_on_cpus(on_cpu, lambda value, earlier: value)(value, earlier)
+    return if_platform_cpu(on_cpu, lambda value, earlier: value)(value, earlier)

@@ -31,9 +31,9 @@ from popxl.graph import Graph
 from popxl.program.rule_graph import RuleGraph, rule_graph
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.values.spec import TensorSpec, brief
-from runtime.lowering.channels import FAILURE, Channel, Channels, Failure, arrived, channels_of, sent
+from runtime.lowering.channels import FAILURE, Channel, Channels, Failure, channels_of, decode_transfer, encode_transfer
 from runtime.lowering.context import Context
-from runtime.lowering.lower import Lowering, as_declared, raised_recursion_limit
+from runtime.lowering.lower import Lowering, cast_to_declared, raised_recursion_limit
 from runtime.targets.replicas import Replicas
 
 Array = Any
@@ -227,12 +227,12 @@ class GraphFunction:
         values = {}
         for name, p in self._parameters.items():
             if name in given:
-                values[name] = self._fitted(p, given[name])
+                values[name] = self._convert(p, given[name])
             elif p.default is not None:
                 values[name] = _on_device(p.default, p.default.numbers())
         return values
 
-    def _fitted(self, parameter: _Parameter, value: Any) -> Array:
+    def _convert(self, parameter: _Parameter, value: Any) -> Array:
         """An argument as the array that the graph takes. `TypeError` or `ValueError` if it does not fit."""
         spec, name = parameter.spec, f"{self.__name__}: the input `{parameter.name}`"
         if isinstance(value, np.ndarray) and value.dtype.names and value.dtype == spec.dtype.as_numpy():
@@ -243,7 +243,7 @@ class GraphFunction:
             raise TypeError(f"{name} is {brief(spec)}; got {value!r} ({type(value).__name__}): {problem}") from problem
         wanted = spec.dtype.as_jax()
         if array.dtype != wanted:
-            if not (array.weak_type and _holds(wanted, array.dtype)):
+            if not (array.weak_type and _can_hold(wanted, array.dtype)):
                 raise TypeError(
                     f"{name} is {brief(spec)}; got an array of the dtype {array.dtype}. Nothing is converted: pass "
                     f"`array.astype({str(wanted)!r})`."
@@ -333,7 +333,7 @@ class MainFunction(GraphFunction):
             {
                 FAILURE: (jnp.asarray(FAILURE.start), 0),
                 **{
-                    s: (sent(values[name], s.dtype).reshape(self._room[s], *s.shape), 0)
+                    s: (encode_transfer(values[name], s.dtype).reshape(self._room[s], *s.shape), 0)
                     for s, name in self._feeds.items()
                 },
                 **{s: (jnp.zeros((self._room[s], *s.shape), in_transit(s.dtype)), 0) for s in self._stores},
@@ -344,7 +344,7 @@ class MainFunction(GraphFunction):
             environment = self._lowering.run(self.graph.ops, state, channels)
         if self._checks:
             self._check(channels)
-        stored = {s: arrived(channels.transfers(s), s.dtype) for s in self._stores}
+        stored = {s: decode_transfer(channels.transfers(s), s.dtype) for s in self._stores}
         fetched = {s.tensor.name: array.reshape(self._host_shape(s)) for s, array in stored.items()}
         return fetched, {v.name: environment.read(v) for v in self._variables if v.name in self.written}
 
@@ -354,7 +354,7 @@ def _on_device(v: Variable, data: np.ndarray) -> Array:
     return jnp.asarray(to_device(np.array(data), v.dtype))
 
 
-def _holds(wanted: Any, dtype: Any) -> bool:
+def _can_hold(wanted: Any, dtype: Any) -> bool:
     """Whether Python numbers that JAX takes for `dtype` mean something in another dtype: floats do not in integers."""
     ranks = [np.bool_, np.integer, np.floating, np.complexfloating]
     rank = [next(i for i, kind in enumerate(ranks) if jnp.issubdtype(d, kind)) for d in (dtype, wanted)]
@@ -377,28 +377,28 @@ class _Differentiable(Lowering):
         if rule is None:
             return op.apply([jax.lax.stop_gradient(operand) for operand in operands])
         if rule is REFUSED:
-            return _refusing(op)(*operands)
+            return _not_differentiable(op)(*operands)
         if rule is VJP:
             return op.apply(operands)
-        return _by_rules(op)(*operands)
+        return _with_custom_jvp(op)(*operands)
 
 
-def _named_after(op: Op) -> Callable[..., Any]:
+def _op_function(op: Op) -> Callable[..., Any]:
     """The function of an op: its results in their dtypes, given its operands."""
 
     def function(*operands: Array) -> tuple[Array, ...]:
         results = op.apply(operands)
         several = results if isinstance(results, tuple | list) else (results,)
-        return tuple(as_declared(t, value, op) for t, value in zip(op.outputs, several, strict=True))
+        return tuple(cast_to_declared(t, value, op) for t, value in zip(op.outputs, several, strict=True))
 
     function.__name__ = function.__qualname__ = op.op_type
     return function
 
 
-def _refusing(op: Op) -> Callable[..., Any]:
+def _not_differentiable(op: Op) -> Callable[..., Any]:
     """An op whose gradient cannot be asked for, as a function that raises if somebody does."""
 
-    function = jax.custom_vjp(_named_after(op))
+    function = jax.custom_vjp(_op_function(op))
 
     def backward(operands: Any, gradients: Any) -> Any:
         raise PopxlError(
@@ -410,14 +410,14 @@ def _refusing(op: Op) -> Callable[..., Any]:
     return function
 
 
-def _by_rules(op: Op) -> Callable[..., Any]:
+def _with_custom_jvp(op: Op) -> Callable[..., Any]:
     """An op that states its gradient, as a function whose derivative that is.
 
     A rule is linear in the gradients that come in, so that JAX can turn it round: the derivative serves forwards and
     backwards, and can be differentiated again.
     """
 
-    function = jax.custom_jvp(_named_after(op))
+    function = jax.custom_jvp(_op_function(op))
 
     @function.defjvp
     def derivative(operands: Sequence[Array], tangents: Sequence[Array]) -> Any:
@@ -426,7 +426,7 @@ def _by_rules(op: Op) -> Callable[..., Any]:
         specs = [jax.ShapeDtypeStruct(results[k].shape, results[k].dtype) for k in rules.given]
 
         def pull(*gs: Array) -> tuple[Array, ...]:
-            return _pulled(rules, op, operands, results, gs)
+            return _pull_back(rules, op, operands, results, gs)
 
         moved = jax.linear_transpose(pull, *specs)(tuple(tangents[i] for i in rules.wanted)) if rules.wanted else ()
         found = dict(zip(rules.given, moved, strict=False))
@@ -440,7 +440,7 @@ def _no_tangent(value: Array) -> Array:
     return jnp.zeros_like(value) if jnp.issubdtype(value.dtype, jnp.inexact) else np.zeros(value.shape, jax.float0)
 
 
-def _pulled(
+def _pull_back(
     rules: RuleGraph, op: Op, operands: Sequence[Array], results: Sequence[Array], gs: Sequence[Array]
 ) -> tuple[Array, ...]:
     """The gradients of the operands in question, by the rules, in the shapes and dtypes of the operands."""
@@ -448,10 +448,10 @@ def _pulled(
     lowering = Lowering(rules.graph.ops, op.graph.ir.options)
     channels = Channels({FAILURE: (jnp.asarray(FAILURE.start), 0)})
     outputs = lowering.lower_call(rules.graph, [*known.values(), *gs], Context(channels)).outputs
-    return tuple(_fitted(gradient, operands[i]) for i, gradient in zip(rules.wanted, outputs, strict=True))
+    return tuple(_unbroadcast(gradient, operands[i]) for i, gradient in zip(rules.wanted, outputs, strict=True))
 
 
-def _fitted(gradient: Array, operand: Array) -> Array:
+def _unbroadcast(gradient: Array, operand: Array) -> Array:
     """A gradient in the shape and dtype of its operand, summed over what broadcasting added or repeated."""
     if gradient.shape != operand.shape:
         added = gradient.ndim - operand.ndim

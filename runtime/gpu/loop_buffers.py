@@ -15,7 +15,7 @@ from jax import lax
 Array = Any
 
 
-def room(shape: Sequence[int], value: Any, dtype: Any, after: Array) -> Array:
+def full_after(shape: Sequence[int], value: Any, dtype: Any, after: Array) -> Array:
     """`popxl.ops.kernels.elements.room`."""
     number, _ = lax.optimization_barrier((jnp.asarray(value, dtype), after))
     return jnp.broadcast_to(number, shape)

@@ -11,7 +11,7 @@ from runtime.fake_dependency import with_fake_dependency
 Array = Any
 
 
-def in_turn(row: Array, number: Array) -> Array:
+def invariant_row(row: Array, number: Array) -> Array:
     """A row of an array that no turn changes, which is rounded in the turn that reads it.
 
     Products of float32 in default precision are of bfloat16. XLA rounds what does not change before the loop: the

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from runtime.cpu.quick import LANES, quick_on_cpus
+from runtime.cpu.platform_dependent import LANES, if_platform_cpu
 
 ROWS = range(16, 1025)
 """For how many rows a product pays. With more, to add them up one by one, as a product does, is less exact."""
@@ -33,7 +33,7 @@ class _Reduction(NamedTuple):
 _SUM, _MAX = _Reduction(jnp.sum, jnp.add), _Reduction(jnp.max, jnp.maximum)
 
 
-def summed(t: Any, axes: Sequence[int], keepdims: bool = False) -> Any:
+def reduce_sum(t: Any, axes: Sequence[int], keepdims: bool = False) -> Any:
     """The sum of an array along some axes, ascending: `jnp.sum`.
 
     Those along the leading axes, as gradients of biases and scales are, become products with ones. For those of
@@ -48,33 +48,33 @@ def summed(t: Any, axes: Sequence[int], keepdims: bool = False) -> Any:
             sums = _by_halves(_SUM, jnp.moveaxis(t, 0, -1), range(1, t.ndim), keepdims=False)
             return sums.reshape(1, -1, *(1,) * (t.ndim - 2)) if keepdims else sums
 
-        return quick_on_cpus(batch_last, whole)(t)
+        return if_platform_cpu(batch_last, whole)(t)
 
     rows = math.prod(t.shape[: len(axes)])
     is_leading = axes == tuple(range(len(axes))) and len(axes) < t.ndim
     if not is_leading or rows not in ROWS or t.dtype != jnp.float32:
-        return _reduced(_SUM, t, axes, keepdims)
+        return _reduce(_SUM, t, axes, keepdims)
 
     def by_product(t: Any) -> Any:
         total = lax.dot(jnp.ones(rows, t.dtype), t.reshape(rows, -1), precision=lax.Precision.HIGHEST)
         return total.reshape((1,) * len(axes) * keepdims + t.shape[len(axes) :])
 
-    return quick_on_cpus(by_product, whole)(t)
+    return if_platform_cpu(by_product, whole)(t)
 
 
-def largest(t: Any, axes: Sequence[int], keepdims: bool = False) -> Any:
+def reduce_max(t: Any, axes: Sequence[int], keepdims: bool = False) -> Any:
     """The largest element of an array along some axes, ascending: `jnp.max`."""
-    return _reduced(_MAX, t, tuple(axes), keepdims)
+    return _reduce(_MAX, t, tuple(axes), keepdims)
 
 
-def _reduced(reduction: _Reduction, t: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
+def _reduce(reduction: _Reduction, t: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
     """A reduction; on CPUs by halves, if it is along the trailing axes."""
     columns = math.prod(t.shape[d] for d in axes)
     is_trailing = bool(axes) and axes == tuple(range(t.ndim - len(axes), t.ndim))
     if not is_trailing or columns % 2 or columns <= FEW or t.dtype != jnp.float32:
         return reduction.whole(t, axis=axes, keepdims=keepdims)
     by_halves = partial(_by_halves, reduction, axes=axes, keepdims=keepdims)
-    return quick_on_cpus(by_halves, partial(reduction.whole, axis=axes, keepdims=keepdims))(t)
+    return if_platform_cpu(by_halves, partial(reduction.whole, axis=axes, keepdims=keepdims))(t)
 
 
 def _by_halves(reduction: _Reduction, t: Any, axes: Sequence[int], keepdims: bool) -> Any:

@@ -12,16 +12,16 @@ from popxl.ops.kernels.elements import recompute, room
 from popxl.ops.kernels.kernel import Kernel, KernelImpl
 from popxl.ops.kernels.sums import softmax_gradient
 from runtime import memory_spaces
-from runtime.gpu import rooms as of_rooms
+from runtime.gpu import loop_buffers
 from runtime.gpu import sums as of_sums
 
-FORMS: Mapping[Kernel, KernelImpl] = {
-    **memory_spaces.FORMS,
+OVERRIDES: Mapping[Kernel, KernelImpl] = {
+    **memory_spaces.OVERRIDES,
     attention_backward: attended_backward_anew,
     **products.OF_HALVES,
     convolutions.convolved: convolutions.convolved_halves,
     recompute: lax.optimization_barrier,
-    room: of_rooms.room,
+    room: loop_buffers.full_after,
     softmax_gradient: of_sums.softmax_gradient,
 }
 """Gradients behind a barrier: without one, XLA would keep the tanh or erf of each element from the forward pass on, in

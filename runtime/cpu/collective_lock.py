@@ -17,14 +17,14 @@ import jax
 Array = Any
 
 
-class Turns:
+class CpuCollectiveLock:
     """Whose turn it is. All executables of the process whose devices meet take one here."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._under_way: Array = None  # of what the executable makes that was called last
+        self._in_flight: Array = None  # of what the executable makes that was called last
 
-    def alone(self, call: Callable[..., Any], *arguments: Any) -> Any:
+    def run_exclusive(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Call an executable after those before, and wait for its end.
 
         What it makes may be given up to others that nobody waits for; so this is not left to who comes next.
@@ -34,7 +34,7 @@ class Turns:
             return jax.block_until_ready(call(*arguments))
 
     @contextmanager
-    def turn(self, changing: Sequence[Array]) -> Iterator[Callable[[Sequence[Array]], None]]:
+    def acquire(self, changing: Sequence[Array]) -> Iterator[Callable[[Sequence[Array]], None]]:
         """A block that calls an executable, after those before. Nobody waits for its end here.
 
         XLA begins it after the executable that has made what it changes; so that one is not waited for, either.
@@ -46,14 +46,14 @@ class Turns:
             A function to be told what it makes.
         """
         with self._lock:
-            if not any(array is self._under_way for array in changing):
+            if not any(array is self._in_flight for array in changing):
                 self._wait()
-            yield self._made
+            yield self._set_results
 
-    def _made(self, arrays: Sequence[Array]) -> None:
-        self._under_way = min(arrays, key=lambda array: array.nbytes, default=None)  # in memory until the next turn
+    def _set_results(self, arrays: Sequence[Array]) -> None:
+        self._in_flight = min(arrays, key=lambda array: array.nbytes, default=None)  # in memory until the next turn
 
     def _wait(self) -> None:
-        before, self._under_way = self._under_way, None
+        before, self._in_flight = self._in_flight, None
         if before is not None and not before.is_deleted():
             before.block_until_ready()

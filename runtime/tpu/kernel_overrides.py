@@ -15,8 +15,8 @@ from runtime.tpu import convolutions as of_convolutions
 from runtime.tpu import sums as of_sums
 from runtime.tpu import windows as of_windows
 
-FORMS: Mapping[Kernel, KernelImpl] = {
-    **memory_spaces.FORMS,
+OVERRIDES: Mapping[Kernel, KernelImpl] = {
+    **memory_spaces.OVERRIDES,
     attended: of_attention.attended,
     attention_backward: of_attention.attention_backward,
     first_largest: of_windows.first_largest,

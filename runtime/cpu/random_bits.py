@@ -23,36 +23,36 @@ ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = np.uint32(0x1BD11BDA)
 
 
-def words(seed: Any, shape: tuple[int, ...]) -> Any:
+def random_bits(seed: Any, shape: tuple[int, ...]) -> Any:
     """Random words of 32 bits, as long as 32 bits count them."""
     plain = partial(kernels.words.plain, shape=shape)
     if math.prod(shape) >= 2**32:
         return plain(seed)
-    return lax.platform_dependent(seed, cpu=_words_of(shape), default=plain)
+    return lax.platform_dependent(seed, cpu=_random_bits(shape), default=plain)
 
 
-def derived(seed: Any, number: Any) -> Any:
+def fold_in(seed: Any, number: Any) -> Any:
     """The seed that is made of a seed and a number."""
-    return lax.platform_dependent(seed, jnp.asarray(number), cpu=_derived, default=kernels.derived.plain)
+    return lax.platform_dependent(seed, jnp.asarray(number), cpu=_fold_in, default=kernels.derived.plain)
 
 
 @cache  # so that it is traced once for all that draw this shape
-def _words_of(shape: tuple[int, ...]) -> Callable[[Any], Any]:
+def _random_bits(shape: tuple[int, ...]) -> Callable[[Any], Any]:
     @noinline
-    def written_out(seed: Any) -> Any:
+    def unrolled(seed: Any) -> Any:
         low = lax.iota(jnp.uint32, math.prod(shape))
-        first, second = _encrypted(seed, jnp.zeros_like(low), low)
+        first, second = _threefry(seed, jnp.zeros_like(low), low)
         return (first ^ second).reshape(shape)
 
-    return written_out
+    return unrolled
 
 
 @noinline
-def _derived(seed: Any, number: Any) -> Any:
-    return jnp.stack(_encrypted(seed, jnp.uint32(0), number.astype(jnp.uint32)))
+def _fold_in(seed: Any, number: Any) -> Any:
+    return jnp.stack(_threefry(seed, jnp.uint32(0), number.astype(jnp.uint32)))
 
 
-def _encrypted(seed: Any, high: Any, low: Any) -> tuple[Any, Any]:
+def _threefry(seed: Any, high: Any, low: Any) -> tuple[Any, Any]:
     """Counters of two words, encrypted by Threefry-2x32 with 20 rounds."""
     first, second = seed.astype(jnp.uint32)
     keys = (first, second, first ^ second ^ PARITY)

@@ -28,7 +28,7 @@ from runtime.inspection import report_of
 from runtime.machine import Machine, NothingRuns, PlanningMachine, TargetMachine
 from runtime.pipes import exit_on_broken_pipe, is_broken_pipe
 from runtime.program.compiled import CompiledProgram, Precompiled
-from runtime.program.layout import layout_for
+from runtime.program.laying_out import layout_for
 from runtime.program.run import Runner
 from runtime.session import Session
 from runtime.targets.devices import Device

@@ -87,7 +87,7 @@ def _loops(program: CompiledProgram) -> tuple[LoopReport, ...]:
 
 
 def _written_out(program: CompiledProgram) -> dict[str, str]:
-    return {graph.name: why for graph, why in program.layout.written_out.items()}
+    return {graph.name: why for graph, why in program.layout.decision.written_out.items()}
 
 
 def _target(program: CompiledProgram, memory: Memory) -> TargetReport | None:

@@ -7,7 +7,8 @@ from typing import NoReturn
 from popxl.errors import PopxlError
 from popxl.ir import Ir
 from runtime.program.compiled import CompiledProgram, Precompiled, compile_program
-from runtime.program.layout import Layout, layout_for
+from runtime.program.laying_out import layout_for
+from runtime.program.layout import Layout
 from runtime.program.run import Runner
 from runtime.program.store import VariableStore
 from runtime.targets.devices import Device, devices_needed, find_device, ipus_used, model_device
@@ -68,7 +69,7 @@ class PlannedProgram(CompiledProgram):
     """A program that is laid out and not compiled. Asking for more than its layout ends the user's program."""
 
     def __init__(self, device: Device, layout: Layout) -> None:
-        vars(self).update(device=device, layout=layout, reason=layout.reason)
+        vars(self).update(device=device, layout=layout, reason=layout.decision.reason)
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):

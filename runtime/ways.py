@@ -12,7 +12,7 @@ from runtime.costs.cost import chip_of, cost_of
 from runtime.costs.memory import memory_of_program
 from runtime.files.cache import keep_way, known_way
 from runtime.program.compiled import CompiledProgram, Precompiled, compile_program
-from runtime.program.layout import layout_for
+from runtime.program.laying_out import layout_for
 from runtime.targets.destination import DoesNotFit
 from runtime.targets.devices import Device
 
@@ -44,11 +44,12 @@ def best(ir: Ir, device: Device) -> CompiledProgram:
         return replace(program, reason="It was the fastest when the program was first compiled; the cache knows.")
     first = _tried(ir, device)
     layout = first.layout if isinstance(first, CompiledProgram) else layout_for(ir, device)
-    if not layout.others and not layout.rest:
+    decision = layout.decision
+    if not decision.others and not decision.rest:
         return _made(first)
-    tried = {layout.calls: first} | {way: _tried(ir, device, Precompiled(way)) for way in layout.others}
+    tried = {layout.calls: first} | {way: _tried(ir, device, Precompiled(way)) for way in decision.others}
     fitting = {way: program for way, program in tried.items() if _fits(ir, program)}
-    for way in layout.rest:
+    for way in decision.rest:
         if not fitting:
             tried[way] = _tried(ir, device, Precompiled(way))
             fitting = {way: tried[way]} if _fits(ir, tried[way]) else {}

@@ -27,7 +27,8 @@ from runtime.plan.plan import Plan
 from runtime.plan.planning import Steps
 from runtime.plan.structure import Structure, forget
 from runtime.plan.terms import Terms
-from runtime.program.layout import Layout, layout_for
+from runtime.program.laying_out import layout_for
+from runtime.program.layout import Layout
 from runtime.progress import Watch
 from runtime.targets.destination import HOST
 from runtime.targets.devices import Device
@@ -140,7 +141,7 @@ def _compiled(
     if is_cached and isinstance(executable, Plan):
         _cached.update(executable.structures)
     seconds = perf_counter() - start
-    return CompiledProgram(device, layout, layout.reason, executable, ends, text, seconds, is_cached)
+    return CompiledProgram(device, layout, layout.decision.reason, executable, ends, text, seconds, is_cached)
 
 
 def can_be_kept(layout: Layout) -> bool:

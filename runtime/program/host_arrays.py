@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -65,7 +65,7 @@ class HostArrays:
         self._layout = layout
         self._copy_feed = hooks_for(layout.destination.platform).copy_feed
         self._inputs = frozenset(layout.inputs)
-        self._is_refused = any(count > layout.room[s] for s, count in layout.counts.items())
+        self._excess = {s: count for s, count in layout.counts.items() if count > layout.room[s]}
         self._expected = tuple((s, layout.host_shape(s), in_transit(s.dtype)) for s in layout.inputs)
         self._unread = frozenset(layout.inputs).difference(layout.fed)
 
@@ -79,8 +79,8 @@ class HostArrays:
             ValueError: for a missing or unexpected stream, an array of the wrong shape, or what is no array.
             PopxlRuntimeError: for an array of the wrong dtype.
         """
-        if self._is_refused:
-            self._layout.check_transfers()
+        if self._excess:
+            self._refuse_transfers()
         if type(inputs) is not dict and not isinstance(inputs, Mapping):  # the second takes longer
             raise TypeError(f"Session.run: `inputs` maps streams to arrays; got {inputs!r} ({type(inputs).__name__}).")
         if inputs.keys() != self._inputs:
@@ -96,6 +96,15 @@ class HostArrays:
         if self._unread:
             return tuple(array for (s, *_), array in zip(self._expected, arrays, strict=True) if s not in self._unread)
         return tuple(arrays)
+
+    def _refuse_transfers(self) -> NoReturn:
+        """Raise, as one run makes more transfers of a stream than there is room for."""
+        stream, count = max(self._excess.items(), key=lambda item: item[1])
+        setting = "its own `num_host_transfers`" if stream.has_own_transfers else "`ir.num_host_transfers`"
+        raise PopxlRuntimeError(
+            f"Session.run: the program makes {count} transfers of {stream} in one run, and {setting} was "
+            f"{self._layout.room[stream]} when the session was made. Set it to at least {count} before that."
+        )
 
     def _converted(
         self, stream: HostToDeviceStream, value: Any, shape: tuple[int, ...], dtype: Any, downcast: bool

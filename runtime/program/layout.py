@@ -5,7 +5,7 @@ All of it is known before anything is compiled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -14,12 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from popxl.analysis.memory import held_variables
 from popxl.analysis.transfers import transfers_of, unread_streams
 from popxl.base.trampoline import done
-from popxl.core.aliasing import reachable, used_storages, written_tensors
+from popxl.core.aliasing import reachable
 from popxl.core.tensor import Tensor, Variable
-from popxl.errors import PopxlError, PopxlRuntimeError
 from popxl.fp8_utils import in_transit
 from popxl.ir import Ir
 from popxl.remote_buffer import RemoteBuffer
@@ -27,31 +25,14 @@ from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from runtime.lowering import remote_buffers as remote
 from runtime.lowering.channels import FAILURE, Channel, Failure, channels_of, prints
 from runtime.lowering.collectives import devices_meet
-from runtime.plan.decision import decide
+from runtime.plan.decision import Decision
 from runtime.plan.planning import Steps
 from runtime.plan.terms import Terms
 from runtime.program.blocks import Block, blocks_of
 from runtime.targets.destination import HOST, Destination
-from runtime.targets.devices import Device
-from runtime.targets.mesh import dimensions_of
 from runtime.targets.replicas import DividedReplicas, Replicas
 
 Array = Any
-
-
-def layout_for(ir: Ir, device: Device, calls: str | None = None) -> Layout:
-    """The layout of a program on a device.
-
-    Args:
-        ir: the program.
-        device: where it is to run.
-        calls: how called graphs are compiled, if that has been decided before.
-    """
-    dimensions = dimensions_of(ir, are_weighed=device.jax_devices[0].platform == "tpu")
-    destination = Destination(device.jax_devices, ir.instance_replication_factor, device.target is None, dimensions)
-    layout = Layout(ir, destination, calls)
-    device.check_parts([terms.replicas.devices for terms in layout.terms.values()])
-    return layout
 
 
 class Layout:
@@ -64,10 +45,12 @@ class Layout:
     Args:
         ir: the program.
         destination: what it is compiled for.
-        calls: how called graphs are compiled, if that has been decided before.
+        held: what holds its variables on the device, and the variables; see `held` below.
+        changed: of these, what holds variables that it changes.
+        decision: how called graphs are compiled, and on which IPUs ops run.
 
     Attributes:
-        destination: as given.
+        destination, decision: as given.
         replicas: those that run the program.
         divided: the same, if several processes drive them.
         main: the graph that is run.
@@ -91,17 +74,20 @@ class Layout:
         wide: whether it has numbers of 64 bits.
         calls: how called graphs are compiled: see the option `calledGraphs`.
         rolling: the loops that are made of calls, if they are.
-        reason: why they are compiled like this, in a sentence or two.
-        others: in which ways they may be compiled besides, of which the fastest is best.
-        rest: in which ways they are compiled if nothing of that fits, in this order.
-        written_out: the graphs whose calls are in no loop, each with why, if loops were looked for.
         terms: on what terms ops are compiled, by the IPUs that are devices of their own; by 0, which stands for all, if
             none is.
     """
 
-    def __init__(self, ir: Ir, destination: Destination, calls: str | None = None) -> None:
+    def __init__(
+        self,
+        ir: Ir,
+        destination: Destination,
+        held: Mapping[Tensor, Variable],
+        changed: Sequence[Tensor],
+        decision: Decision,
+    ) -> None:
         main = self.main = ir.main_graph
-        self.destination = destination
+        self.destination, self.decision = destination, decision
         self.replicas = destination.replicas
         self.divided = self.replicas if isinstance(self.replicas, DividedReplicas) else None
         self.options = ir.options
@@ -115,23 +101,18 @@ class Layout:
         self._usual_room = ir.num_host_transfers
         self.room = {s: s.num_host_transfers for s in (*self.inputs, *self.outputs)}
         self.checks = FAILURE in self.channels
-        used, written = used_storages(main), written_tensors(main)
-        self.held = held_variables(main)
-        self.variables = tuple(self.held.values())
-        self.changed = tuple(t for t in self.held if t in written)
-        self.read = tuple(t for t in self.held if t not in written)
+        self.held, self.changed = held, tuple(changed)
+        self.variables = tuple(held.values())
+        written = frozenset(changed)
+        self.read = tuple(t for t in held if t not in written)
         self.in_buffers = {b: remote.variables_in(b, main.variables) for b in self.buffers}
         self.stored_to = remote.stored_to(main)
-        tensors = [t for graph in reachable(main) for op in graph.ops for t in (*op.inputs, *op.outputs)]
-        _check(tensors, (v for v in main.variables if v in used))
         self.prints = prints(main)
         self.counts = transfers_of(main)
-        self._excess = {stream: count for stream, count in self.counts.items() if count > self.room[stream]}
-        self.wide = any(t.dtype.is_wide for t in tensors)
-        decided = decide(main, ir.options, destination, self.held, self.changed, calls)
-        self.calls, self.reason, places, self.rolling = decided.calls, decided.reason, decided.places, decided.rolling
-        self.others, self.rest, self.written_out = decided.others, decided.rest, decided.written_out
-        self._choice = decided.choice if self.calls == "dispatched" else None
+        ops = (op for graph in reachable(main) for op in graph.ops)
+        self.wide = any(t.dtype.is_wide for op in ops for t in (*op.inputs, *op.outputs))
+        self.calls, places, self.rolling = decision.calls, decision.places, decision.rolling
+        self._choice = decision.choice if self.calls == "dispatched" else None
         together = () if self.rolling is None else self.rolling.together
         self.changing = blocks_of(self.changed, together)
         changing = {t for block in self.changing for t in block.tensors}
@@ -141,8 +122,6 @@ class Layout:
         self.terms: Mapping[int, Terms] = {
             ipu: Terms(each, self.options, self.wide) for ipu, each in zip(ipus, destinations, strict=True)
         }
-        if self.options.remoteBuffers != "device" and destination.platform == "tpu":
-            remote.check_width(self.buffers, main)
         # A plan knows only one kind of arrays.
         alike = {t for t in self.read if t is self.held[t] and t.replica_grouping.num_groups == 1}
         alone = [b for b in self.constant if alike.issuperset(b.tensors) and self.calls != "dispatched"]
@@ -258,16 +237,6 @@ class Layout:
         replicas = self.terms_for(stream).replicas
         return replicas.sharding(self.axis(stream)) if self.divided is None else SingleDeviceSharding(replicas.device)
 
-    def check_transfers(self) -> None:
-        """`PopxlRuntimeError` if one run makes more transfers of a stream than there is room for."""
-        if self._excess:
-            stream, count = max(self._excess.items(), key=lambda item: item[1])
-            setting = "its own `num_host_transfers`" if stream.has_own_transfers else "`ir.num_host_transfers`"
-            raise PopxlRuntimeError(
-                f"Session.run: the program makes {count} transfers of {stream} in one run, and {setting} was "
-                f"{self.room[stream]} when the session was made. Set it to at least {count} before that."
-            )
-
     # Arrays of the program ------------------------------------------------------------------------------------------
 
     def changing_specs(self) -> tuple[Any, ...]:
@@ -335,21 +304,3 @@ class Layout:
 def _several(*counts: int) -> tuple[int, ...]:
     """Dimensions for what there are several of."""
     return tuple(count for count in counts if count > 1)
-
-
-def _check(tensors: Iterable[Tensor], variables: Iterable[Variable]) -> None:
-    """`PopxlError` for tensors that no device computes with, and for variables that a program uses and has elsewhere.
-
-    Args:
-        tensors: those of all ops.
-        variables: those that ops of the main graph use.
-    """
-    for v in variables:
-        if v.location_info.isRemote():
-            raise PopxlError(
-                f"Session: {v!r} is used by an op, and its numbers are in {v.location_info.buffer!r} or in pieces. "
-                "Use what `ops.remote_load` loads, or the piece that `replica_sharded_variable` returns."
-            )
-    for t in tensors:
-        if t.dtype.is_complex and t.dtype.is_wide:
-            raise PopxlError(f"Session: {t!r} is of complex128, which cannot be run; use popxl.complex64.")

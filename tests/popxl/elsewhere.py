@@ -9,6 +9,7 @@ import jax
 
 import popxl
 from runtime.program.compiled import lowered_for
+from runtime.program.laying_out import lay_out
 from runtime.program.layout import Layout
 from runtime.targets.destination import Destination
 from runtime.targets.replicas import Replicas
@@ -49,7 +50,7 @@ def layout_for(ir: popxl.Ir, platform: str, devices: int = 1) -> Layout:
     """A program, laid out for so many devices of a platform: "tpu", "cuda"; or "cpu", as they are."""
     found, count = tuple(jax.local_devices(backend="cpu")[:devices]), ir.instance_replication_factor
     kind = "gpu" if platform == "cuda" else platform  # what such devices say of themselves
-    return Layout(ir, Destination(found, count) if platform == "cpu" else Elsewhere(found, count, stands_for=kind))
+    return lay_out(ir, Destination(found, count) if platform == "cpu" else Elsewhere(found, count, stands_for=kind))
 
 
 def lowered_text(ir: popxl.Ir, platform: str, devices: int = 1) -> str:

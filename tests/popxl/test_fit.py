@@ -17,7 +17,7 @@ from popxl.errors import PopxlError
 from runtime.costs.memory import least_memory_of, memory_of_program
 from runtime.fitting import Compiled, Fit, Tried, fit
 from runtime.program.compiled import compile_program
-from runtime.program.layout import layout_for
+from runtime.program.laying_out import layout_for
 from runtime.targets.devices import model_device
 
 PROGRAM = """

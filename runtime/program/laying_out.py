@@ -1,0 +1,63 @@
+"""From an Ir to its layout: whether it can run on a device, and how its called graphs are compiled for it."""
+
+from __future__ import annotations
+
+from popxl.analysis.memory import held_variables
+from popxl.core.aliasing import reachable, used_storages, written_tensors
+from popxl.errors import PopxlError
+from popxl.graph import Graph
+from popxl.ir import Ir
+from runtime.lowering import remote_buffers as remote
+from runtime.plan.decision import decide
+from runtime.program.layout import Layout
+from runtime.targets.destination import Destination
+from runtime.targets.devices import Device
+from runtime.targets.mesh import dimensions_of
+
+
+def layout_for(ir: Ir, device: Device, calls: str | None = None) -> Layout:
+    """Lay out a program for a device.
+
+    Args:
+        ir: the program.
+        device: the device that it is to run on.
+        calls: how called graphs are compiled, if that has been decided before.
+
+    Raises:
+        PopxlError: if the program cannot run there.
+        NotImplementedError: if XLA does not compile programs for such parts of a slice.
+    """
+    dimensions = dimensions_of(ir, are_weighed=device.jax_devices[0].platform == "tpu")
+    destination = Destination(device.jax_devices, ir.instance_replication_factor, device.target is None, dimensions)
+    layout = lay_out(ir, destination, calls)
+    device.check_parts([terms.replicas.devices for terms in layout.terms.values()])
+    return layout
+
+
+def lay_out(ir: Ir, destination: Destination, calls: str | None = None) -> Layout:
+    """As `layout_for`, for a destination."""
+    main = ir.main_graph
+    held, written = held_variables(main), written_tensors(main)
+    changed = tuple(t for t in held if t in written)
+    _check(main)
+    decision = decide(main, ir.options, destination, held, changed, calls)
+    layout = Layout(ir, destination, held, changed, decision)
+    if ir.options.remoteBuffers != "device" and destination.platform == "tpu":
+        remote.check_width(layout.buffers, main)
+    return layout
+
+
+def _check(main: Graph) -> None:
+    """`PopxlError` for variables that ops use and that lie elsewhere, and for tensors that no device computes with."""
+    used = used_storages(main)
+    for v in main.variables:
+        if v in used and v.location_info.isRemote():
+            raise PopxlError(
+                f"Session: {v!r} is used by an op, and its numbers are in {v.location_info.buffer!r} or in pieces. "
+                "Use what `ops.remote_load` loads, or the piece that `replica_sharded_variable` returns."
+            )
+    for graph in reachable(main):
+        for op in graph.ops:
+            for t in (*op.inputs, *op.outputs):
+                if t.dtype.is_complex and t.dtype.is_wide:
+                    raise PopxlError(f"Session: {t!r} is of complex128, which cannot be run; use popxl.complex64.")

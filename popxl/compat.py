@@ -44,13 +44,13 @@ __all__: list[str] = []
 
 
 class _LowLevelIr:
-    """Stands for the `_pb_ir` of an Ir."""
+    """Stand-in for `_pb_ir` of an Ir."""
 
     def __init__(self, ir: Ir) -> None:
         self._ir = ir
 
     def getSessionOptions(self) -> SessionOptions:
-        """The options of the Ir, which may be assigned to."""
+        """Assignable options of the Ir."""
         return self._ir.options
 
     def getAllGraphs(self) -> Sequence[Graph]:
@@ -79,19 +79,19 @@ class _LowLevelIr:
 
 
 class _LowLevelSession:
-    """Stands for the `_pb_session` of a session."""
+    """Stand-in for `_pb_session` of a session."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     def setEngineIsLoaded(self, loaded: bool) -> None:
-        """`False` frees what the program has on the device: it is copied there again before the next run."""
+        """`False` frees device memory; the next run copies everything again."""
         if not loaded and self._session.store is not None:
             self._session.store.release()
 
 
 def _create_tensor_id(graph: Graph, name: str | None = None) -> str:
-    """The id that a tensor of this name would get in the graph, if it were made now."""
+    """Predict the id of a new tensor with this name in the graph."""
     t = graph.new_tensor(name, _ANY)
     graph.forget(t)
     return t.id

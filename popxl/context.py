@@ -56,7 +56,7 @@ _hooks: dict[int, tuple[Fn, Graph | None]] = {}
 
 
 class Context(threading.local):
-    """The build settings of this thread. Obtain it from `get_current_context`.
+    """Thread-local build settings, available via `get_current_context`.
 
     Attributes:
         ipu_id: the IPU that new ops are placed on; `None` for none.
@@ -80,7 +80,7 @@ class Context(threading.local):
 
     @property
     def graph(self) -> Graph:
-        """The graph that ops are created in. `RuntimeError` if no graph was entered."""
+        """The current graph. Raises `RuntimeError` outside any graph."""
         if not self._graphs:
             raise RuntimeError(
                 "There is no current graph. Ops and tensors are created inside a graph: enter one with "
@@ -95,12 +95,12 @@ class Context(threading.local):
 
     @property
     def ir(self) -> Ir:
-        """The Ir in use: that of the graph entered first. `RuntimeError` if no graph was entered."""
+        """The current Ir, from the outermost entered graph. Raises `RuntimeError` outside any graph."""
         return (self._graphs[0] if self._graphs else self.graph).ir
 
     @property
     def main_graph(self) -> Graph:
-        """The main graph of the Ir in use. `RuntimeError` if no graph was entered."""
+        """The main graph of the current Ir. Raises `RuntimeError` outside any graph."""
         return self.ir.main_graph
 
     def push_graph(self, g: Graph) -> None:
@@ -144,7 +144,7 @@ class Context(threading.local):
 
     @contextmanager
     def set(self, **settings: Any) -> Iterator[None]:
-        """Set attributes of this context for the length of a block."""
+        """Set context attributes for a `with` block."""
         before = {name: getattr(self, name) for name in settings}
         try:
             for name, value in settings.items():
@@ -157,20 +157,20 @@ class Context(threading.local):
     # Hooks ----------------------------------------------------------------------------------------------------------
 
     def register_op_created_hook(self, fn: Fn, graph: Graph | None = None) -> int:
-        """Call `fn(op)` after each op is created (in `graph`, if given). Returns a handle for removing it."""
+        """Call `fn(op)` after op creation, optionally only in `graph`. Returns a removal handle."""
         handle = next(_hook_handles)
         _hooks[handle] = (fn, graph)
         return handle
 
     def remove_op_created_hook(self, handle: int) -> None:
-        """Remove a hook. `ValueError` if there is none with this handle."""
+        """Remove a hook. Raises `ValueError` for an unknown handle."""
         if handle not in _hooks:
             raise ValueError(f"There is no op-created hook with handle {handle!r}; registered are {sorted(_hooks)}.")
         del _hooks[handle]
 
     @contextmanager
     def hooks_held_back(self) -> Iterator[None]:
-        """Tell the hooks about the ops of a block at its end, and not at all if it fails."""
+        """Defer hook calls to the end of a `with` block; skip them on failure."""
         before, self._held_back = self._held_back, []
         try:
             yield
@@ -339,7 +339,7 @@ def op_debug_context(name: F) -> F: ...
 @overload
 def op_debug_context(name: str) -> Callable[[F], F]: ...
 def op_debug_context(name: Any) -> Any:
-    """Make a function known as the maker of the ops that it creates: `@op_debug_context`.
+    """Decorator: record a function as the creator of its ops.
 
     The ops have one record of the call, `op.debug_record`: the name of the function, the tensors that it was given and
     that it returned, and the line of the caller. That is also their `op.source`. A decorated function that is called by

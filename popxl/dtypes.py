@@ -52,7 +52,7 @@ class dtype:
 
     @classmethod
     def as_dtype(cls, type_value: Any) -> "dtype":
-        """Return the dtype that `type_value` stands for, or that an array has.
+        """Convert a type-like value or array to its dtype.
 
         Accepts a canonical name, `bool`, `float` (which is `float32`), what `np.dtype` accepts, a torch dtype, and
         anything with a NumPy or torch `dtype`. Names that are not canonical mean what they mean to NumPy: `"double"`,
@@ -107,7 +107,7 @@ class dtype:
 
     @property
     def is_int(self) -> builtins.bool:
-        """Whether this is a signed or unsigned integer type."""
+        """Whether the type is an integer, signed or unsigned."""
         return self._kind in "iu"
 
     @property
@@ -117,11 +117,12 @@ class dtype:
 
     @property
     def is_half(self) -> builtins.bool:
-        """Whether this is `float16` or `bfloat16`: ops compute these in float32, and round the result once."""
+        """Whether the type is `float16` or `bfloat16`, computed in float32 and rounded once."""
         return self._kind == "f" and self.itemsize == 2
 
     def holds(self, value: Any) -> builtins.bool:
-        """Whether a value is a plain number of the kind that the dtype holds: integers are floats and complex, too."""
+        """Whether a value is a plain number compatible with the dtype; floats accept integers, complex types accept
+        both."""
         if self.is_complex:
             return isinstance(value, numbers.Complex)
         if self.is_floating_point:
@@ -135,7 +136,7 @@ class dtype:
 
     @property
     def is_complex(self) -> builtins.bool:
-        """Whether this is a complex type."""
+        """Whether the type is complex."""
         return self._kind == "c"
 
     @property
@@ -145,21 +146,21 @@ class dtype:
 
     @property
     def is_wide(self) -> builtins.bool:
-        """Whether each number has 64 bits, as have both parts of `complex128`."""
+        """Whether numbers (or components of `complex128`) have 64 bits."""
         return self.of_parts.itemsize == 8
 
     @property
     def of_parts(self) -> "dtype":
-        """The type of the real and of the imaginary part of a complex type; any other type itself."""
+        """Component type of complex types; other types unchanged."""
         return {"complex64": float32, "complex128": float64}.get(self._name, self)
 
     @property
     def is_float8(self) -> builtins.bool:
-        """Whether this is one of the two 8-bit floats, whose arrays look different on the host and on the device."""
+        """Whether the type is an 8-bit float, with different array layouts on host and device."""
         return self._numpy is not self._jax
 
     def as_numpy(self) -> np.dtype[Any]:
-        """Return the NumPy dtype of host arrays. Float8 is a structured one, with its byte in a field of its name."""
+        """NumPy dtype of host arrays; structured for float8, with a byte field named after the type."""
         return self._numpy
 
     def as_jax(self) -> np.dtype[Any]:
@@ -191,7 +192,7 @@ class dtype:
 
 
 def check_dtype(value: Any, what: str) -> dtype:
-    """The value, if it is a dtype of ours. `TypeError` with what to write, if not; `what` names the argument."""
+    """Check and return a popxl dtype. Raises `TypeError` with a suggestion; `what` names the argument."""
     if isinstance(value, dtype):
         return value
     remedy = f"There are {', '.join(_BY_NAME)}."
@@ -246,7 +247,7 @@ _NOT_IN_TORCH = (uint16, uint32, uint64, float8_143, float8_152)
 
 
 def _find(value: Any) -> dtype | None:
-    """Return the dtype for a NumPy or torch dtype object, if that is what `value` is and there is one."""
+    """Find the dtype for a NumPy or torch dtype object, if `value` is one with an equivalent."""
     if isinstance(value, np.dtype):
         return _BY_NUMPY.get(value)
     torch = sys.modules.get("torch")  # an object of torch's exists only where torch is imported

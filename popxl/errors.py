@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class PopxlError(Exception):
-    """A program that cannot be what it says it is; the base class of our errors.
+    """An invalid program; base class of popxl errors.
 
     Raised where every argument is of a good kind and value by itself and the program as a whole does not work out:
     shapes that do not broadcast, a tensor id that nobody has, data that does not fit its replica grouping, ambiguous
@@ -30,20 +30,19 @@ class PopxlError(Exception):
 
 
 class PopxlInternalError(PopxlError):
-    """A broken invariant: a bug in popxl, or one tensor bound by reference twice where only one can be written back.
+    """A broken invariant: a popxl bug, or a tensor bound twice by reference with a single write-back.
 
     Please report it together with the printed graph, unless the message names the two bindings.
     """
 
 
 class PopxlRuntimeError(PopxlError):
-    """A run that does not work out: an array of another dtype than its stream, more transfers than were fed, or
-    variables that an earlier run which failed has lost.
-    """
+    """A failed run: wrong array dtype for a stream, insufficient input for transfers, or variables lost in an earlier
+    failed run."""
 
 
 class UnreadableFileError(PopxlError, ValueError):
-    """A file that is damaged, of another kind, or holds what nobody can have written: a program that calls itself, say.
+    """A file that is damaged, of another kind, or with impossible content, such as recursive calls.
 
     Example:
         try:
@@ -54,7 +53,7 @@ class UnreadableFileError(PopxlError, ValueError):
 
 
 class UndefinedValue(Exception):
-    """Asked for a fact that nothing has settled yet, such as the IPU of a tensor that no op produces or consumes."""
+    """An undetermined property, such as the IPU of a tensor without producers and consumers."""
 
 
 class DeviceError(Exception):
@@ -70,7 +69,8 @@ class ApplicationRuntimeError(DeviceRuntimeError):
 
 
 class NonFiniteError(ApplicationRuntimeError):
-    """An op made a NaN or an infinity, and `Session.debugging` looked for that. The variables are as before the run.
+    """A NaN or infinity produced by an op, found by `Session.debugging`. Variables keep their values from before the
+    run.
 
     Attributes:
         op: the op.
@@ -84,7 +84,7 @@ class NonFiniteError(ApplicationRuntimeError):
 
 
 class PopxlWarning(UserWarning):
-    """Something in a program that runs, and is most likely not what was meant; the base class of our warnings.
+    """A runnable program that probably does something unintended; base class of popxl warnings.
 
     Each is told once for a line of the program. Python's `warnings` switches it off where it is meant.
 
@@ -96,45 +96,43 @@ class PopxlWarning(UserWarning):
 
 
 class NarrowedNumberWarning(PopxlWarning):
-    """A number does not fit the dtype that it is given without being asked: 32 bits, or that of a tensor beside it."""
+    """A number out of range for an implicit dtype: 32 bits, or that of a neighbouring tensor."""
 
 
 class UnusedTransferWarning(PopxlWarning):
-    """A run stores to a stream, or loads from it, less often than its host array has room for."""
+    """A stream with fewer transfers than host array rows."""
 
 
 class MissingStateWarning(PopxlWarning):
-    """State that was to be copied or loaded has no counterpart for some variables."""
+    """State to be copied or loaded without counterparts for some variables."""
 
 
 class RemoteSlotWarning(PopxlWarning):
-    """Variables have no slot of a remote buffer to themselves: others have the same one, or the buffer has not so many.
+    """Variables without an exclusive remote buffer slot: shared slots, or slots out of range.
 
     A program that ties variables by their slot does well to switch this off.
     """
 
 
 class RowsAsValuesWarning(PopxlWarning):
-    """An array was given where several values are expected: each of its rows is taken for the value of a variable."""
+    """An array interpreted as several values: each row becomes one variable value."""
 
 
 class ShardedUpdateWarning(PopxlWarning):
-    """An update combines elements of arrays, of which each replica sees its own piece or part only."""
+    """An update that combines array elements, while each replica sees only its own shard."""
 
 
 class TensorTruthWarning(PopxlWarning):
-    """`if tensor:` says whether the tensor has elements, and not what they are."""
+    """`if tensor:` tests presence of elements, ignoring their values."""
 
 
 class UnusedGradientWarning(PopxlWarning):
-    """A gradient graph was given for a graph that is called, and differentiating the caller does not use it."""
+    """A gradient graph given for a called graph, unused in the caller's differentiation."""
 
 
 class LostUpdateWarning(PopxlWarning):
-    """A change is lost. A graph makes it in place to an input that it takes by value, and the caller's tensor stays as
-    it is; a program makes it to what no variable keeps, and does not read that; or a write to one variable between runs
-    takes the others back to what the host has.
-    """
+    """A lost change: in-place to a by-value input, leaving the caller's tensor unchanged; to an unread value outside
+    all variables; or to variables restored from host copies when another one was written between runs."""
 
 
 class RepeatedSeedWarning(PopxlWarning):
@@ -145,11 +143,11 @@ class RepeatedSeedWarning(PopxlWarning):
 
 
 class CrossingUpdateWarning(PopxlWarning):
-    """A variable is changed on another device than the one that reads it, so that each run copies it there and back."""
+    """A variable updated on another device than its reader, causing copies in both directions every run."""
 
 
 class DriftingVariableWarning(PopxlWarning):
-    """Replicas that share a variable change it by values that differ, so that it is no longer the same for them.
+    """Replicas that share a variable update it with different values, so that their copies diverge.
 
     Values differ that come from what each replica is fed, or from variables that it does not share, and that no op
     between replicas has met. A program that feeds all replicas the same numbers does well to switch this off.

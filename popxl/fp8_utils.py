@@ -170,7 +170,7 @@ min_scaling_bias = -31
 
 
 def find_exponential_range(fp_def: FpDef) -> tuple[int, int]:
-    """Return the exponents of the smallest and the largest power of two in a format.
+    """Exponents of a format's smallest and largest powers of two.
 
     Example:
         >>> find_exponential_range(float8_143_def)
@@ -182,7 +182,7 @@ def find_exponential_range(fp_def: FpDef) -> tuple[int, int]:
 
 
 def log_histogram(src: NDArray[Any], ftype: FpDef) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Count in which binade the magnitudes of `src` lie, as fractions of the whole.
+    """Histogram of magnitudes of `src` per binade, normalized to 1.
 
     Returns:
         `(histogram, limits)`: `limits` are the powers of two of `ftype` but the last, and `histogram[i]` is the
@@ -196,7 +196,7 @@ def log_histogram(src: NDArray[Any], ftype: FpDef) -> tuple[NDArray[np.float64],
 
 @dataclass(frozen=True)
 class CandidateConfig:
-    """A float8 format as the target of data of some source type, with what the search for a scale derives from it."""
+    """Scale-search parameters for a float8 target format and source type."""
 
     format: dtypes.dtype
     src_ftype: FpDef
@@ -292,7 +292,7 @@ def calculate_candidate_metric(
     candidate: CandidateConfig,
     metric_type: str | None = None,
 ) -> tuple[float, int]:
-    """Find the best exponent bias by the metric of this name; there is one, `"MSE"` (see `calculate_metric_mse`).
+    """Find the best exponent bias under a named metric; only `"MSE"` exists (see `calculate_metric_mse`).
 
     Raises:
         RuntimeError: for any other name, the default included.
@@ -304,7 +304,7 @@ def calculate_candidate_metric(
 
 
 def host_fp8_mse_scale(src: NDArray[Any], dtype: dtypes.dtype | None = None) -> tuple[float, int]:
-    """Choose the power of two that loses least when `src` is scaled by it and converted to `dtype`.
+    """Choose a power-of-two scale with minimal conversion error of `src` to `dtype`.
 
     Args:
         src: a float16 or float32 NumPy array.

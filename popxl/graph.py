@@ -29,7 +29,7 @@ __all__ = ["Graph"]
 
 
 class Graph(NotCopyable):
-    """A graph of an Ir: its main graph, or a subgraph that other graphs call.
+    """A graph of an Ir: main graph or called subgraph.
 
     Obtain graphs from an `Ir`: `ir.main_graph`, `ir.create_graph(...)`, `ir.create_empty_graph(...)`.
 
@@ -94,7 +94,7 @@ class Graph(NotCopyable):
 
     @property
     def id(self) -> str:
-        """`""` for the main graph; for others a name that is unique in the Ir."""
+        """`""` for the main graph; otherwise a unique name within the Ir."""
         return self._id
 
     @property
@@ -104,7 +104,7 @@ class Graph(NotCopyable):
 
     @property
     def ir(self) -> Ir:
-        """The Ir that the graph is in."""
+        """The graph's Ir."""
         return self._ir
 
     @property
@@ -129,7 +129,7 @@ class Graph(NotCopyable):
 
     @property
     def inputs_by_name(self) -> dict[str, Tensor]:
-        """The inputs by their names, in order."""
+        """Ordered mapping of input names to inputs."""
         return {t.name: t for t in self._inputs}
 
     @property
@@ -139,7 +139,7 @@ class Graph(NotCopyable):
 
     @property
     def variables(self) -> tuple[Variable, ...]:
-        """The variables, sorted by id. Only the main graph has any."""
+        """Variables sorted by id; empty except for the main graph."""
         return tuple(t for t in self.tensors if isinstance(t, Variable))
 
     @property
@@ -153,14 +153,14 @@ class Graph(NotCopyable):
         return tuple(dict.fromkeys(graph for op in self.ops for graph in op.called_graphs))
 
     def get_tensor(self, tensor_id: str) -> Tensor:
-        """The tensor with this id; if there is none, that of the stream. `PopxlError` if the graph has neither."""
+        """The tensor, or else stream tensor, with this id. Raises `PopxlError` for unknown ids."""
         t = self._tensors.get(tensor_id, self._streams.get(tensor_id))
         if t is None:
             raise PopxlError(f"There is no tensor with the id {tensor_id!r} in {self.title}.")
         return t
 
     def __contains__(self, t: object) -> bool:
-        """Whether the graph has a tensor with the id of `t`. `TypeError` for anything but a tensor."""
+        """Whether the graph has a tensor with the id of `t`. Raises `TypeError` for non-tensors."""
         if not isinstance(t, Tensor):
             raise TypeError(f"Only a Tensor can be in a graph; got {t!r} ({type(t).__name__}).")
         return t.id in self._tensors or t.id in self._streams
@@ -234,7 +234,7 @@ class Graph(NotCopyable):
     def add_input(
         self, spec: TensorSpec, name: str | None = None, by_ref: bool = False, path: str | None = None
     ) -> Tensor:
-        """A new input, after those the graph has. The path is what it is shown as, if that is not its name."""
+        """Append an input. The path is its display name, if different from its name."""
         t = self.new_tensor(name, spec)
         t._by_ref = by_ref
         self._inputs.append(t)
@@ -243,7 +243,7 @@ class Graph(NotCopyable):
         return t
 
     def add_input_like(self, t: Tensor, by_ref: bool = False) -> Tensor:
-        """A new input for a tensor of another graph: of its spec, named and shown as it."""
+        """Append an input with spec, name and display name of another graph's tensor."""
         return self.add_input(t.spec, t.name, by_ref, t._path)
 
     def sort_inputs(self, first: int, key: Callable[[Tensor], Any]) -> None:
@@ -252,7 +252,7 @@ class Graph(NotCopyable):
         self._ir.edits.note()
 
     def add_output(self, t: Tensor, extend_calls: bool = True) -> None:
-        """Make `t` an output, after those the graph has.
+        """Append `t` to the outputs.
 
         Args:
             t: a tensor of this graph. Any tensor may be an output, and more than once.
@@ -282,7 +282,7 @@ class Graph(NotCopyable):
         self._ir.edits.note()
 
     def append(self, op: Op, specs: Sequence[TensorSpec], names: Sequence[str | None]) -> None:
-        """Take in an op that has been checked, and make its results. Only `OpKind` calls this."""
+        """Append a checked op and create its results. For use by `OpKind` only."""
         sequence = get_current_context().sequence
         key = (self, op.execution_context) if sequence.mode is not None else None
         op.after = sequence.predecessors(key)
@@ -292,7 +292,7 @@ class Graph(NotCopyable):
         self.take_in(op)
 
     def take_in(self, op: Op) -> None:
-        """Put an op that has its results after the ops of the graph, and let everybody it concerns know."""
+        """Append an op with existing results, and notify dependents."""
         for t, elsewhere in zip(op.inputs, op.read_elsewhere(), strict=True):
             t.used_by(op, elsewhere)
         for part in op.parts:
@@ -307,7 +307,7 @@ class Graph(NotCopyable):
     # Editing --------------------------------------------------------------------------------------------------------
 
     def reorder(self, ops: Iterable[Op]) -> None:
-        """Put the ops of the graph in another order that means the same.
+        """Reorder ops, preserving meaning.
 
         Costs one look at each op. Whoever iterates over `graph.ops` goes on in the order that was.
 
@@ -326,7 +326,7 @@ class Graph(NotCopyable):
         editing.reorder(self, ops)
 
     def replace(self, ops: Sequence[Op], by: Callable[..., Any]) -> None:
-        """Have other ops make the results of some ops. The results stay the same tensors, for everybody who uses them.
+        """Replace ops by others with the same result tensors, so that consumers stay unchanged.
 
         `by` is called in this graph to create the new ops. It gets the inputs of `ops`, of the first op first, and
         returns tensors for all their outputs in the same order, each made by a new op. The new ops stand where `ops`
@@ -351,7 +351,7 @@ class Graph(NotCopyable):
         editing.replace(self, ops, by)
 
     def move(self, ops: Iterable[Op], into: Graph, given: Mapping[Tensor, Tensor]) -> None:
-        """Make ops of this graph ops of another one, where they follow those that it has, in the same order.
+        """Move ops to the end of another graph, preserving order.
 
         The results go along: they are the same tensors for everybody who holds them, under names that are free in the
         other graph. What `in_sequence` has ordered stays ordered, also where ops of the other graph come between.
@@ -378,7 +378,7 @@ class Graph(NotCopyable):
         editing.move(self, ops, into, given)
 
     def _adopt(self, t: Tensor, name: str) -> None:
-        """Take in a tensor that no graph has any more, under a name, made unique."""
+        """Take over an unowned tensor under a unique name."""
         fresh = self.new_tensor(name, t.spec, scoped=False)
         t._id, t._name, t.graph_ref = fresh.id, fresh.name, self.ref
         self._tensors[t.id] = t
@@ -404,5 +404,5 @@ class Graph(NotCopyable):
         return get_current_context().register_op_created_hook(fn, self)
 
     def remove_op_created_hook(self, handle: int) -> None:
-        """Remove a hook, of whichever graph. `ValueError` if there is none with this handle."""
+        """Remove a hook of any graph. Raises `ValueError` for an unknown handle."""
         get_current_context().remove_op_created_hook(handle)

@@ -58,12 +58,12 @@ class Initial(BaseModel, ABC):
 
     @property
     def dtype(self) -> dtype_:
-        """The element type, unless another one is asked for."""
+        """Element type by default."""
         return dtypes.float32
 
     @property
     def is_complete(self) -> bool:
-        """Whether the description says all: it needs no file, and can be saved with a program."""
+        """Whether the description is self-contained, without a file, so that programs can save it."""
         return True
 
     @property
@@ -76,10 +76,10 @@ class Initial(BaseModel, ABC):
 
     @abstractmethod
     def elements(self, start: int, stop: int) -> Array:
-        """The elements from one number to another, in the order of the array's rows."""
+        """A range of elements, in row-major order."""
 
     def numbers(self, dtype: dtype_ | None = None) -> Array:
-        """All elements, as an array of this dtype; by default its own."""
+        """All elements as an array, optionally of another dtype."""
         wanted = self.dtype if dtype is None else dtype
         found = np.empty(self.size, wanted.as_numpy())
         for start in range(0, self.size, PIECE):
@@ -115,7 +115,7 @@ class Full(Initial):
 
 
 class Random(Initial):
-    """Draws of a distribution: of generators that count, so that any element can be drawn by itself.
+    """Random draws from counter-based generators with independent access to any element.
 
     Attributes:
         kind: `"uniform"` between `low` and `high`; `"normal"` around `low` with the deviation `high`;
@@ -151,7 +151,7 @@ class Random(Initial):
 
 
 class PartOfFile(Initial):
-    """Numbers in a file, one after the other. The file has to stay as it is.
+    """Consecutive numbers in a file, which must stay unchanged.
 
     Attributes:
         path: the file.
@@ -292,7 +292,7 @@ def _random(kind: Any, shape: int | Iterable[int], low: float, high: float, seed
 
 
 def file(path: str | os.PathLike[str], shape: int | Iterable[int], dtype: dtype_, offset: int = 0) -> PartOfFile:
-    """Numbers in a file: as many as the shape has, one after the other in the order of its rows.
+    """Consecutive numbers in a file, filling the shape in row-major order.
 
     Args:
         path: the file, which has to stay as it is as long as somebody may ask.

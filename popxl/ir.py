@@ -97,8 +97,7 @@ class Ir(NotCopyable):
 
     @property
     def num_host_transfers(self) -> int:
-        """How often each stream is read or written in one `session.run`, unless it has a number of its own: see
-        `Stream.num_host_transfers`.
+        """Reads or writes of each stream per `session.run`, unless overridden: see `Stream.num_host_transfers`.
 
         Above 1, host arrays have a leading dimension of this size. Set it before a session is made of the Ir.
         """
@@ -158,7 +157,7 @@ class Ir(NotCopyable):
         return self.options.instance_replication_factor
 
     def _share_replicas(self) -> None:
-        """Have as many replicas as the launcher says, of which this process drives its share."""
+        """Take replica counts from the launcher; this process drives its share."""
         instance = launched()
         if instance is None:
             raise PopxlError(
@@ -180,11 +179,11 @@ class Ir(NotCopyable):
 
     @property
     def named_axes(self) -> Axes | None:
-        """The same, with what can be asked of them; `None` if they have no names."""
+        """Named replica axes with lookup methods; `None` without names."""
         return self._axes
 
     def checked_axes(self, what: str) -> Axes | None:
-        """The axes, if there are some. `ValueError` if there are more or fewer replicas by now.
+        """Named axes, if any. Raises `ValueError` after changes of the replica count.
 
         Args:
             what: what was called, for the error.
@@ -199,7 +198,7 @@ class Ir(NotCopyable):
     # Graphs ---------------------------------------------------------------------------------------------------------
 
     def create_graph(self, fn: Callable[..., Any] | Module, *args: Any, **kwargs: Any) -> Graph:
-        """A graph of the ops that `fn` creates.
+        """Build a graph from the ops created by `fn`.
 
         Tensors and specs among the arguments (also in lists and tuples made only of them) become graph inputs, which
         `fn` gets in their place; everything else is passed through. The inputs come in the order of the parameters of
@@ -251,7 +250,7 @@ class Ir(NotCopyable):
 
     @contextmanager
     def undone_on_failure(self) -> Iterator[None]:
-        """If the block fails, take back the graphs and buffers it made, and the outputs and slots it gave to others."""
+        """On failure of a `with` block, remove its graphs and buffers, plus outputs and slots added elsewhere."""
         graphs = [(graph, len(graph.outputs)) for graph in self.graphs]
         calls = [(op, len(op.outputs)) for graph in self.graphs for op in graph.call_sites]
         buffers = [(buffer, buffer.entries) for buffer in self.remote_buffers]
@@ -279,7 +278,7 @@ class Ir(NotCopyable):
         return self._next("op_ids")
 
     def next_suffix(self) -> int:
-        """A number for a name that is taken."""
+        """A number to make a taken name unique."""
         return self._next("suffixes")
 
     def _next(self, counter: str) -> int:
@@ -290,11 +289,11 @@ class Ir(NotCopyable):
     # Streams and replicas -------------------------------------------------------------------------------------------
 
     def get_all_h2d_streams(self) -> set[HostToDeviceStream]:
-        """The streams that some op of the Ir loads from."""
+        """Streams read by ops of the Ir."""
         return {s for s in self._streams() if isinstance(s, HostToDeviceStream)}
 
     def get_all_d2h_streams(self) -> set[DeviceToHostStream]:
-        """The streams that some op of the Ir stores to."""
+        """Streams written by ops of the Ir."""
         return {s for s in self._streams() if isinstance(s, DeviceToHostStream)}
 
     def _streams(self) -> set[Any]:
@@ -302,7 +301,7 @@ class Ir(NotCopyable):
         return {part.attributes["stream"] for part in parts if "stream" in part.attributes}
 
     def replica_grouping(self, stride: int = 1, group_size: int | None = None) -> ReplicaGrouping:
-        """Groups of `group_size` replicas that are `stride` apart; by default one group of all.
+        """Group replicas by size `group_size` and `stride`; by default one group of all.
 
         Raises:
             ValueError: if the replicas cannot be grouped like this.
@@ -332,7 +331,7 @@ class Ir(NotCopyable):
         return grouping_along(self, names)
 
     def replica_grouping_from_assignments(self, assignment: list[int]) -> ReplicaGrouping:
-        """Groups given by the number of the group that each replica is in, in the order in which the groups appear.
+        """Group replicas by group numbers per replica, numbered in order of first appearance.
 
         Raises:
             ValueError: if groups differ in size, are misnumbered, have one member each, or do not cover all replicas.
@@ -346,7 +345,7 @@ class Ir(NotCopyable):
     # In a file ------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the program to a file: its graphs, and the numbers that its variables and constants have on the host.
+        """Save the program to a file: graphs, and host values of variables and constants.
 
         Ops are written by name, so an op of your own has to be declared where the program is loaded. A file that is
         there already is replaced once the new one is complete. Beside it, a second file has the numbers. Both have
@@ -364,7 +363,7 @@ class Ir(NotCopyable):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Ir:
-        """A program from a file that `save` has written. It prints, differentiates and runs as the one that was saved.
+        """Load a saved program, with identical printing, differentiation and execution.
 
         Files of others may be loaded: nothing in them is run as Python, or names folders, and a program that cannot be
         is refused. Once it runs, it takes the time and the memory that it asks for.
@@ -382,7 +381,7 @@ class Ir(NotCopyable):
     # Looking at it --------------------------------------------------------------------------------------------------
 
     def memory(self) -> Memory:
-        """The memory that each replica needs to run the program, at most, and at which steps; nothing is compiled.
+        """Peak memory per replica, with contributing steps, computed without compilation.
 
         XLA needs less as a rule, because it fuses ops: `session.memory()` says how much.
 
@@ -405,8 +404,8 @@ class Ir(NotCopyable):
         return memory_of(self)
 
     def communication(self) -> Communication:
-        """What replicas send each other in a run: each collective, its bytes, its groups and its line; and what IPUs
-        copy from each other. Nothing is compiled.
+        """Collectives of a run, each with bytes, groups and source line, and copies between IPUs, computed without
+        compilation.
 
         `session.communication()` compares it with what was compiled.
 
@@ -426,7 +425,7 @@ class Ir(NotCopyable):
         return communication_of(self)
 
     def dot_checkpoint(self, check: str, save_dir: Path | str | None = None) -> None:
-        """Write the graphs as they are now in Graphviz form, one file each, if the checkpoint `check` is active.
+        """Write graphs in Graphviz form, one file each, if the checkpoint `check` is active.
 
         Active are the names in the option `dotChecks` and in the environment variable `POPART_DOT_CHECKS` (separated
         by colons), in any case; `ALL` activates everything. If neither says anything, this call activates everything.

@@ -4,7 +4,7 @@ from typing import Any
 
 
 class Module:
-    """A callable to build graphs from, with a place to keep what it creates. Subclass it and write `build`.
+    """A graph-building callable with attributes for what it creates. Subclasses implement `build`.
 
     A graph input that `build` makes and keeps as an attribute serves as a key when the graph is called. There is no
     need to call `super().__init__()`.

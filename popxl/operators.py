@@ -76,7 +76,7 @@ def _of_ufunc(t: Tensor, ufunc: np.ufunc, method: str, inputs: tuple[Any, ...], 
 
 
 def _refusal(t: Tensor, name: str) -> TypeError:
-    """The error for a tensor that was given to a function of NumPy's."""
+    """Build the error for a tensor passed to a NumPy function."""
     op = _NAMES.get(name, name)
     remedy = f"Use `ops.{op}`." if hasattr(ops, op) else f"There is no `ops.{op}`: write it with those that there are."
     return TypeError(f"NumPy's `{name}` takes arrays, and {t!r} is a tensor, to be computed by a session. {remedy}")
@@ -242,7 +242,7 @@ class Operators:
         return ops.var(self, axis, keepdims)
 
     def detach(self: Any) -> Tensor:
-        """`ops.detach` of this tensor: the same value, through which no gradient flows."""
+        """`ops.detach` of this tensor: equal value without gradient flow."""
         return ops.detach(self)
 
     def detach_(self: Any) -> Tensor:
@@ -250,7 +250,7 @@ class Operators:
         return ops.detach_(self)
 
     def diag(self: Any) -> Tensor:
-        """The diagonal of a matrix. `ValueError` for any other rank.
+        """Matrix diagonal. Raises `ValueError` for other ranks.
 
         Every `ncols + 1`-th element of the flattened matrix, as in PopXL: a tall matrix can give further elements
         from below the diagonal.
@@ -265,7 +265,7 @@ class Operators:
 
 
 class _WithoutProducer:
-    """What variables and constants do otherwise: no op makes them, so nothing says which IPU they are on."""
+    """Overrides for variables and constants, which have no producing op to determine their IPU."""
 
     def copy_to_ipu(self: Any, dst: int, src: int) -> Tensor:
         """`ops.ipu_copy` of this tensor; no op makes it, so the source has to be said."""

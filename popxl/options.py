@@ -173,7 +173,7 @@ def _cache_dir() -> str:
 
 
 def _chosen_cache_dir() -> str:
-    """The same, with a warning if two folders are named."""
+    """The selected cache directory; warns about two settings."""
     ours, theirs = os.environ.get("POPXL_CACHE_DIR"), os.environ.get("POPART_CACHE_DIR")
     if ours and theirs and ours != theirs:
         Logger("session").warn(f"POPXL_CACHE_DIR={ours} is used; POPART_CACHE_DIR={theirs}, which differs, is not.")

@@ -25,7 +25,7 @@ __all__ = ["RemoteBuffer", "remote_buffer"]
 
 
 class RemoteBuffer(CopyIsSelf):
-    """A table of slots of one shape and dtype. Each replica has one of its own.
+    """A table of slots with common shape and dtype, one table per replica.
 
     The slots keep their contents from run to run, for as long as a session is attached. A slot that no variable fills
     starts with zeros.
@@ -63,7 +63,7 @@ class RemoteBuffer(CopyIsSelf):
 
     @classmethod
     def _make(cls, ir: Ir, tensor_shape: Iterable[int], tensor_dtype: dtype_, entries: int) -> RemoteBuffer:
-        """A buffer of an Ir that need not be current."""
+        """Create a buffer in an Ir outside its context."""
         buffer = object.__new__(cls)
         buffer._register(ir, tensor_shape, tensor_dtype, entries)
         return buffer
@@ -81,7 +81,7 @@ class RemoteBuffer(CopyIsSelf):
 
     @property
     def remote_buffer_id(self) -> int:
-        """Number of the buffer in its Ir, from 1 on."""
+        """Buffer number in its Ir, starting at 1."""
         return self._id
 
     @property
@@ -104,7 +104,7 @@ class RemoteBuffer(CopyIsSelf):
 
     @property
     def entries(self) -> int:
-        """How many slots there are. It may be set, until a session is made of the program."""
+        """Number of slots. Settable until session creation."""
         return self._entries
 
     @entries.setter
@@ -117,7 +117,7 @@ class RemoteBuffer(CopyIsSelf):
 
     @property
     def spec(self) -> TensorSpec:
-        """What a tensor that is loaded from the buffer looks like."""
+        """Spec of tensors loaded from the buffer."""
         return TensorSpec(self._shape, self._dtype, self.meta_shape)
 
     @property
@@ -131,7 +131,7 @@ class RemoteBuffer(CopyIsSelf):
         self._edits.note()
 
     def validate_tensor_matches_buffer(self, t: Tensor, num_shards: int = 1) -> None:
-        """`ValueError` unless `t` has the shape and dtype of a slot.
+        """Raise `ValueError` unless `t` matches slot shape and dtype.
 
         Args:
             t: any tensor, of any Ir.
@@ -146,7 +146,7 @@ class RemoteBuffer(CopyIsSelf):
             )
 
     def check_belongs_to(self, ir: Ir, what: str) -> None:
-        """`ValueError` if the buffer is of another Ir."""
+        """Raise `ValueError` for a buffer of another Ir."""
         if self._ir_id != ir.id:
             raise ValueError(f"{what}: {self!r} is of another Ir than the current graph; a program is made of one.")
 

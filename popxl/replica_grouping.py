@@ -58,7 +58,7 @@ class ReplicaGrouping:
 
     @property
     def group_size(self) -> int:
-        """How many replicas there are in each group."""
+        """Number of replicas per group."""
         return self._group_size
 
     @property
@@ -98,21 +98,21 @@ class ReplicaGrouping:
 
     @property
     def to_device_map(self) -> list[int] | None:
-        """For each group of `const_rg`, the group of this grouping that it lies in; `None` if constant."""
+        """Map each group of `const_rg` to its enclosing group in this grouping; `None` if constant."""
         if self.is_const:
             return None
         return [self._assignment[first] for first, *_ in self.const_rg._groups()]
 
     @property
     def to_host_map(self) -> list[int] | None:
-        """For each group of this grouping, the first group of `const_rg` that lies in it; `None` if constant."""
+        """Map each group to the first contained group of `const_rg`; `None` if constant."""
         if self.is_const:
             return None
         refined = self.const_rg._assignment
         return [refined[first] for first, *_ in self._groups()]
 
     def transpose(self) -> "ReplicaGrouping":
-        """Return the grouping whose group `i` consists of the `i`-th members of all groups of this one.
+        """The transposed grouping: group `i` consists of every `i`-th member.
 
         The transpose of a constant grouping may be non-constant, and the other way round. Variables whose values
         differ within the groups of a collective use the transpose of its grouping.
@@ -131,7 +131,7 @@ class ReplicaGrouping:
 
     @property
     def _ir(self) -> "Ir":
-        """The Ir whose replicas these are."""
+        """The Ir of the replicas."""
         ir = self._ir_ref()
         if ir is None:
             raise RuntimeError(f"{self} outlived its Ir. Keep a reference to the Ir, or to one of its graphs.")
@@ -223,7 +223,7 @@ def grouping_along(ir: "Ir", names: Sequence[str], what: str = "grouping") -> Re
 
 
 def grouping_of(ir: "Ir", group: "Groups | None", what: str) -> ReplicaGrouping:
-    """The grouping that an argument means: one of `ir` by itself, or by the names of axes; all replicas, for `None`.
+    """Resolve a grouping argument: a grouping of `ir`, axis names, or `None` for all replicas.
 
     Args:
         ir: whose replicas are grouped.
@@ -252,7 +252,8 @@ def grouping_of(ir: "Ir", group: "Groups | None", what: str) -> ReplicaGrouping:
 
 
 def sharing_of(ir: "Ir", group: "Groups | None", what: str) -> ReplicaGrouping:
-    """As `grouping_of`, for values that the replicas of `ir` share: `ValueError` too for one of other replicas.
+    """Resolve a grouping of `ir` for shared values; otherwise like `grouping_of`. Raises `ValueError` for replicas of
+    another Ir.
 
     Example:
         >>> sharing_of(popxl.Ir(replication=2), popxl.Ir(replication=4).replica_grouping(), "here")
@@ -270,12 +271,12 @@ def sharing_of(ir: "Ir", group: "Groups | None", what: str) -> ReplicaGrouping:
 
 
 def plain_grouping(num_replicas: int, stride: int, group_size: int) -> ReplicaGrouping:
-    """A constant grouping of so many replicas, which are those of no Ir."""
+    """A constant grouping without an Ir."""
     return _constant(_of_no_ir, num_replicas, stride, group_size)
 
 
 def _of_no_ir() -> None:
-    """In place of the reference to an Ir."""
+    """Placeholder for the Ir reference."""
 
 
 def grouping_from_assignments(ir: "Ir", assignment: list[int]) -> ReplicaGrouping:
@@ -318,7 +319,7 @@ Groups: TypeAlias = ReplicaGrouping | str | Sequence[str]
 
 
 def means_groups(value: object) -> TypeGuard[Groups]:
-    """Whether a value is what such arguments take."""
+    """Whether a value is a valid grouping argument."""
     if isinstance(value, tuple | list):
         return all(isinstance(name, str) for name in value)
     return isinstance(value, ReplicaGrouping | str)

@@ -17,7 +17,7 @@ __all__ = ["DeviceToHostStream", "HostToDeviceStream", "Stream", "d2h_stream", "
 
 
 class Stream(CopyIsSelf):
-    """A channel of tensors of one shape and dtype. Make streams with `popxl.h2d_stream` and `popxl.d2h_stream`.
+    """A typed channel for tensors, created by `popxl.h2d_stream` or `popxl.d2h_stream`.
 
     Two streams are equal if they are the same object: there is one for each channel.
     """
@@ -43,7 +43,7 @@ class Stream(CopyIsSelf):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of one transfer of one replica."""
+        """Shape of one transfer per replica."""
         return self.tensor.shape
 
     @property
@@ -58,8 +58,7 @@ class Stream(CopyIsSelf):
 
     @property
     def num_host_transfers(self) -> int:
-        """How often the stream is read or written in one `session.run`: the number of its own, if it has one, else
-        `ir.num_host_transfers`.
+        """Reads or writes per `session.run`: an individual number, or by default `ir.num_host_transfers`.
 
         Above 1, its host array has a leading dimension of this size. Set it before a session is made of the Ir; `None`
         makes it the Ir's number again.
@@ -78,7 +77,7 @@ class Stream(CopyIsSelf):
 
     @property
     def has_own_transfers(self) -> bool:
-        """Whether the stream has a number of transfers of its own."""
+        """Whether the stream overrides the transfer count."""
         return self.tensor_id in self.tensor.ir.stream_transfers
 
     @property
@@ -93,13 +92,13 @@ class Stream(CopyIsSelf):
 
 
 class HostToDeviceStream(Stream):
-    """A stream that the program loads from, with `ops.host_load`."""
+    """A host-to-device stream, read with `ops.host_load`."""
 
     __slots__ = ()
 
 
 class DeviceToHostStream(Stream):
-    """A stream that the program stores to, with `ops.host_store`."""
+    """A device-to-host stream, written with `ops.host_store`."""
 
     __slots__ = ()
 
@@ -117,7 +116,7 @@ def _count(value: int | None, name: str) -> int | None:
 def h2d_stream(
     shape: Iterable[int], dtype: dtype_, name: str | None = None, num_host_transfers: int | None = None
 ) -> HostToDeviceStream:
-    """A stream from the host to the program.
+    """Create a host-to-device stream.
 
     Args:
         shape: shape of one transfer of one replica.
@@ -146,7 +145,7 @@ def h2d_stream(
 def d2h_stream(
     shape: Iterable[int], dtype: dtype_, name: str | None = None, num_host_transfers: int | None = None
 ) -> DeviceToHostStream:
-    """A stream from the program to the host.
+    """Create a device-to-host stream.
 
     Args:
         shape: shape of one transfer of one replica.

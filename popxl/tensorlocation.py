@@ -24,14 +24,14 @@ class TensorStorage(Enum):
 
 
 class ReplicatedTensorSharding(Enum):
-    """Whether each replica holds only a piece of a tensor."""
+    """Whether replicas hold shards of a tensor."""
 
     On = "On"
     Off = "Off"
 
 
 class TileSet(Enum):
-    """The part of an IPU that an op was placed on. `N` ends the list and places nothing."""
+    """Tile set of an op's placement on an IPU. `N` is a list terminator."""
 
     Compute = 0
     IO = 1
@@ -40,7 +40,7 @@ class TileSet(Enum):
 
 
 class ExecutionContext(Enum):
-    """The fragment of the program that an op belongs to.
+    """Program fragment of an op.
 
     In PopXL they run in the order: from the host, normal, outer accumulation, to the host. Here they are kept apart by
     `popxl.in_sequence` and by the check for in-place ambiguity, and each run carries out the ops of all of them, in
@@ -57,7 +57,7 @@ class ExecutionContext(Enum):
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """A record of where a tensor is stored and whether it is sharded over replicas.
+    """Storage location and sharding of a tensor.
 
     Example:
         >>> popxl.TensorLocation(popxl.TensorStorage.OffChip, popxl.ReplicatedTensorSharding.On)
@@ -69,7 +69,7 @@ class TensorLocation:
 
 @dataclass(frozen=True)
 class LocationInfo:
-    """Where the numbers of a tensor are: on the device, or in a slot of a remote buffer.
+    """Location of tensor values: device memory, or a remote buffer slot.
 
     Attributes:
         buffer: the buffer; `None` on the device.
@@ -82,15 +82,15 @@ class LocationInfo:
     sharded: bool = False
 
     def isRemote(self) -> bool:
-        """Whether they are in a remote buffer."""
+        """Whether values are in a remote buffer."""
         return self.buffer is not None
 
     def isSharded(self) -> bool:
-        """Whether each replica has one piece only."""
+        """Whether each replica holds one shard."""
         return self.sharded
 
     def getRemoteBufferInfo(self) -> tuple[int, int]:
-        """The number of the buffer and that of the slot. `PopxlError` for a tensor that is in no buffer."""
+        """Buffer number and slot number. Raises `PopxlError` for tensors outside buffers."""
         if self.buffer is None:
             raise PopxlError("getRemoteBufferInfo: the tensor is in no remote buffer; ask `isRemote()` first.")
         return (self.buffer.remote_buffer_id, self.entry)

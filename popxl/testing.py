@@ -27,7 +27,7 @@ def get_all_dtypes() -> list[dtype]:
 
 
 def get_all_supported_dtypes() -> list[dtype]:
-    """All dtypes that there are here but `bool`: those of `get_all_dtypes`, and `bfloat16`."""
+    """All supported dtypes except `bool`: those of `get_all_dtypes`, plus `bfloat16`."""
     floats = [dtypes.float8_143, dtypes.float8_152, dtypes.float16, dtypes.bfloat16]
     floats += [dtypes.float32, dtypes.float64]
     return get_all_int_dtypes() + floats + [dtypes.complex64, dtypes.complex128]

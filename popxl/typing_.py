@@ -7,7 +7,7 @@ T = TypeVar("T")
 
 
 def NewAliasAnnotation(name: str, tp: type[T] | None) -> Callable[..., T]:
-    """Make a marker for annotations that stands for the type `tp` and can be told from it by identity.
+    """Create an annotation marker for type `tp`, distinguishable by identity.
 
     The marker is a function, which is what the generics of `typing` accept: `List[marker]` works. It is not a
     constructor: calling it raises `NotImplementedError`. `tp` is there for the reader and may be `None`.

@@ -116,7 +116,7 @@ def to_numpy(
 
 
 def _check_numbers(array: NDArray[Any]) -> None:
-    """`TypeError` for what NumPy would cast, and is no number: `None`, which becomes NaN, and text."""
+    """Raise `TypeError` for non-numbers that NumPy would cast: text, and `None` (cast to NaN)."""
     if array.dtype.kind in "OSU":
         for value in array.flat:
             if not isinstance(value, Number | np.generic) or isinstance(value, str | bytes):
@@ -124,7 +124,7 @@ def _check_numbers(array: NDArray[Any]) -> None:
 
 
 def narrowed(array: NDArray[Any], target: np.dtype[Any], what: str) -> NDArray[Any]:
-    """An array of wide numbers in a narrower dtype of the same kind, where all fit.
+    """Narrow a wide array to a smaller dtype of the same kind, if every number fits.
 
     Floats are rounded, and infinities stay what they are.
 

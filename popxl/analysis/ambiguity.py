@@ -24,7 +24,7 @@ __all__ = ["check_in_place_order"]
 
 
 def check_in_place_order(graph: Graph) -> None:
-    """Check a graph, and every graph that it calls, each on its own.
+    """Check a graph and every called graph, each separately.
 
     A graph without in-place ops costs one look at each op; one with them, one bit for each op that touches a storage
     that changes, per op.
@@ -38,13 +38,13 @@ def check_in_place_order(graph: Graph) -> None:
 
 
 def _overwrites(op: Op) -> bool:
-    """Whether an op changes an operand and returns an alias of it. Calls that write back are not meant."""
+    """Test whether an op changes an operand and returns an alias; write-backs of calls excluded."""
     return bool(op.modified) and op.kind.aliased
 
 
 @dataclass
 class _Users:
-    """The ops met so far that touch one storage, as sets of bits, and the operands that they touch it through."""
+    """Ops that touch one storage, as bit sets, with their operands."""
 
     readers: int = 0
     writers: int = 0
@@ -52,7 +52,7 @@ class _Users:
 
 
 def _check(graph: Graph) -> None:
-    """One pass in creation order, in which every op is compared with those before it."""
+    """Make one pass in creation order, comparing every op with earlier ops."""
     made_of = storages(graph.ops)
     changing = {s for op in graph.ops if _overwrites(op) for i in op.modified for s in made_of[op.inputs[i]]}
     regions = _Regions(made_of)
@@ -92,7 +92,7 @@ def _check(graph: Graph) -> None:
 
 
 def _bits(number: int) -> Iterator[int]:
-    """The bits that are set, each as a number."""
+    """Positions of set bits."""
     while number:
         yield number & -number
         number &= number - 1
@@ -117,7 +117,7 @@ class _Regions:
         return bool(np.isin(first, second).any())
 
     def _elements(self, t: Tensor) -> np.ndarray:
-        """A number for each element of a tensor: the same number for the same element of storage."""
+        """Number tensor elements so that elements of equal storage have equal numbers."""
         return done(self._index_of(t.origin))
 
     def _index_of(self, t: Tensor) -> Nested[np.ndarray]:

@@ -75,7 +75,7 @@ class Collective(Record):
 
 
 class IpuCopy(Record):
-    """A tensor that is copied from one IPU to another: `ops.ipu_copy`, `copy_to_ipu`.
+    """A tensor copy between two IPUs: `ops.ipu_copy`, `copy_to_ipu`.
 
     Attributes:
         tensor: the tensor, as that of a `Collective`.
@@ -94,7 +94,7 @@ class IpuCopy(Record):
 
 
 class Communication(OnPage, Record):
-    """What replicas send each other in a run, and what IPUs of a replica do.
+    """Collectives between replicas and copies between IPUs in one run.
 
     Attributes:
         name: whose communication it is: "Ir[id=0]".
@@ -118,12 +118,12 @@ class Communication(OnPage, Record):
 
     @property
     def bytes(self) -> int:
-        """All bytes of a run, of one replica."""
+        """Total bytes per run and replica."""
         return sum(size for _, size in self.totals.values())
 
     @property
     def totals(self) -> dict[str, tuple[int, int]]:
-        """For each kind, how many there are in a run, and their bytes: of collectives, and of copies between IPUs."""
+        """Count and bytes per run for each kind of collective, and for copies between IPUs."""
         counts, sizes = Counter[str](), Counter[str]()
         of: tuple[Collective | IpuCopy, ...] = (*self.collectives, *self.copies)
         for each in of:
@@ -156,7 +156,7 @@ class Communication(OnPage, Record):
 
 
 def communication_of(ir: Ir) -> Communication:
-    """What replicas send each other; see `Ir.communication`."""
+    """Collect the communication between replicas; see `Ir.communication`."""
     found: list[Collective] = []
     copies: list[IpuCopy] = []
     needed = _needed_runs(ir.main_graph)
@@ -188,7 +188,7 @@ def communication_of(ir: Ir) -> Communication:
 
 
 def _copied(op: Op, turns: int, graph: str) -> Iterator[IpuCopy]:
-    """What an op copies to another IPU."""
+    """Tensors that an op copies to another IPU."""
     if op.op_type == "IpuCopy" and op.attributes["destination"] != op.attributes["source"]:
         (t,) = op.inputs
         yield IpuCopy(
@@ -203,7 +203,7 @@ def _copied(op: Op, turns: int, graph: str) -> Iterator[IpuCopy]:
 
 
 def _label(t: Tensor) -> str:
-    """What a reader knows a tensor by: its path; that of what a call returns, or of the operand that named it."""
+    """A tensor's path for readers; for call results, the path of the returned tensor or the naming operand."""
     op = t.producer
     if op is None or t.path != t.name:
         return t.path
@@ -244,8 +244,8 @@ def _needed_runs(main: Graph) -> Counter[Op]:
 
 
 def _repeated_exchanges(graph: Graph) -> set[tuple[Op, int]]:
-    """The exchanges, by op and position, before which there is one that may be the same: of the same tensors, kind and
-    groups, with nothing overwritten in between. The sum that a mean takes is one, for instance."""
+    """Positions of exchanges, by op, that may repeat an earlier exchange: equal tensors, kind and groups, nothing
+    overwritten in between. One example: the sum inside a mean."""
     found: set[tuple[Op, int]] = set()
     known: set[tuple[object, ...]] = set()
     for op in graph.ops:
@@ -260,7 +260,7 @@ def _repeated_exchanges(graph: Graph) -> set[tuple[Op, int]]:
 
 
 def _added(graph: Graph) -> set[Op]:
-    """The all-reduces of which the result is used once: it is added to that of another, of the same groups."""
+    """All-reduces whose single use adds the result to another all-reduce over equal groups."""
     users: defaultdict[Tensor, list[Op]] = defaultdict(list)
     for op in graph.ops:
         for t in op.inputs:
@@ -280,7 +280,7 @@ def _added(graph: Graph) -> set[Op]:
 
 
 def _is_sum(op: Op) -> bool:
-    """Whether all that an op does is to add its operands."""
+    """Test whether an op only adds its operands."""
     specs = tuple(t.spec for t in op.inputs)
     key = ("is a sum", op.operands, tuple(op.attributes.items()), specs)
 
@@ -294,7 +294,7 @@ def _is_sum(op: Op) -> bool:
 
 
 def exchanges_of(op: Op) -> tuple[tuple[CollectiveKind, int], ...]:
-    """What one op that talks to other replicas exchanges: kinds, and bytes of one replica."""
+    """List collective kinds and bytes per replica for one op."""
     specs = tuple(t.spec for t in op.inputs)
     key = ("exchanges", op.operands, tuple(op.attributes.items()), specs, op.graph.ir.replication_factor)
     return op.kind.remembered(key, lambda: tuple(_exchanges(op)))
@@ -312,7 +312,7 @@ def _exchanges(op: Op) -> Iterator[tuple[CollectiveKind, int]]:
 
 
 class _Listening(CollectiveBackend):
-    """A group that exchanges nothing, and notes what it would."""
+    """A group that records exchanges instead of carrying them out."""
 
     def __init__(self, count: int, stride: int, size: int) -> None:
         super().__init__(count, stride, size)

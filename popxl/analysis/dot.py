@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def write_checkpoint(ir: Ir, check: str, save_dir: Path | str | None = None, explicit: bool = False) -> None:
-    """Write one file for each graph of the Ir if the checkpoint is active.
+    """Write one file per graph of the Ir if the checkpoint is active.
 
     Args:
         ir: what to write.

@@ -27,7 +27,7 @@ _PARTS = {
 
 
 class Snapshot:
-    """What running a graph runs, at one moment. Graphs that nothing calls are no part of it.
+    """The reachable graphs of a program at one moment.
 
     `Ir.edits` counts changes, so that nobody has to look for them again and again; also those that come to nothing.
 
@@ -78,7 +78,7 @@ def _settings(ir: Ir) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Content:
-    """What is in a graph: each op with the parts of it that count, by name."""
+    """The content of a graph: relevant parts of each op, by name."""
 
     inputs: tuple[Tensor, ...]
     by_ref: tuple[Tensor, ...]
@@ -105,12 +105,12 @@ class _Content:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether a part of an op is what it was: attributes, which may be arrays, if nobody has set them."""
+    """Compare parts of an op: attributes (possibly arrays) that nobody has set."""
     return a is b or not isinstance(a, Mapping) and a == b
 
 
 def _differences(title: str, what: str, before: Collection[Any], now: Collection[Any]) -> Iterator[str]:
-    """What a graph has more of, and less."""
+    """Added and removed items of a graph."""
     then, there = {*before}, {*now}
     gained, lost = [x for x in now if x not in then], [x for x in before if x not in there]
     for verb, things in (("gained", gained), ("lost", lost)):
@@ -121,6 +121,6 @@ def _differences(title: str, what: str, before: Collection[Any], now: Collection
 
 
 def _sample_text(things: Sequence[Any]) -> str:
-    """Some ops or tensors, of which the first two are shown."""
+    """Text of some ops or tensors, abbreviated after two."""
     shown = ", ".join(f"{x!r} ({x.source})" if isinstance(x, Op) else repr(x) for x in things[:2])
     return f"{shown} and {len(things) - 2} more" if len(things) > 2 else shown

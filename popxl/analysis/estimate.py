@@ -39,7 +39,7 @@ __all__ = ["BOW", "GC200", "Estimate", "Hardware", "IpuEstimate", "OpEstimate", 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The published figures of an IPU.
+    """Published figures of an IPU.
 
     Attributes:
         name: what it is called.
@@ -82,7 +82,7 @@ BOW = Hardware("Bow", clock=1.85e9, exchange=8e12 * 1.85 / 1.33)
 
 
 class OpEstimate(Record):
-    """The ops of one type in one graph, all runs of the graph together.
+    """Cost of one op type in one graph, over all runs of that graph.
 
     Attributes:
         op: the type.
@@ -102,7 +102,7 @@ class OpEstimate(Record):
 
 
 class IpuEstimate(Record):
-    """One IPU, in one run of the program.
+    """Cost of one IPU per program run.
 
     Attributes:
         ipu: its number.
@@ -125,7 +125,7 @@ class IpuEstimate(Record):
 
 
 class Estimate(OnPage, Record):
-    """What a program would cost on IPUs. It is an estimate from published figures; nothing was measured.
+    """Estimated cost of a program on IPUs, based on published figures, without measurement.
 
     Attributes:
         hardware: which IPU.
@@ -153,7 +153,7 @@ class Estimate(OnPage, Record):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def fits(self) -> bool:
-        """Whether the memory of every IPU is enough."""
+        """Test whether every IPU has enough memory."""
         return all(each.share <= 1 for each in self.ipus)
 
     def __repr__(self) -> str:
@@ -193,7 +193,7 @@ class Estimate(OnPage, Record):
 
 
 def estimate_of(ir: Ir, hardware: Hardware = GC200) -> Estimate:
-    """What one replica of a program would cost on IPUs. Nothing is compiled or run, and no device is needed.
+    """Estimate the cost of one replica on IPUs. Compiles and runs nothing; needs no device.
 
     Args:
         ir: the program.
@@ -228,7 +228,7 @@ def estimate_of(ir: Ir, hardware: Hardware = GC200) -> Estimate:
 
 
 def cycles_of(op: Op, hardware: Hardware) -> Counter[str]:
-    """The cycles of an op, by what they are spent on: computing or memory, whichever takes longer, and what moves."""
+    """Cycles of an op, split into computation or memory (the longer one) and exchange."""
     return Counter({what: math.ceil(cycles) for what, cycles in _spent(op, hardware).items()})
 
 
@@ -258,7 +258,7 @@ def _spent(op: Op, hardware: Hardware) -> dict[str, float]:
 
 
 def _computing(op: Op, flops: Flops, hardware: Hardware) -> float:
-    """Cycles of one tile, if it did all."""
+    """Cycles for one tile computing everything."""
     width = max((t.dtype.itemsize for t in op.inputs), default=4)
     products = hardware.products_16 if width <= 2 else hardware.products_32
     return flops.products / products + flops.others * width / hardware.vector
@@ -266,14 +266,14 @@ def _computing(op: Op, flops: Flops, hardware: Hardware) -> float:
 
 @dataclass
 class _Sum:
-    """What is known of some ops together."""
+    """Accumulated cost of several ops."""
 
     count: int = 0
     flops: int = 0
     spent: Counter[str] = field(default_factory=Counter)
 
     def add(self, count: int, flops: Flops, spent: Counter[str]) -> None:
-        """Count `count` ops more, each with these operations and cycles."""
+        """Add `count` ops with these operations and cycles."""
         self.count += count
         self.flops += count * flops.total
         for what, cycles in spent.items():
@@ -286,7 +286,7 @@ class _Sum:
 
     @property
     def bound(self) -> str:
-        """What most of it is spent on."""
+        """The resource that dominates the cycles."""
         return max(self.spent, key=lambda what: self.spent[what], default="nothing")
 
 

@@ -36,12 +36,12 @@ class Flops(NamedTuple):
         return self.products + self.others
 
     def plus(self, more: Flops, times: int = 1) -> Flops:
-        """The sum of these operations, and of those of something that is done `times` times."""
+        """Add operations, `times` times."""
         return Flops(self.products + times * more.products, self.others + times * more.others)
 
 
 def own_flops(op: Op) -> Flops:
-    """The operations of one op, without those of graphs that it runs.
+    """Count the operations of one op, excluding called graphs.
 
     Example:
         >>> with popxl.Ir().main_graph as main:
@@ -57,7 +57,7 @@ def own_flops(op: Op) -> Flops:
 
 
 def moved(op: Op) -> int:
-    """The bytes that one op moves, if moving is what it does: of its result, or of its first operand if that is more.
+    """Bytes moved by a data-movement op: the larger of result and first operand.
 
     The operand of an op that stores is what is stored; of one that gathers from replicas or scatters over them, the
     larger side counts.
@@ -92,7 +92,7 @@ def _trace_flops(jaxpr: Any) -> Flops:
 
 
 def _of_equation(equation: Any) -> Flops:
-    """The operations of one equation of a trace, those of the traces inside it included."""
+    """Operations of one trace equation, including nested traces."""
     name, parameters = equation.primitive.name, equation.params
     given, made = ([v.aval for v in side] for side in (equation.invars, equation.outvars))
     if name in _PRODUCTS:
@@ -125,7 +125,7 @@ def _numbers(array: Any) -> int:
 
 
 def _of_fourier(equation: Any) -> int:
-    """The operations of a Fourier transform: half as many, if its operand or its result is real."""
+    """Operations of a Fourier transform: half for a real operand or result."""
     given, made, size = equation.invars[0].aval, equation.outvars[0].aval, math.prod(equation.params["fft_lengths"])
     of_real = not (_is_complex(given) and _is_complex(made))
     count = (made if _is_complex(given) else given).size // size
@@ -140,7 +140,7 @@ def _of_product(equation: Any) -> int:
 
 
 def _of_convolution(equation: Any) -> int:
-    """For each element of the result a product and a sum for each weight of one of its channels."""
+    """One product and one sum per result element and weight of one channel."""
     kernel, numbers = equation.invars[1].aval, equation.params["dimension_numbers"]
     return 2 * equation.outvars[0].aval.size * kernel.size // kernel.shape[numbers.rhs_spec[0]]
 

@@ -43,7 +43,7 @@ _UNKNOWN = _PER_RUN | _REPLICA_REDUCED
 
 
 def run_lints(main: Graph) -> None:
-    """Warn of each line of a program that can hardly be meant. Costs a few looks at each op.
+    """Warn about program lines that are probably mistakes. Needs a few passes over the ops.
 
     Whoever means it switches the warning off: see `popxl.errors.PopxlWarning`.
     """
@@ -68,7 +68,7 @@ def run_lints(main: Graph) -> None:
 
 
 def warn_of_crossing_updates(main: Graph) -> None:
-    """Warn of variables that are changed on another IPU than the one that reads them, where IPUs are devices."""
+    """Warn about variables that are read on one IPU and updated on another, where IPUs are devices."""
     told: _Reported = defaultdict(dict)
     for v, op in crossing_updates(main):
         told[_CROSSING, op.source][f"`{v.name}`"] = None
@@ -142,7 +142,7 @@ _DRIFTING = Lint(
 
 
 def _misplaced(main: Graph) -> Iterator[tuple[str, Lint]]:
-    """Remote variables that have no slot of their own."""
+    """Remote variables without a slot of their own."""
     slots: dict[tuple[RemoteBuffer, int], list[str]] = defaultdict(list)
     for v in main.variables:
         buffer, entry = v.location_info.buffer, v.location_info.entry
@@ -160,7 +160,7 @@ _OPERATOR = re.compile(r"(?:\*\*|[-*/@%&|])=(?!=)")
 
 
 def _named_anew(graph: Graph) -> Iterator[Op]:
-    """Ops of `x -= y` and the like, which make a new `x`, where nothing reads that."""
+    """Unread results of `x -= y` and similar ops, which create a new `x`."""
     if graph.gradient_of is not None:  # its ops are told by lines of the forward graph
         return
     read = {*graph.outputs}.union(*(op.inputs for op in graph.ops))
@@ -172,7 +172,7 @@ def _named_anew(graph: Graph) -> Iterator[Op]:
 
 @dataclass
 class _Run:
-    """What running a graph once does, in terms of what it is given: its inputs, or the variables of the main graph.
+    """Effects of one graph run, in terms of graph inputs or main-graph variables.
 
     A set of bits says what a value depends on: from `_INPUTS` on, one for each of these.
 
@@ -209,7 +209,7 @@ class _Run:
 
 
 class _Program:
-    """All graphs of a program, and what is wrong with it as a whole."""
+    """All graphs of a program, and lints that concern the whole program."""
 
     def __init__(self, main: Graph) -> None:
         self.main = main
@@ -228,7 +228,7 @@ class _Program:
         ]
 
     def _group_bit(self, grouping: ReplicaGrouping) -> int:
-        """The bit of what replicas of a group share, and others do not."""
+        """Bit for values shared within replica groups only."""
         if grouping.num_groups == 1:
             return 0
         if grouping not in self.groupings:
@@ -237,7 +237,7 @@ class _Program:
         return bit if bit < 1 << _INPUTS else _REPLICA_REDUCED
 
     def repeated(self) -> Iterator[Op]:
-        """Ops that drop the same elements in each run, of a program whose runs go on from each other."""
+        """Dropout ops that repeat their mask in every run of a stateful program."""
         if any(self.run.writers):
             for op, seed in sorted(self.run.masks, key=lambda mask: mask[0].id):
                 again = op.graph.gradient_of is not None  # draws what was drawn
@@ -245,7 +245,7 @@ class _Program:
                     yield op
 
     def drifting(self) -> Iterator[tuple[Variable, Op]]:
-        """Variables that are not the same any more for replicas that share them, and the op that changed them last."""
+        """Variables that drift apart on replicas sharing them, with the last op to change each."""
         if self.main.ir.replication_factor == 1:
             return
         for i, (v, writer) in enumerate(zip(self.variables, self.run.writers, strict=True)):
@@ -258,7 +258,7 @@ class _Program:
                 yield v, writer
 
     def _differs(self, bits: int, grouping: ReplicaGrouping) -> bool:
-        """Whether replicas of a group get different values of what depends on this."""
+        """Test whether dependent values differ between replicas of a group."""
         if bits & _PER_REPLICA:
             return True
         of = grouping.assignment
@@ -269,7 +269,7 @@ class _Program:
 
 
 def _bind(bits: int, given: Sequence[int]) -> int:
-    """What depends on inputs, where these depend on what is given for them."""
+    """Dependencies with input bits replaced by the dependencies of bound values."""
     found = bits & ((1 << _INPUTS) - 1)
     for i in _positions(bits):
         found |= given[i] if i < len(given) else _UNKNOWN
@@ -277,7 +277,7 @@ def _bind(bits: int, given: Sequence[int]) -> int:
 
 
 def _positions(bits: int) -> Iterator[int]:
-    """The numbers of the inputs that are in a set of bits."""
+    """Input numbers encoded in a bit set."""
     inputs = bits >> _INPUTS
     while inputs:
         lowest = inputs & -inputs
@@ -286,7 +286,7 @@ def _positions(bits: int) -> Iterator[int]:
 
 
 class _Walk:
-    """One pass through the ops of a graph, after those of the graphs that it calls.
+    """One pass through the ops of a graph, callees first.
 
     Args:
         graph: the graph.
@@ -322,7 +322,7 @@ class _Walk:
             run.lost = [*self.lost()]
 
     def stored(self, t: Tensor) -> tuple[Tensor, ...]:
-        """The tensors whose storage a tensor is made of."""
+        """Tensors that back a tensor's storage."""
         return self.made_of.get(t, (t,))
 
     def of(self, t: Tensor) -> int:
@@ -347,26 +347,26 @@ class _Walk:
                 self.run.read |= self.content[s] & 1 << (_INPUTS + i)
 
     def makes(self, op: Op, bits: int, same: int) -> None:
-        """The results of an op that share no storage with its operands."""
+        """Results of an op with storage separate from its operands."""
         for t in op.outputs:
             if self.stored(t) == (t,):
                 self.content[t], self.same[t] = bits, same
 
     def writes(self, t: Tensor, bits: int, same: int, writer: Op, forgets: bool) -> None:
-        """A change of a tensor in place."""
+        """Record an in-place change of a tensor."""
         for s in self.stored(t):
             self.content[s] = bits if forgets and s is t.origin else self.content.get(s, 0) | bits
             self.same[s] = self.same.get(s, 0) | same
             self.writer[s] = writer
 
     def touches(self, op: Op, changed: Iterable[int]) -> None:
-        """Note that an op uses its operands, and changes some."""
+        """Record the operands that an op reads and changes."""
         for i, t in enumerate(op.inputs):
             for s in self.stored(t):
                 self.last[s] = (op, i in changed)
 
     def plain(self, op: Op) -> None:
-        """An op that runs no graphs."""
+        """Process an op without called graphs."""
         kind = op.kind
         if kind.view is not None:  # a view is made when somebody looks through it
             return
@@ -428,7 +428,7 @@ class _Walk:
             self.content[t], self.same[t] = bits, copied
 
     def enter(self, op: Op, run: _Run, first: int, given: Sequence[int], same: Sequence[int]) -> None:
-        """Take over what a called graph does, whose inputs are those of an op from number `first` on."""
+        """Apply the effects of a called graph, whose inputs start at op input `first`."""
         for i in _positions(run.read):
             if 0 <= i + first < len(op.inputs):
                 self.reads(op.inputs[i + first])
@@ -436,7 +436,7 @@ class _Walk:
         self.run.masks |= {(mask, _bind(seed, given)) for mask, seed in run.masks}
 
     def loop(self, op: Op, given: list[int], same: list[int]) -> list[tuple[int, int]]:
-        """A loop, of as many turns as anything can make a difference. Returns what its results are."""
+        """Process a loop until its effects converge. Returns the dependencies of its results."""
         (loop,) = op.runs
         run, carried = self.runs[loop.graph], loop.carried
         own_inputs, own_outputs = loop.trait.own_inputs, loop.trait.own_outputs
@@ -466,7 +466,7 @@ class _Walk:
         return results + [(_bind(b, turn), _bind(s, copied)) for b, s in stacked]
 
     def not_stored(self) -> Iterator[tuple[Op, Tensor]]:
-        """Copies of slots that are changed last of all, and go nowhere."""
+        """Copies of slots whose last change goes unstored."""
         returned = {s for t in self.run.graph.outputs for s in self.stored(t)}
         for t in self.loaded:
             op, changed = self.last.get(t, (None, False))
@@ -474,7 +474,7 @@ class _Walk:
                 yield op, t
 
     def unused_updates(self) -> Iterator[tuple[Op, Tensor]]:
-        """Constants and what this graph computes that an op of it changes last of all, and that go nowhere.
+        """Constants and local values whose last update in this graph goes unread.
 
         Not where graphs are called that do so: they may keep what only they need, such as the number of a slot.
         """
@@ -487,7 +487,7 @@ class _Walk:
                 yield op, t
 
     def lost(self) -> Iterator[tuple[Op, Tensor]]:
-        """Inputs that are changed last of all, and that no caller gets back."""
+        """Inputs whose last change reaches no caller."""
         graph = self.run.graph
         returned = {s for t in graph.outputs for s in self.stored(t)}
         for i, t in enumerate(graph.inputs):

@@ -31,7 +31,7 @@ __all__ = ["DeviceMemory", "LiveTensor", "Memory", "Moment", "held_variables", "
 
 
 class Moment(Record):
-    """One step of a program, and the bytes that are in use while it runs.
+    """One program step, with the bytes in use during it.
 
     Attributes:
         name: what the step does.
@@ -60,7 +60,7 @@ class LiveTensor(Record):
 
 
 class DeviceMemory(Record):
-    """What is in the memory of one device, in bytes.
+    """Memory content of one device, in bytes.
 
     Attributes:
         name: which device.
@@ -86,18 +86,18 @@ class DeviceMemory(Record):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def device(self) -> int:
-        """What is needed of the memory of the device, at most."""
+        """Peak device memory."""
         return self.always + self.temporaries
 
     @property
     def always(self) -> int:
-        """What is there all the time: all but the temporaries."""
+        """Permanently used memory: everything except temporaries."""
         fixed = self.variables + self.buffers + self.arguments + self.outputs + self.constants
         return fixed + (self.code or 0)
 
 
 class Memory(OnPage, DeviceMemory):
-    """The memory that a program needs, in bytes, and when. Its numbers are of the device that needs most.
+    """Memory requirement of a program over time, in bytes, for the device with the highest need.
 
     Attributes:
         name: whose memory it is: "Ir[id=0], each replica".
@@ -128,12 +128,12 @@ class Memory(OnPage, DeviceMemory):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def host(self) -> int:
-        """What is needed of the host's memory."""
+        """Host memory requirement."""
         return self.buffers_on_host + self.variables_on_host + self.temporaries_on_host
 
     @property
     def highest(self) -> Moment | None:
-        """The step at which most is in use; `None` if there are no steps."""
+        """The step with peak memory use; `None` without steps."""
         return max(self.moments, key=lambda moment: moment.held + moment.inside, default=None)
 
     def __repr__(self) -> str:
@@ -154,7 +154,7 @@ class Memory(OnPage, DeviceMemory):
         return Page(f"Memory of {self.name}", [*parts, *([self.picture()] if self.moments else [])])
 
     def _on_host(self) -> list[str]:
-        """A sentence on the host's memory; none, if nothing is there."""
+        """One sentence about host memory; empty if unused."""
         counts = {
             "variables": self.variables_on_host,
             "remote buffers": self.buffers_on_host,
@@ -164,7 +164,7 @@ class Memory(OnPage, DeviceMemory):
         return [f"In the host's memory: {', '.join(found)}."] if found else []
 
     def _by_device(self) -> Table:
-        """A row for all devices that need the same."""
+        """One table row per group of devices with equal requirements."""
         kinds = [kind for kind in _PARTS if any(getattr(device, kind) for device in self.devices)]
         alike: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for device in self.devices:
@@ -179,7 +179,7 @@ class Memory(OnPage, DeviceMemory):
         return Table(["device", *kinds, "in all"], rows)
 
     def picture(self) -> Picture:
-        """The memory over the steps of the program: what is there all the time, and each value while it is held."""
+        """Plot memory over program steps: permanent use, and each value while live."""
         title = f"Memory of {self.name}: {bytes_text(self.device)} at most"
         if self.source == "program":
             title += "; steps are counted op by op, without what XLA saves"
@@ -222,14 +222,13 @@ def memory_of(ir: Ir) -> Memory:
 
 
 def variables_on_host(main: Graph) -> int:
-    """The bytes of the host copies of the variables, of all groups of replicas. Variables that are only described have
-    none."""
+    """Bytes of host copies of variables, for all replica groups; zero for variables with described values."""
     there = (v for v in main.variables if v.initial is None)
     return sum(math.prod(v.shape_on_host) * v.dtype.itemsize for v in there)
 
 
 def held_variables(main: Graph) -> dict[Tensor, Variable]:
-    """What the program keeps on the device: the variables that it uses, or the pieces that it uses in their place."""
+    """Variables resident on the device, or their shards."""
     used = used_storages(main)
     holders = {v if v.piece is None else v.piece: v for v in main.variables}
     return {t: v for t, v in holders.items() if t in used}
@@ -247,7 +246,7 @@ def size(t: Tensor) -> int:
 
 
 def runs_of(main: Graph) -> Counter[Graph]:
-    """How often a run of a program runs each graph, at most."""
+    """Maximum run count of each graph per program run."""
     runs = Counter({main: 1})
     for graph in reversed(callees_first(main)):
         for op in graph.ops:
@@ -257,7 +256,7 @@ def runs_of(main: Graph) -> Counter[Graph]:
 
 
 def moments_of(main: Graph, size: Callable[[Tensor], int] = size) -> tuple[tuple[Moment, ...], tuple[LiveTensor, ...]]:
-    """The steps of a graph, and the values that are held between them.
+    """Steps of a graph, with values live between them.
 
     Steps are its ops, and in place of the only call or loop of a graph those of that graph.
 
@@ -278,7 +277,7 @@ def moments_of(main: Graph, size: Callable[[Tensor], int] = size) -> tuple[tuple
 
 @dataclass
 class _Steps:
-    """The steps of a graph, and the values between them."""
+    """Steps of a graph, with values live between them."""
 
     moments: list[Moment] = field(default_factory=list)
     tensors: list[LiveTensor] = field(default_factory=list)
@@ -295,7 +294,7 @@ class _Steps:
 
 
 def _steps(graph: Graph, of: dict[Graph, _Steps], once: set[Graph], size: Callable[[Tensor], int]) -> _Steps:
-    """The steps of a graph, after those of the graphs that it calls are known."""
+    """Compute the steps of a graph from the steps of its callees."""
     made_of = storages(graph.ops)
     ops = [op for op in graph.ops if op.kind.view is None]  # a view is made when somebody looks through it
     last: dict[Tensor, int] = {}

@@ -17,7 +17,7 @@ Readers = Mapping[Tensor, Collection[int | None]]
 
 
 def reading_ipus(main: Graph) -> Readers:
-    """For each tensor that a graph reads, the IPUs of the ops that do, the first reader's first.
+    """Map each tensor of a graph to the IPUs of its readers, in reader order.
 
     A called graph on several IPUs reads its inputs where its ops do; one on a single IPU runs where it is called. Ops
     that overwrite a tensor do not count.
@@ -41,7 +41,7 @@ def reading_ipus(main: Graph) -> Readers:
 
 
 def crossing_updates(main: Graph) -> Iterator[tuple[Variable, Op]]:
-    """Variables that are read on one IPU and changed on another, and the op that changes them. Scalars do not count."""
+    """Variables read on one IPU and updated on another, with the updating op. Scalars excluded."""
     readers = reading_ipus(main)
     for op in main.ops:
         for i in sorted(op.modified):

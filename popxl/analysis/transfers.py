@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def transfers_of(main: Graph) -> dict[Stream, int]:
-    """How many transfers of each stream one run of a graph makes, at most."""
+    """Maximum number of transfers per stream in one graph run."""
     of: dict[Graph, Counter[Stream]] = {}
     for graph in callees_first(main):
         counts = of[graph] = Counter()
@@ -33,7 +33,7 @@ def transfers_of(main: Graph) -> dict[Stream, int]:
 
 
 def unread_streams(main: Graph) -> set[Stream]:
-    """The streams that a graph loads from, and of which nobody looks at what is loaded."""
+    """Streams whose loaded values go unread."""
     read = {t for graph in reachable(main) for t in graph.outputs}
     loads: dict[Stream, list[Tensor]] = {}
     for op in lowered_ops(main):
@@ -46,7 +46,7 @@ def unread_streams(main: Graph) -> set[Stream]:
 
 
 def warn_of_unused_transfers(ir: Ir) -> None:
-    """Warn of what is never written of the arrays that a run returns, and never read of those that it is fed with.
+    """Warn about array rows that a run never writes or never reads.
 
     It is told at the line that uses the stream first.
 

@@ -6,7 +6,7 @@ from types import UnionType
 
 
 def check_type(value: object, kinds: type | tuple[type, ...] | UnionType, what: str, expected: str) -> None:
-    """Refuse an argument of another kind.
+    """Raise `TypeError` for an argument of another type.
 
     Args:
         value: the argument.

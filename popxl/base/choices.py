@@ -19,7 +19,7 @@ VARIABLE = "POPXL_CHOICES"
 
 @dataclass
 class Choices:
-    """What a program may choose from, and what it gets.
+    """Open choices of a program, with their selected values.
 
     Attributes:
         taken: by name, the value that the program gets; of names that are not there, the first option.
@@ -97,7 +97,7 @@ def choice(name: str, options: Sequence[T], is_work: bool = False) -> T:
 
 
 def check_environment() -> None:
-    """`ValueError` if the environment chooses what a program that is about to run has not asked for."""
+    """Raise `ValueError` for environment choices that the program never requests."""
     if not _asked or _choices.get() is not None:
         return
     if unknown := {name: value for name, value in _from_environment().items() if name not in _asked}:
@@ -109,7 +109,7 @@ def check_environment() -> None:
 
 
 def as_text(taken: Mapping[str, Any]) -> str:
-    """Values of choices as the environment variable has them.
+    """Format choice values for the environment variable.
 
     Example:
         >>> as_text({"micro_batch": 8, "mesh": (2, 4)})
@@ -130,7 +130,7 @@ def choosing(taken: Mapping[str, Any]) -> Iterator[Choices]:
 
 
 def _from_environment() -> dict[str, str]:
-    """What the environment chooses, as text."""
+    """Choice texts from the environment."""
     pairs = [pair.partition("=") for pair in shlex.split(os.environ.get(VARIABLE, ""))]
     if wrong := ["".join(pair) for pair in pairs if not all(pair)]:
         raise ValueError(f"choice: {VARIABLE} has {wrong[0]!r}, expected name=value, divided by blanks.")

@@ -6,7 +6,7 @@ from typing import NoReturn, Self, SupportsIndex
 
 
 class NotCopyable:
-    """Is, or stands in, a program or a session: a copy would be in none."""
+    """A member of a program or session. Copying raises an error: no program would own the copy."""
 
     __slots__ = ()
 
@@ -19,7 +19,7 @@ class NotCopyable:
 
 
 class CopyIsSelf(NotCopyable):
-    """A name for something in a program: the same in a copy, also a deep one, of what holds it."""
+    """A name inside a program; copies and deep copies of its holder keep this very object."""
 
     __slots__ = ()
 

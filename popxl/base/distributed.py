@@ -24,7 +24,7 @@ PREFIX = "POPDIST_"
 
 
 class Instance(BaseModel):
-    """One process among those that run a program together, as the launcher describes it.
+    """One process of a distributed program, as described by the launcher.
 
     Example:
         >>> instance = Instance(instance_index=1, num_instances=2, num_total_replicas=8)
@@ -57,7 +57,7 @@ class Instance(BaseModel):
 
     @property
     def all_are_here(self) -> bool:
-        """Whether all instances are on this machine: then none need listen where other machines reach it."""
+        """Test whether all instances run on this machine, so that they can listen on the loopback address."""
         return self.host in (LOOPBACK, "localhost")
 
     @property
@@ -67,16 +67,16 @@ class Instance(BaseModel):
 
     @property
     def replica_offset(self) -> int:
-        """The number of the first of them."""
+        """Global number of the first local replica."""
         return self.instance_index * self.num_local_replicas
 
     def environment(self) -> dict[str, str]:
-        """The environment variables that say all this to a process."""
+        """Environment variables that describe this instance to a process."""
         return {PREFIX + name.upper(): str(value) for name, value in self.model_dump().items()}
 
 
 def launched() -> Instance | None:
-    """What the launcher says of this process; `None` if no launcher has started it.
+    """Read the launcher's description of this process; `None` without a launcher.
 
     Raises:
         PopxlError: if the environment describes no instance that there can be.

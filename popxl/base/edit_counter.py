@@ -4,7 +4,7 @@ __all__ = ["EditCounter"]
 
 
 class EditCounter:
-    """Counts the changes of an Ir.
+    """Change counter of an Ir.
 
     Whatever changes a graph, an op, a graph input, a remote buffer or an option after it was made calls `note`. What it
     was that changed, `popxl.analysis.edits.Snapshot` says.

@@ -8,7 +8,7 @@ import numpy as np
 
 
 def exact_key(value: Any) -> Any:
-    """A value as a key: 1, 1.0 and True are three, and 0.0 and -0.0 are two, also in tuples.
+    """A dictionary key that keeps 1, 1.0 and True distinct, likewise 0.0 and -0.0, also inside tuples.
 
     Example:
         >>> {1: "int", 1.0: "float"}

@@ -9,7 +9,7 @@ __all__ = ["HostCopies"]
 
 
 class HostCopies:
-    """What the sessions of an Ir have in common, as they share the host copies of its variables.
+    """State shared by all sessions of an Ir: versions of host copies of variables.
 
     The copies themselves are the variables' own (`Variable.data`).
 
@@ -28,10 +28,10 @@ class HostCopies:
         self.in_sync = True
 
     def new_version(self) -> int:
-        """The number of a change, larger than all before."""
+        """The next version number, larger than all earlier ones."""
         return next(self._versions)
 
     def note(self) -> int:
-        """Note that the copies have been written, or are about to be. Returns their new version."""
+        """Record a write to host copies, past or imminent. Returns the new version."""
         self.version = self.new_version()
         return self.version

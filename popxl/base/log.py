@@ -52,7 +52,7 @@ class Logger:
         _chosen[self.name] = number
 
     def shows(self, level: str) -> bool:
-        """Whether messages of this level are shown now."""
+        """Test whether the log level is enabled."""
         return LEVELS[level] >= self._threshold()
 
     def _threshold(self) -> int:
@@ -75,7 +75,7 @@ class Logger:
         self._write("TRACE", message)
 
     def debug(self, message: str) -> None:
-        """Say something of the level `DEBUG`: what is done and why."""
+        """Log a `DEBUG` message: an action, with its reason."""
         self._write("DEBUG", message)
 
     def info(self, message: str) -> None:
@@ -83,7 +83,7 @@ class Logger:
         self._write("INFO", message)
 
     def warn(self, message: str) -> None:
-        """Say something of the level `WARN`: it goes on, and may not be what was meant."""
+        """Log a `WARN` message: execution continues, perhaps against intention."""
         self._write("WARN", message)
 
     def error(self, message: str) -> None:
@@ -102,7 +102,7 @@ def _number(level: object, what: str) -> int:
 
 
 class _Destination(logging.Handler):
-    """Writes to where the environment says, at the time of the message."""
+    """A writer to the destination from the environment, looked up per message."""
 
     def emit(self, record: logging.LogRecord) -> None:
         destination = os.environ.get("POPART_LOG_DEST") or "stderr"

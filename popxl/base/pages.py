@@ -37,7 +37,7 @@ MOST_LINES = 400
 
 
 class Picture(str):
-    """A picture as the text of an SVG. Notebooks show it; `save` writes it to a file."""
+    """An SVG picture as text. Notebooks display it; `save` writes a file."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the picture to a file, which browsers open.
@@ -60,7 +60,7 @@ class Table:
 
     @classmethod
     def cut(cls, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str | Table]:
-        """The first rows as a table, and how many more there are. Nothing, if there are no rows.
+        """Build a table from the first rows, with a count of omitted rows; empty without rows.
 
         Example:
             >>> Table.cut(["n"], [[str(n)] for n in range(20)])[1]
@@ -115,8 +115,8 @@ class Facts:
 
 @dataclass(frozen=True)
 class Listing:
-    """A long text that one opens to read, or that `is_open`. Pages as text leave it out. Above `MOST_LINES` lines its
-    middle is left out; what it is made of has all."""
+    """A long text behind a fold, open if `is_open`. Text pages omit it. Beyond `MOST_LINES` lines the middle is
+    omitted; the source object keeps everything."""
 
     title: str
     text: str
@@ -158,7 +158,7 @@ class Page:
         return f"<h{level}>{escape(self.title)}</h{level}>" + "".join(_html(part, level + 1) for part in self.parts)
 
     def document(self) -> str:
-        """The page as a whole HTML document, with a section for each page on it, and links to these."""
+        """Complete HTML document with one section per page, plus links to sections."""
         inner = [part for part in self.parts if isinstance(part, Page)]
         links = "".join(f'<a href="#section{i}">{escape(page.title)}</a>' for i, page in enumerate(inner))
         sections = "".join(f'<section id="section{i}">{page.html(2)}</section>' for i, page in enumerate(inner))
@@ -224,7 +224,7 @@ def _html(part: str | Table | Facts | Listing | Page, level: int) -> str:
 
 
 class OnPage(ABC):
-    """Something that prints as a page, is shown as one in notebooks, and can be saved as one."""
+    """Base class of reports: printable, displayable in notebooks, savable."""
 
     @abstractmethod
     def page(self) -> Page:
@@ -246,7 +246,7 @@ class OnPage(ABC):
 
 
 def bytes_text(count: float) -> str:
-    """A number of bytes, in three digits or so.
+    """Format a byte count with about three digits.
 
     Example:
         >>> bytes_text(786432), bytes_text(12)
@@ -256,7 +256,7 @@ def bytes_text(count: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """A number of things, in three digits or so.
+    """Format a count with about three digits.
 
     Example:
         >>> count_text(46_900), count_text(12)
@@ -279,7 +279,7 @@ def flops_text(count: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """A time, in three digits or so.
+    """Format a duration with about three digits.
 
     Example:
         >>> seconds_text(0.00123), seconds_text(75.3)

@@ -25,7 +25,7 @@ _DARK = {
 
 
 def _rules(fills: Mapping[str, str], lines: str) -> str:
-    """What shapes of each class look like. All are within pictures: a notebook has classes of its own."""
+    """CSS rules for shape classes, scoped to pictures, since notebooks have classes too."""
     fill = " ".join(f".popxl .{name} {{ fill: {colour} }}" for name, colour in fills.items())
     return f"{fill} .popxl .grid {{ stroke: {lines} }} .popxl .bar {{ stroke: {fills['paper']}; stroke-width: 0.5 }}"
 
@@ -101,8 +101,7 @@ def steps(
 
 
 def _stacked(held: Sequence[int], lives: Iterable[Held]) -> Iterator[tuple[str, int, int, list[int]]]:
-    """Values with the height of their lower edge at each step from the first one on. What came first is at the bottom,
-    above all that is not drawn by itself."""
+    """Stack values by age, oldest at the bottom, above everything left undrawn; gives the lower edge at each step."""
     largest = sorted(lives, key=lambda life: -life[1] * (life[3] - life[2]))[:SHOWN]
     shown = sorted((life for life in largest if life[1] and life[3] > life[2]), key=lambda life: life[2])
     heights = [*held]
@@ -174,7 +173,7 @@ def _scale(highest: float, start: float, end: float) -> Scale:
 
 
 def _ticks(highest: float) -> list[float]:
-    """Round numbers from 0 up to one that is not below the highest: four to nine of them."""
+    """Four to nine round axis ticks from 0 to at least the maximum."""
     if highest <= 0:
         return [0, 1]
     size = 10.0 ** math.floor(math.log10(highest))

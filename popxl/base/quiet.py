@@ -15,13 +15,13 @@ _FOR_INFORMATION = re.compile(r"I\d{4} |WARNING: All log messages before absl::I
 
 
 def is_warning(line: str) -> bool:
-    """Whether a line says more than what is going on: warnings and errors do."""
+    """Test whether a log line is a warning or an error."""
     return _FOR_INFORMATION.match(line) is None
 
 
 @contextmanager
 def silence_stderr(shows: Callable[[str], object] = lambda line: False) -> Iterator[None]:
-    """Keep what is written to the file of standard error while the block lasts.
+    """Capture the standard error file during a `with` block.
 
     Args:
         shows: which lines are shown afterwards. If the block fails, all are.
@@ -49,7 +49,7 @@ def silence_stderr(shows: Callable[[str], object] = lambda line: False) -> Itera
 
 
 def import_jax() -> None:
-    """Import JAX, if nobody has. With it come its plugins, and some say at length that they have nothing to do."""
+    """Import JAX once, silencing verbose plugins."""
     if "jax" not in sys.modules and find_spec("jax_plugins") is not None:
         with silence_stderr(is_warning):
             import_module("jax")

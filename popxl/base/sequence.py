@@ -54,7 +54,7 @@ class Sequencer:
                 self._memories.clear()
 
     def predecessors(self, key: Hashable) -> tuple[int, ...]:
-        """Ids of the ops that a new op has to follow. `ValueError` if the mode of the block is not a mode."""
+        """Ids of required predecessors of a new op. Raises `ValueError` for an unknown mode."""
         if self.mode is None:
             return ()
         if not isinstance(self.mode, bool):
@@ -75,12 +75,12 @@ class Sequencer:
             memory.members.append(op_id)
 
     def replace(self, old: Collection[int], new: Iterable[int]) -> None:
-        """Put the ids of some ops in the place of those of others."""
+        """Replace op ids by others."""
         for memory in self._memories.values():
             memory.before = with_ids_replaced(memory.before, old, new)
             memory.members = list(with_ids_replaced(memory.members, old, new))
 
 
 def with_ids_replaced(ids: Iterable[int], old: Collection[int], new: Iterable[int]) -> tuple[int, ...]:
-    """Some ids, each once, with the `new` ones in the place of the `old`."""
+    """Deduplicated ids, with `old` ids replaced by `new` ones."""
     return tuple(dict.fromkeys(found for id in ids for found in (new if id in old else (id,))))

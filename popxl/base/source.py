@@ -18,7 +18,7 @@ __all__ = ["DebugRecord", "SourceLocation", "frame_above", "user_line", "warn_at
 
 @dataclass(frozen=True)
 class SourceLocation:
-    """A line of a program, and the function that it is in."""
+    """A program line, with its function."""
 
     file: str
     line: int
@@ -37,7 +37,7 @@ class SourceLocation:
 
     @staticmethod
     def of(place: tuple[CodeType, int]) -> SourceLocation:
-        """From a code object and a line number."""
+        """Create a location from a code object and a line number."""
         code, line = place
         return SourceLocation(code.co_filename, line, code.co_name)
 
@@ -52,7 +52,7 @@ class SourceLocation:
 
 @dataclass
 class DebugRecord:
-    """What created an op: a function of the program's interface, and its call.
+    """The interface function and call that created an op.
 
     Attributes:
         api: name of the function.
@@ -94,7 +94,7 @@ def _module_is_ours(module: str) -> bool:
 
 
 def _user_frame_above(frame: FrameType) -> FrameType:
-    """The innermost frame, from this one on, that is not ours."""
+    """The innermost user frame, starting at this frame."""
     while frame.f_back is not None and _module_is_ours(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
     return frame
@@ -115,7 +115,7 @@ def user_line(frame: FrameType, further: int) -> tuple[CodeType, int]:
 
 
 def frame_above(offset: int) -> FrameType:
-    """The frame `offset` levels above the caller of the caller. `IndexError` where there is none."""
+    """The frame `offset` levels above the caller's caller. Raises `IndexError` beyond the stack."""
     frame: FrameType | None = sys._getframe(2)
     for _ in range(offset):
         frame = frame and frame.f_back

@@ -37,7 +37,7 @@ def done(work: Nested[T]) -> T:
 
 
 def doing(work: Nested[T]) -> Generator[Any, Any, T]:
-    """Nested work as one generator, for whoever answers what it asks: it yields what is no generator itself.
+    """Drive nested generators as a single generator, which yields only non-generator values for its driver to answer.
 
     Example:
         >>> def doubled():

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def storages(ops: Iterable[Op]) -> dict[Tensor, tuple[Tensor, ...]]:
-    """For each operand and aliasing result of ops of one graph, in order, the tensors whose storage it is made of.
+    """Map operands and aliasing results of ops, in order, to their base tensors.
 
     That is the tensor itself, unless it is a view or the result of an in-place op.
     """
@@ -33,7 +33,7 @@ def used_storages(graph: Graph) -> set[Tensor]:
 
 
 def reachable(graph: Graph) -> tuple[Graph, ...]:
-    """A graph, and all graphs that running it runs; each once, in the order in which they are first mentioned."""
+    """A graph and all transitively called graphs, each once, in order of first mention."""
     found: dict[Graph, None] = {}
     waiting = [graph]
     while waiting:
@@ -45,13 +45,12 @@ def reachable(graph: Graph) -> tuple[Graph, ...]:
 
 
 def lowered_ops(graph: Graph) -> Iterator[Op]:
-    """The ops that are carried out when a graph is run, calls included: those of each graph once, none of which stands
-    for several."""
+    """All executed ops of a graph and its callees: each graph once, composite ops expanded."""
     return (part for each in reachable(graph) for op in each.ops for part in op.parts)
 
 
 def callees_first(graph: Graph, without: Container[Graph] = ()) -> tuple[Graph, ...]:
-    """The graphs that running a graph runs, each once and after those that it calls; the graph itself is the last.
+    """Transitively called graphs, each once, callees before callers; the graph itself last.
 
     Those in `without` are left out, and so are graphs that only they call.
     """
@@ -68,7 +67,7 @@ def callees_first(graph: Graph, without: Container[Graph] = ()) -> tuple[Graph, 
 
 
 def has_effect(op: Op) -> bool:
-    """Whether an op, or one in a graph that it runs, does more than compute its results."""
+    """Test whether an op or one of its callees has side effects."""
     return op.kind.effect or any(inner.kind.effect for g in op.called_graphs for r in reachable(g) for inner in r.ops)
 
 
@@ -85,8 +84,8 @@ def written_inputs(graph: Graph) -> frozenset[int]:
 
 
 def changed_inputs(graph: Graph) -> frozenset[int]:
-    """Positions of the graph inputs that running the graph changes. What is passed on by reference to a graph that does
-    not change it is not among them, unlike in `written_inputs`."""
+    """Positions of graph inputs changed by a run. Excludes by-reference inputs of unchanging callees, unlike
+    `written_inputs`."""
     changed: dict[Graph, frozenset[int]] = {}
     for each in callees_first(graph):
         made_of = storages(each.ops) if any(op.modified for op in each.ops) else {}
@@ -99,7 +98,7 @@ def changed_inputs(graph: Graph) -> frozenset[int]:
 
 
 def _changed_by_runs(op: Op, changed: dict[Graph, frozenset[int]]) -> set[int]:
-    """Positions of the inputs of an op that are changed by the graphs which it runs."""
+    """Positions of op inputs changed by called graphs."""
     return {i - len(run.own) + run.first for run in op.runs for i in changed[run.graph]}
 
 
@@ -111,20 +110,20 @@ def overwritten(op: Op) -> frozenset[int]:
 
 
 def by_reference(op: Op) -> frozenset[int]:
-    """Positions of the inputs that an op passes to a graph by reference, or as marked at this call."""
+    """Positions of op inputs passed by reference, by declaration or per call."""
     declared = (run.first + i for run in op.runs for i, t in enumerate(run.inputs) if t.by_ref)
     return op.modified.union(declared)
 
 
 def shares_by_reference(op: Op) -> bool:
-    """Whether an op passes to a graph by reference what lies in the same storage, wholly or in part."""
+    """Test whether an op passes overlapping storage by reference to one graph."""
     by_ref = by_reference(op)
     parts = [_base_storages(op.inputs[i]) for i in by_ref] if len(by_ref) > 1 else []
     return sum(map(len, parts)) > len(set[Tensor]().union(*parts))
 
 
 def _base_storages(t: Tensor) -> set[Tensor]:
-    """The tensors whose storage a tensor is made of."""
+    """The tensors that back a tensor's storage."""
     found: set[Tensor] = set()
     waiting = [t]
     while waiting:

@@ -20,7 +20,7 @@ _log = Logger("ir")
 
 
 def graph_name(fn: Callable[..., Any] | Module) -> str:
-    """The name that a graph takes from its function. `TypeError` if `fn` cannot make a graph."""
+    """Derive a graph name from its function. Raises `TypeError` for an unsuitable `fn`."""
     if isinstance(fn, Module):
         return type(fn).__qualname__.replace(".<locals>", "")
     if callable(fn) and hasattr(fn, "__qualname__"):
@@ -51,7 +51,7 @@ def build_graph(graph: Graph, fn: Callable[..., Any] | Module, args: tuple[Any, 
 
 
 def _convert(graph: Graph, parameter: inspect.Parameter, value: Any) -> Any:
-    """The value that `fn` gets for a parameter: inputs in place of tensors."""
+    """Convert an argument for `fn`, replacing tensors by graph inputs."""
     name = parameter.name
     by_ref = _is_by_ref(parameter.annotation)
     if _is_spec(value):
@@ -66,7 +66,7 @@ def _convert(graph: Graph, parameter: inspect.Parameter, value: Any) -> Any:
 
 
 def is_input(argument: Any) -> bool:
-    """Whether a graph gets inputs for an argument of its function: for tensors, and lists of them."""
+    """Test whether an argument becomes graph inputs: tensors, specs, lists of tensors."""
     return _is_spec(argument) or (isinstance(argument, list | tuple) and any(map(_is_spec, argument)))
 
 
@@ -75,7 +75,7 @@ def _is_spec(value: Any) -> bool:
 
 
 def _holds_specs(name: str, values: Iterable[Any]) -> bool:
-    """Whether a container is made of tensors. `TypeError` if it mixes them with other things."""
+    """Test whether a container consists of tensors. Raises `TypeError` for mixed containers."""
     kinds = {_is_spec(value) for value in values}
     if len(kinds) > 1:
         raise TypeError(
@@ -86,7 +86,7 @@ def _holds_specs(name: str, values: Iterable[Any]) -> bool:
 
 
 def _is_by_ref(annotation: Any) -> bool:
-    """Whether an annotation is `TensorByRef`, or `List` or `Tuple` of it; as objects, not as text."""
+    """Test whether an annotation object is `TensorByRef`, or `List` or `Tuple` thereof."""
     if annotation is TensorByRef:
         return True
     parts = typing.get_args(annotation)

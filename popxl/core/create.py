@@ -45,7 +45,7 @@ def variable(
     log2_scale: int | None = None,
     nan_on_overflow: bool | None = None,
 ) -> Variable:
-    """A tensor that lives as long as the program and can change, in the main graph.
+    """Create a variable in the main graph: a mutable tensor with the program's lifetime.
 
     Args:
         data: the initial value: a number, a sequence, a NumPy array or memory map, a torch tensor. It is copied,
@@ -100,7 +100,7 @@ def variable(
 
 
 def _configure_variable(t: Variable, grouping: ReplicaGrouping, retrieval_mode: str | None) -> Variable:
-    """A new variable with all that it has besides a value."""
+    """Set all properties of a new variable except its value."""
     t.replica_grouping = grouping
     t.retrieval_mode = retrieval_mode or "one_per_group"
     t.location_info = ON_DEVICE
@@ -146,8 +146,8 @@ def _numbers(
     nan_on_overflow: bool | None,
     copy: bool = True,
 ) -> np.ndarray:
-    """The numbers of a tensor, converted. Nobody has asked for 32 bits where no dtype is given: so a number that does
-    not fit is warned of. One that does not fit the dtype that is given is cast as NumPy does."""
+    """Convert tensor values. Without a requested dtype, warn about numbers beyond 32 bits. With one, cast as NumPy
+    does."""
     if dtype is None and downcast and log2_scale is None and nan_on_overflow is None:
         wide = as_array(data)
         if wide.size and wide.dtype in downcast_np_dtypes:
@@ -158,7 +158,7 @@ def _numbers(
 
 
 def _cast_or_warn(array: np.ndarray, target: np.dtype[Any], what: str) -> np.ndarray | None:
-    """Numbers in a dtype that nobody has asked for; `None`, and a warning, if they do not fit."""
+    """Cast numbers to a default dtype; warn and return `None` for numbers out of range."""
     try:
         return narrowed(array, target, what)
     except ValueError as problem:
@@ -167,14 +167,14 @@ def _cast_or_warn(array: np.ndarray, target: np.dtype[Any], what: str) -> np.nda
 
 
 def warn_of_narrowed(array: np.ndarray, dtype: dtype_, what: str) -> None:
-    """Warn of numbers that do not fit a dtype, which nobody has asked for. They are cast as NumPy does it."""
+    """Warn about numbers outside a default dtype, which are cast as NumPy casts."""
     target = dtype.as_numpy()
     if array.dtype != target and kind_of(array.dtype) in "iuf" and kind_of(target) in "iuf":
         _cast_or_warn(array, target, what)
 
 
 def operand_beside(t: Tensor, data: HostScalarTensor) -> Constant:
-    """The constant that an operator makes of what stands beside a tensor: in the dtype of that tensor.
+    """Convert an operator's non-tensor operand to a constant of the tensor's dtype.
 
     Nobody has asked for that dtype. So a number that does not fit is warned of, and then cast.
     """
@@ -191,7 +191,7 @@ def operand_beside(t: Tensor, data: HostScalarTensor) -> Constant:
 
 
 def with_numbers(op: Callable[..., T], *operands: Any) -> T:
-    """An op of operands of which some may be plain numbers, or arrays: these become constants beside the first tensor.
+    """Record an op after converting plain numbers and arrays to constants beside the first tensor.
 
     The graph forgets them if the op refuses its operands. What is neither is left for the op to refuse.
     """
@@ -213,7 +213,7 @@ def with_numbers(op: Callable[..., T], *operands: Any) -> T:
 
 
 def _one_row_each(array: np.ndarray, grouping: ReplicaGrouping) -> np.ndarray:
-    """The data with one row for each group. A grouping that is not constant ignores rows beyond those."""
+    """Expand data to one row per group. Non-constant groupings ignore surplus rows."""
     rows = array.shape[0] if array.shape else 0
     if grouping.is_const and rows != grouping.num_groups or rows < grouping.num_groups:
         raise (PopxlError if grouping.is_const else IndexError)(
@@ -267,7 +267,7 @@ def graph_input(
     by_ref: bool = False,
     meta_shape: Iterable[int] | None = None,
 ) -> Tensor:
-    """A new input of the current graph, after those it has already.
+    """Append an input to the current graph.
 
     Args:
         shape, dtype, meta_shape: what callers have to bind.
@@ -290,7 +290,7 @@ def graph_input(
 
 
 def graph_output(t: Tensor) -> None:
-    """Make a tensor of the current graph an output of it, after those it has already.
+    """Append an output to the current graph.
 
     Raises:
         RuntimeError: without a current graph.

@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 
 class OpKind:
-    """The declaration of an op. Call it on tensors to add the op to the current graph.
+    """An op declaration. Call it on tensors to add an op to the current graph.
 
     The parameters of `lowering` say what the op takes. Positional ones are operands: tensors in a graph, arrays when
     it runs. An operand that has a default may instead be given a plain value (`None`, a number), which then becomes
@@ -158,17 +158,17 @@ class OpKind:
 
     @property
     def is_carried_out_by_others(self) -> bool:
-        """Whether it takes more than its function, called on arrays, to carry the op out."""
+        """Test whether lowering needs more than a call of the function on arrays."""
         return bool(self.runs or self.stands_for or self.exchange or self.between_replicas or self.effect)
 
     def check_operands(self, names: Iterable[str], does: str) -> None:
-        """`TypeError` if there is no operand of one of these names."""
+        """Raise `TypeError` for unknown operand names."""
         for name in names:
             if name not in self._operands:
                 raise TypeError(f"OpKind: {self.name} {does} `{name}`, and its operands are {self._operands}.")
 
     def check_attribute(self, name: str, does: str) -> None:
-        """`TypeError` if there is no attribute of this name."""
+        """Raise `TypeError` for an unknown attribute name."""
         known = self._parameters.attributes
         if known is not None and self._renamed is None and name not in known:
             raise TypeError(f"OpKind: {self.name} {does} `{name}`, and its attributes are {tuple(known)}.")
@@ -178,11 +178,11 @@ class OpKind:
 
     @staticmethod
     def named(key: str) -> OpKind | None:
-        """The op that was last declared under this key, if somebody still has it."""
+        """The live op last declared under this key."""
         return _declared.get(key)
 
     def inplace(self, name: str, result: str, **changes: Any) -> OpKind:
-        """The same op, overwriting its first operand and returning an alias of it."""
+        """Declare the in-place version: it overwrites the first operand and returns an alias."""
         traits = [
             Overwrites(self._operands[0]),
             *(trait for trait in self.traits if isinstance(trait, BetweenReplicas | RealOnly)),
@@ -191,7 +191,7 @@ class OpKind:
         return OpKind(name, self.lowering, result=result, **settings)
 
     def on_arrays(self, names: tuple[str, ...] | None, attributes: Mapping[str, Any]) -> Callable[..., Any]:
-        """The lowering as a function of arrays only: those of the named operands (by default, of the first ones).
+        """The lowering as a function of arrays alone: named operands, or by default the first ones.
 
         The same object for the same arguments, so that what JAX traced is found again.
         """
@@ -204,8 +204,8 @@ class OpKind:
         return self.remembered(("on_arrays", names, tuple(attributes.items())), lambda: function)
 
     def remembered(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """What `make` made for this key before. It is kept with the declaration, and gone with it. Numbers in a key are
-        told apart: see `exact_key`.
+        """Memoize `make` per key for the declaration's lifetime. Keys distinguish equal numbers of different types: see
+        `exact_key`.
 
         Nothing is kept for a key that cannot be hashed, or that holds a graph or a tensor: a declaration lives longer
         than any Ir.
@@ -221,7 +221,7 @@ class OpKind:
             return make()
 
     def modified(self, attributes: Mapping[str, Any], names: Sequence[str] | None = None) -> frozenset[int]:
-        """Positions of the inputs that an op overwrites: one with these attributes, and inputs of these names."""
+        """Positions of overwritten inputs, for given attributes and input names."""
         if self.overwrites is None:
             return frozenset()
         return self.overwrites.among(self._operands if names is None else names, attributes)
@@ -249,7 +249,7 @@ class OpKind:
     def _record(
         self, operands: tuple[Any, ...], attributes: dict[str, Any], results: Sequence[str | None] | None
     ) -> tuple[Op, bool]:
-        """The new op, and whether it is declared to have just one result."""
+        """Record an op; also tell whether it declares a single result."""
         context = get_current_context()
         graph = context.graph
         inputs, names, attributes, specs = self._checked(operands, attributes, graph)
@@ -261,13 +261,13 @@ class OpKind:
         return op, single
 
     def check(self, *operands: Any, **attributes: Any) -> None:
-        """Make all the checks of a call, and add nothing: for functions that are made of several ops."""
+        """Run all checks of a call without recording: for functions composed of several ops."""
         self._checked(operands, attributes, get_current_context().graph)
 
     def _checked(
         self, operands: tuple[Any, ...], attributes: dict[str, Any], graph: Graph
     ) -> tuple[tuple[Tensor, ...], tuple[str, ...] | None, dict[str, Any], Specs]:
-        """Inputs, their names if some operand is a plain value, attributes, and specs of the results."""
+        """Checked inputs, their names (with plain-value operands), attributes and result specs."""
         names = None
         plain: dict[str, Any] = {}
         try:
@@ -291,7 +291,7 @@ class OpKind:
         return inputs, names, attributes | plain, specs
 
     def verify(self, op: Op) -> None:
-        """Raise if an op of this kind does not have the results that its inputs and attributes give it."""
+        """Raise unless the op's results match the specs derived from inputs and attributes."""
         operands, attributes = self.arguments(op, op.inputs)
         plain = {name: value for name, value in op.attributes.items() if name not in attributes}
         self._tensors(operands, op.graph)
@@ -305,7 +305,7 @@ class OpKind:
             raise PopxlError(f"{op!r} in {op.graph.title} does not make {shown} of its inputs.")
 
     def try_out(self, op: Op) -> None:
-        """Raise if the function of an op cannot be traced: a rule for shapes does not look at all attributes.
+        """Raise if JAX cannot trace the op's function: shape rules ignore some attributes.
 
         An op that others carry out is left to these.
         """
@@ -315,7 +315,7 @@ class OpKind:
             self.remembered(key, lambda: trace(op.on_arrays(), given, made) is not None)
 
     def arguments(self, op: Op, inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Operands and attributes that make the same op of other inputs."""
+        """Operands and attributes that recreate the op on other inputs."""
         if op.operands is None:
             return tuple(inputs), dict(op.attributes)
         known = op.attributes | dict(zip(op.operands, inputs, strict=True))
@@ -378,7 +378,7 @@ class OpKind:
 
 
 def _specs(made: Any) -> Specs:
-    """What a rule for shapes has made: specs, or tensors that results are like."""
+    """Normalize a shape rule's result: specs, or tensors with equal specs."""
     several = made if isinstance(made, list | tuple) else [made]
     if odd := [each for each in several if not isinstance(each, TensorSpec | Tensor)]:
         raise TypeError(f"`shape` made {odd[0]!r} ({type(odd[0]).__name__}); expected the TensorSpec of a result.")
@@ -390,7 +390,7 @@ _declared: weakref.WeakValueDictionary[str, OpKind] = weakref.WeakValueDictionar
 
 
 def _holds_graph(value: Any) -> bool:
-    """Whether a value, or one inside of it, is a graph or a tensor."""
+    """Test whether a value contains a graph or tensor."""
     if isinstance(value, tuple | list | frozenset):
         return any(map(_holds_graph, value))
     return isinstance(value, Tensor | Graph)
@@ -398,7 +398,7 @@ def _holds_graph(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Parameters:
-    """What the parameters of a lowering say.
+    """Parsed parameters of a lowering.
 
     Attributes:
         operands: names of the operands.
@@ -432,7 +432,7 @@ class _Parameters:
         )
 
     def check_attributes(self, name: str, attributes: Mapping[str, Any]) -> None:
-        """`TypeError` if an attribute is missing, or one too many."""
+        """Raise `TypeError` for missing or surplus attributes."""
         known = self.attributes
         if known is None:
             return
@@ -441,7 +441,7 @@ class _Parameters:
             raise TypeError(f"{name}: the attributes {sorted(odd)} are missing, or too many; there are {[*known]}.")
 
     def with_groups(self) -> _Parameters:
-        """Where the function takes a group: an op has what makes one."""
+        """Replace the function's group parameter by attributes that construct a group."""
         if self.attributes is None:
             return self
         own = {key: required for key, required in self.attributes.items() if key != "group"}
@@ -450,7 +450,7 @@ class _Parameters:
     def sorted_out(
         self, name: str, operands: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Operands and attributes, where operands may have been given by name. `TypeError` for an unknown name."""
+        """Separate operands from attributes, given by position or name. Raises `TypeError` for unknown names."""
         attributes = {key: value for key, value in keywords.items() if key not in self.operands}
         if len(attributes) < len(keywords):
             last = max(self.operands.index(key) for key in keywords if key in self.operands)

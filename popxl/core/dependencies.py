@@ -23,7 +23,7 @@ __all__ = ["Needs", "dependencies", "external_resources"]
 
 @dataclass(frozen=True)
 class Needs:
-    """The ops that one op has to follow; those that these have to follow are not repeated.
+    """Direct predecessors of one op, without transitive ones.
 
     Attributes:
         data: they make what the op reads, or use a storage that it overwrites, or overwrite one that it reads.
@@ -41,7 +41,7 @@ class Needs:
 
 
 def dependencies(graph: Graph) -> dict[Op, Needs]:
-    """For each op of a graph, what it needs. Costs one look at each op, and at those of the graphs that it calls."""
+    """Map each op of a graph to its predecessors. Visits each op and its callees once."""
     made_of = storages(graph.ops)
     known: dict[int, Op] = {}
     writer: dict[Tensor, Op] = {}
@@ -68,7 +68,7 @@ def dependencies(graph: Graph) -> dict[Op, Needs]:
 
 
 def external_resources(op: Op) -> Iterator[object]:
-    """What an op, or one in a graph that it runs, uses outside of the program's tensors."""
+    """Resources outside program tensors used by an op or its callees."""
     called = dict.fromkeys(graph for callee in op.called_graphs for graph in reachable(callee))
     for each in (op, *(inner for graph in called for inner in graph.ops)):
         for part in each.parts:

@@ -70,7 +70,7 @@ def replace(graph: Graph, ops: Sequence[Op], by: Callable[..., Any]) -> None:
 
 
 def _replaceable(graph: Graph, ops: Sequence[Op]) -> tuple[int, list[Tensor], list[Tensor]]:
-    """Where in the schedule some ops are, all their inputs, and all their outputs."""
+    """Schedule position, inputs and outputs of ops for replacement."""
     start = graph.ops.index(ops[0]) if ops and ops[0] in graph.ops else -1
     if start < 0 or graph.ops[start : start + len(ops)] != list(ops):
         raise PopxlError(f"replace: {list(ops)} are not ops that follow each other in {graph.title}.")
@@ -83,7 +83,7 @@ def _replaceable(graph: Graph, ops: Sequence[Op]) -> tuple[int, list[Tensor], li
 def _check_replacement(
     graph: Graph, outputs: Sequence[Tensor], results: Sequence[Any], new: Sequence[Op], later: AbstractSet[Op]
 ) -> None:
-    """Check tensors that are to take the place of outputs, and that their ops need none of the `later` ones."""
+    """Check replacement tensors for outputs; their ops may not depend on `later` ops."""
     own = [t for op in new if op.kind.view is None for t in op.outputs]
     if len(results) != len(outputs) or len({*results}) != len(results) or not {*own}.issuperset(results):
         raise PopxlError(
@@ -102,7 +102,7 @@ def _check_replacement(
 
 
 def _splice(graph: Graph, start: int, old: Sequence[Op], new: Sequence[Op], given: Mapping[Tensor, Tensor]) -> None:
-    """Put new ops, which are the last ones so far, where old ones are; they make the tensors `given` instead."""
+    """Move new ops from the end of the schedule to the position of old ops, with `given` as their results."""
     for op in new:
         inputs, outputs = (tuple(given.get(t, t) for t in ts) for ts in (op.inputs, op.outputs))
         op.edit(inputs=inputs, outputs=outputs)
@@ -155,7 +155,7 @@ def move(graph: Graph, ops: Iterable[Op], into: Graph, given: Mapping[Tensor, Te
 def _check_move(
     graph: Graph, going: AbstractSet[Op], made: AbstractSet[Tensor], into: Graph, given: Mapping[Tensor, Tensor]
 ) -> None:
-    """Check that ops can go to another graph, with the tensors that they make."""
+    """Check that ops, with their results, can move to another graph."""
     if strangers := going - {*graph.ops}:
         raise PopxlError(f"move: {[*strangers]} are not ops of {graph.title}.")
     if into is graph or into.ir is not graph.ir or into.call_sites:

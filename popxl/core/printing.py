@@ -27,7 +27,7 @@ __all__ = ["algebra", "definition", "line", "page", "schedule", "summary"]
 
 
 def schedule(graph: Graph, names: Mapping[Tensor, str] | None = None) -> str:
-    """The ops of a graph in the order they run, one line each, with numbered tensors.
+    """Text of a graph's ops in execution order, one line each, with numbered tensors.
 
     Args:
         graph: what to list.
@@ -59,7 +59,7 @@ def schedule(graph: Graph, names: Mapping[Tensor, str] | None = None) -> str:
 
 
 def algebra(graph: Graph) -> str:
-    """A graph, and the graphs it calls, as definitions of named values.
+    """Text of a graph and its callees as definitions of named values.
 
     `&x` marks an operand that the op overwrites. Graphs are shown once, however often they are called.
     """
@@ -71,7 +71,7 @@ def algebra(graph: Graph) -> str:
 
 
 def page(graph: Graph) -> Page:
-    """A graph as notebooks show it: its definition, and to be opened those of the graphs it calls.
+    """Notebook page of a graph: its definition, with foldable callees.
 
     Of many graphs the first are shown, and of long ones the two ends.
     """
@@ -91,7 +91,7 @@ def definition(graph: Graph) -> str:
 
 
 def line(op: Op) -> str:
-    """An op as the line of its graph's definition.
+    """Text line of an op in its graph's definition.
 
     Example:
         >>> with popxl.Ir().main_graph:
@@ -104,7 +104,7 @@ def line(op: Op) -> str:
 
 
 def summary(ops: Sequence[Op]) -> str:
-    """Some ops in a few words: the graphs that they call, or the first and the last op.
+    """Short text for several ops: their called graphs, or first and last op.
 
     Example:
         >>> summary(main.ops[:2])
@@ -137,7 +137,7 @@ def _lines(graph: Graph) -> Iterator[str]:
 
 
 def _declared(v: Variable) -> Iterator[tuple[tuple[Tensor, ...], str]]:
-    """A variable: where it is, if not on the device, and the piece that a replica keeps of it."""
+    """Text of a variable: storage location outside the device, and shard per replica."""
     place, shared = v.location_info, _shared_along(v)
     if v.piece is not None:
         yield (v,), f"variable in pieces{shared}"
@@ -150,7 +150,7 @@ def _declared(v: Variable) -> Iterator[tuple[tuple[Tensor, ...], str]]:
 
 
 def _shared_along(v: Variable) -> str:
-    """The axes along which replicas share a variable, where axes have names and not all share it."""
+    """Named axes along which replicas share a variable, unless all axes do."""
     axes, grouping = v.ir.named_axes, v.replica_grouping
     if axes is None or grouping.num_groups == 1:
         return ""
@@ -185,7 +185,7 @@ def _arguments(op: Op) -> str:
 
 
 def _along(op: Op) -> list[str]:
-    """The axes along which an op talks to other replicas, in place of strides, where axes have names."""
+    """Named axes of an op's collective, instead of strides."""
     if not op.kind.between_replicas or (axes := op.graph.ir.named_axes) is None:
         return []
     names = axes.strided_names(op.attributes["stride"], op.attributes["group_size"])
@@ -200,7 +200,7 @@ def _operand(t: Tensor) -> str:
 
 
 def _elements(array: np.ndarray) -> str:
-    """All of an array, each number with as many digits as tell it from others of its dtype."""
+    """Text of a whole array, with enough digits to identify each number in its dtype."""
     return f"[{', '.join(map(_elements, array))}]" if array.ndim else str(array[()])
 
 

@@ -28,7 +28,7 @@ __all__ = ["Op", "at_this_line", "check_colocated", "foreign_tensor", "not_a_ten
 
 
 class Op:
-    """One op in a graph: what it is, what it reads and makes, where it runs, and the line that created it.
+    """One op in a graph: kind, operands, results, placement and source line.
 
     Attributes:
         kind: the declaration.
@@ -91,7 +91,7 @@ class Op:
 
     @classmethod
     def restore(cls, kind: OpKind, graph: Graph, source: SourceLocation, **state: Any) -> Op:
-        """An op as it was: one that was saved, or a part of one that stands for several."""
+        """Recreate an op from saved state, or part of a composite op."""
         op = object.__new__(cls)
         op.kind, op._graph, op._made_at = kind, graph.ref, source
         op._set(state)
@@ -102,7 +102,7 @@ class Op:
             setattr(self, name, MappingProxyType(dict(value)) if name == "attributes" else value)
 
     def edit(self, **state: Any) -> None:
-        """Change what the op is. Attributes of an op are set by this alone: a session that was made before can tell.
+        """Set attributes of the op. Only this method may set them: existing sessions detect such edits.
 
         Args:
             **state: new values, by the names of attributes. What they mean together is not checked.
@@ -124,13 +124,13 @@ class Op:
         return graph
 
     def location_of(self, t: Tensor) -> Location:
-        """Where one of the results is."""
+        """The declared location of a result."""
         if not self.kind.ipus:
             return self.location
         return (self.attributes[self.kind.ipus][self.outputs.index(t)], self.location[1])
 
     def actual_location(self, t: Tensor) -> Location:
-        """Where one of the results really is: of a call or loop of a graph on several IPUs, where that leaves it."""
+        """The actual location of a result: calls and loops of multi-IPU graphs may leave it elsewhere."""
         if self.kind.runs is None or self.kind.runs.chooses:
             return self.location_of(t)
         (run,) = self.runs
@@ -139,7 +139,7 @@ class Op:
         return inside if self._goes_to(inside) else self.location
 
     def read_elsewhere(self) -> tuple[bool, ...]:
-        """Whether each input is really read elsewhere: by a called graph that is on several IPUs."""
+        """For each input, whether a called multi-IPU graph reads it elsewhere."""
         if self.kind.runs is None or self.kind.runs.chooses:
             return (False,) * len(self.inputs)
         (run,) = self.runs
@@ -148,14 +148,14 @@ class Op:
         return tuple(inner.is_read_elsewhere or inner.used_at in elsewhere for inner in inputs)
 
     def _goes_to(self, place: Location) -> bool:
-        """Whether this is a call, or a loop, of a graph on several IPUs, one of which is that of a place within."""
+        """Test whether this op calls or loops a multi-IPU graph that includes a location's IPU."""
         if place[0] in (None, self.ipu):
             return False
         return len({op.ipu for called in self.called_graphs for graph in reachable(called) for op in graph.ops}) > 1
 
     @property
     def op_type(self) -> str:
-        """Name of the kind, as printed: `"MatMul"`."""
+        """Printed name of the kind, such as `"MatMul"`."""
         return self.kind.name
 
     @property
@@ -168,7 +168,7 @@ class Op:
 
     @property
     def debug_record(self) -> DebugRecord:
-        """Which call created the op: of a function with `popxl.context.op_debug_context`, or else of the op itself."""
+        """The call that created the op: of a function with `popxl.context.op_debug_context`, otherwise of the op."""
         if isinstance(self._made_at, DebugRecord):
             return self._made_at
         inputs, outputs = (tuple(t.id for t in tensors) for tensors in (self.inputs, self.outputs))
@@ -178,7 +178,7 @@ class Op:
 
     @property
     def parts(self) -> tuple[Op, ...]:
-        """The ops that are carried out, in order, when this one is: itself, unless it stands for several."""
+        """Executed ops in order: the op itself, or members of a composite op."""
         return (self,) if self.kind.stands_for is None else self.kind.stands_for.parts(self)
 
     @property
@@ -188,28 +188,28 @@ class Op:
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """The same, each with what is bound to it."""
+        """Called graphs, with their bindings."""
         return () if self.kind.runs is None else self.kind.runs.of(self)
 
     @property
     def bases(self) -> tuple[Tensor, ...]:
-        """The inputs whose storage the first output shares: none, for an op whose results are its own."""
+        """Inputs that share storage with the first output; empty for results with separate storage."""
         if self.kind.view is not None:
             return self.inputs
         return tuple(self.inputs[i] for i in self.modified) if self.kind.aliased else ()
 
     def again(self, inputs: Sequence[Tensor]) -> Op:
-        """Add the same op to the current graph, on other inputs."""
+        """Clone the op in the current graph, with other inputs."""
         operands, attributes = self.kind.arguments(self, inputs)
         return self.kind.record(*operands, results=[t.name for t in self.outputs], **attributes)
 
     @property
     def gains(self) -> bool:
-        """Whether the op gains a result for each output that its graph gains."""
+        """Test whether the op gains a result for each new graph output."""
         return self.kind.runs is not None and self.kind.runs.gains is not None
 
     def add_result_for(self, output: Tensor) -> None:
-        """Add a result for an output that the op's graph has gained, if the op returns these."""
+        """Add a result for a new graph output, if the op returns such outputs."""
         if not self.gains:
             return
         name, spec = output.name, self.kind.runs.gains(output.spec, self.attributes)  # type: ignore[union-attr,misc]
@@ -218,7 +218,7 @@ class Op:
         self.edit(outputs=(*self.outputs, t))
 
     def gain_input(self, t: Tensor) -> None:
-        """Bind a tensor to the input that the op's graph has gained last. A loop passes it to each turn as it is.
+        """Bind a tensor to the newest input of the called graph; loops pass it unchanged to every iteration.
 
         Args:
             t: a tensor of the graph that the op is in, which looks like the input.
@@ -244,15 +244,15 @@ class Op:
         return self.operands or self.kind.operand_names(len(self.inputs))
 
     def apply(self, values: Sequence[Any], attributes: Mapping[str, Any] | None = None) -> Any:
-        """What the kind's function makes of values in place of the inputs, and of these attributes or its own."""
+        """Call the kind's function on values instead of inputs, with given or own attributes."""
         return self._call(self.kind.lowering, values, attributes=self.attributes if attributes is None else attributes)
 
     def on_arrays(self) -> Callable[..., Any]:
-        """The op as a function of the arrays of its inputs."""
+        """The op as a function of input arrays."""
         return self.kind.on_arrays(self.operands, self.attributes)
 
     def put(self, bases: Sequence[Any], view: Any) -> Any:
-        """For a view op: its bases, with the view written into them."""
+        """Write a view back: the bases of a view op after the update."""
         if self.kind.view is None:
             raise PopxlInternalError(f"{self!r} is no view.")
         return self._call(self.kind.view.put, bases, view, attributes=self.attributes)
@@ -265,7 +265,7 @@ class Op:
         return function(*more, **dict(zip(self.operands, values, strict=True)), **attributes)
 
     def result_names(self, count: int) -> Sequence[str]:
-        """Names for the results, made from what the kind declares."""
+        """Result names derived from the declaration."""
         result = self.kind.result
         if not isinstance(result, str):
             return result[:count]
@@ -282,13 +282,13 @@ class Op:
 
 
 def at_this_line(graph: Graph) -> str:
-    """Where a mistake is: the graph, and the user's line that is calling us."""
+    """Location text for errors: the graph, and the user's calling line."""
     source = SourceLocation.of(user_frame())
     return f"In {graph.title}, at `{source.text}` ({source})." if source.text else f"In {graph.title}."
 
 
 def not_a_tensor(name: str, operand: str, value: Any) -> TypeError:
-    """The error for an operand that is no tensor."""
+    """Build the error for a non-tensor operand."""
     if isinstance(value, tuple | list) and any(isinstance(each, Tensor) for each in value):
         remedy = (
             "These are several tensors, such as a call returns: take one of them, as in `(y,) = ops.call(graph, x)`."
@@ -301,7 +301,7 @@ def not_a_tensor(name: str, operand: str, value: Any) -> TypeError:
 
 
 def foreign_tensor(name: str, operand: str, t: Tensor, graph: Graph) -> ValueError:
-    """The error for a tensor of another graph."""
+    """Build the error for a tensor from another graph."""
     home = t.graph_ref()
     if home is None or home.ir is not graph.ir:
         remedy = "It belongs to another Ir; a program is made of the tensors of one."
@@ -314,7 +314,7 @@ def foreign_tensor(name: str, operand: str, t: Tensor, graph: Graph) -> ValueErr
 
 
 def check_colocated(names: Sequence[str], tensors: Sequence[Tensor], which: tuple[str, ...] | None = None) -> None:
-    """`ValueError` if two tensors, of all or of those named in `which`, are on different IPUs or tile sets."""
+    """Raise `ValueError` for tensors (all, or those in `which`) on different IPUs or tile sets."""
     for part, what, shown in ((0, "IPUs", "ipu"), (1, "tile sets", "tile_set")):
         first: tuple[str, Tensor, Any] | None = None
         for name, t in zip(names, tensors, strict=True):

@@ -24,14 +24,14 @@ HOW_TO_READ = (
 
 
 def number_refused(t: Tensor, kind: str) -> TypeError:
-    """The error for a tensor that is to be a Python number."""
+    """Build the error for conversion of a tensor to a Python number."""
     return TypeError(
         f"{t!r} cannot become {kind}. Of a tensor, `ops.exp(x)` is what `math.exp(x)` is of a number. {HOW_TO_READ}"
     )
 
 
 def asked_by_jax(t: Tensor) -> None:
-    """Refuse what asks for the array of a tensor, if that is a function of JAX.
+    """Refuse array conversion requested by a JAX function.
 
     An operator of a JAX array asks too, before it leaves the work to the tensor; that gets `None`.
     """
@@ -53,7 +53,7 @@ def asked_by_jax(t: Tensor) -> None:
 
 
 def truth(t: Tensor) -> bool:
-    """What `if t:` comes to: whether there is a tensor at all. Programs ask that of optional tensors.
+    """Truth value of a tensor in `if t:`: presence. Programs test optional tensors this way.
 
     Raises:
         ValueError: for a scalar.

@@ -47,7 +47,7 @@ def remote_variable(
     log2_scale: int | None = None,
     nan_on_overflow: bool | None = None,
 ) -> Variable:
-    """A variable that lives in a slot of a remote buffer, in the main graph.
+    """Create a main-graph variable stored in a remote buffer slot.
 
     When the host copies go to the device, the slot is filled; when they come back, they get what is in the slot.
     Programs load from the slot and store to it, with `ops.remote_load` and `ops.remote_store`, and do not use the
@@ -87,7 +87,7 @@ def replica_sharded_buffer(
     shard_over: int | None = None,
     entries: int = 1,
 ) -> RemoteBuffer:
-    """A remote buffer for values that are cut into pieces, one for each replica.
+    """Create a remote buffer for sharded values, one shard per replica.
 
     Args:
         shape: shape on the host: with one leading row for each replica group, if there are several.
@@ -146,7 +146,7 @@ def remote_replica_sharded_variable(
     log2_scale: int | None = None,
     nan_on_overflow: bool | None = None,
 ) -> Variable:
-    """A variable that lives in slots of a remote buffer, a piece of it on each replica; in the main graph.
+    """Create a main-graph variable stored in remote buffer slots, one shard per replica.
 
     As `remote_variable`, but the slot of a replica holds one piece of the value. The host sees the value, and
     `ops.collectives.replicated_all_gather` puts it together on the device. Into how many pieces it is cut is known for
@@ -193,7 +193,7 @@ def replica_sharded_variable(
     log2_scale: int | None = None,
     nan_on_overflow: bool | None = None,
 ) -> tuple[Variable, Tensor]:
-    """A variable of which each replica keeps one piece, in the device's memory; in the main graph.
+    """Create a main-graph variable with one shard per replica in device memory.
 
     The piece is filled whenever the host copies go to the device, and keeps its value from run to run. The host copy
     gets what is in the pieces whenever the host copies come back. So update the piece in place.

@@ -37,7 +37,7 @@ Location = tuple[int | None, bool | None]
 
 
 class Tensor(CopyIsSelf, Operators):
-    """A value in a graph. Tensors are made by ops, by graph inputs, and by `popxl.variable` and `popxl.constant`.
+    """A value in a graph, created by ops, graph inputs, `popxl.variable` or `popxl.constant`.
 
     Two tensors are equal only if they are the same tensor; to compare their elements use `ops.equal`.
 
@@ -127,13 +127,13 @@ class Tensor(CopyIsSelf, Operators):
 
     @property
     def path(self) -> str:
-        """What prints, reports and `popxl.to_jax` call it: for the input of a graph that stands for a module's
-        variable its dotted path, such as `layers.0.query.weight`; else the name."""
+        """Display name in prints, reports and `popxl.to_jax`: for a module's graph input the dotted path, such as
+        `layers.0.query.weight`; otherwise the name."""
         return self._path or self._name
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Size of each dimension, on each replica."""
+        """Size of each dimension, per replica."""
         return self._shape
 
     @property
@@ -148,7 +148,7 @@ class Tensor(CopyIsSelf, Operators):
 
     @property
     def by_ref(self) -> bool:
-        """For a graph input: whether changes made to it in place are seen by the caller."""
+        """For a graph input: whether in-place changes reach the caller."""
         return self._by_ref
 
     @by_ref.setter
@@ -160,7 +160,7 @@ class Tensor(CopyIsSelf, Operators):
 
     @property
     def graph(self) -> Graph:
-        """The graph that the tensor is in."""
+        """The graph of the tensor."""
         graph = self.graph_ref()
         if graph is None:
             raise ReferenceError(f"The Ir of the tensor {self.id} is gone; keep a reference to the Ir.")
@@ -168,7 +168,7 @@ class Tensor(CopyIsSelf, Operators):
 
     @property
     def ir(self) -> Ir:
-        """The Ir that the tensor is in."""
+        """The Ir of the tensor."""
         return self.graph.ir
 
     @property
@@ -183,7 +183,7 @@ class Tensor(CopyIsSelf, Operators):
 
     @property
     def origin(self) -> Tensor:
-        """The tensor that this one is an alias of, if an in-place op made it; else the tensor itself."""
+        """The base tensor of an in-place alias; otherwise the tensor itself."""
         return self if self._origin is None else self._origin
 
     @property
@@ -204,7 +204,7 @@ class Tensor(CopyIsSelf, Operators):
 
     @property
     def has_certain_location(self) -> bool:
-        """Whether its `location` is not that of a call or loop whose graph, on several IPUs, has it elsewhere."""
+        """Whether `location` is exact; calls and loops of multi-IPU graphs may place results elsewhere."""
         op = self.producer
         if op is not None:
             return op.actual_location(self) == op.location_of(self)
@@ -213,7 +213,7 @@ class Tensor(CopyIsSelf, Operators):
 
     @property
     def ipu(self) -> int:
-        """Number of the IPU that the tensor is on. `UndefinedValue` if nothing says so."""
+        """The tensor's IPU number. Raises `UndefinedValue` if unplaced."""
         ipu, _ = self.location
         if ipu is None:
             raise UndefinedValue(f"The IPU of {self!r} is not known: no op that has an IPU makes or uses it.")
@@ -229,23 +229,24 @@ class Tensor(CopyIsSelf, Operators):
 
     @property
     def location_info(self) -> LocationInfo:
-        """Whether the tensor is in a remote buffer, and in pieces: only variables are."""
+        """Storage in a remote buffer and sharding; variables only."""
         return ON_DEVICE
 
     def made_by(self, op: Op, alias_of: Tensor | None = None) -> None:
-        """Note the op that makes the tensor, and the operand whose storage it overwrites and hands on."""
+        """Record the producing op, and the operand whose storage it overwrites and returns."""
         self._producer = weakref.ref(op)
         self._origin = None if alias_of is None else alias_of.origin
 
     def used_by(self, op: Op, elsewhere: bool) -> None:
-        """Note that an op reads the tensor, which may take its place from it; and whether it really does elsewhere."""
+        """Record a reading op, which may determine the tensor's location, and whether the read really happens
+        elsewhere."""
         if self._producer is None:
             self._used_at = min(self._used_at, (op.ipu, op.io_tiles), key=_known_first)
             self.is_read_elsewhere = self.is_read_elsewhere or elsewhere
 
     @property
     def used_at(self) -> Location:
-        """The lowest of the locations of the ops that use it; each part is `None` if none does, or an op makes it."""
+        """Lowest location among reading ops; `None` parts for unread tensors and op results."""
         return self._used_at
 
     def set_location(self, ipu: int | None, io_tiles: bool | None) -> None:
@@ -322,7 +323,7 @@ def _known_first(location: Location) -> tuple[float, float]:
 
 @contextmanager
 def taken_back_on_failure(t: Tensor) -> Iterator[Tensor]:
-    """A tensor that was made for the block: if that fails, the graph forgets the tensor."""
+    """Create a tensor for a `with` block; a failing block removes it from its graph."""
     try:
         yield t
     except BaseException:
@@ -331,7 +332,7 @@ def taken_back_on_failure(t: Tensor) -> Iterator[Tensor]:
 
 
 class Variable(Tensor, tensor_type="Variable"):
-    """A tensor that lives as long as the program and can change; it is in the main graph.
+    """A mutable main-graph tensor with the program's lifetime.
 
     Attributes:
         data: the host copy. It is the initial value, and later what the last transfer or write left there. If it is
@@ -377,7 +378,7 @@ class Variable(Tensor, tensor_type="Variable"):
         self._data, self.initial = value if value.flags.c_contiguous else value.copy("C"), None
 
     def numbers(self) -> np.ndarray:
-        """A copy of the host copy; of a variable that is only described, its numbers, which are not kept."""
+        """A copy of the host values; generated for described variables."""
         initial, data = self.initial, self._data
         if initial is None or data is not None:
             return np.array(data)
@@ -389,8 +390,8 @@ class Variable(Tensor, tensor_type="Variable"):
 
     @property
     def group_axis(self) -> int | None:
-        """The axis along which the values of the replica groups are parts of one value: that of group 0 comes first.
-        `None`, as it is at first, says that they are values of their own. May be assigned.
+        """The axis along which group values form one whole value, group 0 first. `None` (default) means independent
+        values. Assignable.
 
         Running does not depend on it. A checkpoint has the one value, and can be read with another number of groups.
 
@@ -407,18 +408,18 @@ class Variable(Tensor, tensor_type="Variable"):
 
     @property
     def in_sync_with_ipu(self) -> bool:
-        """Whether the host copy is known to be what the device holds: a run may change a variable."""
+        """Whether host copy and device value are known to agree; runs may change variables."""
         return self.ir.host_copies.in_sync
 
     @property
     def shape_on_host(self) -> tuple[int, ...]:
-        """Shape of the host copy: with one leading row for each replica group, if there are several."""
+        """Host copy shape: one leading row per replica group, with several groups."""
         groups = self.replica_grouping.num_groups
         return self.shape if groups == 1 else (groups, *self.shape)
 
     @property
     def shape_on_replica(self) -> tuple[int, ...]:
-        """Shape of the value on each replica."""
+        """Value shape per replica."""
         return self.shape
 
     @property

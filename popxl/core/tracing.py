@@ -21,7 +21,7 @@ from popxl.values.spec import TensorSpec
 def abstract_evaluation(
     function: Callable[..., Any], specs: Sequence[TensorSpec]
 ) -> TensorSpec | tuple[TensorSpec, ...]:
-    """Specs of the results of a JAX function of arrays with these specs.
+    """Result specs of a JAX function, from array specs.
 
     JAX remembers what it traced for a function object.
 
@@ -42,7 +42,7 @@ def abstract_evaluation(
 def trace(
     function: Callable[..., Any], specs: Sequence[TensorSpec], results: Sequence[TensorSpec] = ()
 ) -> tuple[Any, Any]:
-    """The jaxpr of a JAX function of arrays with these specs, and the tree of its results.
+    """Trace a JAX function on array specs: jaxpr and result tree.
 
     Where results may be 64 bits wide and no operand is, `results` are their specs.
     """
@@ -61,7 +61,7 @@ def needed(
 
 
 def traces_in(equation: Any) -> list[Any]:
-    """The jaxprs that an equation of a jaxpr holds: those of branches, a loop's body, a function that is called."""
+    """Nested jaxprs of an equation: branches, loop bodies, called functions."""
     return [*jaxprs_in_params(equation.params)]
 
 

@@ -43,7 +43,7 @@ __all__ = [
 
 
 class Mark:
-    """A value that is only ever itself."""
+    """A sentinel, equal only to itself."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -63,7 +63,7 @@ class Trait:
     """What every trait is."""
 
     def check(self, kind: OpKind) -> None:
-        """`TypeError` if an op of this kind cannot have the trait."""
+        """Raise `TypeError` for op kinds incompatible with the trait."""
 
 
 def _names(value: str | Iterable[str]) -> tuple[str, ...]:
@@ -117,14 +117,14 @@ class Overwrites(Trait):
         kind.check_operands(self.operands, "overwrites")
 
     def among(self, names: Sequence[str], attributes: Mapping[str, Any]) -> frozenset[int]:
-        """Positions of the overwritten inputs, of an op with inputs of these names and these attributes."""
+        """Positions of overwritten inputs, for given input names and attributes."""
         if self.positions is not None:
             return frozenset(self.positions(attributes))
         return frozenset(names.index(name) for name in self.operands if name in names)
 
 
 def always(attributes: Mapping[str, Any]) -> bool:
-    """True, whatever the attributes of an op are."""
+    """A predicate over attributes: constant true."""
     return True
 
 
@@ -147,7 +147,7 @@ class Drops(Trait):
 
 @dataclass(frozen=True)
 class Effect(Trait):
-    """The op does more than compute its results (it talks to the host, say), and is never dropped."""
+    """Side effects beyond computing results, such as host communication; never eliminated."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Exchange(Trait):
 
 @dataclass(frozen=True)
 class Requirement(Trait):
-    """What the numbers in an operand have to be, where only a running program can know.
+    """A runtime condition on operand values.
 
     The check is made on the device, whenever the op runs. `session.run` raises an `ApplicationRuntimeError` for the
     first that fails; what the op computes then is not defined.
@@ -189,7 +189,7 @@ class Requirement(Trait):
 
 @dataclass(frozen=True)
 class BetweenReplicas(Trait):
-    """The op talks to other replicas.
+    """Communication with other replicas.
 
     `lowering` then has a keyword `group`, the `popxl.ops.collectives.Group` of the replica that runs it, where the op
     itself has the attributes `stride` and `group_size`, which `popxl.ops.collectives.collectives.members` makes of a
@@ -203,7 +203,7 @@ class BetweenReplicas(Trait):
 
 @dataclass(frozen=True, init=False)
 class Colocated(Trait):
-    """Which operands have to be on one device and tile set, where not all have to be; with no name, none has to be."""
+    """Operands required on one device and tile set, unless all are; no names mean no requirement."""
 
     operands: tuple[str, ...]
 
@@ -216,7 +216,7 @@ class Colocated(Trait):
 
 @dataclass(frozen=True)
 class OnIpus(Trait):
-    """Each result is on an IPU of its own, and operands may be anywhere.
+    """Each result has an IPU; operands may be anywhere.
 
     Attributes:
         attribute: name of the attribute that has these IPUs.
@@ -230,7 +230,7 @@ class OnIpus(Trait):
 
 @dataclass(frozen=True)
 class Placed(Trait):
-    """The results are elsewhere than the op.
+    """Results placed apart from the op.
 
     Attributes:
         place: `(inputs, attributes, location of the op) -> location`.
@@ -303,7 +303,7 @@ class Runs(Trait):
         return not self.chooses and not self.is_loop
 
     def of(self, op: Op) -> tuple[Run, ...]:
-        """The graphs that an op runs, with what is bound to each."""
+        """The op's called graphs with their bindings."""
         runs = []
         first = int(self.chooses)
         for when, name in zip((True, False), self.graphs, strict=False):
@@ -316,7 +316,7 @@ class Runs(Trait):
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One graph that an op runs, and what it is bound to.
+    """One called graph of an op, with bindings.
 
     Attributes:
         op: the op.
@@ -342,12 +342,12 @@ class Run:
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """The inputs of the graph that tensors of the caller are bound to."""
+        """Graph inputs bound to caller tensors."""
         return self.graph.inputs[self.trait.own_inputs :]
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
-        """The outputs of the graph that are for the caller; it may have gained some that the op does not return."""
+        """Graph outputs for the caller, possibly including unreturned new ones."""
         return self.graph.outputs[self.trait.own_outputs :]
 
     @property
@@ -357,18 +357,18 @@ class Run:
 
     @property
     def carried(self) -> int:
-        """How many of `outputs`, the first ones, the next turn gets in place of as many of `inputs`."""
+        """Number of leading `outputs` that become `inputs` of the next iteration."""
         return self.op.attributes[self.trait.carried] if self.trait.carried else 0
 
     @property
     def results(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Each result of the op that is an output of the last turn, with that output; stacks are left out."""
+        """Map op results to last-iteration outputs, excluding stacked results."""
         pairs = zip(self.op.outputs, self.outputs, strict=False)
         return tuple(pairs)[: self.carried] if self.trait.is_loop else tuple(pairs)
 
     @property
     def is_bound(self) -> bool:
-        """Whether something is bound to all inputs: the graph may have gained some since."""
+        """Whether every input has a binding: the graph may have gained inputs."""
         return len(self.given) == len(self.inputs)
 
 

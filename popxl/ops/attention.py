@@ -38,7 +38,7 @@ BLOCK = 512
 
 
 class _Blocks:
-    """The operands of an attention, of which blocks are cut.
+    """Attention operands, split into blocks.
 
     Queries are in the form (batch, heads of the keys, heads of the queries for each, length, channels), keys and values
     in that without the third dimension, and the mask in that of the scores, with 1 for what it is broadcast along.
@@ -62,11 +62,11 @@ class _Blocks:
         self.pairs = [(i, j) for i, j in pairs if not causal or j * self.columns < (i + 1) * self.rows]
 
     def of_rows(self, t: Any, fill: float = 0) -> Any:
-        """What there is for each query, in the form that blocks are cut of."""
+        """Per-query values in block layout."""
         return _padded(t.reshape(*self.lead, *t.shape[-2:]), 3, self.rows, fill)
 
     def of_columns(self, t: Any) -> Any:
-        """What there is for each key, likewise."""
+        """Per-key values in block layout."""
         return _padded(t.reshape(*self.lead[:2], *t.shape[-2:]), 2, self.columns)
 
     def _folded(self, mask: Any) -> Any:
@@ -79,11 +79,11 @@ class _Blocks:
         return _padded(_padded(mask, 3, self.rows), 4, self.columns)
 
     def row(self, t: Any, i: Any) -> Any:
-        """A block of what there is for each query."""
+        """One block of per-query values."""
         return _get_block(t, 3, i, self.rows)
 
     def column(self, t: Any, j: Any) -> Any:
-        """A block of what there is for each key."""
+        """One block of per-key values."""
         return _get_block(t, 2, j, self.columns)
 
     def scores(self, i: Any, j: Any) -> Any:
@@ -98,7 +98,7 @@ class _Blocks:
         return s if self.keys_length % self.columns == 0 else jnp.where(place < self.keys_length, s, -jnp.inf)
 
     def dropped(self, i: Any, j: Any, *weights: Any) -> tuple[Any, ...]:
-        """Weights, some of which are left out at random: the same ones each time."""
+        """Apply dropout to weights, with a repeatable mask."""
         if not self.dropout:
             return weights
 
@@ -107,18 +107,17 @@ class _Blocks:
         return tuple(jnp.where(kept, w / (1 - self.dropout), 0) for w in weights)
 
     def product(self, subscripts: str, a: Any, b: Any) -> Any:
-        """A sum of products in float32, of numbers as narrow as those of the queries."""
+        """Sum products in float32, with factors in the dtype of queries."""
         a, b = a.astype(self.q.dtype), b.astype(self.q.dtype)
         return jnp.einsum(subscripts, a, b, preferred_element_type=self.wide)
 
     @property
     def is_one(self) -> bool:
-        """Whether all queries and all keys are in one pair of blocks."""
+        """Whether one pair of blocks covers all queries and keys."""
         return (self.q.shape[3], self.k.shape[2]) == (self.rows, self.columns)
 
     def softmax(self) -> tuple[Any, Any]:
-        """For the only pair of blocks: the share that each query gets of each value, and the logarithm of the sum of
-        exponentials."""
+        """Softmax over a single pair of blocks: weights, and log-sum-exp of scores."""
         scores = self.scores(0, 0)
         top = largest(scores, (4,), keepdims=True)
         if self.mask is not None:  # there may be queries that see no key
@@ -130,7 +129,7 @@ class _Blocks:
         return weights / jnp.where(total == 0, 1, total), jnp.where(total == 0, jnp.inf, top + jnp.log(total))
 
     def over(self, step: Callable[[Any, Any, Any], Any], state: Any) -> Any:
-        """What a step makes of a state, for each pair of blocks that are to be looked at."""
+        """Fold a step function over all relevant pairs of blocks."""
         if len(self.pairs) < 2:
             return step(state, 0, 0) if self.pairs else state
         places = jnp.asarray(self.pairs, jnp.int32)
@@ -162,7 +161,7 @@ def _set_block(t: Any, block: Any, axis: int, i: Any) -> Any:
 
 @Kernel
 def attended(queries: Any, keys: Any, values: Any, mask: Any, seed: Any, **how: Any) -> tuple[Any, Any]:
-    """What each query gets, and the logarithm of the sum of the exponentials of its scores; see `ops.attention`."""
+    """Attention output per query, and log-sum-exp of its scores; see `ops.attention`."""
     blocks = _Blocks(queries, keys, values, mask, seed, **how)
     if blocks.is_one:
         weights, logs = blocks.softmax()
@@ -203,7 +202,7 @@ def attention_backward(
     is_part: bool = False,
     **how: Any,
 ) -> tuple[Any, Any, Any]:
-    """The gradients of queries, keys and values; of queries, their share, if `out` and `logs` are of more keys."""
+    """Gradients of queries, keys and values; with `out` and `logs` over more keys, a share of query gradients."""
     blocks = _Blocks(queries, keys, values, mask, seed, **how)
     slopes = _slopes(blocks, g, out, logs, is_part)
 
@@ -224,7 +223,7 @@ def attention_backward(
 
 
 def attended_backward_anew(*known: Any, is_part: bool = False, **how: Any) -> tuple[Any, Any, Any]:
-    """`attention_backward` that has nothing in common with the forward pass, unless that is little.
+    """Recompute everything for `attention_backward`, sharing only cheap values with the forward pass.
 
     XLA would keep what both compute: all scores of a block, in float32, and what was rounded to the result. Behind a
     barrier it keeps what the program does, and waits for the incoming gradient with the rest.
@@ -239,7 +238,7 @@ def attended_backward_anew(*known: Any, is_part: bool = False, **how: Any) -> tu
 def _slopes(
     blocks: _Blocks, g: Any, out: Any, logs: Any, is_part: bool = False
 ) -> Callable[[Any, Any], tuple[Any, Any, Any]]:
-    """For a pair of blocks: the weights, the gradient of the scores, and the incoming gradient."""
+    """For a pair of blocks: weights, score gradients, incoming gradient."""
     if blocks.is_one and not is_part:
 
         def of_all(i: Any, j: Any) -> tuple[Any, Any, Any]:
@@ -265,7 +264,7 @@ def _slopes(
 def _mask_pullback(
     g: Any, queries: Any, keys: Any, values: Any, out: Any, logs: Any, mask: Any, seed_tensor: Any = None, **how: Any
 ) -> Any:
-    """The gradient of a mask that is added to the scores: theirs, summed over what it is broadcast along."""
+    """Gradient of an additive mask: score gradients, summed over broadcast axes."""
     blocks = _Blocks(queries, keys, values, mask, seed_tensor, **how)
     slopes = _slopes(blocks, g, out, logs)
     alike = tuple(d for d in range(5) if blocks.mask.shape[d] == 1)
@@ -290,7 +289,7 @@ def _mask_pullback(
 def attention_specs(
     queries: Any, keys: Any, values: Any, mask: Any = None, seed_tensor: Any = None, *, dropout: float, **how: Any
 ) -> tuple[TensorSpec, TensorSpec]:
-    """What an attention gives: the result, and the logarithm of the sum of exponentials.
+    """Result specs of attention: output and log-sum-exp.
 
     Raises:
         PopxlError, ValueError: if the operands do not fit.
@@ -376,7 +375,7 @@ def attention(
     dropout: float = 0.0,
     seed_tensor: Tensor | None = None,
 ) -> Tensor:
-    """`softmax(queries @ keys.T * scale) @ values`, for each head, with no more scores at once than a block's.
+    """Compute `softmax(queries @ keys.T * scale) @ values` per head, holding the scores of one block only.
 
     Blocks are of 512 queries and 512 keys at most. So memory grows with the length of the text, not with its square;
     the gradient computes the scores anew. Sums are made in float32. A query that sees no key gets zeros.

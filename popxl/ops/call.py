@@ -32,7 +32,7 @@ __all__ = ["CallSiteInfo", "call", "call_with_info"]
 
 
 class CallSiteInfo:
-    """One call of a graph (or one repeat of it): which tensor of the caller is bound to which tensor of the graph.
+    """A call site: one call or repeat of a graph, with the mapping between caller tensors and graph tensors.
 
     A live view of the op. "Parent" means the calling graph; a parent index is a position among the inputs or outputs
     of the op, a graph index one among those of the called graph.
@@ -57,20 +57,20 @@ class CallSiteInfo:
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """The tensors of the caller that are bound to the graph's inputs, in their order."""
+        """Caller tensors bound to graph inputs, in graph order."""
         return self.op.inputs
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
-        """The results in the caller, in the order of the graph's outputs."""
+        """Caller results, in graph output order."""
         return self.op.outputs
 
     def parent_input(self, idx: int) -> Tensor:
-        """The input of the op at a parent index. `IndexError` if there is none."""
+        """The op input at a parent index. Raises `IndexError` out of range."""
         return _tensor_at(self.op.inputs, idx - self._first_input, "input", idx)
 
     def parent_output(self, idx: int) -> Tensor:
-        """The output of the op at a parent index. `IndexError` if there is none."""
+        """The op output at a parent index. Raises `IndexError` out of range."""
         return _tensor_at(self.op.outputs, idx, "output", idx)
 
     def graph_to_parent_input_index(self, idx: int) -> int:
@@ -78,7 +78,7 @@ class CallSiteInfo:
         return idx
 
     def parent_to_graph_input_index(self, idx: int) -> int:
-        """The graph index of an input of the op."""
+        """Convert an op input index to a graph input index."""
         return idx
 
     def graph_to_parent_output_index(self, idx: int) -> int:
@@ -86,11 +86,11 @@ class CallSiteInfo:
         return idx - self._first_output
 
     def parent_to_graph_output_index(self, idx: int) -> int:
-        """The graph index of an output of the op."""
+        """Convert an op output index to a graph output index."""
         return idx + self._first_output
 
     def graph_to_parent(self, graph_tensor: Tensor) -> Tensor:
-        """The tensor of the caller that belongs to an input or output of the graph; for both, the input's.
+        """The caller's tensor for a graph input or output; inputs take precedence.
 
         Raises:
             ValueError: if it is neither.
@@ -101,7 +101,7 @@ class CallSiteInfo:
         return parents[graph_tensor]
 
     def parents(self) -> dict[Tensor, Tensor]:
-        """The tensors of the caller, by the inputs and outputs of the graph; see `graph_to_parent`."""
+        """Map graph inputs and outputs to caller tensors; see `graph_to_parent`."""
         graph = self.called_graph
         found: dict[Tensor, Tensor] = {}
         for t, result in zip(graph.outputs[self._first_output :], self.op.outputs, strict=False):
@@ -109,7 +109,7 @@ class CallSiteInfo:
         return found | dict(zip(graph.inputs[self._first_input :], self.op.inputs, strict=False))
 
     def parent_to_graph(self, parent_tensor: Tensor) -> Tensor:
-        """The input of the graph that a tensor of the caller is bound to; the first, if there are several.
+        """The first graph input bound to a caller tensor.
 
         Raises:
             ValueError: if the tensor is no input of this call.
@@ -155,13 +155,13 @@ def by_ref_inputs(attributes: Mapping[str, Any]) -> frozenset[int]:
 
 
 def results_of(*inputs: Tensor, graph: Graph, **attributes: Any) -> list[TensorSpec]:
-    """Specs of the results of a call, after checking that the inputs fit."""
+    """Result specs of a call, after checking its inputs."""
     check_fit(graph, inputs, graph.inputs)
     return [t.spec for t in graph.outputs]
 
 
 def check_fit(graph: Graph, inputs: Iterable[Tensor], graph_inputs: Iterable[Tensor]) -> None:
-    """`PopxlError` that lists the tensors that do not look like the graph inputs that they are bound to.
+    """Raise `PopxlError`, listing tensors incompatible with their graph inputs.
 
     Meta-shapes are not asked of what a gradient graph takes: gradients may have lost theirs on the way.
     """
@@ -181,12 +181,12 @@ def _described(t: Tensor) -> str:
 
 
 def seed_or_zeros(gradient: Tensor | None, t: Tensor) -> Tensor:
-    """The gradient of an output; zeros if there is none."""
+    """The gradient of an output, or zeros."""
     return init(t.shape, t.dtype, f"Gradient___{t.name}") if gradient is None else gradient
 
 
 def _call_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
-    """The gradient of a call is a call of the gradient graph."""
+    """Differentiate a call: call the gradient graph."""
     site = CallSiteInfo(forward.op)
     graph = site.called_graph
     info = grad_info_for_call(forward, graph)
@@ -205,7 +205,7 @@ def _call_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
 
 
 def call_gradient_graph(info: Any, inputs: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-    """The gradients that a call of a gradient graph returns, by the tensors of the forward graph.
+    """Call a gradient graph; map forward tensors to returned gradients.
 
     Outputs that the user has added to the gradient graph come after those, and nobody here wants them.
     """
@@ -213,7 +213,7 @@ def call_gradient_graph(info: Any, inputs: Iterable[Tensor]) -> dict[Tensor, Ten
 
 
 def seeds_of(graph: Graph, gs: Iterable[Tensor | None]) -> dict[Tensor, Tensor]:
-    """The gradients that have arrived for the outputs of a graph; summed, where one tensor is several outputs."""
+    """Gradients of graph outputs, summed for repeated tensors."""
     arrived: dict[Tensor, list[Tensor]] = {}
     for t, g in zip(graph.outputs, gs, strict=False):
         if g is not None:
@@ -222,7 +222,7 @@ def seeds_of(graph: Graph, gs: Iterable[Tensor | None]) -> dict[Tensor, Tensor]:
 
 
 def check_all_seeds_used(seeds: Mapping[Tensor, Tensor], info: Any) -> None:
-    """`PopxlError` if gradients have arrived that a gradient graph does not take."""
+    """Raise `PopxlError` for output gradients unused by the gradient graph."""
     if seeds:
         names = ", ".join(t.name for t in seeds)
         raise PopxlError(
@@ -232,7 +232,7 @@ def check_all_seeds_used(seeds: Mapping[Tensor, Tensor], info: Any) -> None:
 
 
 def grad_info_for_call(forward: Any, graph: Graph) -> Any:
-    """What is known of the gradient graph of a graph that an op runs; `None` if no gradient flows through that.
+    """Gradient information of a called graph; `None` without gradient flow.
 
     Raises:
         PopxlError: if it takes or returns what a caller of the graph does not have.
@@ -358,7 +358,7 @@ def bind_inputs(
     check_inputs: bool = True,
     which: str = "called",
 ) -> tuple[Tensor, ...]:
-    """The tensors of the current graph to bind to each input of `graph`, in order.
+    """Current-graph tensors for each input of `graph`, in order.
 
     All checks come before any constant is made, so that nothing is left behind by a call that is refused.
     """
@@ -405,7 +405,7 @@ def bind_inputs(
 
 
 def _check_named(graph: Graph, named: Mapping[Any, Any], here: Graph, which: str) -> None:
-    """Check that the keys of an `inputs_dict` are inputs of a graph, and the tensors in it of the current one."""
+    """Check the keys (graph inputs) and tensors (current graph) of an `inputs_dict`."""
     for key in named:
         if not isinstance(key, Tensor):
             raise TypeError(f"call: the keys of `inputs_dict` are inputs of the graph; got {key!r}.")
@@ -421,7 +421,7 @@ def _check_named(graph: Graph, named: Mapping[Any, Any], here: Graph, which: str
 
 
 def _shard_or_tensor(given: Tensor, wanted: Tensor) -> Tensor:
-    """The tensor to bind: where a graph takes a piece, that of a variable which is in pieces."""
+    """Bind a sharded variable's shard where the graph expects a shard, otherwise the tensor."""
     if wanted.meta_shape and isinstance(given, Variable) and given.piece is not None:
         return given.piece
     return given
@@ -452,7 +452,7 @@ def _flattened(values: Iterable[Any]) -> Iterable[Any]:
 
 
 def _array(value: Any, wanted: Tensor) -> np.ndarray:
-    """The numbers of a constant for a graph input."""
+    """Values of a constant for a graph input."""
     try:
         is_empty = np.size(value) == 0 and getattr(value, "shape", None) != wanted.shape
         if value is None or isinstance(value, str) or is_empty:

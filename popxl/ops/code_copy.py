@@ -24,7 +24,7 @@ _remote_code_load = OpKind(
 
 
 def remote_code_load(graph: Graph, destination: CODE_LOCATION) -> None:
-    """Say where in the program the code of a graph is to be loaded. It is kept in the schedule; no value depends on it.
+    """Mark where to load a graph's code. The mark stays in the schedule without numerical effect.
 
     Args:
         graph: the graph whose code is meant; any but the current one.

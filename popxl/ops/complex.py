@@ -27,7 +27,7 @@ _MADE_OF = {dtypes.float32: dtypes.complex64, dtypes.float64: dtypes.complex128}
 
 
 def _complex(dtype: dtype_) -> dtype_:
-    """The dtype of the complex numbers whose parts have this one."""
+    """Complex dtype for a component dtype."""
     if dtype not in _MADE_OF:
         raise PopxlError(f"the parts of complex numbers are float32, and these are {dtype.name}; use `ops.cast`.")
     return _MADE_OF[dtype]
@@ -74,7 +74,7 @@ conj: Unary = unary(
 
 
 def conjugate(t: Tensor, name: str | None = None) -> Tensor:
-    """The conjugate of a tensor, under a name of its own; a real tensor itself."""
+    """Conjugate a tensor, with an own name; returns real tensors unchanged."""
     return conj.kind(t, results=(name,) if name else None) if t.dtype.is_complex else t
 
 
@@ -215,7 +215,7 @@ def _over_all(function: Callable[..., Any], t: Any, axes: tuple[int, ...], sizes
 
 
 def _rfft(t: Any, axes: tuple[int, ...], sizes: Any, norm: str | None) -> Any:
-    """Over the last of the axes as real numbers; what comes of that are complex ones."""
+    """Real transform along the last axis, then complex transforms along the others."""
     t = jnp.fft.rfft(t, None if sizes is None else sizes[-1], axes[-1], norm)
     return _over_all(jnp.fft.fftn, t, axes[:-1], None if sizes is None else sizes[:-1], norm)
 
@@ -226,7 +226,7 @@ def _irfft(t: Any, axes: tuple[int, ...], sizes: Any, norm: str | None) -> Any:
 
 
 def _sizes_of(t: Any, axes: tuple[int, ...], sizes: tuple[int, ...] | None, norm: str) -> list[int]:
-    """The sizes of all dimensions after they have been cut or filled with zeros, before any of them is halved."""
+    """All dimension sizes after cropping and padding, before halving."""
     if norm not in ("backward", "ortho", "forward"):
         raise ValueError(f"`norm` is {norm!r}; expected 'backward', 'ortho' or 'forward'.")
     places = [one_axis(axis, len(t.shape)) for axis in axes]
@@ -241,7 +241,7 @@ def _sizes_of(t: Any, axes: tuple[int, ...], sizes: tuple[int, ...] | None, norm
 
 
 def _fourier(name: str, lowering: Callable[..., Any], meaning: str, made_of: str, gives: str) -> Fourier:
-    """Declare a transform. The name says which: with an `i` it is an inverse one, with an `r` of real numbers.
+    """Declare a Fourier transform by name: `i` means inverse, `r` real.
 
     Args:
         name: name of the public function.

@@ -53,14 +53,14 @@ class ConditionalSiteInfo(CallSiteInfo):
         return 1 if then_branch else 1 + len(self.called_graph[0].inputs)
 
     def graph_to_parent_input_index(self, idx: int, then_branch: bool = True) -> int:
-        """The parent index of an input of a branch. `IndexError` if the branch has no such input."""
+        """The parent index of a branch input. Raises `IndexError` out of range."""
         graph = self.called_graph[not then_branch]
         if not 0 <= idx < len(graph.inputs):
             raise IndexError(f"{graph.title} has no input {idx}; it has {len(graph.inputs)}.")
         return self._first(then_branch) + idx
 
     def is_parent_index_in_then_branch(self, idx: int) -> bool:
-        """Whether an input of the op goes to the then branch. `IndexError` for the condition, and out of range."""
+        """Whether an op input belongs to the then branch. Raises `IndexError` for the condition, and out of range."""
         if not 1 <= idx < len(self.op.inputs):
             raise IndexError(
                 f"No branch has the input {idx} of this conditional; those of the branches are 1 to "
@@ -69,21 +69,21 @@ class ConditionalSiteInfo(CallSiteInfo):
         return idx < self._first(False)
 
     def parent_to_graph_input_index(self, idx: int) -> int:
-        """The index within its branch of an input of the op. `IndexError` for the condition, and out of range."""
+        """The branch index of an op input. Raises `IndexError` for the condition, and out of range."""
         return idx - self._first(self.is_parent_index_in_then_branch(idx))
 
     def graph_to_parent_output_index(self, idx: int, then_branch: bool = True) -> int:
-        """The parent index of an output of a branch, which is the same. `IndexError` if there is none."""
+        """The parent index of a branch output (both are equal). Raises `IndexError` out of range."""
         self.parent_output(idx)
         return idx
 
     def parent_to_graph_output_index(self, idx: int, then_branch: bool = True) -> int:
-        """The index within a branch of an output of the op, which is the same. `IndexError` if there is none."""
+        """The branch index of an op output (both are equal). Raises `IndexError` out of range."""
         self.parent_output(idx)
         return idx
 
     def graph_to_parent(self, graph_tensor: Tensor) -> Tensor:
-        """The tensor of the caller that belongs to an input or output of a branch; the then branch is asked first.
+        """The caller's tensor for a branch input or output; then branch first.
 
         Raises:
             ValueError: if it is neither.
@@ -97,13 +97,13 @@ class ConditionalSiteInfo(CallSiteInfo):
         )
 
     def parents(self, then_branch: bool = True) -> dict[Tensor, Tensor]:
-        """The tensors of the caller, by the inputs and outputs of a branch."""
+        """Map inputs and outputs of a branch to caller tensors."""
         graph, first = self.called_graph[not then_branch], self._first(then_branch)
         results = dict(zip(graph.outputs, self.op.outputs, strict=False))
         return results | dict(zip(graph.inputs, self.op.inputs[first:], strict=False))
 
     def parent_to_graph(self, parent_tensor: Tensor) -> Tensor:
-        """The input of a branch that a tensor of the caller is bound to; the first, if there are several.
+        """The first branch input bound to a caller tensor.
 
         Raises:
             ValueError: if the tensor is no input of this conditional.
@@ -141,7 +141,7 @@ def _results(cond: Any, *inputs: Tensor, then_branch: Graph, else_branch: Graph)
 
 
 def _gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
-    """The gradient of a conditional is a conditional of the gradients of its branches, on the same condition.
+    """Differentiate a conditional: a conditional over branch gradients, with the same condition.
 
     It returns one gradient for each tensor that is bound to an input with a gradient in either branch: zeros, in a
     branch that does not have it as an input.
@@ -165,7 +165,7 @@ def _gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
 def _gradient_branch(
     graph: Graph, info: Any, parents: Mapping[Tensor, Tensor], wanted: Sequence[Tensor], gs: Any, read: Any
 ) -> tuple[Graph, list[Tensor]]:
-    """A graph that returns the gradients of the wanted tensors of the caller, and what to bind to its inputs."""
+    """Build a branch that returns requested caller gradients; also return its input bindings."""
     expected = () if info is None else info.expected_inputs
     seeds = {} if info is None else seeds_of(graph, gs)
     # What comes from the caller, read there; one tensor may be several outputs, and the first gets all of its gradient.

@@ -44,7 +44,7 @@ def multi_conv_options(
     partials_types: Iterable[str] | None,
     enable_conv_dithering: Iterable[int] | None,
 ) -> dict[str, Any]:
-    """The hints that a convolution is given, as attributes of its op. None of them has a numerical effect.
+    """Convolution hints as op attributes, without numerical effect.
 
     Args:
         sess_opts: hints for all convolutions of a program.
@@ -74,7 +74,7 @@ def multi_conv_options(
 
 
 def _attributes(name: str, groups: int, pad_type: str, **sequences: Iterable[int]) -> dict[str, Any]:
-    """The arguments of a convolution that are numbers, as plain ones."""
+    """Numeric convolution arguments as plain numbers."""
     plain = {key: integers(value, f"{name}: `{key}`") for key, value in sequences.items()}
     return {**plain, "groups": integer(groups, f"{name}: `groups`"), "pad_type": pad_type}
 
@@ -95,13 +95,13 @@ def _check_operands(t: Any, weight: Any, *, groups: int, pad_type: str, scaled: 
 
 
 def _kernel(t: Any, weight: Any) -> tuple[int, ...]:
-    """Sizes of the kernel. A weight of another rank is not refused before it is run; until then sizes are made up."""
+    """Kernel sizes. Invented for weights of wrong rank, which fail only at run time."""
     n = len(t.shape) - 2
     return (tuple(weight.shape[2:]) + (1,) * n)[:n]
 
 
 def _extend(entries: tuple[int, ...], count: int, missing: int) -> tuple[int, ...]:
-    """`count` entries: the first ones, or all of them and then `missing`, as often as needed."""
+    """The first `count` entries, padded with `missing`."""
     return (entries + (missing,) * count)[:count]
 
 
@@ -114,7 +114,7 @@ def _check_steps(**sequences: tuple[int, ...]) -> None:
 def _declared(
     name: str, lowering: Callable[..., Any], shape: Callable[..., tuple[int, ...]], gradient: Mapping[str, Any]
 ) -> tuple[OpKind, OpKind]:
-    """A convolution of floats, and that of scaled float8."""
+    """Declare a float convolution and its scaled float8 version."""
 
     def pow2scaled(t: Any, weight: Any, log2_scale: Any, **attributes: Any) -> Any:
         return lowering(as_factor(t), as_factor(weight), **attributes) * pow2(log2_scale)
@@ -185,7 +185,7 @@ def _data_gradient(g: Any, weight: Any, *, shape: tuple[int, ...], groups: int, 
 
 
 def _weights_gradient(g: Any, t: Any, *, shape: tuple[int, ...], dtype: Any, groups: int, **how: Any) -> Any:
-    """`shape` and `dtype` are those of the weight."""
+    """Weight gradient, with `shape` and `dtype` of the weight."""
     windows = _conv_windows(t, ShapeDtypeStruct(shape, t.dtype), **how)
     return weights_gradient("conv", g, t, shape, windows, groups)
 
@@ -225,7 +225,7 @@ def conv(
     partials_types: list[str] | None = None,
     enable_conv_dithering: list[int] | None = None,
 ) -> Tensor:
-    """Convolution, as neural networks call it: the kernel is not flipped, and there is no bias.
+    """Convolution as in neural networks: unflipped kernel, no bias.
 
     The defaults are for images. With one or three spatial axes `stride`, `padding` and `dilation` have to be given:
     with an entry for each axis, or empty.
@@ -330,7 +330,7 @@ def _crops(
     output_shape: tuple[int, ...],
     **others: Any,
 ) -> list[tuple[int, int]]:
-    """Along each spatial axis: what is cropped from the full result before it, and the size that it leaves.
+    """For each spatial axis: leading crop of the full result, and remaining size.
 
     The full result includes the output padding.
     """
@@ -363,7 +363,7 @@ def _crops(
 
 
 def _transpose_windows(t: Any, weight: Any, *, stride: tuple[int, ...], **how: Any) -> tuple[Windows, ...]:
-    """The windows over the result, one for each element of `t`. What they reach beyond it is cropped."""
+    """Windows over the result, one per element of `t`; crops cut the overhang."""
     strides = _extend(stride, len(t.shape) - 2, 1)
     axes = zip(_crops(t, weight, stride=stride, **how), t.shape[2:], _kernel(t, weight), strides, strict=True)
     return tuple(Windows(size, k, s, begin, s * (d - 1) + k - begin - size, d) for (begin, size), d, k, s in axes)
@@ -391,7 +391,7 @@ def _conv_transpose_lowering(t: Any, weight: Any, *, groups: int, **how: Any) ->
 
 
 def _conv_of(g: Any, t: Any, weight: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of the convolution that takes `g`, of the shape of the result, to the shape of `t`."""
+    """Attributes of the convolution that maps `g` (result shape) to the shape of `t`."""
     windows = _transpose_windows(t, weight, **attributes)
     return {
         "stride": tuple(w.stride for w in windows),
@@ -431,7 +431,7 @@ def conv_transpose(
     partials_types: list[str] | None = None,
     enable_conv_dithering: list[int] | None = None,
 ) -> Tensor:
-    """Transposed convolution: what the gradient of a convolution is, as an op of its own. There is no bias.
+    """Transposed convolution: the gradient of a convolution as a separate op, without bias.
 
     Each element of `t` puts the kernel, times the element, into the result, `stride` positions further than the one
     before it; where kernels overlap they add up. Along an axis of size `d`, with a kernel of size `k` and stride `s`,

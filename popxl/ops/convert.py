@@ -89,7 +89,7 @@ _io_tile_copy = OpKind(
 
 
 def cast(t: Tensor, data_type: dtype_) -> Tensor:
-    """Convert each element of `t` to another dtype.
+    """Convert `t` elementwise to another dtype.
 
     Floats become integers by dropping the fraction; what does not fit becomes the nearest integer that does, and NaN
     becomes 0. Integers wrap when narrowed. Floats round to the nearest, and to infinity beyond the largest. Anything
@@ -162,7 +162,7 @@ def detach_(t: Tensor) -> Tensor:
 
 
 def ipu_copy(t: Tensor, destination: int, source: int | None = None) -> Tensor:
-    """A copy of `t` on another IPU. The value is unchanged.
+    """Copy `t` to another IPU, preserving its value.
 
     Args:
         t: tensor of any shape.
@@ -187,7 +187,7 @@ def ipu_copy(t: Tensor, destination: int, source: int | None = None) -> Tensor:
 
 
 def _copied(t: Tensor, destination: int, source: int | None) -> Tensor:
-    """The copy op belongs to the IPU that it copies from: so does its operand, if nothing else says where it is."""
+    """Place the copy op, and an unplaced operand, on the source IPU."""
     with get_current_context().set(ipu_id=source):
         return _ipu_copy(t, destination=destination, source=source)
 

@@ -20,7 +20,7 @@ from popxl.values.spec import TensorSpec
 
 
 def _block(shape: tuple[int, ...], axes: tuple[int, ...], sizes: tuple[int, ...]) -> dict[int, int]:
-    """The size of the block on each axis that it is cut on."""
+    """Block size for each sliced axis."""
     if len(axes) != len(sizes):
         raise ValueError(f"`axes` {axes} and `sizes` {sizes} have different lengths; expected a size for each axis.")
     if min(sizes, default=0) < 0:
@@ -73,7 +73,7 @@ def _update_lowering(t: Any, index: Any, t_update: Any, *, axes: tuple[int, ...]
 
 
 def _without_block(g: Tensor, index: Tensor, axes: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-    """Gradient of what was updated: it ends where the block was written."""
+    """Gradient of the updated tensor: zero inside the written block."""
     block = _sliced(g, index, axes=axes, sizes=sizes)
     return _dynamic_update(g, index, init(block.shape, block.dtype), axes=axes, sizes=sizes)
 
@@ -137,7 +137,7 @@ def dynamic_slice(t: Tensor, index: Tensor, axes: Iterable[int], sizes: Iterable
 def dynamic_update(
     t: Tensor, index: Tensor, t_update: Tensor, axes: Iterable[int], sizes: Iterable[int], no_overlap: bool
 ) -> Tensor:
-    """`t`, with a block of it replaced that begins where a tensor says: the one that `dynamic_slice` would cut out.
+    """Replace a block of `t` at a tensor-valued position, the block that `dynamic_slice` would select.
 
     Args:
         t: tensor of rank 1 or more.

@@ -37,7 +37,7 @@ zeros_grad = OpKind("ZerosGrad", jnp.zeros_like, shape=like_first)
 
 
 def _abs_pullback(g: Any, t: Any) -> Any:
-    """The gradient of the absolute value of complex `t`. To JAX, `jnp.sign` of that would have no derivative."""
+    """Gradient of the complex absolute value. JAX cannot differentiate it further via `jnp.sign`."""
     length = jnp.abs(t)
     return g * (jnp.conj(t) / jnp.where(length == 0, 1, length))
 
@@ -74,7 +74,7 @@ pow_exponent_grad = OpKind("PowExponentGrad", _pow_exponent_pullback, shape=like
 
 
 def _gradient_again(name: str, function: Callable[[Any], Any], costs: Callable[[Any], bool]) -> OpKind:
-    """The gradient of a function of elements, which computes the function again: nothing but `t` is kept for it.
+    """Gradient with recomputation of an elementwise function; saves `t` alone.
 
     Args:
         name: of the op.
@@ -200,7 +200,7 @@ swish_ = inplace(swish, "swish_", "swish_inplace_out")
 
 
 def _product(lhs: Any, rhs: Any) -> TensorSpec:
-    """As `broadcast`; and a half may be scaled by a float32 number, giving that half."""
+    """Broadcast specs; float32 numbers may scale halves, giving halves."""
     for t, factor in ((lhs, rhs), (rhs, lhs)):
         if t.dtype.is_half and factor.dtype is dtypes.float32 and factor.nelms == 1:
             return TensorSpec(broadcast_shapes(lhs.shape, rhs.shape), t.dtype, meta_shape_of(lhs, rhs))
@@ -208,7 +208,7 @@ def _product(lhs: Any, rhs: Any) -> TensorSpec:
 
 
 def _times(g: Tensor, factor: Tensor, spec: TensorSpec) -> Tensor:
-    """g · factor for an operand. Where that was broadcast, a half is not rounded before the sum that follows."""
+    """g · factor for one operand; keeps full precision before summing broadcast halves."""
     if g.dtype.is_half and (spec.shape, spec.dtype) != (g.shape, g.dtype):
         g, factor = cast_if_needed(g, dtypes.float32), cast_if_needed(factor, dtypes.float32)
     return g * factor
@@ -310,7 +310,7 @@ def is_sum(op: Op) -> bool:
 
 
 def _bounds(t: Any, min: float, max: float) -> tuple[float, float]:
-    """Bounds as float32; for halves no larger than their largest number, if anything is bounded at all.
+    """Bounds as float32, limited to the largest half for half operands.
 
     For integers they are the outermost integers of the range, exactly.
     """
@@ -334,7 +334,7 @@ def _integer_bound(bound: float, t: Tensor, rounded: Callable[[float], int]) -> 
 
 
 def _number(value: float, t: Any) -> Any:
-    """A plain number in the dtype of an array. Integers lose their fraction, and wrap around if they do not fit."""
+    """Convert a number to an array's dtype. Integers truncate and wrap around."""
     if not jnp.issubdtype(t.dtype, jnp.integer):
         with np.errstate(over="ignore"):
             return np.asarray(value).astype(t.dtype)
@@ -348,7 +348,7 @@ def _remainder(t: Any, increment: Any, modulus: Any) -> Any:
 
 
 def clip(t: Tensor, min: float = -math.inf, max: float = math.inf) -> Tensor:
-    """Limit each element of `t` to the range from `min` to `max`. The gradient is 0 where the result is a bound.
+    """Clip `t` elementwise to the range from `min` to `max`. Gradients are 0 at clipped elements.
 
     Args:
         t: tensor of any shape.

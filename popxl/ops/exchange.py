@@ -24,7 +24,7 @@ __all__ = ["Part", "multi_exchange_kind"]
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Part:
-    """One op of an exchange, as it was created. Like an op it is equal to itself only.
+    """One original op of a merged exchange, compared by identity.
 
     Attributes:
         kind, id, name, operands, attributes, source: those of the op.
@@ -43,7 +43,7 @@ class Part:
 
     @staticmethod
     def of(op: Op) -> Part:
-        """An op, as a part of an exchange."""
+        """Convert an op to a part of an exchange."""
         outputs = tuple(t.spec for t in op.outputs)
         return Part(op.kind, op.id, op.name, op.operands, dict(op.attributes), len(op.inputs), outputs, op.source)
 
@@ -52,7 +52,7 @@ class Part:
 
 
 def _exchanged_ops(op: Op) -> tuple[Op, ...]:
-    """The ops that an exchange stands for."""
+    """Original ops of an exchange."""
     inputs, outputs = iter(op.inputs), iter(op.outputs)
     return tuple(
         Op.restore(

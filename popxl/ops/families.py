@@ -41,7 +41,7 @@ class Unary(Protocol):
 
 
 class Binary(Protocol):
-    """An op of two tensors, one of which may be a number."""
+    """A binary op; one operand may be a number."""
 
     kind: OpKind
 
@@ -49,7 +49,7 @@ class Binary(Protocol):
 
 
 class Reduction(Protocol):
-    """An op that reduces some axes of a tensor."""
+    """An op that reduces axes."""
 
     kind: OpKind
 
@@ -114,7 +114,7 @@ def _unary(kind: OpKind, name: str, doc: str) -> Unary:
 
 
 def inplace(op: Unary | Binary, name: str, result: str) -> Any:
-    """The in-place form of an elementwise op: it overwrites its first operand and returns an alias of it."""
+    """In-place version of an elementwise op: overwrites its first operand and returns an alias."""
     original = op.kind
     first = "t" if len(original.operand_names(2)) == 1 else "lhs"
     shape = like_first if first == "t" else broadcast_to_first

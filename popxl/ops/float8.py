@@ -34,7 +34,7 @@ SCALE = Requirement(
 
 
 def check_scale(function_name: str, log2_scale: Tensor) -> None:
-    """Check that the scale of a scaled op is an int32 scalar; to be called before the op is added.
+    """Check that the scale of a scaled op is an int32 scalar, before recording.
 
     Raises:
         ValueError: for a tensor with dimensions.
@@ -71,13 +71,13 @@ def check_float8(function_name: str, **operands: Tensor) -> None:
 
 
 def decode(t: Any) -> Any:
-    """The values of a float8 array, as float32, which holds all of them."""
+    """Decode float8 values exactly to float32."""
     return t.astype(jnp.float32)
 
 
 @Kernel
 def as_factor(t: Any) -> Any:
-    """The values of a float8 array as what accelerators multiply exactly and quickly: float16, which holds all of them.
+    """Decode float8 values exactly to float16, which accelerators multiply fast.
 
     Units for float8 know other formats: theirs end at 448 where float8_143 ends at 240, and have fewer tiny numbers.
     """
@@ -97,7 +97,7 @@ def _scaled(t: Any, log2_scale: Any, *, data_type: dtype_) -> Any:
 
 
 def _conversion(name: str, accepted: tuple[dtype_, ...]) -> OpKind:
-    """An op that makes another kind of float of the accepted ones. As in PopXL, its operands may be in two places."""
+    """Declare a float conversion between accepted types. As in PopXL, operands may be in two places."""
 
     def shape(t: Any, log2_scale: Any, *, data_type: dtype_) -> TensorSpec:
         if t.dtype not in accepted:

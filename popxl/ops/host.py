@@ -39,7 +39,7 @@ init_kind = OpKind(
 
 
 def is_init(op: Op) -> bool:
-    """Whether an op only makes room for a tensor."""
+    """Whether an op only allocates a tensor."""
     return op.kind is init_kind
 
 

@@ -21,7 +21,7 @@ from popxl.values.spec import TensorSpec
 
 
 def whole(indices: Any) -> Any:
-    """Indices, of at least 32 bits, as 8 may not hold a size.
+    """Widen indices to at least 32 bits; 8 bits may not hold sizes.
 
     Raises:
         ValueError: if they are no integers: nothing is rounded.
@@ -32,7 +32,7 @@ def whole(indices: Any) -> Any:
 
 
 def or_beyond(indices: Any, size: int) -> Any:
-    """Indices as int32, with `size`, one beyond the end, for all that are out of range; negative ones are.
+    """Indices as int32; negative and out-of-range ones become `size`, one past the end.
 
     There JAX's `mode="drop"` drops what is written, and `mode="fill"` fills in what is read; by itself it would count
     negative indices from the back.
@@ -133,7 +133,7 @@ def tied_gather(
     available_memory_proportion: float | None = None,
     zero_OOR: bool = False,
 ) -> Tensor:
-    """`gather`, for a table that a `matmul` of the program reads too: an embedding whose weights are tied.
+    """`gather` for a table shared with a `matmul`: an embedding with tied weights.
 
     The numbers and the gradient are those of `gather`. PopXL lays out such a table for the `matmul`; here there is
     nothing to choose.
@@ -171,7 +171,7 @@ def groupedgather(
     available_memory_proportion: float | None = None,
     zero_OOR: bool = False,
 ) -> Tensor:
-    """`gather` for each of several groups: row `g` of the indices picks from row `g` of `t`.
+    """`gather` per group: row `g` of the indices selects from row `g` of `t`.
 
     Args:
         t: tensor of shape `(group_size, ...)`, rank 2 or more.

@@ -37,7 +37,7 @@ def check(holds: bool, otherwise: str) -> None:
 
 
 def once(what: str, ids: Iterable[object]) -> None:
-    """`ValueError` if a name or number is there twice."""
+    """Raise `ValueError` for duplicate names or numbers."""
     twice = [id for id, count in Counter(ids).items() if count > 1]
     check(not twice, f"the {what} {', '.join(map(repr, twice[:3]))} is there twice")
 
@@ -49,20 +49,20 @@ def sizes(values: Any) -> tuple[int, ...]:
 
 
 def check_size(what: str, spec: TensorSpec, times: int = 1) -> None:
-    """`ValueError` if so many arrays of this spec are larger than any that there can be."""
+    """Raise `ValueError` for total array sizes beyond any possible array."""
     size = math.prod(spec.shape) * spec.dtype.itemsize * times
     check(size <= LARGEST, f"{what} would have {size} bytes; the most is {LARGEST}")
 
 
 def ipu_checked(location: tuple[int | None, bool | None]) -> tuple[int | None, bool | None]:
-    """A location. `ValueError` for an IPU that nobody has."""
+    """A location. Raises `ValueError` for an impossible IPU."""
     ipu = location[0]
     check(ipu is None or 0 <= ipu < _MOST_IPUS, f"there is no IPU {ipu}")
     return location
 
 
 def check_places(t: Tensor) -> None:
-    """`ValueError` if following where a tensor is bound to, from tensor to tensor, leads back to it."""
+    """Raise `ValueError` for cyclic tensor bindings."""
     met = set()
     here: Tensor | None = t
     while here is not None:
@@ -72,7 +72,7 @@ def check_places(t: Tensor) -> None:
 
 
 def check_overwritten(op: Op) -> None:
-    """`ValueError` if an op overwrites what ops of its kind do not, or as a call two inputs that are one."""
+    """Raise `ValueError` for overwrites undeclared by the op kind, or duplicate overwritten call inputs."""
     if not op.kind.graphs:
         declared = op.kind.modified(op.attributes, op.operands)
         check(op.modified == declared, f"{op!r} overwrites its inputs {[*op.modified]}, and not {[*declared]}")
@@ -83,7 +83,7 @@ def check_overwritten(op: Op) -> None:
 
 
 def check_calls(ir: Ir) -> None:
-    """`ValueError` for a graph that calls itself, whichever way, and for calls that nobody gets to the end of."""
+    """Raise `ValueError` for recursive graphs, and for call chains of excessive length."""
     waiting = {graph: len(graph.called_graphs) for graph in ir.graphs}
     callers: dict[Graph, list[Graph]] = {graph: [] for graph in ir.graphs}
     for graph in ir.graphs:

@@ -29,7 +29,7 @@ _irs: list[Ir] = []
 
 
 def open_file(file_name: str | os.PathLike[str], format: str = "json") -> None:
-    """Collect what Irs made from now on consist of, which keeps them, until `close` or the end of Python.
+    """Collect debug information of all Irs created later, keeping them alive until `close` or interpreter exit.
 
     One file is open at a time: another one is closed first.
 
@@ -50,7 +50,7 @@ def open_file(file_name: str | os.PathLike[str], format: str = "json") -> None:
 
 
 def close() -> None:
-    """Write the file that is open, if there is one."""
+    """Write the open file, if any."""
     global _path
     if _path is not None:
         path, irs, _path = _path, [*_irs], None
@@ -84,7 +84,7 @@ def _content(irs: list[Ir]) -> dict[str, Any]:
 
 
 def _of_op(record: DebugRecord, strings: dict[str, int]) -> dict[str, Any]:
-    """The record of a call that made ops."""
+    """Debug record of an op-creating call."""
     file, function = (strings.setdefault(s, len(strings)) for s in (record.location.file, record.location.function))
     return {
         "category": record.category,

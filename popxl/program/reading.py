@@ -113,7 +113,7 @@ def _unreadable(path: Path, problem: Exception) -> UnreadableFileError:
 
 
 class _Unknown(PopxlError):
-    """The file is as it should be, and this process does not know what is in it."""
+    """A valid file with content unknown to this process."""
 
 
 def _read_program(text: bytes) -> SavedProgram:
@@ -145,7 +145,7 @@ class _Reader:
         self._pieces: list[Tensor] = []
 
     def read(self) -> None:
-        """Fill the Ir, and check what is put there. What comes later needs what came before."""
+        """Fill the Ir and check its content, in dependency order."""
         ir, program = self._ir, self._program
         ir.options = program.options
         ir.num_host_transfers = program.num_host_transfers
@@ -178,7 +178,7 @@ class _Reader:
         self._set_counters()
 
     def _add_tensors(self, graph: Graph, saved: SavedGraph) -> None:
-        """The tensors of a graph, and those that stand for streams, without what they have to do with each other."""
+        """Create tensors and stream tensors of a graph, without links."""
         for tensor in saved.tensors:
             graph._tensors[tensor.id] = self._tensors[tensor.id] = self._tensor(graph, tensor)
         check(not graph.id or not saved.streams, f"{graph.title} has streams, and is not the main graph")
@@ -187,7 +187,7 @@ class _Reader:
             check(type(t) is Tensor, f"{t!r} stands for no stream")
 
     def _add_ends(self, graph: Graph, saved: SavedGraph) -> None:
-        """The inputs and outputs of a graph, and what its tensors and itself have to do with others."""
+        """Set inputs and outputs of a graph, plus their links."""
         graph._inputs = self._tensors_in(graph, saved.inputs, f"input of {graph.title}")
         graph._outputs = self._tensors_in(graph, saved.outputs, f"output of {graph.title}")
         graph.differentiable = saved.differentiable
@@ -239,7 +239,7 @@ class _Reader:
         return t
 
     def _place_variable(self, v: Variable, saved: SavedTensor) -> None:
-        """Which replicas have values of a variable, and where its numbers are."""
+        """Set replica grouping and storage location of a variable."""
         check(not v.graph.id, f"{v!r} is not in the main graph")
         v.replica_grouping = self.value(saved.grouping)
         check(isinstance(v.replica_grouping, ReplicaGrouping), f"{v!r} has no replica grouping")
@@ -255,7 +255,7 @@ class _Reader:
             v.group_axis = saved.group_axis
 
     def _add_ties(self, t: Tensor, saved: SavedTensor) -> None:
-        """What a tensor has to do with others, which are there by now."""
+        """Link a tensor to other existing tensors."""
         if saved.bound is not None:
             t.bound_to(self._tensors[saved.bound])
         check(not saved.by_ref or t in t.graph.inputs, f"{t!r} is by reference, and no input")
@@ -270,7 +270,7 @@ class _Reader:
         self._pieces.append(piece)
 
     def _add_ops(self, graph: Graph, saved: SavedGraph) -> None:
-        """The ops of a graph. Each finds what it reads made before, and makes what nobody else does."""
+        """Create the ops of a graph. Each reads earlier results and creates unique ones."""
         there = {t for t in graph.tensors if isinstance(t, Variable | Constant)} | {*graph.inputs}
         check(not any(isinstance(t, Variable | Constant) for t in graph.inputs), f"{graph.title} has odd inputs")
         there |= {t for t in self._pieces if t.graph_ref is graph.ref}
@@ -318,7 +318,7 @@ class _Reader:
         return op
 
     def _check_ops(self) -> None:
-        """Of each op and its parts: what it overwrites, what it makes, and if asked for, whether JAX can trace it."""
+        """Check each op and its parts: overwrites, results, and optionally traceability by JAX."""
         for op in (op for graph in self._ir.graphs for op in graph.ops):
             check_overwritten(op)
             for checked in dict.fromkeys((op, *op.parts)):
@@ -327,7 +327,7 @@ class _Reader:
                     checked.kind.try_out(checked)
 
     def _set_transfers(self) -> None:
-        """The numbers of transfers that streams have of their own."""
+        """Set stream-specific transfer counts."""
         streams = self._ir.main_graph._streams
         for name, count in self._program.stream_transfers.items():
             check(name in streams, f"{name!r} has {count} transfers, and is no stream")
@@ -335,7 +335,7 @@ class _Reader:
             self._ir.stream_transfers[name] = count
 
     def _check_sizes(self) -> None:
-        """Of all that is asked for when a session is made: on each replica, and for each transfer."""
+        """Check total sizes required at session creation: per replica and per transfer."""
         ir = self._ir
         replicas = ir.options.instance_replication_factor
         for t in self._tensors.values():
@@ -346,7 +346,7 @@ class _Reader:
         check(entries <= LARGEST, f"the remote buffers would have {entries} bytes; the most is {LARGEST}")
 
     def _set_counters(self) -> None:
-        """The numbers that come next. None of them has been given to something that is there."""
+        """Set next free numbers, unused by existing objects."""
         given = self._program.counters
         ops = (part.id for graph in self._ir.graphs for op in graph.ops for part in (op, *op.parts))
         named = (re.search(r"_subgraph\((\d+)\)$", graph.id) for graph in self._ir.graphs)
@@ -356,7 +356,7 @@ class _Reader:
             self._ir.counters[name] = given[name]
 
     def kind(self, saved: Any, inputs: int) -> OpKind:
-        """The declaration under a key, or the gradient op made again as it was made."""
+        """Look up a declaration by key, or recreate a derived gradient op."""
         if isinstance(saved, dict):
             of = {name: self.value(value) for name, value in saved.items() if name != "vjp"}
             base = self.kind(saved["vjp"], len(of["inputs"]))
@@ -395,7 +395,7 @@ class _Reader:
         return spec
 
     def _graph(self, value: Any) -> Graph:
-        """The graph that an op runs. Nowhere else is there one."""
+        """The op's called graph, stored nowhere else."""
         check(isinstance(value, dict) and value.keys() == {"graph"}, f"{value!r} is no graph")
         return self._graphs[value["graph"]]
 

@@ -18,7 +18,7 @@ from popxl.transforms.op_gradient import Forward, gradients, passes
 
 @dataclass(frozen=True)
 class RuleGraph:
-    """The gradient rules of an op.
+    """Gradient rules of one op.
 
     Attributes:
         graph: takes the operands, the results, and the gradients of the results in `given`; returns the gradients of
@@ -33,7 +33,7 @@ class RuleGraph:
 
 
 def rule_graph(op: Op) -> RuleGraph:
-    """The gradient rules of an op that states one for each operand. Made once for ops that are alike.
+    """Gradient rule graph of an op with one rule per operand; cached for equivalent ops.
 
     Example:
         >>> print(rule_graph((x * y).producer).graph)

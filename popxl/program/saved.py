@@ -23,7 +23,7 @@ FORMAT = 2
 
 
 class Stamp(BaseModel):
-    """What every version of the file says of itself. The digest is that of the file without it; format 1 has none."""
+    """Version header present in every file version. Its digest covers the remaining file; format 1 lacks it."""
 
     format: int
     popxl: str
@@ -37,7 +37,7 @@ class Saved(BaseModel):
 
 
 class SavedTensor(Saved):
-    """A tensor. The numbers of a variable or constant are found by its id, unless `begins` describes them.
+    """A saved tensor. Its id locates variable or constant values, unless `begins` describes them.
 
     Of a variable in a remote buffer: the numbers of the buffer and the slot, and whether it is in pieces; and the id of
     the piece that programs use in its place, if there is one; and along which axis the values of groups are parts of
@@ -93,7 +93,7 @@ class SavedGraph(Saved):
 
 
 class SavedBuffer(Saved):
-    """A remote buffer. Its number is its place in the list."""
+    """A saved remote buffer, numbered by list position."""
 
     slot: Any
     entries: int
@@ -101,8 +101,8 @@ class SavedBuffer(Saved):
 
 
 class SavedProgram(Saved, Stamp):
-    """A whole Ir. The counters are the numbers that come next; `arrays` names the file of numbers. `axes` are in order,
-    the outermost first; `stream_transfers` has the streams with a number of transfers of their own."""
+    """A complete saved Ir. Counters hold next free numbers; `arrays` names the value file; `axes` list outermost first;
+    `stream_transfers` lists streams with individual transfer counts."""
 
     arrays: str
     options: SessionOptions
@@ -115,14 +115,14 @@ class SavedProgram(Saved, Stamp):
 
 
 def safetensors_library() -> Any:
-    """The library of the files of numbers. Imported by who saves or loads: all else is to work, and start, without."""
+    """Import safetensors on demand, for saving and loading only."""
     import safetensors.numpy
 
     return safetensors
 
 
 def arrays_in(content: bytes) -> dict[str, np.ndarray]:
-    """The arrays in a file of numbers, by name. `KeyError` for a dtype that no tensor has."""
+    """Load arrays by name from a value file. Raises `KeyError` for dtypes without tensor equivalent."""
     found = safetensors_library().deserialize(content)
     return {name: np.frombuffer(t["data"], _DTYPES[t["dtype"]]).reshape(t["shape"]) for name, t in found}
 

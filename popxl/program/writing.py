@@ -52,7 +52,7 @@ def save(ir: Ir, path: str | os.PathLike[str]) -> None:
 
 
 def fingerprint(ir: Ir) -> str:
-    """A digest of what a program does: not of the numbers of its variables, nor of where it was written.
+    """Digest of a program's behaviour, independent of variable values and source locations.
 
     Raises:
         PopxlError: if the program cannot be saved.
@@ -69,7 +69,7 @@ def fingerprint(ir: Ir) -> str:
 
 
 class _Writer:
-    """The parts of a program, and the arrays that they name: by the id of a tensor, or a number.
+    """Collected program parts and referenced arrays, keyed by tensor id or number.
 
     Args:
         variables: with the numbers of variables.
@@ -162,7 +162,7 @@ class _Writer:
         )
 
     def kind(self, kind: OpKind, op: Op | Part) -> Any:
-        """The key of a declaration; for a gradient op that JAX made, what it was made of."""
+        """Key of a declaration, or derivation of a JAX gradient op."""
         of = kind.derivation
         if of is None:
             if OpKind.named(kind.key) is not kind:
@@ -181,7 +181,7 @@ class _Writer:
         }
 
     def value(self, value: Any, what: str) -> Any:
-        """A value as JSON. What JSON does not have is an object with one key, which names what it is."""
+        """Encode a value as JSON. Types without JSON form become single-key objects named after the type."""
         if value is None or isinstance(value, str):
             return value
         if isinstance(value, np.generic | np.ndarray):

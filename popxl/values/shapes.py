@@ -69,12 +69,12 @@ def flag(value: Any, what: str) -> bool:
 
 
 def is_one_of(value: Any, words: Iterable[str]) -> bool:
-    """Whether an argument is one of some words. An array is none: it compares with each by its elements."""
+    """Membership test for word arguments; false for arrays, which compare elementwise."""
     return isinstance(value, str) and value in words
 
 
 def given(**hints: Any) -> dict[str, Any]:
-    """The hints that were given, which an op keeps as attributes: those that are not `None`."""
+    """Hints as op attributes, without `None` values."""
     return {name: hint for name, hint in hints.items() if hint is not None}
 
 
@@ -84,7 +84,7 @@ def like_first(first: Any, *others: Any, **attributes: Any) -> TensorSpec:
 
 
 def same_dtype(first: Any, *others: Any) -> None:
-    """There is no implicit promotion: operands of arithmetic have one dtype."""
+    """Check equal operand dtypes; arithmetic has no implicit promotion."""
     for other in others:
         if other.dtype is not first.dtype:
             raise PopxlError(
@@ -121,7 +121,7 @@ def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def meta_shape_of(*operands: Any) -> tuple[int, ...]:
-    """The meta-shape that an elementwise result inherits: that of the operands which have one."""
+    """The meta-shape of an elementwise result, inherited from its operands."""
     found: tuple[int, ...] = ()
     for operand in operands:
         if operand.meta_shape:
@@ -152,7 +152,7 @@ def predicate(*operands: Any, **attributes: Any) -> TensorSpec:
 
 
 def reduction_axes(axis: int | Iterable[int] | None, rank: int) -> tuple[int, ...]:
-    """The axes that a reduction reduces, ascending, each once; all of them for `None`."""
+    """Reduced axes, ascending and unique; `None` means all."""
     if axis is None:
         return tuple(range(rank))
     axis = integer_or_integers(axis, "`axis`")

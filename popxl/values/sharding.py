@@ -23,12 +23,12 @@ __all__ = ["Parts", "parts_of", "shard_count", "shard_length"]
 
 
 def shard_length(shape: Sequence[int], count: int) -> int:
-    """How many elements the pieces of a value have, if there are `count` of them."""
+    """Elements per shard of a value with `count` shards."""
     return -(-math.prod(shape) // count)
 
 
 def shard_count(nelms: int, length: int, members: int) -> int:
-    """How many pieces of a length there are of a value: as many as it fills, and a divisor of the group's size.
+    """Number of shards of given length: enough to cover the value, dividing the group size.
 
     Gathering takes no others.
     """
@@ -53,7 +53,7 @@ class Parts:
     count: int | None = None
 
     def of(self, values: np.ndarray) -> np.ndarray:
-        """The part of each replica, of values on the host: one value, or a row for each group."""
+        """Shards per replica of host values: one value, or one row per group."""
         groups, count = self.grouping.num_groups, self.count or 1
         known = values.reshape(groups, self.size)[:, : count * self.length]
         rows = np.zeros((groups, count * self.length), values.dtype)
@@ -62,7 +62,7 @@ class Parts:
         return pieces[self.grouping.assignment, [place % count for _, place in self._families()]]
 
     def row(self, elements: Callable[[int, int], np.ndarray], replica: int) -> np.ndarray:
-        """The part of one replica, of values that are made where they are asked for.
+        """One replica's shard of lazily computed values.
 
         Args:
             elements: gives the elements of all values on the host, one after the other, from one number to another.
@@ -79,7 +79,7 @@ class Parts:
         return [place for _, place in self._families()]
 
     def values(self, parts: np.ndarray, all_replicas: bool = False) -> np.ndarray:
-        """The values of which the replicas hold `parts`: one for each group, or for each replica.
+        """Values from shards held in `parts`: one per group or per replica.
 
         Of a value that the replicas have no room for, only the elements that they hold: the first ones.
         """
@@ -90,8 +90,8 @@ class Parts:
 
     @cached_property
     def first_holders(self) -> dict[int, tuple[int, int]]:
-        """Which replica is the first to hold which elements, of all values on the host one after the other: from one
-        number to another. So each element that replicas have room for is there once."""
+        """First replica to hold each element range of the concatenated host values, so that every stored element
+        appears once."""
         families, found = self._families(), {}
         for group in range(self.grouping.num_groups):
             holders, _ = families[self.grouping.assignment.index(group)]
@@ -102,13 +102,13 @@ class Parts:
 
     @property
     def without_room(self) -> list[tuple[int, int]]:
-        """Which elements no replica has room for, of all values on the host one after the other."""
+        """Elements of concatenated host values without storage on any replica."""
         room = (self.count or 1) * self.length
         starts = (group * self.size for group in range(self.grouping.num_groups if room < self.size else 0))
         return [(start + room, start + self.size) for start in starts]
 
     def _families(self) -> list[tuple[list[int], int]]:
-        """For each replica, those that hold pieces of the same value, and its place among them."""
+        """For each replica, the holders of shards of the same value, and its position among them."""
         if self.count is None:
             return [([replica], 0) for replica in range(len(self.grouping.assignment))]
         groups = self.grouping.const_rg.assignment

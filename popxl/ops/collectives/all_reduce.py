@@ -29,7 +29,7 @@ Gs = tuple[Tensor | None, ...]
 
 
 class AllReduce(Protocol):
-    """An op of one tensor for each IPU."""
+    """An op with one tensor per IPU."""
 
     kind: OpKind
 
@@ -57,14 +57,14 @@ def _alike(*ts: Any, ipus: Any, op: str) -> list[TensorSpec]:
 
 
 def _gradients_summed(forward: Forward, gs: Gs) -> Gradients:
-    """The sum of all gradients, for each input."""
+    """Sum all gradients, for each input."""
     _only_sums(forward)
     filled = [init(t.shape, t.dtype) if g is None else g for t, g in zip(forward.op.outputs, gs, strict=True)]
     return dict(enumerate(all_reduce.kind(*filled, ipus=forward.op.attributes["ipus"], op="add")))
 
 
 def _gradients_passed(forward: Forward, gs: Gs) -> Gradients:
-    """The gradients: for each input, that of its own result."""
+    """Pass each result's gradient to its input."""
     _only_sums(forward)
     return {i: g for i, g in enumerate(gs) if g is not None}
 
@@ -101,7 +101,7 @@ Example:
 def _over_ipus(
     name: str, lowering: Callable[..., Any], gradient: Callable[[Forward, Gs], Gradients], meaning: str
 ) -> AllReduce:
-    """Declare one of the three: what it computes, and where its gradients come from."""
+    """Declare one all-reduce variant: computation and gradient rule."""
     kind = OpKind(
         "AllReduce",
         lowering,

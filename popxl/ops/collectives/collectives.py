@@ -37,7 +37,7 @@ def share(total: Array, count: int) -> Array:
 
 
 def _fold_in_order(combine: Callable[[Array, Array], Array], prepare: Callable[[Array], Array]) -> Callable[..., Array]:
-    """Combine values one after the other: in the order of the members, which settles how floats are rounded."""
+    """Combine values sequentially in member order, which fixes floating-point rounding."""
     return lambda values: functools.reduce(combine, map(prepare, values))
 
 
@@ -80,7 +80,7 @@ def to_collective_op(op: str) -> Callable[[Sequence[Array]], Array]:
 
 
 def members(name: str, group: Groups | None) -> dict[str, Any]:
-    """A group argument as attributes of an op: how far apart the members of a group are, and how many there are.
+    """Convert a group argument to op attributes: group size and stride.
 
     Args:
         name: the function that was called, for errors.
@@ -124,7 +124,7 @@ def members(name: str, group: Groups | None) -> dict[str, Any]:
 
 
 class CommGroupType(Enum):
-    """How the groups of a `CommGroup` lie."""
+    """Layouts of `CommGroup` groups."""
 
     All = 0
     """All replicas are one group."""

@@ -45,19 +45,20 @@ class CollectiveBackend(Group):
 
     @abstractmethod
     def extreme(self, t: Array, op: Literal["min", "max"]) -> Array:
-        """The smallest or largest value of `t` that a member has; NaN may be overlooked."""
+        """Smallest or largest value of `t` over members; may miss NaN."""
 
     @abstractmethod
     def scattered(self, rows: Array) -> Array:
-        """The own rows of the sum of `rows` over the members, who have equally many of them, in order."""
+        """Reduce-scatter: own rows of the sum of `rows` over members, with equal row counts."""
 
     @abstractmethod
     def exchanged(self, t: Array) -> Array:
-        """What the members have for this one, by rank: one block of the first dimension of `t` is for each of them."""
+        """All-to-all: blocks addressed to this member, by sender rank; `t` has one block per receiver along its first
+        dimension."""
 
     @abstractmethod
     def shifted(self, t: Array, distance: int) -> Array:
-        """What `t` is on the member so many places before this one; those before the first are the last."""
+        """Cyclic shift of `t` over members by a distance."""
 
     # What they make up -----------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ Array = Any
 
 
 def chunk_size(count: int, group_size: int) -> int:
-    """How many elements each member of a group has of so many; the last members may have padding."""
+    """Elements per group member, rounded up; last members may hold padding."""
     return -(-count // group_size)
 
 
@@ -52,19 +52,20 @@ class Group(ABC):
 
     @abstractmethod
     def combined(self, t: Array, op: str) -> Array:
-        """What `t` is on all members, combined; it may be wider than `t`."""
+        """Reduce `t` over all members; results may have a wider dtype."""
 
     def combined_chunk(self, t: Array, op: str) -> Array:
         """The own chunk of that."""
         return self.chunk(self.combined(t, op), chunk_size(t.size, self.size))
 
     def exchanged(self, t: Array) -> Array:
-        """What the members have for this one, by rank: one block of the first dimension of `t` is for each of them."""
+        """All-to-all: blocks addressed to this member, by sender rank; `t` has one block per receiver along its first
+        dimension."""
         length = len(t) // self.size
         return lax.dynamic_slice_in_dim(self.members(t), self.rank * length, length, axis=1).reshape(t.shape)
 
     def shifted(self, t: Array, distance: int) -> Array:
-        """What `t` is on the member so many places before this one; those before the first are the last."""
+        """Cyclic shift of `t` over members by a distance."""
         return lax.dynamic_index_in_dim(self.members(t), (self.rank - distance % self.size) % self.size, keepdims=False)
 
     def chunk(self, t: Array, length: int) -> Array:

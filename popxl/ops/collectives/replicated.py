@@ -111,7 +111,7 @@ def replicated_reduce_scatter(
     group: Groups | None = None,
     configure_output_for_replicated_tensor_sharding: bool = False,
 ) -> Tensor:
-    """Combine the values that `t` has on the replicas of a group, elementwise; every member gets its chunk of them.
+    """Reduce `t` elementwise over each replica group; every member receives one chunk.
 
     The result is flattened and cut into as many equal chunks as there are members, in order; what lacks at the end is
     0. Autodiff raises when a gradient reaches this op.
@@ -144,18 +144,18 @@ def replicated_reduce_scatter(
 
 
 def _all_gather(t: Array, *, shape: tuple[int, ...], group: Group) -> Array:
-    """The values of all members, one after the other, as far as the shape goes."""
+    """Concatenate member values, cropped to the result shape."""
     joined = group.members(_as_bytes(t)).reshape(-1)
     return _bitcast(t.dtype, joined[: math.prod(shape)].reshape(shape))
 
 
 def _own_chunk(t: Array, *, chunk: int, group: Group) -> Array:
-    """The own chunk of the own value."""
+    """The replica's chunk of its local value."""
     return _bitcast(t.dtype, group.chunk(_as_bytes(t), chunk))
 
 
 def _as_bytes(t: Array) -> Array:
-    """Float8 as bytes, which nothing converts or rounds on the way; other arrays as they are."""
+    """View float8 as bytes, to prevent conversion and rounding; return other arrays unchanged."""
     return lax.bitcast_convert_type(t, jnp.uint8) if _is_float8(t.dtype) else t
 
 
@@ -178,7 +178,7 @@ def _gathered(t: Any, *, stride: int, group_size: int, shape: tuple[int, ...]) -
 
 
 def _own_gradient_chunk(g: Tensor, t_spec: TensorSpec, stride: int, group_size: int) -> Tensor:
-    """The part of a replica's own gradient that belongs to what it gave: the gradients are copies of one value."""
+    """The gradient chunk for a replica's own contribution: all gradient copies are equal."""
     own: Tensor = slice_kind(g, stride=stride, group_size=group_size, chunk=math.prod(t_spec.shape))
     return own if own.shape == t_spec.shape else reshape(own, t_spec.shape)
 
@@ -198,7 +198,7 @@ all_gather_kind: OpKind = OpKind(
 
 
 def _chunk(key: str, result: str, shape: Callable[..., TensorSpec]) -> OpKind:
-    """Declare an op that keeps, of each replica's own `t`, the chunk that the replica is in charge of."""
+    """Declare an op that keeps the replica's chunk of its local `t`."""
     return OpKind(
         "ReplicatedReduceScatter",
         _own_chunk,
@@ -225,7 +225,7 @@ slice_kind = _chunk(
 def replicated_all_gather(
     t: Tensor, axis: int = 0, group: Groups | None = None, output_shape: OutputShape = "auto"
 ) -> Tensor:
-    """Give every replica the values that `t` has on all members of its group, in the order of the replicas.
+    """Gather `t` from all members of each replica group, in replica order.
 
     The gradient of each replica is its own part of its own incoming gradient. Nothing is summed over replicas: what
     follows a gather is taken to be the same on all members. The gradient of a shard has no meta-shape: it is an
@@ -284,7 +284,7 @@ def replicated_all_gather(
 
 
 def replica_sharded_slice(t: Tensor, group: Groups | None = None) -> Tensor:
-    """Cut `t` into shards, and give each replica its own. Nothing is communicated: `t` is the same on all members.
+    """Split `t` into shards and keep each replica's own. Needs no communication: `t` is equal on all members.
 
     `replicated_all_gather` puts the shards together again. The gradient does: it is gathered from all members, in the
     shape of `t`.
@@ -363,7 +363,7 @@ def _all_to_all(t: Array, *, group: Group) -> Array:
 
 
 def _reverse_exchange(g: Tensor, t_spec: TensorSpec, stride: int, group_size: int) -> Tensor:
-    """The gradients of the parts that others have got: they have them where they have put the parts."""
+    """Gradients of exchanged parts, sent back to their origin."""
     return all_to_all_kind(g, stride=stride, group_size=group_size)
 
 
@@ -491,7 +491,7 @@ def replicated_shift(t: Tensor, distance: int = 1, group: Groups | None = None) 
 
 
 def _axis(name: str, t: Tensor, axis: int) -> int:
-    """An axis counted from the front; a scalar counts as a tensor of one axis."""
+    """Normalize an axis; scalars count as one-dimensional."""
     try:
         return one_axis(axis, max(t.rank, 1))
     except PopxlError as problem:
@@ -499,6 +499,6 @@ def _axis(name: str, t: Tensor, axis: int) -> int:
 
 
 def _permutations(axis: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What moves an axis to the front, and what moves it back."""
+    """Permutation that moves an axis to the front, and its inverse."""
     front = (axis, *(d for d in range(rank) if d != axis))
     return front, tuple(front.index(d) for d in range(rank))

@@ -18,7 +18,7 @@ from popxl.ops.windows import Windows
 
 @Kernel
 def convolved(name: str, t: Any, weight: Any, windows: Sequence[Windows], groups: int) -> Any:
-    """The convolution of arrays, which is to be rounded to their dtype; in that dtype or a wider one.
+    """Convolve arrays, returning their dtype or a wider one, for rounding by the caller.
 
     Args:
         name: of the op, for errors.
@@ -31,7 +31,7 @@ def convolved(name: str, t: Any, weight: Any, windows: Sequence[Windows], groups
 
 
 def convolved_halves(name: str, t: Any, weight: Any, windows: Sequence[Windows], groups: int) -> Any:
-    """`convolved` for accelerators, which have units for halves, sum in float32, and round what they write."""
+    """`convolved` for accelerators with half-precision units, float32 accumulation and rounded output."""
     if not (is_half(t) and t.dtype == weight.dtype):
         return convolved.plain(name, t, weight, windows, groups)
     check(name, t, weight, [w.count for w in windows])
@@ -40,7 +40,7 @@ def convolved_halves(name: str, t: Any, weight: Any, windows: Sequence[Windows],
 
 @Kernel
 def transposed(name: str, t: Any, weight: Any, windows: Sequence[Windows], groups: int) -> Any:
-    """What a convolution is the gradient of, and has as its own: every element of `t` puts the kernel into the result.
+    """Transposed convolution: every element of `t` adds a scaled kernel to the result.
 
     Args:
         name: of the op, for errors.
@@ -59,8 +59,8 @@ def transposed(name: str, t: Any, weight: Any, windows: Sequence[Windows], group
 
 
 def _over_spread(w: Windows) -> Windows:
-    """The windows over the input of a transposed convolution, for those over its result: each has a kernel's elements
-    next to each other, and the input's are spread."""
+    """Windows over a transposed convolution's input, given windows over its result: contiguous kernel, dilated
+    input."""
     size = w.stride * (w.count - 1) + 1
     begin, end = w.reach - 1 - w.begin, w.size - size + w.begin
     return Windows(size, w.reach, 1, begin, end, w.size, w.dilation, spread=w.stride)
@@ -68,7 +68,7 @@ def _over_spread(w: Windows) -> Windows:
 
 @Kernel
 def weights_gradient(name: str, g: Any, t: Any, shape: Sequence[int], windows: Sequence[Windows], groups: int) -> Any:
-    """The gradient with respect to the weight, of that shape, for the gradient `g` of the result of `convolved`."""
+    """Weight gradient of `convolved`, given the result gradient `g` and weight shape."""
     depth, *kernel = shape[1:]
     batch, _, *sizes = t.shape
 
@@ -80,7 +80,7 @@ def weights_gradient(name: str, g: Any, t: Any, shape: Sequence[int], windows: S
 
 
 def under_places(w: Windows, count: int) -> Windows:
-    """For each place of a kernel a window: of what lies under that place, for all the windows `w`."""
+    """For each kernel position, the window of input elements below it across all windows `w`."""
     reach = w.stride * (w.count - 1) + 1
     end = w.dilation * (count - 1) + reach - w.size - w.begin
     return Windows(w.size, reach, w.dilation, w.begin, end, count, w.stride)
@@ -98,7 +98,7 @@ def check(name: str, t: Any, weight: Any, sizes: Sequence[int]) -> None:
 
 
 def widened_pair(a: Any, b: Any) -> tuple[Any, Any]:
-    """Operands in the dtype to compute in."""
+    """Operands in computation precision."""
     wide = wide_dtype(a, b)
     return a.astype(wide), b.astype(wide)
 
@@ -124,7 +124,7 @@ def by_xla(t: Any, weight: Any, windows: Sequence[Windows], groups: int) -> Any:
 
 
 def _not_like_groups(w: Windows, places: int) -> Windows:
-    """The windows along an axis, with one more where XLA would take the axis for one of groups.
+    """Windows along an axis, plus one where XLA would mistake the axis for groups.
 
     Where kernels are larger than what they slide over, XLA exchanges the two, and leaves such axes as they are. Sizes
     do not agree then, and it ends the process (jax 0.10).

@@ -18,13 +18,13 @@ def quotient(lhs: Any, rhs: Any) -> Any:
 
 @Kernel
 def materialize(function: Callable[..., Any], *arrays: Any) -> Any:
-    """What a function makes of arrays, which takes long and is worth to be computed once for all that reads it."""
+    """Compute an expensive function once and materialize the result for all consumers."""
     return function(*arrays)
 
 
 @Kernel
 def spatial(function: Callable[..., Any], axes: int, *arrays: Any) -> Any:
-    """What a function makes of images that goes over their spatial axes. The batch may be any axis but one of these.
+    """Apply a function over spatial axes of images. Any other axis may hold the batch.
 
     Args:
         function: of the number of the first spatial axis, and arrays. Gives an array or several, with the other axes as
@@ -37,17 +37,17 @@ def spatial(function: Callable[..., Any], axes: int, *arrays: Any) -> Any:
 
 @Kernel
 def of_elements(function: Callable[[Any], Any], t: Any) -> Any:
-    """What a function of elements makes of an array, if it takes long."""
+    """Apply an expensive elementwise function."""
     return function(t)
 
 
 @Kernel
 def room(shape: Sequence[int], value: Any, dtype: Any, after: Any) -> Any:
-    """An array of equal numbers that is to be filled bit by bit, which begins when another array is there."""
+    """A constant-filled buffer for incremental updates, allocated after another array."""
     return jnp.full(shape, value, dtype)
 
 
 @Kernel
 def recompute(t: Any) -> Any:
-    """What an op was given, for its gradient, which computes again what the op has: nothing of it is worth keeping."""
+    """An operand saved for a gradient that recomputes the op; prevents sharing of intermediates."""
     return t

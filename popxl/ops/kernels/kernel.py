@@ -19,7 +19,7 @@ F = TypeVar("F", bound=KernelImpl)
 
 
 class Kernel:
-    """A function of arrays with an implementation of its own on some platforms; used as a decorator.
+    """A function of arrays with optional platform-specific implementations; used as a decorator.
 
     Attributes:
         plain: the function as it is written.
@@ -73,7 +73,7 @@ _current: ContextVar[tuple[str, Mapping[Kernel, KernelImpl]]] = ContextVar("kern
 
 @contextmanager
 def overriding_kernels(platform: str, overrides: Mapping[Kernel, KernelImpl]) -> Iterator[None]:
-    """Within the block, compute kernels as on a platform: by their own overrides for it, then by these."""
+    """Compute kernels for a platform inside a `with` block: registered overrides first, then `overrides`."""
     token = _current.set((platform, overrides))
     try:
         yield

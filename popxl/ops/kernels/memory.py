@@ -15,11 +15,11 @@ def available_after(value: Any, other: Any) -> Any:
 
 @Kernel
 def in_host_memory(value: Any) -> Any:
-    """A copy of `value` in the memory of the host, where a device has one of its own."""
+    """Copy `value` to host memory, on devices with separate memory."""
     return value
 
 
 @Kernel
 def in_device_memory(value: Any) -> Any:
-    """A copy, in the memory of the device, of a value in the memory of the host."""
+    """Copy a host-memory value to device memory."""
     return value

@@ -14,8 +14,8 @@ from popxl.ops.precision import is_half, wide_dtype, widen
 
 @Kernel
 def product(lhs: Any, rhs: Any, dtype: Any, precision: Any = None) -> Any:
-    """The product of matrices of floats, which is to be rounded to `dtype`; in that dtype or a wider one. Sums of
-    products are made in float32 at least."""
+    """Multiply float matrices, returning `dtype` or a wider one, for rounding by the caller. Accumulates in float32 or
+    wider."""
     return jnp.matmul(lhs, rhs, precision=precision, preferred_element_type=jnp.promote_types(dtype, jnp.float32))
 
 
@@ -32,25 +32,25 @@ def rounded_product(lhs: Any, rhs: Any, dtype: Any, precision: Any = None) -> An
 
 @Kernel
 def contracted(subscripts: str, *ts: Any) -> Any:
-    """`jnp.einsum` of arrays of one dtype, which is to be rounded to that; in that dtype or a wider one."""
+    """`jnp.einsum` over arrays of one dtype, returning that dtype or a wider one, for rounding by the caller."""
     return jnp.einsum(subscripts, *ts, preferred_element_type=wide_dtype(*ts))
 
 
 def contracted_halves(subscripts: str, *ts: Any) -> Any:
-    """`contracted` for GPUs. Of three operands and more, what is made on the way is not rounded."""
+    """`contracted` for GPUs, without intermediate rounding for three or more operands."""
     wanted = ts[0].dtype if len(ts) < 3 else wide_dtype(*ts)
     return jnp.einsum(subscripts, *ts, preferred_element_type=wanted)
 
 
 @Kernel
 def linear(t: Any, weight: Any, is_rounded: bool = False) -> Any:
-    """The product of rows with a matrix that has a row for each column of the result, in the dtype that sums are made
-    in; where the result is rounded to that of `t` next, maybe in that."""
+    """Multiply rows by a transposed weight matrix, returning accumulation precision; for immediately rounded results
+    possibly the dtype of `t`."""
     return lax.dot_general(widen(t), widen(weight), _of_columns(t))
 
 
 def linear_of_halves(t: Any, weight: Any, is_rounded: bool = False) -> Any:
-    """`linear` for GPUs, which have units for halves."""
+    """`linear` for GPUs with half-precision units."""
     wanted = t.dtype if is_rounded else wide_dtype(t, weight)
     return lax.dot_general(t, weight, _of_columns(t), preferred_element_type=wanted)
 

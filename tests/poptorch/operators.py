@@ -25,7 +25,7 @@ from poptorch.placement.ambient import capturing
 from poptorch.placement.strategies import PipelinedExecution
 from popxl import ops
 from popxl.transforms.autodiff import leading_to
-from tests.tolerances import tolerances
+from tests.tolerances import assert_sums_near, tolerances
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Row:
         half: whether it is tested in float16, too.
         gradient: whether its gradients are.
         tolerance: relative and absolute, in float32.
+        sums: whether results and gradients are sums of products of the inputs: in float32 they are as near as roundings
+            of what is summed allow.
         like: how results that are random have to agree with those of PyTorch, in place of being equal.
     """
 
@@ -49,6 +51,7 @@ class Row:
     gradient: bool = True
     tolerance: float = 1e-5
     half_tolerance: float = 5e-3
+    sums: bool = False
     like: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
 
@@ -97,11 +100,23 @@ class _Case:
         torch.manual_seed(0)
         self._results, self._gradients = _eagerly(function, tensors, with_gradient)
         self._streams, self._found = _write(function, tensors, self._gradients is not None)
+        self._magnitudes: list[torch.Tensor | None] = []
+        if row.sums and dtype is torch.float32:
+            results, of_gradients = _eagerly(function, [t.double().abs() for t in tensors], with_gradient)
+            self._magnitudes = [*results, *(of_gradients or ())]
 
     def compare(self, row: Row, dtype: torch.dtype, fetched: Mapping[Any, np.ndarray]) -> None:
         """Compare results and gradients."""
         arrays = [from_numpy(np.array(fetched[stream])) for stream in self._streams]
         results, gradients = arrays[: len(self._results)], arrays[len(self._results) :]
+        if self._magnitudes:
+            by_tensor = dict(zip(self._found, gradients, strict=True))
+            wishes = [*self._results, *(self._gradients or ())]
+            found = [*results, *(by_tensor.get(i) for i in range(len(self._gradients or ())))]
+            for mine, wish, magnitudes in zip(found, wishes, self._magnitudes, strict=True):
+                if mine is not None and wish is not None:
+                    assert_sums_near(mine, wish.detach(), magnitudes)
+            return
         tolerance = row.tolerance if dtype is torch.float32 else row.half_tolerance
         tolerance *= 8 if dtype is torch.bfloat16 else 1  # so much farther are its numbers apart
         for mine, expected in zip(results, self._results, strict=True):

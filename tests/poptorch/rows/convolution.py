@@ -19,6 +19,7 @@ def _conv(name: str, shape: tuple[int, ...], weight: tuple[int, ...], **how: Any
         lambda *given: function(*given, **how),
         (normal(*shape), normal(*weight), normal(channels)),
         half_tolerance=1e-2,
+        sums=True,
     )
 
 
@@ -27,7 +28,7 @@ def _module(title: str, module: torch.nn.Module, *args: Any) -> Row:
         return torch.func.functional_call(module, {"weight": weight, "bias": bias}, (x, *args))
 
     tensors = (normal(2, 2, 4, 5), normal(*module.weight.shape), normal(*module.bias.shape))
-    return Row(title, function, tensors, half_tolerance=1e-2)
+    return Row(title, function, tensors, half_tolerance=1e-2, sums=True)
 
 
 ROWS = [
@@ -62,6 +63,7 @@ ROWS = [
         lambda x, w: F.conv2d(x, w, padding=1),
         (normal(2, 3, 5, 6), normal(4, 3, 3, 2)),
         half_tolerance=1e-2,
+        sums=True,
     ),
     *(
         _module(f"Conv2d, padded by {mode}", torch.nn.Conv2d(2, 3, 3, padding=(1, 2), padding_mode=mode))

@@ -31,7 +31,7 @@ from runtime.cpu.kernel_overrides import OVERRIDES
 from runtime.tpu import convolutions as of_tpus
 from tests.popxl.evaluate import evaluate
 from tests.popxl.ops.rows.schema import values
-from tests.tolerances import assert_near
+from tests.tolerances import assert_near, assert_sums_near
 
 Array = np.ndarray
 Case = dict[str, Any]
@@ -79,15 +79,18 @@ def assert_like_torch(pairs: list[Alike]) -> None:
     torch = pytest.importorskip("torch")
     calls, expected = [], []
     for pair in pairs:
-        tensors = [torch.from_numpy(a.copy()).requires_grad_() for a in pair.arrays]
-        out = pair.torch(*tensors)
+        tensors = [torch.from_numpy(a.astype(np.float64)).requires_grad_() for a in pair.arrays]
+        sizes = [t.detach().abs().requires_grad_() for t in tensors]
+        out, out_of_sizes = pair.torch(*tensors), pair.torch(*sizes)
         g = values("float32", tuple(out.shape), seed=9)
-        out.backward(torch.from_numpy(g))
+        out.backward(torch.from_numpy(g).double())
+        out_of_sizes.backward(torch.from_numpy(abs(g)).double())
         calls.append(Call(pair.op, g, pair.arrays, pair.arguments))
-        expected.append([out.detach().numpy(), *(t.grad.numpy() for t in tensors)])
+        pairs_of = [(out, out_of_sizes), *((t.grad, s.grad) for t, s in zip(tensors, sizes, strict=True))]
+        expected.append([[t.detach().numpy() for t in both] for both in pairs_of])
     for call, found, wish in zip(calls, with_gradients(calls), expected, strict=True):
-        for a, e in zip(found, wish, strict=True):
-            assert_near(a, e, 2e-5, call.arguments)
+        for a, (e, magnitudes) in zip(found, wish, strict=True):
+            assert_sums_near(a, e, magnitudes, call.arguments)
 
 
 def functional(name: str, n: int) -> Any:

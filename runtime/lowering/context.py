@@ -12,7 +12,7 @@ from jax import lax
 
 from popxl.graph import Graph
 from runtime.lowering.channels import Channels
-from runtime.lowering.stacks import Row
+from runtime.lowering.packed_arrays import PackedSlot
 
 Array = Any
 FirstRuns = WeakValueDictionary[tuple[Graph, tuple[int, ...]], Array]
@@ -32,13 +32,13 @@ class Context:
     """
 
     channels: Channels
-    inputs: Sequence[Array | Row] = ()
+    inputs: Sequence[Array | PackedSlot] = ()
     in_loop: bool = False
     rows: int = 1
     depth: int = 0
     first_runs: FirstRuns = field(default_factory=WeakValueDictionary)
 
-    def in_graph(self, inputs: Sequence[Array | Row]) -> Context:
+    def in_graph(self, inputs: Sequence[Array | PackedSlot]) -> Context:
         """The context of a called graph with these inputs."""
         return replace(self, inputs=inputs, depth=self.depth + 1)
 
@@ -50,7 +50,7 @@ class Context:
         """The context of a loop's body; `rows` is the number of iterations, if values may be rows of as many."""
         return replace(self, channels=channels, inputs=(), in_loop=True, rows=self.rows * rows)
 
-    def prevent_cse(self, graph: Graph, inputs: Sequence[Array | Row]) -> Sequence[Array | Row]:
+    def prevent_cse(self, graph: Graph, inputs: Sequence[Array | PackedSlot]) -> Sequence[Array | PackedSlot]:
         """The inputs of a graph. If it has run on the same ones, XLA takes them for others.
 
         What a program computes twice is computed twice, and only when what it is computed for is there: all inputs of
@@ -63,5 +63,5 @@ class Context:
         if self.first_runs.get(key) is not inputs[0]:
             self.first_runs[key] = inputs[0]
             return inputs
-        around = [value for value in self.inputs if not isinstance(value, Row)]
+        around = [value for value in self.inputs if not isinstance(value, PackedSlot)]
         return lax.optimization_barrier((*inputs, *around))[: len(inputs)]

@@ -19,10 +19,10 @@ from popxl.ops.conditional import conditional_kind
 from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind, returned_by_ref
 from runtime.lowering.context import Context
 from runtime.lowering.environment import Environment, Results
+from runtime.lowering.packed_arrays import PackedArray, PackedSlot, load, write_back
 from runtime.lowering.platform_hooks import Unordered
 from runtime.lowering.registry import register_lowering
 from runtime.lowering.sharing import Sharing
-from runtime.lowering.stacks import Row, Stack, put_back, read
 from runtime.targets.replicas import is_on_host
 
 if TYPE_CHECKING:
@@ -40,15 +40,15 @@ def _call(lowering: Lowering, op: Op, environment: Environment, context: Context
     finish_call(op, environment, places, lowering.lower_call(graph, places, context, in_rows=True, sharing=sharing))
 
 
-def finish_call(op: Op, environment: Environment, places: Sequence[Array | Row], results: Results) -> None:
+def finish_call(op: Op, environment: Environment, places: Sequence[Array | PackedSlot], results: Results) -> None:
     """Write what a graph gives that an op has called on these values, or rows."""
     for t, place in zip(op.outputs, results.outputs, strict=False):  # the graph may have gained outputs since
         environment.define(t, place)
     for i in sorted(op.modified & results.written.keys()):
-        if not isinstance(places[i], Row):
-            environment.write(op.inputs[i], read(results.written[i]))
+        if not isinstance(places[i], PackedSlot):
+            environment.write(op.inputs[i], load(results.written[i]))
         else:
-            put_back(results.written[i], places[i])
+            write_back(results.written[i], places[i])
     for storage, value in results.shared.items():
         environment.write(storage, value)
     environment.record_call_reads(op, results)
@@ -56,7 +56,7 @@ def finish_call(op: Op, environment: Environment, places: Sequence[Array | Row],
 
 def call_inputs(
     op: Op, environment: Environment, own: int = 0, by_value: Container[int] = frozenset()
-) -> list[Array | Row]:
+) -> list[Array | PackedSlot]:
     """What an op passes to the graph that it runs: rows, but where the graph would change what others have in them.
 
     Args:
@@ -66,7 +66,7 @@ def call_inputs(
         by_value: positions of what is no row in any case.
     """
     places = [environment.slot_or_value(t) for t in op.inputs]
-    rows = {i: place for i, place in enumerate(places) if isinstance(place, Row)}
+    rows = {i: place for i, place in enumerate(places) if isinstance(place, PackedSlot)}
     if rows:
         written, count = {i - own for i in changed_inputs(op.called_graphs[0])}, Counter(rows.values())
         changed = {row for i, row in rows.items() if i in written}
@@ -136,9 +136,9 @@ class Iteration(NamedTuple):
         stacks: what stands in the iteration for each stack around the loop.
     """
 
-    inputs: list[Array | Row]
+    inputs: list[Array | PackedSlot]
     sharing: Sharing
-    stacks: dict[Stack, Stack]
+    stacks: dict[PackedArray, PackedArray]
 
 
 class Loop:
@@ -162,7 +162,7 @@ class Loop:
         self._carried_too = returned_by_ref(op) - self._sharing.positions if op.modified else frozenset()
         by_value = frozenset(range(self._carried)) | self._carried_too
         self._inputs = call_inputs(op, environment, EXTRA_INPUTS, by_value | self._sharing.positions)
-        self._rows = {k: place for k, place in enumerate(self._inputs) if isinstance(place, Row)}
+        self._rows = {k: place for k, place in enumerate(self._inputs) if isinstance(place, PackedSlot)}
         self._stacks = tuple(dict.fromkeys(row.stack for k, row in self._rows.items() if k in op.modified))
         self._alone = op.modified - self._rows.keys() - self._sharing.positions
         contents = {k: self._inputs[k] for k in sorted(self._alone - self._carried_too)}
@@ -175,28 +175,28 @@ class Loop:
         results_before, contents, arrays, shared = state
         now = dict(zip(self._stacks, arrays, strict=True))
         outside = dict.fromkeys(row.stack for row in self._rows.values())
-        stacks = {stack: stack.holding(now.get(stack, stack.array)) for stack in outside}
+        stacks = {stack: stack.with_array(now.get(stack, stack.array)) for stack in outside}
         values = list(self._inputs)
         for k, content in contents.items():
             values[k] = content
         for k, row in self._rows.items():
-            values[k] = Row(stacks[row.stack], row.number)
+            values[k] = PackedSlot(stacks[row.stack], row.number)
         values[: self._carried] = results_before
-        sharing = self._sharing.holding(shared)
+        sharing = self._sharing.with_values(shared)
         if sharing:
             storages = Environment(sharing.values, Unordered(), sharing.same, 1)
             for k in sorted(sharing.positions.intersection(range(self._carried))):
                 storages.write(self._op.inputs[k], results_before[k])
-            sharing = sharing.holding(storages.values)
+            sharing = sharing.with_values(storages.values)
         return Iteration([i, jnp.asarray(True), *values], sharing, stacks)
 
     def end_iteration(self, iteration: Iteration, results: Results) -> tuple[Any, Sequence[Array]]:
         """What an iteration leaves for the next one, and its further results, given what the graph gives."""
         values, stacks, written = iteration.inputs[EXTRA_INPUTS:], iteration.stacks, results.written
         for k in self._rows.keys() & self._op.modified:
-            put_back(written.get(k + EXTRA_INPUTS, values[k]), values[k])
-        after = {k: read(written.get(k + EXTRA_INPUTS, values[k])) for k in sorted(self._alone - self._carried_too)}
-        outputs = tuple(map(read, results.outputs[EXTRA_OUTPUTS:]))
+            write_back(written.get(k + EXTRA_INPUTS, values[k]), values[k])
+        after = {k: load(written.get(k + EXTRA_INPUTS, values[k])) for k in sorted(self._alone - self._carried_too)}
+        outputs = tuple(map(load, results.outputs[EXTRA_OUTPUTS:]))
         arrays = [stacks[stack].array for stack in self._stacks]
         return (outputs[: self._carried], after, arrays, results.shared), outputs[self._carried :]
 

@@ -18,9 +18,9 @@ from popxl.core.tensor import Constant, Tensor
 from popxl.errors import PopxlError
 from popxl.fp8_utils import to_device
 from popxl.graph import Graph
+from runtime.lowering.packed_arrays import PackedSlot, load
 from runtime.lowering.platform_hooks import UpdateOrder
 from runtime.lowering.sharing import Sharing
-from runtime.lowering.stacks import Row, read
 
 Array = Any
 
@@ -41,10 +41,10 @@ class Results:
     shared: dict[Tensor, Array] = field(default_factory=dict)
     computed: dict[int, Array] = field(default_factory=dict)
 
-    def read(self) -> Results:
+    def unpacked(self) -> Results:
         """The same, with nothing in rows."""
-        written = {i: read(place) for i, place in self.written.items()}
-        return Results(tuple(map(read, self.outputs)), written, self.shared, self.computed)
+        written = {i: load(place) for i, place in self.written.items()}
+        return Results(tuple(map(load, self.outputs)), written, self.shared, self.computed)
 
 
 class Environment:
@@ -58,7 +58,7 @@ class Environment:
     """
 
     def __init__(
-        self, values: Mapping[Tensor, Array | Row], order: UpdateOrder, same: Mapping[Tensor, Tensor], turns: int
+        self, values: Mapping[Tensor, Array | PackedSlot], order: UpdateOrder, same: Mapping[Tensor, Tensor], turns: int
     ) -> None:
         self.values = dict(values)
         self._order = order
@@ -77,11 +77,11 @@ class Environment:
         for i, computed in results.computed.items():
             self._order.record_nested_read(self._resolve_views(op.inputs[i])[0], computed)
 
-    def slot_or_value(self, t: Tensor) -> Array | Row:
+    def slot_or_value(self, t: Tensor) -> Array | PackedSlot:
         """Where a tensor is: in a row, if that is all of it. Otherwise its current value."""
         storage, views = self._resolve_views(t)
         place = None if views else self.values.get(storage)
-        return place if isinstance(place, Row) else self.read(t)
+        return place if isinstance(place, PackedSlot) else self.read(t)
 
     def sharing(self, op: Op) -> Sharing:
         """Which inputs of the graph that an op runs share storage, of those that are by reference."""
@@ -140,9 +140,9 @@ class Environment:
             value = view.apply([value])
         return value
 
-    def define(self, t: Tensor, place: Array | Row) -> None:
+    def define(self, t: Tensor, place: Array | PackedSlot) -> None:
         """Give a tensor that an op makes its first value; or a row that nobody else has."""
-        if isinstance(place, Row):
+        if isinstance(place, PackedSlot):
             self.values[t] = place
         else:
             self.write(t, place)
@@ -161,9 +161,9 @@ class Environment:
             joined = view_of(storage)
             if joined is None:
                 place = self.values.get(storage)
-                rows = len(place.stack.array) if isinstance(place, Row) else self._turns
+                rows = len(place.stack.array) if isinstance(place, PackedSlot) else self._turns
                 value = self._order.order_write(storage, value, rows)
-                if isinstance(place, Row):
+                if isinstance(place, PackedSlot):
                     place.write(value)
                 else:
                     self.values[storage] = value
@@ -180,7 +180,7 @@ class Environment:
             if not isinstance(t, Constant):
                 raise no_value(t)
             self.values[t] = jnp.asarray(to_device(t.data, t.dtype))
-        return read(self.values[t])
+        return load(self.values[t])
 
     def _resolve_views(self, t: Tensor) -> tuple[Tensor, list[Op]]:
         """The tensor that `t` is a view of, in the end, and the views from there to `t`; views of several end it."""

@@ -35,12 +35,12 @@ from runtime.lowering.channels import COLLECTIVES, AnyChannel, Channels, channel
 from runtime.lowering.collectives import devices_meet, group_of
 from runtime.lowering.context import Context
 from runtime.lowering.environment import Environment, Results
+from runtime.lowering.packed_arrays import PackedSlot, load
 from runtime.lowering.platform_hooks import PlatformHooks, hooks_for
 from runtime.lowering.registry import LOWERINGS
-from runtime.lowering.rolled import AsWritten, Rolled, bring_together, roll
+from runtime.lowering.rerolled_loops import ProgramOrder, RerolledLoop, lower_rerolled, pack_together
 from runtime.lowering.scopes import of_graph, of_op
 from runtime.lowering.sharing import Sharing, bind_inputs
-from runtime.lowering.stacks import Row, read
 from runtime.noinline import noinline
 from runtime.signals import deliver_pending_signals
 from runtime.targets.replicas import Replicas
@@ -67,7 +67,7 @@ class Lowering:
         options: SessionOptions,
         keep_calls: bool = True,
         replicas: Replicas = Replicas(),  # noqa: B008  # one replica, which nothing changes
-        scheduling: AsWritten = AsWritten(),  # noqa: B008  # it has no state
+        scheduling: ProgramOrder = ProgramOrder(),  # noqa: B008  # it has no state
         in_order: bool = True,
     ) -> None:
         self.replicas = replicas
@@ -87,14 +87,16 @@ class Lowering:
         """Whether it is traced once for several replicas, which one device runs."""
         return self.replicas.count > 1 and self.replicas.mesh is None
 
-    def run(self, ops: Iterable[Op | Rolled], values: Mapping[Tensor, Array | Row], channels: Channels) -> Environment:
+    def run(
+        self, ops: Iterable[Op | RerolledLoop], values: Mapping[Tensor, Array | PackedSlot], channels: Channels
+    ) -> Environment:
         """Lower ops of one graph that nothing surrounds, in order. Returns what is in its storages afterwards."""
         return self.lower_ops(ops, values, Context(channels))
 
     def lower_ops(
         self,
-        ops: Iterable[Op | Rolled],
-        values: Mapping[Tensor, Array | Row],
+        ops: Iterable[Op | RerolledLoop],
+        values: Mapping[Tensor, Array | PackedSlot],
         context: Context,
         same: Mapping[Tensor, Tensor] | None = None,
     ) -> Environment:
@@ -107,20 +109,20 @@ class Lowering:
             same: tensors that stand for others; by default, what the scheduling says.
         """
         environment = self.environment(values, context, same)
-        for op in (part for each in ops for part in ((each,) if isinstance(each, Rolled) else each.parts)):
+        for op in (part for each in ops for part in ((each,) if isinstance(each, RerolledLoop) else each.parts)):
             deliver_pending_signals()
-            if isinstance(op, Rolled):
-                roll(self, op, environment, context)
+            if isinstance(op, RerolledLoop):
+                lower_rerolled(self, op, environment, context)
                 continue
             self.lower_op(op, environment, context)
             if not op.called_graphs:
                 environment.record_reads(op)
             for storages in self.scheduling.gathered.get(op, ()):
-                bring_together(environment, storages)
+                pack_together(environment, storages)
         return environment
 
     def environment(
-        self, values: Mapping[Tensor, Array | Row], context: Context, same: Mapping[Tensor, Tensor] | None
+        self, values: Mapping[Tensor, Array | PackedSlot], context: Context, same: Mapping[Tensor, Tensor] | None
     ) -> Environment:
         """The environment of a graph that is to run; see `lower_ops`."""
         same = self.scheduling.same if same is None else same
@@ -192,7 +194,7 @@ class Lowering:
     def lower_call(
         self,
         graph: Graph,
-        inputs: Sequence[Array | Row],
+        inputs: Sequence[Array | PackedSlot],
         context: Context,
         in_rows: bool = False,
         sharing: Sharing = Sharing(),  # noqa: B008  # it has no state
@@ -210,14 +212,16 @@ class Lowering:
         effectful = channels.running is not None and has_side_effects(graph)
         if graph not in self._noinline or sharing or effectful:
             results = self._inline(graph, inputs, context, sharing)
-            return results if in_rows else results.read()
+            return results if in_rows else results.unpacked()
         streams = self.channels_of(graph.ops)
-        outputs, written, used = self._functions(graph)(tuple(map(read, inputs)), channels.states(streams))
+        outputs, written, used = self._functions(graph)(tuple(map(load, inputs)), channels.states(streams))
         channels.set_states(streams, used)
         channels.record_computed((outputs, written))
         return Results(outputs, written)
 
-    def _inline(self, graph: Graph, inputs: Sequence[Array | Row], context: Context, sharing: Sharing) -> Results:
+    def _inline(
+        self, graph: Graph, inputs: Sequence[Array | PackedSlot], context: Context, sharing: Sharing
+    ) -> Results:
         values, same = bind_inputs(graph, context.prevent_cse(graph, inputs), sharing)
         with of_graph(graph, context.depth):
             ops = self.scheduling.schedule(graph)
@@ -231,7 +235,7 @@ class Lowering:
         def function(inputs: tuple[Array, ...], taken: Any) -> Any:
             channels = Channels(dict(zip(streams, taken, strict=True)))
             context = Context(channels).in_loop_body(channels)  # as in a loop: it is called several times
-            results = self._inline(graph, inputs, context, Sharing()).read()
+            results = self._inline(graph, inputs, context, Sharing()).unpacked()
             return results.outputs, results.written, channels.states(streams)
 
         function.__name__ = function.__qualname__ = identifier(graph.id) or "graph"

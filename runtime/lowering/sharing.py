@@ -36,7 +36,7 @@ class Sharing:
     def __bool__(self) -> bool:
         return bool(self.positions)
 
-    def holding(self, values: Mapping[Tensor, Array]) -> Sharing:
+    def with_values(self, values: Mapping[Tensor, Array]) -> Sharing:
         """The same where storages hold other values."""
         return replace(self, values={**self.values, **values})
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from popxl.core.tensor import Tensor
 from runtime.lowering.environment import Environment
-from runtime.lowering.stacks import Row, Stack, read
+from runtime.lowering.packed_arrays import PackedArray, PackedSlot, load
 
 Array = Any
 
@@ -40,23 +40,23 @@ class Block:
         """Its dtype, as JAX has it."""
         return self.tensors[0].dtype.as_jax()
 
-    def places(self, array: Array) -> Mapping[Tensor, Array | Row]:
+    def places(self, array: Array) -> Mapping[Tensor, Array | PackedSlot]:
         """Where the values are, for a graph that is lowered."""
         if not self.is_stack:
             return {self.tensors[0]: array}
-        stack = Stack(array, is_given=True)
-        return {t: Row(stack, n) for n, t in enumerate(self.tensors)}
+        stack = PackedArray(array, is_given=True)
+        return {t: PackedSlot(stack, n) for n, t in enumerate(self.tensors)}
 
     def after(self, environment: Environment) -> Array:
         """The array with the values that a graph has left."""
         if not self.is_stack:
             return environment.read(self.tensors[0])
         places = [environment.slot_or_value(t) for t in self.tensors]
-        stack = places[0].stack if isinstance(places[0], Row) else None
-        numbers = [place.number if isinstance(place, Row) and place.stack is stack else None for place in places]
+        stack = places[0].stack if isinstance(places[0], PackedSlot) else None
+        numbers = [place.number if isinstance(place, PackedSlot) and place.stack is stack else None for place in places]
         if stack is not None and numbers == [*range(len(stack.array))]:
             return stack.array
-        return jnp.stack(list(map(read, places)))
+        return jnp.stack(list(map(load, places)))
 
 
 def blocks_of(tensors: Iterable[Tensor], together: Sequence[Collection[Tensor]]) -> tuple[Block, ...]:

@@ -22,7 +22,7 @@ from runtime.lowering import remote_buffers as remote
 from runtime.lowering.channels import FAILURE, Channels, Failure
 from runtime.lowering.environment import Environment
 from runtime.lowering.lower import Lowering, raised_recursion_limit
-from runtime.lowering.rolled import AsWritten
+from runtime.lowering.rerolled_loops import ProgramOrder
 from runtime.plan.plan import Plan
 from runtime.plan.planning import Steps
 from runtime.plan.structure import Structure, forget
@@ -193,7 +193,7 @@ def _lowered(layout: Layout, platform: str = "") -> Any:
 
 def _step(layout: Layout) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A run of the whole program as a function, and the types of what it is given."""
-    scheduling = AsWritten() if layout.rolling is None else layout.rolling
+    scheduling = ProgramOrder() if layout.rolling is None else layout.rolling
     in_order = not (layout.buffers and layout.terms_for(None).slots.memory_kind == HOST)
     lowering = Lowering(layout.main.ops, layout.options, layout.calls == "kept", layout.replicas, scheduling, in_order)
     own = tuple(block for block in layout.constant if not layout.is_shared(block))

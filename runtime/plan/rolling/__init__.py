@@ -8,5 +8,5 @@
     loops     the loops of a graph
     rolling   those of a program; and which of its variables lie in one array
 
-How a loop runs is in `runtime.lowering.rolled`.
+How a loop runs is in `runtime.lowering.rerolled_loops`.
 """

@@ -1,7 +1,7 @@
 """Graphs that are called once are part of the graph that calls them, as far as loops are looked for.
 
-The gradient of a model whose layers are called is a graph: its updates come after it, in the graph that calls it. Taken
-as one, each update may share the turn of its gradient.
+The gradient of a model whose layers are called is a graph: its updates come after it, in the graph that calls it.
+Taken as one, each update may share the turn of its gradient.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
 from popxl.graph import Graph
-from runtime.lowering.rolled import Rolled
+from runtime.lowering.rerolled_loops import RerolledLoop
 from runtime.plan.rolling.forms import Forms
 from runtime.plan.rolling.patterns import FEWEST, Span, spans
 from runtime.plan.rolling.schedule import close_together
@@ -19,7 +19,7 @@ from runtime.plan.rolling.turns import CannotRoll, rolled
 TRIED = 8
 """How many spans of a sequence are tried before it is left alone."""
 
-Item = Op | Rolled
+Item = Op | RerolledLoop
 
 
 def loops_of(
@@ -75,7 +75,7 @@ class _Sequence:
 
     def items(self) -> tuple[Item, ...]:
         """The ops, and loops of them: first where the most is saved, and then before and after that."""
-        found: dict[int, tuple[Rolled, int]] = {}
+        found: dict[int, tuple[RerolledLoop, int]] = {}
         waiting = [(0, len(self._ops))]
         while waiting:
             first, end = waiting.pop()
@@ -121,7 +121,7 @@ class _Sequence:
         called = "".join(f" of {callee.title}" for callee in op.called_graphs)
         return f"`{op.op_type}`{called} ({op.source})"
 
-    def _tried(self, first: int, end: int) -> Iterator[tuple[int, int, Rolled]]:
+    def _tried(self, first: int, end: int) -> Iterator[tuple[int, int, RerolledLoop]]:
         """The loops between two places, the best first: each with where it begins and ends."""
         for span in spans(self._forms, self._sizes, first, end)[:TRIED]:
             problem = None

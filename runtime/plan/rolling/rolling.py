@@ -14,7 +14,7 @@ from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.core.traits import Run, chooses, is_call
 from popxl.graph import Graph
 from popxl.ops.repeat import returned_by_ref
-from runtime.lowering.rolled import NARROW, AsWritten, Rolled, Taken, that_overlap
+from runtime.lowering.rerolled_loops import NARROW, LoopInput, ProgramOrder, RerolledLoop, merge_overlapping
 from runtime.plan.rolling.flat import Flat
 from runtime.plan.rolling.forms import Forms
 from runtime.plan.rolling.loops import Item, loops_of
@@ -27,7 +27,7 @@ Source = Tensor | tuple[object, int] | None
 """Where a value lies before a loop: in a variable, in a row of what an earlier loop has made, or by itself."""
 
 
-class Rolling(AsWritten):
+class Rolling(ProgramOrder):
     """The loops of a program.
 
     Args:
@@ -75,9 +75,9 @@ class Rolling(AsWritten):
         return self._schedules.get(graph, graph.ops)
 
     @property
-    def loops(self) -> tuple[Rolled, ...]:
+    def loops(self) -> tuple[RerolledLoop, ...]:
         """All loops."""
-        return tuple(item for items in self._schedules.values() for item in items if isinstance(item, Rolled))
+        return tuple(item for items in self._schedules.values() for item in items if isinstance(item, RerolledLoop))
 
     @property
     def left_alone(self) -> Mapping[Graph, str]:
@@ -91,7 +91,7 @@ class Rolling(AsWritten):
         """How many ops XLA need not compile again."""
         return sum(map(self._saved_by, self.loops))
 
-    def _saved_by(self, loop: Rolled) -> int:
+    def _saved_by(self, loop: RerolledLoop) -> int:
         return (len(loop.turns) - 1) * sum(self._size(callee) for op in loop.ops for callee in op.called_graphs)
 
     def told(self) -> str:
@@ -99,14 +99,14 @@ class Rolling(AsWritten):
         count = sum(len(op.called_graphs) for loop in self.loops for op in loop.all)
         return f"{count} calls that differ only in what they are given are the turns of {len(self.loops)} loop(s)."
 
-    def _write_out(self, loop: Rolled, reason: str) -> None:
+    def _write_out(self, loop: RerolledLoop, reason: str) -> None:
         """Have the turns of a loop carried out one after the other."""
         for graph, items in self._schedules.items():
             self._schedules[graph] = tuple(op for item in items for op in (loop.all if item is loop else (item,)))
         self._reasons.update((callee, reason) for op in loop.ops for callee in op.called_graphs)
 
 
-def _has_products(loop: Rolled) -> bool:
+def _has_products(loop: RerolledLoop) -> bool:
     """Whether its turns have matrix products or convolutions: these are kernels of their own wherever they are."""
     graphs = {graph for op in loop.ops for callee in op.called_graphs for graph in reachable(callee)}
     ops = (op for every in (loop.ops, *(graph.ops for graph in graphs)) for op in every)
@@ -123,14 +123,14 @@ def _is_like_its_operand(op: Op) -> bool:
 def _flat(items: Iterable[Item]) -> Iterator[Op]:
     """The ops that are lowered: of a loop those of the model."""
     for item in items:
-        yield from item.ops if isinstance(item, Rolled) else (item,)
+        yield from item.ops if isinstance(item, RerolledLoop) else (item,)
 
 
 class _Wish(NamedTuple):
     """Variables that turns of a loop take in one place: in the order of the turns, each once."""
 
-    loop: Rolled
-    taken: Taken
+    loop: RerolledLoop
+    taken: LoopInput
     variables: tuple[Tensor, ...]
 
 
@@ -155,7 +155,7 @@ class _Walk:
         self._computed: list[tuple[Tensor, ...]] = []
         self._known_apart: set[Graph] = set()
         self._wishes: list[_Wish] = []
-        self.refused: dict[Rolled, str] = {}
+        self.refused: dict[RerolledLoop, str] = {}
 
     def through(self, graph: Graph, sources: dict[Tensor, Source]) -> Nested[dict[Tensor, Source]]:
         """Go through a graph, given where its storages lie. Returns where they lie in the end."""
@@ -164,9 +164,9 @@ class _Walk:
     def _past(self, items: Sequence[Item], sources: dict[Tensor, Source]) -> Nested[dict[Tensor, Source]]:
         """The same with what is carried out of a graph."""
         for item in items:
-            if isinstance(item, Rolled):
+            if isinstance(item, RerolledLoop):
                 self._at_loop(item, sources)
-                same = {taken.name for taken in item.taken if taken.is_same}
+                same = {taken.name for taken in item.taken if taken.is_invariant}
                 yield self._past(item.ops, {t: source for t, source in sources.items() if t in same})
             elif not chooses(item) and self._with_loops.issuperset(item.called_graphs) and item.runs:
                 (run,) = item.runs
@@ -203,7 +203,7 @@ class _Walk:
             and (i not in written or (i in run.op.modified and count[storage] == 1))
         }
 
-    def _at_loop(self, loop: Rolled, sources: dict[Tensor, Source]) -> None:
+    def _at_loop(self, loop: RerolledLoop, sources: dict[Tensor, Source]) -> None:
         for taken in loop.taken:
             if taken.before is None and len(set(taken.of_turns)) > 1:
                 self._at_stack(loop, taken, sources)
@@ -212,7 +212,7 @@ class _Walk:
                 stack = object()
                 sources.update((t, (stack, n)) for n, t in enumerate(made.rows))
 
-    def _at_stack(self, loop: Rolled, taken: Taken, sources: dict[Tensor, Source]) -> None:
+    def _at_stack(self, loop: RerolledLoop, taken: LoopInput, sources: dict[Tensor, Source]) -> None:
         """Note what the turns of a loop take in one place."""
         storages = [*dict.fromkeys(taken.of_turns)]
         found = [sources.get(t) for t in storages]
@@ -234,7 +234,7 @@ class _Walk:
         """What turns take in one place that is cast before, say, those that loops have in common together: after the
         last of the ops that make it. The compiler has them write right into the array."""
         found: dict[Op, list[tuple[Tensor, ...]]] = {}
-        for group in that_overlap(self._computed):
+        for group in merge_overlapping(self._computed):
             made_by = {t.producer for t in group}
             ops = [op for items in self._schedules.values() for op in _flat(items) if op in made_by]
             found.setdefault(ops[-1], []).append(group)
@@ -242,7 +242,7 @@ class _Walk:
 
     def together(self) -> list[tuple[Tensor, ...]]:
         """The variables that turns take in one place, those that loops have in common with each other together."""
-        return _side_by_side(that_overlap(wish.variables for wish in self._wishes), self._wishes)
+        return _side_by_side(merge_overlapping(wish.variables for wish in self._wishes), self._wishes)
 
 
 def _side_by_side(groups: Sequence[Sequence[Tensor]], wishes: Sequence[_Wish]) -> list[tuple[Tensor, ...]]:

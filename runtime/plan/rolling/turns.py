@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from popxl.core.aliasing import overwritten
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
-from runtime.lowering.rolled import Made, Rolled, Taken
+from runtime.lowering.rerolled_loops import LoopInput, LoopOutput, RerolledLoop
 
 Roots = Callable[[Tensor], tuple[Tensor, ...]]
 
@@ -17,7 +17,7 @@ class CannotRoll(Exception):
     """Why turns of the same forms are no loop, as the end of a sentence."""
 
 
-def rolled(turns: Sequence[tuple[Op, ...]], roots: Roots, read_later: Container[Tensor]) -> Rolled:
+def rolled(turns: Sequence[tuple[Op, ...]], roots: Roots, read_later: Container[Tensor]) -> RerolledLoop:
     """Ops as the turns of a loop.
 
     Args:
@@ -58,23 +58,23 @@ class _Laid:
                 if name in self._written and count[storage] > 1:
                     raise CannotRoll(f"a turn overwrites {storage!r}, and is given it in another place, too")
 
-    def loop(self, read_later: Container[Tensor]) -> Rolled:
+    def loop(self, read_later: Container[Tensor]) -> RerolledLoop:
         """The loop."""
         taken = tuple(self._taken())
         made = tuple(self._left(taken, read_later))
-        return Rolled(self._turns, self._model, taken, made)
+        return RerolledLoop(self._turns, self._model, taken, made)
 
-    def _taken(self) -> Iterator[Taken]:
+    def _taken(self) -> Iterator[LoopInput]:
         for name, of_turns in self._of_turns.items():
             if name in self._made:
                 continue
             is_written = name in self._written
             if self._inside.isdisjoint(of_turns):
-                yield Taken(name, of_turns, is_written)
+                yield LoopInput(name, of_turns, is_written)
             elif is_written:
                 raise CannotRoll(f"a turn overwrites {name!r}, which an earlier one has made")
             else:
-                yield Taken(name, of_turns, before=self._before(name, of_turns))
+                yield LoopInput(name, of_turns, before=self._before(name, of_turns))
 
     def _before(self, name: Tensor, of_turns: Sequence[Tensor]) -> Tensor:
         """What a turn hands on to the next one under a name."""
@@ -84,7 +84,7 @@ class _Laid:
                     return source
         raise CannotRoll(f"{name!r} is from an earlier turn, and not always from the same place in the one before")
 
-    def _left(self, taken: Sequence[Taken], read_later: Container[Tensor]) -> Iterator[Made]:
+    def _left(self, taken: Sequence[LoopInput], read_later: Container[Tensor]) -> Iterator[LoopOutput]:
         """What is read after the loop. What the first turn is given in its place lies beside it: the gradient of a
         layer reads what went into it, say."""
         firsts = {t.before: t.of_turns[0] for t in taken if t.before is not None}
@@ -95,9 +95,9 @@ class _Laid:
                 if any(read[:-1]):
                     first = firsts.get(name)
                     is_apart = first is None or first.producer is None or first not in read_later
-                    yield Made(name, of_turns, first=None if is_apart else first)
+                    yield LoopOutput(name, of_turns, first=None if is_apart else first)
                 elif read[-1]:
-                    yield Made(name, of_turns, is_last_only=True)
+                    yield LoopOutput(name, of_turns, is_last_only=True)
 
 
 def _storages(turn: Sequence[Op], roots: Roots) -> Iterator[Tensor]:

@@ -21,7 +21,7 @@ from popxl.core.aliasing import reachable
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.graph import Graph
-from runtime.lowering.stacks import Row, Stack, read
+from runtime.lowering.packed_arrays import PackedArray, PackedSlot, load
 
 if TYPE_CHECKING:
     from runtime.lowering.context import Context
@@ -36,7 +36,7 @@ them. Those of more bytes are read where they lie."""
 
 
 @dataclass(frozen=True, eq=False)
-class Taken:
+class LoopInput:
     """What a turn finds.
 
     Attributes:
@@ -52,13 +52,13 @@ class Taken:
     before: Tensor | None = None
 
     @property
-    def is_same(self) -> bool:
+    def is_invariant(self) -> bool:
         """Whether all turns find one storage."""
         return self.before is None and len(set(self.of_turns)) == 1
 
 
 @dataclass(frozen=True, eq=False)
-class Made:
+class LoopOutput:
     """What a turn makes, and somebody reads after the loop.
 
     Attributes:
@@ -80,7 +80,7 @@ class Made:
 
 
 @dataclass(frozen=True, eq=False)
-class Rolled:
+class RerolledLoop:
     """Ops that are carried out as a loop.
 
     Attributes:
@@ -92,8 +92,8 @@ class Rolled:
 
     turns: tuple[tuple[Op, ...], ...]
     model: int
-    taken: tuple[Taken, ...]
-    made: tuple[Made, ...]
+    taken: tuple[LoopInput, ...]
+    made: tuple[LoopOutput, ...]
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:
@@ -106,7 +106,7 @@ class Rolled:
         return tuple(op for turn in self.turns for op in turn)
 
 
-class AsWritten:
+class ProgramOrder:
     """What is carried out of graphs: their ops, in order. Others may know better.
 
     Attributes:
@@ -117,18 +117,18 @@ class AsWritten:
     same: Mapping[Tensor, Tensor] = MappingProxyType({})
     gathered: Mapping[Op, Sequence[Sequence[Tensor]]] = MappingProxyType({})
 
-    def schedule(self, graph: Graph) -> Sequence[Op | Rolled]:
+    def schedule(self, graph: Graph) -> Sequence[Op | RerolledLoop]:
         """What is carried out of a graph, in order."""
         return graph.ops
 
 
-def roll(lowering: Lowering, loop: Rolled, environment: Environment, context: Context) -> None:
+def lower_rerolled(lowering: Lowering, loop: RerolledLoop, environment: Environment, context: Context) -> None:
     """Carry out a loop."""
     schedule = lowering.scheduling.schedule
     called = dict.fromkeys(graph for op in loop.ops for callee in op.called_graphs for graph in reachable(callee))
-    has_loops = any(isinstance(item, Rolled) for graph in called for item in schedule(graph))
-    turning, streams = (
-        _Turning(loop, environment, lowering.hooks.invariant_row, has_loops),
+    has_loops = any(isinstance(item, RerolledLoop) for graph in called for item in schedule(graph))
+    builder, streams = (
+        _ScanBuilder(loop, environment, lowering.hooks.invariant_row, has_loops),
         lowering.channels_of(loop.ops),
     )
     loop_channels = context.channels.loop_channels(streams)
@@ -137,16 +137,16 @@ def roll(lowering: Lowering, loop: Rolled, environment: Environment, context: Co
         held, positions = state
         inside = loop_channels.in_iteration(positions)
         body = context.in_loop_body(inside, rows=len(loop.turns))
-        after = lowering.lower_ops(loop.ops, turning.found(held, rows), body)
-        return (turning.left(held, rows, after), inside.carried(streams)), None
+        after = lowering.lower_ops(loop.ops, builder.iteration_values(held, rows), body)
+        return (builder.next_state(held, rows, after), inside.carried(streams)), None
 
-    start = (turning.start, loop_channels.start)
-    (held, positions), _ = lax.scan(turn, start, turning.rows, length=len(loop.turns))
+    start = (builder.start, loop_channels.start)
+    (held, positions), _ = lax.scan(turn, start, builder.rows, length=len(loop.turns))
     context.channels.resume(loop_channels, positions, held)
-    turning.finish(held, environment)
+    builder.finish(held, environment)
 
 
-class _Turning:
+class _ScanBuilder:
     """How turns find what they take, and where they leave what they make.
 
     Carried from turn to turn are: what is overwritten and in no stack; what a turn hands to the next one; what was made
@@ -155,7 +155,7 @@ class _Turning:
     Args:
         loop: the loop.
         environment: that of its ops.
-        in_turn: see `PlatformHooks`.
+        invariant_row: see `PlatformHooks`.
         has_loops: whether graphs that turns call have loops. What all turns find in a stack is not cut out then: those
             loops find it there.
 
@@ -165,32 +165,36 @@ class _Turning:
     """
 
     def __init__(
-        self, loop: Rolled, environment: Environment, in_turn: Callable[[Array, Array], Array], has_loops: bool
+        self,
+        loop: RerolledLoop,
+        environment: Environment,
+        invariant_row: Callable[[Array, Array], Array],
+        has_loops: bool,
     ) -> None:
-        self._in_turn = in_turn
+        self._invariant_row = invariant_row
         self._handed = tuple((t, t.before) for t in loop.taken if t.before is not None)
         self._last = tuple(m for m in loop.made if m.is_last_only)
         self._made = tuple(m for m in loop.made if not m.is_last_only)
-        known = [t for t in loop.taken if t.before is None and not _is_number(t, environment)]
-        for storages in that_overlap(t.of_turns for t in known):
-            bring_together(environment, storages)
+        known = [t for t in loop.taken if t.before is None and not _is_constant(t, environment)]
+        for storages in merge_overlapping(t.of_turns for t in known):
+            pack_together(environment, storages)
         places = {t: tuple(map(environment.slot_or_value, t.of_turns)) for t in known}
-        in_rows = {t: rows for t, rows in places.items() if all(isinstance(row, Row) for row in rows)}
+        in_rows = {t: rows for t, rows in places.items() if all(isinstance(row, PackedSlot) for row in rows)}
         written = [rows[0].stack for t, rows in in_rows.items() if t.is_written]
-        self._passed = {t.name: in_rows[t][0] for t in in_rows if t.is_same and has_loops}
+        self._passed = {t.name: in_rows[t][0] for t in in_rows if t.is_invariant and has_loops}
         of_turns = [t for t in in_rows if t.name not in self._passed]
-        read = [t for t in of_turns if not t.is_same or in_rows[t][0].stack in written]
+        read = [t for t in of_turns if not t.is_invariant or in_rows[t][0].stack in written]
         alone = [t for t in known if t not in read and t.name not in self._passed]
         self._alone = tuple(t for t in alone if t.is_written)
         self._fixed = {t.name: environment.read(t.of_turns[0]) for t in alone if not t.is_written}
-        self._rooms = tuple(_room(made, environment) for made in self._made)
-        self._stacks = tuple(dict.fromkeys((*written, *self._rooms)))
-        self._reads = tuple(_cuts({t.name: in_rows[t] for t in read}))
+        self._outputs = tuple(_allocate_output(made, environment) for made in self._made)
+        self._stacks = tuple(dict.fromkeys((*written, *self._outputs)))
+        self._reads = tuple(_slices({t.name: in_rows[t] for t in read}))
         made = {
-            m.name: tuple(Row(stack, n) for n in range(len(m.rows) - len(m.of_turns), len(m.rows)))
-            for m, stack in zip(self._made, self._rooms, strict=True)
+            m.name: tuple(PackedSlot(stack, n) for n in range(len(m.rows) - len(m.of_turns), len(m.rows)))
+            for m, stack in zip(self._made, self._outputs, strict=True)
         }
-        self._writes = tuple(_cuts({t.name: in_rows[t] for t in read if t.is_written} | made))
+        self._writes = tuple(_slices({t.name: in_rows[t] for t in read if t.is_written} | made))
         self.rows = tuple(np.asarray(cut.first, np.int32) for cut in (*self._reads, *self._writes))
         self.start = (
             [environment.read(t.of_turns[0]) for t in self._alone],
@@ -199,27 +203,27 @@ class _Turning:
             [stack.array for stack in self._stacks],
         )
 
-    def found(self, held: Any, rows: Sequence[Array]) -> dict[Tensor, Array | Row]:
+    def iteration_values(self, held: Any, rows: Sequence[Array]) -> dict[Tensor, Array | PackedSlot]:
         """What the model finds in a turn."""
         alone, handed, _, arrays = held
         now = dict(zip(self._stacks, arrays, strict=True))
         passing = dict.fromkeys((*self._stacks, *(row.stack for row in self._passed.values())))
-        self._passing = {stack: stack.holding(now.get(stack, stack.array)) for stack in passing}
-        values: dict[Tensor, Array | Row] = dict(self._fixed)
-        values.update((name, Row(self._passing[row.stack], row.number)) for name, row in self._passed.items())
+        self._passing = {stack: stack.with_array(now.get(stack, stack.array)) for stack in passing}
+        values: dict[Tensor, Array | PackedSlot] = dict(self._fixed)
+        values.update((name, PackedSlot(self._passing[row.stack], row.number)) for name, row in self._passed.items())
         values.update((t.name, value) for t, value in zip(self._alone, alone, strict=True))
         values.update((t.name, value) for (t, _), value in zip(self._handed, handed, strict=True))
         for cut, number in zip(self._reads, rows, strict=False):
             found = cut.read(now.get(cut.stack, cut.stack.array), number)
             is_same = cut.stack.is_given and cut.stack not in now
-            values.update((name, self._in_turn(row, number) if is_same else row) for name, row in found)
+            values.update((name, self._invariant_row(row, number) if is_same else row) for name, row in found)
         return values
 
-    def left(self, held: Any, rows: Sequence[Array], after: Environment) -> Any:
+    def next_state(self, held: Any, rows: Sequence[Array], after: Environment) -> Any:
         """What the next turn gets."""
         now = {stack: self._passing[stack].array for stack in self._stacks}
         for cut, row in zip(self._writes, rows[len(self._reads) :], strict=True):
-            now[cut.stack] = cut.written(now[cut.stack], row, after)
+            now[cut.stack] = cut.updated(now[cut.stack], row, after)
         return (
             [after.read(t.name) for t in self._alone],
             [after.read(before) for _, before in self._handed],
@@ -236,11 +240,11 @@ class _Turning:
             environment.values[taken.of_turns[0]] = value
         for made, value in zip(self._last, last, strict=True):
             environment.values[made.of_turns[-1]] = value
-        for made, stack in zip(self._made, self._rooms, strict=True):
-            environment.values.update((t, Row(stack, n)) for n, t in enumerate(made.rows))
+        for made, stack in zip(self._made, self._outputs, strict=True):
+            environment.values.update((t, PackedSlot(stack, n)) for n, t in enumerate(made.rows))
 
 
-class _Cut(NamedTuple):
+class _Slice(NamedTuple):
     """Rows that lie side by side in every turn, and are read or written at once.
 
     Attributes:
@@ -249,7 +253,7 @@ class _Cut(NamedTuple):
         first: for each turn the number of the first.
     """
 
-    stack: Stack
+    stack: PackedArray
     names: tuple[Tensor, ...]
     first: tuple[int, ...]
 
@@ -259,15 +263,15 @@ class _Cut(NamedTuple):
         rows = lax.dynamic_slice_in_dim(array, row, count, allow_negative_indices=False)
         return ((name, lax.index_in_dim(rows, n, keepdims=False)) for n, name in enumerate(self.names))
 
-    def written(self, array: Array, row: Array, after: Environment) -> Array:
+    def updated(self, array: Array, row: Array, after: Environment) -> Array:
         """The stack with what a turn has left."""
         rows = jnp.stack([after.read(name) for name in self.names])
         return lax.dynamic_update_slice_in_dim(array, rows, row, 0, allow_negative_indices=False)
 
 
-def _cuts(places: Mapping[Tensor, Sequence[Row]]) -> Iterator[_Cut]:
+def _slices(places: Mapping[Tensor, Sequence[PackedSlot]]) -> Iterator[_Slice]:
     """How rows are cut out of stacks, given for each storage of the model the row of each turn."""
-    of_stack: dict[Stack, list[Tensor]] = {}
+    of_stack: dict[PackedArray, list[Tensor]] = {}
     for name, rows in places.items():
         of_stack.setdefault(rows[0].stack, []).append(name)
     for stack, names in of_stack.items():
@@ -276,19 +280,19 @@ def _cuts(places: Mapping[Tensor, Sequence[Row]]) -> Iterator[_Cut]:
         begun: list[Tensor] = []
         for name in sorted(names, key=numbers.__getitem__):
             if begun and not (is_narrow and numbers[name] == tuple(n + 1 for n in numbers[begun[-1]])):
-                yield _Cut(stack, tuple(begun), numbers[begun[0]])
+                yield _Slice(stack, tuple(begun), numbers[begun[0]])
                 begun = []
             begun.append(name)
-        yield _Cut(stack, tuple(begun), numbers[begun[0]])
+        yield _Slice(stack, tuple(begun), numbers[begun[0]])
 
 
-def _is_number(taken: Taken, environment: Environment) -> bool:
+def _is_constant(taken: LoopInput, environment: Environment) -> bool:
     """Whether turns take a constant that nothing has changed: it is best written down where it is used."""
     is_same = isinstance(taken.name, Constant) and len(set(taken.of_turns)) == 1
     return is_same and not taken.is_written and taken.name not in environment.values
 
 
-def that_overlap(of_turns: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
+def merge_overlapping(of_turns: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
     """The storages that turns take, in groups: what has a storage in common, directly or not, is one."""
     found: dict[Tensor, list[Tensor]] = {}
     for storages in of_turns:
@@ -298,18 +302,18 @@ def that_overlap(of_turns: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...
     return [tuple(group) for group in {id(group): group for group in found.values()}.values()]
 
 
-def bring_together(environment: Environment, storages: Sequence[Tensor]) -> None:
+def pack_together(environment: Environment, storages: Sequence[Tensor]) -> None:
     """Have several storages lie in one stack. If they do not, their values are copied there."""
     places = [environment.slot_or_value(t) for t in storages] if len(storages) > 1 else []
-    stacks = {place.stack for place in places if isinstance(place, Row)}
-    if len(stacks) > 1 or not all(isinstance(place, Row) for place in places):
-        stack = Stack(jnp.stack([read(place) for place in places]))
-        environment.values.update((t, Row(stack, n)) for n, t in enumerate(storages))
+    stacks = {place.stack for place in places if isinstance(place, PackedSlot)}
+    if len(stacks) > 1 or not all(isinstance(place, PackedSlot) for place in places):
+        stack = PackedArray(jnp.stack([load(place) for place in places]))
+        environment.values.update((t, PackedSlot(stack, n)) for n, t in enumerate(storages))
 
 
-def _room(made: Made, environment: Environment) -> Stack:
+def _allocate_output(made: LoopOutput, environment: Environment) -> PackedArray:
     """A stack for what turns make."""
     room = lax.empty((len(made.rows), *made.name.shape), made.name.dtype.as_jax())  # turns fill all of it
     if made.first is not None:
         room = lax.dynamic_update_index_in_dim(room, environment.read(made.first), 0, 0)
-    return Stack(room)
+    return PackedArray(room)

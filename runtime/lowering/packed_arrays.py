@@ -13,7 +13,7 @@ from jax import lax
 Array = Any
 
 
-class Stack:
+class PackedArray:
     """An array of values, while a program is traced.
 
     Attributes:
@@ -26,15 +26,15 @@ class Stack:
     def __init__(self, array: Array, *, is_given: bool = False) -> None:
         self.array, self.is_given = array, is_given
 
-    def holding(self, array: Array) -> Stack:
+    def with_array(self, array: Array) -> PackedArray:
         """What stands for this stack where its array is another one: in a turn of a loop."""
-        return Stack(array, is_given=self.is_given)
+        return PackedArray(array, is_given=self.is_given)
 
 
-class Row(NamedTuple):
+class PackedSlot(NamedTuple):
     """A value in a stack."""
 
-    stack: Stack
+    stack: PackedArray
     number: int
 
     def read(self) -> Array:
@@ -46,12 +46,12 @@ class Row(NamedTuple):
         self.stack.array = lax.dynamic_update_index_in_dim(self.stack.array, value, self.number, 0)
 
 
-def read(place: Array | Row) -> Array:
+def load(place: Array | PackedSlot) -> Array:
     """A value, wherever it is."""
-    return place.read() if isinstance(place, Row) else place
+    return place.read() if isinstance(place, PackedSlot) else place
 
 
-def put_back(place: Array | Row, row: Row) -> None:
+def write_back(place: Array | PackedSlot, row: PackedSlot) -> None:
     """Have a row hold a value, if it is not there that the value is."""
-    if not isinstance(place, Row) or place != row:
-        row.write(read(place))
+    if not isinstance(place, PackedSlot) or place != row:
+        row.write(load(place))

@@ -348,9 +348,9 @@ class Ir(NotCopyable):
         """Save the program to a file: graphs, and host values of variables and constants.
 
         Ops are written by name, so an op of your own has to be declared where the program is loaded. A file that is
-        there already is replaced once the new one is complete. Beside it, a second file has the numbers. Both have
-        checksums. Options that say what happens on this machine (`cachePath`, `enableEngineCaching`, `logDir`,
-        `dotChecks`) are not written: who loads the program has them.
+        there already is replaced once the new one is complete. It has a checksum. Options that
+        say what happens on this machine (`cachePath`, `enableEngineCaching`, `logDir`, `dotChecks`) are not written:
+        who loads the program has them.
 
         Raises:
             PopxlError: if an op has an attribute that cannot be written, or shares its key with another op.

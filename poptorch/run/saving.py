@@ -1,11 +1,12 @@
 """A compiled model in a file, so that it runs elsewhere, or later, without being captured or compiled again.
 
-The file is a ZIP archive of four parts:
+The file is a container (`popxl.base.container`). Its JSON says how the program is called: arguments, results, options,
+the optimiser's numbers, the random state. Its blobs are:
 
-    about.json              what the rest is: arguments, results, options, the optimiser's numbers, the random state
-    tensors.safetensors     the numbers of parameters and buffers, and of constants
-    session                 the program with the values of its variables, as `popxl.Session.save` writes it
-    digest                  the digest of the others, which is compared when they are read
+    tensors     the numbers of parameters and buffers, and of constants, as safetensors
+    session     the program with the values of its variables, as `popxl.Session.save` writes it
+
+Formats 2 and 3, of earlier versions, are ZIP archives of the same parts.
 
 All of it is read as data: no Python object is unpickled and nothing is imported, so the module that `poptorch.load`
 returns is a plain one. Arguments and results may be named tuples, dataclasses and subclasses of dictionaries; they come
@@ -48,13 +49,15 @@ from poptorch.run.compiled import Compiled, Ends, Result
 from poptorch.run.devices import chosen_device
 from poptorch.run.trainer import Trainer
 from popxl.errors import PopxlError
-from popxl.extend.files import OF_ARCHIVES, digest, parsed, replace_file
+from popxl.extend.files import OF_ARCHIVES, digest, is_packed, pack, parsed, replace_file, unpack
 
 __all__ = ["Saved", "read", "save"]
 
-FORMAT = 3
+KIND = "poptorch model"
+FORMAT = 4
+ZIPPED = 3
 
-_ABOUT, _TENSORS, _SESSION, _DIGEST = "about.json", "tensors.safetensors", "session", "digest"
+_TENSORS, _SESSION = "tensors", "session"
 
 
 class _Part(BaseModel):
@@ -201,7 +204,7 @@ class _About(_Part, _Stamp):
     seed: int | None
     optimizer: OptimizerData | None
     model: _Model | None
-    counting: _Counting | None
+    counting: _Counting | None = None
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
@@ -248,23 +251,9 @@ def save(
         model=model,
         counting=None if compiled.counting is None else _Counting.of(compiled.counting),
     )
-    content = io.BytesIO()
-    parts = {
-        _ABOUT: about.model_dump_json(indent=1).encode(),
-        _TENSORS: safetensors.torch.save(tensors),
-        _SESSION: _session(compiled.session),
-    }
-    with zipfile.ZipFile(content, "w") as archive:
-        for name, part in parts.items():
-            archive.writestr(name, part)
-        archive.writestr(_DIGEST, digest_of(parts))
+    blobs = {_TENSORS: safetensors.torch.save(tensors), _SESSION: _session(compiled.session)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, content.getvalue())
-
-
-def digest_of(parts: Mapping[str, bytes]) -> str:
-    """The digest of the parts of a file."""
-    return digest(*(digest(parts[name]).encode() for name in (_ABOUT, _TENSORS, _SESSION)))
+    replace_file(path, pack(KIND, about.model_dump(mode="json"), blobs))
 
 
 def _call(compiled: Compiled) -> tuple[_Call, dict[str, torch.Tensor]]:
@@ -334,24 +323,35 @@ def read(filename: str | os.PathLike[str]) -> Saved:
     """
     name = os.fspath(filename)
     try:
-        with zipfile.ZipFile(filename) as archive:
-            parts = {part: archive.read(part) for part in (_ABOUT, _TENSORS, _SESSION)}
-            seal = archive.read(_DIGEST) if _DIGEST in archive.namelist() else b""
-        stamp = _Stamp.model_validate(parsed(parts[_ABOUT]))
-        if stamp.format == FORMAT and seal != digest_of(parts).encode():
-            raise ValueError("it is damaged: its digest differs")
+        content = Path(filename).read_bytes()
+        data, blobs = unpack(KIND, content) if is_packed(content) else _unzipped(content)
+        stamp = _Stamp.model_validate(data)
     except OF_ARCHIVES as problem:
         raise createPoptorchError(f"{name} holds no model that can be read: {problem}") from problem
-    ours = (FORMAT, popxl.__version__)
+    ours = (FORMAT if is_packed(content) else ZIPPED, popxl.__version__)
     assert (stamp.format, stamp.poptorch) == ours, (
         f"{name} was written by version {stamp.poptorch} of poptorch, format {stamp.format}, and this is {ours[1]}, "
         f"format {ours[0]}. Compile and save the model with this version."
     )
     try:
-        about = _About.model_validate(parsed(parts[_ABOUT]))
-        return Saved(name, about, safetensors.torch.load(parts[_TENSORS]), parts[_SESSION])
+        about = _About.model_validate(data)
+        return Saved(name, about, safetensors.torch.load(blobs[_TENSORS]), blobs[_SESSION])
     except (*_WRONG, safetensors.SafetensorError) as problem:
         raise createPoptorchError(f"{name} holds no model that can be read: {problem}") from problem
+
+
+def _unzipped(content: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The JSON and the blobs of a ZIP archive. Format 2 without numbers that `forward` changes is as format 3."""
+    names = ("about.json", "tensors.safetensors", "session")
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        about, tensors, session = (archive.read(name) for name in names)
+        seal = archive.read("digest")
+    if seal != digest(*(digest(part).encode() for part in (about, tensors, session))).encode():
+        raise ValueError("it is damaged: its digest differs")
+    data = parsed(about)
+    if data["format"] == 2 and not data["ends"]["counted"]:
+        data["format"], data["ends"]["counted"] = ZIPPED, []
+    return data, {_TENSORS: tensors, _SESSION: session}
 
 
 _WRONG = (ValueError, KeyError, TypeError, AttributeError, AssertionError, RuntimeError)

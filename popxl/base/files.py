@@ -349,7 +349,7 @@ def _sync(path: Path) -> None:
 # Checksums ----------------------------------------------------------------------------------------------------------
 
 
-def digest(*parts: bytes) -> str:
+def digest(*parts: bytes | memoryview) -> str:
     """SHA-256 of some bytes, one part after the other, in hexadecimal digits."""
     found = hashlib.sha256()
     for part in parts:

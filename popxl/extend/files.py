@@ -1,4 +1,4 @@
-"""Write files atomically, and find out whether a file is damaged.
+"""Write files atomically, pack JSON and blobs into one, and find out whether a file is damaged.
 
 Example:
     >>> from popxl.extend.files import digest
@@ -6,6 +6,7 @@ Example:
     64
 """
 
+from popxl.base.container import is_packed, pack, unpack
 from popxl.base.files import (
     CHECKSUMS,
     OF_ARCHIVES,
@@ -35,9 +36,12 @@ __all__ = [
     "digest",
     "discard",
     "drafted",
+    "is_packed",
+    "pack",
     "parsed",
     "replace_file",
     "replaced_file",
     "replacing",
+    "unpack",
     "write_checksums",
 ]

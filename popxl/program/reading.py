@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from popxl.base.container import is_packed, unpack
 from popxl.base.files import digest, parsed, unsealed
 from popxl.base.source import SourceLocation
 from popxl.core.declaration import OpKind
@@ -38,7 +39,9 @@ from popxl.program.checks import (
     sizes,
 )
 from popxl.program.saved import (
+    ARRAYS,
     FORMAT,
+    KIND,
     SavedBuffer,
     SavedGraph,
     SavedOp,
@@ -60,46 +63,41 @@ from popxl.values.spec import TensorSpec, brief
 if TYPE_CHECKING:
     from popxl.ir import Ir
 
-__all__ = ["load"]
+__all__ = ["load", "restore"]
 
 
-def load(path: str | os.PathLike[str], ir: Ir, traces: bool = True) -> None:
-    """Fill an empty Ir with the program in a file. See `Ir.load`.
+def load(path: str | os.PathLike[str], ir: Ir) -> None:
+    """Fill an empty Ir with the program in a file. See `Ir.load`."""
+    path = Path(path)
+    restore(ir, path.read_bytes(), lambda name: path.with_name(name).read_bytes(), os.fspath(path))
+
+
+def restore(ir: Ir, content: bytes, beside: Callable[[str], bytes], name: str, traces: bool = True) -> None:
+    """Fill an empty Ir with the program that the content of a file holds.
 
     Args:
-        path: the file.
         ir: an Ir that is new.
+        content: what `popxl.program.writing` has packed, or the JSON of an earlier version.
+        beside: reads the file of numbers of an earlier version, by its name.
+        name: what errors call the file.
         traces: have JAX trace the functions of ops, where there is doubt. A program that comes with its executables,
             which are trusted, need not wait for that.
     """
-    path = Path(path)
-    text = path.read_bytes()
     library = safetensors_library()
     try:
-        while True:
-            program = _read_program(text)
-            try:
-                arrays = path.with_name(program.arrays).read_bytes()
-                break
-            except FileNotFoundError:
-                before, text = text, path.read_bytes()
-                if text == before:
-                    raise  # nobody has just put another program in its place
-        found = digest(arrays)[:16]
-        if not program.arrays.endswith(f"-{found}.safetensors"):
-            raise ValueError(f"{program.arrays!r} is not what was written; its digest is {found}")
+        program, arrays = _opened(content, beside)
         numbers = arrays_in(arrays)
     except (OSError, KeyError, TypeError, ValueError, library.SafetensorError) as problem:
-        raise _unreadable(path, problem) from problem
+        raise _unreadable(name, problem) from problem
     try:
         _Reader(ir, program, numbers, traces).read()
     except _Unknown:
         raise
     except Exception as problem:  # whatever the functions of ops raise for attributes that nobody can have given them
-        raise _unreadable(path, problem) from problem
+        raise _unreadable(name, problem) from problem
 
 
-def _unreadable(path: Path, problem: Exception) -> UnreadableFileError:
+def _unreadable(name: str, problem: Exception) -> UnreadableFileError:
     told = str(problem)
     if isinstance(problem, KeyError):
         told = f"{problem} is missing"
@@ -107,7 +105,7 @@ def _unreadable(path: Path, problem: Exception) -> UnreadableFileError:
         told = f"{type(problem).__name__}: {problem}"
     told = told.rstrip(".") if len(told) < 1000 else f"{told[:1000]} ..."
     return UnreadableFileError(
-        f"Ir.load: {os.fspath(path)!r} does not hold a program that can be read: {told}. Take another copy, "
+        f"Ir.load: {name!r} does not hold a program that can be read: {told}. Take another copy, "
         "or build the program and save it again."
     )
 
@@ -116,19 +114,27 @@ class _Unknown(PopxlError):
     """A valid file with content unknown to this process."""
 
 
-def _read_program(text: bytes) -> SavedProgram:
-    content = parsed(text)
-    stamp = Stamp.model_validate(content)
-    if not 0 < stamp.format <= FORMAT:
+def _opened(content: bytes, beside: Callable[[str], bytes]) -> tuple[SavedProgram, bytes]:
+    """A saved program, and the safetensors file with its numbers."""
+    about, blobs = unpack(KIND, content) if is_packed(content) else (parsed(content), {})
+    stamp = Stamp.model_validate(about)
+    if not 0 < stamp.format <= FORMAT or (stamp.format == FORMAT) != bool(blobs):
         raise ValueError(f"it has format {stamp.format}, of popxl {stamp.popxl}; this popxl reads format {FORMAT}.")
-    if stamp.format > 1 and not unsealed(text, stamp.digest):
+    if stamp.format == 2 and not unsealed(content, stamp.digest):
         raise ValueError("it is damaged: its digest differs")
-    options = content["options"]
+    options = about["options"]
     if isinstance(options, dict) and (named := sorted(OF_THE_RUN & options.keys())):
         if stamp.format > 1:
             raise ValueError(f"it sets {', '.join(named)}, which are for who runs it")
-        content["options"] = {name: value for name, value in options.items() if name not in named}
-    return SavedProgram.model_validate(content)
+        about["options"] = {name: value for name, value in options.items() if name not in named}
+    program = SavedProgram.model_validate(about)
+    if blobs:
+        return program, blobs[ARRAYS]
+    arrays = beside(program.arrays)
+    found = digest(arrays)[:16]
+    if not program.arrays.endswith(f"-{found}.safetensors"):
+        raise ValueError(f"{program.arrays!r} is not what was written; its digest is {found}")
+    return program, arrays
 
 
 class _Reader:

@@ -1,10 +1,11 @@
 """What the file of a program says: the parts of an Ir, as JSON has them.
 
-An Ir is saved as two files: the graphs as JSON, and beside it the numbers of variables and constants as safetensors.
-Ops are saved by the keys of their declarations and found again by them, so a program that uses an op of your own is
-loaded where that op is declared. No code is in the files and none is run from them. The file of the numbers is named
-after its content: whoever reads while somebody writes, or after a crash, finds the old program or the new one. The JSON
-has a digest of itself and, in that name, of the numbers. Format 1, of earlier versions, has none of itself.
+An Ir is saved as a container (`popxl.base.container`): the graphs are its JSON, and a blob has the numbers of variables
+and constants as safetensors. Ops are saved by the keys of their declarations and found again by them, so a program that
+uses an op of your own is loaded where that op is declared. No code is in the file and none is run from it.
+
+Formats 1 and 2, of earlier versions, are two files: the JSON, which in format 2 has a digest of itself, and beside it
+the numbers. Their file is named after its digest.
 
 `popxl.program.writing` makes these of an Ir, and `popxl.program.reading` an Ir of these.
 """
@@ -19,11 +20,13 @@ from pydantic import BaseModel, ConfigDict
 from popxl import dtypes
 from popxl.options import SessionOptions
 
-FORMAT = 2
+KIND = "popxl program"
+FORMAT = 3
+ARRAYS = "arrays"
 
 
 class Stamp(BaseModel):
-    """Version header present in every file version. Its digest covers the remaining file; format 1 lacks it."""
+    """Version header of every file version. In format 2, its digest covers the JSON without it; format 1 has none."""
 
     format: int
     popxl: str
@@ -101,10 +104,10 @@ class SavedBuffer(Saved):
 
 
 class SavedProgram(Saved, Stamp):
-    """A complete saved Ir. Counters hold next free numbers; `arrays` names the value file; `axes` list outermost first;
-    `stream_transfers` lists streams with individual transfer counts."""
+    """A complete saved Ir. Counters hold next free numbers; `axes` list outermost first; `stream_transfers` lists
+    streams with individual transfer counts; `arrays` names the value file of formats 1 and 2."""
 
-    arrays: str
+    arrays: str = ""
     options: SessionOptions
     num_host_transfers: int
     stream_transfers: dict[str, int] = {}

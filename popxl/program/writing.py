@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import math
 import os
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from popxl.base.files import digest, remove_abandoned, replace_file, replaced_file, sealed
+from popxl.base.container import pack
+from popxl.base.files import replace_file
 from popxl.base.version import VERSION
 from popxl.core.declaration import OpKind
 from popxl.core.recording import Op
@@ -22,7 +22,17 @@ from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.ops.exchange import Part
 from popxl.options import OF_THE_RUN
-from popxl.program.saved import FORMAT, SavedBuffer, SavedGraph, SavedOp, SavedProgram, SavedTensor, safetensors_library
+from popxl.program.saved import (
+    ARRAYS,
+    FORMAT,
+    KIND,
+    SavedBuffer,
+    SavedGraph,
+    SavedOp,
+    SavedProgram,
+    SavedTensor,
+    safetensors_library,
+)
 from popxl.remote_buffer import RemoteBuffer
 from popxl.replica_grouping import ReplicaGrouping
 from popxl.streams import Stream
@@ -32,23 +42,21 @@ from popxl.values.spec import TensorSpec
 if TYPE_CHECKING:
     from popxl.ir import Ir
 
-__all__ = ["fingerprint", "save"]
+__all__ = ["fingerprint", "packed", "save"]
 
 
 def save(ir: Ir, path: str | os.PathLike[str]) -> None:
     """See `Ir.save`."""
-    path = Path(path)
+    replace_file(Path(path), packed(ir))
+
+
+def packed(ir: Ir) -> bytes:
+    """The content of the file of a program."""
     writer = _Writer()
     with ir.host_copies.lock:
         program = writer.program(ir)
-    arrays = safetensors_library().numpy.save(writer.arrays)
-    program.arrays = f"{path.stem}-{digest(arrays)[:16]}.safetensors"
-    likewise = f"{glob.escape(path.stem)}-{'[0-9a-f]' * 16}.safetensors"
-    beside = path.with_name(program.arrays)
-    # Locked until the program says that they are its own: else who saves another one there would delete them.
-    with replaced_file(beside, lambda draft: draft.write_bytes(arrays), likewise):
-        replace_file(path, sealed(program.model_dump_json(indent=1, exclude={"options": OF_THE_RUN}).encode()))
-    remove_abandoned(older for older in path.parent.glob(likewise) if older != beside)
+    about = program.model_dump(mode="json", exclude={"options": OF_THE_RUN, "arrays": True, "digest": True})
+    return pack(KIND, about, {ARRAYS: safetensors_library().numpy.save(writer.arrays)})
 
 
 def fingerprint(ir: Ir) -> str:
@@ -83,7 +91,6 @@ class _Writer:
         return SavedProgram(
             format=FORMAT,
             popxl=VERSION,
-            arrays="",
             options=ir.options,
             num_host_transfers=ir.num_host_transfers,
             axes=ir.axes,

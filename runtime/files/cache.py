@@ -24,12 +24,12 @@ from types import MappingProxyType
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from popxl.base.container import pack, unpack
 from popxl.base.files import replace_file
 from popxl.base.log import Logger
 from popxl.errors import PopxlError
 from popxl.ir import Ir
 from popxl.program.writing import fingerprint
-from runtime.files.bundle import pack, unpack
 from runtime.signals import scratch_folder
 from runtime.targets.destination import Destination
 from runtime.targets.devices import Device, DeviceType

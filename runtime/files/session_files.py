@@ -15,15 +15,14 @@ from pathlib import Path
 import jax
 from pydantic import BaseModel, ConfigDict
 
+from popxl.base.container import pack, unpack
 from popxl.base.files import replace_file
 from popxl.base.log import Logger
 from popxl.errors import PopxlError, UnreadableFileError
 from popxl.ir import Ir
 from popxl.program import reading, writing
-from runtime.files.bundle import pack, unpack
 from runtime.files.executables import Executable, described, restored
 from runtime.program.compiled import CompiledProgram, Precompiled, can_be_kept, compile_uncached
-from runtime.signals import scratch_folder
 from runtime.targets.destination import VERSIONS, MadeFor, made_for
 from runtime.targets.devices import Device, find_device
 from runtime.targets.offline import Target
@@ -32,7 +31,7 @@ _log = Logger("session")
 
 KIND = "popxl session"
 _IR = "ir"
-_ARRAYS = "arrays/"
+_ARRAYS = "arrays/"  # earlier, the numbers of the Ir stood beside it
 _EXECUTABLE = "executable/"
 
 
@@ -65,11 +64,7 @@ def write(path: str | os.PathLike[str], ir: Ir, program: CompiledProgram) -> Non
     keeps = can_be_kept(program.layout)
     if keeps and not program.is_serializable:
         program = compile_uncached(program)
-    parts: dict[str, bytes] = {}
-    with scratch_folder() as folder:
-        writing.save(ir, folder / _IR)
-        for file in sorted(folder.iterdir()):
-            parts[_IR if file.name == _IR else _ARRAYS + file.name] = file.read_bytes()
+    parts = {_IR: writing.packed(ir)}
     executables = []
     for number, executable in enumerate(program.executables() if keeps else ()):
         about, content = described(executable, program.device.jax_devices)
@@ -81,7 +76,7 @@ def write(path: str | os.PathLike[str], ir: Ir, program: CompiledProgram) -> Non
         calls=program.layout.calls,
         executables=executables,
     )
-    replace_file(Path(path), pack(KIND, header.model_dump(), parts))
+    replace_file(Path(path), pack(KIND, header.model_dump(mode="json"), parts))
 
 
 def read(
@@ -94,7 +89,8 @@ def read(
             raise PopxlError(_compiled(path, "by other versions", differences))
         about = About.model_validate(header)
         contents = [parts[f"{_EXECUTABLE}{number}"] for number in range(len(about.executables))]
-        ir = _ir(parts)
+        ir = Ir()
+        reading.restore(ir, parts[_IR], lambda name: parts[_ARRAYS + name], _IR, traces=False)
     except (OSError, KeyError, ValueError) as problem:
         told = f"{problem} is missing" if isinstance(problem, KeyError) else str(problem)
         raise UnreadableFileError(
@@ -132,13 +128,3 @@ def _compiled(path: str | os.PathLike[str], how: str, differences: str) -> str:
         f"Session.load: the program in {os.fspath(path)!r} was compiled {how}: {differences}. Compile it again: "
         "`popxl.Session(ir)`, with the Ir from `Ir.load` or built anew."
     )
-
-
-def _ir(parts: dict[str, bytes]) -> Ir:
-    with scratch_folder() as folder:
-        for name, content in parts.items():
-            if name == _IR or name.startswith(_ARRAYS):
-                (folder / Path(name).name).write_bytes(content)
-        ir = Ir()
-        reading.load(folder / _IR, ir, traces=False)
-        return ir

@@ -27,7 +27,8 @@ torch = pytest.importorskip("torch")
 # ruff: noqa: E402 - poptorch needs torch
 import poptorch
 from poptorch import optim
-from poptorch.run.saving import digest_of
+from poptorch.run.saving import KIND
+from popxl.base.container import pack, unpack
 
 THREE = torch.tensor([3.0])
 
@@ -398,31 +399,27 @@ def _harm() -> None:
     Hostile.ran = True
 
 
-def packed(parts: dict[str, bytes]) -> bytes:
-    """A file of these parts, with their digest."""
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w") as archive:
-        for name, part in (parts | {"digest": digest_of(parts).encode()}).items():
-            archive.writestr(name, part)
-    return content.getvalue()
-
-
 def test_hostile_files_run_nothing(module: Model, tmp_path: Path) -> None:
     good = tmp_path / "good.poptorch"
     poptorch.inferenceModel(module.eval()).compileAndExport(good, X)
-    with zipfile.ZipFile(good) as archive:
-        parts = {name: archive.read(name) for name in archive.namelist()}
+    about, blobs = unpack(KIND, good.read_bytes())
     hostile = pickle.dumps(Hostile())
     pickle.loads(hostile)
     assert Hostile.ran
     Hostile.ran = False
     saved_by_torch = io.BytesIO()
     torch.save(Hostile(), saved_by_torch)
-    about = json.loads(parts["about.json"])
-    assert not re.search(rb"poptorch\.[a-z]|poptorch[\w.]*:\w", parts["about.json"])  # modules may move
+    assert not re.search(r"poptorch\.[a-z]|poptorch[\w.]*:\w", json.dumps(about))  # modules may move
 
     def archived(**changed: bytes) -> bytes:
-        return packed(parts | {n.replace("_", "."): c for n, c in changed.items()})
+        return pack(KIND, about, blobs | changed)
+
+    def zipped(member: bytes) -> bytes:
+        content = io.BytesIO()
+        with zipfile.ZipFile(content, "w") as archive:
+            for name in ("about.json", "tensors.safetensors", "session", "digest"):
+                archive.writestr(name, member)
+        return content.getvalue()
 
     def about_with(path: str, value: object) -> bytes:
         changed = json.loads(json.dumps(about))
@@ -431,14 +428,14 @@ def test_hostile_files_run_nothing(module: Model, tmp_path: Path) -> None:
         for key in outer:
             place = place[key]
         place[last] = value
-        return archived(about_json=json.dumps(changed).encode())
+        return pack(KIND, changed, blobs)
 
     files = [
         hostile,
         saved_by_torch.getvalue(),
         b"",
-        archived(about_json=hostile),
-        archived(tensors_safetensors=hostile),
+        zipped(hostile),
+        archived(tensors=hostile),
         archived(session=hostile),
         about_with("call/args", [{"object": "os.system"}]),
         about_with("call/result", {"enum": "os.system"}),
@@ -458,7 +455,7 @@ def test_hostile_files_run_nothing(module: Model, tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(poptorch.Error, match="holds no (model|program) that can be"):
             poptorch.load(path)
-    path.write_bytes(archived(data_pkl=hostile))
+    path.write_bytes(archived(data=hostile))
     poptorch.load(path)(X)  # what is not a part of the format is not looked at
     assert not Hostile.ran
 
@@ -466,10 +463,8 @@ def test_hostile_files_run_nothing(module: Model, tmp_path: Path) -> None:
 def test_other_versions_and_missing_files(module: Model, tmp_path: Path) -> None:
     path = tmp_path / "model.poptorch"
     poptorch.inferenceModel(module.eval()).compileAndExport(path, X)
-    with zipfile.ZipFile(path) as archive:
-        parts = {name: archive.read(name) for name in archive.namelist()}
-    about = json.loads(parts["about.json"]) | {"poptorch": "0.0.1"}
-    path.write_bytes(packed(parts | {"about.json": json.dumps(about).encode()}))
+    about, blobs = unpack(KIND, path.read_bytes())
+    path.write_bytes(pack(KIND, about | {"poptorch": "0.0.1"}, blobs))
     with pytest.raises(AssertionError, match=r"was written by version 0.0.1 of poptorch.*Compile and save"):
         poptorch.load(path)
     with pytest.raises(poptorch.Error, match="holds no model that can be read"):

@@ -23,8 +23,9 @@ import numpy as np
 
 import popxl
 from popxl import ops
-from popxl.base.files import sealed
+from popxl.base.container import pack, unpack
 from popxl.errors import PopxlError
+from popxl.program.saved import KIND
 from popxl.transforms import autodiff
 from popxl.transforms.merge_exchange import merge_exchange
 
@@ -129,15 +130,13 @@ def changed(count: int, seed: int = 0, compiled: bool = False, only: int | None 
         saved = []
         for make in PROGRAMS:
             make().save(path)
-            text = path.read_bytes()
-            saved.append((json.loads(text), Path(folder, json.loads(text)["arrays"]).read_bytes()))
+            saved.append(unpack(KIND, path.read_bytes()))
         for number in range(count) if only is None else [only]:
             chance = random.Random(f"{seed} {number}")
-            program, arrays = chance.choice(saved)
-            Path(folder, program["arrays"]).write_bytes(arrays)
+            program, blobs = chance.choice(saved)
             program = json.loads(json.dumps(program))
             what = [change(program, chance) for _ in range(chance.choice((1, 1, 1, 2, 3)))]
-            path.write_bytes(sealed(json.dumps({"digest": ""} | program | {"digest": ""}).encode()))
+            path.write_bytes(pack(KIND, program, blobs))
             faulthandler.dump_traceback_later(60, exit=True)
             try:
                 found[outcome(path, compiled)] += 1

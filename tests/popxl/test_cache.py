@@ -14,8 +14,8 @@ import pytest
 import popxl
 from popxl import ops
 from popxl.base import log
+from popxl.base.container import pack, unpack
 from popxl.op import OpKind
-from runtime.files.bundle import pack, unpack
 from runtime.files.cache import KIND, keep_way, known_way
 from runtime.plan import structure
 from runtime.targets.devices import find_device

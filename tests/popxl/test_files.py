@@ -14,7 +14,6 @@ import pytest
 import popxl
 from popxl.base.files import drafted, parsed, remove_abandoned, replace_file, replaced_file, sealed, unsealed
 from popxl.base.pages import Picture
-from popxl.program import writing
 from popxl_addons import array_files, checkpoint
 
 KILLED = """
@@ -68,13 +67,12 @@ def killed(folder: Path, what: str, step: int) -> None:
 
 @pytest.mark.thorough
 def test_a_save_of_a_program_that_is_killed(tmp_path: Path) -> None:
-    """The old one is there. The next save removes what was left, of whichever numbers."""
+    """The old one is there. The next save removes what was left."""
     program(1.0).save(tmp_path / "program")
-    for step in (0, 1):  # at the numbers; at the program
-        killed(tmp_path, "ir", step)
-        assert len(names(tmp_path)) > 2 and loaded(tmp_path / "program") == 1
+    killed(tmp_path, "ir", 0)
+    assert len(names(tmp_path)) == 2 and loaded(tmp_path / "program") == 1
     program(3.0).save(tmp_path / "program")
-    assert len(names(tmp_path)) == 2 and loaded(tmp_path / "program") == 3
+    assert len(names(tmp_path)) == 1 and loaded(tmp_path / "program") == 3
 
 
 @pytest.mark.thorough
@@ -92,30 +90,13 @@ def test_a_checkpoint_that_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
 def test_what_somebody_still_writes_is_left_alone(tmp_path: Path, make) -> None:
-    beside = tmp_path / f"program-{'0' * 16}.safetensors"
-    with drafted(beside, make) as draft:
+    with drafted(tmp_path / "program", make) as draft:
         program(1.0).save(tmp_path / "program")
         assert draft.exists()
     assert not draft.exists()
     make(draft)  # as if its process was gone
     program(2.0).save(tmp_path / "program")
-    assert not draft.exists() and len(names(tmp_path)) == 2
-
-
-def test_two_that_save_to_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One comes between the numbers and the program of the other, and does not take the numbers for old ones."""
-    original = writing.replace_file
-
-    def late(path: Path, content: bytes) -> None:
-        monkeypatch.undo()
-        program(2.0).save(tmp_path / "program")
-        assert loaded(tmp_path / "program") == 2
-        original(path, content)
-
-    monkeypatch.setattr(writing, "replace_file", late)
-    program(1.0).save(tmp_path / "program")
-    assert loaded(tmp_path / "program") == 1
-    assert len(names(tmp_path)) == 2
+    assert not draft.exists() and names(tmp_path) == ["program"]
 
 
 def test_names_that_are_patterns(tmp_path: Path) -> None:
@@ -124,9 +105,9 @@ def test_names_that_are_patterns(tmp_path: Path) -> None:
     for name in others:
         (tmp_path / name).touch()
     program(1.0).save(tmp_path / "[px]")
-    assert len(names(tmp_path)) == len(others) + 2
+    assert len(names(tmp_path)) == len(others) + 1
     program(2.0).save(tmp_path / "[px]")
-    assert {*others} < {*names(tmp_path)} and len(names(tmp_path)) == len(others) + 2
+    assert {*others} < {*names(tmp_path)} and len(names(tmp_path)) == len(others) + 1
 
 
 def test_a_folder_that_is_missing(tmp_path: Path) -> None:

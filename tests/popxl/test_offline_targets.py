@@ -16,7 +16,7 @@ import pytest
 
 import popxl
 from popxl import ops
-from runtime.files.bundle import unpack
+from popxl.base.container import unpack
 from runtime.targets import compilers
 from runtime.targets.chip import Gpu, names, shipped
 from runtime.targets.destination import Destination

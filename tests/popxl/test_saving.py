@@ -17,9 +17,11 @@ import safetensors.numpy
 
 import popxl
 from popxl import ops
-from popxl.base.files import sealed
+from popxl.base.container import pack, unpack
+from popxl.base.files import digest, sealed
 from popxl.errors import PopxlError, UnreadableFileError
 from popxl.op import OpKind
+from popxl.program.saved import KIND
 from popxl.transforms import autodiff
 from tests.popxl.ops.rows import ROWS
 from tests.popxl.ops.rows.schema import function_of
@@ -234,18 +236,50 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_the_files(tmp_path: Path) -> None:
-    """JSON that says its version, and the numbers by tensor id; saving again leaves nothing behind."""
+    """It says its version, and has the numbers by tensor id; saving again leaves nothing behind."""
     ir, x_in, y_out = trained()
     path = tmp_path / "program.json"
     ir.save(path)
-    program = json.loads(path.read_text())
-    assert (program["format"], program["popxl"]) == (2, popxl.__version__)
-    np.testing.assert_array_equal(safetensors.numpy.load_file(tmp_path / program["arrays"])["w"], np.eye(3))
+    program, blobs = unpack(KIND, path.read_bytes())
+    assert (program["format"], program["popxl"]) == (3, popxl.__version__)
+    np.testing.assert_array_equal(safetensors.numpy.load(blobs["arrays"])["w"], np.eye(3))
     runs(ir, x_in, y_out)
     ir.save(path)
-    again = json.loads(path.read_text())["arrays"]
-    assert again != program["arrays"]
-    assert {file.name for file in tmp_path.iterdir()} == {"program.json", again}
+    assert unpack(KIND, path.read_bytes())[1] != blobs
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_files_of_earlier_versions(tmp_path: Path) -> None:
+    """Two files: JSON, and numbers in a file that is named after its digest."""
+    ir, *_ = trained()
+    path = tmp_path / "program"
+    write_format_2(ir, path)
+    assert str(popxl.Ir.load(path)) == str(ir)
+    (arrays,) = tmp_path.glob("*.safetensors")
+    arrays.write_bytes(arrays.read_bytes()[:-1])
+    with pytest.raises(UnreadableFileError, match="is not what was written; its digest is"):
+        popxl.Ir.load(path)
+    for elsewhere in ("/etc/passwd", f"../{arrays.name}"):
+        write_format_2(ir, path, elsewhere)
+        with pytest.raises(UnreadableFileError, match="Invalid name"):
+            popxl.Ir.load(path)
+    write_format_2(ir, path)
+    arrays.unlink()
+    with pytest.raises(UnreadableFileError, match="No such file"):
+        popxl.Ir.load(path)
+    path.write_bytes(path.read_bytes().replace(b'"id"', b'"di"', 1))
+    with pytest.raises(UnreadableFileError, match="it is damaged: its digest differs"):
+        popxl.Ir.load(path)
+
+
+def write_format_2(ir: popxl.Ir, path: Path, named: str | None = None) -> None:
+    """Save a program as earlier versions have."""
+    ir.save(path)
+    program, blobs = unpack(KIND, path.read_bytes())
+    name = f"{path.stem}-{digest(blobs['arrays'])[:16]}.safetensors"
+    path.with_name(name).write_bytes(blobs["arrays"])
+    program |= {"format": 2, "arrays": named or name}
+    path.write_bytes(sealed(json.dumps({"digest": ""} | program, indent=1).encode()))
 
 
 def edited(program: dict[str, Any], damage: str) -> None:
@@ -267,13 +301,11 @@ def edited(program: dict[str, Any], damage: str) -> None:
         next(t for t in tensors if t["id"] == "w")["spec"] = {"spec": [[3, 3], "float31", []]}
     elif damage == "attribute":
         next(op for op in ops if op["kind"] == "ScaledAddLhsInplace")["attributes"]["a"] = {"what": 1}
-    elif damage == "other arrays":
-        program["arrays"] = "../elsewhere"
 
 
 DAMAGES = {
-    "newer": "it has format 99, of popxl 99.0; this popxl reads format 2",
-    "not sealed": "it is damaged: its digest differs",
+    "newer": "it has format 99, of popxl 99.0; this popxl reads format 3",
+    "other bytes": "it is damaged: its digest differs",
     "unknown field": "colour",
     "dangling tensor": "'nobody' is missing",
     "dangling graph": "'nobody' is missing",
@@ -281,10 +313,9 @@ DAMAGES = {
     "shape of a result": "does not make",
     "dtype": "float31",
     "attribute": "'what' is missing",
-    "other arrays": "elsewhere",
     "truncated": "it is no JSON",
     "truncated arrays": "digest",
-    "no arrays": "No such file",
+    "no arrays": "'arrays' is missing",
     "another file": "JSON",
 }
 
@@ -295,16 +326,16 @@ def test_damaged_files(damage: str, tmp_path: Path) -> None:
     ir, *_ = trained()
     path = tmp_path / "program"
     ir.save(path)
-    program = json.loads(path.read_text())
-    arrays = tmp_path / program["arrays"]
+    program, blobs = unpack(KIND, path.read_bytes())
     edited(program, damage)
-    text = json.dumps(program | {"digest": ""})
-    text = text if damage == "not sealed" else sealed(text.encode()).decode()
-    path.write_text({"truncated": text[: len(text) // 2], "another file": "hello"}.get(damage, text))
-    if damage == "truncated arrays":
-        arrays.write_bytes(arrays.read_bytes()[:-1])
-    elif damage == "no arrays":
-        arrays.unlink()
+    content = pack(KIND, program, {"others": b""} if damage == "no arrays" else blobs)
+    others = {
+        "other bytes": content.replace(b"trained", b"drained").replace(b"float32", b"float16"),
+        "truncated": content[:900],
+        "truncated arrays": content[:-1],
+        "another file": b"hello",
+    }
+    path.write_bytes(others.get(damage, content))
     with pytest.raises(
         UnreadableFileError, match=r"Ir.load: '.*program' does not hold a program that can be read"
     ) as error:

@@ -12,9 +12,9 @@ import pytest
 import popxl
 from popxl import ops
 from popxl.base import log
+from popxl.base.container import FORMAT, pack, unpack
 from popxl.errors import PopxlError
 from popxl.op import OpKind
-from runtime.files.bundle import FORMAT, pack, unpack
 from runtime.files.session_files import KIND
 from runtime.plan import structure
 

@@ -1,0 +1,88 @@
+"""The container of all files of popxl: a line of JSON, then blobs of bytes. Programs, sessions and models are schemas
+of it.
+
+The line says what the file is (`kind`), what its writer says of it (`about`), and the size of each blob. It ends with
+the digest of itself and the blobs. No code is in a container; whether its content is sound, its schema decides.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
+
+from popxl.base.files import digest, parsed
+
+FORMAT = 3
+
+_START = b'{"kind":'
+_NO_DIGEST = b'""}'
+
+
+class Header(BaseModel):
+    """The first line.
+
+    Attributes:
+        kind: what the file is.
+        format: the version of the container.
+        about: what the writer says of the blobs.
+        sizes: the number of bytes of each blob, in their order.
+        digest: SHA-256 of all the rest, this line included.
+    """
+
+    model_config = ConfigDict(extra="forbid", defer_build=True)
+
+    kind: str
+    format: int
+    about: dict[str, Any]
+    sizes: dict[str, NonNegativeInt]
+    digest: str = ""
+
+
+def pack(kind: str, about: Mapping[str, Any], blobs: Mapping[str, bytes]) -> bytes:
+    """The content of a file.
+
+    Args:
+        kind: what the file is.
+        about: what is to be said of the blobs, in values that JSON has.
+        blobs: the blobs, by name.
+
+    Example:
+        >>> kind, about, blobs = "greetings", {"language": "en"}, {"first": b"hello"}
+        >>> unpack(kind, pack(kind, about, blobs)) == (about, blobs)
+        True
+    """
+    sizes = {name: len(blob) for name, blob in blobs.items()}
+    header = {"kind": kind, "format": FORMAT, "about": about, "sizes": sizes, "digest": ""}
+    line = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
+    seal = digest(line, *blobs.values())
+    return b"".join([line.removesuffix(_NO_DIGEST), f'"{seal}"}}\n'.encode(), *blobs.values()])
+
+
+def is_packed(content: bytes) -> bool:
+    """Whether bytes begin as a container does."""
+    return content.startswith(_START)
+
+
+def unpack(kind: str, content: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """What the writer said of the blobs, and the blobs.
+
+    Raises:
+        ValueError: if this is not the content of such a file, or it is damaged.
+    """
+    end = content.find(b"\n")
+    line, body = (content, b"") if end < 0 else (content[:end], memoryview(content)[end + 1 :])
+    header = Header.model_validate(parsed(line))
+    if header.kind != kind or header.format != FORMAT:
+        raise ValueError(f"it is of the kind {header.kind!r}, format {header.format}; expected {kind!r}, {FORMAT}")
+    seal = f'"{header.digest}"}}'.encode()
+    unsealed = line.removesuffix(seal) + _NO_DIGEST
+    if not line.endswith(seal) or sum(header.sizes.values()) != len(body) or digest(unsealed, body) != header.digest:
+        raise ValueError("it is damaged: its digest differs")
+    blobs, start = {}, 0
+    for name, size in header.sizes.items():
+        blobs[name] = bytes(body[start : start + size])
+        start += size
+    return header.about, blobs

@@ -14,6 +14,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from popxl.extend.ops import adam_direction, minus_correction
+
 __all__ = [
     "Array",
     "Number",
@@ -43,17 +45,9 @@ def _moving(average: Array, value: Array, beta: Number) -> Array:
     return beta * average + (1 - beta) * value
 
 
-def _direction(m: Array, v: Array, t: Array | None, beta1: Number, beta2: Number, eps: Number) -> Array:
-    """What Adam steps along, per learning rate: the moments are corrected if the number `t` of the step is given."""
-    if t is not None:
-        m, v = m / _correction(beta1, t), v / _correction(beta2, t)
-    return m / (jnp.sqrt(v) + eps)
-
-
 def _correction(beta: Number, t: Array) -> Array:
     """1 - beta ** t, in a form that keeps its digits where beta is close to 1."""
-    exact = isinstance(beta, float)
-    return -jnp.expm1(t * (jnp.log(beta) if not exact else math.log(beta) if beta else -math.inf))
+    return -minus_correction(beta, t)
 
 
 def sgd(
@@ -94,7 +88,7 @@ def adam(
     w, d = _decayed(w, g, lr, weight_decay, decoupled_weight_decay)
     m, v = _moving(m, d, beta1), _moving(v, d * d, beta2)
     largest = None if largest is None else jnp.maximum(largest, v)
-    return w - lr * _direction(m, v if largest is None else largest, t, beta1, beta2, eps), m, v, largest
+    return w - lr * adam_direction(m, v if largest is None else largest, t, beta1, beta2, eps), m, v, largest
 
 
 def adamw(
@@ -133,7 +127,7 @@ def lamb(
     bias_correction: bool = True,
 ) -> tuple[Array, ...]:
     m, v = _moving(m, g, beta1), _moving(v, g * g, beta2)
-    x = _plus(_direction(m, v, t if bias_correction else None, beta1, beta2, eps), weight_decay, w)
+    x = _plus(adam_direction(m, v, t if bias_correction else None, beta1, beta2, eps), weight_decay, w)
     length, step = jnp.minimum(jnp.linalg.norm(w.ravel()), max_weight_norm), jnp.linalg.norm(x.ravel())
     ratio = jnp.where((length == 0) | (step == 0), 1, length / step)
     return w - lr * ratio * x, m, v

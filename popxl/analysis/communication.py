@@ -17,7 +17,6 @@ from popxl.analysis.memory import runs_of
 from popxl.base.pages import OnPage, Page, Table, bytes_text
 from popxl.base.records import Record
 from popxl.core.aliasing import callees_first
-from popxl.core.tracing import needed as traced
 from popxl.core.tracing import trace
 from popxl.core.traits import is_call
 from popxl.ops.collectives.exchanging import CollectiveBackend
@@ -281,33 +280,23 @@ def _added(graph: Graph) -> set[Op]:
 
 def _is_sum(op: Op) -> bool:
     """Test whether an op only adds its operands."""
-    specs = tuple(t.spec for t in op.inputs)
-    key = ("is a sum", op.operands, tuple(op.attributes.items()), specs)
 
     def asked() -> bool:
-        if op.kind.is_carried_out_by_others:
-            return False
-        jaxpr, _ = traced(op.on_arrays(), specs, [t.spec for t in op.outputs])
-        return bool(jaxpr.eqns) and all(each.primitive.name in ("add", "add_any") for each in jaxpr.eqns)
+        eqns = [] if op.kind.is_carried_out_by_others else op.traced().eqns
+        return bool(eqns) and all(each.primitive.name in ("add", "add_any") for each in eqns)
 
-    return op.kind.remembered(key, asked)
+    return op.remembered("is a sum", asked)
 
 
 def exchanges_of(op: Op) -> tuple[tuple[CollectiveKind, int], ...]:
     """List collective kinds and bytes per replica for one op."""
-    specs = tuple(t.spec for t in op.inputs)
-    key = ("exchanges", op.operands, tuple(op.attributes.items()), specs, op.graph.ir.replication_factor)
-    return op.kind.remembered(key, lambda: tuple(_exchanges(op)))
+    return op.remembered("exchanges", lambda: tuple(_exchanges(op)), op.graph.ir.replication_factor)
 
 
 def _exchanges(op: Op) -> Iterator[tuple[CollectiveKind, int]]:
     attributes = dict(op.attributes)
     group = _Listening(op.graph.ir.replication_factor, attributes.pop("stride"), attributes.pop("group_size"))
-    trace(
-        lambda *arrays: op.apply(arrays, attributes | {"group": group}),
-        [t.spec for t in op.inputs],
-        [t.spec for t in op.outputs],
-    )
+    trace(lambda *arrays: op.apply(arrays, attributes | {"group": group}), *op.signature[2:])
     yield from group.heard
 
 

@@ -10,7 +10,7 @@ import math
 from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from popxl.core.tracing import needed, traces_in
+from popxl.core.tracing import traces_in
 
 if TYPE_CHECKING:
     from popxl.core.recording import Op
@@ -51,9 +51,7 @@ def own_flops(op: Op) -> Flops:
     """
     if op.kind.is_carried_out_by_others:
         return Flops()
-    specs = tuple(t.spec for t in op.inputs)
-    key = ("flops", op.operands, tuple(op.attributes.items()), specs)
-    return op.kind.remembered(key, lambda: _trace_flops(needed(op.on_arrays(), specs, [t.spec for t in op.outputs])[0]))
+    return op.remembered("flops", lambda: _trace_flops(op.traced()))
 
 
 def moved(op: Op) -> int:

@@ -310,9 +310,7 @@ class OpKind:
         An op that others carry out is left to these.
         """
         if self.shape is not None and not self.is_carried_out_by_others:
-            given, made = (tuple(t.spec for t in tensors) for tensors in (op.inputs, op.outputs))
-            key = ("traced", op.operands, tuple(op.attributes.items()), given, made)
-            self.remembered(key, lambda: trace(op.on_arrays(), given, made) is not None)
+            op.remembered("traced", lambda: trace(op.on_arrays(), *op.signature[2:]) is not None)
 
     def arguments(self, op: Op, inputs: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Operands and attributes that recreate the op on other inputs."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from popxl.base.names import snake
 from popxl.base.source import DebugRecord, SourceLocation
 from popxl.context import user_frame
 from popxl.core.aliasing import reachable
 from popxl.core.tensor import Location, Tensor
+from popxl.core.tracing import needed
 from popxl.core.traits import Run
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.graph import Graph
@@ -23,8 +24,27 @@ if TYPE_CHECKING:
     from popxl.context import Context
     from popxl.core.declaration import OpKind
     from popxl.tensorlocation import ExecutionContext
+    from popxl.values.spec import TensorSpec
 
-__all__ = ["Op", "at_this_line", "check_colocated", "foreign_tensor", "not_a_tensor"]
+__all__ = ["Op", "OpSignature", "at_this_line", "check_colocated", "foreign_tensor", "not_a_tensor"]
+
+
+T = TypeVar("T")
+
+
+class OpSignature(NamedTuple):
+    """What an op of a kind computes, whichever tensors it reads.
+
+    Attributes:
+        operands: the names of its inputs, if some operand is a plain value.
+        attributes: names and values of its attributes.
+        inputs, outputs: the specs of its inputs and outputs.
+    """
+
+    operands: tuple[str, ...] | None
+    attributes: tuple[tuple[str, Any], ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
 
 
 class Op:
@@ -250,6 +270,20 @@ class Op:
     def on_arrays(self) -> Callable[..., Any]:
         """The op as a function of input arrays."""
         return self.kind.on_arrays(self.operands, self.attributes)
+
+    @property
+    def signature(self) -> OpSignature:
+        """What the op computes, whichever tensors it reads."""
+        inputs, outputs = (tuple(t.spec for t in tensors) for tensors in (self.inputs, self.outputs))
+        return OpSignature(self.operands, tuple(self.attributes.items()), inputs, outputs)
+
+    def remembered(self, what: str, make: Callable[[], T], *more: Any) -> T:
+        """What `make` made for ops of the same kind and signature before; see `OpKind.remembered`."""
+        return self.kind.remembered((what, *self.signature, *more), make)
+
+    def traced(self) -> Any:
+        """The jaxpr of the op, without dead code."""
+        return needed(self.on_arrays(), *self.signature[2:])[0]
 
     def put(self, bases: Sequence[Any], view: Any) -> Any:
         """Write a view back: the bases of a view op after the update."""

@@ -32,6 +32,7 @@ from popxl.ops.complex import NORM
 from popxl.ops.convert import cast_if_needed
 from popxl.ops.families import REAL
 from popxl.ops.nn import REDUCTION_TYPE, cross_entropy, cross_entropy_with_grad
+from popxl.ops.var_updates.adam import adam_direction, minus_correction
 from popxl.ops.var_updates.factors import factor, one_number
 from popxl.transforms.op_gradient import Forward
 from popxl.values.shapes import broadcast, broadcast_shapes, like_first, predicate
@@ -58,6 +59,8 @@ __all__ = [
     "Runs",
     "Composite",
     "Trait",
+    "adam_direction",
+    "minus_correction",
     "VJP",
     "View",
     "broadcast",

@@ -38,13 +38,8 @@ def rule_graph(op: Op) -> RuleGraph:
     Example:
         >>> print(rule_graph((x * y).producer).graph)
     """
-    alike = (
-        tuple(op.attributes.items()),
-        op.operands,
-        tuple(map(op.inputs.index, op.inputs)),  # one tensor may be two operands
-        tuple(t.spec for t in (*op.inputs, *op.outputs)),
-    )
-    return op.kind.remembered(("rules", *alike), lambda: _build_rule_graph(op))
+    places = tuple(map(op.inputs.index, op.inputs))  # one tensor may be two operands
+    return op.remembered("rules", lambda: _build_rule_graph(op), places)
 
 
 def _build_rule_graph(op: Op) -> RuleGraph:

@@ -173,8 +173,7 @@ def _by_jax(forward: Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
 
 def _gradient_kind(op: Op, wanted: tuple[int, ...], given: tuple[int, ...]) -> tuple[OpKind, tuple[int, ...]]:
     """The gradient op of an op, and the positions of the forward inputs that it reads."""
-    inputs, outputs = tuple(t.spec for t in op.inputs), tuple(t.spec for t in op.outputs)
-    return vjp_kind(Derivation(op.kind, op.operands, tuple(op.attributes.items()), inputs, outputs, wanted, given))
+    return vjp_kind(Derivation(op.kind, *op.signature, wanted, given))
 
 
 @dataclass(frozen=True)

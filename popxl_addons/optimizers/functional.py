@@ -24,7 +24,7 @@ from popxl import ops
 from popxl.context import get_current_context
 from popxl.extend.arguments import flag, number
 from popxl.extend.collectives import Group, members, shard_count
-from popxl.extend.ops import factor
+from popxl.extend.ops import adam_direction, factor
 from popxl.op import BetweenReplicas, Colocated, OpKind, Overwrites, Trait
 from popxl.tensor import Variable
 from popxl_addons.dot_tree import DotTree, sanitise
@@ -329,8 +329,7 @@ def _adamw_formula(
     w: Array, g: Array, t: Array, lr: Array, m: Array, v: Array, *, beta1: float, beta2: float, eps: float, decay: float
 ) -> tuple[Array, ...]:
     m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
-    direction = m / (1 - beta1**t) / (jnp.sqrt(v / (1 - beta2**t)) + eps)
-    return w - lr * (direction + decay * w), m, v
+    return w - lr * (adam_direction(m, v, t, beta1, beta2, eps) + decay * w), m, v
 
 
 _adamw = _formula("AdamWStep", _adamw_formula, "first_moment", "second_moment")

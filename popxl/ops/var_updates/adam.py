@@ -24,12 +24,26 @@ from popxl.values.spec import TensorSpec
 # The direction ------------------------------------------------------------------------------------------------------
 
 
-def _decay(beta: Any, steps: Any) -> Any:
+def minus_correction(beta: Any, steps: Any) -> Any:
     """beta ** steps - 1, in a form that keeps its digits where beta is close to 1. What it divides takes its sign: a
     TPU would negate a single number by itself."""
     with np.errstate(divide="ignore", invalid="ignore"):  # of 0, which is fine, and of less, which gives NaN
         logarithm = float(np.log(beta)) if isinstance(beta, float) else jnp.log(beta)
     return jnp.expm1(steps * logarithm)
+
+
+def adam_direction(m: Any, v: Any, steps: Any, beta1: Any, beta2: Any, epsilon: Any) -> Any:
+    """The direction of a step of Adam, of arrays: m̂ / (√v̂ + epsilon).
+
+    Args:
+        m, v: the moments, after this step.
+        steps: the number of the step, from 1 on; for `None` the moments are not corrected.
+        beta1, beta2: what stays of the moments in each step: plain numbers, or arrays of one element.
+        epsilon: a number.
+    """
+    if steps is not None:
+        m, v = -m / minus_correction(beta1, steps), -v / minus_correction(beta2, steps)
+    return m / (jnp.sqrt(v) + epsilon)
 
 
 def _direction(
@@ -47,12 +61,11 @@ def _direction(
     dtype = wide_dtype(acc_first_order)
     m, v = acc_first_order.astype(dtype), acc_second_order.astype(dtype)
     time_step = None if time_step is None else time_step + 1
-    if time_step is not None:
-        steps = number(time_step, dtype)
-        m = -m / _decay(number(beta1, dtype), steps)
-        if mode != "adamax":
-            v = -v / _decay(number(beta2, dtype), steps)
-    x = m / ((v if mode == "adamax" else jnp.sqrt(v)) + number(epsilon, dtype))
+    steps = None if time_step is None else number(time_step, dtype)
+    if mode == "adamax":
+        x = -m / minus_correction(number(beta1, dtype), steps) / (v + number(epsilon, dtype))
+    else:
+        x = adam_direction(m, v, steps, number(beta1, dtype), number(beta2, dtype), number(epsilon, dtype))
     if weight is not None:
         x = x + number(weight_decay, dtype) * weight.astype(dtype)
     return x if time_step is None else (x, time_step)

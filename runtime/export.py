@@ -21,8 +21,6 @@ from runtime.lowering.to_jax import MainFunction, main_function
 from runtime.session import Session
 from runtime.targets.replicas import Replicas
 
-__all__ = ["export"]
-
 
 def export(
     program: Ir | Session,

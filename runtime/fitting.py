@@ -16,8 +16,6 @@ from runtime.inspection import report_of
 from runtime.program.compiled import CompiledProgram
 from runtime.report import TargetReport
 
-__all__ = ["Fit", "Tried", "fit"]
-
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)

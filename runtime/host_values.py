@@ -11,8 +11,6 @@ import numpy as np
 from popxl.core.tensor import Constant, Variable
 from popxl.utils import narrowed
 
-__all__ = ["host_value", "new_data", "write_host_values"]
-
 
 def host_value(t: Variable | Constant, values_of_all: Mapping[Variable, np.ndarray]) -> np.ndarray:
     """The numbers of a variable or constant on the host; of a variable that is read from all replicas, a row for each.

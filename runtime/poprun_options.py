@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 from runtime.schedulers import NAMES
 from runtime.versions import ShowVersions
 
-__all__ = ["parser", "variables_of"]
-
 Number = TypeVar("Number", int, float)
 
 _EXAMPLES = """\

@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Self
 
-__all__ = ["CompilationProgress", "Watch", "compilation_progress"]
-
 PATIENCE = 3.0
 """Seconds before anything is shown."""
 

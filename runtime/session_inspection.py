@@ -23,8 +23,6 @@ from runtime.targets.devices import Device
 from runtime.timeline import Timeline
 from runtime.traces import traced
 
-__all__ = ["SessionInspection"]
-
 
 class SessionInspection(NotCopyable):
     """Reports on the program of a session, and recordings of its runs."""

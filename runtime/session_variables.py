@@ -25,8 +25,6 @@ from runtime.program.transfers import Given, Part
 from runtime.signals import defer_signals
 from runtime.targets.devices import Device
 
-__all__ = ["SessionVariables"]
-
 _log = Logger("session")
 
 

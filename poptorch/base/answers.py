@@ -13,8 +13,6 @@ from poptorch.base.hidden_tensors import hidden_problem, holds_tensor
 from poptorch.base.introspection import attributes
 from poptorch.base.structures import Leaf, Parts, Structure, given_objects, structure_of
 
-__all__ = ["Answer", "Changes"]
-
 
 class Changes:
     """What becomes of the attributes of objects while a function runs.

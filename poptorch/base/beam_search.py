@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["IMPOSSIBLE", "beam_search"]
-
 IMPOSSIBLE = -1e30
 """The logarithm of 0: finite, so that gradients are."""
 

@@ -11,8 +11,6 @@ from typing import Any, Self
 
 from poptorch.base.introspection import CONTAINERS, is_a, items
 
-__all__ = ["Hidden", "LookedAt", "may_be_carried", "numbers_of"]
-
 
 class LookedAt(BaseException):
     """A model looks at a value that is hidden. No `except Exception` of its own is to stop this.

@@ -11,8 +11,6 @@ import torch
 from poptorch.base.introspection import is_a
 from poptorch.errors import createPoptorchError
 
-__all__ = ["ICustomArgParser", "parser_of", "parsers", "registerCustomArgParser"]
-
 
 class ICustomArgParser(ABC):
     """How to find the tensors in an object of a type of your own, and how to make such an object of other tensors.

@@ -16,8 +16,6 @@ from poptorch.base.logging_ import logger
 from poptorch.errors import createPoptorchError
 from popxl.fp8_utils import as_array
 
-__all__ = ["device_dtype", "fitted", "from_numpy", "to_numpy"]
-
 _DEVICE_DTYPES = {
     dtype: dtype
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int16, torch.int8, torch.uint8)

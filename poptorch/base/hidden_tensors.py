@@ -9,8 +9,6 @@ from typing import Any
 from poptorch.base.introspection import is_a
 from poptorch.errors import createPoptorchError
 
-__all__ = ["hidden_problem", "holds_tensor"]
-
 
 def hidden_problem(what: str, constant: Any) -> Exception:
     """The error for an object that holds tensors where they are not found; `what` begins the message."""

@@ -19,8 +19,6 @@ import numpy as np
 
 from poptorch.errors import createPoptorchError
 
-__all__ = ["CHOICE", "FUNCTIONS", "HostNumbers", "Number", "Operand", "NumberPath"]
-
 Number = bool | int | float
 Operand = Number | tuple[int]
 """A number; or, as a tuple, the place of one among those that are carried and those that steps have made."""

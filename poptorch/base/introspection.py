@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from types import MemberDescriptorType
 from typing import Any
 
-__all__ = ["CONTAINERS", "attributes", "is_a", "items", "slots"]
-
 CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 """The types of Python that hold other objects."""
 

@@ -10,8 +10,6 @@ import logging
 import os
 import sys
 
-__all__ = ["LEVELS", "logger", "setLogLevel", "trace"]
-
 LEVELS = {
     "TRACE_ALL": 5,
     "TRACE": 5,

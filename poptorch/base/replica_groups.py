@@ -14,8 +14,6 @@ from torch.utils import _pytree as pytree
 from poptorch.enums import CommGroupType, VariableRetrievalMode
 from poptorch.errors import createPoptorchError
 
-__all__ = ["GroupedParameter", "ParameterProxy", "ReplicaGroups"]
-
 
 @dataclass(frozen=True)
 class ReplicaGroups:

@@ -30,8 +30,6 @@ from poptorch.base.introspection import attributes, slots
 from poptorch.base.logging_ import logger
 from poptorch.errors import createPoptorchError
 
-__all__ = ["MAY_BE_THE_LAST", "Leaf", "Parts", "Structure", "given_objects", "structure_of"]
-
 
 class Structure(ABC):
     """An arrangement of tensors and other values, without the tensors. Made by `structure_of`.

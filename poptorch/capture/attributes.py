@@ -14,8 +14,6 @@ from poptorch.base.host_numbers import Number
 from poptorch.capture.counters import COUNTED, Counter
 from poptorch.errors import createPoptorchError
 
-__all__ = ["Attributes", "not_rebound", "noting"]
-
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["BACKWARD"]
-
 aten = torch.ops.aten
 
 Sizes = Sequence[int]

@@ -13,8 +13,6 @@ from torch._higher_order_ops.flex_attention import flex_attention
 from poptorch.capture.tensor_layout import overlaps, turns
 from poptorch.capture.torch_private import without_modes
 
-__all__ = ["COMPOSED", "in_turns", "packed"]
-
 
 def _flex_attention(
     query: torch.Tensor,

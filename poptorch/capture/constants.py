@@ -23,8 +23,6 @@ from poptorch.capture.trace import LOOKED_AT, Data, Node, Value, View, values_in
 from poptorch.capture.whole import WHOLE
 from poptorch.errors import createPoptorchError
 
-__all__ = ["computed", "made_of", "numbers_of"]
-
 _BY_SHAPE = frozenset(
     f"aten.{form}" for name in ("empty", "full", "ones", "zeros") for form in (f"new_{name}", f"{name}_like")
 ) | {"aten.new_empty_strided"}

@@ -22,8 +22,6 @@ from poptorch.base.host_numbers import CHOICE, FUNCTIONS, HostNumbers, Number, N
 from poptorch.capture.torch_private import without_modes
 from poptorch.capture.trace import Data, Node, Trace, Value
 
-__all__ = ["COUNTED", "Counter", "Tape", "holds_counters", "joined", "noted_by_functions", "with_numbers"]
-
 COUNTED = (bool, int, float)
 """The classes of numbers that are carried."""
 

@@ -28,8 +28,6 @@ from poptorch.capture.trace import Value
 from poptorch.errors import createPoptorchError
 from popxl.extend.source import SourceLocation
 
-__all__ = ["Cut", "Cuts"]
-
 
 @dataclass(eq=False)
 class Cut:

@@ -21,8 +21,6 @@ from poptorch.capture.trace import Node, Trace, Value, with_values
 from poptorch.capture.tracer import CANNOT_READ, Tracer
 from poptorch.errors import createPoptorchError
 
-__all__ = ["OWN", "Application", "derive", "deriving"]
-
 OWN = "poptorch.own_derivative"
 """Name of the op whose gradient is a trace. Its results are the `results` that it is given."""
 

@@ -20,8 +20,6 @@ import torch
 
 from poptorch.capture.torch_private import answering_for_devices
 
-__all__ = ["ASKING", "HOST", "IPU", "LIKE_ANOTHER", "named_as_cpus", "on_cpu"]
-
 IPU, HOST = torch.device("ipu"), torch.device("cpu")
 
 ASKING: dict[Any, Callable[[torch.device], Any]] = {

@@ -18,8 +18,6 @@ import torch
 from poptorch.base.introspection import attributes, is_a, items
 from popxl.extend.source import SourceLocation
 
-__all__ = ["Frozen", "found", "is_users"]
-
 
 @dataclass
 class Frozen:

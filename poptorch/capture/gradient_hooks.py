@@ -12,8 +12,6 @@ import torch
 from poptorch.capture.torch_private import without_modes
 from poptorch.capture.tracer import Tracer
 
-__all__ = ["hooks_of", "noting_hooks"]
-
 
 def hooks_of(module: torch.nn.Module | None, state: Mapping[str, torch.Tensor]) -> Iterator[str]:
     """What of a module has hooks on gradients, in words; those of all modules that there are included."""

@@ -12,8 +12,6 @@ from poptorch.base.dtypes import fitted, from_numpy, to_numpy
 from poptorch.base.structures import Structure, structure_of
 from poptorch.errors import createPoptorchError
 
-__all__ = ["HostFunction"]
-
 
 class HostFunction:
     """A function that a program calls on the host.

@@ -27,8 +27,6 @@ from poptorch.base.introspection import CONTAINERS, attributes, is_a, items, slo
 from poptorch.capture.torch_private import FakeTensor
 from popxl.extend.source import SourceLocation
 
-__all__ = ["GROWS", "NUMBERS", "HostState", "HolderSnapshot", "is_users"]
-
 _NOT_THE_USERS = {"torch", "poptorch", "popxl", "runtime", "jax", "jaxlib", "numpy", "lightning", "pytorch_lightning"}
 _NOT_THE_USERS |= set(sys.stdlib_module_names) - {"__main__"}
 NUMBERS = (bool, int, float, complex, np.generic)

@@ -7,8 +7,6 @@ import torch
 from poptorch.capture.tracer import current
 from poptorch.errors import createPoptorchError
 
-__all__ = ["getIpuTensorId"]
-
 
 def getIpuTensorId(tensor: torch.Tensor) -> int:
     """A number for what a tensor holds at this moment of a model's `forward`: the same as long as nothing writes to it.

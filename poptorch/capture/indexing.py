@@ -12,8 +12,6 @@ import torch
 
 from poptorch.errors import createPoptorchError
 
-__all__ = ["getitem", "setitem"]
-
 
 class Numbers(Protocol):
     """What is known of the numbers in tensors."""

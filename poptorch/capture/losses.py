@@ -9,8 +9,6 @@ from poptorch.capture.trace import Node, Trace, Value
 from poptorch.capture.whole import LOSSES
 from poptorch.errors import createPoptorchError
 
-__all__ = ["final_loss", "tell_of_another"]
-
 MARKED = frozenset({*LOSSES, "poptorch.identity_loss"})
 """Names of the ops whose result is a loss."""
 

@@ -48,8 +48,6 @@ from poptorch.errors import Error, createPoptorchError
 from poptorch.placement.ambient import Ambient
 from popxl.extend.source import SourceLocation
 
-__all__ = ["Captured", "capture"]
-
 
 @dataclass(frozen=True)
 class Captured:

@@ -10,8 +10,6 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-__all__ = ["averaging", "recurrent_in_any_dtype"]
-
 
 def averaging() -> AbstractContextManager[None]:
     """Have batch norms without a momentum average over all batches with one that is a tensor.

@@ -21,8 +21,6 @@ from poptorch.capture.seeding import SEEDING
 from poptorch.capture.trace import Node, Trace, Value
 from popxl.extend.arguments import exact_key
 
-__all__ = ["CALL", "outlined"]
-
 CALL = "poptorch.call"
 """Name of the op that runs a trace: its arguments are the `trace`, the `inputs` and a `name`."""
 

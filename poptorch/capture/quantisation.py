@@ -9,8 +9,6 @@ import torch
 
 from poptorch.errors import createPoptorchError
 
-__all__ = ["QUANTISATION"]
-
 aten = torch.ops.aten
 
 _SMALLEST_SCALE = 6.1e-5

@@ -22,8 +22,6 @@ from poptorch.capture.torch_private import without_modes
 from poptorch.capture.trace import Node
 from poptorch.errors import createPoptorchError
 
-__all__ = ["SEEDING", "Remade", "seeding"]
-
 SEEDING = frozenset(f"poptorch.{name}" for name in ("manual_seed", "get_rng_state", "set_rng_state"))
 """Names of the ops that are written down. What is done in a function that is called ends with it, so these are not."""
 

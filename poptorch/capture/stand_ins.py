@@ -8,8 +8,6 @@ import torch
 
 from poptorch.errors import createPoptorchError
 
-__all__ = ["StandIn"]
-
 _TENSOR: Any = torch.Tensor
 _ANSWERED = frozenset(
     [_TENSOR.size, _TENSOR.dim, _TENSOR.ndimension, _TENSOR.numel, _TENSOR.stride, _TENSOR.__len__, _TENSOR.__hash__]

@@ -17,8 +17,6 @@ import torch
 from poptorch.capture.trace import LOOKED_AT, View
 from poptorch.errors import createPoptorchError
 
-__all__ = ["TensorLayout", "offsets_of", "overlaps", "overwrite", "turns", "views_between", "written_last"]
-
 
 def offsets_of(size: Sequence[int], stride: Sequence[int]) -> np.ndarray:
     """Where in the storage the elements of a tensor are, counted from its first one; in its shape."""

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-__all__ = ["OF_TORCHVISION", "choosing"]
-
 
 def _roi_align(
     input: torch.Tensor,

@@ -12,8 +12,6 @@ from torch.utils import _pytree as pytree
 from poptorch.placement.ambient import Site
 from popxl.extend.source import SourceLocation
 
-__all__ = ["LOOKED_AT", "Data", "Node", "Trace", "Value", "View", "values_in"]
-
 
 @dataclass(eq=False)
 class Value:

@@ -57,8 +57,6 @@ from poptorch.capture.whole import (
 from poptorch.errors import createPoptorchError
 from poptorch.placement.ambient import Ambient
 
-__all__ = ["CANNOT_READ", "Again", "Tracer", "autocast_dtype", "current", "going_on"]
-
 _OVERWRITING = frozenset(
     f"aten.{name}_"
     for name in ("bernoulli", "cauchy", "copy", "exponential", "fill", "geometric", "log_normal", "normal", "random")

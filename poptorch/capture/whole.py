@@ -16,8 +16,6 @@ from torch.utils import _pytree as pytree
 from poptorch.capture.composed import packed
 from poptorch.errors import createPoptorchError
 
-__all__ = ["COMPOSED_LOSSES", "LOSSES", "WHOLE", "Whole", "as_activation", "with_masks_of_bools"]
-
 
 @dataclass(frozen=True)
 class Whole:

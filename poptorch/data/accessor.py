@@ -47,8 +47,6 @@ from poptorch.enums import SharingStrategy
 from poptorch.errors import createPoptorchError
 from popxl.extend.processes import jax_runs
 
-__all__ = ["AsynchronousDataAccessor", "Rebatched"]
-
 
 class _Lease(NamedTuple):
     """A slot whose memory tensors of the program may refer to.

@@ -21,8 +21,6 @@ from poptorch.errors import createPoptorchError
 from poptorch.options import Options
 from poptorch.profiling import Channel
 
-__all__ = ["DataLoader"]
-
 _channel = Channel("DataLoader")
 
 

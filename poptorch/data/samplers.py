@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-__all__ = ["JoinedBatches", "Share"]
-
 
 class Share(Sampler[int]):
     """The elements that one of several processes takes, all of which make this sampler with the same arguments.

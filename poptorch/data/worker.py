@@ -38,25 +38,6 @@ from poptorch.base.structures import Structure, structure_of
 from poptorch.enums import SharingStrategy
 from poptorch.errors import createPoptorchError
 
-__all__ = [
-    "Begin",
-    "EndsWithProgram",
-    "FORKS",
-    "Failure",
-    "Filled",
-    "Free",
-    "Over",
-    "Parcel",
-    "Unpickler",
-    "cause_of_death",
-    "elements",
-    "forking",
-    "launch",
-    "stop",
-    "supported_structure",
-    "views",
-]
-
 _START_METHODS = {
     SharingStrategy.SharedMemory: "spawn",
     SharingStrategy.FileSystem: "spawn",

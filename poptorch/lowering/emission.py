@@ -25,8 +25,6 @@ from popxl.errors import PopxlError
 from popxl.extend.kernels import derived
 from popxl.extend.source import DebugRecord
 
-__all__ = ["Emission", "drawing", "emission", "popxl_dtype", "spec_of"]
-
 
 class _Emissions(threading.local):
     current: Emission | None = None

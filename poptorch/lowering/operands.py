@@ -13,10 +13,6 @@ from poptorch.base.dtypes import fitted, to_numpy
 from popxl import OpKind, ops
 from popxl.context import get_current_context
 
-__all__ = [
-    "axes_of", "axis_of", "broadcast", "constant_of", "lined", "promoted", "together",
-]  # fmt: skip
-
 Number = bool | int | float
 
 broadcast = OpKind(

@@ -20,8 +20,6 @@ from typing import Any, TypeVar
 
 from popxl import OpKind
 
-__all__ = ["has_lowering", "jax_op", "lowering_name", "lowering_of", "lowerings", "lowers"]
-
 Lowering = Callable[..., Any]
 F = TypeVar("F", bound=Lowering)
 

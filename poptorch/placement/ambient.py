@@ -17,8 +17,6 @@ from poptorch.base.logging_ import logger
 from poptorch.errors import Error
 from poptorch.placement.strategies import BlockId, Place, _IExecutionStrategy
 
-__all__ = ["Ambient", "Site", "capturing", "current", "isRunningOnIpu"]
-
 
 @dataclass(frozen=True)
 class Site:

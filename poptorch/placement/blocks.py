@@ -22,18 +22,6 @@ from poptorch.placement.ambient import Ambient, current
 from poptorch.placement.strategies import BlockId
 from poptorch.settings.setting import NO_EFFECT, OptionsDict, setting
 
-__all__ = [
-    "Attribute",
-    "BeginBlock",
-    "Block",
-    "BlockFunction",
-    "MultiConv",
-    "NameScope",
-    "module_repr",
-    "print",
-    "removeBlocks",
-]
-
 Layer = TypeVar("Layer", bound=Callable[..., Any])
 
 

@@ -17,8 +17,6 @@ from poptorch.placement.strategies import (
     _IPhasedExecution,
 )
 
-__all__ = ["MAX_UNITS", "Placement", "check_overlapped_io", "check_placement"]
-
 MAX_UNITS = 64
 """How many units a process may ask for."""
 

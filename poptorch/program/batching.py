@@ -17,8 +17,6 @@ from poptorch.enums import OutputMode
 from poptorch.errors import createPoptorchError
 from poptorch.options import Options
 
-__all__ = ["Batching", "Feeder"]
-
 
 @dataclass(frozen=True)
 class Batching:

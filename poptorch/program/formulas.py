@@ -16,22 +16,6 @@ import jax.numpy as jnp
 
 from popxl.extend.ops import adam_direction, minus_correction
 
-__all__ = [
-    "Array",
-    "Number",
-    "adadelta",
-    "adagrad",
-    "adam",
-    "adamax",
-    "adamw",
-    "averaged",
-    "lamb",
-    "nadam",
-    "radam",
-    "rmsprop",
-    "sgd",
-]
-
 Array = Any
 Number = Any  # a plain number, or an array of one element
 

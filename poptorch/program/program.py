@@ -37,8 +37,6 @@ from popxl.extend.graphs import leading_to
 from popxl.tensor import Variable
 from popxl.transforms import GradGraphInfo
 
-__all__ = ["Program", "Returned"]
-
 Tensors = dict[str, popxl.Tensor]
 """What a graph works with, by name: those of parameters and buffers are their own, those of inputs begin with a slash,
 and all others with two."""

@@ -31,27 +31,6 @@ from poptorch.program.formulas import (
 from popxl.errors import PopxlError
 from popxl.op import Colocated, Overwrites
 
-__all__ = [
-    "BETAS",
-    "CYCLED",
-    "FIXED",
-    "RULES",
-    "SGD",
-    "VELOCITY",
-    "WHOLE",
-    "Kept",
-    "Key",
-    "Rule",
-    "attribute_of",
-    "attributes_of",
-    "classes_of",
-    "in_parts",
-    "numbers_of",
-    "op_kind",
-    "rule_of",
-    "usual_attributes",
-]
-
 Key = tuple[int | None, str]  # a number of a parameter group, or (`None`) of the whole optimiser, and its name
 
 

@@ -83,8 +83,6 @@ from popxl.extend.graphs import Readers, reading_ipus
 from popxl.op import Colocated, Overwrites
 from popxl.tensor import Variable
 
-__all__ = ["LOSS_SCALE_FACTOR", "STEP", "State", "Update"]
-
 Tensors = Mapping[str, popxl.Tensor]
 
 _ANEW = "To compile it anew, make a new wrapper or call `destroy()`."

@@ -19,8 +19,6 @@ from poptorch.base.logging_ import logger
 from poptorch.base.structures import Known, Parts, Structure, structure_of
 from poptorch.errors import Error, createPoptorchError
 
-__all__ = ["Binder", "Signature"]
-
 
 class Binder:
     """The parameters of a `forward`, and how arguments get to them.

@@ -31,8 +31,6 @@ from poptorch.program.rules import CYCLED, RULES, classes_of
 from poptorch.settings.setting import OptionsDict, Setting
 from popxl.options import OF_THE_RUN
 
-__all__ = ["OptimizerData", "from_data", "options_from_data", "options_to_data", "to_data"]
-
 _PLAIN = (bool, int, float, str, type(None))
 
 

@@ -34,8 +34,6 @@ from poptorch.run.arguments import Signature
 from poptorch.run.hooks import substituting
 from poptorch.run.weights import hook_problem
 
-__all__ = ["captured_model", "constant_of", "host_functions_of", "places_of"]
-
 
 def captured_model(
     model: Callable[..., Any],

@@ -32,8 +32,6 @@ from poptorch.run.trained_in_parts import TrainedInParts
 from poptorch.run.trainer import Trainer
 from popxl.session import CompilationProgress, compilation_progress
 
-__all__ = ["carries", "compiled_model", "compiling", "progress_bar"]
-
 _turn = threading.RLock()
 
 

@@ -43,8 +43,6 @@ from popxl.extend.targets import Outputs
 from popxl.fp8_utils import as_array
 from popxl.tensor import Variable
 
-__all__ = ["Compiled", "Ends", "Result"]
-
 Name = TypeVar("Name")
 
 

@@ -7,8 +7,6 @@ from poptorch.errors import createPoptorchError
 from poptorch.options import Options
 from poptorch.program.allowed import MAX_UNITS
 
-__all__ = ["chosen_device", "ipuHardwareIsAvailable", "ipuHardwareVersion"]
-
 
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
     """Whether there is a device with so many units. It is there: the best accelerator that JAX sees, else the CPU.

@@ -50,8 +50,6 @@ from poptorch.run.trainer import Trainer, default_optimizer
 from poptorch.run.weights import HostWrites, Instrumented, Trainings
 from popxl.extend.graphs import estimate_of
 
-__all__ = ["Model", "PoplarExecutor"]
-
 Model = torch.nn.Module | Callable[..., Any]
 
 _ANOTHER_FORM = "the module has other parameters, buffers or modules than when it was compiled"

@@ -11,16 +11,6 @@ from torch.utils.hooks import RemovableHandle
 
 from poptorch.errors import createPoptorchError
 
-__all__ = [
-    "Substitution",
-    "post_compile",
-    "pre_compile",
-    "registerPostCompileHook",
-    "registerPreCompileHook",
-    "register_substitution",
-    "substituting",
-]
-
 Hook = Callable[[], object]
 
 _pre: OrderedDict[int, Hook] = OrderedDict()

@@ -17,8 +17,6 @@ import torch
 from poptorch.base.introspection import CONTAINERS, attributes, is_a
 from poptorch.capture.host_state import GROWS, NUMBERS, HolderSnapshot, HostState, is_users
 
-__all__ = ["HostChanges"]
-
 _MOST = 1000
 """The most items of something that is looked at."""
 

@@ -17,8 +17,6 @@ from poptorch.capture.counters import COUNTED
 from poptorch.errors import createPoptorchError
 from poptorch.run import weights
 
-__all__ = ["HostModel"]
-
 
 class HostModel:
     """A model on the host.

@@ -41,17 +41,6 @@ from poptorch.run.captured import constant_of
 from poptorch.run.compiled import Compiled, Ends
 from poptorch.run.times import Times
 
-__all__ = [
-    "Content",
-    "InParts",
-    "Part",
-    "Place",
-    "Places",
-    "Way",
-    "is_constant",
-    "outputs_of",
-]
-
 Place = tuple[Any, ...]
 """Where a value comes from: an argument, a parameter or buffer, an op by its number, what was made at a cut."""
 

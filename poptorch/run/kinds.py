@@ -14,8 +14,6 @@ import torch
 
 from poptorch.base.logging_ import logger
 
-__all__ = ["ByArguments", "calls_of", "with_lasting_cache"]
-
 
 class _Wrapped(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...

@@ -26,8 +26,6 @@ from poptorch.errors import createPoptorchError
 from poptorch.ops import identity_loss, return_all
 from poptorch.program.batching import Batching
 
-__all__ = ["Step"]
-
 _OF_METRICS = ("forward", "update", "compute", "reset")
 """The methods of a metric that are deferred; a call of it is `forward`."""
 

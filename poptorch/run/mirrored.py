@@ -18,8 +18,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["MirroredState", "loads_exactly"]
-
 _Seen = list[tuple[str, Any, int]]
 
 

@@ -10,8 +10,6 @@ from poptorch.options import Options
 from poptorch.placement.strategies import PipelinedExecution, ShardedExecution
 from poptorch.program.batching import Batching
 
-__all__ = ["for_fewer_rows", "needs_running_mean", "own_options", "with_running_mean"]
-
 
 def own_options(options: Options, training: bool) -> Options:
     """A copy of a user's options, with what is left to the kind of wrapper filled in. The user's are frozen.

@@ -51,8 +51,6 @@ from poptorch.run.trainer import Trainer
 from popxl.errors import PopxlError
 from popxl.extend.files import OF_ARCHIVES, digest, is_packed, pack, parsed, replace_file, unpack
 
-__all__ = ["Saved", "read", "save"]
-
 KIND = "poptorch model"
 FORMAT = 4
 ZIPPED = 3

@@ -25,8 +25,6 @@ from poptorch.run.arguments import Signature
 from poptorch.run.compiled import Compiled, Result
 from poptorch.run.in_parts import InParts
 
-__all__ = ["Run", "SmallerBatches"]
-
 Program = Compiled | InParts
 
 

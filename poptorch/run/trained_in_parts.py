@@ -31,8 +31,6 @@ from poptorch.run.compiled import Compiled, Ends
 from poptorch.run.in_parts import Content, InParts, Part, Places, Way, is_constant, outputs_of
 from popxl.tensor import Variable
 
-__all__ = ["TrainedInParts"]
-
 
 class TrainedInParts(InParts):
     """A model for training that is compiled in parts.

@@ -25,8 +25,6 @@ from poptorch.run.compiled import Compiled
 from poptorch.run.mirrored import MirroredState, loads_exactly
 from poptorch.run.trained_in_parts import TrainedInParts
 
-__all__ = ["Trainer", "default_optimizer"]
-
 State = Mapping[str, torch.Tensor]
 
 

@@ -28,19 +28,6 @@ from poptorch.base.replica_groups import GroupedParameter
 from poptorch.capture.tensor_layout import overwrite
 from poptorch.errors import Error, createPoptorchError
 
-__all__ = [
-    "HostWrites",
-    "Instrumented",
-    "Trainings",
-    "check_apart",
-    "hook_problem",
-    "put_on",
-    "read",
-    "take_off",
-    "tensors_of",
-    "write",
-]
-
 Groupings = Mapping[str, GroupedParameter]
 
 _Known = TypeVar("_Known")

@@ -13,8 +13,6 @@ from poptorch.options import Options
 from poptorch.run import saving
 from poptorch.run.executor import Model, PoplarExecutor
 
-__all__ = ["inferenceModel", "load", "sessionOf", "trainingModel"]
-
 _channel = profiling.Channel("poptorch")
 
 

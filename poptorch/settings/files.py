@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ConfigFileError", "run_calls", "run_lines"]
-
 
 class ConfigFileError(Exception):
     """A line of a file of options that is wrong. The message has the kind of error, the line, and its number."""

@@ -17,8 +17,6 @@ from popxl.options import SessionOptions
 
 _Group = TypeVar("_Group", bound=OptionsDict)
 
-__all__ = ["TensorLocationSettings", "deprecated"]
-
 
 class TensorLocationSettings(OptionsDict):
     """Where tensors of one kind are stored.

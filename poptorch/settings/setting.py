@@ -12,19 +12,6 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
-__all__ = [
-    "NO_EFFECT",
-    "Group",
-    "OptionsDict",
-    "Setting",
-    "group",
-    "in_words",
-    "positive",
-    "setting",
-    "strings",
-    "table",
-]
-
 NO_EFFECT = "no effect here"
 """What a setting says that decides speed, memory or scheduling on hardware that programs ran on before."""
 

@@ -20,8 +20,6 @@ from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 
-__all__ = ["check_in_place_order"]
-
 
 def check_in_place_order(graph: Graph) -> None:
     """Check a graph and every called graph, each separately.

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from popxl.graph import Graph
     from popxl.ir import Ir
 
-__all__ = ["COPY", "Collective", "Communication", "IpuCopy", "communication_of"]
-
 Array = Any
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """A part of a path that counts layers: those that differ in it alone share a line."""

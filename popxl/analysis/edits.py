@@ -14,8 +14,6 @@ from popxl.graph import Graph
 if TYPE_CHECKING:
     from popxl.ir import Ir
 
-__all__ = ["Snapshot"]
-
 _PARTS = {
     "inputs": "other inputs",
     "outputs": "other results",

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from popxl.core.tensor import Tensor
     from popxl.ir import Ir
 
-__all__ = ["BOW", "GC200", "Estimate", "Hardware", "IpuEstimate", "OpEstimate", "estimate_of"]
-
 
 @dataclass(frozen=True)
 class Hardware:

@@ -15,8 +15,6 @@ from popxl.core.tracing import traces_in
 if TYPE_CHECKING:
     from popxl.core.recording import Op
 
-__all__ = ["Flops", "moved", "own_flops"]
-
 
 class Flops(NamedTuple):
     """Operations of an op.

@@ -32,8 +32,6 @@ from popxl.graph import Graph
 from popxl.remote_buffer import RemoteBuffer
 from popxl.replica_grouping import ReplicaGrouping
 
-__all__ = ["warn_of_crossing_updates", "run_lints"]
-
 # What a value can depend on besides the inputs of its graph. Bits up to `_INPUTS` are for what replicas do not share.
 _PER_RUN = 1  # something that is not the same in the next run
 _REPLICA_REDUCED = 2  # what other replicas have, or may have put there: whether replicas differ is not known

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from popxl.graph import Graph
     from popxl.ir import Ir
 
-__all__ = ["DeviceMemory", "LiveTensor", "Memory", "Moment", "held_variables", "memory_of", "moments_of"]
-
 
 class Moment(Record):
     """One program step, with the bytes in use during it.

@@ -10,8 +10,6 @@ from popxl.core.recording import Op
 from popxl.core.tensor import Tensor, Variable
 from popxl.graph import Graph
 
-__all__ = ["Readers", "crossing_updates", "reading_ipus"]
-
 Readers = Mapping[Tensor, Collection[int | None]]
 """For each tensor that a graph reads, the IPUs of the ops that do, the first reader's first."""
 

@@ -10,8 +10,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-__all__ = ["Choices", "choice", "choosing"]
-
 T = TypeVar("T")
 
 VARIABLE = "POPXL_CHOICES"

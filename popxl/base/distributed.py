@@ -14,8 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from popxl.errors import PopxlError
 
-__all__ = ["LOOPBACK", "Instance", "launched"]
-
 LOOPBACK = "127.0.0.1"
 """Where processes of one machine reach each other, and no other machine reaches them."""
 

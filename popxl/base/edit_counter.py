@@ -1,7 +1,5 @@
 """How often a program has been changed, so that what was made of it before can tell."""
 
-__all__ = ["EditCounter"]
-
 
 class EditCounter:
     """Change counter of an Ir.

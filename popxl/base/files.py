@@ -34,27 +34,6 @@ try:
 except ImportError:  # on Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = [
-    "CHECKSUMS",
-    "OF_ARCHIVES",
-    "ReplacedError",
-    "as_found",
-    "bring_to_disk",
-    "check_checksums",
-    "current",
-    "digest",
-    "discard",
-    "drafted",
-    "parsed",
-    "remove_abandoned",
-    "replace_file",
-    "replaced_file",
-    "replacing",
-    "sealed",
-    "unsealed",
-    "write_checksums",
-]
-
 # Files --------------------------------------------------------------------------------------------------------------
 
 

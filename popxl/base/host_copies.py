@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 
-__all__ = ["HostCopies"]
-
 
 class HostCopies:
     """State shared by all sessions of an Ir: versions of host copies of variables.

@@ -18,8 +18,6 @@ import os
 import sys
 from pathlib import Path
 
-__all__ = ["LEVELS", "Logger"]
-
 LEVELS = {"TRACE": 5, "DEBUG": 10, "INFO": 20, "WARN": 30, "ERR": 40, "CRITICAL": 50, "OFF": 100}
 """The levels, and their numbers in Python's logging."""
 

@@ -16,19 +16,6 @@ from pathlib import Path
 
 from popxl.base.files import replace_file
 
-__all__ = [
-    "Facts",
-    "Listing",
-    "OnPage",
-    "Page",
-    "Picture",
-    "Table",
-    "bytes_text",
-    "count_text",
-    "flops_text",
-    "seconds_text",
-]
-
 LONGEST = 12
 """A table that is cut has so many rows; the record that it shows has all."""
 

@@ -8,8 +8,6 @@ from html import escape
 
 from popxl.base.pages import Picture, bytes_text, seconds_text
 
-__all__ = ["Bar", "bars", "steps"]
-
 _WIDTH, _LEFT, _RIGHT, _TOP = 860, 90, 20, 36
 _COLOURS = 10
 _LIGHT = {

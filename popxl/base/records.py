@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-__all__ = ["Record"]
-
 
 class Record(BaseModel):
     """What was found out, by name. Attributes cannot be set; `model_dump_json()` writes them."""

@@ -13,8 +13,6 @@ import warnings
 from dataclasses import dataclass
 from types import CodeType, FrameType
 
-__all__ = ["DebugRecord", "SourceLocation", "frame_above", "user_line", "warn_at"]
-
 
 @dataclass(frozen=True)
 class SourceLocation:

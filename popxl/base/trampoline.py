@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any, TypeVar
 
-__all__ = ["Nested", "doing", "done"]
-
 T = TypeVar("T")
 
 Nested = Generator[Any, Any, T]

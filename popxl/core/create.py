@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 _log = Logger("ir")
 T = TypeVar("T")
 
-__all__ = ["constant", "graph_input", "graph_output", "variable"]
-
 
 def variable(
     data: HostScalarTensor | Initial,

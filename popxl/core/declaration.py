@@ -50,8 +50,6 @@ from popxl.graph import Graph
 from popxl.values.shapes import like_first
 from popxl.values.spec import TensorSpec, brief
 
-__all__ = ["OpKind"]
-
 Specs = TensorSpec | Sequence[TensorSpec]
 T = TypeVar("T")
 

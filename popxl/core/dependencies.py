@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from popxl.core.recording import Op
     from popxl.graph import Graph
 
-__all__ = ["Needs", "dependencies", "external_resources"]
-
 
 @dataclass(frozen=True)
 class Needs:

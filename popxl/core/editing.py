@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from popxl.core.recording import Op
     from popxl.graph import Graph
 
-__all__ = ["move", "reorder", "replace"]
-
 
 def reorder(graph: Graph, ops: Iterable[Op]) -> None:
     """See `Graph.reorder`."""

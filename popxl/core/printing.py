@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from popxl.core.recording import Op
     from popxl.graph import Graph
 
-__all__ = ["algebra", "definition", "line", "page", "schedule", "summary"]
-
 
 def schedule(graph: Graph, names: Mapping[Tensor, str] | None = None) -> str:
     """Text of a graph's ops in execution order, one line each, with numbered tensors.

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from popxl.tensorlocation import ExecutionContext
     from popxl.values.spec import TensorSpec
 
-__all__ = ["Op", "OpSignature", "at_this_line", "check_colocated", "foreign_tensor", "not_a_tensor"]
-
-
 T = TypeVar("T")
 
 

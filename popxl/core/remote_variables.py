@@ -25,13 +25,6 @@ if TYPE_CHECKING:
     from popxl.initial import Initial
     from popxl.replica_grouping import Groups
 
-__all__ = [
-    "remote_replica_sharded_variable",
-    "remote_variable",
-    "replica_sharded_buffer",
-    "replica_sharded_variable",
-]
-
 RetrievalMode = Literal["one_per_group", "all_replicas"]
 
 

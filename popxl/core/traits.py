@@ -20,27 +20,6 @@ if TYPE_CHECKING:
     from popxl.graph import Graph
     from popxl.values.spec import TensorSpec
 
-__all__ = [
-    "REFUSED",
-    "VJP",
-    "BetweenReplicas",
-    "Colocated",
-    "Drops",
-    "Effect",
-    "Exchange",
-    "Mark",
-    "OnIpus",
-    "Overwrites",
-    "Placed",
-    "RealOnly",
-    "Requirement",
-    "Run",
-    "Runs",
-    "Composite",
-    "Trait",
-    "View",
-]
-
 
 class Mark:
     """A sentinel, equal only to itself."""

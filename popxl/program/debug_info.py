@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from popxl.base.source import DebugRecord
     from popxl.ir import Ir
 
-__all__ = ["close", "note", "open_file"]
-
 _path: Path | None = None
 _irs: list[Ir] = []
 

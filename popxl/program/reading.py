@@ -63,8 +63,6 @@ from popxl.values.spec import TensorSpec, brief
 if TYPE_CHECKING:
     from popxl.ir import Ir
 
-__all__ = ["load", "restore"]
-
 
 def load(path: str | os.PathLike[str], ir: Ir) -> None:
     """Fill an empty Ir with the program in a file. See `Ir.load`."""

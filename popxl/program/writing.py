@@ -42,8 +42,6 @@ from popxl.values.spec import TensorSpec
 if TYPE_CHECKING:
     from popxl.ir import Ir
 
-__all__ = ["fingerprint", "packed", "save"]
-
 
 def save(ir: Ir, path: str | os.PathLike[str]) -> None:
     """See `Ir.save`."""

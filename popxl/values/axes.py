@@ -14,8 +14,6 @@ from typing import Any
 
 from popxl.values.shapes import integer
 
-__all__ = ["Axes"]
-
 
 @dataclass(frozen=True)
 class Axes:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from popxl.core.tensor import Variable
     from popxl.replica_grouping import ReplicaGrouping
 
-__all__ = ["Parts", "parts_of", "shard_count", "shard_length"]
-
 
 def shard_length(shape: Sequence[int], count: int) -> int:
     """Elements per shard of a value with `count` shards."""

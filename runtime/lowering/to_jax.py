@@ -38,8 +38,6 @@ from runtime.targets.replicas import Replicas
 
 Array = Any
 
-__all__ = ["GraphFunction", "to_jax"]
-
 
 def to_jax(graph: Graph) -> GraphFunction:
     """A graph as a function of JAX: pure, and good for `jax.jit`, `jax.grad`, `jax.vmap` and all that is made of them.

@@ -19,7 +19,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 import popxl
 from popxl.extend.files import replace_file
 from popxl.extend.graphs import has_effect, is_call, own_flops
-from popxl.extend.ops import Op
 from popxl.extend.pages import OnPage, Page, Table, bytes_text
 from popxl.transforms import GradGraphInfo
 
@@ -51,7 +50,7 @@ class Activation(NamedTuple):
     """
 
     tensor: popxl.Tensor
-    made_by: Op
+    made_by: popxl.Op
     path: str
 
     @property
@@ -114,7 +113,7 @@ def activations_of(info: GradGraphInfo) -> list[Activation]:
     return [each for each in candidates(info) if each.tensor in read]
 
 
-def _origin(t: popxl.Tensor) -> tuple[Op, str]:
+def _origin(t: popxl.Tensor) -> tuple[popxl.Op, str]:
     """The op that computes a tensor, within graphs that are called, and the name of the tensor after theirs."""
     inner, names, made_by = t, list[str](), t.producer
     while (op := inner.producer) is not None:

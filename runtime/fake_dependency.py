@@ -5,12 +5,10 @@ XLA has no control dependencies for users: it reorders independent operations fr
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 
-Array = Any
+from popxl.base.arrays import Array
 
 _BITS = {1: jnp.int8, 2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 """The integer dtype for each size of a float, in bytes."""

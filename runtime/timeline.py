@@ -17,12 +17,11 @@ from typing import Any
 import jax
 from pydantic import BaseModel, ConfigDict
 
+from popxl.base.arrays import Array
 from popxl.base.pages import OnPage, Page, Picture, Table, seconds_text
 from popxl.base.pictures import bars
 from popxl.base.records import Record
 from runtime.jax_private import copied
-
-Array = Any
 
 COPY = "copied here"
 """The name of what brings an array from another device."""

@@ -14,9 +14,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from popxl.extend.kernels import Array
 from popxl.extend.ops import adam_direction, minus_correction
 
-Array = Any
 Number = Any  # a plain number, or an array of one element
 
 

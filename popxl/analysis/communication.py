@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax.numpy as jnp
 
 from popxl.analysis.memory import runs_of
+from popxl.base.arrays import Array
 from popxl.base.pages import OnPage, Page, Table, bytes_text
 from popxl.base.records import Record
 from popxl.core.aliasing import callees_first
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from popxl.graph import Graph
     from popxl.ir import Ir
 
-Array = Any
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """A part of a path that counts layers: those that differ in it alone share a line."""
 COPY = "copy between IPUs"

@@ -11,6 +11,7 @@ Example:
     >>> Cube = popxl.OpKind("Cube", lambda x: cube(x))
 """
 
+from popxl.base.arrays import Array
 from popxl.ops.attention import attended, attention_backward, attention_specs
 from popxl.ops.complex import conjugate
 from popxl.ops.kernels import products, sums
@@ -25,6 +26,7 @@ from popxl.ops.var_updates.factors import number
 from popxl.ops.windows import Windows
 
 __all__ = [
+    "Array",
     "Kernel",
     "Taps",
     "Windows",

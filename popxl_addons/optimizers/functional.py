@@ -24,6 +24,7 @@ from popxl import ops
 from popxl.context import get_current_context
 from popxl.extend.arguments import flag, number
 from popxl.extend.collectives import Group, members, shard_count
+from popxl.extend.kernels import Array
 from popxl.extend.ops import adam_direction, factor
 from popxl.op import BetweenReplicas, Colocated, OpKind, Overwrites, Trait
 from popxl.tensor import Variable
@@ -42,9 +43,6 @@ __all__ = ["adafactor", "adamw", "global_norm", "lion", "sgd"]
 Tensors = NamedTensors | Mapping[str, popxl.Tensor] | Sequence[popxl.Tensor]
 Rate = float | popxl.Tensor | Schedule
 Scale = float | popxl.Tensor | LossScale
-Array = Any
-
-
 # What is updated ----------------------------------------------------------------------------------------------------
 
 

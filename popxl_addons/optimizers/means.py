@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from popxl.extend.collectives import OP_MAP, Group, shard_length
+from popxl.extend.kernels import Array
 
 __all__ = ["Means", "MeansOverGroups", "MeansOverPieces", "Within"]
-
-Array = Any
 
 
 class Means:

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-Array = Any
+from popxl.base.arrays import Array
 
 
 class CpuCollectiveLock:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
+from popxl.base.arrays import Array
 from popxl.ops.kernels.products import weights_gradient as plain
-
-Array = Any
 
 
 def weights_gradient(g: Array, t: Array, is_rounded: bool = False) -> Array:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
+from popxl.base.arrays import Array
 from popxl.core.tensor import Tensor
 from runtime.cpu.platform_dependent import if_platform_cpu
 from runtime.fake_dependency import supports_fake_dependency, with_fake_dependency
-
-Array = Any
 
 LARGE_IN_LOOP = 2**14
 """An array of so many elements takes long to copy in each turn of a loop."""

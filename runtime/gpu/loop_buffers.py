@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-Array = Any
+from popxl.base.arrays import Array
 
 
 def full_after(shape: Sequence[int], value: Any, dtype: Any, after: Array) -> Array:

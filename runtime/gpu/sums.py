@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from popxl.base.arrays import Array
 from popxl.ops.kernels.sums import largest
 from popxl.ops.kernels.sums import softmax_gradient as plain
-
-Array = Any
 
 LONGEST = 16384
 """Longer rows do not fit into a block of threads, and take several kernels in any form."""

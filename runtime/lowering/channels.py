@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from popxl.base.arrays import Array
 from popxl.core.aliasing import lowered_ops, reachable
 from popxl.core.recording import Op
 from popxl.dtypes import dtype as dtype_
@@ -26,7 +27,6 @@ from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
 from runtime.lowering.collective_order import after_token, first_token, next_token
 
-Array = Any
 Position = int | Array
 
 

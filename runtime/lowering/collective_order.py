@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import reduce
-from typing import Any
 
 import jax.numpy as jnp
 
-Array = Any
+from popxl.base.arrays import Array
 
 
 def first_token() -> Array:

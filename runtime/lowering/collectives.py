@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
-from typing import Any, Literal
+from typing import Literal
 
 from jax import lax
 
+from popxl.base.arrays import Array
 from popxl.core.aliasing import lowered_ops
 from popxl.core.recording import Op
 from popxl.errors import PopxlError, PopxlInternalError
@@ -20,8 +21,6 @@ from popxl.ops.collectives.collectives import OP_MAP
 from popxl.ops.collectives.exchanging import CollectiveBackend
 from popxl.ops.collectives.group import Group
 from runtime.targets.replicas import AXIS, Replicas
-
-Array = Any
 
 
 def group_of(replicas: Replicas, stride: int, size: int) -> Group:

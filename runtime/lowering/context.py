@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 from weakref import WeakValueDictionary
 
 import jax
 from jax import lax
 
+from popxl.base.arrays import Array
 from popxl.graph import Graph
 from runtime.lowering.channels import Channels
 from runtime.lowering.packed_arrays import PackedSlot
 
-Array = Any
 FirstRuns = WeakValueDictionary[tuple[Graph, tuple[int, ...]], Array]
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from popxl.base.arrays import Array
 from popxl.core.aliasing import changed_inputs
 from popxl.core.recording import Op
 from popxl.errors import PopxlError
@@ -27,8 +28,6 @@ from runtime.targets.replicas import is_on_host
 
 if TYPE_CHECKING:
     from runtime.lowering.lower import Lowering
-
-Array = Any
 
 
 @register_lowering(call_kind)

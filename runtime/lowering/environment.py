@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from popxl.base.arrays import Array
 from popxl.base.trampoline import Nested, done
 from popxl.core.aliasing import by_reference, written_inputs
 from popxl.core.recording import Op
@@ -21,8 +22,6 @@ from popxl.graph import Graph
 from runtime.lowering.packed_arrays import PackedSlot, load
 from runtime.lowering.platform_hooks import UpdateOrder
 from runtime.lowering.sharing import Sharing
-
-Array = Any
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from popxl.base.arrays import Array
 from popxl.core.recording import Op
 from popxl.ops.host import host_call_kind, host_load_kind, host_store_kind, print_tensor_kind
 from runtime.lowering.context import Context
@@ -19,8 +20,6 @@ from runtime.lowering.registry import register_lowering
 
 if TYPE_CHECKING:
     from runtime.lowering.lower import Lowering
-
-Array = Any
 
 
 @register_lowering(host_load_kind)

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from popxl.base.arrays import Array
 from popxl.base.names import identifier
 from popxl.core.aliasing import callees_first, reachable
 from popxl.core.recording import Op
@@ -44,8 +45,6 @@ from runtime.lowering.sharing import Sharing, bind_inputs
 from runtime.noinline import noinline
 from runtime.signals import deliver_pending_signals
 from runtime.targets.replicas import Replicas
-
-Array = Any
 
 
 class Lowering:

@@ -6,11 +6,11 @@ overwritten in place where it is written.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax import lax
 
-Array = Any
+from popxl.base.arrays import Array
 
 
 class PackedArray:

@@ -14,10 +14,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from popxl.base.arrays import Array
 from popxl.core.tensor import Tensor
 from popxl.ops.kernels.kernel import Kernel, KernelImpl
-
-Array = Any
 
 
 class UpdateOrder(Protocol):

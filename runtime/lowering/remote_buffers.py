@@ -23,6 +23,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from popxl.base.arrays import Array
 from popxl.core.aliasing import lowered_ops
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor, Variable
@@ -39,8 +40,6 @@ from runtime.lowering.lower import Lowering
 from runtime.lowering.registry import register_lowering
 from runtime.targets.destination import HOST
 from runtime.targets.replicas import Replicas, is_on_host
-
-Array = Any
 
 BLOCK = (8, 128)
 """Rows, and numbers in each. A TPU keeps arrays in blocks of these."""

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from popxl.base.arrays import Array
 from popxl.core.aliasing import reachable
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from runtime.lowering.context import Context
     from runtime.lowering.environment import Environment
     from runtime.lowering.lower import Lowering
-
-Array = Any
 
 NARROW = 2**16
 """Rows of so many bytes are cut out together, where they lie side by side. A kernel takes longer to start than to copy

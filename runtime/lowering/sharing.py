@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
+from popxl.base.arrays import Array
 from popxl.core.tensor import Tensor
 from popxl.graph import Graph
-
-Array = Any
 
 
 @dataclass(frozen=True)

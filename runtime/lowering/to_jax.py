@@ -20,6 +20,7 @@ from jax.experimental import checkify
 
 from popxl.analysis.edits import Snapshot
 from popxl.analysis.transfers import transfers_of
+from popxl.base.arrays import Array
 from popxl.base.names import identifier
 from popxl.core.aliasing import used_storages, written_inputs, written_tensors
 from popxl.core.recording import Op
@@ -35,8 +36,6 @@ from runtime.lowering.channels import FAILURE, Channel, Channels, Failure, chann
 from runtime.lowering.context import Context
 from runtime.lowering.lower import Lowering, cast_to_declared, raised_recursion_limit
 from runtime.targets.replicas import Replicas
-
-Array = Any
 
 
 def to_jax(graph: Graph) -> GraphFunction:

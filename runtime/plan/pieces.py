@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from popxl.base.arrays import Array
 from popxl.base.names import identifier
 from popxl.base.trampoline import Nested
 from popxl.core.printing import summary
@@ -33,7 +34,6 @@ from runtime.plan.terms import Terms
 from runtime.targets.destination import HOST
 from runtime.timeline import Recorder
 
-Array = Any
 Key = Tensor | tuple[Tensor, int]
 """A storage; or its copy in another place."""
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from popxl.base.arrays import Array
 from popxl.core.tensor import Tensor
 from runtime.lowering.environment import Environment
 from runtime.lowering.packed_arrays import PackedArray, PackedSlot, load
-
-Array = Any
 
 
 @dataclass(frozen=True)

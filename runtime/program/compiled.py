@@ -12,6 +12,7 @@ from weakref import WeakSet
 import jax
 import jax.numpy as jnp
 
+from popxl.base.arrays import Array
 from popxl.core.tensor import Tensor
 from popxl.ir import Ir
 from popxl.streams import HostToDeviceStream, Stream
@@ -33,7 +34,6 @@ from runtime.progress import Watch
 from runtime.targets.destination import HOST
 from runtime.targets.devices import Device
 
-Array = Any
 Ends = Mapping[int, tuple[Any, Any]]
 """For the places with streams, what begins and ends a run of a plan there; see `runtime.plan.plan.Plan`."""
 

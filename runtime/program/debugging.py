@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from popxl.base.arrays import Array
 from popxl.base.log import Logger
 from popxl.base.pages import Table
 from popxl.base.trampoline import Nested, doing
@@ -38,8 +39,6 @@ from runtime.signals import deliver_pending_signals
 from runtime.targets.replicas import Replicas
 
 _log = Logger("session")
-
-Array = Any
 
 
 class _Unusual(NamedTuple):

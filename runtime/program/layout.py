@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from popxl.analysis.transfers import transfers_of, unread_streams
+from popxl.base.arrays import Array
 from popxl.base.trampoline import done
 from popxl.core.aliasing import reachable
 from popxl.core.tensor import Tensor, Variable
@@ -31,8 +32,6 @@ from runtime.plan.terms import Terms
 from runtime.program.blocks import Block, blocks_of
 from runtime.targets.destination import HOST, Destination
 from runtime.targets.replicas import DividedReplicas, Replicas
-
-Array = Any
 
 
 class Layout:

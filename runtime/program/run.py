@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from popxl.base.arrays import Array
 from popxl.core.aliasing import lowered_ops
 from popxl.errors import ApplicationRuntimeError
 from runtime.jax_private import prepared
@@ -27,8 +28,6 @@ from runtime.program.store import VariableStore
 from runtime.signals import defer_signals
 from runtime.targets.destination import HOST
 from runtime.timeline import Recorder, Timeline
-
-Array = Any
 
 _KEPT_OFF: set[Runner] = set()
 """Who keeps garbage from being collected at present, in whichever threads. The last one has it collected again."""

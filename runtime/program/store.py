@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from popxl.base.arrays import Array
 from popxl.base.log import Logger
 from popxl.core.tensor import Tensor, Variable
 from popxl.errors import PopxlError, PopxlRuntimeError
@@ -27,8 +28,6 @@ from runtime.program.transfers import (
     write_host_copies,
 )
 from runtime.signals import defer_signals
-
-Array = Any
 
 _log = Logger("devicex")
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import numpy as np
 
+from popxl.base.arrays import Array
 from popxl.core.tensor import Tensor, Variable
 from popxl.fp8_utils import to_device, to_host
 from popxl.remote_buffer import RemoteBuffer
@@ -19,8 +19,6 @@ from runtime.lowering import remote_buffers as remote
 from runtime.program.blocks import Block
 from runtime.program.layout import Layout
 from runtime.targets.replicas import DividedReplicas
-
-Array = Any
 
 Part = tuple[int, np.ndarray]
 """A part of the values of a variable on the host: the index of its first element in the flat values, and elements."""

@@ -22,10 +22,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from popxl.base.arrays import Array
 from runtime import processes
 from runtime.noinline import noinline
-
-Array = Any
 
 AXIS = "replicas"
 """Name of the axis, for `jax.lax` collectives inside of a spread function, unless a mesh has several dimensions."""

@@ -15,10 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas.ops.tpu import flash_attention as kernel
 
+from popxl.base.arrays import Array
 from popxl.ops.attention import attended as plain
 from popxl.ops.attention import attended_backward_anew
-
-Array = Any
 
 # Of the module's private side: the kernels one by one, as the ops of a gradient are.
 _forward: Any = kernel._flash_attention

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 
+from popxl.base.arrays import Array
 from runtime.fake_dependency import with_fake_dependency
-
-Array = Any
 
 
 def invariant_row(row: Array, number: Array) -> Array:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jax import lax
 
+from popxl.base.arrays import Array
 from popxl.ops.kernels.sums import summed
-
-Array = Any
 
 
 def softmax_gradient(g: Array, out: Array, axis: int) -> Array:

@@ -237,8 +237,8 @@ def test_a_difference_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         ops.host_store(popxl.d2h_stream(y.shape, y.dtype), y)
     from runtime.lowering import collectives as machine
 
-    gathered = machine._OnMesh.members
-    monkeypatch.setattr(machine._OnMesh, "members", lambda self, t: gathered(self, t + self.summed(t)))
+    gathered = machine._MeshGroup.members
+    monkeypatch.setattr(machine._MeshGroup, "members", lambda self, t: gathered(self, t + self.summed(t)))
     sent = popxl.Session(ir, device(2)).communication()
     assert sent.differences == (
         "all-reduce in groups of 2: the program says 0 of 0 B in all, and 1 of 12 B were compiled.",

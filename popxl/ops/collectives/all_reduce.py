@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from popxl.base.arrays import Array
 from popxl.base.names import camel
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
@@ -24,7 +25,6 @@ from popxl.values.spec import TensorSpec, brief
 if TYPE_CHECKING:
     from popxl.transforms.op_gradient import Forward, Gradients
 
-Array = Any
 Gs = tuple[Tensor | None, ...]
 
 

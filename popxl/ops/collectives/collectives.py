@@ -10,13 +10,13 @@ from typing import Any, Literal, get_args
 import jax.numpy as jnp
 from jax import lax
 
+from popxl.base.arrays import Array
 from popxl.context import get_current_context
 from popxl.ops.precision import widen
 from popxl.replica_grouping import Groups, ReplicaGrouping, grouping_of, plain_grouping
 
 __all__ = ["OP_MAP", "CollectiveOps", "CommGroup", "CommGroupType", "members", "to_collective_op"]
 
-Array = Any
 CollectiveOps = Literal["add", "mean", "mul", "min", "max", "and", "or", "square_add"]
 
 # What is computed ---------------------------------------------------------------------------------------------------

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 
+from popxl.base.arrays import Array
 from popxl.ops.collectives.collectives import OP_MAP, share, wide
 from popxl.ops.collectives.group import Group, chunk_size
-
-Array = Any
 
 LANES = 128
 """Accelerators may hold arrays in rows of so many numbers. Of chunks that are no whole rows, they would sum all of all

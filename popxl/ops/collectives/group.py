@@ -7,12 +7,11 @@ depends on where replicas run and is in `runtime.lowering.collectives`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-Array = Any
+from popxl.base.arrays import Array
 
 
 def chunk_size(count: int, group_size: int) -> int:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from popxl.base.arrays import Array
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.core.traits import REFUSED, BetweenReplicas
@@ -27,7 +28,6 @@ from popxl.replica_grouping import Groups
 from popxl.values.shapes import integer, like_first, one_axis
 from popxl.values.spec import TensorSpec, brief
 
-Array = Any
 OutputShape = Literal["new_axis", "concat", "meta_shape", "auto"]
 
 

@@ -583,7 +583,7 @@ class PoplarExecutor:
         """
         self._upload()
         if self._instrumented is not None:
-            self._instrumented.version += 1
+            self._instrumented.mark_news()
 
     def _follow(self) -> None:
         """Take over what other wrappers of the module have changed."""
@@ -599,7 +599,7 @@ class PoplarExecutor:
         if self._compiled is not None or self._kinds is None:
             self._required.write_weights(self._on_host.read())
         if self._instrumented is not None:
-            self._instrumented.is_stale = self._instrumented.has_given_data = False
+            self._instrumented.mark_uploaded()
         self._host_writes.forget()
 
     def _follow_host(self) -> None:

@@ -10,6 +10,7 @@ keep what they have.
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
@@ -167,17 +168,17 @@ class Instrumented:
 
     Attributes:
         trains: whether the device trains the module.
-        is_stale: whether the device is ahead of the host; set it when the device has changed weights.
-        version: how often the host has had other values, that came home or that the device was given.
+        host, device: the versions of the values in the module and on the device. If the device's is larger, the module
+            is stale. Values that come home, and values that other wrappers are to follow, are new versions.
         is_thawed: whether somebody has set `requires_grad` of a tensor; set it to false once that is looked at.
         has_given_data: whether the `data` of a tensor has been used since values came home: it may have been written.
 
     Example:
         >>> module = torch.nn.Linear(2, 3, bias=False)
         >>> training = Instrumented(module, lambda: {"weight": np.ones((3, 2), np.float32)})
-        >>> training.is_stale = True
-        >>> module.weight.sum().item(), training.is_stale, training.version
-        (6.0, False, 1)
+        >>> training.mark_stale()
+        >>> module.weight.sum().item(), training.is_stale
+        (6.0, False)
         >>> training.destroy()
     """
 
@@ -199,8 +200,8 @@ class Instrumented:
         self._module = module
         self._fetch: Callable[[], Any] = weakref.WeakMethod(fetch) if hasattr(fetch, "__self__") else lambda: fetch
         self._groupings = {} if groupings is None else groupings
-        self.is_stale = False
-        self.version = 0
+        self._versions = itertools.count(1)
+        self.host = self.device = 0
         self.is_thawed = self.has_given_data = False
         self._has_run = self._has_told = False
         modules = [] if module is None else list(torch.nn.Module.modules(module))
@@ -228,9 +229,29 @@ class Instrumented:
         now = tensors_of(self._module)
         return now.keys() == self._homes.keys() and all(t is self._homes[name] for name, t in now.items())
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether the device has newer values than the module."""
+        return self.device > self.host
+
+    def mark_stale(self) -> None:
+        """Note that the device has changed weights."""
+        if not self.is_stale:
+            self.device = next(self._versions)
+
+    def mark_uploaded(self) -> None:
+        """Note that the device has been given the module's values."""
+        self.device, self.has_given_data = self.host, False
+
+    def mark_news(self) -> None:
+        """Have other wrappers that follow this one take over the module's values."""
+        is_stale, self.host = self.is_stale, next(self._versions)
+        self.device = next(self._versions) if is_stale else self.host
+
     def has_run(self) -> None:
         """Note that the device has made a step: weights are stale, and there were gradients that the host has not."""
-        self.is_stale = self._has_run = True
+        self.mark_stale()
+        self._has_run = True
 
     def check_hooks(self) -> None:
         """Raise an `Error` if a module has hooks on gradients."""
@@ -259,17 +280,18 @@ class Instrumented:
             )
 
     def to_host(self, fetch: Callable[[], Mapping[str, np.ndarray]] | None = None) -> None:
-        """Bring the device's values home, whether or not the host is stale.
+        """Bring the device's values home, whether or not the host is stale: into the tensors that the device has read,
+        whether or not the module still has them.
 
         Args:
             fetch: gives them; by default, those of what the device changes.
         """
-        was_stale, self.is_stale = self.is_stale, False  # writing looks at tensors, which must not ask again
-        try:
-            self.write((fetch or self._fetch())())
-        except BaseException:
-            self.is_stale = was_stale
-            raise
+        version = self.device if self.is_stale else next(self._versions)
+        with self._as_current():
+            arrays = (fetch or self._fetch())()
+            _write(self._homes, arrays, self._groupings)
+        self.has_given_data = False
+        self.host, self.device = version, max(version, self.device)  # it may have run since in another thread
 
     def to_host_if_stale(self) -> bool:
         """Bring the device's values home if the host is stale. Returns whether it was."""
@@ -278,16 +300,9 @@ class Instrumented:
             self.to_host()
         return was_stale
 
-    def write(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Overwrite the tensors that the device has read, whether or not the module still has them."""
-        _write(self._homes, arrays, self._groupings)
-        self.has_given_data = False
-        self.version += 1
-
     def read(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
         """The host's values as they are, stale or not; see the function `read`."""
-        was_stale, self.is_stale = self.is_stale, False
-        try:
+        with self._as_current():
             arrays = read(self._module, self._groupings, names)
             now = tensors_of(self._module)
             for name, old in self._homes.items():
@@ -298,8 +313,15 @@ class Instrumented:
                 self._watch(tensors[each], _WatchedTensor)
             self._tensor_ids = frozenset(tensors)
             return arrays
+
+    @contextmanager
+    def _as_current(self) -> Iterator[None]:
+        """While the block lasts, looking at tensors does not bring home what is stale."""
+        before, self.host = self.host, max(self.host, self.device)
+        try:
+            yield
         finally:
-            self.is_stale = was_stale
+            self.host = before
 
     def destroy(self) -> None:
         """Give the module, its parameters and buffers their classes back. Values that have not come home are lost."""
@@ -338,7 +360,7 @@ class Trainings:
         >>> module = torch.nn.Linear(2, 3, bias=False)
         >>> training = Instrumented(module, lambda: {"weight": np.ones((3, 2), np.float32)})
         >>> trainings = Trainings(module)
-        >>> training.is_stale = True
+        >>> training.mark_stale()
         >>> trainings.have_news(), trainings.have_news()
         (True, False)
     """
@@ -356,7 +378,7 @@ class Trainings:
 
     def has_ended(self, training: Instrumented) -> None:
         """Note that another wrapper has ended, after whatever it has brought home."""
-        if self._concern(training) and training.version > self._seen.get(training, 0):
+        if self._concern(training) and training.host > self._seen.get(training, 0):
             self._has_missed = True
 
     def _concern(self, training: Instrumented) -> bool:
@@ -373,14 +395,14 @@ class Trainings:
             for training in list(_trainings)
             if training is not own
             and self._concern(training)
-            and (training.is_stale or training.version > self._seen.get(training, 0))
+            and max(training.host, training.device) > self._seen.get(training, 0)
         ]
         has_missed, self._has_missed = self._has_missed, False
         if (news or has_missed) and own is not None:
             own.to_host_if_stale()
         for training in news:
             training.to_host_if_stale()
-            self._seen[training] = training.version
+            self._seen[training] = training.host
         return bool(news) or has_missed
 
 

@@ -192,9 +192,9 @@ TENSOR_READS = {
 
 @pytest.mark.parametrize("how", READS)
 def test_reading_a_stale_module_fetches_once(module, device, training, how):
-    training.is_stale = True
+    training.mark_stale()
     READS[how](module)
-    assert (device.fetched, training.is_stale, training.version) == (1, False, 1)
+    assert (device.fetched, training.is_stale, training.host) == (1, False, 1)
     READS[how](module)
     assert device.fetched == 1
     assert all((t == 7).all() for t in tensors_of(module).values())
@@ -204,7 +204,8 @@ def test_reading_a_stale_module_fetches_once(module, device, training, how):
 @pytest.mark.parametrize("name", ["first.weight", "steps"])
 def test_reading_a_stale_tensor_fetches_once(module, device, training, how, name):
     t = tensors_of(module)[name]
-    device.fetched, training.is_stale = 0, True
+    device.fetched = 0
+    training.mark_stale()
     TENSOR_READS[how](t)
     assert device.fetched == 1
     TENSOR_READS[how](t)
@@ -214,7 +215,8 @@ def test_reading_a_stale_tensor_fetches_once(module, device, training, how, name
 def test_an_op_on_two_tensors_in_either_order(module, device, training):
     bias, other = module.first.bias, torch.full((3,), 7.0)
     for args in ((bias, other), (other, bias), (bias, bias)):
-        device.fetched, training.is_stale = 0, True
+        device.fetched = 0
+        training.mark_stale()
         assert torch.equal(*args) and device.fetched == 1
         device.number += 1
         other += 1
@@ -222,7 +224,7 @@ def test_an_op_on_two_tensors_in_either_order(module, device, training):
 
 def test_runs_without_reads_fetch_nothing(module, device, training):
     for _ in range(1000):
-        training.is_stale = True
+        training.mark_stale()
     assert device.fetched == 0
     assert module.scale.item() == 7 and module.scale.item() == 7
     assert device.fetched == 1
@@ -231,45 +233,45 @@ def test_runs_without_reads_fetch_nothing(module, device, training):
 def test_what_is_not_stale_is_not_fetched(module, device, training):
     for read_it in READS.values():
         read_it(module)
-    assert device.fetched == 0 and training.version == 0
+    assert device.fetched == 0 and training.host == 0
 
 
 def test_to_host_always_fetches(device, training):
     training.to_host()
     training.to_host()
-    assert (device.fetched, training.version) == (2, 2)
+    assert (device.fetched, training.host) == (2, 2)
     assert training.to_host_if_stale() is False
-    training.is_stale = True
+    training.mark_stale()
     assert training.to_host_if_stale() is True
     assert (device.fetched, training.is_stale) == (3, False)
 
 
 def test_reading_for_the_device_fetches_nothing(module, device, training):
-    training.is_stale = True
+    training.mark_stale()
     assert training.read(["scale"])["scale"] == 2
     assert device.fetched == 0 and training.is_stale
 
 
 def test_a_fetch_that_fails_leaves_the_host_stale(module, device, training):
     device._shapes["scale"] = (4,)
-    training.is_stale = True
+    training.mark_stale()
     with pytest.raises(Error, match="scale has the shape"):
         module.state_dict()
-    assert training.is_stale and training.version == 0
+    assert training.is_stale and training.host == 0
     device._shapes["scale"] = ()
     assert module.scale == 7
 
 
 def test_loading_into_a_stale_module_keeps_what_is_loaded(module, device, training):
     state = {name: torch.full_like(t, 3) for name, t in module.state_dict().items()}
-    training.is_stale = True
+    training.mark_stale()
     module.load_state_dict(state)
     assert device.fetched == 1 and module.scale == 3 and not training.is_stale
 
 
 def test_a_host_optimiser_works_on_watched_parameters(module, device, training):
     optimizer = torch.optim.Adam(module.parameters(), lr=0.5, foreach=True)
-    training.is_stale = True
+    training.mark_stale()
     module(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     assert device.fetched == 1
@@ -323,7 +325,7 @@ def test_wrapping_twice(module, device, training):
 
 
 def test_destroy_gives_the_classes_back(module, device, training):
-    training.is_stale = True
+    training.mark_stale()
     training.destroy()
     assert type(module) is Model and type(module.scale) is torch.nn.Parameter and type(module.steps) is torch.Tensor
     assert module.scale == 2 and device.fetched == 0
@@ -347,19 +349,19 @@ def test_a_module_outlives_its_training(module):
 def test_a_model_without_weights():
     training = Instrumented(None, dict)
     training.to_host()
-    assert training.read() == {} and training.version == 1
+    assert training.read() == {} and training.host == 1
 
 
 def test_parts_are_trained_apart(module):
     first, second = Device(module.first, 3.0), Device(module.second, 5.0)
     trainings = Instrumented(module.first, first.fetch), Instrumented(module.second, second.fetch)
-    trainings[0].is_stale = True
+    trainings[0].mark_stale()
     assert (module.second.bias != 5).all() and (first.fetched, second.fetched) == (0, 0)
     assert module.first.bias.tolist() == [3] * 3 and (first.fetched, second.fetched) == (1, 0)
-    trainings[1].is_stale = True
+    trainings[1].mark_stale()
     assert module.first.weight[0, 0] == 5  # a tied parameter asks both
     trainings[0].destroy()
-    trainings[1].is_stale = True
+    trainings[1].mark_stale()
     assert module.first.bias[0] == 3 and second.fetched == 1
     assert module.second.weight[0, 0] == 5 and second.fetched == 2
     trainings[1].destroy()
@@ -382,7 +384,7 @@ def test_watched_tensors_become_fake_tensors(module, training):
 def test_news_of_a_training(module, device, training):
     trainings = Trainings(module)
     assert not trainings.have_news()
-    training.is_stale = True
+    training.mark_stale()
     assert trainings.have_news() and device.fetched == 1
     assert not trainings.have_news()
     training.to_host()
@@ -393,7 +395,7 @@ def test_news_of_a_training(module, device, training):
 
 def test_news_reach_every_wrapper(module, device, training):
     whole, part, other = Trainings(module), Trainings(module.first), Trainings(torch.nn.Linear(2, 2))
-    training.is_stale = True
+    training.mark_stale()
     assert not other.have_news() and device.fetched == 0
     assert whole.have_news() and part.have_news() and device.fetched == 1
     training.destroy()

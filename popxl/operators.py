@@ -186,7 +186,7 @@ class Operators:
 
     @property
     def T_(self: Any) -> Tensor:
-        """The transpose as a view of this tensor."""
+        """Transposed view of this tensor."""
         return ops.transpose_(self)
 
     def transpose(self: Any, permutation: Iterable[int] | None = None) -> Tensor:

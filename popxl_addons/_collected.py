@@ -21,7 +21,7 @@ from popxl_addons.variable_factory import NamedVariableFactories, VariableFactor
 
 @dataclass(frozen=True)
 class BuildResult:
-    """The result of one build, independent of the module from here on."""
+    """Result of one build, independent of later module changes."""
 
     factories: NamedVariableFactories
     args: NamedTensors
@@ -30,7 +30,7 @@ class BuildResult:
 
 
 class BuildState:
-    """The collections of one module, and links to those of its submodules."""
+    """Collections of one module, linked to submodules."""
 
     def __init__(self) -> None:
         self.factories = NamedVariableFactories()
@@ -54,7 +54,7 @@ class BuildState:
     def add(
         self, name: str | int, recipe: VariableFactory | NamedVariableFactories, overwrite: bool = False
     ) -> popxl.Tensor | NamedTensors:
-        """Keep a factory, or a copy of a tree of them, under `name`, with new placeholders in the current graph."""
+        """Register a factory, or copied factory tree, under `name`, with placeholders in the current graph."""
         head, _, rest = str(name).partition(".")
         if rest and overwrite and head in self._children:
             return self._children[head].add(rest, recipe, overwrite)  # a merge here would cut the link to the child
@@ -65,7 +65,7 @@ class BuildState:
 
     @contextmanager
     def build_scope(self) -> Iterator[None]:
-        """Collect anew, here and in all submodules; afterwards all is as it was before, links included.
+        """Start fresh collections, including submodules, and restore previous ones afterwards.
 
         A module that is built in the midst of its parent's build neither finds nor leaves anything there.
         """
@@ -79,7 +79,7 @@ class BuildState:
                 vars(collected).update(contents)
 
     def result(self) -> BuildResult:
-        """A copy of what has been collected so far."""
+        """Copy of current collections."""
         return BuildResult(
             self.factories.copy(), self.args.copy(), self.aux.to_dict(), self.called_graphs.consolidate()
         )

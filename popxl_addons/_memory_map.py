@@ -21,7 +21,7 @@ def memory_map(
     fill: Callable[[], np.ndarray] | None,
     read_only_if_exists: bool,
 ) -> np.memmap[Any, Any]:
-    """The array in the file `path` (no header), which is made, and filled by `fill`, if there is none."""
+    """Memory-map the headerless array file `path`, creating it via `fill` if missing."""
     existed = path.exists()
     if not existed:
         _create(path, shape, dtype, fill)

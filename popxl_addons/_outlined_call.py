@@ -18,7 +18,7 @@ Choice = Callable[[GraphWithNamedArgs], Iterable[popxl.Tensor]]
 
 
 class OutlinedCall:
-    """Calls `module` as a graph of its own from the graph of `caller`.
+    """Outlined calls of `module` from the graph of `caller`.
 
     After the call `var_factories` and `graph` are what the module's `create_graph` returned, and
     `n_outputs_pre_autodiff` is the number of outputs before differentiating added more.
@@ -47,7 +47,7 @@ class OutlinedCall:
         self._grads_required = grads_required
 
     def __call__(self, *inputs: Any, **options: Any) -> tuple[popxl.Tensor, ...]:
-        """The outputs of the module for these arguments, which are those of `create_graph`.
+        """Call the module's graph; returns the outputs of `create_graph`.
 
         Tensors among `inputs`, and lists of them, are what the graph is called with. `TypeError` for tensors by name.
         """

@@ -12,7 +12,7 @@ SCHEME = "wandb://"
 
 
 def wandb() -> Any:
-    """The package. `ImportError` if it is not installed."""
+    """Import wandb. Raises `ImportError` if missing."""
     try:
         import wandb
     except ImportError as problem:
@@ -21,7 +21,7 @@ def wandb() -> Any:
 
 
 def log_arrays(arrays: Mapping[str, np.ndarray], step: int) -> None:
-    """Log the distribution of each array, and how many of its elements are not finite, at `step` of the active run."""
+    """Log histogram and non-finite count of each array at `step` of the active run."""
     package = wandb()
     record: dict[str, Any] = {}
     for name, array in arrays.items():
@@ -32,7 +32,7 @@ def log_arrays(arrays: Mapping[str, np.ndarray], step: int) -> None:
 
 
 def upload(name: str, directory: Path) -> None:
-    """Store the files in `directory` as an artifact of the active run. `RuntimeError` if there is no run."""
+    """Upload `directory` as an artifact of the active run. Raises `RuntimeError` without active run."""
     package = wandb()
     if package.run is None:
         raise RuntimeError(f"There is no active run to store `{SCHEME}{name}` in. Start one with `wandb.init(...)`.")

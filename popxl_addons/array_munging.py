@@ -59,7 +59,7 @@ def shard(x: Any, n: int, axis: int) -> np.ndarray:
 
 
 def unshard_arrays(xs: Sequence[Any], axis: int) -> np.ndarray:
-    """Join parts that have a leading axis of size 1, which the result has not.
+    """Join shards with leading axes of size 1, removing these axes.
 
     Args:
         xs: arrays of shape ``(1, ..., size, ...)``.
@@ -197,7 +197,7 @@ def repeat_shard(
     shard_axis: int,
     sharded_tensor: Literal["contiguous", "strided"] = "contiguous",
 ) -> np.ndarray:
-    """The parts of `shard`, each there `n_repeats` times.
+    """Repeat each shard of `shard` `n_repeats` times.
 
     Args:
         x: array of shape ``(..., size, ...)``.
@@ -268,7 +268,7 @@ def tensor_parallel_output(
     tp_identical: bool = True,
     true_num_host_transfers: int | None = None,
 ) -> np.ndarray:
-    """Undo `tensor_parallel_input` for what a session returns: samples, one after the other.
+    """Undo `tensor_parallel_input` for session results: consecutive samples.
 
     Args:
         output_data: array of shape ``(num_host_transfers, rf, *data_shape)``; axes of size 1 may be left out.
@@ -307,7 +307,7 @@ def _check_parallel(function: str, tp: int, rf: int) -> None:
 
 
 def pad_axis(x: Any, n: int, axis: int, value: Any = 0) -> np.ndarray:
-    """Pad the end of `axis` with `value`, up to the length `n`.
+    """Pad the end of `axis` with `value` to length `n`.
 
     Raises:
         AssertionError: if the axis is longer than `n`.
@@ -346,7 +346,7 @@ def squeeze_safe(x: Any, axis: int | Sequence[int] | None = None) -> np.ndarray:
 
 
 def handle_negative_axis(x: Any, axis: int) -> int:
-    """The axis counted from the start. `IndexError` if `x` has no such axis.
+    """Convert a negative axis. Raises `IndexError` for axes beyond `x`.
 
     Example:
         >>> handle_negative_axis(np.ones((2, 3)), -1)

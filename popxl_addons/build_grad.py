@@ -54,7 +54,7 @@ class Aux:
         return self._inputs[key]
 
     def to_dict(self) -> dict[Any, Any]:
-        """All that is stashed, in order."""
+        """All stashed items, in order."""
         return dict(self._values)
 
     @contextmanager
@@ -200,7 +200,7 @@ def _arranged(
     required: Sequence[popxl.Tensor],
     args: NamedTensors,
 ) -> list[popxl.Tensor]:
-    """The gradients of the `required` tensors, in order; `returned` are those of the tensors that are not variables."""
+    """Gradients of `required` tensors in order; `returned` holds those of non-variables."""
     names = {tensor: name for name, tensor in args.to_dict().items()}
     inputs = [tensor for tensor in required if tensor not in names]
     if missing := [names[tensor] for tensor in required if tensor in names and names[tensor] not in var_grads]:

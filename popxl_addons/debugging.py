@@ -24,7 +24,7 @@ MODEL_LOG_LEVEL_VAL = LEVELS[MODEL_LOG_LEVEL]
 
 
 def print_tensor(t: popxl.Tensor, *args: Any, level: LEVELS_TYPE = "DEBUG", **kwargs: Any) -> popxl.Tensor:
-    """`popxl.ops.print_tensor` if the environment asks for this `level`, otherwise `t` as it is.
+    """Call `popxl.ops.print_tensor` if the environment enables `level`; otherwise return `t`.
 
     Args:
         t: tensor of any shape.
@@ -44,7 +44,7 @@ def print_tensor(t: popxl.Tensor, *args: Any, level: LEVELS_TYPE = "DEBUG", **kw
 
 
 def print_text(text: str, num: popxl.Tensor | None = None, level: LEVELS_TYPE = "DEBUG") -> None:
-    """Print `text` when the program gets there, followed by the tensor `num`, if the environment asks for this `level`.
+    """Print `text` and tensor `num` at run time, if the environment enables `level`.
 
     Without a tensor an empty one, ``[]``, follows. Raises as `print_tensor` does.
 

@@ -93,7 +93,7 @@ class DotTree(Generic[L]):
     # Reading
 
     def get(self, key: Key) -> Any:
-        """The leaf or subtree at `key`, which may be a dotted path.
+        """Leaf or subtree at `key`, possibly a dotted path.
 
         A negative number counts back from the largest numeric key: with entries 0, 1, 3, ``get(-1)`` is entry 3 and
         ``get(-2)``, entry 2, is missing. `KeyError` if there is no such entry. A path only leads through trees of one
@@ -157,11 +157,11 @@ class DotTree(Generic[L]):
         return list(self._map)
 
     def values(self) -> list[Any]:
-        """The leaves and subtrees of this level."""
+        """Leaves and subtrees of this level."""
         return list(self._map.values())
 
     def len(self) -> int:
-        """The number of entries of this level."""
+        """Number of entries at this level."""
         return len(self._map)
 
     def keys_flat(self) -> list[str]:
@@ -172,7 +172,7 @@ class DotTree(Generic[L]):
         return list(self.to_dict())
 
     def values_flat(self) -> list[L]:
-        """All leaves, in the order of `keys_flat`."""
+        """All leaves in `keys_flat` order."""
         return list(self.to_dict().values())
 
     def len_flat(self) -> int:
@@ -207,7 +207,7 @@ class DotTree(Generic[L]):
         return zip(*((name, leaves[name]) for name in sorted(leaves)), strict=True) if leaves else ([], [])
 
     def to_mapping(self, values: DotTree[V]) -> dict[L, V]:
-        """Own leaf → the leaf of `values` with the same flat name, for the names found in both.
+        """Map own leaves to equally named leaves of `values`.
 
         Example:
             >>> DotTree.from_dict({"a": "x", "b": "y"}).to_mapping(DotTree.from_dict({"b": 1, "c": 2}))
@@ -289,11 +289,11 @@ class DotTree(Generic[L]):
         return value.pop(rest)
 
     def copy(self: CLS) -> CLS:
-        """A tree of the same class with copies of the subtrees; leaves are shared."""
+        """Copy the tree structure, sharing leaves."""
         return self.map(lambda leaf: leaf)
 
     def filter_keys(self: CLS, keys: Iterable[Key]) -> CLS:
-        """A tree with only these entries, leaves or (by reference) subtrees.
+        """Select entries: leaves, or subtrees by reference.
 
         `ValueError` for a repeated key, `KeyError` for a missing one.
 
@@ -329,7 +329,7 @@ class DotTree(Generic[L]):
 
 
 def check_leaves(tree: object, kinds: type | UnionType, what: str, expected: str) -> None:
-    """`TypeError` for what is no tree, and for a tree with leaves of other kinds; all of these are named.
+    """Raise `TypeError` for non-trees and wrong leaf types, naming all.
 
     Args:
         tree: the argument.
@@ -356,7 +356,7 @@ def to_mapping(key: DotTree[K], value: DotTree[V]) -> dict[K, V]:
 
 
 def sanitise(name: str) -> str:
-    """A component for `name`: characters that no identifier may have become ``_``.
+    """Convert `name` to a path component; invalid identifier characters become ``_``.
 
     Example:
         >>> sanitise("a/b.c 1"), sanitise("1x")

@@ -54,7 +54,7 @@ class _Step(Module):
 
 @dataclass(eq=False)
 class Request:
-    """A text that a `Generator` goes on with, as `Generator.submit` returns it.
+    """A text under generation, returned by `Generator.submit`.
 
     Attributes:
         prompt: what it begins with.
@@ -78,7 +78,7 @@ class Request:
         self.is_done = True
 
     def _take(self, column: list[int], ends: frozenset[int]) -> list[int]:
-        """What is its own of the tokens that a run has drawn: nothing, if it has been cancelled meanwhile."""
+        """Take own tokens from a run; nothing after cancellation."""
         if self.is_done:
             return []
         more = column[: self.count - len(self.tokens)]
@@ -93,7 +93,7 @@ class Request:
 
 @dataclass(frozen=True)
 class _Reader:
-    """A program that reads prompts, and what it is fed."""
+    """A prompt-reading (prefill) program, with its input streams."""
 
     session: popxl.Session
     streams: list[popxl.HostToDeviceStream]
@@ -224,7 +224,7 @@ class Generator:
         return found
 
     def _writer(self, step: _Step, is_known: bool) -> tuple[popxl.Ir, NamedTensors]:
-        """The program that goes on with texts, and its variables of the model."""
+        """Build the decode program, with its model variables."""
         ir = popxl.Ir()
         with ir.main_graph, popxl.in_sequence(), undrawn_weights():
             self._read, self._last = (popxl.h2d_stream((self.batch,), popxl.int32, name) for name in ("read", "last"))
@@ -241,7 +241,7 @@ class Generator:
         return ir, state.model
 
     def _reader(self, texts: int) -> _Reader:
-        """A program that reads prompts: of all texts, or of one, for the slot that it is told."""
+        """Build a prefill program: for all texts, or for one slot."""
         ir = popxl.Ir()
         with ir.main_graph, popxl.in_sequence(), undrawn_weights():
             streams = [popxl.h2d_stream((texts, self.prompt), popxl.int32, "prompts")]
@@ -285,7 +285,7 @@ class Generator:
         entered.__exit__(*exception)
 
     def __call__(self, prompts: Sequence[Sequence[int]], count: int, seed: int = 0) -> list[list[int]]:
-        """What follows each prompt: `count` tokens, or as many as there are up to the `end`, and that.
+        """Generate continuations: `count` tokens per prompt, or fewer up to and including `end`.
 
         Args:
             prompts: as many as `batch`, or fewer; each has at least one token, and at most `prompt`.
@@ -303,11 +303,11 @@ class Generator:
         return [request.tokens for request in requests]
 
     def pieces(self, prompts: Sequence[Sequence[int]], count: int, seed: int = 0) -> Iterator[list[list[int]]]:
-        """The same as it comes: for each run, what it adds to each text. A text that has ended gets nothing more."""
+        """Stream generated tokens: new tokens per text after each run; empty after a text's end."""
         return self._generate_chunks(self._requests(prompts, count, seed))
 
     def submit(self, prompt: Sequence[int], count: int, seed: int = 0) -> Request:
-        """Ask for a text. It begins with a `step`, as soon as one of the `batch` places is free.
+        """Queue a text. Generation starts at a `step`, after one of `batch` slots becomes free.
 
         Args:
             prompt: at least one token, and at most `prompt`.
@@ -326,7 +326,7 @@ class Generator:
         return request
 
     def step(self) -> dict[Request, list[int]]:
-        """Let requests that wait into free places, in the order in which they came, and go on with all texts by a run.
+        """Admit waiting requests to free slots in order, then decode one run for all texts.
 
         Returns:
             What this run has added to each text; nothing, if there is none left.
@@ -348,7 +348,7 @@ class Generator:
             return {each: each._take(columns[slot], self.ends) for slot, each in going.items()}
 
     def _admit(self) -> None:
-        """Read the prompts of those who wait into what is free: all at once, if everything is."""
+        """Prefill prompts of waiting requests into free slots, together if all slots are free."""
         for request in [each for each in self._waiting if each.is_done]:
             self._waiting.remove(request)  # in place: others may be submitted meanwhile
         free = [slot for slot, request in enumerate(self._slots) if request is None or request.is_done]
@@ -431,14 +431,14 @@ def _is_session_and_variables(given: Any) -> bool:
 
 
 def _create_variables(facts: NamedVariableFactories, is_known: bool) -> tuple[NamedTensors, NamedTensors]:
-    """The variables of a graph: weights, whose values may be known elsewhere; and what the graph changes."""
+    """Create graph variables: weights (possibly known) and mutable state."""
     weights, changed = ({n: f for n, f in facts.to_dict().items() if f.by_ref == by_ref} for by_ref in (False, True))
     made = NamedVariableFactories.from_dict(weights).init(empty=is_known)
     return made, NamedVariableFactories.from_dict(changed).init()
 
 
 def _share(session: popxl.Session, owner: popxl.Session, variables: dict[Any, Any]) -> None:
-    """Have variables in common, on the device and on the host: there, too, a large model is to be once."""
+    """Share variables between sessions, on device and host, to store large models once."""
     session.use_variables_of(owner, variables)
     for mine, theirs in variables.items():
         mine.data = theirs.data

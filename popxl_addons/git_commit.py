@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def checked_out_commit(root: Path) -> str | None:
-    """The first seven characters of the commit that is checked out in the folder `root`, or None if Git is not there.
+    """First seven characters of the commit checked out in `root`; None without Git.
 
     Only `root` itself is looked at, not the folders around it: an installed package may lie within someone's project.
 

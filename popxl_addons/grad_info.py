@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def as_graph(graph: GraphLike) -> popxl.Graph:
-    """The `popxl.Graph` itself, whatever wraps it. `TypeError` for what is and has none."""
+    """Unwrap a `popxl.Graph`. Raises `TypeError` for other objects."""
     found = graph if isinstance(graph, popxl.Graph) else getattr(graph, "graph", None)
     if not isinstance(found, popxl.Graph):
         raise TypeError(
@@ -34,7 +34,7 @@ def as_graph(graph: GraphLike) -> popxl.Graph:
 
 
 def as_grad_graph_info(info: GradGraphInfoLike) -> GradGraphInfo:
-    """The `GradGraphInfo` itself, also from the gradient graph that has it. `TypeError` for what is and has none."""
+    """Unwrap a `GradGraphInfo`, also from its gradient graph. Raises `TypeError` for other objects."""
     found = info if isinstance(info, GradGraphInfo) else getattr(info, "grad_graph_info", None)
     if not isinstance(found, GradGraphInfo):
         raise TypeError(
@@ -63,7 +63,7 @@ class CalledGraphs:
         self._submaps: list[CalledGraphs | CalledGraphsGradInfoLike] = []
 
     def add(self, fwd_graph: GraphLike, grad_graph: GradGraphInfoLike) -> None:
-        """Use `grad_graph` as the gradient of `fwd_graph`. Where it is not used, an `UnusedGradientWarning` tells."""
+        """Use `grad_graph` as gradient of `fwd_graph`. Unused gradients raise an `UnusedGradientWarning`."""
         graph = as_graph(fwd_graph)
         self._own[graph] = as_grad_graph_info(grad_graph)
         graph.gradient_given_at = SourceLocation.of(user_frame())
@@ -86,7 +86,7 @@ def create_grad_graph_info(
     grad_output_to_fwd_input: Mapping[popxl.Tensor, popxl.Tensor],
     fwd_tensors: Collection[popxl.Tensor],
 ) -> GradGraphInfo:
-    """Declare `grad_graph` to be a gradient graph of `fwd_graph`. The mappings are in the order of the graph's lists.
+    """Declare `grad_graph` as gradient graph of `fwd_graph`, with mappings in list order.
 
     A grad graph input that stands for one of the `fwd_tensors` takes that tensor's value, any other input the
     gradient of its forward tensor.

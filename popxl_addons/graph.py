@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class GraphWithNamedArgs:
-    """A graph, and under `args` those of its inputs that have a name.
+    """A graph with named inputs under `args`.
 
     Usually made by `Module.create_graph`, together with factories of the same names. `from_module` and `aux` are what a
     hand-written gradient needs; `called_graphs_grad_info` are the gradients known for graphs that this one calls.
@@ -81,7 +81,7 @@ class GraphWithNamedArgs:
         self._grad_graph_info = info
 
     def bind(self, args: NamedTensors | None = None) -> BoundGraph:
-        """Pair the named inputs with the tensors of the same flat names in `args`.
+        """Bind named inputs to tensors of equal flat names in `args`.
 
         Names found on one side only are left alone: inputs without a partner have to be given at the call.
         """
@@ -108,7 +108,7 @@ class GraphWithNamedArgs:
         return self.bind().call_with_info(*targs, args=args)
 
     def copy(self) -> GraphWithNamedArgs:
-        """The same graph with a copy of `args` and the same gradient info, but no module, `aux` or the like."""
+        """Copy with equal graph, copied `args` and gradient info; drops module, `aux` and similar data."""
         return GraphWithNamedArgs(self.graph, self.args.copy(), self._grad_graph_info)
 
     def print_schedule(self) -> str:

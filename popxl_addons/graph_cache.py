@@ -21,7 +21,7 @@ from popxl_addons.precision import cache_key
 
 
 class GraphCache:
-    """Remembers the graphs it has created, for each `Ir` as long as that lives.
+    """Cache of created graphs, for the lifetime of each `Ir`.
 
     Example:
         >>> ir, cache = popxl.Ir(), GraphCache()
@@ -56,7 +56,7 @@ class GraphCache:
 
 
 def function(fn: Callable[..., Any]) -> Callable[..., tuple[popxl.Tensor, ...]]:
-    """Decorator that outlines: a call of the function is a call of a graph, one for each combination of argument specs.
+    """Decorator for outlining: calls become graph calls, with one graph per combination of argument specs.
 
     The arguments have to be tensors, given by position. The result is always a tuple.
 
@@ -78,7 +78,7 @@ def function(fn: Callable[..., Any]) -> Callable[..., tuple[popxl.Tensor, ...]]:
 
 
 def bound_arguments(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Mapping[str, Any]:
-    """The arguments of a call as the cache sees them: as passed, and for a module the module itself."""
+    """Bound call arguments as cache keys: as passed, plus the module itself."""
     of_module = {"self": fn} if isinstance(fn, popxl.Module) else {}
     return {**of_module, "args": args, "kwargs": kwargs}
 
@@ -89,7 +89,7 @@ def tensor_hash(t: popxl.Tensor | popxl.TensorSpec) -> int:
 
 
 def argument_hash(arg: Any) -> int:
-    """Equal for arguments that make no difference to the graph that is built. `TypeError` if `arg` is unhashable.
+    """Hash of graph-relevant argument properties. Raises `TypeError` for unhashable `arg`.
 
     Example:
         >>> spec = popxl.TensorSpec((2,), popxl.float32)
@@ -143,7 +143,7 @@ def _argument_key(arg: Any) -> Hashable:
 
 
 class _ByHash:
-    """A callable or a module, compared by its hash alone: a class may say what makes two of its modules equal."""
+    """Callable or module compared by hash alone; classes may define module equality."""
 
     def __init__(self, value: Any):
         self._value = value  # held, since a hash by identity means nothing once its owner is gone

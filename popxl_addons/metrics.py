@@ -19,7 +19,7 @@ __all__ = ["Metrics"]
 
 
 class Metrics:
-    """Logs numbers and histograms. Close it at the end, or use it in a ``with`` block.
+    """Logger for numbers and histograms. Close it after use, or use a ``with`` block.
 
     Of several processes that run a program the first one writes; all call it.
 
@@ -98,7 +98,7 @@ class Metrics:
 
 
 def as_numbers(array: np.ndarray) -> np.ndarray:
-    """A float8 array as float32, a complex one as its absolute values, others as they are."""
+    """Convert float8 arrays to float32, complex ones to absolute values; others unchanged."""
     if array.dtype.names is not None:
         return host_pow2scale_cast_from_fp8(array, popxl.float32)
     return np.abs(array) if np.iscomplexobj(array) else array

@@ -91,7 +91,7 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
     # Building
 
     def create_graph(self, *args: Any, **kwargs: Any) -> tuple[NamedVariableFactories, GraphWithNamedArgs]:
-        """A new graph of `build`, and factories for its variables under the same names as its `args`.
+        """Build a graph from `build`, with factories for its variables named like its `args`.
 
         Tensors and specs among the arguments become inputs of the graph; everything else is handed to `build` as it is.
         Needs a current graph. `ValueError` if the arguments do not match the signature of `build`, or if it returns
@@ -125,14 +125,14 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
         return layer(self.layer_name, self.implements_grad_graph, super().__call__, *args, **kwargs)
 
     def set_name_scope(self, name: str | None) -> None:
-        """Name all that `build` makes below `name`. Assigning a module to an attribute does this."""
+        """Set the name scope of `build` to `name`; attribute assignment calls this."""
         self._name_scope = name
         for module in () if self._list_length is None else self:
             module._list_name = name
 
     @property
     def layer_name(self) -> str | None:
-        """The attribute that it is assigned to, such as "norm"; in a list "layers.3". `None` if it has no name."""
+        """Attribute name of the module, such as "norm", or "layers.3" in a list; `None` if unnamed."""
         return self._name_scope if self._list_name is None else f"{self._list_name}.{self._name_scope}"
 
     # Inputs
@@ -174,7 +174,7 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
     def add_variable_inputs(
         self, name: str | int, variable_f: NamedVariableFactories, overwrite: bool = False
     ) -> NamedTensors:
-        """Placeholders for all of `variable_f`, in a namespace `name`: bind an outlined graph to what is returned."""
+        """Add placeholders for all `variable_f` under namespace `name`, to bind an outlined graph to them."""
         if not isinstance(variable_f, NamedVariableFactories):
             raise TypeError(
                 f"{type(self).__name__}.add_variable_inputs: `variable_f` is a {type(variable_f).__name__}, expected "
@@ -228,7 +228,7 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
 
     @classmethod
     def from_list(cls, sub_modules: Iterable[Module]) -> Self:
-        """A list of modules as one, with children ``m[0]``, ``m[1]``, …; it can be iterated.
+        """Wrap a module list as one iterable module with children ``m[0]``, ``m[1]``, ….
 
         Example:
             >>> class Shift(Module):
@@ -278,7 +278,7 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
     # Gradients
 
     def build_grad(self, *args: Any, **kwargs: Any) -> Any:
-        """The gradient of `build`, given the gradients of its outputs. May be implemented, with plain parameters.
+        """Gradient of `build`, given output gradients. Optional to implement, with plain parameters.
 
         Returns the gradients of the inputs that are not variables; those of variables go to `var_grad`. What `build`
         put in `aux` can be read here.

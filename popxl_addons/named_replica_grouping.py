@@ -32,7 +32,7 @@ class NamedReplicaGrouping(DotTree[popxl.ReplicaGrouping]):
 
     @classmethod
     def build_groups(cls: type[CLS], names: Iterable[str], value: popxl.ReplicaGrouping) -> CLS:
-        """The same grouping under each of the `names`.
+        """Map each of `names` to one grouping.
 
         Example:
             >>> groups = NamedReplicaGrouping.build_groups(["w", "fc.b"], popxl.Ir(replication=2).replica_grouping())
@@ -43,7 +43,7 @@ class NamedReplicaGrouping(DotTree[popxl.ReplicaGrouping]):
 
 
 def resolved(group: Groups | None, what: str) -> popxl.ReplicaGrouping:
-    """The grouping that an argument means: names are those of axes of the current Ir, and `None` is all its replicas.
+    """Resolve a grouping argument: axis names of the current Ir, or `None` for all replicas.
 
     Args:
         group: the argument. For a grouping itself no graph has to be current; if one is, it is of its replicas.
@@ -66,7 +66,7 @@ def resolved(group: Groups | None, what: str) -> popxl.ReplicaGrouping:
 def fill_none_group(
     rg: popxl.ReplicaGrouping | None, none_value: popxl.ReplicaGrouping | None
 ) -> popxl.ReplicaGrouping | None:
-    """`rg`, or `none_value` where no grouping was given.
+    """`rg`, or `none_value` by default.
 
     Example:
         >>> fill_none_group(None, everyone := popxl.Ir(replication=2).replica_grouping()) is everyone
@@ -109,7 +109,7 @@ def is_cross_instance(replica_grouping: popxl.ReplicaGrouping) -> bool:
 
 
 def get_ild_size_from_popdist() -> int:
-    """How many replicas there are in a link domain.
+    """Number of replicas per link domain.
 
     The number is the field `ipuLinkDomainSize` of the JSON object in the environment variable `POPLAR_TARGET_OPTIONS`,
     where a launcher of several processes may put it. Without it a domain is taken to have 64 replicas, or all if there

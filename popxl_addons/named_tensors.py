@@ -15,7 +15,7 @@ TensorMap = Mapping[popxl.Tensor, popxl.Tensor]
 
 
 class NamedTensors(DotTree[popxl.Tensor]):
-    """A tree whose leaves are tensors.
+    """A tree with tensor leaves.
 
     There are two orders: `keys_flat()`, `values_flat()`, `to_dict()` and `named_tensors` have that of insertion, and
     `tensors` that of the tensors' names. For names beside tensors loop over ``named_tensors.items()``.
@@ -63,7 +63,7 @@ class NamedTensors(DotTree[popxl.Tensor]):
 
 
 class NamedTensorData(DotTree[np.ndarray]):
-    """A tree whose leaves are NumPy arrays: the host values of some `NamedTensors`."""
+    """A tree with NumPy leaves: host values of `NamedTensors`."""
 
 
 def print_named_tensors(named_tensors: NamedTensors) -> NamedTensors:

@@ -19,7 +19,7 @@ Weights = Mapping[Variable, np.ndarray]
 
 
 class TensorInput:
-    """An array that `run_module` makes a tensor of. `dtype` is that of the array by default.
+    """An array for `run_module` to convert to a tensor, with the array's dtype by default.
 
     Example:
         >>> TensorInput(np.ones((2, 3)), popxl.float16)
@@ -40,7 +40,7 @@ def run_module(
     weights: Callable[[NamedTensors], Weights] | Weights | None = None,
     **kwargs: Any,
 ) -> list[np.ndarray]:
-    """Build a graph of `module` in a program of its own, call it once, and return the arrays of its outputs in order.
+    """Build, call and run `module` once in a fresh program; return output arrays in order.
 
     Args:
         module: what to run, on the best accelerator there is.
@@ -95,7 +95,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[popxl.Tensor]:
 
 
 def ops_of_type(ops: Iterable[Op], op_type: str | OpKind) -> int:
-    """How many of the `ops` are of a type: its name as printed (``"MatMul"``), or its declaration.
+    """Count `ops` of a type, given by printed name (``"MatMul"``) or declaration.
 
     Raises:
         TypeError: if `op_type` is neither.

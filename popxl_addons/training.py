@@ -29,7 +29,7 @@ Scaling = float | popxl.Tensor | DynamicLossScaling | LossScale
 
 @dataclass(frozen=True)
 class Training:
-    """What a step of training has made.
+    """Tensors of a training step.
 
     Attributes:
         loss: the mean over the micro-batches and replicas of a step.
@@ -158,7 +158,7 @@ def _checked_streams(module: Any, inputs: Sequence[Any]) -> list[popxl.HostToDev
 
 
 def _check(module: Module, forward: GraphWithNamedArgs) -> None:
-    """`ValueError` for a model that cannot be trained."""
+    """Raise `ValueError` for untrainable models."""
     if pieces := [name for name, t in forward.args.to_dict().items() if t.meta_shape]:
         raise ValueError(
             f"train_step: {pieces} are pieces within the graph, where nothing sums their gradients over replicas. "
@@ -192,7 +192,7 @@ def _gradients(
     scale: float | popxl.Tensor | LossScale,
     memory: PlannedGradients | None,
 ) -> tuple[popxl.Tensor, NamedTensors]:
-    """The means of the loss and of the gradients over some batches, in float32. Integers have no gradient."""
+    """Mean float32 loss and gradients over batches. Integers have no gradient."""
     loss, bound = forward.graph.outputs[0], forward.bind(weights)
     names = [name for name, t in forward.args.to_dict().items() if t.dtype.is_floating_point]
     trained = [forward.args[name] for name in names]
@@ -218,7 +218,7 @@ def _gradients(
 
 
 def _loaded(given: popxl.Tensor | popxl.HostToDeviceStream, precision: MixedPrecision | None) -> popxl.Tensor:
-    """An input of the model, in the dtype that it computes in; of a stream, the next element."""
+    """Model input in computation dtype; next element for streams."""
     t = ops.host_load(given) if isinstance(given, popxl.HostToDeviceStream) else given
     return t if precision is None else precision.narrowed(t)
 
@@ -228,7 +228,7 @@ def _upcast(t: popxl.Tensor) -> popxl.Tensor:
 
 
 def _gather_weights(weights: NamedTensors, variables: NamedTensors) -> NamedTensors:
-    """What graphs take: of a variable in pieces, all of them."""
+    """Graph arguments: full weights gathered from sharded variables."""
     return NamedTensors.from_dict(
         {
             name: gather_replica_sharded_tensor(t, False, _group(variables[name]))
@@ -243,7 +243,7 @@ def _group(variable: popxl.Tensor) -> popxl.ReplicaGrouping:
 
 
 def _mean_gradient(gradient: popxl.Tensor, variable: popxl.Tensor) -> popxl.Tensor:
-    """The mean over the replicas that share a variable: of one in pieces, the own piece."""
+    """Mean gradient over replicas sharing a variable; own shard for sharded ones."""
     group, piece = _group(variable), variable.piece if isinstance(variable, Variable) else None
     if group.group_size == 1:
         return gradient

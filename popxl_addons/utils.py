@@ -62,7 +62,7 @@ class OrderedDict(_OrderedDict[K, V]):
         return list(self.values())[idx]
 
     def keys(self) -> Any:
-        """A view of the keys, as `dict.keys`."""
+        """View of keys, like `dict.keys`."""
         return _Keys(self)
 
     def __repr__(self) -> str:
@@ -185,7 +185,7 @@ def suffix_graph_name(name: str, suffix: str) -> str:
 
 
 def overrides(cls: type, base_cls: type, method: str) -> bool:
-    """Whether `cls` has a `method` of its own, or inherits it from someone other than `base_cls`.
+    """Whether `cls` overrides `method` of `base_cls`, directly or by inheritance.
 
     Example:
         >>> overrides(bool, int, "__repr__"), overrides(bool, int, "__add__")
@@ -195,7 +195,7 @@ def overrides(cls: type, base_cls: type, method: str) -> bool:
 
 
 def duplicate_items(iterable: Iterable[E]) -> list[E]:
-    """The items that occur more than once, in the order in which they are first seen.
+    """Repeated items, in order of first appearance.
 
     Example:
         >>> duplicate_items([3, 1, 3, 2, 1])

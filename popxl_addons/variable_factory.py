@@ -40,7 +40,7 @@ PathLike = str | os.PathLike[str]
 
 
 class VariableFactory:
-    """How to make a variable, kept until there is a main graph to make it in.
+    """A deferred variable, created later in a main graph.
 
     `data_iter` is a callable that returns a host array, or an iterable of host arrays: each array is the value of one
     variable for one replica group. In place of an array there may be a description, such as `popxl.initial.zeros(3)`:
@@ -126,7 +126,7 @@ class VariableFactory:
         read_only_if_exists: bool = False,
         sharded: bool = False,
     ) -> Variable:
-        """The variable; in pieces, as `popxl.replica_sharded_variable` makes it, if the placeholder is a piece.
+        """Create the variable; sharded, like `popxl.replica_sharded_variable`, for shard placeholders.
 
         The current graph must be the main graph. With `empty` the value is left undefined; with `memmap_dir` it lives
         in a file there (see `next_memmap`). With `sharded` it is in pieces although the placeholder is whole, one for
@@ -160,7 +160,7 @@ class VariableFactory:
         memmap_dir: PathLike | None = None,
         read_only_if_exists: bool = False,
     ) -> Variable:
-        """The variable in slot `entry` of a remote buffer, in pieces if the buffer has a meta-shape."""
+        """Create the variable in slot `entry` of a remote buffer, sharded for buffers with meta-shape."""
         name = name or self.name
         data = self._host_value(name, empty, memmap_dir, read_only_if_exists)
         create = popxl.remote_replica_sharded_variable if buffer.meta_shape else popxl.remote_variable
@@ -175,7 +175,7 @@ class VariableFactory:
         return value.numbers(self.dtype) if isinstance(value, Initial) else value
 
     def _next_value(self, empty: bool) -> Any:
-        """The same, described if the data are."""
+        """Next value, lazily described if data are."""
         if empty:
             return np.empty(self._host_shape, self.dtype.as_numpy())
         if self.replica_grouping.num_groups == 1:
@@ -186,7 +186,7 @@ class VariableFactory:
         return np.stack([as_array(value) for value in values])
 
     def _next_element(self) -> Any:
-        """The next element of the data, which is like the first one."""
+        """Next data element, resembling the first one."""
         try:
             element = next(self.data_iter)
         except StopIteration:
@@ -232,12 +232,12 @@ class VariableFactory:
 
     @property
     def spec(self) -> popxl.TensorSpec:
-        """What the placeholder looks like, as `Tensor.spec` says it of a tensor."""
+        """Placeholder spec, like `Tensor.spec`."""
         return popxl.TensorSpec(self.shape, self.input_dtype, self.meta_shape or ())
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Shape of the variable: that of the data for one replica group."""
+        """Variable shape: data shape for one replica group."""
         return self.shape if self.meta_shape is None else self.meta_shape
 
     @property
@@ -247,7 +247,7 @@ class VariableFactory:
 
 
 class NamedVariableFactories(DotTree[VariableFactory]):
-    """A tree of factories: what a module needs to have made before it can run.
+    """A tree of factories for a module's variables.
 
     Example:
         >>> with popxl.Ir().main_graph:
@@ -280,7 +280,7 @@ class NamedVariableFactories(DotTree[VariableFactory]):
         memmap_dir: PathLike | None = None,
         read_only_if_exists: bool = False,
     ) -> NamedTensors:
-        """As `init`, with each variable in pieces, of which each replica of its group keeps one on its device.
+        """Like `init`, with sharded variables, one shard per replica of a group in device memory.
 
         What has fewer elements than there are replicas stays whole. Graphs take whole tensors: `train_step` puts them
         together, and so does `rts.gather_replica_sharded_tensor`. Optimisers keep their state in pieces, too.
@@ -303,7 +303,7 @@ class NamedVariableFactories(DotTree[VariableFactory]):
         memmap_dir: PathLike | None = None,
         read_only_if_exists: bool = False,
     ) -> NamedTensors:
-        """As `init`, with each variable in slot `entry` of the buffer of the same flat name; further buffers are fine.
+        """Like `init`, with variables in slot `entry` of equally named buffers; ignores surplus buffers.
 
         Before any variable is made all buffers are looked at: `KeyError` lists the names that `buffers` lacks,
         `ValueError` those whose buffer holds another number of elements, or elements of another dtype.
@@ -367,7 +367,7 @@ class NamedVariableFactories(DotTree[VariableFactory]):
 
     @property
     def replica_groupings(self) -> NamedReplicaGrouping:
-        """Flat name → the grouping of that factory. A new tree each time: keep it in a variable to add to it."""
+        """Map flat names to groupings. Creates a new tree each time: keep it in a variable for additions."""
         return NamedReplicaGrouping.from_dict({name: f.replica_grouping for name, f in self.to_dict().items()})
 
 
@@ -379,7 +379,7 @@ def add_variable_input(
     replica_grouping: Groups | None = None,
     group_axis: int | None = None,
 ) -> tuple[popxl.Tensor, VariableFactory]:
-    """A factory, and its placeholder in the current graph.
+    """Create a factory and its placeholder in the current graph.
 
     Example:
         >>> ir = popxl.Ir()
@@ -401,7 +401,7 @@ def add_replica_sharded_variable_input(
     shard_over: SupportsInt | None = None,
     group_axis: int | None = None,
 ) -> tuple[popxl.Tensor, VariableFactory]:
-    """A factory, and in the current graph a placeholder for one replica's piece of the variable.
+    """Create a factory, with a shard placeholder in the current graph.
 
     `shard_over` is the number of pieces: by default the size of the group, which by default is all replicas. If that
     is 1 the placeholder is whole.
@@ -426,7 +426,7 @@ def replica_sharded_factory(
 
 
 class _Peekable(Iterator[Any]):
-    """An iterator whose next element can be looked at before it is taken."""
+    """Iterator with lookahead by one element."""
 
     def __init__(self, elements: Iterable[Any]):
         self._elements = iter(elements)
@@ -456,7 +456,7 @@ def _elements(data_iter: DataIter, name: str | None) -> Iterable[Any]:
 
 
 def _warn_of_rows(data_iter: DataIter, name: str | None, groups: int) -> None:
-    """Warn of an array as data that has not one row for each group of replicas: it may be meant as one value."""
+    """Warn about array data without one row per replica group, perhaps intended as one value."""
     shape = getattr(data_iter, "shape", ())
     if shape and shape[0] != groups:
         whom = "each group of replicas" if groups > 1 else "each variable"
@@ -486,7 +486,7 @@ def _first_element(elements: _Peekable, name: str | None) -> Any:
 
 
 def _whole_number(number: Any, what: str) -> int:
-    """An argument that has to be a whole number, of any type that has them: NumPy's quotients among them."""
+    """Check an integral number of any numeric type, including NumPy quotients."""
     if isinstance(number, float | np.floating) and number.is_integer():
         return int(number)
     return integer(number, what)

@@ -38,7 +38,7 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Stored:
-    """How a file has a variable.
+    """File representation of a variable.
 
     Attributes:
         name: of the weight, with `*` for each number in the name of the variable.
@@ -96,7 +96,7 @@ class Names:
 
 
 def _pattern(name: str) -> tuple[str, list[str]]:
-    """A dotted name with `*` for each number, and these numbers."""
+    """Dotted name with `*` for numbers, and those numbers."""
     parts = name.split(".")
     return ".".join("*" if part.isdecimal() else part for part in parts), [part for part in parts if part.isdecimal()]
 
@@ -173,7 +173,7 @@ QWEN = LLAMA
 
 @dataclass(frozen=True)
 class _Weight:
-    """A weight in a file: where, and what it looks like."""
+    """A weight in a file: location, dtype, shape."""
 
     path: Path
     start: int
@@ -185,19 +185,19 @@ class _Weight:
         return f"{self.dtype if known is None else np.dtype(known).name}{list(self.shape)}"
 
     def mapped(self) -> np.ndarray:
-        """Its numbers, which are read where they are looked at."""
+        """Memory-mapped values, read on access."""
         if 0 in self.shape:
             return np.empty(self.shape, DTYPES[self.dtype])
         return np.memmap(self.path, DTYPES[self.dtype], "r", self.start, self.shape)
 
 
 def _weights_of(path: Path) -> dict[str, _Weight]:
-    """The weights in a file, by name. Only its header is read."""
+    """Weights of a file by name, from its header only."""
     return {name: _Weight(path, *about) for name, about in safetensors_in(path)[0].items()}
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """The files that the weights in a folder are in."""
+    """Weight files of a folder."""
     if (folder / INDEX).exists():
         try:
             named = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()
@@ -337,7 +337,7 @@ def _table(names: Names | Mapping[str, str | Stored] | None, own: Mapping[str, V
 
 
 def _as_ours(array: np.ndarray, stored: Stored) -> np.ndarray:
-    """A view of a weight in the form of the variable."""
+    """Weight view in variable layout."""
     if stored.transposed:
         array = array.T
     k, n = stored.part
@@ -346,7 +346,7 @@ def _as_ours(array: np.ndarray, stored: Stored) -> np.ndarray:
 
 
 def _shape_as_ours(shape: tuple[int, ...], stored: Stored) -> tuple[int, ...] | None:
-    """The shape of a weight in the form of the variable; `None` if it cannot be divided into its parts."""
+    """Weight shape in variable layout; `None` if indivisible."""
     shape = shape[::-1] if stored.transposed else shape
     n = stored.part[1]
     if n == 1:
@@ -355,8 +355,8 @@ def _shape_as_ours(shape: tuple[int, ...], stored: Stored) -> tuple[int, ...] | 
 
 
 def _group_slices(v: Variable, shape: tuple[int, ...], count: int | None) -> list[tuple[np.ndarray, Any]] | None:
-    """For each group of replicas: where its numbers go, and which part of a weight they are: `None` where they are
-    rows beyond the `count` that it has. `None` if none fits."""
+    """For each replica group: target rows and weight slice, `None` for rows beyond `count`; `None` altogether without a
+    fit."""
     groups = v.replica_grouping.num_groups
     rows = [v.data[i, ...] for i in range(groups)] if groups > 1 else [v.data]
     if count is not None:
@@ -376,7 +376,7 @@ def _group_slices(v: Variable, shape: tuple[int, ...], count: int | None) -> lis
 def _rows(
     v: Variable, rows: list[np.ndarray], shape: tuple[int, ...], count: int
 ) -> list[tuple[np.ndarray, Any]] | None:
-    """The slice for each group of a weight of `count` rows, for a variable that may have more; see `_group_slices`."""
+    """Slice per group of a weight with `count` rows, for larger variables; see `_group_slices`."""
     if not v.shape or shape != (count, *v.shape[1:]):
         return None
     size = v.shape[0]
@@ -392,7 +392,7 @@ def _rows(
 
 
 def _problem(v: Variable, weight: _Weight, stored: Stored, narrow: bool) -> str:
-    """Why a weight does not go into a variable; nothing, if it does."""
+    """Reason why a weight cannot fill a variable; empty if compatible."""
     wanted, given = v.dtype.as_numpy(), DTYPES.get(weight.dtype)
     shape = _shape_as_ours(weight.shape, stored)
     if shape is None:
@@ -421,7 +421,7 @@ def _problem(v: Variable, weight: _Weight, stored: Stored, narrow: bool) -> str:
 
 
 def _exceeds(numbers: np.ndarray, largest: float) -> bool:
-    """Whether a finite one is larger. Looked at piece by piece, as a weight may be large."""
+    """Whether any finite element exceeds a limit, tested in chunks to save memory."""
     step = 1 << 20
     pieces = (numbers[start : start + step].astype(np.float64) for start in range(0, len(numbers), step))
     return any((np.isfinite(piece) & (np.abs(piece) > largest)).any() for piece in pieces)
@@ -484,8 +484,7 @@ def save_safetensors(
 
 
 def _parts_by_name(own: Mapping[str, Variable], table: Names) -> dict[str, list[tuple[Variable, Stored]]]:
-    """The variables that each name in the file stands for, in the order of their parts. `ValueError` if there is none
-    for a variable, or if parts are missing: it tells of all."""
+    """Variables for each file name, in part order. Raises `ValueError`, naming all missing variables and parts."""
     parts: dict[str, dict[int, tuple[Variable, Stored]]] = {}
     problems = []
     for name, v in own.items():
@@ -508,7 +507,7 @@ def _parts_by_name(own: Mapping[str, Variable], table: Names) -> dict[str, list[
 def _write_folder(
     path: Path, sizes: Mapping[str, int], file_bytes: int, arrays: Callable[[Iterable[str]], dict[str, np.ndarray]]
 ) -> None:
-    """Write a folder: one file, or several and an index. Files of weights that were there before go at the end.
+    """Write weight files with index, replacing earlier weight files.
 
     Args:
         path: the folder.
@@ -537,8 +536,7 @@ def _write_folder(
 
 
 def _merge_replicas(name: str, v: Variable, array: np.ndarray, stored: Stored) -> np.ndarray:
-    """The value of a variable, whole, if groups of replicas have parts of it, or all the same; its `rows`, if it may
-    have more."""
+    """Whole value of a variable, merged from replica groups; `rows`, if larger than stored."""
     whole = _full_value(name, v, array, stored)
     if stored.rows is not None and len(whole) < stored.rows:
         raise ValueError(

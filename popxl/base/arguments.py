@@ -6,7 +6,7 @@ from types import UnionType
 
 
 def check_type(value: object, kinds: type | tuple[type, ...] | UnionType, what: str, expected: str) -> None:
-    """Raise `TypeError` for an argument of another type.
+    """Raise `TypeError` for an argument of a wrong type.
 
     Args:
         value: the argument.

@@ -30,7 +30,7 @@ class Choices:
     work: set[str] = field(default_factory=set)
 
     def each(self) -> dict[str, Any]:
-        """The value of each choice that the program has asked for."""
+        """Selected value of each requested choice."""
         return {name: self.taken.get(name, options[0]) for name, options in self.options.items()}
 
 

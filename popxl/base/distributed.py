@@ -55,7 +55,7 @@ class Instance(BaseModel):
 
     @property
     def all_are_here(self) -> bool:
-        """Test whether all instances run on this machine, so that they can listen on the loopback address."""
+        """Whether all instances share this machine, so that the loopback address suffices."""
         return self.host in (LOOPBACK, "localhost")
 
     @property

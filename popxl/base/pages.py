@@ -211,7 +211,7 @@ def _html(part: str | Table | Facts | Listing | Page, level: int) -> str:
 
 
 class OnPage(ABC):
-    """Base class of reports: printable, displayable in notebooks, savable."""
+    """Base class of printable, notebook-displayable, savable reports."""
 
     @abstractmethod
     def page(self) -> Page:

@@ -25,7 +25,7 @@ isnan = unary("isnan", jnp.isnan, "Whether t is not a number.", None, kind="IsNa
 
 
 def _of_one_dtype(relation: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """A comparison that refuses two dtypes, when it is to be run: programs that are only built may say so."""
+    """Declare a comparison with run-time refusal of mixed dtypes; merely built programs may mix them."""
 
     def compared(lhs: Any, rhs: Any) -> Any:
         if lhs.dtype != rhs.dtype:

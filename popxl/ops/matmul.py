@@ -85,7 +85,7 @@ def _rhs_gradient(g: Tensor, lhs: Tensor, rhs_spec: TensorSpec) -> Tensor:
 
 
 def _to_be_summed(lhs: Tensor, rhs: Tensor, spec: TensorSpec) -> Tensor:
-    """A product for an operand: where that was broadcast, a half is not rounded before the sum that follows."""
+    """Operand gradient product; keeps full precision before summing broadcast halves."""
     summed = broadcast_shapes(lhs.shape[:-2], rhs.shape[:-2]) != spec.shape[:-2]
     return matmul(lhs, rhs, output_type=dtypes.float32 if summed and lhs.dtype.is_half else None)
 
@@ -103,7 +103,7 @@ def _flipped(t: Tensor) -> Tensor:
 
 
 def _as_matrix(t: Tensor) -> Tensor:
-    """All dimensions but the last as one; a vector as one row."""
+    """Flatten leading dimensions; vectors become single rows."""
     return t if t.rank == 2 else reshape(t, (-1, t.shape[-1]))
 
 
@@ -158,7 +158,7 @@ def matmul(
 
 
 def _partials(partials_type: dtype_ | None) -> dtype_ | None:
-    """The accumulation type that was asked for, here or in the session options."""
+    """Requested accumulation type, from arguments or session options."""
     if partials_type is not None:
         return partials_type
     option = get_current_context().ir.options.partialsTypeMatMuls
@@ -230,7 +230,7 @@ def einsum(subscripts: str, *ts: Tensor) -> Tensor:
 
 
 def outer(lhs: Tensor, rhs: Tensor) -> Tensor:
-    """Each element of `lhs` times each of `rhs`, in a table.
+    """Outer product table of `lhs` and `rhs` elements.
 
     Args:
         lhs, rhs: tensors of one dtype, of any shape.

@@ -26,7 +26,7 @@ _reload = OpKind(
 
 
 def available_after(t: Tensor, other: Tensor) -> Tensor:
-    """The value of `t`, which the compiler must not use before `other` is computed.
+    """Make `t` available to the compiler only after computation of `other`.
 
     What is computed from the result is not merged with the same computation on `t` elsewhere in the program: it runs
     again, when `other` is there. Recomputation is made of this (`popxl_addons.recompute_graph`).
@@ -47,7 +47,7 @@ def available_after(t: Tensor, other: Tensor) -> Tensor:
 
 
 def offload(t: Tensor) -> Tensor:
-    """A copy of `t` in the memory of the host. The only op that may read it is `ops.reload`.
+    """Copy `t` to host memory. Only `ops.reload` may read the result.
 
     On CPUs, where both memories are the same, nothing is copied.
 
@@ -65,7 +65,7 @@ def offload(t: Tensor) -> Tensor:
 
 
 def reload(t: Tensor) -> Tensor:
-    """A copy, in the memory of the device, of what `ops.offload` has put into that of the host.
+    """Copy an `ops.offload` result back to device memory.
 
     Args:
         t: tensor that `ops.offload` made, or the input of a graph that is bound to one.

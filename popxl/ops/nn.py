@@ -26,7 +26,7 @@ REDUCTION_TYPE = Literal["mean", "sum", "none"]
 
 
 def _rows(t: Any, axis: int) -> Any:
-    """The tensor as a matrix: dimensions before `axis`, and `axis` with all that follow."""
+    """Reshape to a matrix: dimensions before `axis` as rows, remaining ones as columns."""
     axis %= t.ndim
     return t.reshape(math.prod(t.shape[:axis]), math.prod(t.shape[axis:]))
 
@@ -94,7 +94,7 @@ _log_softmax = OpKind(
 
 
 def log_softmax(t: Tensor, axis: int) -> Tensor:
-    """The logarithm of the softmax along one axis: `t - log(sum(exp(t)))`, in a form that does not overflow.
+    """Log-softmax along one axis: `t - log(sum(exp(t)))`, computed without overflow.
 
     Unlike `softmax` it never normalises over the axes after `axis`, too.
 
@@ -120,12 +120,12 @@ def log_softmax(t: Tensor, axis: int) -> Tensor:
 
 
 def _flat(labels: Any) -> Any:
-    """The labels as a vector of signed integers. (So -100 is one of uint32, too.)"""
+    """Flatten labels to a signed integer vector, mapping uint32 back to values such as -100."""
     return labels.reshape(-1).astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
 
 
 def _label_values(t: Any, labels: Any, otherwise: float = 0) -> Any:
-    """For each of the flat labels, what it picks in its row; `otherwise` for a label out of range."""
+    """Row value selected by each flat label; `otherwise` for labels out of range."""
     inside = (labels >= 0) & (labels < t.shape[-1])
     rows = t.reshape(-1, t.shape[-1])
     picked = jnp.take_along_axis(rows, jnp.where(inside, labels, 0)[:, None], axis=1, mode="clip")
@@ -249,7 +249,7 @@ _fused = OpKind(
 
 
 def _ignored(name: str, labels: Tensor, ignore_index: int | None) -> int | None:
-    """The label to ignore, as `_flat` has it: of unsigned ones with as many bits the upper half is negative there."""
+    """Ignored label in `_flat` form: unsigned values in the upper half become negative."""
     if ignore_index is None:
         return None
     index = integer(ignore_index, f"{name}: `ignore_index`")
@@ -348,7 +348,7 @@ def _scaled(
 
 
 def _powers(x: Any) -> tuple[Any, Any, Any]:
-    """Of each row of logits the largest, the exponentials of the distances from that, and their sum."""
+    """Row maximum, exponentials of shifted logits, and their sum."""
     rows = x.reshape(-1, x.shape[-1]).astype(wide_dtype(x))
     top = largest(rows, (1,), keepdims=True)
     powers = jnp.exp(rows - top)
@@ -356,7 +356,7 @@ def _powers(x: Any) -> tuple[Any, Any, Any]:
 
 
 def _surprise(x: Any, top: Any, totals: Any, labels: Any, ignore_index: int | None, reduction: str) -> Any:
-    """The loss. A label that is none of the classes has a probability of 0.
+    """Negative log-likelihood; labels out of range have probability 0.
 
     Labels pick of the logits, which are there: of the distances, all would be written down to pick a few.
     """
@@ -367,7 +367,7 @@ def _surprise(x: Any, top: Any, totals: Any, labels: Any, ignore_index: int | No
 
 
 def _learned(g: Any, probs: Any, labels: Any, ignore_index: int | None, reduction: str) -> Any:
-    """The gradient of the logits, as rows."""
+    """Logit gradient, as rows."""
     flat = _flat(labels)
     return _towards_labels(probs, flat, _scale(g, flat, ignore_index, reduction, probs.dtype))
 
@@ -457,7 +457,7 @@ def cross_entropy_with_grad(
     ignore_index: int | None = None,
     reduction: REDUCTION_TYPE = "mean",
 ) -> tuple[Tensor, Tensor]:
-    """The loss of `cross_entropy`, and its gradient with respect to `x`, multiplied by `loss_scaling`.
+    """Loss of `cross_entropy`, and its gradient by `x`, scaled by `loss_scaling`.
 
     The gradient is what the backward graph of a model starts from. The loss is not scaled.
 

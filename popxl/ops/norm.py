@@ -95,7 +95,7 @@ def _group_norm_specs(t: Any, weight: Any, bias: Any, *, num_groups: int, eps: f
 
 
 def _rows(t: Any, num_groups: int) -> Any:
-    """A row for each group of each sample: all that is normalised together, in the dtype that statistics are made in.
+    """One row per sample and group, in the dtype for statistics.
 
     A matrix, because that is what XLA reduces fast.
     """
@@ -103,7 +103,7 @@ def _rows(t: Any, num_groups: int) -> Any:
 
 
 def _channel_rows(vector: Any, t: Any, num_groups: int) -> Any:
-    """What there is for each channel of `t`, as rows."""
+    """Per-channel values of `t` as rows."""
     columns = vector.astype(wide_dtype(t)).reshape(-1, *(1,) * (t.ndim - 2))
     return _rows(jnp.broadcast_to(columns, t.shape), num_groups)
 
@@ -113,7 +113,7 @@ def _mean(rows: Any) -> Any:
 
 
 def _check_channels(t: Any, weight: Any, bias: Any, num_groups: int) -> None:
-    """When it is run: programs that are only built may say otherwise."""
+    """Check channel counts at run time; merely built programs may violate them."""
     channels = t.shape[1]
     if num_groups < 1 or channels % num_groups:
         raise ValueError(f"the {channels} channels of `t` cannot be divided into {num_groups} groups.")
@@ -176,7 +176,7 @@ def _group_norm_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[in
 
 
 def _shared_out(g: Any, *, shape: tuple[int, ...]) -> Any:
-    """The gradient of what a mean is made of, for each mean in rows of equal length."""
+    """Distribute gradients of means evenly over row elements."""
     count = math.prod(shape) // g.size
     return jnp.broadcast_to(g[:, None] / count, (g.size, count)).reshape(shape)
 
@@ -230,7 +230,7 @@ def group_norm(t: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: fl
 
 
 def layer_norm(t: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
-    """`group_norm` with one group: each sample is normalised as a whole.
+    """`group_norm` with a single group: normalization of whole samples.
 
     All dimensions but the first are normalised over, and the second holds the channels. To normalise over the last
     axis of a `(B, S, H)` tensor, make a `(B * S, H)` matrix of it first.

@@ -98,7 +98,7 @@ def over_windows(combining: Combining, t: Any, windows: Sequence[Windows]) -> An
 
 
 def _unpadded_sizes(windows: Sequence[Windows]) -> Any:
-    """How many elements of each window are no padding: a number if it is the same for all, otherwise an array."""
+    """Number of unpadded elements per window: a scalar if constant, otherwise an array."""
     along = [np.asarray(w.inside(), np.float32) for w in windows]
     if all((counts == counts[0]).all() for counts in along):
         return math.prod(counts[0] for counts in along)
@@ -121,7 +121,7 @@ _average_pool = OpKind("AveragePool", _average, shape=_pooled_shape, result="ave
 
 
 def largest_of(dtype: Any) -> Combining:
-    """The largest of numbers of that dtype."""
+    """Largest number of a dtype."""
     return Combining(lax.max, -np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min)
 
 
@@ -132,7 +132,7 @@ def _max(t: Any, **how: Any) -> Any:
 
 
 def _max_gradient(g: Any, t: Any, **how: Any) -> Any:
-    """One axis after the other: the largest of a window is the largest of the largest of its rows.
+    """Max-pooling gradient, separable by axis.
 
     An element equals the first exactly if it equals the largest of its row, and that equals the largest of the window.
     So ties get what they should, and a window of 3 x 3 costs two passes of 3.
@@ -153,7 +153,7 @@ def _max_gradient(g: Any, t: Any, **how: Any) -> Any:
 
 
 def _to_largest(g: Any, x: Any, largest: Any, axis: int, windows: Windows) -> Any:
-    """The gradient of the largest elements along one axis, where each that is equal to it receives all of it.
+    """Gradient of window maxima along one axis; every equal element receives all.
 
     A position is in few windows, the last of which is the one that it is nearest to the beginning of: one turn of the
     loop for each.
@@ -164,7 +164,7 @@ def _to_largest(g: Any, x: Any, largest: Any, axis: int, windows: Windows) -> An
     column = (-1, *(1,) * (x.ndim - axis - 1))
 
     def at_positions(values: Any, before: int) -> Any:
-        """For each position the value of the window that began last, or so many before."""
+        """Value, per position, of the latest or an earlier window."""
         edges = [(before, slots - before - windows.count, 0) if a == axis else (0, 0, 0) for a in range(x.ndim)]
         padded = lax.pad(values, jnp.zeros((), values.dtype), edges)
         return lax.slice_in_dim(jnp.repeat(padded, stride, axis), begin, begin + size, axis=axis)

@@ -13,7 +13,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def wide_dtype(*arrays: Any) -> Any:
-    """The dtype that sums and updates are computed in: float32, or float64 where that is what there is."""
+    """Accumulation dtype for sums and updates: float32, or float64 for float64 operands."""
     return functools.reduce(jnp.promote_types, (array.dtype for array in arrays), jnp.float32)
 
 
@@ -23,7 +23,7 @@ def widen(t: Any) -> Any:
 
 
 def is_half(t: Any) -> bool:
-    """Whether an array is of float16 or bfloat16."""
+    """Whether an array is float16 or bfloat16."""
     return t.dtype in (jnp.float16, jnp.bfloat16)
 
 

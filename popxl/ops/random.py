@@ -136,7 +136,7 @@ def random_uniform(
     high: float = 1.0,
     dtype: dtype_ = dtypes.float32,
 ) -> Tensor:
-    """Random numbers, each as likely as any other from `low` to `high`.
+    """Uniform random numbers between `low` and `high`.
 
     Args:
         seed_tensor: uint32 tensor of shape `(2,)`. The same seed gives the same numbers.
@@ -241,7 +241,7 @@ def probability(value: float, what: str) -> float:
 
 
 def dropout(t: Tensor, seed_tensor: Tensor, p: float) -> Tensor:
-    """Set each element to 0 with probability `p`, and divide the others by `1 - p`.
+    """Zero elements with probability `p`; scale remaining ones by `1 / (1 - p)`.
 
     It always drops; leave it out of programs for inference, or say `p=0`. The gradient is the same op on the incoming
     gradient: it draws the same mask from the same seed.
@@ -268,7 +268,7 @@ def dropout(t: Tensor, seed_tensor: Tensor, p: float) -> Tensor:
 
 
 def shaped_dropout(t: Tensor, seed_tensor: Tensor, shape: Iterable[int], ratio: float) -> Tensor:
-    """`dropout` of rows, columns or other parts: the mask has its own shape, and is broadcast to that of `t`.
+    """Structured `dropout`, for example of rows or columns, with a mask shape broadcast to `t`.
 
     Args:
         t: float tensor of any shape.

@@ -157,7 +157,7 @@ logsumexp = reduction(
 
 
 def norm(t: Tensor, ord: float = 2, axis: int | Iterable[int] | None = None, keepdims: bool = False) -> Tensor:
-    """The norm of the elements, as of one vector: of some axes, or of all.
+    """Euclidean norm over some or all axes.
 
     Args:
         t: tensor of any shape.
@@ -191,7 +191,7 @@ def norm(t: Tensor, ord: float = 2, axis: int | Iterable[int] | None = None, kee
 
 
 def _order(shape: tuple[int, ...], axis: tuple[int, ...] | None) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """The dimensions in an order that has the reduced ones last, their sizes, and how many of them are kept."""
+    """Dimension order with reduced axes last, sizes, and number of kept dimensions."""
     axes = reduction_axes(axis, len(shape))
     kept = [d for d in range(len(shape)) if d not in axes]
     return (*kept, *axes), tuple(shape[d] for d in (*kept, *axes)), len(kept)
@@ -248,7 +248,7 @@ _lamb_square = OpKind(
 
 
 def median(t: Tensor, axis: int | Iterable[int] | None = None, keepdims: bool = False) -> Tensor:
-    """The median of the elements; of an even number of elements, the lower of the two in the middle.
+    """Median element; for even counts, the lower middle element.
 
     The whole gradient goes to the element that was picked; of equal ones, that is the one in the middle of them.
 

@@ -40,7 +40,7 @@ remote_store_kind = _exchange("RemoteStore", shape=lambda t, offset, *, buffer: 
 
 
 def remote_load(remote_buffer: RemoteBuffer, offset: int | Tensor, name: str | None = None) -> Tensor:
-    """A copy of a slot of a remote buffer, as it is when the op runs.
+    """Load a copy of a remote buffer slot at run time.
 
     Args:
         remote_buffer: the buffer.

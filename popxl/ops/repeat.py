@@ -54,7 +54,7 @@ class RepeatSiteInfo(CallSiteInfo):
 
 
 def _overwritten(attributes: Mapping[str, Any]) -> frozenset[int]:
-    """Positions of the inputs that the loop writes back: carried ones by reference, and others if they are changed."""
+    """Positions of inputs written back: carried by-reference inputs, and changed ones."""
     wrapper, carried = attributes["graph"], attributes["carried"]
     by_ref = [i for i, t in enumerate(wrapper.inputs[EXTRA_INPUTS:]) if t.by_ref]
     # Whether they are changed is seen in the user's graph: the wrapper's call of it counts as changing all of them.
@@ -90,7 +90,7 @@ def _carried(op: Op) -> tuple[Tensor, ...]:
 
 
 def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
-    """The gradient of a loop is a loop, over the turns in reverse, of the gradient of the wrapper.
+    """Differentiate a loop: run the wrapper's gradient over iterations in reverse.
 
     It carries the gradients of the carried values, and sums of the gradients of the others. What a turn's gradient
     reads of that turn is stacked by the forward loop; gradients that arrive for such stacks (second derivatives have
@@ -152,20 +152,20 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
 
 
 def _stack_row(stack: Tensor, turn: Tensor, t: Tensor) -> Tensor:
-    """What a stack has of one turn. It is taken on the IPU where the tensor was, and is stacked."""
+    """One iteration's row of a stack, selected on the stacked tensor's IPU."""
     ipu = final_ipu(t)
     with nullcontext() if ipu is None else get_current_context().set(ipu_id=ipu):
         return gather(stack, turn)
 
 
 def final_ipu(t: Tensor) -> int | None:
-    """The IPU on which the op that makes a tensor leaves it."""
+    """The IPU where the producing op leaves a tensor."""
     op = t.origin.producer
     return None if op is None else op.actual_location(t.origin)[0]
 
 
 def _total(t: Tensor, arrived: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """The gradient of an output of the wrapper, which may be several outputs."""
+    """Summed gradient of a wrapper output, possibly returned repeatedly."""
     parts = [g for of, g in arrived if of is t]
     return add_n(*parts) if len(parts) > 1 else seed_or_zeros(parts[0] if parts else None, t)
 
@@ -287,7 +287,7 @@ def repeat_with_info(
 
 
 def _checked_count(graph: Graph, repeat_count: Any) -> int:
-    """The number of turns, 0 or more."""
+    """A non-negative iteration count."""
     count = integer(repeat_count, "repeat: `repeat_count`", "be an int")
     if count < 0:
         raise ValueError(f"Repeat count must be >= 0; it is {count} for the graph {graph.name}.")

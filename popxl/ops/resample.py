@@ -38,7 +38,7 @@ def _resized(size: int, scale: float) -> int:
 
 
 def _coordinates(size: int, scale: float, mode: str) -> Any:
-    """Where the elements of a resized axis are on the old one.
+    """Source coordinates of resized axis elements.
 
     In float32, step by step as written: users compare results to seven digits, and digits more would change them.
     """
@@ -68,7 +68,7 @@ def _taps(size: int, scale: float, mode: str, nearest_mode: str, coordinate_tran
 
 
 def _interpolation_taps(x: Any, mode: str, nearest_mode: str) -> Taps:
-    """The taps of elements at the coordinates `x`."""
+    """Taps for elements at coordinates `x`."""
     if mode == "nearest":
         return [(_nearest[nearest_mode](x), None)]
     if mode == "linear":
@@ -90,12 +90,12 @@ _SLOPE = -0.75
 
 
 def _cubic_near(distance: Any) -> Any:
-    """The kernel up to a distance of 1."""
+    """Cubic kernel for distances up to 1."""
     return ((_SLOPE + 2) * distance - (_SLOPE + 3)) * distance * distance + 1
 
 
 def _cubic_far(distance: Any) -> Any:
-    """The kernel from a distance of 1 to 2."""
+    """Cubic kernel for distances from 1 to 2."""
     return ((_SLOPE * distance - 5 * _SLOPE) * distance + 8 * _SLOPE) * distance - 4 * _SLOPE
 
 
@@ -128,7 +128,7 @@ def apply_taps(t: Any, axis: int, taps: Taps) -> Any:
 
 
 def _interpolate_backward(g: Any, *, shape: tuple[int, ...], scale_factor: tuple[float, ...], **modes: str) -> Any:
-    """The transpose, which is made of taps too: those that each old element was read by."""
+    """Transposed interpolation, using transposed taps."""
     if not g.size:
         return jnp.zeros(shape, g.dtype)
     g = widen(g)
@@ -301,7 +301,7 @@ def _roi_align(
 
 
 def _roi_align_backward(g: Any, rois: Any, batch_index: Any, *, shape: tuple[int, ...], **how: Any) -> Any:
-    """The op is linear in `t`: its gradient is its transpose, and does not read `t`."""
+    """Transpose of this linear op, as gradient without reading `t`."""
     wide = g.astype(wide_dtype(g))
 
     def forward(t: Any) -> Any:

@@ -27,7 +27,7 @@ _COUNTED_BY_INT32 = 2**31
 
 
 def put(t: Any, indices: Any, values: Any, axis: int, how: str = "set") -> Any:
-    """An array with a block of values put into it: each where it is in the block, but on `axis` where an index says.
+    """Scatter a block of values into an array, at block positions except along `axis`, where indices decide.
 
     Indices out of range put nothing anywhere.
 
@@ -44,7 +44,7 @@ def put(t: Any, indices: Any, values: Any, axis: int, how: str = "set") -> Any:
 
 
 def read(t: Any, indices: Any, block: tuple[int, ...], axis: int) -> Any:
-    """What is where `put` would put a block of this shape; 0 where it would put nothing."""
+    """Gather the block that `put` would write; 0 for dropped positions."""
     view, places = _address(t.shape, indices, block, axis)
     return t.reshape(view).at[places].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
@@ -55,7 +55,7 @@ def leading(array: Any, shape: tuple[int, ...]) -> Any:
 
 
 def padded(block: Any, shape: tuple[int, ...]) -> Any:
-    """An array with a leading block, and zeros after it."""
+    """A leading block followed by zeros."""
     return jnp.pad(block, [(0, size - part) for size, part in zip(shape, block.shape, strict=True)])
 
 
@@ -179,7 +179,7 @@ _onehot = OpKind("OneHot", _hot, shape=_hot_spec, result="onehot_out")
 
 
 def onehot(t: Tensor, num_classes: Tensor, values: Tensor, axis: int) -> Tensor:
-    """A row of classes for each element: one value for the class that the element names, another for all others.
+    """One-hot encoding: a class row per element, with on value and off value.
 
     Args:
         t: integer tensor of any shape. An element outside of `[0, num_classes)` names no class.

@@ -41,7 +41,7 @@ def _ungrouped(shape: tuple[int, ...], what: str, group_size: int) -> tuple[int,
 def _laid_out(
     data: tuple[int, ...], indices: tuple[int, ...], axis: int, broadcast: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of the indices with the rank of the data, and of the block of the data that they are for."""
+    """Index shape expanded to data rank, and block shape addressed by indices."""
     rank = len(data)
     before = axis if len(indices) == 1 else 0
     full = (1,) * before + indices + (1,) * (rank - before - len(indices))
@@ -141,7 +141,7 @@ def _data_gradient(
     enable_index_broadcast: bool,
     group_size: int | None,
 ) -> Any:
-    """The gradient of the bucket that an element went to; given `data` and `out`, of the elements equal to it."""
+    """Bucket gradient per element; with `data` and `out`, only for elements equal to the result."""
     grouped = group_size is not None
 
     def of_group(g: Any, indices: Any, data: Any, out: Any) -> Any:

@@ -34,7 +34,7 @@ def _reshaped(t: Any, *, shape: tuple[int, ...]) -> TensorSpec:
 
 
 def _wanted(t: Tensor, shape: Iterable[int]) -> tuple[int, ...]:
-    """The shape as a tuple, after the checks that are made before all others."""
+    """Requested shape as a tuple, after argument checks."""
     if not isinstance(t, Tensor):
         raise not_a_tensor("reshape", "t", t)
     sizes = integers(shape, "reshape: `shape`")
@@ -90,7 +90,7 @@ def reshape(t: Tensor, shape: Iterable[int]) -> Tensor:
 
 
 def reshape_(t: Tensor, shape: Iterable[int]) -> Tensor:
-    """As `reshape`, but a view of `t`: nothing is copied, and writing to one changes the other.
+    """Reshape `t` as a view, without copy; writes are visible through both.
 
     Example:
         >>> rows = ops.reshape_(images, (-1, 8))
@@ -99,7 +99,7 @@ def reshape_(t: Tensor, shape: Iterable[int]) -> Tensor:
 
 
 def flatten(t: Tensor) -> Tensor:
-    """The elements of `t` in one dimension: `reshape(t, (-1,))`.
+    """Flatten `t` to one dimension: `reshape(t, (-1,))`.
 
     See also: `numpy.ravel`.
 
@@ -202,7 +202,7 @@ def transpose(t: Tensor, permutation: Iterable[int] | None = None) -> Tensor:
 
 
 def transpose_(t: Tensor, permutation: Iterable[int] | None = None) -> Tensor:
-    """As `transpose`, but a view of `t`: nothing is copied, and writing to one changes the other.
+    """Transpose `t` as a view, without copy; writes are visible through both.
 
     Example:
         >>> columns = ops.transpose_(x)

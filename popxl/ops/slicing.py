@@ -63,7 +63,7 @@ _slice_ = OpKind(
 
 
 def _uncut(g: Any, *, shape: tuple[int, ...], **where: Any) -> Any:
-    """Zeros, with `g` in the place that it was cut out of."""
+    """Zeros with `g` at the sliced position."""
     places = [range(size)[cut] for size, cut in zip(shape, _slices(len(shape), **where), strict=True)]
     forwards = lax.rev(g, [d for d, place in enumerate(places) if place.step < 0])
     begins = [min(place, default=size) for size, place in zip(shape, places, strict=True)]
@@ -103,7 +103,7 @@ def slice(t: Tensor, start: Bounds = None, stop: Bounds = None, step: Bounds = N
 
 
 def slice_(t: Tensor, start: Bounds = None, stop: Bounds = None, step: Bounds = None, axis: Bounds = None) -> Tensor:
-    """As `slice`, but a view of that block of `t`: writing to one changes the other.
+    """Slice `t` as a view; writes are visible through both.
 
     Example:
         >>> ops.relu_(ops.slice_(table, 0, 2))               # changes the first two rows of the table
@@ -112,7 +112,7 @@ def slice_(t: Tensor, start: Bounds = None, stop: Bounds = None, step: Bounds = 
 
 
 def process_args(start: Bounds, stop: Bounds, step: Bounds, axis: Bounds) -> dict[str, Any]:
-    """The arguments of `slice` as tuples of one length."""
+    """Normalize `slice` arguments to equally long tuples."""
     given = {"start": start, "stop": stop, "step": step, "axis": axis}
     listed: dict[str, tuple[Any, ...]] = {}
     for name, bounds in given.items():

@@ -27,7 +27,7 @@ from popxl.values.spec import TensorSpec
 
 
 class Search(Protocol):
-    """An op that finds one element of each line of a tensor."""
+    """An op selecting one element per line of a tensor."""
 
     kind: OpKind
 

@@ -90,6 +90,6 @@ def _windows(
 
 
 def halves(total: int, larger_last: bool) -> tuple[int, int]:
-    """Two amounts that add up to the total and differ by one at most."""
+    """Split a total into two nearly equal amounts."""
     smaller = total // 2
     return (smaller, total - smaller) if larger_last else (total - smaller, smaller)

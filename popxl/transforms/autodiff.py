@@ -108,7 +108,7 @@ Infos = dict[Graph, GradGraphInfo | None]
 
 
 def _check_tensors(graph: Graph, provided: list[Any], required: list[Any]) -> None:
-    """`PopxlError` unless gradients are required, and all that is named is of the graph."""
+    """Raise `PopxlError` without required gradients, or for tensors of other graphs."""
     if not required:
         raise PopxlError(f"autodiff: no gradients are required of {graph.title}; name some in `grads_required`.")
     for name, tensors in (("grads_provided", provided), ("grads_required", required)):
@@ -142,7 +142,7 @@ def _refuse_modifying_ops(root: Graph, infos: Infos) -> None:
 
 
 def _needed_by_callers(root: Graph, provided: list[Tensor], infos: Infos) -> dict[Graph, list[Tensor]]:
-    """For each graph to differentiate, the outputs whose gradients some call of it will provide."""
+    """Outputs, per graph to differentiate, whose gradients some call provides."""
     needed: dict[Graph, list[Tensor]] = {root: provided}
     for graph in reversed(callees_first(root, infos)):
         leads = leading_to(graph, needed.get(graph, ()))
@@ -193,7 +193,7 @@ class _Differentiation:
         self.again: dict[Op, Op] = {}
 
     def run(self) -> Nested[None]:
-        """Build the gradient graph, and write down what it is. If no gradient is found, and none has to be, say so."""
+        """Build the gradient graph and its `GradGraphInfo`. Reports missing gradients."""
         ir = self.forward_graph.ir
         self.graph = ir.create_gradient_graph(self.forward_graph)
         with get_current_context().set(scope_prefix=""), self.graph:
@@ -271,7 +271,7 @@ class _Differentiation:
         return Forward(op, self.follows, self.read, self.infos.get)
 
     def _of_callee(self, callee: Graph) -> Nested[None]:
-        """Differentiate a graph that is called, for as many inputs as have a gradient."""
+        """Differentiate a called graph for inputs with gradients."""
         if not callee.differentiable:
             raise PopxlError(
                 f"autodiff: {callee.title}, which {self.forward_graph.title} calls, has been marked as unsafe to "
@@ -310,7 +310,7 @@ class _Differentiation:
         return self.gradients.get(t)
 
     def _has_no_name(self, gradient: Tensor) -> bool:
-        """Whether a gradient is made here, and has no name yet, or that of a tensor of a called graph."""
+        """Whether a gradient computed here lacks a name, or has a callee's tensor name."""
         made_by = gradient.producer
         if made_by is None or gradient in self.renamed:
             return False
@@ -323,7 +323,7 @@ class _Differentiation:
         self.contributions.setdefault(t, []).append(fitted)
 
     def read(self, t: Tensor) -> Tensor:
-        """A forward tensor, in the gradient graph: an activation, or a copy if it is a constant."""
+        """Gradient-graph counterpart of a forward tensor: activation, or copied constant."""
         if isinstance(t, Constant):
             if t not in self.copies:
                 self.copies[t] = constant(t.data, t.dtype, t.name)
@@ -335,7 +335,7 @@ class _Differentiation:
         return self.activations[t]
 
     def _is_caller_visible(self, t: Tensor) -> bool:
-        """Whether a caller of the forward graph has a tensor."""
+        """Whether callers of the forward graph have a tensor."""
         return t in self.forward_graph.inputs or t in self.forward_graph.outputs
 
     def _computed_again(self, t: Tensor) -> Tensor:
@@ -365,7 +365,7 @@ class _Differentiation:
 
 
 def leading_to(graph: Graph, provided: Iterable[Tensor]) -> set[Tensor]:
-    """The tensors that some provided tensor depends on in a differentiable way: those that can be required."""
+    """Tensors with differentiable paths to provided tensors: all candidates for required gradients."""
     leads = set(provided)
     for op in reversed(graph.ops):
         if not leads.isdisjoint(op.outputs):
@@ -383,7 +383,7 @@ def _following(graph: Graph, required: Iterable[Tensor]) -> set[Tensor]:
 
 
 def _name_within(t: Tensor) -> str:
-    """What the gradient of a tensor is called in a gradient graph, where that of a complex one is its conjugate."""
+    """Name of a tensor's gradient; complex tensors use its conjugate."""
     return f"Gradient___{t.name}{'__conj' if t.dtype.is_complex else ''}"
 
 

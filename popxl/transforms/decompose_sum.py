@@ -15,7 +15,7 @@ __all__ = ["decompose_sum"]
 
 
 def decompose_sum(graph: Graph) -> Graph:
-    """Rewrite the sums of more than two different tensors (`ops.add_n`): zeros, and an addition for each of them.
+    """Rewrite sums of three or more tensors (`ops.add_n`) as zeros plus one addition per tensor.
 
     Gradient graphs have such sums, for tensors that are read three times or more. The results stay the same tensors;
     their values may be rounded differently. Graphs that the graph calls stay as they are.
@@ -38,5 +38,5 @@ def decompose_sum(graph: Graph) -> Graph:
 
 
 def _chained_adds(spec: TensorSpec, *ts: Tensor) -> Tensor:
-    """The sum of tensors, each added to that of those before."""
+    """Sum of tensors as a chain of additions."""
     return reduce(add, ts, init(**spec, name="sum_init"))

@@ -126,7 +126,7 @@ def from_jax(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _name_of_object(fn: Any) -> str:
-    """A name for something that can be called and has none."""
+    """Name for an unnamed callable."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None) or type(fn).__name__
@@ -136,7 +136,7 @@ def _name_of_object(fn: Any) -> str:
 
 
 def _without_outer_jit(traced: ClosedJaxpr) -> ClosedJaxpr:
-    """What a trace does that is nothing but the call of one jitted function."""
+    """Unwrap a trace consisting of one jitted call."""
     while True:
         equations = traced.jaxpr.eqns
         if len(equations) != 1 or equations[0].primitive.name != "jit":
@@ -148,7 +148,7 @@ def _without_outer_jit(traced: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _check(name: str, traced: ClosedJaxpr) -> None:
-    """`PopxlError` if a trace cannot be written as ops: for an effect, or a value that no tensor can hold."""
+    """Raise `PopxlError` for traces without op form: effects, or unsupported value types."""
     last = "fn" if "lambda" in name else _last(name)
     op = f"popxl.OpKind({camel(last) or 'Name'!r}, {last})"
     remedy = f"Make the function a single op instead: {op}."
@@ -187,7 +187,7 @@ def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 def _spec(aval: Any) -> TensorSpec | None:
-    """The spec for a type of JAX, if there is one."""
+    """Tensor spec of a JAX type, if possible."""
     try:
         return TensorSpec(tuple(map(int, aval.shape)), dtype.as_dtype(np.dtype(aval.dtype)))
     except (AttributeError, TypeError, ValueError):  # tokens; random keys; narrow integers and the like
@@ -201,7 +201,7 @@ class _Recorder:
         self._ir = ir
 
     def record(self, traced: ClosedJaxpr, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors of the results, given those of the arguments."""
+        """Record result tensors for given argument tensors."""
         jaxpr = traced.jaxpr
         known: dict[Any, Tensor] = dict(zip(jaxpr.invars, inputs, strict=True))
         constants = dict(zip(jaxpr.constvars, traced.consts, strict=True))
@@ -295,7 +295,7 @@ def _last(name: str) -> str:
 
 @dataclass(frozen=True)
 class Function:
-    """Code of JAX in an attribute of an op: the body of a loop, a function with its own derivative.
+    """JAX code as an op attribute: loop body, or function with custom derivative.
 
     It prints as its name. It has no hash, so that no declaration remembers it: a declaration lives longer than code.
 
@@ -340,7 +340,7 @@ def _kind(primitive: Primitive) -> OpKind:
 
 @cache
 def _function_kind(name: str) -> OpKind:
-    """The declaration of a function that has its own derivative, for all of this name. Made once."""
+    """Cached declaration for functions with custom derivatives, by name."""
 
     def lowering(*operands: Any, function: Function) -> Any:
         results = jaxpr_as_fun(_multiplying("", function.code))(*operands)
@@ -364,7 +364,7 @@ def _declared(name: str, lowering: Callable[..., Any], key: str, gradient: Any) 
 
 
 def kind_with_key(key: str) -> OpKind | None:
-    """The declaration of a primitive by its key, such as `"jax.sin"`: for saved programs."""
+    """Look up a primitive's declaration by key, such as `"jax.sin"`, for saved programs."""
     primitive = _primitives().get(key.removeprefix("jax.")) if key.startswith("jax.") else None
     return None if primitive is None else _kind(primitive)
 
@@ -376,7 +376,7 @@ def _primitives() -> dict[str, Primitive]:
 
 
 def _attribute(name: str, value: Any) -> Any:
-    """A parameter of an equation as an attribute: a plain value where there is one, code under its name."""
+    """Encode an equation parameter as an op attribute: plain value, or named code."""
     if isinstance(value, np.dtype):
         return dtype.as_dtype(value)
     if isinstance(value, Enum) and hasattr(jax.lax, type(value).__name__):
@@ -398,7 +398,7 @@ def _attribute(name: str, value: Any) -> Any:
 
 
 def _parameter(value: Any) -> Any:
-    """The parameter that an attribute was made of."""
+    """Decode an op attribute to an equation parameter."""
     if isinstance(value, dtype):
         return value.as_jax()
     if isinstance(value, Function):

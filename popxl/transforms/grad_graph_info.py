@@ -34,7 +34,7 @@ class ExpectedConnection:
 
     @property
     def is_activation(self) -> bool:
-        """Whether the tensor itself is meant, and not its gradient."""
+        """Whether a connection refers to the tensor, not its gradient."""
         return self.connection_type is ExpectedConnectionType.Fwd
 
     @classmethod
@@ -51,7 +51,7 @@ class ExpectedConnection:
 
     @property
     def connection_type(self) -> ExpectedConnectionType:
-        """Whether it is that tensor, or its gradient."""
+        """Kind of connection: forward tensor or gradient."""
         return self._connection_type
 
     def __repr__(self) -> str:
@@ -59,7 +59,7 @@ class ExpectedConnection:
 
 
 class GradGraphInfo:
-    """A gradient graph, and how to connect it to calls of its forward graph.
+    """A gradient graph, with connections to calls of its forward graph.
 
     Example:
         >>> info = popxl.transforms.autodiff(graph)
@@ -174,7 +174,7 @@ class GradGraphInfo:
 
 
 class _Gradients(dict[Tensor, Tensor]):
-    """Gradients, by the tensors that they are of."""
+    """Gradients by tensor."""
 
     def __missing__(self, t: object) -> NoReturn:
         known = ", ".join(of.name for of in self) or "nothing"

@@ -75,7 +75,7 @@ def io_tile_exchange(verify_overlap: bool = True) -> Iterator[None]:
 
 
 def _merge(graph: Graph, first_id: int) -> None:
-    """Merge the exchanges of a graph whose ids are `first_id` or more.
+    """Merge exchanges with ids from `first_id`.
 
     They are taken in rounds: an exchange is in the first round that comes after all it needs. So all exchanges of one
     round are free to run together, and there are no more rounds than the longest chain of needs has exchanges.

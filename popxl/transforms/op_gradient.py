@@ -69,7 +69,7 @@ def passes(op: Op, i: int) -> bool:
 
 
 def gradients(forward: Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
-    """Gradients of the inputs of an op, given those of its results (`None` where there is none).
+    """Input gradients of an op, given result gradients (`None` for missing ones).
 
     Of complex tensors they are JAX's, the conjugates of those that users see: so rules are as for real numbers.
     """

@@ -64,7 +64,7 @@ class Axes:
         return math.prod(size for _, size in self.sizes)
 
     def check(self, names: Sequence[str], what: str) -> None:
-        """`ValueError` if these are not some of the axes, each once."""
+        """Raise `ValueError` for unknown or repeated axes."""
         known = [name for name, _ in self.sizes]
         for name in names:
             if name not in known:
@@ -78,14 +78,14 @@ class Axes:
             )
 
     def assignment(self, names: Sequence[str]) -> list[int]:
-        """The group of each replica, where those are together that differ along these axes only."""
+        """Group number per replica; groups extend along the given axes."""
         ranges = [range(1 if name in names else size) for name, size in self.sizes]
         number = {place: group for group, place in enumerate(product(*ranges))}
         kept = [name not in names for name, _ in self.sizes]
         return [number[tuple(i * is_kept for i, is_kept in zip(at, kept, strict=True))] for at in self._positions()]
 
     def strided(self, names: Sequence[str]) -> tuple[int, int] | None:
-        """How far apart neighbours are in these groups, and how many each has; `None` if they are not evenly apart.
+        """Stride and size of groups; `None` for irregular groups.
 
         Axes of size 1 count for nothing, so they are not in between others.
         """
@@ -111,12 +111,11 @@ class Axes:
         return next((run for run in runs if self.strided(run) == (stride, group_size)), ())
 
     def names(self, assignment: Sequence[int]) -> tuple[str, ...] | None:
-        """The axes along which replicas are together in groups that are given by the group of each; `None` if there are
-        no such axes."""
+        """Axes that span the groups of an assignment; `None` without match."""
         first = [place for place, group in zip(self._positions(), assignment, strict=True) if group == assignment[0]]
         chosen = [name for i, (name, _) in enumerate(self.sizes) if any(place[i] for place in first)]
         return tuple(chosen) if self.assignment(chosen) == list(assignment) else None
 
     def _positions(self) -> Iterator[tuple[int, ...]]:
-        """Where the replicas stand, one after the other."""
+        """Replica coordinates, in replica order."""
         return product(*(range(size) for _, size in self.sizes))

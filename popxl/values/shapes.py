@@ -19,7 +19,7 @@ from popxl.values.spec import TensorSpec
 
 
 def integer(value: Any, what: str, expected: str = "be an integer") -> int:
-    """An argument that has to be an integer, NumPy's among them. `what` names it in the message."""
+    """Check an integer argument, including NumPy integers. `what` names it in error messages."""
     try:
         return operator.index(value)
     except TypeError:
@@ -27,7 +27,7 @@ def integer(value: Any, what: str, expected: str = "be an integer") -> int:
 
 
 def integers(values: Any, what: str, gaps: bool = False) -> tuple[Any, ...]:
-    """An argument that has to be a sequence of integers; with `gaps`, some of them may be `None`."""
+    """Check a sequence of integers; `gaps` permits `None` entries."""
     try:
         entries = tuple(values)
     except TypeError:
@@ -36,7 +36,7 @@ def integers(values: Any, what: str, gaps: bool = False) -> tuple[Any, ...]:
 
 
 def sizes(values: Any, what: str) -> tuple[int, ...]:
-    """An argument that has to be a shape: a sequence of integers of 0 or more."""
+    """Check a shape argument: non-negative integers."""
     shape = integers(values, what)
     if min(shape, default=0) < 0:
         raise ValueError(f"{what} is {shape}; sizes are not negative.")
@@ -44,7 +44,7 @@ def sizes(values: Any, what: str) -> tuple[int, ...]:
 
 
 def integer_or_integers(value: Any, what: str, gaps: bool = False) -> int | tuple[Any, ...]:
-    """An argument that has to be an integer or a sequence of them."""
+    """Check an argument: one integer, or several."""
     if isinstance(value, int):
         return value
     try:
@@ -55,14 +55,14 @@ def integer_or_integers(value: Any, what: str, gaps: bool = False) -> int | tupl
 
 
 def number(value: Any, what: str) -> Any:
-    """An argument that has to be a number, NumPy's among them. `what` names it in the message."""
+    """Check a number argument, including NumPy numbers. `what` names it in error messages."""
     if not isinstance(value, Real):
         raise TypeError(f"{what} must be a number; got {value!r} ({type(value).__name__}).")
     return value.item() if isinstance(value, np.generic) else value
 
 
 def flag(value: Any, what: str) -> bool:
-    """An argument that has to be `True` or `False`, NumPy's and 0 and 1 among them. `what` names it in the message."""
+    """Check a boolean argument, including NumPy booleans, 0 and 1. `what` names it in error messages."""
     if not isinstance(value, bool | np.bool_ | int | np.integer) or value not in (0, 1):
         raise TypeError(f"{what} must be True or False; got {value!r} ({type(value).__name__}).")
     return bool(value)

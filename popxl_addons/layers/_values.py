@@ -64,7 +64,7 @@ DESCRIBED_FROM = 1 << 20
 
 
 def weights(*shape: int, std: float = 0.02) -> np.ndarray | Initial:
-    """What weights begin with: `truncated_normal`, for many a description of it, of a seed from the same generator.
+    """Initial weights from `truncated_normal`; for large arrays a lazy description with a derived seed.
 
     Example:
         >>> weights(2, 3).shape, weights(50257, 4096).kind
@@ -78,7 +78,7 @@ def weights(*shape: int, std: float = 0.02) -> np.ndarray | Initial:
 
 
 def drawn_weights(layer: str, dtype: popxl.dtype, *shape: int) -> Callable[[], np.ndarray | Initial]:
-    """`weights` for a variable of this dtype. `ValueError` for integers: all of them would be zeros."""
+    """`weights` for a variable dtype. Raises `ValueError` for integers, which would all be zero."""
     if not dtype.is_inexact:
         raise ValueError(
             f"{layer}: the weights would be of {dtype.name}, and begin with random numbers around 0 that it does not "
@@ -90,7 +90,7 @@ def drawn_weights(layer: str, dtype: popxl.dtype, *shape: int) -> Callable[[], n
 def torch_weights(
     variables: NamedTensors, nn_layer: Any, dtype: popxl.dtype, **arrange: Callable[[np.ndarray], np.ndarray]
 ) -> WeightsDict:
-    """Data for `variables` from parameters of the same names of a torch layer, as `dtype`.
+    """Variable data from equally named torch parameters, as `dtype`.
 
     For each name, `arrange` is what makes our layout of torch's. Names that `variables` lacks are left out, such as
     the bias of a layer without one.

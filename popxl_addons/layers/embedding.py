@@ -61,19 +61,19 @@ class Embedding(Module):
 
     @cached_property
     def n_shards(self) -> int:
-        """The number of blocks. With names of axes, a graph of their Ir has to be current when it is first asked."""
+        """Number of blocks. With axis names, the first access needs a current graph of the Ir."""
         if self.replica_grouping is None:
             return 1
         return resolved(self.replica_grouping, "Embedding: `replica_grouping`").num_groups
 
     @property
     def vocab_shard_size(self) -> int:
-        """The number of rows of a block."""
+        """Number of rows per block."""
         return self.get_vocab_shard_size(self.vocab_size, self.n_shards)
 
     @property
     def offsets(self) -> np.ndarray:
-        """The row of the whole table that each block begins with."""
+        """First table row of each block."""
         return self.get_offsets(self.vocab_size, self.n_shards)
 
     def build(self, indices: popxl.Tensor) -> popxl.Tensor:
@@ -89,7 +89,7 @@ class Embedding(Module):
 
     @staticmethod
     def get_vocab_shard_size(vocab_size: int, n_shards: int) -> int:
-        """Rows of one block: a multiple of 16, also if there is only one block.
+        """Rows per block, rounded up to a multiple of 16.
 
         Example:
             >>> Embedding.get_vocab_shard_size(100, 1), Embedding.get_vocab_shard_size(100, 4)
@@ -99,7 +99,7 @@ class Embedding(Module):
 
     @staticmethod
     def get_offsets(vocab_size: int, n_shards: int) -> np.ndarray:
-        """The row of the whole table that each block begins with.
+        """First table row of each block.
 
         Example:
             >>> Embedding.get_offsets(100, 4)
@@ -109,7 +109,7 @@ class Embedding(Module):
 
 
 class TiedEmbedding(Module):
-    """The rows of a table that indices pick, and the table, for the logits at the end of a model: ``x @ table.T``.
+    """Table lookup that also returns the table, for final logits: ``x @ table.T``.
 
     Variable: `weight` of shape (vocab_size, hidden_size), a truncated normal distribution with the standard deviation
     0.02. Its gradient is the sum of both uses.

@@ -52,7 +52,7 @@ Each of these rows is picked once at most, and `inverse` says where to: so gradi
 
 
 class Experts(Module):
-    """A network for each token, chosen by a router: ``sum of gate * expert(token)`` over the experts with most of it.
+    """Mixture of experts: a router selects networks per token, giving ``sum of gate * expert(token)`` over top experts.
 
     Replicas of a `group` have some experts each, and tokens of their own. Tokens are sent to the replicas that have
     their experts, and back: two all-to-alls, and two for the gradients. An expert takes as many tokens of each replica
@@ -112,7 +112,7 @@ class Experts(Module):
         self.group = group
 
     def build(self, x: popxl.Tensor) -> tuple[popxl.Tensor, popxl.Tensor]:
-        """`x` of shape (..., width) to the same, and a float32 scalar to be added to the loss, some 0.01 of it.
+        """Map `x` of shape (..., width) to equal shape, plus a float32 auxiliary loss to scale by about 0.01.
 
         That is 1 where the tokens of this replica are divided evenly among experts, and more where they are not: the
         number of experts times the sum, over them, of the share of tokens that choose one and its mean probability
@@ -159,7 +159,7 @@ class Experts(Module):
         return ops.collectives.replicated_all_to_all(self._own_experts(there), 1, 0, self.group)
 
     def _own_experts(self, there: popxl.Tensor) -> popxl.Tensor:
-        """The networks of this replica, each on its tokens: (experts, tokens, width) to the same."""
+        """Apply the replica's experts to their tokens: (experts, tokens, width) to equal shape."""
         experts, _, width = there.shape
         hidden = 4 * width if self.hidden is None else self.hidden
         group = None if self.group is None else resolved(self.group, "Experts: `group`")

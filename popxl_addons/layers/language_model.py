@@ -28,7 +28,7 @@ __all__ = ["LanguageConfig", "LanguageModel"]
 
 
 class LanguageConfig(BaseModel):
-    """What a language model is made of.
+    """Architecture settings of a language model.
 
     Attributes:
         vocabulary: how many tokens there are.
@@ -77,7 +77,7 @@ class LanguageConfig(BaseModel):
 
     @classmethod
     def from_hugging_face(cls, place: str | os.PathLike[str] | Mapping[str, Any]) -> Self:
-        """The same of a `config.json`, of its folder, or of what is in it: of GPT-2, Llama, Mistral, Qwen 2 or Qwen 3.
+        """Read a `config.json`, its folder, or its content: GPT-2, Llama, Mistral, Qwen 2 or Qwen 3.
 
         `ValueError` for another kind of model, or one with parts that the kit does not have.
 
@@ -101,7 +101,7 @@ class LanguageConfig(BaseModel):
         )
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """What a `config.json` beside the weights of such a model says, for other programs that read them.
+        """Content of a Hugging Face `config.json` for such a model.
 
         `ValueError` if no model of Hugging Face's that is known here is made so.
 
@@ -120,7 +120,7 @@ class LanguageConfig(BaseModel):
         return said
 
     def _spelled(self) -> dict[str, Any]:
-        """All of it, with what is meant by what is left out."""
+        """Complete settings with explicit defaults."""
         meant = {"key_heads": self.heads, "channels": self.width // self.heads, "hidden": 4 * self.width}
         said = self.model_dump()
         return said | {name: value for name, value in meant.items() if said[name] is None}
@@ -176,7 +176,7 @@ def _as_llama(config: LanguageConfig) -> dict[str, Any]:
 
 
 def _check_settings(said: Mapping[str, Any], hint: str = "", **expected: tuple[Any, ...]) -> None:
-    """`ValueError` for settings that the kit has no layers for."""
+    """Raise `ValueError` for settings without matching layers."""
     if unknown := [f"{k}={said[k]!r}" for k, values in expected.items() if k in said and said[k] not in values]:
         raise ValueError(
             f"LanguageConfig: there are no layers for {', '.join(unknown)}, of a {said['model_type']}.{hint}"
@@ -240,7 +240,7 @@ def _llama(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stretch(turning: Mapping[str, Any]) -> Stretch | None:
-    """How rotary positions are stretched, by what a file says of them."""
+    """Rotary position scaling from file settings."""
     way = turning.get("rope_type", turning.get("type", "default"))
     if way == "default":
         return None
@@ -257,7 +257,7 @@ def _stretch(turning: Mapping[str, Any]) -> Stretch | None:
 
 
 class _Remembering(TransformerBlock):
-    """A block that keeps keys and values of what it has read of some texts, in the variables `keys` and `values`."""
+    """A block with key-value cache in the variables `keys` and `values`."""
 
     def __init__(self, texts: int, room: int, *args: Any) -> None:
         super().__init__(*args)
@@ -286,7 +286,7 @@ class _Remembering(TransformerBlock):
 
 
 class LanguageModel(Module):
-    """A model that says of each place of a text how likely each token is to come next.
+    """A language model: next-token logits for each text position.
 
     Each layer is a call of one graph, so that it is compiled once.
 

@@ -13,7 +13,7 @@ from popxl_addons.ops.layer_norm_distributed import layer_norm_distributed
 
 
 class LayerNormDistributed(Module):
-    """`layer_norm_distributed` with its weights, divided in the same way: ``weight`` of ones and ``bias`` of zeros.
+    """`layer_norm_distributed` with equally sharded weights: ``weight`` of ones, ``bias`` of zeros.
 
     Args:
         replica_grouping: the replicas among which the channels are divided: a grouping, or names of axes. Replicas with

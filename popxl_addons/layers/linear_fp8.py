@@ -18,7 +18,7 @@ _GRADIENT_MARGIN = 3
 
 
 class LinearFP8(Linear):
-    """`Linear` with operands in float8: those of the forward product in float8_143, the gradient in float8_152.
+    """`Linear` with float8 operands: float8_143 in the forward product, float8_152 for the gradient.
 
     Products are summed in float32 and rounded once, to the dtype of `x` (in PopXL to float16). The gradient is written
     by hand, and keeps operands in float8; so outline the layer with `call_module`, or use its own graph.
@@ -67,7 +67,7 @@ class LinearFP8(Linear):
         return self._with_bias(_matmul(x8.value, weight8.value, x.dtype))
 
     def build_grad(self, dLdy: popxl.Tensor) -> popxl.Tensor:
-        """The gradient of `x`; those of the variables go to `var_grad`."""
+        """Gradient of `x`; variable gradients go to `var_grad`."""
         x8 = _Float8(self.aux["x"], self.aux["x_scale"])
         weight8 = _Float8(self.aux["weight"], self.aux["weight_scale"])
         scale = self._scale(dLdy, popxl.float8_152) - _GRADIENT_MARGIN
@@ -85,7 +85,7 @@ class LinearFP8(Linear):
 
 
 class _Float8(NamedTuple):
-    """A tensor in float8, and the power of two that it was multiplied by before."""
+    """A float8 tensor with its power-of-two scale."""
 
     scaled: popxl.Tensor
     log2_scale: popxl.Tensor
@@ -96,12 +96,12 @@ class _Float8(NamedTuple):
 
     @property
     def value(self) -> popxl.Tensor:
-        """What is left of the tensor, as float32."""
+        """Float32 value without scale."""
         return ops.pow2scale_cast_from_fp8(self.scaled, -self.log2_scale, popxl.float32)
 
 
 def _matmul(lhs: popxl.Tensor, rhs: popxl.Tensor, dtype: popxl.dtype) -> popxl.Tensor:
-    """The product of values in float8, which are exact at the lowest precision that a machine multiplies with.
+    """Product of float8 values, exact at any machine's lowest precision.
 
     `ops.matmul_pow2scaled` takes one scale, which the sum of two can exceed: zeros and small gradients have large ones.
     """
@@ -109,5 +109,5 @@ def _matmul(lhs: popxl.Tensor, rhs: popxl.Tensor, dtype: popxl.dtype) -> popxl.T
 
 
 def _rows(t: popxl.Tensor) -> popxl.Tensor:
-    """All axes but the last as one."""
+    """Flatten all axes except the last."""
     return t if t.rank == 2 else t.reshape((-1, t.shape[-1]))

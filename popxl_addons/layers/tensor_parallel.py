@@ -32,7 +32,7 @@ class _RowParallelLinear(Linear):
         self.group = group
 
     def build(self, x: popxl.Tensor) -> popxl.Tensor:
-        """The own part of `x`, of shape (..., in), to (..., out_features), the same on all replicas of the group."""
+        """Map the own shard of `x`, shape (..., in), to (..., out_features), equal on all group members."""
         y = replicated_all_reduce_identical_grad_inputs(x @ self._weight(x), group=self.group)
         if not self.bias:
             return y
@@ -41,7 +41,7 @@ class _RowParallelLinear(Linear):
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How a pair of linear layers is divided among the replicas of a group; not at all without a group.
+    """Division of linear layer pairs over a replica group; trivial without group.
 
     Attributes:
         layer: the name of what is divided, for errors.
@@ -58,11 +58,11 @@ class TensorParallel:
 
     @property
     def size(self) -> int:
-        """The number of replicas that have a part each."""
+        """Number of shards."""
         return 1 if self.group is None else self.group.group_size
 
     def share(self, count: int, what: str) -> int:
-        """The part of `count` that each replica has. `ValueError` if the parts are not equal."""
+        """Shard size of `count`. Raises `ValueError` for unequal shards."""
         if count % self.size:
             raise ValueError(
                 f"{self.layer}: {what} is {count}; expected a multiple of {self.size}, the number of replicas along "
@@ -71,13 +71,13 @@ class TensorParallel:
         return count // self.size
 
     def columns(self, out_features: int, bias: bool) -> Linear:
-        """The first layer, `out_features` wide on each replica. Its input has to be `entered`."""
+        """First layer, `out_features` wide per replica. Its input must be `entered`."""
         if self.group is None:
             return Linear(out_features, bias=bias)
         return Linear(out_features, bias=bias, replica_grouping=self.group.transpose(), group_axis=1)
 
     def rows(self, out_features: int, bias: bool) -> Linear:
-        """The second layer, whose result is the same on all replicas."""
+        """Second layer, with equal results on all replicas."""
         return (
             Linear(out_features, bias=bias)
             if self.group is None
@@ -85,11 +85,11 @@ class TensorParallel:
         )
 
     def entered(self, t: popxl.Tensor) -> popxl.Tensor:
-        """`t`, the same on all replicas, of which each uses it for its part: the gradients of the parts are summed."""
+        """Mark `t`, equal on all replicas, as input of sharded layers: gradients are summed."""
         return t if self.group is None else replicated_all_reduce_identical_inputs(t, group=self.group)
 
     def own_seed(self, seed: popxl.Tensor) -> popxl.Tensor:
-        """A seed for the part of this replica, from one that is the same on all: parts drop different elements."""
+        """Derive a replica-specific seed from a common seed, for independent dropout per shard."""
         if self.group is None:
             return seed
         seeds = ops.split_random_seed(seed, self.size)

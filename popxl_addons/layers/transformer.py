@@ -29,7 +29,7 @@ __all__ = ["MLP", "Attention", "Cache", "TransformerBlock"]
 
 
 class Cache(NamedTuple):
-    """What has been read of texts. Any tuple of these will do.
+    """Key-value cache of texts, as a plain tuple.
 
     Attributes:
         keys, values: of shape (batch, key heads, room, channels). They are changed in place, so in a graph they are
@@ -50,7 +50,7 @@ class Cache(NamedTuple):
 
 
 class Attention(Module):
-    """What each place of a text takes from the places before it, by several heads.
+    """Multi-head causal attention over text positions.
 
     Variables, of the dtype of `x`: those of the `Linear` layers `query`, `key`, `value` and `output`, and maybe of the
     `RMSNorm` layers `query_norm` and `key_norm`. The projections have ``heads * channels`` or ``key_heads * channels``
@@ -165,14 +165,14 @@ class Attention(Module):
         return self.output(mixed.transpose((0, 2, 1, 3)).reshape((batch, length, heads * channels)))
 
     def _first(self, length: int) -> popxl.Tensor:
-        """The place in the text of the first that this replica has."""
+        """Text position of the replica's first element."""
         if self.group is None:
             return popxl.constant(0, popxl.int32)
         size = resolved(self.group, "Attention: `group`").group_size
         return ops.collectives.replicated_slice(ops.arange(0, size * length, length), group=self.group)
 
     def _check(self, x: popxl.Tensor, kept: Cache | None) -> None:
-        """`ValueError` for a text that does not fit the heads or the cache."""
+        """Raise `ValueError` for texts incompatible with heads or cache."""
         if x.rank != 3:
             raise ValueError(f"Attention: `x` has the shape {x.shape}; expected (batch, length, width).")
         if self.channels is None and x.shape[-1] % self.heads:
@@ -197,7 +197,7 @@ _append_ = OpKind(
 
 
 def _appended(known: popxl.Tensor, new: popxl.Tensor, first: popxl.Tensor, slot: popxl.Tensor | None) -> popxl.Tensor:
-    """A cache with new rows from `first` on, in place: of all texts, or of the one in a slot."""
+    """Write new rows into a cache in place from position `first`: for all texts, or one slot."""
     if slot is not None:
         start = ops.concat([slot.reshape((1,)), first.reshape((1,))])
         return ops.dynamic_update_(known, start, new, axes=[0, 2], sizes=[1, new.shape[2]], no_overlap=True)
@@ -208,14 +208,14 @@ def _appended(known: popxl.Tensor, new: popxl.Tensor, first: popxl.Tensor, slot:
 
 
 def _visible_positions(length: int, room: int, first: popxl.Tensor, causal: bool) -> popxl.Tensor:
-    """Which places of a cache the rows from `first` on see: those that have been read, up to themselves if `causal`."""
+    """Mask of cache positions visible to rows from `first`: earlier ones, or all read ones without `causal`."""
     last = ops.arange(length).reshape((length, 1)) if causal else popxl.constant(length - 1, popxl.int32)
     last = last + first.astype(popxl.int32).reshape((*first.shape, *[1] * 3 * first.rank))
     return last >= ops.arange(room).reshape((1, room))
 
 
 def _among(seen: popxl.Tensor, mask: popxl.Tensor | None) -> popxl.Tensor:
-    """What a mask leaves of what is seen."""
+    """Combine visibility with a mask."""
     if mask is None:
         return seen
     return ops.logical_and(seen, mask) if mask.dtype is popxl.bool else ops.where(seen, mask, -math.inf)
@@ -228,14 +228,14 @@ Activation = Literal["gelu", "geluerf", "relu", "swiglu"]
 
 
 def checked_activation(layer: str, activation: Activation) -> Activation:
-    """The argument of a layer; `ValueError` if it is none."""
+    """Check an activation argument. Raises `ValueError` for unknown ones."""
     if not is_one_of(activation, get_args(Activation)):
         raise ValueError(f"{layer}: `activation` is {activation!r}; expected 'gelu', 'geluerf', 'relu' or 'swiglu'.")
     return activation
 
 
 def activated(activation: Activation, layer: Callable[[str], popxl.Tensor]) -> popxl.Tensor:
-    """What goes down again, of the layers `up` and, where there is one, `gate`."""
+    """Activation of layer `up`, gated by optional layer `gate`."""
     if activation == "swiglu":
         gate = ops.swish(layer("gate"))
         return gate * layer("up")

@@ -30,7 +30,7 @@ _IN_THE_GRADIENT: Mapping[Identical, Identical] = {
 
 
 def all_reduces(op_type: str, known: Mapping[str, str]) -> Callable[..., popxl.Tensor]:
-    """Declare an op, and say how to add it to a graph: `(name, t, op, group, identical="nothing")`.
+    """Declare all-reduce ops and a recording function: `(name, t, op, group, identical="nothing")`.
 
     Args:
         op_type: what printed graphs call the op.
@@ -76,7 +76,7 @@ def all_reduces(op_type: str, known: Mapping[str, str]) -> Callable[..., popxl.T
 
 
 def known_reduction(name: str, op: str, known: Mapping[str, str]) -> str:
-    """What `popxl.ops.collectives` calls the reduction `op` of the function `name`.
+    """Canonical name of reduction `op` for function `name`.
 
     Raises:
         ValueError: for a name that no collective knows.

@@ -11,7 +11,7 @@ from popxl import fp8_utils
 
 
 class FpDef(NamedTuple):
-    """A binary floating point format: the fields of `popxl.fp8_utils.FpDef`, and the range that follows from them."""
+    """Binary floating-point format: fields of `popxl.fp8_utils.FpDef`, plus derived range."""
 
     num_exp_bits: int
     num_mantissa_bits: int
@@ -34,7 +34,7 @@ float8_definitions = {popxl.float8_143: float8_143_def, popxl.float8_152: float8
 
 
 def check_scale_arguments(function: str, src: popxl.Tensor, dtype: popxl.dtype) -> None:
-    """`RuntimeError` unless a scale can be chosen: for a tensor of a half or float32, and a float8 format."""
+    """Raise `RuntimeError` unless tensor (half or float32) and format (float8) permit scaling."""
     if not isinstance(src, popxl.Tensor) or not (src.dtype.is_half or src.dtype is popxl.float32):
         raise RuntimeError(f"{function}: `src` is {src!r}; expected a tensor of float16, bfloat16 or float32.")
     if dtype not in float8_definitions:
@@ -42,5 +42,5 @@ def check_scale_arguments(function: str, src: popxl.Tensor, dtype: popxl.dtype) 
 
 
 def floor_log2(x: Any) -> Any:
-    """The exponent of a positive array, exactly; a logarithm is an ulp off for some powers of two."""
+    """Exact exponent of positive numbers; floating-point logarithms may miss powers of two by one ulp."""
     return jnp.frexp(x)[1] - 1

@@ -129,8 +129,7 @@ def ring_attention(
     scale: float | None = None,
     group: Groups | None = None,
 ) -> popxl.Tensor:
-    """`ops.attention` over texts that the members of a group have some places of each: those of one member follow those
-    of the one before.
+    """`ops.attention` over texts sharded by position, with consecutive positions on consecutive group members.
 
     Keys and values go from member to member, in one step less than there are members. No member ever has more than two
     pieces of them, so texts may be as many times longer. In a step each member looks at all that has come. With

@@ -54,7 +54,7 @@ def sample_token(
     top_k: int | None = None,
     top_p: float = 1.0,
 ) -> popxl.Tensor:
-    """Draw tokens from the distributions that logits are of.
+    """Sample tokens from logit distributions.
 
     The logits are divided by `temperature`; then the `top_k` largest are kept; then of these as few of the most likely
     as have a share of `top_p` together. Of the rest, a number of `draws` picks the token at which the sum of the shares

@@ -30,8 +30,8 @@ def host_load(
 
 
 def host_store(t: popxl.Tensor, num_host_transfers: int | None = None) -> popxl.DeviceToHostStream:
-    """Send `t` to the host over a new stream ``<t.name>_stream``, which is returned. `num_host_transfers` is as for
-    `popxl.d2h_stream`: 1 for a loss that is stored once a run.
+    """Store `t` to a new stream ``<t.name>_stream`` and return the stream. `num_host_transfers` as in
+    `popxl.d2h_stream`: 1 for a loss stored once per run.
 
     Example:
         >>> with popxl.Ir().main_graph:

@@ -15,7 +15,7 @@ __all__ = ["AdamOptimizerStep"]
 
 
 class AdamOptimizerStep(Module):
-    """One step of AdamW on one variable, in place. `Module` takes the arguments, such as ``cache=True``.
+    """In-place AdamW step on one variable. Accepts `Module` arguments such as ``cache=True``.
 
     See also ``torch.optim.AdamW``, and "Decoupled Weight Decay Regularization" (Loshchilov and Hutter, 2019).
 
@@ -123,7 +123,7 @@ def _in_true_units(
     global_norm: popxl.Tensor | None,
     global_norm_max: float | popxl.Tensor | None,
 ) -> popxl.Tensor:
-    """The gradient without the loss scaling, and clipped by the norm of all; as it is where neither applies."""
+    """Gradient without loss scaling, clipped by global norm; unchanged if neither applies."""
     scale = 1 / _factor(loss_scaling, "loss_scaling")
     if global_norm is not None:
         limit = _factor(global_norm_max, "global_norm_max")
@@ -133,6 +133,6 @@ def _in_true_units(
 
 
 def _factor(value: Any, name: str) -> Any:
-    """A number as a float, a tensor as float32."""
+    """Convert numbers to float, tensors to float32."""
     value = factor(value, f"AdamOptimizerStep: `{name}`")
     return cast_if_needed(value, popxl.float32) if isinstance(value, popxl.Tensor) else value

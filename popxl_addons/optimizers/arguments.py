@@ -13,7 +13,7 @@ __all__ = ["check_floating", "numbers", "weight_decays"]
 
 
 def check_floating(dtype: Any, what: str) -> popxl.dtype:
-    """A dtype for what is updated by small steps. `ValueError` for integers and complex numbers."""
+    """Check an update dtype. Raises `ValueError` for integer and complex types."""
     check_dtype(dtype, what)
     if not dtype.is_floating_point:
         raise ValueError(
@@ -23,12 +23,12 @@ def check_floating(dtype: Any, what: str) -> popxl.dtype:
 
 
 def numbers(optimizer: str, **values: Any) -> dict[str, float]:
-    """The numbers in an optimiser's formula, by name. `TypeError` for what is none."""
+    """Check named hyperparameters. Raises `TypeError` for non-numbers."""
     return {name: float(number(value, f"{optimizer}: `{name}`")) for name, value in values.items()}
 
 
 def weight_decays(optimizer: str, weight_decay: Any, decays: Any) -> Callable[[str], float]:
-    """The weight decay of a variable, by its name."""
+    """Weight decay by variable name."""
     decay = numbers(optimizer, weight_decay=weight_decay)["weight_decay"]
     if not callable(decays):
         raise TypeError(

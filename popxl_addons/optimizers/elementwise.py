@@ -20,7 +20,7 @@ _ELEMENTWISE = frozenset(
 
 
 def combining(function: Callable[..., Any], *args: Any) -> list[str]:
-    """The primitives that may make one element of others, as sums and products of matrices do; traced only.
+    """Primitives that may combine elements, such as sums and matrix products, found by tracing.
 
     Args:
         function: of trees of arrays.

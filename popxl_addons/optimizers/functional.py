@@ -48,7 +48,7 @@ Scale = float | popxl.Tensor | LossScale
 
 @dataclass(frozen=True)
 class Trained:
-    """A variable that is trained, or one replica's piece of it.
+    """A trained variable, or one replica's shard.
 
     Attributes:
         name: its dotted name.
@@ -73,7 +73,7 @@ class Trained:
 
     @property
     def axis(self) -> int | None:
-        """The axis along which several groups of replicas have parts of one value, if they do."""
+        """Axis along which group values form one whole value, if any."""
         return self.group_axis if self.grouping.num_groups > 1 else None
 
     @property
@@ -82,7 +82,7 @@ class Trained:
         return self.grouping.const_rg.group_size // self.pieces
 
     def state(self, name: str, dtype: popxl.dtype, shape: tuple[int, ...] | None = None, start: Any = 0) -> Variable:
-        """A variable that belongs to it: in groups and pieces as it is, if of its shape."""
+        """Create an associated state variable; equal shapes inherit grouping and sharding."""
         data = np.broadcast_to(np.asarray(start, dtype.as_numpy()), self.whole_shape if shape is None else shape)
         pieces, axis = self.pieces if shape is None else 1, self._group_axis_of(data.shape)
         is_reduced = self.axis is not None and axis is None  # then all groups have the same
@@ -97,7 +97,7 @@ class Trained:
 
 
 def _trained(optimizer: str, variables: Tensors, gradients: Tensors) -> list[Trained]:
-    """The variables with their gradients. All that is missing or does not fit is told at once."""
+    """Pair variables with gradients, reporting all mismatches together."""
     graph = popxl.gcg()
     if graph is not popxl.gmg():
         raise ValueError(
@@ -155,7 +155,7 @@ def _by_name(optimizer: str, what: str, tensors: Tensors) -> dict[str, popxl.Ten
 
 
 def _sequence(optimizer: str, what: str, tensors: Any) -> list[Any]:
-    """An argument that has to be a sequence, if it has no names."""
+    """Check a sequence argument without names."""
     if isinstance(tensors, str) or not isinstance(tensors, Iterable):
         raise TypeError(
             f"{optimizer}: `{what}` must be tensors by name, or a sequence of tensors; got {tensors!r:.200} "
@@ -184,7 +184,7 @@ def _norm(trained: Iterable[Trained], loss_scaling: float | popxl.Tensor, placem
 
 
 def global_norm(variables: Tensors, gradients: Tensors, loss_scaling: float | popxl.Tensor = 1.0) -> popxl.Tensor:
-    """The norm of all gradients of a model, as of one long vector: a float32 scalar, the same on all replicas.
+    """Global norm of all gradients: a float32 scalar, equal on all replicas.
 
     Of variables in pieces, or with a value for each group of replicas, the gradients of all pieces and groups count,
     and each once.
@@ -201,7 +201,7 @@ def global_norm(variables: Tensors, gradients: Tensors, loss_scaling: float | po
 
 
 def _finite(trained: Sequence[Trained], placement: Placement) -> popxl.Tensor:
-    """Whether all gradients are finite, on all replicas: on the current IPU."""
+    """Whether all gradients are finite on all replicas, for the current IPU."""
     here, parts = get_current_context().ipu_id, dict[int | None, list[Trained]]()
     for each in trained:
         parts.setdefault(placement.ipu_of(each.gradient), []).append(each)
@@ -215,7 +215,7 @@ def _finite(trained: Sequence[Trained], placement: Placement) -> popxl.Tensor:
 
 
 class Step:
-    """One step of an optimiser: what its formulas are given for each variable.
+    """One optimizer step: formula inputs for each variable.
 
     Args:
         optimizer: its name.
@@ -257,7 +257,7 @@ class Step:
             self.state |= {"loss_scaling.value": scale, "loss_scaling.good_steps": loss_scaling.good_steps}
 
     def kept(self, each: Trained, **slots: Any) -> list[popxl.Tensor]:
-        """The state of one variable: by name its dtype, or its dtype and shape."""
+        """State of one variable: named dtypes, optionally with shapes."""
         made = []
         for name, how in slots.items():
             v = each.state(name, *(how if isinstance(how, tuple) else (how,)))
@@ -267,7 +267,7 @@ class Step:
 
     @cached_property
     def factors(self) -> tuple[popxl.Tensor, ...]:
-        """The learning rate, what gradients are multiplied by, and maybe whether the step is made."""
+        """Learning rate, gradient factor, and optional step condition."""
         known = tuple(
             each if isinstance(each, popxl.Tensor) else popxl.constant(each, popxl.float32)
             for each in (self.lr, self.scale)
@@ -275,7 +275,7 @@ class Step:
         return known if self.finite is None else (*known, self.finite)
 
     def update(self, kind: OpKind, each: Trained, slots: Mapping[str, Any], **how: Any) -> None:
-        """Update one variable, on its IPU, by an op that takes state of it; `slots` are as for `kept`."""
+        """Update one variable and its state by an op on its IPU; `slots` as for `kept`."""
         ipu = self._placement.ipu_of(each.tensor)
         gradient, number, *factors = (self._placement.on(t, ipu) for t in (each.gradient, self.number, *self.factors))
         with get_current_context().set(ipu_id=ipu):
@@ -288,7 +288,7 @@ class Step:
 
 
 def _formula(name: str, function: Callable[..., Any], *slots: str, traits: Iterable[Trait] = ()) -> OpKind:
-    """An op of a formula on float32 arrays, which overwrites the variable and its state."""
+    """Declare an op that applies a float32 formula, overwriting variable and state."""
 
     def lowering(variable: Array, gradient: Array, step: Array, *others: Array, **numbers: Any) -> tuple[Array, ...]:
         kept, (lr, scale, *made) = others[: len(slots)], others[len(slots) :]
@@ -307,14 +307,14 @@ def _formula(name: str, function: Callable[..., Any], *slots: str, traits: Itera
 
 
 def select_if_finite(made: Sequence[Array], new: Iterable[Array], old: Iterable[Array]) -> tuple[Array, ...]:
-    """What a step leaves: the new arrays, unless `made` has one element, and that says no."""
+    """Select new arrays, or old ones if the one-element condition `made` is false."""
     return tuple(new) if not made else tuple(jnp.where(made[0], *each) for each in zip(new, old, strict=True))
 
 
 def _updated(
     step: Step, kind: OpKind, slots: Mapping[str, popxl.dtype], decay: Callable[[str], float], **numbers: Any
 ) -> NamedTensors:
-    """Update all variables by an op that takes state of their shapes. Returns the state of the optimiser."""
+    """Update all variables and their state. Returns optimizer state."""
     for each in step.trained:
         step.update(kind, each, slots, **numbers, decay=decay(each.name))
     return step.named_state
@@ -347,7 +347,7 @@ def adamw(
     loss_scaling: Scale = 1.0,
     moment_dtype: popxl.dtype = popxl.float32,
 ) -> NamedTensors:
-    """One step of AdamW on all variables, in place: call it once, in the main graph.
+    """In-place AdamW step on all variables: call once, in the main graph.
 
     Args:
         variables: what to train, by name or in a sequence: variables, or each replica's pieces of them.
@@ -469,7 +469,7 @@ def lion(
     loss_scaling: Scale = 1.0,
     moment_dtype: popxl.dtype = popxl.float32,
 ) -> NamedTensors:
-    """One step of Lion on all variables, in place: only the sign of the momentum counts.
+    """In-place Lion step on all variables, using only momentum signs.
 
     Args:
         beta1: how much of the momentum is in the direction of a step.
@@ -536,7 +536,7 @@ def _adafactor_in_groups(
     holders: tuple[int, int] | None = None,
     **numbers: float,
 ) -> tuple[Array, ...]:
-    """`group` is all replicas; `holders` those that hold the pieces of a group's part, if there are pieces."""
+    """Adafactor over replica groups: `group` spans all replicas, `holders` the shards of one group value."""
     own = Means() if holders is None else MeansOverPieces(Within(group, *holders), whole, pieces)
     return _adafactor_formula(*arrays, means=MeansOverGroups(own, group, axis), **numbers)
 
@@ -567,7 +567,7 @@ def adafactor(
     clip_norm: float | None = None,
     loss_scaling: Scale = 1.0,
 ) -> NamedTensors:
-    """One step of Adafactor on all variables, in place: of a matrix, the state is a row and a column.
+    """In-place Adafactor step on all variables, with factored row and column state for matrices.
 
     The formula is PyTorch's, with its defaults for float32. Optax's has other ones: it takes as matrices only what has
     two dimensions of at least 128, and of more than two dimensions the two largest, where this takes the last two; it

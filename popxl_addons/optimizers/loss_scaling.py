@@ -63,7 +63,7 @@ class DynamicLossScaling:
 
 @dataclass(frozen=True)
 class LossScale:
-    """A loss scaling in a program: start the gradient of the loss with its `value`, and give it to the optimiser.
+    """In-program loss scaling: multiply the loss gradient by `value`, then pass it to the optimizer.
 
     Attributes:
         settings: how it changes.
@@ -76,7 +76,7 @@ class LossScale:
     good_steps: Variable
 
     def update_(self, finite: popxl.Tensor) -> None:
-        """Adapt the factor to whether the gradients of a step were finite, in place."""
+        """Adapt the scale in place to whether gradients were finite."""
         how = self.settings
         _scaled(
             self.value,
@@ -118,7 +118,7 @@ _are_finite = OpKind(
 
 
 def all_finite(tensors: Iterable[popxl.Tensor], everywhere: bool = False) -> popxl.Tensor:
-    """Whether all elements of all tensors are finite: a bool scalar.
+    """Whether all tensor elements are finite, as a bool scalar.
 
     Args:
         tensors: floats, at least one.

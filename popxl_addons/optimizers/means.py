@@ -39,7 +39,7 @@ class Means:
 
 
 class MeansOverPieces(Means):
-    """Means over arrays of which each replica holds a piece, as a flat array with zeros after the end of the whole.
+    """Means over sharded arrays; shards are flat, zero-padded at the end.
 
     A piece is laid into lines that are as long as the rows of the whole, at the place where it begins in its row. Sums
     over lines and columns then are dense, and what replicas tell each other is as long as the means.
@@ -76,11 +76,11 @@ class MeansOverPieces(Means):
 
     @property
     def _start(self) -> Array:
-        """The place of the own piece in the whole."""
+        """Offset of the own shard."""
         return self.group.rank % self.pieces * self.length
 
     def _lines(self, t: Array) -> tuple[Array, Array]:
-        """The own piece in lines, and which row the first of them is."""
+        """The own shard in lines, with the first line's row number."""
         columns = self.whole[-1]
         count = -(-self.length // columns) + 1
         first, place = self._start // columns, self._start % columns
@@ -129,7 +129,7 @@ class MeansOverGroups(Means):
 
 
 class Within(Group):
-    """A smaller group, for an op that talks to all replicas, too. The values of all are gathered for it."""
+    """A subgroup for an op over all replicas; values of all replicas are gathered."""
 
     def __init__(self, everyone: Group, stride: int, size: int) -> None:
         super().__init__(everyone.count, stride, size)

@@ -23,7 +23,7 @@ __all__ = ["from_optax"]
 
 
 def from_optax(transformation: Any) -> Callable[..., NamedTensors]:
-    """An optimiser of any transformation of Optax's: a function of variables and gradients, as `adamw` is one.
+    """Convert an Optax transformation to an optimizer: a function of variables and gradients, like `adamw`.
 
     The first step that runs makes the first state, of what the variables hold then; until it has, the state is zeros.
     State that belongs to a variable is in pieces where the variable is. A transformation that looks at a whole variable
@@ -95,7 +95,7 @@ def _by_optax(
 
 
 def _warn_of_parts(trained: Iterable[Trained], steps: _OptaxSteps, wholes: Mapping[str, Any]) -> None:
-    """Warn of an update that combines elements where replicas have some of them only."""
+    """Warn about updates combining elements that replicas hold in parts."""
     divided = [each.name for each in trained if each.tensor.meta_shape or each.grouping.num_groups > 1]
     if divided and (combined_by := combining(steps.update, wholes, steps.first, wholes, *steps.values)):
         warn_at(
@@ -109,7 +109,7 @@ def _warn_of_parts(trained: Iterable[Trained], steps: _OptaxSteps, wholes: Mappi
 
 
 class _OptaxSteps:
-    """The steps of a transformation with variables of these names. It is traced only: building starts no device.
+    """Steps of an Optax transformation for named variables, by tracing only: no device starts.
 
     Args:
         transformation: the transformation.
@@ -170,8 +170,8 @@ class _OptaxSteps:
 
     @property
     def kind(self) -> OpKind:
-        """The op that makes one step with variables, state, gradients, maybe the loss, the number of the step, and what
-        gradients are multiplied by. The first step begins with the state that the transformation begins with."""
+        """Declare the op for one step: variables, state, gradients, optional loss, step number, gradient factor. The
+        first step starts from initial state."""
         names, count = self._names, len(self._names)
         changed = count + self._tree.num_leaves
         given = changed + count
@@ -199,7 +199,7 @@ class _OptaxSteps:
 
 
 def _last_of(names: Iterable[str], path: Sequence[Any]) -> str:
-    """The last of some names on the path to a leaf; "" for none."""
+    """Last matching name on a leaf's path; "" without match."""
     keys = (each.key for each in reversed(path) if isinstance(each, jax.tree_util.DictKey))
     return next((key for key in keys if key in names), "")
 
@@ -209,12 +209,12 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _key_data(leaf: Any) -> Array:
-    """What is kept of a leaf of the state: of random keys, which no tensor can hold, their numbers."""
+    """Storable form of a state leaf: numbers of random keys, which tensors cannot hold."""
     leaf = jnp.asarray(leaf) if not hasattr(leaf, "dtype") else leaf
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
 def _initial_leaf(is_first: Array, first: Any, kept: Array) -> Array:
-    """A leaf of the state, of what is kept of it, or as it begins."""
+    """State leaf restored from storage, or initialized."""
     now = jnp.where(is_first, jnp.asarray(_key_data(first)).astype(kept.dtype), kept)
     return jax.random.wrap_key_data(now, impl=jax.random.key_impl(first)) if _is_key(jnp.asarray(first)) else now

@@ -10,7 +10,7 @@ __all__ = ["Placement"]
 
 
 class Placement:
-    """The IPUs of the tensors of the main graph, and copies of tensors on the IPUs that need them."""
+    """IPU placement of main-graph tensors, with copies on demand."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[popxl.Tensor, int], popxl.Tensor] = {}
@@ -18,12 +18,12 @@ class Placement:
         self._read_on = reading_ipus(popxl.gmg())
 
     def ipu_of(self, t: popxl.Tensor) -> int | None:
-        """The IPU whose op makes a tensor; of a variable, the first that reads it; the current one, if none does."""
+        """IPU of the producing op; for variables, of the first reader; by default the current IPU."""
         ipu = next(iter(self._read_on.get(t, ())), None) if t.origin.producer is None else final_ipu(t)
         return self._current if ipu is None else ipu
 
     def on(self, t: popxl.Tensor, ipu: int | None) -> popxl.Tensor:
-        """`t` on an IPU: itself where it is there already, or where nothing has used it yet; otherwise a copy."""
+        """`t` on an IPU: itself if already there or unused, otherwise a copy."""
         is_free = t.origin.producer is None and t not in self._read_on and t.location[0] is None
         if ipu is None or is_free or self.ipu_of(t) == ipu:
             return t

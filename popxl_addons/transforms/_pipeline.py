@@ -42,7 +42,7 @@ Waiting = dict[str, deque[Any]]
 
 
 def get_op_pipeline_stage(op: Op, op_dict: Mapping[OpId, int]) -> int:
-    """The stage of an op, given the stages of all ops by their ids. `RuntimeError` if it has none."""
+    """Stage of an op, looked up by id. Raises `RuntimeError` for missing stages."""
     if op.id not in op_dict:
         raise RuntimeError(
             f"Operation must be created in a stage context. {op!r} ({op.source}) is in a `pipelined_execution` block, "
@@ -52,7 +52,7 @@ def get_op_pipeline_stage(op: Op, op_dict: Mapping[OpId, int]) -> int:
 
 
 class PipelineBoundGraph(BoundGraph):
-    """A stage: a graph whose inputs and outputs stand for tensors of the program, known by the ids they had there.
+    """A pipeline stage: graph inputs and outputs stand for program tensors, identified by original ids.
 
     Example:
         >>> ir = popxl.Ir()
@@ -77,32 +77,32 @@ class PipelineBoundGraph(BoundGraph):
 
     @property
     def original_input_ids(self) -> tuple[str, ...]:
-        """What the inputs stand for, in order."""
+        """Original ids of inputs, in order."""
         return tuple(self._inputs)
 
     @property
     def original_output_ids(self) -> tuple[str, ...]:
-        """What the outputs stand for, in order."""
+        """Original ids of outputs, in order."""
         return tuple(self._output_ids)
 
     def add_variable_input(self, tensor: popxl.Tensor) -> popxl.Tensor:
-        """The input that stands for `tensor` and is bound to it; made if there is none."""
+        """Input bound to `tensor`, created on demand."""
         if tensor.id not in self._inputs:
             self._inputs[tensor.id] = self.graph.add_input_like(tensor)
             self.args[self._inputs[tensor.id]] = tensor
         return self._inputs[tensor.id]
 
     def add_output_tensor(self, tensor: popxl.Tensor, original_id: str) -> None:
-        """Make `tensor` of the graph an output that stands for `original_id`."""
+        """Add output `tensor` for `original_id`."""
         self.graph.add_output(tensor)
         self._output_ids.append(original_id)
 
     def reconnect_input(self, original_id: str, new: popxl.Tensor) -> None:
-        """Bind the input that stands for `original_id` to another tensor."""
+        """Rebind the input for `original_id` to another tensor."""
         self.args[self._inputs[original_id]] = new
 
     def call(self, *args: Any, inputs_dict: TensorMap | None = None) -> tuple[popxl.Tensor, ...]:  # type: ignore[override]
-        """Call the graph, as `BoundGraph.call` does; `inputs_dict` are bindings for this call."""
+        """Call the graph like `BoundGraph.call`; `inputs_dict` overrides bindings."""
         return super().call(*args, args=inputs_dict)
 
 
@@ -133,14 +133,14 @@ class Pipelining:
 
     @cached_property
     def schedule(self) -> PipelineSchedule:
-        """The order in which it works; known when it is applied. `ValueError` if there is none."""
+        """Pipeline schedule, known after application. Raises `ValueError` if absent."""
         stages = range(len(self._ipus))
         needs = [{made_in for _, made_in, read_in in self._read if s in read_in} for s in stages]
         return scheduled("cycles" if self._wanted is None else self._wanted, self._ipus, needs, self.steps)
 
     @cached_property
     def values(self) -> tuple[PipelineValue, ...]:
-        """What waits from stage to stage; known when it is applied."""
+        """Values passed between stages, known after application."""
         rows = dict(zip(self._ipus, self.schedule.device_of, strict=True))
         return tuple(
             PipelineValue(
@@ -150,7 +150,7 @@ class Pipelining:
         )
 
     def _plan(self, by_stage: Sequence[Sequence[Op]]) -> None:
-        """Know where the stages work, and what waits between them. `ValueError` if the schedule does not fit."""
+        """Determine stage devices and waiting values. Raises `ValueError` for an incompatible schedule."""
         self._ipus = [Counter(op.ipu for op in members).most_common(1)[0][0] for members in by_stage]
         makers = _makers(by_stage)
         readers: dict[popxl.Tensor, list[int]] = {}
@@ -162,7 +162,7 @@ class Pipelining:
             self.schedule  # noqa: B018  # what is wrong with it is said before anything moves
 
     def construct_graphs(self, by_stage: Sequence[Sequence[Op]]) -> None:
-        """Move the ops of each stage into a graph of its own; the last stage first, since no other one needs it."""
+        """Move stage ops into separate graphs, last stage first, since no stage depends on it."""
         makers = _makers(by_stage)
         ids = {t: t.id for t in makers}
         self.stages = [
@@ -186,7 +186,7 @@ class Pipelining:
                     self._changed.add(id)
 
     def build(self) -> None:
-        """Add the cycles to the graph: those that fill the pipeline, the loop, and those that drain it."""
+        """Add pipeline cycles to the graph: fill phase, main loop, drain phase."""
         count = len(self.stages)
         waiting: Waiting = {id: deque([None] * wait, wait) for id, wait in self._waits.items()}
         for first_idle in range(1, count):
@@ -197,7 +197,7 @@ class Pipelining:
 
     @popxl.in_sequence()
     def build_scheduled(self) -> None:
-        """Add a call for each task of the schedule, in the order in which they can begin."""
+        """Add a call per scheduled task, in order of earliest start."""
         timeline = self.schedule.simulate()
         made: dict[tuple[str, int], popxl.Tensor] = {}
         for _, (s, m), *_ in timeline.tasks:
@@ -208,7 +208,7 @@ class Pipelining:
                 made.update(zip([(id, m) for id in stage.original_output_ids], stage.call(), strict=True))
 
     def cycle(self, busy: Iterable[int], shared: Mapping[str, popxl.Tensor], waiting: Waiting) -> None:
-        """One call of each busy stage. What they read has been `waiting`, and what they make waits from now on."""
+        """Call each busy stage once. Reads `waiting` values and replaces them."""
         made: dict[str, popxl.Tensor] = {}
         for s in busy:
             stage = self.stages[s]
@@ -220,7 +220,7 @@ class Pipelining:
             queue.append(made.get(id))
 
     def main_cycle(self, waiting: Waiting) -> None:
-        """A loop of all full cycles. It carries what is `waiting`."""
+        """Loop over full cycles, carrying `waiting` values."""
         body = self.graph.ir.create_empty_graph("pipeline_cycle")
         carried = [t for queue in waiting.values() for t in queue]
         with body:
@@ -293,12 +293,12 @@ class Pipelining:
 
 
 def _makers(by_stage: Iterable[Iterable[Op]]) -> dict[popxl.Tensor, int]:
-    """The stage that makes a tensor, for all that the pipeline makes."""
+    """Map pipeline tensors to producing stages."""
     return {t: s for s, members in enumerate(by_stage) for op in members for t in op.outputs}
 
 
 def _chain(t: popxl.Tensor, inside: Container[popxl.Tensor]) -> Iterator[popxl.Tensor]:
-    """A tensor, those whose storage it shares as an alias or view, and so on, as far as the pipeline makes them."""
+    """Follow aliases and views of a tensor through the pipeline."""
     yield t
     if t in inside and t.producer is not None:
         for base in t.producer.bases:
@@ -306,7 +306,7 @@ def _chain(t: popxl.Tensor, inside: Container[popxl.Tensor]) -> Iterator[popxl.T
 
 
 def _stage_tensor(stage: PipelineBoundGraph, t: popxl.Tensor) -> popxl.Tensor:
-    """The tensor of a stage for one from outside; each has constants of its own."""
+    """Stage counterpart of an outside tensor; constants are copied per stage."""
     if not isinstance(t, Constant):
         return stage.add_variable_input(t)
     with stage.graph:
@@ -314,7 +314,7 @@ def _stage_tensor(stage: PipelineBoundGraph, t: popxl.Tensor) -> popxl.Tensor:
 
 
 def _streams(members: Iterable[Op]) -> set[Any]:
-    """The streams that some ops use, or ops in graphs that they run."""
+    """Streams used by ops or their callees."""
     called = dict.fromkeys(graph for op in members for callee in op.called_graphs for graph in reachable(callee))
     every = (*members, *(op for graph in called for op in graph.ops))
     return {part.attributes["stream"] for op in every for part in op.parts if part.kind.exchange == "stream"}

@@ -24,7 +24,7 @@ Iteration = Callable[[Tensor, Tensor, Values, Values], Values]
 
 @dataclass(frozen=True, eq=False)
 class SerialLoop:
-    """What each of `steps` iterations does with `graph`."""
+    """Loop body for `graph` over `steps` iterations."""
 
     graph: popxl.Graph
     steps: int
@@ -35,7 +35,7 @@ class SerialLoop:
     use_io_tiles: bool
 
     def build(self, overlapped: bool) -> tuple[popxl.Graph, Values]:
-        """A graph of the loop; and its inputs after the row, by those of the original."""
+        """Build the loop graph; also return its inputs by original tensor."""
         graph = self.graph.ir.create_empty_graph(suffix_graph_name(self.graph.name, "_repeat_graph"))
         with graph, popxl.in_sequence():  # what is stored may be changed in place by a call: its order matters
             row = popxl.graph_input((), popxl.int32, "row")
@@ -86,7 +86,7 @@ class SerialLoop:
         }
 
     def _run(self, row: Tensor, i: Tensor | int, carried: Values, kept: Values) -> Values:
-        """Call the graph and store what iteration `i` stores. Returns the seed for the next one, if there is one."""
+        """Run iteration `i` and store its results. Returns the next seed, if any."""
         inputs, carry = {**carried, **kept}, {}
         if self.seed_input is not None:
             inputs[self.seed_input], carry[self.seed_input] = ops.split_random_seed(carried[self.seed_input])
@@ -100,5 +100,5 @@ class SerialLoop:
 
 
 def _inputs_like(tensors: Any, by_ref: bool = False) -> Values:
-    """New inputs of the current graph that look like these; by reference, if they are and it is asked for."""
+    """New current-graph inputs resembling tensors, optionally by reference."""
     return {t: popxl.gcg().add_input_like(t, by_ref and t.by_ref) for t in tensors}

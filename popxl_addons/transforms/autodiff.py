@@ -37,7 +37,7 @@ def autodiff(
     called_graphs_grad_info: CalledGraphsGradInfoLike | None = None,
     memory: Memory | None = None,
 ) -> GraphWithNamedArgs:
-    """The gradient graph of `graph`, made by the transform even if its module has a `build_grad`.
+    """Transform-based gradient graph of `graph`, ignoring `build_grad` of its module.
 
     Its first inputs are the gradients of `grads_provided` (default: all outputs), its outputs those of
     `grads_required` (default: all inputs), in these orders. The further inputs are forward values, found for a call
@@ -81,7 +81,7 @@ def autodiff_with_accumulation(
     dtype: popxl.dtype | None = None,
     memory: Memory | None = None,
 ) -> tuple[NamedVariableFactories, GraphWithNamedArgs]:
-    """A gradient graph that takes some gradients into running means, in variables of its own, and returns the others.
+    """Gradient graph that accumulates some gradients as running means in variables and returns others.
 
     The variables are inputs by reference: the float32 scalar `mean_accum_counter`, which counts the calls, and for each
     tensor ``accum.<name>``, of its shape and dtype. `<name>` is the tensor's flat name in ``graph.args``, or for others
@@ -162,7 +162,7 @@ def autodiff_with_accumulation(
 
 
 def _by_name(graph: GraphWithNamedArgs, tensors: list[popxl.Tensor]) -> NamedTensors:
-    """Tensors whose gradients are accumulated, by the names of their accumulators."""
+    """Accumulated tensors by accumulator name."""
     for t in tensors:
         what = "autodiff_with_accumulation: each of `tensors_to_accumulate_grads`"
         check_type(t, popxl.Tensor, what, "a tensor of the graph")
@@ -179,7 +179,7 @@ def _by_name(graph: GraphWithNamedArgs, tensors: list[popxl.Tensor]) -> NamedTen
 
 
 def remap_grad_info(grad_info: GradGraphInfoLike, forward_graph: GraphLike, backward_graph: GraphLike) -> GradGraphInfo:
-    """The connections of `grad_info`, for another forward graph with its inputs and outputs at the same positions.
+    """Connections of `grad_info` for another forward graph with equal input and output positions.
 
     `KeyError` if a connection has no counterpart in `forward_graph`.
 

@@ -12,7 +12,7 @@ __all__ = ["set_available_memory_proportion_by_ipu", "set_graph_available_memory
 
 
 def set_available_memory_proportion_by_ipu(ir: popxl.Ir, proportions: Iterable[float]) -> None:
-    """Set the proportion of memory that ops may use, by the IPU they are on. No number changes, and no memory use.
+    """Set memory proportions per IPU, without effect on numbers or memory.
 
     Ops that were made with an `available_memory_proportion` have the new one in its place, and printed graphs show it.
 
@@ -36,7 +36,7 @@ def set_available_memory_proportion_by_ipu(ir: popxl.Ir, proportions: Iterable[f
 
 
 def set_graph_available_memory_proportion_by_ipu(graph: popxl.Graph, proportions: Iterable[float]) -> None:
-    """The same for the ops of one graph, and of the graphs that it calls. See `set_available_memory_proportion_by_ipu`.
+    """Set memory proportions for one graph and its callees. See `set_available_memory_proportion_by_ipu`.
 
     Example:
         >>> ir = popxl.Ir()

@@ -44,7 +44,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class BatchSerialResult:
-    """A serialised graph, and where its values are.
+    """A serialised graph, with value locations.
 
     Attributes:
         graph: the new graph. Its inputs are the row, an int32 scalar; the seed, if there is one; and the inputs of the
@@ -57,7 +57,7 @@ class BatchSerialResult:
     _inputs: Values = field(repr=False)
 
     def remap_tensors(self, ts: NamedTensors) -> NamedTensors:
-        """The same names, with the inputs of the new graph in the place of those of the original.
+        """Equal names, with original inputs replaced by new graph inputs.
 
         Raises:
             KeyError: for an input that is loaded, and for any other tensor.
@@ -173,7 +173,7 @@ def batch_serialise_fwd_and_grad(
     rows: int = 1,
     io_mode: IOMode = "io",
 ) -> tuple[BatchSerialResult, BatchSerialResult]:
-    """`batch_serialise` a graph and its gradient graph, so that the second finds the activations of the first.
+    """`batch_serialise` forward and gradient graphs together, connecting stored activations.
 
     A forward value that the gradient graph needs is an input of the new gradient graph, if it is one of
     `named_inputs_for_grad_graph`. If not, it is loaded from the buffer that the forward graph loads it from, or is told
@@ -232,7 +232,7 @@ def batch_serialise_fwd_and_grad(
     _check_connections(gradient_graph, loads, names)
 
     def place(t: Tensor, given: Any = None) -> RemoteHandle:
-        """Where the forward graph has the values of `t`."""
+        """Storage location of `t` values in the forward graph."""
         if isinstance(source := loads.get(t), RemoteHandle):
             return source
         if given is None or means_groups(given):
@@ -275,7 +275,7 @@ def _serialised(
     use_io_tiles: bool,
     overlapped: bool,
 ) -> BatchSerialResult:
-    """A graph and its inputs and outputs, all checked, as a loop."""
+    """Convert a checked graph, with inputs and outputs, to a loop."""
     _check_dictionaries("batch_serialise", load_handles, store_streams, store_buffers)
     loads = _load_sources(load_handles)
     stores = {t: RemoteHandle.of("store_buffers", handle) for t, handle in store_buffers.items()}
@@ -307,7 +307,7 @@ def _load_sources(load_handles: LoadHandles) -> dict[Tensor, popxl.HostToDeviceS
 def _unconnected(
     gradient_graph: GraphWithNamedArgs, loads: Container[Tensor], is_activation: bool
 ) -> list[tuple[Tensor, Tensor]]:
-    """Activations, or else gradients, that are not loaded yet: the input, and the forward tensor that it stands for."""
+    """Unloaded activations or gradients: inputs with corresponding forward tensors."""
     connections = zip(gradient_graph.grad_graph_info.expected_inputs, gradient_graph.graph.inputs, strict=False)
     return [
         (t, expected.fwd_tensor)
@@ -317,7 +317,7 @@ def _unconnected(
 
 
 def _merge_names(named: dict[str, Tensor], args: NamedTensors) -> NamedTensors:
-    """Names for activations, and then the `args` of the gradient graph, which may name them already."""
+    """Names for activations, merged with existing `args` names of the gradient graph."""
     own = args.to_dict()
     if taken := [name for name in named if own.get(name, named[name]) != named[name]]:
         raise ValueError(
@@ -331,7 +331,7 @@ def _merge_names(named: dict[str, Tensor], args: NamedTensors) -> NamedTensors:
 
 
 def _check_dictionaries(function: str, load_handles: Any, store_streams: Any, store_buffers: Any) -> None:
-    """Whether what is loaded and stored is said by dictionaries, which are changed in place, of tensors."""
+    """Check load and store dictionaries of tensors, which are modified in place."""
     for name, given in (
         ("load_handles", load_handles),
         ("store_streams", store_streams),
@@ -362,7 +362,7 @@ def _check_tensors(
     stores: dict[Tensor, RemoteHandle],
     seed_input: Tensor | None,
 ) -> None:
-    """Whether all tensors may be loaded and stored, and where it is said."""
+    """Check loadable and storable tensors, and required locations."""
     inputs, outputs = graph.graph.inputs, graph.graph.outputs
     _check_among("load_handles", loads, inputs, f"an input of `{graph.graph.name}`")
     _check_among("store_streams", streams, (*inputs, *outputs), f"an input or output of `{graph.graph.name}`")
@@ -408,7 +408,7 @@ def _check_pair(forward: GraphWithNamedArgs, gradient: GraphWithNamedArgs, keys:
 
 
 def _check_connections(gradient: GraphWithNamedArgs, loads: Container[Tensor], names: Container[Tensor]) -> None:
-    """Whether each input of a gradient graph can be had."""
+    """Check availability of every gradient graph input."""
     if missing := [t.name for t, _ in _unconnected(gradient, loads, is_activation=False)]:
         raise ValueError(
             f"batch_serialise_fwd_and_grad: {missing} of `{gradient.graph.name}` have no entry in `load_handles`. All "

@@ -75,7 +75,7 @@ class Activation(NamedTuple):
 
 
 def candidates(info: GradGraphInfo) -> list[Activation]:
-    """The tensors of a forward graph that its gradient reads, or that lead to those, in the order of the graph.
+    """Forward tensors read by the gradient graph, or leading to such tensors, in graph order.
 
     Inputs of the forward graph are left out, and outputs whose gradients are provided, as its caller has them anyway;
     so is what ops with effects make, which is kept in any case.
@@ -114,7 +114,7 @@ def activations_of(info: GradGraphInfo) -> list[Activation]:
 
 
 def _origin(t: popxl.Tensor) -> tuple[popxl.Op, str]:
-    """The op that computes a tensor, within graphs that are called, and the name of the tensor after theirs."""
+    """Producing op inside called graphs, with a path of tensor names."""
     inner, names, made_by = t, list[str](), t.producer
     while (op := inner.producer) is not None:
         made_by = op

@@ -143,7 +143,7 @@ class StageContext:
         return self.pipeline.values
 
     def hook(self, op: Op) -> None:
-        """Note the stage of a new op. `RuntimeError` if it has none."""
+        """Record a new op's stage. Raises `RuntimeError` without stage."""
         if op.execution_context is not popxl.ExecutionContext.Normal:
             self.stages[op.id] = BEFORE  # it moves weights, when they are loaded or read back
         elif self._current is not None:
@@ -152,7 +152,7 @@ class StageContext:
 
     @contextmanager
     def stage(self, i: int) -> Iterator[None]:
-        """Have the ops of the block in stage `i`. Stages are numbered from 0; a block inside of another one wins.
+        """Assign ops of a `with` block to stage `i`, counted from 0; inner blocks take precedence.
 
         `ValueError` for a negative number.
         """
@@ -162,7 +162,7 @@ class StageContext:
             yield
 
     def stash_and_restore_tensor(self, t: popxl.Tensor, from_stage: int | None = None) -> popxl.Tensor:
-        """The value that `t` had in an earlier stage for the micro-batch that the current stage works on.
+        """Value of `t` from an earlier stage, for the current stage's micro-batch.
 
         It waits in a ring of as many slots as there are stages from the one to the other, both included; with a
         schedule, until the last stage has read it.
@@ -230,7 +230,7 @@ class StageContext:
         return {of_graph: restored.get(t, t) for of_graph, t in inputs.items()}
 
     def _carry_to_stage(self, t: popxl.Tensor, from_stage: int, to_stage: int) -> popxl.Tensor:
-        """A tensor of an earlier stage, in the current one, for the same micro-batch."""
+        """Earlier stage's tensor in the current stage, for one micro-batch."""
         slots = to_stage - from_stage + 1
         if slots <= 1:
             raise TypeError(
@@ -252,12 +252,12 @@ class StageContext:
         return restored
 
     def _zeros(self, facts: NamedVariableFactories) -> NamedTensors:
-        """Tensors that the pipeline starts with. They are no variables: nothing of a stash outlives its pipeline."""
+        """Initial zero tensors of a pipeline, not variables: stashes die with their pipeline."""
         with self._stage_context(BEFORE):
             return facts.init_zero()
 
     def _producing_stage(self, t: popxl.Tensor) -> int | None:
-        """The stage that makes a tensor; `None` if it comes from outside."""
+        """Stage that produces a tensor; `None` for outside tensors."""
         stage = BEFORE if t.producer is None else self.stages.get(t.producer.id, BEFORE)
         return None if stage == BEFORE else stage
 

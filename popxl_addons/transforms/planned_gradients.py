@@ -27,7 +27,7 @@ __all__ = ["Memory", "PlannedGradients"]
 
 
 class PlannedGradients:
-    """What `popxl.transforms.autodiff` takes as `called_graphs_transform`, to have a plan or a policy applied.
+    """A `called_graphs_transform` for `popxl.transforms.autodiff` that applies a memory plan or policy.
 
     The graphs that are planned are those that the model calls by itself or in its loops: layers, usually. The graphs
     that these call are parts of them. A model that calls none is planned as a whole, with `of_model`.
@@ -56,7 +56,7 @@ class PlannedGradients:
         return MemoryPlan(graphs=tuple(self._found[graph] for graph in self.names if graph in self._found))
 
     def __call__(self, info: GradGraphInfo) -> GradGraphInfo:
-        """The gradient of a called graph as its plan asks for it."""
+        """Gradient of a called graph according to plan."""
         graph = info.forward_graph
         if graph not in self.names:
             return info
@@ -80,7 +80,7 @@ class PlannedGradients:
         return planned
 
     def of_model(self, info: GradGraphInfo) -> GradGraphInfo:
-        """The gradient of the model itself, which is planned if it calls no graphs."""
+        """Gradient of the model graph, planned if without callees."""
         return self(info)
 
     def _treatments(self, graph: popxl.Graph, activations: list[Activation]) -> dict[str, Treatment]:
@@ -104,7 +104,7 @@ class PlannedGradients:
 
 
 def _called_from(graph: popxl.Graph, times: int) -> Iterator[popxl.Graph]:
-    """The graphs that a graph calls by itself, in its loops or in its branches, as often as it does."""
+    """Call counts of graphs called directly, in loops or branches."""
     for op in graph.ops:
         for called in op.called_graphs:
             if is_call(op):
@@ -114,7 +114,7 @@ def _called_from(graph: popxl.Graph, times: int) -> Iterator[popxl.Graph]:
 
 
 def _names(graphs: list[popxl.Graph]) -> dict[popxl.Graph, str]:
-    """A name for each graph that does not depend on what else the program has."""
+    """Program-independent name for each graph."""
     names: dict[popxl.Graph, str] = {}
     for graph in graphs:
         plain = graph.name.partition("_subgraph")[0]

@@ -86,7 +86,7 @@ _Bound = dict[popxl.Tensor, popxl.Tensor]
 
 
 def _recompute_all(info: GradGraphInfo) -> tuple[GradGraphInfo, _Bound]:
-    """A graph that calls the forward graph again, and then the gradient graph."""
+    """Graph that calls the forward graph again before its gradient graph."""
     grad, forward = info.graph, info.forward_graph
     _refuse_streams(forward)
     graph = forward.ir.create_empty_graph(suffix_graph_name(grad.name, "recomp"))
@@ -115,7 +115,7 @@ def _further_inputs(info: GradGraphInfo) -> _Bound:
 def recompute_activations(
     info: GradGraphInfo, keep: Collection[popxl.Tensor], offload: Collection[popxl.Tensor]
 ) -> tuple[GradGraphInfo, _Bound]:
-    """A gradient graph that takes some activations, and computes the others again from these and the forward inputs.
+    """Gradient graph that takes some activations and recomputes others from these and forward inputs.
 
     Args:
         info: of the gradient graph that takes all of them.
@@ -178,7 +178,7 @@ def _read(t: popxl.Tensor, of: _Bound) -> popxl.Tensor:
 def ops_again(
     forward: popxl.Graph, read: Iterable[popxl.Tensor], given: Collection[popxl.Tensor]
 ) -> tuple[list[Op], list[popxl.Tensor]]:
-    """The ops to carry out again for some tensors of a forward graph, and the tensors that have to be there for it."""
+    """Ops to repeat for some forward tensors, and required existing tensors."""
     missing, taken, again = set(read), set[popxl.Tensor](), list[Op]()
     for op in reversed(forward.ops):
         wanted = [t for t in op.outputs if t in missing]

@@ -26,7 +26,7 @@ RemoteBufferWithOffset = tuple[popxl.RemoteBuffer, RowOffset] | tuple[popxl.Remo
 
 @dataclass(frozen=True, eq=False)
 class RemoteHandle:
-    """Where the values of a tensor are kept, one for each row and micro-batch.
+    """Remote location of tensor values, one per row and micro-batch.
 
     Attributes:
         buffer: the buffer.
@@ -116,7 +116,7 @@ class RemoteHandle:
             )
 
     def _sharding_group(self, t: popxl.Tensor) -> popxl.ReplicaGrouping | None:
-        """The replicas that values of `t` are cut for; None if they are stored as they are."""
+        """Replicas that share `t` as shards; None for unsharded storage."""
         if self.shard_group is None or t.meta_shape:
             return None
         group = grouping_of(t.ir, self.shard_group, "RemoteHandle: `shard_group`").const_rg
@@ -129,7 +129,7 @@ def batch_serial_buffer(
     rows: int = 1,
     shard_group: Groups | None = None,
 ) -> popxl.RemoteBuffer:
-    """A buffer for `rows` rows of `steps` values of `t`.
+    """Remote buffer for `rows` rows of `steps` values of `t`.
 
     Args:
         t: a tensor or spec.

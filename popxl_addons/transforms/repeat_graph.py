@@ -11,7 +11,7 @@ __all__ = ["repeat_graph"]
 
 
 def repeat_graph(graph: popxl.Graph, repeat_count: int) -> popxl.Graph:
-    """Have a graph do `repeat_count` times what it does, in place.
+    """Repeat a graph's work `repeat_count` times, in place.
 
     All its ops move into a new graph, which a loop repeats; only ops that run when weights are loaded or read back
     stay. Variables, constants and inputs stay, too. The new graph has them as inputs by reference, so state goes on

@@ -38,7 +38,7 @@ class Task(NamedTuple):
 
 
 class PipelineValue(NamedTuple):
-    """What one stage makes for others, for each micro-batch.
+    """A value passed from one stage to others, per micro-batch.
 
     Attributes:
         name: its name in the program.
@@ -56,7 +56,7 @@ class PipelineValue(NamedTuple):
 
 
 class TimedTask(NamedTuple):
-    """A task, with the device that does it, and when."""
+    """A task with device, start and end."""
 
     device: int
     task: Task
@@ -66,7 +66,7 @@ class TimedTask(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineTimeline:
-    """What comes of a schedule when the durations of the stages are known.
+    """Timeline of a schedule for known stage durations.
 
     Attributes:
         tasks: all tasks, in the order in which they begin.
@@ -80,7 +80,7 @@ class PipelineTimeline:
 
     @property
     def seconds(self) -> float:
-        """When the last task ends, in the unit of the durations."""
+        """End of the last task, in duration units."""
         return max(t.end for t in self.tasks)
 
     @property
@@ -89,7 +89,7 @@ class PipelineTimeline:
         return 1 - sum(t.end - t.start for t in self.tasks) / (self.devices * self.seconds)
 
     def draw(self, path: str | Path) -> None:
-        """Draw who does what when: a row for each device, a colour for each stage. Needs matplotlib (`plots`).
+        """Draw the timeline: one row per device, one colour per stage. Needs matplotlib (`plots`).
 
         Args:
             path: the file of the picture; its ending says the format.
@@ -115,7 +115,7 @@ class PipelineTimeline:
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """In which order each device of a pipeline does its tasks.
+    """Task order for each pipeline device.
 
     Each stage is done by one device, for one micro-batch after the other. That makes sums over micro-batches the same
     bit for bit, whichever schedule there is.
@@ -180,7 +180,7 @@ class PipelineSchedule:
 
     @classmethod
     def named(cls, name: str, placement: Sequence[int], steps: int) -> PipelineSchedule:
-        """The schedule of a name, one of `SCHEDULES`, for stages on the devices of `placement`."""
+        """Schedule by name, one of `SCHEDULES`, for stages on devices of `placement`."""
         makers = dict(
             zip(SCHEDULES, (cls.cycles, cls.gpipe, cls.one_forward_one_backward, cls.zero_bubble), strict=True)
         )
@@ -193,7 +193,7 @@ class PipelineSchedule:
 
     @classmethod
     def cycles(cls, placement: Sequence[int], steps: int) -> PipelineSchedule:
-        """Each cycle does each stage once, for the micro-batch after the one it had before.
+        """Cyclic schedule: each cycle runs every stage once, on consecutive micro-batches.
 
         Args:
             placement: the device of each stage.
@@ -215,7 +215,7 @@ class PipelineSchedule:
 
     @classmethod
     def one_forward_one_backward(cls, placement: Sequence[int], steps: int) -> PipelineSchedule:
-        """Each device has as many micro-batches under way as there are devices from it on, and alternates then.
+        """1F1B schedule: micro-batches in flight equal remaining devices, then forward and backward alternate.
 
         With several forward stages on each device, the schedule is interleaved: the devices take turns, and wait for
         that many times less.
@@ -243,7 +243,7 @@ class PipelineSchedule:
 
     @classmethod
     def zero_bubble(cls, placement: Sequence[int], steps: int) -> PipelineSchedule:
-        """Gradients of weights are stages of their own, and fill the time that devices would wait.
+        """Zero-bubble schedule: weight gradients as separate stages fill idle time.
 
         Args:
             placement: the device of each stage: forward stages on one device each, those that pass gradients back in
@@ -280,7 +280,7 @@ class PipelineSchedule:
     def simulate(
         self, durations: Sequence[float] | None = None, values: Iterable[PipelineValue] = ()
     ) -> PipelineTimeline:
-        """What each device does when: a task begins as soon as its device is free and what it needs is there.
+        """Simulate device timelines: tasks start once device and inputs are available.
 
         Args:
             durations: the time that each stage takes, for all micro-batches the same; by default 1 each.
@@ -351,7 +351,7 @@ class PipelineSchedule:
         return tuple(peaks)
 
     def __str__(self) -> str:
-        """Who does what when, if all stages take the same time: a row for each device, ``stage:micro-batch``."""
+        """Timeline for equal durations: one row per device, ``stage:micro-batch``."""
         timeline = self.simulate()
         table = [["."] * int(timeline.seconds) for _ in self.rows]
         for device, task, start, _ in timeline.tasks:
@@ -363,14 +363,14 @@ class PipelineSchedule:
 
 
 def _check(placement: Sequence[int], steps: int) -> None:
-    """Whether a schedule of a name can be made for these."""
+    """Check applicability of a named schedule."""
     if not integers(placement, "PipelineSchedule: `placement`"):
         raise ValueError("PipelineSchedule: `placement` has no stage; expected the device of each, as in (0, 1, 1, 0).")
     integer(steps, "PipelineSchedule: `steps`")
 
 
 def _device_numbers(placement: Sequence[int]) -> list[int]:
-    """The device of each stage, numbered in the order in which they come."""
+    """Device per stage, numbered by first appearance."""
     numbers = {device: i for i, device in enumerate(dict.fromkeys(placement))}
     return [numbers[device] for device in placement]
 
@@ -382,7 +382,7 @@ def _rows(placement: Sequence[int]) -> list[list[int]]:
 
 
 def _forward_and_backward(name: str, placement: Sequence[int], steps: int, warm_up: Any) -> list[list[Task]]:
-    """For each device: forward tasks as many as it takes to warm up, then one forward, one backward, then the rest."""
+    """Per device: warm-up forward tasks, alternating forward and backward, remaining backward tasks."""
     _check(placement, steps)
     numbered = _device_numbers(placement)
     trains = len(numbered) > 1 and numbered == numbered[::-1]
@@ -454,8 +454,7 @@ def _zero_bubble_rows(devices: int, steps: int, waiting: int) -> tuple[list[list
 
 
 def _devices_of(table: Sequence[Sequence[Task]]) -> tuple[int, ...]:
-    """The device of each stage. `ValueError` unless each task is in the table once, those of a stage in one row, and in
-    order."""
+    """Device per stage. Raises `ValueError` unless tasks are unique, in order, with each stage in one row."""
     where = {task: device for device, row in enumerate(table) for task in row}
     stages = 1 + max((task.stage for task in where), default=-1)
     steps = 1 + max((task.micro_batch for task in where), default=-1)
@@ -493,7 +492,7 @@ def _sample(tasks: Sequence[Task]) -> str:
 def scheduled(
     schedule: PipelineSchedule | str, placement: Sequence[int | None], needs: Sequence[Iterable[int]], steps: int
 ) -> PipelineSchedule:
-    """The schedule for a program, with what its stages really need. `ValueError` if it does not fit the program.
+    """Schedule for a program's real dependencies. Raises `ValueError` for an incompatible schedule.
 
     Args:
         schedule: a schedule, or the name of one.

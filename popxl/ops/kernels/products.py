@@ -61,7 +61,7 @@ def _of_columns(t: Any) -> Any:
 
 @Kernel
 def weights_gradient(g: Any, t: Any, is_rounded: bool = False) -> Any:
-    """The gradient of a matrix that all rows of `t` were multiplied with, for the gradient `g` of the results.
+    """Gradient of a weight matrix multiplied by all rows of `t`, given the result gradient `g`.
 
     It has a row for each column of `g`, and is in the dtype that sums are made in; where it is rounded to that of `g`
     next, maybe in that.

@@ -34,7 +34,7 @@ def softmax(t: Any, axis: int) -> Any:
 
 @Kernel
 def softmax_gradient(g: Any, out: Any, axis: int) -> Any:
-    """The gradient of `softmax` with respect to its operand, of that of its result and of the result."""
+    """Operand gradient of `softmax`, given result and result gradient."""
     return out * (g - summed(out * g, (axis,), keepdims=True))
 
 

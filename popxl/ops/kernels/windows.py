@@ -11,7 +11,7 @@ from popxl.ops.windows import Windows
 
 @Kernel
 def first_largest(function: Callable[[Any], Any], windows: Sequence[Windows], t: Any) -> tuple[Any, Any]:
-    """The largest number of each window of the last axes, and where it is.
+    """Maximum of each window over the last axes, with its first position.
 
     Args:
         function: of images; gives both.
@@ -23,7 +23,7 @@ def first_largest(function: Callable[[Any], Any], windows: Sequence[Windows], t:
 
 @Kernel
 def first_largest_gradient(function: Callable[[Any, Any], Any], windows: Sequence[Windows], g: Any, t: Any) -> Any:
-    """The gradient with respect to the images, for the gradient `g` of the largest numbers.
+    """Image gradient, given the gradient `g` of window maxima.
 
     Args:
         function: of `g` and the images; gives it.

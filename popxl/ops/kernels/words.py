@@ -11,7 +11,7 @@ from popxl.ops.kernels.kernel import Kernel
 
 
 def key_of(seed: Any) -> Any:
-    """The key that a seed is. The generator is named, so that JAX's settings do not choose another."""
+    """JAX key of a seed, with a fixed generator independent of JAX settings."""
     return jax.random.wrap_key_data(seed.astype(jnp.uint32), impl="threefry2x32")
 
 
@@ -24,5 +24,5 @@ def words(seed: Any, shape: tuple[int, ...]) -> Any:
 
 @Kernel
 def derived(seed: Any, number: Any) -> Any:
-    """The seed that is made of a seed and a number."""
+    """Derive a seed from a seed and a number."""
     return jax.random.key_data(jax.random.fold_in(key_of(seed), number))

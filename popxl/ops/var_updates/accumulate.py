@@ -35,7 +35,7 @@ def _accumulated(t: Any, X: Any, f: Any = None) -> TensorSpec:
 def _accumulator(
     name: str, formula: Callable[..., Any], casts: bool = False, traits: Iterable[Trait] = (), **settings: Any
 ) -> OpKind:
-    """Declare an op that overwrites `t` with `formula(t, X, f)`, where `X` may be cast to the dtype of `t` first."""
+    """Declare an op that overwrites `t` with `formula(t, X, f)`, optionally casting `X` first."""
 
     def lowering(t: Any, X: Any, f: Any = None) -> Any:
         exact = f is None and jnp.issubdtype(t.dtype, jnp.integer)

@@ -127,7 +127,7 @@ class Updater(Protocol):
 
 
 def _updater(name: str, mode: str, meaning: str, then: str) -> Updater:
-    """Declare the updater of an optimiser; they differ by what is done with its result."""
+    """Declare an optimizer updater; variants differ in how they apply the result."""
 
     def updater(
         acc_first_order: Tensor,
@@ -206,7 +206,7 @@ def adamax_updater(
     beta1: float | Tensor = 0.9,
     epsilon: float | Tensor = 1e-07,
 ) -> Tensor:
-    """The direction of a step of Adamax.
+    """Update direction of an Adamax step.
 
     As `adam_updater`, but v is an infinity norm, of which no root is taken and which needs no correction:
     m / (1 - beta1ᵀ) / (v + epsilon) + weight_decay w. The norm v ← max(beta2 v, |gradient|) is made of other ops.

@@ -17,7 +17,7 @@ from popxl.errors import PopxlError
 
 
 def factor(value: Any, what: str, optional: bool = False) -> Any:
-    """An argument that is a number or a tensor, or `None` if it is optional. `what` names it in the message."""
+    """Check a factor argument: number, tensor, or `None` if optional. `what` names it in error messages."""
     if isinstance(value, Tensor) or (optional and value is None):
         return value
     if isinstance(value, Real):
@@ -29,7 +29,7 @@ def factor(value: Any, what: str, optional: bool = False) -> Any:
 
 
 def optional_tensor(op: str, **operands: Any) -> None:
-    """Check operands that are tensors, or `None`. The declaration of an op would take a plain value for them, too."""
+    """Check for tensors or `None`; op declarations alone would accept plain values."""
     for name, operand in operands.items():
         if operand is not None and not isinstance(operand, Tensor):
             raise not_a_tensor(op, name, operand)
@@ -43,7 +43,7 @@ def one_number(*factors: Any) -> None:
 
 
 def number(f: Any, dtype: Any) -> Any:
-    """A factor as an op computes with it: an array without dimensions, or the plain number (or `None`) it is."""
+    """Factor value for computation: a scalar array, plain number, or `None`."""
     return f if f is None or isinstance(f, float) else f.astype(dtype).reshape(())
 
 

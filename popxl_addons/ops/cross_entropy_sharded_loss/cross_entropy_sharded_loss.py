@@ -34,12 +34,12 @@ def _specs(logits: Any, indices: Any, **groups: Any) -> tuple[TensorSpec, Tensor
 
 
 def of_class(indices: Any, classes: int, first: int = 0) -> Any:
-    """For each sample, and each of a block of classes that starts with `first`, whether the sample is of that class."""
+    """Class membership mask per sample, for a class block starting at `first`."""
     return indices.astype(jnp.int32)[:, None] == jnp.arange(first, first + classes, dtype=jnp.int32)
 
 
 def normalizers_of(logits: Any) -> TensorSpec:
-    """What is kept for the gradient: of each sample the largest logit, and the logarithm of the sum of exponentials.
+    """Saved values for the gradient: maximum logit and log-sum-exp per sample.
 
     Not rounded to halves, as the logarithms of the softmax would be, of which the gradient is made.
     """
@@ -48,7 +48,7 @@ def normalizers_of(logits: Any) -> TensorSpec:
 
 
 def surprises(logits: Any, normalizers: Any) -> Any:
-    """The negative logarithms of the softmax for a block of classes."""
+    """Negative log-softmax for a class block."""
     highest, total = normalizers[:, :, None]
     return total - (widen(logits) - highest)
 
@@ -71,7 +71,7 @@ def _gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, po
 
 
 def logits_gradient(g: Any, logits: Any, indices: Any, normalizers: Any, first: int = 0) -> Any:
-    """The gradient of a block of logits, whose classes start with `first`."""
+    """Gradient of a logit block with classes from `first`."""
     softmax = jnp.exp(-surprises(logits, normalizers))
     return widen(g)[:, None] * (softmax - of_class(indices, logits.shape[1], first))
 

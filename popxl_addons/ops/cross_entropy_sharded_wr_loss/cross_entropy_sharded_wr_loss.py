@@ -30,7 +30,7 @@ def _halves(tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
 
 
 def _specs(*tensors: Any, ipus: tuple[int, ...]) -> list[TensorSpec]:
-    """The specs of the loss, and of what each IPU keeps for the gradient."""
+    """Specs of loss and saved values per IPU."""
     logits, indices = _halves(tensors)
     samples = indices[0].shape
     if len(samples) != 1:
@@ -49,7 +49,7 @@ def _specs(*tensors: Any, ipus: tuple[int, ...]) -> list[TensorSpec]:
 
 
 def _firsts(blocks: Sequence[Any]) -> list[int]:
-    """The number of the first class of each block."""
+    """First class number of each block."""
     return list(accumulate((block.shape[1] for block in blocks[:-1]), initial=0))
 
 
@@ -74,7 +74,7 @@ def _cross_entropy_grad(g: Any, *tensors: Any, ipus: tuple[int, ...]) -> tuple[A
 
 
 def _gradients(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
-    """The gradients of the logits, by one op."""
+    """Logit gradients, by one op."""
     if gs[0] is None:
         return {}
     op = forward.op
@@ -150,7 +150,7 @@ def cross_entropy_sharded_wr_loss(
 
 
 def _ipus_of(name: str, logits: Sequence[popxl.Tensor], indices: Sequence[popxl.Tensor]) -> tuple[int, ...]:
-    """Where the blocks are, with their indices."""
+    """IPUs of blocks, with block indices."""
     try:
         places, others = (tuple(t.ipu for t in tensors) for tensors in (logits, indices))
     except UndefinedValue as problem:

@@ -41,7 +41,7 @@ _Fp8Scale = popxl.OpKind("Fp8Scale", _mse_scale, gradient=None)
 
 
 def fp8_mse_scale(src: popxl.Tensor, dtype: popxl.dtype = popxl.float8_143) -> popxl.Tensor:
-    """The power of two that loses least when `src` is scaled by it and converted to float8.
+    """Power-of-two scale with minimal float8 conversion error for `src`.
 
     The scale that `popxl.fp8_utils.host_fp8_mse_scale` finds. The two may differ only for data of which that function,
     which adds up squares in float64, no longer sees a part: beside infinities and magnitudes too large for any scale,

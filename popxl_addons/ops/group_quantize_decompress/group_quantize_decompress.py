@@ -72,7 +72,7 @@ def group_quantize_compress_numpy(
 def group_quantize_decompress_numpy(
     t: np.ndarray, group_scale: np.ndarray, group_bias: np.ndarray, dim: int = -1
 ) -> np.ndarray:
-    """The inverse of `group_quantize_compress_numpy`, up to rounding.
+    """Inverse of `group_quantize_compress_numpy`, up to rounding.
 
     Args:
         t: uint16 of shape (*other, groups, ids).

@@ -29,7 +29,7 @@ def _specs(t: Any, w: Any, b: Any, **attributes: Any) -> tuple[TensorSpec, ...]:
 
 
 def _layer_norm(t: Any, w: Any, b: Any, *, epsilon: float, group: Group) -> tuple[Any, Any, Any]:
-    """The variance of the whole is the mean of the parts' variances and of their means' squared deviations."""
+    """Layer norm over shards. Total variance: mean of shard variances plus variance of shard means."""
     t, w, b = map(widen, (t, w, b))
     of_parts = group.members(jnp.stack([t.mean(axis=1), t.var(axis=1)]))
     means, variances = of_parts[:, 0], of_parts[:, 1]

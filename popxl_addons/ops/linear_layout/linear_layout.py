@@ -10,7 +10,7 @@ _LinearLayout = popxl.OpKind("LinearLayout", lambda t, *, bs: t, shape=like_firs
 
 
 def linear_layout(t: popxl.Tensor, bs: int = 1) -> popxl.Tensor:
-    """A copy of `t` for programs that ask for a layout in pieces of `bs` elements; here XLA chooses the layout.
+    """Copy `t`, for programs requesting layout in pieces of `bs` elements; XLA chooses layouts itself.
 
     Args:
         t: any tensor.

@@ -20,7 +20,7 @@ _all_reduce = all_reduces("ReplicatedAllReduceTP", {"add": "add"})
 
 
 def replicated_all_reduce(t: popxl.Tensor, op: str = "add", group: Groups | None = None) -> popxl.Tensor:
-    """The sum of the values that `t` has on the replicas of a group; every member gets it. So it is for the gradient.
+    """Sum `t` over each replica group, with equal results on all members; likewise in the gradient.
 
     Args:
         t: tensor of any shape.
@@ -46,7 +46,7 @@ def replicated_all_reduce(t: popxl.Tensor, op: str = "add", group: Groups | None
 def replicated_all_reduce_identical_inputs(
     t: popxl.Tensor, op: str = "add", group: Groups | None = None
 ) -> popxl.Tensor:
-    """`t` itself, which is the same on all members of a group, as the caller promises; its gradients are summed.
+    """Pass through `t`, promised equal on all group members; sum its gradients.
 
     What follows uses `t` on each replica for another part of a layer, so each has a part of the gradient.
     `popxl_addons.patterns.apply_pre_alias_patterns` makes the op an identity; without it, it is carried out as one.
@@ -73,7 +73,7 @@ def replicated_all_reduce_identical_inputs(
 def replicated_all_reduce_identical_grad_inputs(
     t: popxl.Tensor, op: str = "add", group: Groups | None = None
 ) -> popxl.Tensor:
-    """`replicated_all_reduce`, where the gradient of the result is the same on all members, as the caller promises.
+    """`replicated_all_reduce` with result gradients promised equal on all members.
 
     It passes unchanged. In a gradient graph made by `popxl.transforms.autodiff` that is an op which a session refuses
     until `popxl_addons.patterns.apply_pre_alias_patterns` has made it an identity; `popxl_addons.autodiff` does so.

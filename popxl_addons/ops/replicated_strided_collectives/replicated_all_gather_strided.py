@@ -23,7 +23,7 @@ _all_gather = OpKind(
 
 
 def replicated_all_gather_strided(t: popxl.Tensor, group: Groups | None = None) -> popxl.Tensor:
-    """The values that `t` has on the replicas of a group, one after the other in the order of the replicas.
+    """Concatenate `t` from all members of each replica group, in replica order.
 
     The gradient of each replica is its own part of its own incoming gradient: what follows a gather is taken to be the
     same on all members.

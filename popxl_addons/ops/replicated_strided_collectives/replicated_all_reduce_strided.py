@@ -24,7 +24,7 @@ _all_reduce = all_reduces("ReplicatedAllReduceStrided", SUMS_AND_MEANS)
 
 
 def replicated_all_reduce_strided(t: popxl.Tensor, op: str = "add", group: Groups | None = None) -> popxl.Tensor:
-    """The sum, or the mean, of the values that `t` has on the replicas of a group; every member gets it.
+    """Sum or average `t` over each replica group, with equal results on all members.
 
     The gradient is reduced in the same way.
 
@@ -58,7 +58,7 @@ def replicated_all_reduce_strided(t: popxl.Tensor, op: str = "add", group: Group
 def replicated_all_reduce_strided_identical_inputs(
     t: popxl.Tensor, op: str = "add", group: Groups | None = None
 ) -> popxl.Tensor:
-    """`t` itself, which is the same on all members of a group, as the caller promises; its gradients are reduced.
+    """Pass through `t`, promised equal on all group members; reduce its gradients.
 
     As `popxl_addons.ops.replicated_all_reduce_TP.replicated_all_reduce_identical_inputs`, for sums and means. Args,
     results and errors are those of `replicated_all_reduce_strided`.
@@ -69,7 +69,7 @@ def replicated_all_reduce_strided_identical_inputs(
 def replicated_all_reduce_strided_identical_grad_inputs(
     t: popxl.Tensor, op: str = "add", group: Groups | None = None
 ) -> popxl.Tensor:
-    """`replicated_all_reduce_strided`, where the gradient of the result is the same on all members; it is passed on.
+    """`replicated_all_reduce_strided` with result gradients equal on all members, passed through.
 
     As `popxl_addons.ops.replicated_all_reduce_TP.replicated_all_reduce_identical_grad_inputs`, for sums and means; a
     gradient made by `popxl.transforms.autodiff` needs `popxl_addons.patterns.apply_pre_alias_patterns` here too. Args,
@@ -84,7 +84,7 @@ def replicated_all_reduce_strided_graph(
     group: Groups | None = None,
     use_io_tiles: bool = False,
 ) -> tuple[GraphWithNamedArgs, list[str]]:
-    """A graph that reduces each of some named tensors, as `replicated_all_reduce_strided` does.
+    """Build a graph that applies `replicated_all_reduce_strided` to several named tensors.
 
     Args:
         tensors: what is to be reduced.

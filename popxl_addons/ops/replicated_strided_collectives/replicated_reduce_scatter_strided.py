@@ -28,7 +28,7 @@ def replicated_reduce_scatter_strided(
     group: Groups | None = None,
     configure_output_for_replicated_tensor_sharding: bool = False,
 ) -> popxl.Tensor:
-    """Reduce the values that `t` has on the replicas of a group, and give each member its chunk of the result.
+    """Reduce `t` over each replica group; each member receives one chunk.
 
     The result is flattened and cut into as many equal chunks as there are members, in the order of the replicas; what
     lacks at the end is 0. Autodiff raises when a gradient reaches this op.

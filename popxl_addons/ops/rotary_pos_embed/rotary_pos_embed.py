@@ -50,7 +50,7 @@ def trig_tables(
 def trig_table_constants(
     seq_len: int, rotary_dim: int, base: float = 10000, dtype: popxl.dtype = popxl.float32
 ) -> tuple[popxl.Tensor, popxl.Tensor]:
-    """The arrays of `trig_tables` as constants ``sin`` and ``cos`` of the current graph.
+    """Constants ``sin`` and ``cos`` in the current graph, from `trig_tables`.
 
     Example:
         >>> with popxl.Ir().main_graph:
@@ -63,7 +63,7 @@ def trig_table_constants(
 
 
 def _embedded(t: Any, sin: Any, cos: Any, *, rotary_dim: int) -> TensorSpec:
-    """The spec of the result, of operands that fit."""
+    """Result spec for compatible operands."""
     if len(t.shape) != 4:
         raise PopxlError(f"expected `t` of rank 4: batch, sequence, heads, channels; it has rank {len(t.shape)}.")
     batch, sequence, _, channels = t.shape
@@ -88,7 +88,7 @@ def _apply_rope(t: Any, sin: Any, cos: Any, *, rotary_dim: int) -> Any:
 
 
 def _product(x: Any, y: Any) -> Any:
-    """`x * y`, rounded. Its sign is made apart, as a compiler would contract a bare product with the sum it is in."""
+    """Rounded `x * y`. Computes the sign separately, to prevent contraction with later sums."""
     size = jnp.abs(x * y)
     return jnp.where(jnp.signbit(x) == jnp.signbit(y), size, -size)
 
@@ -110,7 +110,7 @@ _rotary_pos_embed: OpKind = OpKind(
 def rotary_pos_embed(
     t: popxl.Tensor, sin: popxl.Tensor, cos: popxl.Tensor, rotary_dim: int | None = None
 ) -> popxl.Tensor:
-    """Turn each pair of neighbouring channels by the angle of its position.
+    """Rotate neighbouring channel pairs by position-dependent angles.
 
     With the angle `a` of position and pair, ``y[2i] = t[2i] cos a - t[2i+1] sin a`` and
     ``y[2i+1] = t[2i+1] cos a + t[2i] sin a``; channels from `rotary_dim` on pass unchanged. In float32 each product is

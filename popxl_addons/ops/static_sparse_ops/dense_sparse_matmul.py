@@ -21,7 +21,7 @@ class SparseMatrix(Protocol):
 
 
 def random_sparse(dense: np.ndarray, density: float = 0.5) -> np.ndarray:
-    """Set elements of an array to zero at random, in place, keeping each with the probability `density`.
+    """Zero random array elements in place, keeping each with probability `density`.
 
     At least one is kept. The choice comes from NumPy's global generator.
 
@@ -49,7 +49,7 @@ def random_sparse(dense: np.ndarray, density: float = 0.5) -> np.ndarray:
 
 
 def _product(lhs: Any, values: Any, rows: Any, columns: Any, *, output_cols: int) -> Any:
-    """The matrix is kept sparse and multiplied dense, which is faster unless nearly all of it is zero."""
+    """Multiply densely from sparse storage: faster except for extreme sparsity."""
     dense = jnp.zeros((lhs.shape[-1], output_cols), values.dtype).at[rows, columns].add(values)
     wide = jnp.matmul(lhs, dense, preferred_element_type=jnp.float32)
     return wide.astype(lhs.dtype)

@@ -18,14 +18,14 @@ from popxl.base.arrays import Array
 
 
 class CpuCollectiveLock:
-    """Whose turn it is. All executables of the process whose devices meet take one here."""
+    """The process-wide lock of executables with collectives."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._in_flight: Array = None  # of what the executable makes that was called last
 
     def run_exclusive(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call an executable after those before, and wait for its end.
+        """Call an executable after earlier ones, and wait for its results.
 
         What it makes may be given up to others that nobody waits for; so this is not left to who comes next.
         """
@@ -35,7 +35,7 @@ class CpuCollectiveLock:
 
     @contextmanager
     def acquire(self, changing: Sequence[Array]) -> Iterator[Callable[[Sequence[Array]], None]]:
-        """A block that calls an executable, after those before. Nobody waits for its end here.
+        """Hold the lock while an executable is called; does not wait for its results.
 
         XLA begins it after the executable that has made what it changes; so that one is not waited for, either.
 

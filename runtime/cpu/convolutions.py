@@ -43,36 +43,35 @@ FEW_SUMS, FEW_PUT = 2**20, 2**22
 
 
 class Sliding(tuple[Windows, ...]):
-    """Windows along each spatial axis, and what lies under them."""
+    """Windows along all spatial axes, with their slices."""
 
     __slots__ = ()
 
     def rows_used(self) -> float:
-        """The share of the rows of a padded input at which windows begin."""
+        """The fraction of padded input rows at window starts."""
         return math.prod(w.count for w in self[:-1]) / math.prod(w.begin + w.size + w.end for w in self[:-1])
 
     def padded(self, t: Any) -> Any:
-        """An input of shape (N, C, d, ...) with its zeros, as (C, d, ..., N)."""
+        """Pad an input (N, C, d, ...) with zeros, as (C, d, ..., N)."""
         zeros = [(w.begin, w.end, w.spread - 1) for w in self]
         return lax.pad(jnp.moveaxis(t, 0, -1), jnp.zeros((), t.dtype), [(0, 0, 0), *zeros, (0, 0, 0)])
 
     def under(self, t: Any, axis: int, place: int) -> Any:
-        """The positions of a spatial axis that lie under that place of the kernel, for all windows, of a padded input
-        whose last axes are d, ..., N."""
+        """Slice a padded input along one spatial axis: elements under a kernel position, for all windows."""
         w = self[axis]
         begin = place * w.dilation
         end = begin + w.stride * (w.count - 1) + 1
         return lax.slice_in_dim(t, begin, end, w.stride, t.ndim - 1 - len(self) + axis)
 
     def all_under(self, t: Any, places: Sequence[int]) -> Any:
-        """The same for the first spatial axes, as many as there are places."""
+        """Slice the first spatial axes, one position each; see `under`."""
         for axis, place in enumerate(places):
             t = self.under(t, axis, place)
         return t
 
 
 def convolved(name: str, t: Any, weight: Any, windows: Sequence[Windows], groups: int) -> Any:
-    """As one expression, or row by row, where that is quicker."""
+    """Convolution as one expression, or row by row, if faster."""
     counts = [w.count for w in windows]
     check(name, t, weight, counts)
     t, weight = widened_pair(t, weight)
@@ -102,18 +101,18 @@ def convolved(name: str, t: Any, weight: Any, windows: Sequence[Windows], groups
 
 
 def transposed(name: str, t: Any, weight: Any, windows: Sequence[Windows], groups: int) -> Any:
-    """As one product of matrices for all places of the kernel, where that is quicker."""
+    """Transposed convolution as one matrix product, if faster."""
     check(name, t, weight, [w.size for w in windows])
     channels, depth, *kernel = weight.shape
 
     def plain(t: Any, weight: Any) -> Any:
         return convolutions.transposed.plain(name, t, weight, windows, groups)
 
-    def by_places(t: Any, weight: Any) -> Any:
+    def by_position(t: Any, weight: Any) -> Any:
         t, weight = widened_pair(t, weight)
         rooms = [w.size - 1 - w.stride * (w.count - 1) for w in windows]
 
-        def all_places(t: Any, weight: Any) -> Any:
+        def all_positions(t: Any, weight: Any) -> Any:
             """One product of matrices for all places of the kernel, whose results are added up where they belong."""
             put = jnp.tensordot(weight, t, (0, 0))
             zero = jnp.zeros((), put.dtype)
@@ -123,9 +122,9 @@ def transposed(name: str, t: Any, weight: Any, windows: Sequence[Windows], group
                 zeros = [(b, room - b, w.stride - 1) for b, room, w in zip(befores, rooms, windows, strict=True)]
                 return lax.pad(put[:, *places], zero, [(0, 0, 0), *zeros, (0, 0, 0)])
 
-            return sum(moved(places) for places in _places(kernel))
+            return sum(moved(places) for places in _kernel_positions(kernel))
 
-        return _batch_first(noinline(all_places)(jnp.moveaxis(t, 0, -1), weight))
+        return _batch_first(noinline(all_positions)(jnp.moveaxis(t, 0, -1), weight))
 
     places = math.prod(kernel)
     put = depth * places * len(t) * math.prod(t.shape[2:])
@@ -138,12 +137,12 @@ def transposed(name: str, t: Any, weight: Any, windows: Sequence[Windows], group
         and places <= FEW_PLACES
         and put <= FEW_PUT
     ):
-        return if_platform_cpu(by_places, plain)(t, weight)
+        return if_platform_cpu(by_position, plain)(t, weight)
     return plain(t, weight)
 
 
 def weights_gradient(name: str, g: Any, t: Any, shape: Sequence[int], windows: Sequence[Windows], groups: int) -> Any:
-    """Place by place, of kernels for one channel each."""
+    """Weight gradient of depthwise kernels, position by position."""
     depth, *kernel = shape[1:]
 
     def plain(g: Any, t: Any) -> Any:
@@ -152,7 +151,7 @@ def weights_gradient(name: str, g: Any, t: Any, shape: Sequence[int], windows: S
     def on_cpu(g: Any, t: Any) -> Any:
         g, t = widened_pair(g, t)
         sliding = Sliding(windows)
-        return noinline(partial(_place_by_place, kernel=kernel, sliding=sliding))(
+        return noinline(partial(_gradient_by_position, kernel=kernel, sliding=sliding))(
             jnp.moveaxis(g, 0, -1), sliding.padded(t)
         )
 
@@ -174,43 +173,42 @@ def _batch_first(t: Any) -> Any:
     return jnp.moveaxis(t, -1, 0)
 
 
-def _places(kernel: Sequence[int]) -> Iterable[tuple[int, ...]]:
-    """The places of a kernel, in order."""
+def _kernel_positions(kernel: Sequence[int]) -> Iterable[tuple[int, ...]]:
+    """Kernel positions, in order."""
     return itertools.product(*map(range, kernel))
 
 
 def _by_elements(x: Any, weight: Any, sliding: Sliding, groups: int) -> Any:
-    """One expression for an element of the result, of all products that it is the sum of."""
+    """One expression per output element: a sum of products."""
     filters, depth, *kernel = weight.shape
     x = x.reshape(groups, 1, depth, *x.shape[1:])
     w = weight.reshape(groups, filters // groups, depth, *kernel, *(1,) * (len(kernel) + 1))
     total = sum(
         w[:, :, channel, *places] * sliding.all_under(x[:, :, channel], places)
         for channel in range(depth)
-        for places in _places(kernel)
+        for places in _kernel_positions(kernel)
     )
     return total.reshape(filters, *total.shape[2:])
 
 
 def _by_rows(x: Any, weight: Any, sliding: Sliding, groups: int) -> Any:
-    """One product of matrices: what lies under a row of the kernel is gathered, and multiplied with all rows of it.
-    Their products are added up, shifted as the rows are."""
+    """One matrix product: gather inputs under a kernel row, multiply by all kernel rows."""
     filters, _, *kernel = weight.shape
     last = len(kernel) - 1
     under = jnp.concatenate([sliding.under(x, last, place) for place in range(kernel[last])])
     rows = jnp.moveaxis(weight, (0, 1), (last, -1)).reshape(-1, len(under))
     products = lax.dot(rows, under.reshape(len(under), -1)).reshape(*kernel[:last], filters, *under.shape[1:])
-    return sum(sliding.all_under(products[places], places) for places in _places(kernel[:last]))
+    return sum(sliding.all_under(products[places], places) for places in _kernel_positions(kernel[:last]))
 
 
-def _place_by_place(g: Any, x: Any, kernel: Sequence[int], sliding: Sliding) -> Any:
-    """The gradient with respect to kernels for one channel each: for each place, a sum of products.
+def _gradient_by_position(g: Any, x: Any, kernel: Sequence[int], sliding: Sliding) -> Any:
+    """Gradient of single-channel kernels: one sum of products per position.
 
     Rows are added up eight by eight first, in vector instructions, as XLA keeps to the order of additions.
     """
     rows = g.reshape(len(x), -1, *g.shape[1:])
     sums = []
-    for places in _places(kernel):
+    for places in _kernel_positions(kernel):
         products, together = rows * sliding.all_under(x[:, None], places), 1
         while together < 8 and products.shape[2] % 2 == 0:
             middle = products.shape[2] // 2

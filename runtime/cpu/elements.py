@@ -15,7 +15,7 @@ from runtime.noinline import noinline
 
 
 def quotient(lhs: Any, rhs: Any) -> Any:
-    """A quotient that is rounded once: XLA multiplies by the inverse of what is a constant or broadcast.
+    """Division with a single rounding: XLA multiplies by the reciprocal of constant or broadcast divisors.
 
     On accelerators it does: the divisors would have to be in memory.
     """
@@ -27,29 +27,27 @@ def quotient(lhs: Any, rhs: Any) -> Any:
 
 
 def materialize(function: Callable[..., Any], *arrays: Any) -> Any:
-    """XLA computes what is made of elements anew for each op that reads it, which is quicker for a few operations, and
-    not for many."""
+    """Materialize the result: XLA recomputes elementwise expressions for each user, which is slower for long ones."""
     return lax.platform_dependent(*arrays, cpu=noinline(function), default=function)
 
 
 def spatial(function: Callable[..., Any], axes: int, *arrays: Any) -> Any:
-    """The batch becomes the last axis, if it is long enough to fill vector instructions: what is shifted along a
-    spatial axis, or strided, then stays whole."""
+    """Move the batch to the last axis, if it fills vector registers: shifts and strides along spatial axes then keep
+    vectors whole."""
 
-    def as_they_are(*arrays: Any) -> Any:
+    def batch_first(*arrays: Any) -> Any:
         return function(arrays[0].ndim - axes, *arrays)
 
     def on_cpu(*arrays: Any) -> Any:
         shape = arrays[0].shape
         if len(shape) <= axes or shape[0] < LANES:
-            return noinline(as_they_are)(*arrays)
+            return noinline(batch_first)(*arrays)
         turned = noinline(partial(function, len(shape) - axes - 1))(*(jnp.moveaxis(t, 0, -1) for t in arrays))
         return jax.tree.map(lambda t: jnp.moveaxis(t, -1, 0), turned)
 
-    return lax.platform_dependent(*arrays, cpu=on_cpu, default=as_they_are)
+    return lax.platform_dependent(*arrays, cpu=on_cpu, default=batch_first)
 
 
 def of_elements(function: Callable[[Any], Any], t: Any) -> Any:
-    """Of images it is computed once, as convolutions read each element several times. Of rows, which products of
-    matrices read, it is quicker among what comes before and after it."""
+    """Materialize elementwise results of images, because convolutions read each element several times; fuse others."""
     return materialize(function, t) if t.ndim >= 4 else function(t)

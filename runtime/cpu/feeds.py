@@ -12,7 +12,7 @@ LARGE = 2**16
 
 
 def copy_feed(array: np.ndarray) -> np.ndarray:
-    """A copy that JAX on a CPU need not copy."""
+    """Copy a host array to aligned memory, which JAX on CPUs uses without another copy."""
     size = array.nbytes
     if size < LARGE:
         return array.copy()

@@ -13,7 +13,7 @@ LANES = 8
 
 
 def if_platform_cpu(on_cpu: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of arrays that is computed as `on_cpu` on CPUs, and as `plain` elsewhere.
+    """Build a function with separate implementations for CPUs and other platforms.
 
     JAX differentiates `plain`: of the many operations of `on_cpu` the derivatives would be as many again.
     """

@@ -24,7 +24,7 @@ PARITY = np.uint32(0x1BD11BDA)
 
 
 def random_bits(seed: Any, shape: tuple[int, ...]) -> Any:
-    """Random words of 32 bits, as long as 32 bits count them."""
+    """Random 32-bit words, if 32 bits count them."""
     plain = partial(kernels.words.plain, shape=shape)
     if math.prod(shape) >= 2**32:
         return plain(seed)
@@ -32,7 +32,7 @@ def random_bits(seed: Any, shape: tuple[int, ...]) -> Any:
 
 
 def fold_in(seed: Any, number: Any) -> Any:
-    """The seed that is made of a seed and a number."""
+    """Fold a number into a seed."""
     return lax.platform_dependent(seed, jnp.asarray(number), cpu=_fold_in, default=kernels.derived.plain)
 
 
@@ -53,7 +53,7 @@ def _fold_in(seed: Any, number: Any) -> Any:
 
 
 def _threefry(seed: Any, high: Any, low: Any) -> tuple[Any, Any]:
-    """Counters of two words, encrypted by Threefry-2x32 with 20 rounds."""
+    """Encrypt two-word counters by Threefry-2x32 with 20 rounds."""
     first, second = seed.astype(jnp.uint32)
     keys = (first, second, first ^ second ^ PARITY)
     x, y = high + keys[0], low + keys[1]

@@ -8,5 +8,5 @@ from runtime.fake_dependency import with_fake_dependency
 
 
 def available_after(value: Any, other: Any) -> Any:
-    """`value`, with a data dependency on the first element of `other` that leaves its bits as they are."""
+    """`value`, unchanged, with a fake dependency on `other`."""
     return with_fake_dependency(value, other[(0,) * other.ndim] != 0)

@@ -24,7 +24,7 @@ FEW = 16
 
 
 class _Reduction(NamedTuple):
-    """A reduction of an array, and what it makes of two numbers."""
+    """A reduction of arrays, and its binary function."""
 
     whole: Callable[..., Any]
     of_two: Callable[[Any, Any], Any]
@@ -34,7 +34,7 @@ _SUM, _MAX = _Reduction(jnp.sum, jnp.add), _Reduction(jnp.max, jnp.maximum)
 
 
 def reduce_sum(t: Any, axes: Sequence[int], keepdims: bool = False) -> Any:
-    """The sum of an array along some axes, ascending: `jnp.sum`.
+    """Sum an array along ascending axes, as `jnp.sum`.
 
     Those along the leading axes, as gradients of biases and scales are, become products with ones. For those of
     images, of which the sums over a few channels are taken, the batch becomes the last axis, as in their convolutions.
@@ -63,12 +63,12 @@ def reduce_sum(t: Any, axes: Sequence[int], keepdims: bool = False) -> Any:
 
 
 def reduce_max(t: Any, axes: Sequence[int], keepdims: bool = False) -> Any:
-    """The largest element of an array along some axes, ascending: `jnp.max`."""
+    """Maximum of an array along ascending axes, as `jnp.max`."""
     return _reduce(_MAX, t, tuple(axes), keepdims)
 
 
 def _reduce(reduction: _Reduction, t: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
-    """A reduction; on CPUs by halves, if it is along the trailing axes."""
+    """Reduce an array; trailing axes by halves."""
     columns = math.prod(t.shape[d] for d in axes)
     is_trailing = bool(axes) and axes == tuple(range(t.ndim - len(axes), t.ndim))
     if not is_trailing or columns % 2 or columns <= FEW or t.dtype != jnp.float32:
@@ -78,8 +78,7 @@ def _reduce(reduction: _Reduction, t: Any, axes: tuple[int, ...], keepdims: bool
 
 
 def _by_halves(reduction: _Reduction, t: Any, axes: Sequence[int], keepdims: bool) -> Any:
-    """A reduction along axes whose halves are combined element by element, which takes vector instructions, as often as
-    there are halves."""
+    """Reduce axes by elementwise combination of halves, which uses vector instructions."""
     columns = math.prod(t.shape[axis] for axis in axes)
     for axis in axes:
         while columns > FEW and t.shape[axis] % 2 == 0:

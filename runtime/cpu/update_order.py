@@ -20,7 +20,7 @@ computed, and an order would cost more than the copies: XLA computes side by sid
 
 
 class CpuUpdateOrder:
-    """What was computed last from each storage of a running graph: what overwrites the storage comes after.
+    """Order of in-place updates: an update of a storage comes after results that read it.
 
     Args:
         in_loop: whether the graph runs in the turns of a loop.
@@ -32,7 +32,7 @@ class CpuUpdateOrder:
         self._made_of: dict[Tensor, Tensor] = {}
 
     def record_read(self, storage: Tensor, result: Tensor, value: Array) -> None:
-        """Note that a result was computed from a storage.
+        """Record a result computed from a storage.
 
         If it is of the same size it may be the same in another order, or dtype: then what is computed from it counts,
         too. If it also has the same dimensions, only that: an update takes many steps over numbers of one shape.
@@ -44,15 +44,15 @@ class CpuUpdateOrder:
             self._computed[source] = value
 
     def record_nested_read(self, storage: Tensor, value: Array) -> None:
-        """Note that a graph that was called has computed something from a storage."""
+        """Record a result that a called graph computed from a storage."""
         self._computed[self._source(storage)] = value
 
     def last_computed(self, storages: Sequence[Tensor]) -> dict[int, Array]:
-        """What was computed last from storages, by position."""
+        """The last results computed from storages, by position."""
         return {i: self._computed[t] for i, t in enumerate(storages) if t in self._computed}
 
     def order_write(self, storage: Tensor, value: Array, rows: int) -> Array:
-        """A value that a storage is overwritten with, computed after what was computed from the storage.
+        """Order an updated value after recorded reads of its storage.
 
         Args:
             storage: one of so many `rows` of an array, all of which XLA would copy.
@@ -66,7 +66,7 @@ class CpuUpdateOrder:
 
 
 def computed_after(value: Array, earlier: Array) -> Array:
-    """The same value, computed after another one.
+    """The same value, with a fake dependency on an earlier result.
 
     XLA overwrites an array in place where all that reads it comes before. On CPUs it knows no order but that of what
     depends on each other, and copies weights that are updated, for the gradient that they are multiplied with as well.

@@ -13,7 +13,7 @@ from runtime.cpu.platform_dependent import if_platform_cpu
 
 
 def over_windows_by_axes(combining: Combining, t: Any, windows: Sequence[Windows]) -> Any:
-    """The elements of each window, combined along one axis after the other."""
+    """Reduce windows along one axis after another."""
 
     def by_axes(first: int, t: Any) -> Any:
         for axis, along in enumerate(windows, first):

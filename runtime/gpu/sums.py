@@ -16,7 +16,7 @@ LONGEST = 16384
 
 
 def softmax_gradient(g: Array, out: Array, axis: int) -> Array:
-    """`popxl.ops.kernels.sums.softmax_gradient`: a row is read once, for its sum and for its elements.
+    """`popxl.ops.kernels.sums.softmax_gradient` with a single read of each row.
 
     XLA keeps a row in a block of threads from where a reduction of it meets the row itself, as in a softmax, and takes
     what follows into that kernel. Here the sum is of products, and meets neither of their factors alone.
@@ -28,7 +28,7 @@ def softmax_gradient(g: Array, out: Array, axis: int) -> Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _clip_by_max(t: Array, axis: int) -> Array:
-    """The array as it is, after its rows have met their largest elements."""
+    """The unchanged array, clipped by its rows' maxima."""
     return jnp.minimum(t, largest(t, (axis,), keepdims=True))
 
 

@@ -31,7 +31,7 @@ Position = int | Array
 
 
 class Failure:
-    """The channel of checks. Its array holds the id of the first op that failed one, and the number of the check."""
+    """The channel of runtime checks: its array holds op id and check number of the first failure."""
 
     tensor_id = ""
     shape = (2,)
@@ -39,7 +39,7 @@ class Failure:
 
 
 class CollectiveOrder:
-    """The channel of the token that orders collectives. Only `Lowering.channels_of` says which graphs use it."""
+    """The channel of the token that orders collectives; `Lowering.channels_of` adds it where needed."""
 
 
 FAILURE = Failure()
@@ -50,7 +50,7 @@ State = tuple[Array, Position]
 
 
 class Channels:
-    """What a graph can use: for each stream, the array of its transfers and the number of the next one.
+    """The channels of a computation: per stream, the array of its transfers and the index of the next one.
 
     A remote buffer has the array of its slots. Its slots are found by number, not in order: it has no next one. The
     order of collectives has the token of those before this computation, if there are any.
@@ -69,7 +69,7 @@ class Channels:
         self._computed_before = self._computed
 
     def load(self, stream: Stream) -> Array:
-        """The next element of a stream."""
+        """Load the next element of a stream."""
         transfers, position = self._channels[stream]
         self._channels[stream] = (transfers, position + 1)
         if isinstance(position, int):
@@ -77,7 +77,7 @@ class Channels:
         return decode_transfer(lax.dynamic_index_in_dim(transfers, position, keepdims=False), stream.dtype)
 
     def store(self, stream: Stream, value: Array) -> None:
-        """Make a value the next element of a stream."""
+        """Store a value as the next element of a stream."""
         transfers, position = self._channels[stream]
         value = encode_transfer(value, stream.dtype)
         if isinstance(position, int) and transfers.shape[0] == 1:
@@ -91,7 +91,7 @@ class Channels:
         return self._channels[stream][0]
 
     def results(self) -> list[Array]:
-        """What is fetched: output streams, and which check failed."""
+        """Fetched arrays: output streams, and the failure flag."""
         kept = HostToDeviceStream | RemoteBuffer | CollectiveOrder
         return [transfers for c, (transfers, _) in self._channels.items() if not isinstance(c, kept)]
 
@@ -100,12 +100,12 @@ class Channels:
         return self._channels[buffer][0]
 
     def set_slots(self, buffer: RemoteBuffer, slots: Array) -> None:
-        """Give a remote buffer other slots."""
+        """Replace the slots of a remote buffer."""
         self._channels[buffer] = (slots, 0)
 
     def order_fetch(self) -> None:
-        """Have what is fetched from buffers next come after all that was stored to any of them; or else after what was
-        computed before the last fetch, so that it comes while that one is used.
+        """Order the next fetch from remote buffers after all stores; without stores, after the results before the last
+        fetch, so that transfer and computation overlap.
 
         XLA knows no order but that of what depends on each other. It would fetch slots when a run begins, keep them on
         the device until they are needed, and make one of two loads of a slot. So the buffers pass a barrier together.
@@ -117,7 +117,7 @@ class Channels:
         self._computed_before = self._computed
 
     def order_store(self) -> None:
-        """Have what is stored next come after what was stored before other things were computed.
+        """Order the next store to remote buffers after earlier stores, if other results were computed since.
 
         XLA would let all of it be under way until it is needed, and keep it on the device meanwhile.
         """
@@ -126,7 +126,7 @@ class Channels:
         self._computed_before = self._computed
 
     def _has_stored(self) -> bool:
-        """Whether anything was stored since slots passed a barrier."""
+        """Whether any slot was stored since the last barrier."""
         return any(array is not self._slots_before[buffer] for buffer, array in self._slots().items())
 
     def _pass_barrier(self, others: Sequence[Array]) -> None:
@@ -140,48 +140,48 @@ class Channels:
         return {c: slots for c, (slots, _) in self._channels.items() if isinstance(c, RemoteBuffer)}
 
     def record_failure(self, op: Op, number: int, holds: Array) -> None:
-        """Note that an op fails a check, if it does and is the first."""
+        """Record a failed check, unless another check failed before."""
         first, position = self._channels[FAILURE]
         this = jnp.asarray([op.id, number], jnp.int32)
         self._channels[FAILURE] = (jnp.where(jnp.all(holds) | (first[0] > 0), first, this), position)
 
     def ordered(self, operand: Array) -> Array:
-        """The operand of a collective, made dependent on all collectives before this computation."""
+        """Make a collective's operand depend on all collectives before this computation."""
         token, _ = self._channels.get(COLLECTIVES, (None, None))
         return operand if token is None else after_token(operand, token)
 
     def record_exchanged(self, results: Any) -> None:
-        """Note the results of a collective, which the token of later computations depends on."""
+        """Record the results of a collective, for the token of later computations."""
         self._exchanged += jax.tree.leaves(results)
 
     def _advance_token(self) -> None:
-        """Make the token depend on all collectives so far."""
+        """Advance the token: make it depend on all collectives so far."""
         token, _ = self._channels.get(COLLECTIVES, (None, None))
         token = next_token(first_token() if token is None else token, self._exchanged)
         self._channels[COLLECTIVES], self._exchanged = (token, None), []
 
     def states(self, streams: Sequence[AnyChannel]) -> tuple[State, ...]:
-        """The state of some streams, to hand to a graph that uses them."""
+        """The states of some channels, as inputs of a graph."""
         if COLLECTIVES in streams:
             self._advance_token()
         return tuple(self._channels[stream] for stream in streams)
 
     def set_states(self, streams: Sequence[AnyChannel], states: Sequence[State]) -> None:
-        """The state in which a graph left some streams."""
+        """Set the states of some channels, given by a graph's results."""
         self._channels.update(zip(streams, states, strict=True))
 
     def resume(self, loop_channels: LoopChannels, positions: dict[int, Any], computed: Any) -> None:
-        """Go on after a loop or a branch, which moved streams on, and computed something."""
+        """Continue after a loop or branch: take over its channel states, and record its results."""
         self._channels.update(loop_channels.in_iteration(positions)._channels)
         self.record_computed(computed)
 
     def record_computed(self, computed: Any) -> None:
-        """Note what was computed last: real numbers, as others count slots."""
+        """Record the last result: real numbers, because integers may be slot numbers."""
         arrays = jax.tree.leaves(computed)
         self._computed = next((a for a in arrays if jnp.issubdtype(jnp.result_type(a), jnp.floating)), self._computed)
 
     def carried(self, streams: Sequence[AnyChannel]) -> dict[int, Any]:
-        """What a loop has to carry of each stream: the number of the next transfer; where stores go, also the array.
+        """The loop-carried state of some channels: the index of the next transfer; of output streams, also the array.
 
         Of a remote buffer, the slots; of the order of collectives, the token.
         """
@@ -189,7 +189,7 @@ class Channels:
         return {i: _carried_state(stream, *state) for i, (stream, state) in enumerate(states)}
 
     def set_carried(self, streams: Sequence[AnyChannel], positions: dict[int, Any]) -> None:
-        """Begin where `positions` says."""
+        """Set the loop-carried state of some channels."""
         for i, stream in enumerate(streams):
             if isinstance(stream, HostToDeviceStream):
                 self._channels[stream] = (self._channels[stream][0], positions[i])
@@ -202,17 +202,17 @@ class Channels:
         self._slots_before = self._slots()
 
     def loop_channels(self, streams: Sequence[AnyChannel]) -> LoopChannels:
-        """The streams as a loop uses them."""
+        """Split some channels into loop-invariant and loop-carried state."""
         return LoopChannels(self, streams)
 
 
 def encode_transfer(value: Array, dtype: dtype_) -> Array:
-    """A tensor as streams and remote buffers hold it."""
+    """Encode a tensor for streams and remote buffers."""
     return lax.bitcast_convert_type(value, in_transit(dtype)) if dtype.is_float8 else value
 
 
 def decode_transfer(value: Array, dtype: dtype_) -> Array:
-    """A tensor, of what streams and remote buffers hold; the opposite of `encode_transfer`."""
+    """Decode a tensor from streams and remote buffers; inverse of `encode_transfer`."""
     return lax.bitcast_convert_type(value, dtype.as_jax()) if dtype.is_float8 else value
 
 
@@ -223,7 +223,7 @@ def _carried_state(stream: AnyChannel, array: Array, position: Position) -> Any:
 
 
 class LoopChannels:
-    """Streams in a loop: what is loaded from stays outside, what changes is carried."""
+    """Channels of a loop: input streams stay outside; other state is loop-carried."""
 
     def __init__(self, channels: Channels, streams: Sequence[AnyChannel]) -> None:
         self._streams = streams
@@ -232,7 +232,7 @@ class LoopChannels:
         self.start = jax.tree.map(jnp.asarray, channels.carried(streams))
 
     def in_iteration(self, positions: dict[int, Any]) -> Channels:
-        """The streams at one turn of the loop."""
+        """The channels of one iteration, given the loop-carried state."""
         states = {stream: (array, 0) for stream, array in zip(self._streams, self._arrays, strict=True)}
         channels = Channels(states, self._running)
         channels.set_carried(self._streams, positions)
@@ -240,12 +240,13 @@ class LoopChannels:
 
 
 def channels_of(*graphs: Graph) -> tuple[Channel, ...]:
-    """The streams that graphs use, calls included, in a fixed order; the failure too, if they check anything."""
+    """The channels that graphs use, including called graphs, in a fixed order; with the failure flag, if any op has
+    checks."""
     return channels_of_ops(op for graph in graphs for op in graph.ops)
 
 
 def channels_of_ops(ops: Iterable[Op]) -> tuple[Channel, ...]:
-    """The same, of ops."""
+    """The channels that ops use; see `channels_of`."""
     ops = tuple(ops)
     called = dict.fromkeys(g for op in ops for callee in op.called_graphs for g in reachable(callee))
     ops += tuple(op for g in called for op in g.ops)
@@ -258,17 +259,17 @@ def channels_of_ops(ops: Iterable[Op]) -> tuple[Channel, ...]:
 
 
 def _order(channel: Channel) -> tuple[bool, Any]:
-    """Streams by their ids, then buffers by their numbers."""
+    """Sort key: streams by id, then buffers by number."""
     if isinstance(channel, RemoteBuffer):
         return (True, channel.remote_buffer_id)
     return (False, channel.tensor_id)
 
 
 def prints(graph: Graph) -> bool:
-    """Whether running a graph prints, calls included."""
+    """Whether a graph prints, including called graphs."""
     return any(op.kind is print_tensor_kind for op in lowered_ops(graph))
 
 
 def has_side_effects(graph: Graph) -> bool:
-    """Whether running a graph does more than give results: it prints, or stores to remote buffers; calls included."""
+    """Whether a graph prints or stores to remote buffers, including called graphs."""
     return any(op.kind in (print_tensor_kind, remote_store_kind) for op in lowered_ops(graph))

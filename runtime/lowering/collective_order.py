@@ -18,16 +18,16 @@ from popxl.base.arrays import Array
 
 
 def first_token() -> Array:
-    """The token before all collectives."""
+    """The initial token."""
     return jnp.int32(0)
 
 
 def after_token(operand: Array, token: Array) -> Array:
-    """The operand of a collective, made dependent on the token."""
+    """Make a collective's operand depend on the token."""
     return jnp.where((token & ~token) == 0, operand, jnp.zeros_like(operand))
 
 
 def next_token(token: Array, results: Iterable[Array]) -> Array:
-    """The token after collectives with these results."""
+    """Combine the token with the results of collectives."""
     nonempty = (result for result in results if result.size)
     return reduce(lambda token, result: token | (result.ravel()[0] != 0).astype(jnp.int32), nonempty, token)

@@ -24,7 +24,7 @@ from runtime.targets.replicas import AXIS, Replicas
 
 
 def group_of(replicas: Replicas, stride: int, size: int) -> Group:
-    """The group of each of these replicas, as they run.
+    """Build the group of each replica.
 
     Raises:
         PopxlError: if they do not form such groups.
@@ -42,7 +42,7 @@ def group_of(replicas: Replicas, stride: int, size: int) -> Group:
 
 
 class _SingletonGroup(Group):
-    """A group of one."""
+    """A group of one replica."""
 
     @property
     def rank(self) -> Array:
@@ -56,7 +56,7 @@ class _SingletonGroup(Group):
 
 
 class _VmappedGroup(Group):
-    """A group of replicas that all run on one device: the values of all are gathered, and the group picks its own.
+    """A group of replicas on one device: all values are gathered, then each group selects its own.
 
     Groups are told apart by number only after they have been reduced, so that this is done once for each.
     """
@@ -73,7 +73,7 @@ class _VmappedGroup(Group):
         return self._select_group(OP_MAP[op]([groups[:, rank] for rank in range(self.size)]))
 
     def _groups(self, t: Array) -> Array:
-        """What `t` is on all replicas: by number of the group, and by rank."""
+        """Gathered values of all replicas, by group and rank."""
         blocks = lax.all_gather(t, AXIS).reshape(-1, self.size, self.stride, *t.shape)
         return blocks.swapaxes(1, 2).reshape(-1, self.size, *t.shape)
 
@@ -84,7 +84,7 @@ class _VmappedGroup(Group):
 
 
 class _MeshGroup(CollectiveBackend):
-    """A group of replicas that have a device each: along some dimensions of their mesh, or of its only one."""
+    """A group of replicas on separate devices: along mesh axes, or by `axis_index_groups` of a single axis."""
 
     def __init__(self, replicas: Replicas, stride: int, size: int) -> None:
         super().__init__(replicas.count, stride, size)
@@ -125,7 +125,7 @@ class _MeshGroup(CollectiveBackend):
 
 
 def devices_meet(ops: Iterable[Op], replicas: Replicas) -> bool:
-    """Whether devices wait for each other where replicas run these ops."""
+    """Whether any op is a collective over several devices."""
     if replicas.mesh is None:
         return False
     ops = tuple(ops)

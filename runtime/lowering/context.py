@@ -19,7 +19,7 @@ FirstRuns = WeakValueDictionary[tuple[Graph, tuple[int, ...]], Array]
 
 @dataclass(frozen=True)
 class Context:
-    """What surrounds the ops of a graph while they are lowered.
+    """The context of ops being lowered: channels and surrounding graphs and loops.
 
     Attributes:
         channels: the streams, remote buffers and flags that they use.
@@ -38,19 +38,19 @@ class Context:
     first_runs: FirstRuns = field(default_factory=WeakValueDictionary)
 
     def in_graph(self, inputs: Sequence[Array | PackedSlot]) -> Context:
-        """The context of a called graph with these inputs."""
+        """The context inside a called graph with these inputs."""
         return replace(self, inputs=inputs, depth=self.depth + 1)
 
     def in_branch(self, channels: Channels) -> Context:
-        """The context of a branch that uses channels of its own."""
+        """The context inside a branch, with its own channels."""
         return replace(self, channels=channels)
 
     def in_loop_body(self, channels: Channels, rows: int = 1) -> Context:
-        """The context of a loop's body; `rows` is the number of iterations, if values may be rows of as many."""
+        """The context inside a loop body of `rows` iterations, if values may be slots of as many rows."""
         return replace(self, channels=channels, inputs=(), in_loop=True, rows=self.rows * rows)
 
     def prevent_cse(self, graph: Graph, inputs: Sequence[Array | PackedSlot]) -> Sequence[Array | PackedSlot]:
-        """The inputs of a graph. If it has run on the same ones, XLA takes them for others.
+        """Pass a graph's inputs through a barrier, if it has run on the same inputs before.
 
         What a program computes twice is computed twice, and only when what it is computed for is there: all inputs of
         the graph around it, such as gradients. By common subexpression elimination, XLA would do it once and keep the

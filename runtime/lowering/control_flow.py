@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @register_lowering(call_kind)
 def _call(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
-    """Copy in, run, copy out; inputs by reference are copied back."""
+    """Lower a call: copy inputs in, run the graph, copy outputs and modified by-reference inputs out."""
     (graph,) = op.called_graphs
     check_bound(op)
     places, sharing = call_inputs(op, environment), environment.sharing(op)
@@ -40,7 +40,7 @@ def _call(lowering: Lowering, op: Op, environment: Environment, context: Context
 
 
 def finish_call(op: Op, environment: Environment, places: Sequence[Array | PackedSlot], results: Results) -> None:
-    """Write what a graph gives that an op has called on these values, or rows."""
+    """Write a called graph's results to the caller's environment."""
     for t, place in zip(op.outputs, results.outputs, strict=False):  # the graph may have gained outputs since
         environment.define(t, place)
     for i in sorted(op.modified & results.written.keys()):
@@ -56,7 +56,7 @@ def finish_call(op: Op, environment: Environment, places: Sequence[Array | Packe
 def call_inputs(
     op: Op, environment: Environment, own: int = 0, by_value: Container[int] = frozenset()
 ) -> list[Array | PackedSlot]:
-    """What an op passes to the graph that it runs: rows, but where the graph would change what others have in them.
+    """Inputs of a called graph: packed slots, or copies if the graph modifies a slot that has other users.
 
     Args:
         op: the op.
@@ -77,7 +77,7 @@ def call_inputs(
 
 
 def check_bound(op: Op) -> None:
-    """`PopxlError` if a graph has gained inputs since an op that runs it was made."""
+    """Raise `PopxlError` if a graph gained inputs after an op that runs it."""
     if not all(run.is_bound for run in op.runs):
         titles = " or ".join(graph.title for graph in dict.fromkeys(op.called_graphs))
         raise PopxlError(
@@ -88,7 +88,7 @@ def check_bound(op: Op) -> None:
 
 @register_lowering(conditional_kind)
 def _conditional(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
-    """Run one branch. It alone moves on the streams that it uses."""
+    """Lower a conditional to `lax.cond`, with channels as branch results."""
     check_bound(op)
     cond, *inputs = (environment.read(t) for t in op.inputs)
     then_branch, else_branch = op.called_graphs
@@ -120,14 +120,15 @@ def _conditional(lowering: Lowering, op: Op, environment: Environment, context: 
 
 
 def _run_both(cond: Array, then_branch: Callable[[Any], Any], else_branch: Callable[[Any], Any], start: Any) -> Any:
-    """What `lax.cond` gives. What is in the host's memory goes through both branches: they change it where they run."""
+    """`lax.cond` for vmapped replicas: arrays in host memory pass through both branches, which update them under a
+    mask."""
     then = then_branch(start)
     handed = jax.tree.map(lambda new, old: new if is_on_host(old) else old, then[1], start)
     return jax.tree.map(lambda a, b: b if is_on_host(b) else jnp.where(cond, a, b), then, else_branch(handed))
 
 
 class Iteration(NamedTuple):
-    """One iteration of a loop.
+    """Inputs of one loop iteration.
 
     Attributes:
         inputs: of the body.
@@ -141,7 +142,7 @@ class Iteration(NamedTuple):
 
 
 class Loop:
-    """What a loop does, turn by turn.
+    """Loop-carried state and loop-invariant inputs of a repeat op.
 
     Carried from turn to turn are the first inputs, as many as there are carried results; and the inputs by reference,
     but for those that each turn returns. Of inputs that share storage, that is carried: a turn begins by writing the
@@ -170,7 +171,7 @@ class Loop:
         self.start = (tuple(self._inputs[: self._carried]), contents, arrays, shared)
 
     def begin_iteration(self, state: Any, i: Array) -> Iteration:
-        """One iteration, given what the one before has left."""
+        """Build the inputs of an iteration from the loop-carried state."""
         results_before, contents, arrays, shared = state
         now = dict(zip(self._stacks, arrays, strict=True))
         outside = dict.fromkeys(row.stack for row in self._rows.values())
@@ -190,7 +191,7 @@ class Loop:
         return Iteration([i, jnp.asarray(True), *values], sharing, stacks)
 
     def end_iteration(self, iteration: Iteration, results: Results) -> tuple[Any, Sequence[Array]]:
-        """What an iteration leaves for the next one, and its further results, given what the graph gives."""
+        """Split the results of an iteration into loop-carried state and stacked results."""
         values, stacks, written = iteration.inputs[EXTRA_INPUTS:], iteration.stacks, results.written
         for k in self._rows.keys() & self._op.modified:
             write_back(written.get(k + EXTRA_INPUTS, values[k]), values[k])
@@ -200,7 +201,7 @@ class Loop:
         return (outputs[: self._carried], after, arrays, results.shared), outputs[self._carried :]
 
     def finish(self, state: Any, stacked: Sequence[Array], environment: Environment) -> None:
-        """Write the results, given what a further turn would get, and the further results of all turns."""
+        """Write the results of a finished loop to the environment."""
         outputs, contents, arrays, shared = state
         for stack, array in zip(self._stacks, arrays, strict=True):
             stack.array = array
@@ -214,11 +215,11 @@ class Loop:
 
 @register_lowering(loop_kind)
 def _loop(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
-    """One compiled body, however many turns. The streams are carried, too."""
+    """Lower a repeat to `lax.scan`, with channels as loop-carried state."""
     loop, streams = Loop(op, environment), lowering.channels_of((op,))
     loop_channels = context.channels.loop_channels(streams)
 
-    def turn(state: Any, i: Array) -> Any:
+    def iterate(state: Any, i: Array) -> Any:
         before, positions = state
         inside = loop_channels.in_iteration(positions)
         iteration = loop.begin_iteration(before, i)
@@ -229,6 +230,6 @@ def _loop(lowering: Lowering, op: Op, environment: Environment, context: Context
 
     count = op.attributes["repeat_count"]
     start = (loop.start, loop_channels.start)
-    (state, positions), stacked = lax.scan(turn, start, jnp.arange(count, dtype=jnp.int32))
+    (state, positions), stacked = lax.scan(iterate, start, jnp.arange(count, dtype=jnp.int32))
     context.channels.resume(loop_channels, positions, (state, stacked))
     loop.finish(state, stacked, environment)

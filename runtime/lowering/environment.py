@@ -26,7 +26,7 @@ from runtime.lowering.sharing import Sharing
 
 @dataclass(frozen=True)
 class Results:
-    """What running a graph gives.
+    """Results of a graph.
 
     Attributes:
         outputs: those of the graph.
@@ -41,13 +41,13 @@ class Results:
     computed: dict[int, Array] = field(default_factory=dict)
 
     def unpacked(self) -> Results:
-        """The same, with nothing in rows."""
+        """The results with all packed slots loaded."""
         written = {i: load(place) for i, place in self.written.items()}
         return Results(tuple(map(load, self.outputs)), written, self.shared, self.computed)
 
 
 class Environment:
-    """The current value of every storage of one graph, while it runs; or the row of a stack that has it.
+    """The environment of a running graph: for each storage, its current value or packed slot.
 
     Args:
         values: those of storages that have one before.
@@ -65,25 +65,25 @@ class Environment:
         self._turns = turns
 
     def record_reads(self, op: Op) -> None:
-        """Note that an op has read its operands: what overwrites them comes after its result."""
+        """Record the operands that an op has read: in-place updates of them come after its result."""
         result = next((t for t in op.outputs if t in self.values), None)
         if result is not None:  # it is no view, say
             for t in op.inputs:
                 self._order.record_read(self._resolve_views(t)[0], result, self.read(result))
 
     def record_call_reads(self, op: Op, results: Results) -> None:
-        """The same of the ops of a graph that an op has called."""
+        """Record the inputs that a called graph has read."""
         for i, computed in results.computed.items():
             self._order.record_nested_read(self._resolve_views(op.inputs[i])[0], computed)
 
     def slot_or_value(self, t: Tensor) -> Array | PackedSlot:
-        """Where a tensor is: in a row, if that is all of it. Otherwise its current value."""
+        """The packed slot of a tensor, if a slot holds exactly this tensor; otherwise its current value."""
         storage, views = self._resolve_views(t)
         place = None if views else self.values.get(storage)
         return place if isinstance(place, PackedSlot) else self.read(t)
 
     def sharing(self, op: Op) -> Sharing:
-        """Which inputs of the graph that an op runs share storage, of those that are by reference."""
+        """Find by-reference inputs of a called graph that share storage."""
         (run,) = op.runs
         by_ref = by_reference(op)
         storages = {i: self._storages(op.inputs[i]) for i in by_ref} if len(by_ref) > 1 else {}
@@ -102,7 +102,7 @@ class Environment:
         return Sharing(positions, {**self._same, **same}, values, tuple(written))
 
     def results(self, graph: Graph, values: Container[Tensor], sharing: Sharing) -> Results:
-        """What running the graph gives.
+        """Collect the results of a graph after its last op.
 
         Args:
             graph: the graph.
@@ -119,7 +119,7 @@ class Environment:
         )
 
     def _storages(self, t: Tensor) -> tuple[Tensor, ...]:
-        """The storages that a tensor is made of."""
+        """All storages under a tensor, through views."""
         found: dict[Tensor, None] = {}
         waiting = [t]
         while waiting:
@@ -132,7 +132,7 @@ class Environment:
         return tuple(found)
 
     def read(self, t: Tensor) -> Array:
-        """The current value of a tensor: of its storage, or seen through the views that lie between."""
+        """Read the current value of a tensor, through views of its storage."""
         storage, views = self._resolve_views(t)
         value = self._storage(storage)
         for view in views:
@@ -140,14 +140,14 @@ class Environment:
         return value
 
     def define(self, t: Tensor, place: Array | PackedSlot) -> None:
-        """Give a tensor that an op makes its first value; or a row that nobody else has."""
+        """Define a new tensor: a value, or a packed slot without another user."""
         if isinstance(place, PackedSlot):
             self.values[t] = place
         else:
             self.write(t, place)
 
     def write(self, t: Tensor, value: Array) -> None:
-        """Change a tensor: its storage, or the part of it that the views between show."""
+        """Write a tensor: its storage, or the viewed part of a storage."""
         changes = [(t, value)]
         while changes:
             t, value = changes.pop()
@@ -171,7 +171,7 @@ class Environment:
                 changes += reversed(list(zip(joined.inputs, parts, strict=True)))
 
     def _storage(self, t: Tensor) -> Array:
-        """The value of a tensor that is no view of a single other."""
+        """The value of a storage, or of a view of several tensors."""
         joined = view_of(t)
         if joined is not None:
             return done(self._read_concatenation(joined))
@@ -182,7 +182,7 @@ class Environment:
         return load(self.values[t])
 
     def _resolve_views(self, t: Tensor) -> tuple[Tensor, list[Op]]:
-        """The tensor that `t` is a view of, in the end, and the views from there to `t`; views of several end it."""
+        """Resolve single-base views: the storage under a tensor, and the views between them, innermost first."""
         views = []
         t = t.origin
         while True:
@@ -196,7 +196,7 @@ class Environment:
                 return t, views[::-1]
 
     def _read_concatenation(self, op: Op) -> Nested[Array]:
-        """What a view of several tensors shows; they may be such views themselves."""
+        """Read a view of several tensors, which may be such views themselves."""
         parts = []
         for base in op.inputs:
             storage, views = self._resolve_views(base)
@@ -209,11 +209,11 @@ class Environment:
 
 
 def no_value(t: Tensor) -> PopxlError:
-    """The error for a storage that nothing gives a value."""
+    """The error for a storage without a value."""
     return PopxlError(f"Session: {t!r} has no value. It is an input of {t.graph.title}, which nothing is bound to.")
 
 
 def view_of(t: Tensor) -> Op | None:
-    """The op that makes `t` a view of others, if it is one."""
+    """The view op that produces a tensor, if any."""
     op = t.producer
     return op if op is not None and op.kind.view is not None else None

@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 @register_lowering(host_load_kind)
 def _host_load(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
-    """Take the next element of the stream."""
+    """Load the next element of an input stream."""
     environment.write(op.outputs[0], context.channels.load(op.attributes["stream"]))
 
 
 @register_lowering(host_store_kind)
 def _host_store(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
-    """Send the tensor to the stream."""
+    """Store a tensor to an output stream."""
     context.channels.store(op.attributes["stream"], environment.read(op.inputs[0]))
 
 
 @register_lowering(print_tensor_kind)
 def _print_tensor(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
-    """Write the tensor to standard error, and pass it on."""
+    """Print a tensor to standard error, and return it."""
     value = environment.read(op.inputs[0])
     title, style = op.attributes["title"], op.attributes["style"]
 
@@ -58,7 +58,7 @@ def _print_tensor(lowering: Lowering, op: Op, environment: Environment, context:
 
 @register_lowering(host_call_kind)
 def _host_call(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
-    """Have the host make the results."""
+    """Call a Python function on the host."""
     function, specs = op.attributes["function"], op.attributes["specs"]
     values = [environment.read(t) for t in op.inputs]
     made = [jax.ShapeDtypeStruct(spec.shape, spec.dtype.as_jax()) for spec in specs]
@@ -75,13 +75,12 @@ def _host_call(lowering: Lowering, op: Op, environment: Environment, context: Co
 
 
 def _has_callbacks(lowering: Lowering) -> bool:
-    """Whether JAX can write calls of Python for the device. It cannot for a GPU that is not here (jax-ml/jax#23971)."""
+    """Whether JAX can lower Python callbacks for the device; it cannot for offline GPU targets (jax-ml/jax#23971)."""
     return lowering.replicas.is_here or lowering.replicas.device.platform == "tpu"
 
 
 def _gpu_callback(made: Sequence[jax.ShapeDtypeStruct], *operands: Array) -> Sequence[Array]:
-    """What calls Python back on a GPU, where one is only compiled for. JAX writes the same, with the number of the
-    function."""
+    """Emit a Python callback for an offline GPU target: JAX's own custom call, with callback index 0."""
     call = jax.ffi.ffi_call("xla_ffi_python_gpu_callback", made, has_side_effect=True)
     return call(*operands, index=np.uint64(0))
 
@@ -125,7 +124,7 @@ def _formatted(
 
 
 def _break_rows(text: str) -> str:
-    """The text of an array, of brackets in brackets, with each row, and each bracket around rows, on a line of its own.
+    """Format nested brackets: one line per row and per outer bracket.
 
     A line is indented by one space for each bracket around it.
     """

@@ -48,7 +48,7 @@ from runtime.targets.replicas import Replicas
 
 
 class Lowering:
-    """The graphs of one program, as functions of arrays.
+    """The lowering of one program: from graphs to functions of arrays.
 
     Args:
         ops: what the program runs.
@@ -78,18 +78,18 @@ class Lowering:
 
     @cached_property
     def hooks(self) -> PlatformHooks:
-        """What the machine adds to the program."""
+        """Hooks of the target platform."""
         return hooks_for(self.replicas.platform)
 
     @property
     def is_vmapped(self) -> bool:
-        """Whether it is traced once for several replicas, which one device runs."""
+        """Whether one device runs several replicas, by `jax.vmap`."""
         return self.replicas.count > 1 and self.replicas.mesh is None
 
     def run(
         self, ops: Iterable[Op | RerolledLoop], values: Mapping[Tensor, Array | PackedSlot], channels: Channels
     ) -> Environment:
-        """Lower ops of one graph that nothing surrounds, in order. Returns what is in its storages afterwards."""
+        """Lower ops of an outermost graph, in order. Returns its environment."""
         return self.lower_ops(ops, values, Context(channels))
 
     def lower_ops(
@@ -99,7 +99,7 @@ class Lowering:
         context: Context,
         same: Mapping[Tensor, Tensor] | None = None,
     ) -> Environment:
-        """Lower ops of one graph, in order.
+        """Lower ops of one graph, in order. Returns its environment.
 
         Args:
             ops: the ops, or loops of them.
@@ -123,12 +123,12 @@ class Lowering:
     def environment(
         self, values: Mapping[Tensor, Array | PackedSlot], context: Context, same: Mapping[Tensor, Tensor] | None
     ) -> Environment:
-        """The environment of a graph that is to run; see `lower_ops`."""
+        """Create the environment of a graph; see `lower_ops`."""
         same = self.scheduling.same if same is None else same
         return Environment(values, self.hooks.update_order(context.in_loop), same, context.rows)
 
     def lower_op(self, op: Op, environment: Environment, context: Context) -> None:
-        """Lower one op: compute its results from its operands in the environment, and write them there."""
+        """Lower one op: read operands, apply its rule or lowering, write results."""
         if op.kind in LOWERINGS:
             LOWERINGS[op.kind](self, op, environment, context)
             return
@@ -155,11 +155,11 @@ class Lowering:
             context.channels.record_computed(results)
 
     def apply(self, op: Op, operands: Sequence[Array], channels: Channels) -> Any:
-        """The results of an op."""
+        """Compute an op's results from operands."""
         return self._apply_collective(op, operands, channels) if op.kind.between_replicas else op.apply(operands)
 
     def _apply_collective(self, op: Op, operands: Sequence[Array], channels: Channels) -> Any:
-        """The results of an op that talks to other replicas."""
+        """Compute a collective's results, after earlier collectives."""
         attributes = dict(op.attributes)
         try:
             group = group_of(self.replicas, attributes.pop("stride"), attributes.pop("group_size"))
@@ -172,16 +172,16 @@ class Lowering:
             raise PopxlError(f"Session: {op!r} ({op.source}) cannot be run: {problem}") from None
 
     def channels_of(self, ops: Iterable[Op]) -> tuple[AnyChannel, ...]:
-        """The channels that ops use, calls included, in a fixed order."""
+        """The channels that ops use, including called graphs, in a fixed order."""
         ops = tuple(ops)
         return (*channels_of_ops(ops), *((COLLECTIVES,) if self._are_ordered(ops) else ()))
 
     def _are_ordered(self, ops: Iterable[Op]) -> bool:
-        """Whether devices wait for each other in these ops, and XLA does not order where."""
+        """Whether any op is a collective that needs the token, because XLA orders those of one computation only."""
         return self.hooks.collective_lock is not None and devices_meet(ops, self.replicas)
 
     def _check(self, op: Op, operands: Sequence[Array], channels: Channels) -> None:
-        """Check what the op requires of its operands, as far as the options ask for it."""
+        """Record checks of an op's operands, if options enable them."""
         for number, required in enumerate(op.kind.requirements):
             if required.operand in op.operand_names() and (
                 not required.option or getattr(self._options, required.option)
@@ -198,7 +198,7 @@ class Lowering:
         in_rows: bool = False,
         sharing: Sharing = Sharing(),  # noqa: B008  # it has no state
     ) -> Results:
-        """Lower a call of a graph: its ops in place, or a call that XLA keeps.
+        """Lower a call of a graph: inline its ops, or emit a noinline call.
 
         Args:
             graph: the graph.
@@ -228,7 +228,7 @@ class Lowering:
         return environment.results(graph, values, sharing)
 
     def _noinline_function(self, graph: Graph) -> Callable[..., Any]:
-        """The one function of a graph whose calls are kept."""
+        """The jitted function of a graph with noinline calls."""
         streams = self.channels_of(graph.ops)
 
         def function(inputs: tuple[Array, ...], taken: Any) -> Any:
@@ -243,7 +243,7 @@ class Lowering:
 
 @contextmanager
 def raised_recursion_limit(main: Graph) -> Iterator[None]:
-    """Let Python recurse as deep as a program has calls in calls and branches in branches.
+    """Raise Python's recursion limit for nested calls and branches of a program.
 
     Loops in loops get no more than there is, enough for some forty, because XLA does not survive a hundred; branches
     may be a hundred and fifty deep.
@@ -267,7 +267,7 @@ _CALL, _BRANCH = 6, 10
 
 
 def _call_sites(ops: Iterable[Op]) -> Counter[Graph]:
-    """How many ops of a program run each graph."""
+    """The number of call sites of each graph."""
     sites = Counter(callee for op in ops for callee in op.called_graphs)
     for graph in dict.fromkeys(graph for callee in sites for graph in reachable(callee)):
         sites.update(callee for op in graph.ops for callee in op.called_graphs)
@@ -275,13 +275,13 @@ def _call_sites(ops: Iterable[Op]) -> Counter[Graph]:
 
 
 def written_tensors_of(op: Op) -> list[Tensor]:
-    """Where what an op's lowering returns belongs: its outputs, unless they alias what it overwrites, and that."""
+    """The tensors that an op's lowering returns: outputs, unless they alias modified inputs, then modified inputs."""
     overwritten = [op.inputs[i] for i in sorted(op.modified)]
     return overwritten if op.kind.aliased else [*op.outputs, *overwritten]
 
 
 def store_results(op: Op, results: Array | Sequence[Array], environment: Environment) -> None:
-    """Put what an op's lowering returned where it belongs."""
+    """Write the results of an op's lowering to the environment."""
     values = list(results) if isinstance(results, tuple | list) else [results]
     targets = written_tensors_of(op)
     if len(values) != len(targets):
@@ -293,7 +293,7 @@ def store_results(op: Op, results: Array | Sequence[Array], environment: Environ
 
 
 def cast_to_declared(t: Tensor, value: Array, op: Op) -> Array:
-    """A value in the dtype that its tensor declares: ops may compute in a wider one, and round once, here."""
+    """Cast a result to the declared dtype of its tensor, and check its shape: ops may compute in a wider dtype."""
     value = jnp.asarray(value)
     if value.shape != t.shape and op.modified:
         raise PopxlError(

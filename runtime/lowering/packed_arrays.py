@@ -14,7 +14,7 @@ from popxl.base.arrays import Array
 
 
 class PackedArray:
-    """An array of values, while a program is traced.
+    """An array of values with equal shape and dtype, during tracing.
 
     Attributes:
         array: what is in it at present; the first dimension counts the values.
@@ -27,31 +27,31 @@ class PackedArray:
         self.array, self.is_given = array, is_given
 
     def with_array(self, array: Array) -> PackedArray:
-        """What stands for this stack where its array is another one: in a turn of a loop."""
+        """A packed array with other contents, inside a loop iteration."""
         return PackedArray(array, is_given=self.is_given)
 
 
 class PackedSlot(NamedTuple):
-    """A value in a stack."""
+    """One value of a packed array."""
 
     stack: PackedArray
     number: int
 
     def read(self) -> Array:
-        """The value at present."""
+        """Slice the current value."""
         return lax.index_in_dim(self.stack.array, self.number, keepdims=False)
 
     def write(self, value: Array) -> None:
-        """Overwrite it."""
+        """Update the value."""
         self.stack.array = lax.dynamic_update_index_in_dim(self.stack.array, value, self.number, 0)
 
 
 def load(place: Array | PackedSlot) -> Array:
-    """A value, wherever it is."""
+    """Load a value from a packed slot; pass other values through."""
     return place.read() if isinstance(place, PackedSlot) else place
 
 
 def write_back(place: Array | PackedSlot, row: PackedSlot) -> None:
-    """Have a row hold a value, if it is not there that the value is."""
+    """Write `place` into `row`, unless it already lives there."""
     if not isinstance(place, PackedSlot) or place != row:
         row.write(load(place))

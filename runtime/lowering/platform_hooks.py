@@ -20,59 +20,58 @@ from popxl.ops.kernels.kernel import Kernel, KernelImpl
 
 
 class UpdateOrder(Protocol):
-    """What was computed last from each storage of a running graph: what overwrites the storage comes after."""
+    """Order of in-place updates: an update of a storage comes after results that read it."""
 
     def record_read(self, storage: Tensor, result: Tensor, value: Array) -> None:
-        """Note that a result was computed from a storage."""
+        """Record a result computed from a storage."""
 
     def record_nested_read(self, storage: Tensor, value: Array) -> None:
-        """Note that a graph that was called has computed something from a storage."""
+        """Record a result that a called graph computed from a storage."""
 
     def last_computed(self, storages: Sequence[Tensor]) -> dict[int, Array]:
-        """What was computed last from storages, by position."""
+        """The last results computed from storages, by position."""
 
     def order_write(self, storage: Tensor, value: Array, rows: int) -> Array:
-        """A value that a storage, one of so many rows of an array, is overwritten with, computed after what was
-        computed from the storage."""
+        """Order an updated value after recorded reads of its storage, one of `rows` rows of an array."""
 
 
 class Unordered:
-    """The order of a compiler that orders by itself all that reads a storage and what overwrites it."""
+    """Update order of compilers that order reads and updates themselves."""
 
     def record_read(self, storage: Tensor, result: Tensor, value: Array) -> None:
-        """Nothing has to be noted."""
+        """No-op."""
 
     def record_nested_read(self, storage: Tensor, value: Array) -> None:
-        """Nothing has to be noted."""
+        """No-op."""
 
     def last_computed(self, storages: Sequence[Tensor]) -> dict[int, Array]:
-        """Nothing was noted."""
+        """No results."""
         return {}
 
     def order_write(self, storage: Tensor, value: Array, rows: int) -> Array:
-        """The value as it is."""
+        """The unchanged value."""
         return value
 
 
 class CollectiveLock(Protocol):
-    """The turns that executables take whose devices meet, where no two may run at once."""
+    """A lock for executables with collectives, which must not run concurrently."""
 
     def run_exclusive(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call an executable after those before, and wait for its end."""
+        """Call an executable after earlier ones, and wait for its results."""
 
     def acquire(self, changing: Sequence[Array]) -> AbstractContextManager[Callable[[Sequence[Array]], None]]:
-        """A block that calls an executable, which changes this, after those before. It gives a function to be told what
-        the executable makes."""
+        """Hold the lock while an executable is called that updates `changing`. Yields a function that takes its
+        results."""
 
 
 def _same_row(row: Array, number: Array) -> Array:
-    """The row, of which the compiler leaves in the turns what it would do to all rows."""
+    """The unchanged row, for compilers that keep operations inside loops."""
     return row
 
 
 @dataclass(frozen=True)
 class PlatformHooks:
-    """What a kind of machine adds to a program.
+    """Platform-specific parts of the lowering.
 
     Attributes:
         overrides: the kernels that it computes in another form.
@@ -91,7 +90,7 @@ class PlatformHooks:
 
 @cache
 def hooks_for(platform: str) -> PlatformHooks:
-    """What is added on a platform of JAX's. It is imported here, as it is of no use elsewhere."""
+    """The hooks of a JAX platform; imports platform modules on demand."""
     if platform == "cpu":
         from runtime.cpu import collective_lock, feeds, kernel_overrides, update_order
 

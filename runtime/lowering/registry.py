@@ -20,7 +20,7 @@ LOWERINGS: dict[OpKind, LoweringRule] = {}
 
 
 def register_lowering(kind: OpKind) -> Callable[[LoweringRule], LoweringRule]:
-    """Register what an op of this kind does."""
+    """Register the lowering rule of an op kind."""
 
     def register(function: LoweringRule) -> LoweringRule:
         LOWERINGS[kind] = function

@@ -50,19 +50,19 @@ BLOCK = (8, 128)
 
 @register_lowering(remote_load_kind)
 def _load(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
-    """Copy a slot to the device."""
+    """Load a slot to a new tensor."""
     environment.write(op.outputs[0], _slot(lowering, op, environment, context))
 
 
 @register_lowering(remote_load_inplace_kind)
 def _load_inplace(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
-    """Overwrite the tensor with a slot."""
+    """Load a slot in place."""
     environment.write(op.inputs[0], _slot(lowering, op, environment, context))
 
 
 @register_lowering(remote_store_kind)
 def _store(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
-    """Overwrite a slot with the tensor."""
+    """Store a tensor to a slot."""
     channels = context.channels
     buffer, offset = op.attributes["buffer"], _offset(op, environment)
     if is_on_host(channels.slots(buffer)):
@@ -93,7 +93,7 @@ def _slot(lowering: Lowering, op: Op, environment: Environment, context: Context
 
 
 def _offset(op: Op, environment: Environment) -> Array:
-    """The number of the slot, after what can be checked without running."""
+    """The slot number; checks shape, dtype and constant slot numbers."""
     t, offset = op.inputs
     buffer = op.attributes["buffer"]
     if (t.shape, t.dtype) != (buffer.tensor_shape, buffer.tensor_dtype):
@@ -115,7 +115,7 @@ def _beyond(op: Op, place: Op, number: int, buffer: RemoteBuffer) -> str:
 
 
 def _known_numbers(t: Tensor, user: Op) -> Iterator[tuple[int, Op]]:
-    """What is known of a number without running: constants, also of calls of the graph, and the op that is given it."""
+    """Constant values of a slot number, followed through call sites, with the op that passes each."""
     seen, todo = set(), [(t.origin, user)]
     while todo:
         t, place = todo.pop()
@@ -136,7 +136,7 @@ _replace_slot = partial(lax.dynamic_update_index_in_dim, axis=0)
 
 
 def _from_host(lowering: Lowering, slots: Array, offset: Array) -> Array:
-    """A slot of those in the host's memory, on the device."""
+    """Fetch a slot from host memory."""
     if not _splits_slots(lowering, slots):
         return _fetch_slot(slots, offset)
     halves = slots.reshape(2, -1, *BLOCK)
@@ -144,7 +144,7 @@ def _from_host(lowering: Lowering, slots: Array, offset: Array) -> Array:
 
 
 def _to_host(lowering: Lowering, slots: Array, value: Array, offset: Array) -> Array:
-    """The slots in the host's memory, of which one is what is on the device."""
+    """Store a device value to a slot in host memory."""
     if not _splits_slots(lowering, slots):
         return _store_slot(slots, value, offset)
     halves = slots.reshape(2, -1, *BLOCK)
@@ -154,7 +154,7 @@ def _to_host(lowering: Lowering, slots: Array, value: Array, offset: Array) -> A
 
 
 def _splits_slots(lowering: Lowering, slots: Array) -> bool:
-    """Whether a slot comes and goes in halves: the only one of a buffer, to and from a TPU.
+    """Whether slots are moved in halves: single-slot buffers on TPUs.
 
     As a whole it is the buffer for XLA (libtpu 0.0.52): it says of a buffer behind a barrier that it is not on the host
     any more, and keeps what is stored on the device, too, until it is loaded.
@@ -164,7 +164,7 @@ def _splits_slots(lowering: Lowering, slots: Array) -> bool:
 
 @custom_vmap
 def _fetch_slot(slots: Array, offset: Array) -> Array:
-    """One of several slots, on the device.
+    """Fetch one of several slots to device memory.
 
     Another shape is given to it there: XLA makes one reshape of two, and takes the first and only slot for the buffer.
     """
@@ -180,12 +180,12 @@ def _(count: int, given: Sequence[bool], slots: Array, *rest: Array) -> tuple[Ar
 
 @custom_vmap
 def _store_slot(slots: Array, value: Array, offset: Array) -> Array:
-    """Slots in the host's memory, of which one is what is on the device."""
+    """Store a device value to one of several slots in host memory."""
     return _replace_slot(slots, jax.device_put(_row_major(value), jax.memory.Space.Host), offset)
 
 
 def _row_major(value: Array) -> Array:
-    """A value on the device, laid out as the host's memory has it.
+    """Constrain a device value to row-major layout, as in host memory.
 
     What a product would rather read in another layout is transposed after it has come. Without this word, XLA lays out
     the whole buffer that way, and where another loop wants it in rows, it is fetched, transposed and sent back.
@@ -202,8 +202,8 @@ def _(count: int, given: Sequence[bool], slots: Array, *rest: Array) -> tuple[Ar
 
 
 def _flatten_replicas(count: int, given: Sequence[bool], slots: Array, *rest: Array) -> tuple[Array, list[Array]]:
-    """The slots of all replicas, one after the other: a TPU cuts along one dimension. And what else replicas give, the
-    last of which is the number of a slot, now among all of them."""
+    """Flatten slots of all replicas to one dimension, because TPUs slice one dimension only. Returns them with the
+    other operands; slot numbers, last, count all replicas' slots."""
     is_own, *others = given
     assert is_own, "each replica has slots of its own"
     *values, offsets = (
@@ -218,7 +218,7 @@ def _flatten_replicas(count: int, given: Sequence[bool], slots: Array, *rest: Ar
 
 
 def described(buffer: RemoteBuffer, main: Graph) -> str:
-    """A buffer of a program, for errors: the variables in it, and the first line that uses it."""
+    """Describe a buffer for errors: its variables, and its first user's source line."""
     users = (op for op in lowered_ops(main) if op.attributes.get("buffer") is buffer)
     used = next((f" ({op!r}, {op.source})" for op in users), "")
     inside = ", ".join(repr(v.name) for v in variables_in(buffer, main.variables))
@@ -226,8 +226,7 @@ def described(buffer: RemoteBuffer, main: Graph) -> str:
 
 
 def check_width(buffers: Iterable[RemoteBuffer], main: Graph) -> None:
-    """`PopxlError` for buffers of numbers with 64 bits, which the compiler of TPUs (libtpu 0.0.42) cannot move: it ends
-    the process."""
+    """Raise `PopxlError` for 64-bit buffers: the TPU compiler (libtpu 0.0.42) crashes on their transfers."""
     for buffer in buffers:
         if buffer.tensor_dtype.is_wide:
             raise PopxlError(
@@ -238,7 +237,7 @@ def check_width(buffers: Iterable[RemoteBuffer], main: Graph) -> None:
 
 
 def check_places(text: str, results: Sequence[RemoteBuffer | None], main: Graph) -> None:
-    """Check where XLA has put the buffers of an executable that is to have them in the host's memory.
+    """Check the memory space of buffers in a compiled executable with host-resident buffers.
 
     Args:
         text: the HLO of the executable.
@@ -273,12 +272,12 @@ _TYPE = re.compile(r"\w+\[[^\]]*\](?:\{[^}]*\})?")
 
 
 def spec(buffer: RemoteBuffer, replicas: Replicas, where: Any) -> Any:
-    """The array of a buffer, for lowering: the slots of all replicas. `where` is where it lies."""
+    """The array type of a buffer with all replicas' slots; `where` is its sharding."""
     return jax.ShapeDtypeStruct(_shape(buffer, replicas, where), in_transit(buffer.tensor_dtype), sharding=where)
 
 
 def _shape(buffer: RemoteBuffer, replicas: Replicas, where: Any) -> tuple[int, ...]:
-    """The shape of the array of a buffer; see `runtime.targets.replicas`."""
+    """The array shape of a buffer; see `runtime.targets.replicas`."""
     if where.memory_kind != HOST:
         return replicas.shape((buffer.entries, *buffer.tensor_shape))
     parts = 2 if buffer.entries == 1 else 1  # see `_splits_slots`
@@ -290,12 +289,12 @@ def _shape(buffer: RemoteBuffer, replicas: Replicas, where: Any) -> tuple[int, .
 
 
 def stored_to(main: Graph) -> frozenset[RemoteBuffer]:
-    """The buffers that a program changes."""
+    """Buffers that a program modifies."""
     return frozenset(op.attributes["buffer"] for op in lowered_ops(main) if op.kind is remote_store_kind)
 
 
 def variables_in(buffer: RemoteBuffer, variables: Iterable[Variable]) -> tuple[Variable, ...]:
-    """The variables that fill slots of a buffer. One whose slot is beyond the last is in none."""
+    """Variables stored in a buffer, without those beyond its last slot."""
     places = ((v, v.location_info) for v in variables)
     return tuple(v for v, place in places if place.buffer is buffer and place.entry < buffer.entries)
 
@@ -307,7 +306,7 @@ def fill_buffer(
     where: Any,
     before: Array | None,
 ) -> Array:
-    """The array of a buffer with the values of variables in their slots.
+    """Build a buffer's array with variables in their slots.
 
     Args:
         buffer: the buffer.
@@ -340,13 +339,13 @@ def fill_buffer(
 def variable_rows(
     buffer: RemoteBuffer, variables: Iterable[Variable], replicas: Replicas, array: Array
 ) -> dict[Variable, np.ndarray]:
-    """For each variable in a buffer, the parts of its values that replicas have in its slot, as rows."""
+    """Per variable in a buffer, its replicas' values as rows."""
     return rows_of_slots(buffer, variables, replicas.fetched(array), replicas.count)
 
 
 def rows_of_slots(
     buffer: RemoteBuffer, variables: Iterable[Variable], slots: np.ndarray, count: int = 1
 ) -> dict[Variable, np.ndarray]:
-    """The same, of the slots of so many replicas, on the host."""
+    """Per variable, rows of host slots of `count` replicas."""
     rows = slots.view(buffer.tensor_dtype.as_jax()).reshape(count, buffer.entries, -1)[:, :, : buffer.slot_nelms]
     return {v: rows[:, v.location_info.entry].astype(v.dtype.as_jax()) for v in variables}

@@ -36,7 +36,7 @@ them. Those of more bytes are read where they lie."""
 
 @dataclass(frozen=True, eq=False)
 class LoopInput:
-    """What a turn finds.
+    """An input of a rerolled loop's iterations.
 
     Attributes:
         name: the storage that the model finds.
@@ -52,13 +52,13 @@ class LoopInput:
 
     @property
     def is_invariant(self) -> bool:
-        """Whether all turns find one storage."""
+        """Whether the input is loop-invariant: one storage for all iterations."""
         return self.before is None and len(set(self.of_turns)) == 1
 
 
 @dataclass(frozen=True, eq=False)
 class LoopOutput:
-    """What a turn makes, and somebody reads after the loop.
+    """An output of iterations with users after the loop.
 
     Attributes:
         name: the storage that the model makes.
@@ -74,13 +74,13 @@ class LoopOutput:
 
     @property
     def rows(self) -> tuple[Tensor, ...]:
-        """What lies in the stack."""
+        """Storages of the packed array, in order."""
         return self.of_turns if self.first is None else (self.first, *self.of_turns)
 
 
 @dataclass(frozen=True, eq=False)
 class RerolledLoop:
-    """Ops that are carried out as a loop.
+    """Ops lowered as one loop.
 
     Attributes:
         turns: the ops of each turn.
@@ -96,17 +96,17 @@ class RerolledLoop:
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:
-        """The ops of the model."""
+        """Ops of the template iteration."""
         return self.turns[self.model]
 
     @cached_property
-    def all(self) -> tuple[Op, ...]:
-        """The ops of all turns, in order."""
+    def all_ops(self) -> tuple[Op, ...]:
+        """Ops of all iterations, in order."""
         return tuple(op for turn in self.turns for op in turn)
 
 
 class ProgramOrder:
-    """What is carried out of graphs: their ops, in order. Others may know better.
+    """The default schedule of graphs: ops in program order. Subclasses may reroll loops.
 
     Attributes:
         same: tensors that stand for others, which have their values.
@@ -117,12 +117,12 @@ class ProgramOrder:
     gathered: Mapping[Op, Sequence[Sequence[Tensor]]] = MappingProxyType({})
 
     def schedule(self, graph: Graph) -> Sequence[Op | RerolledLoop]:
-        """What is carried out of a graph, in order."""
+        """The schedule of a graph: ops, or rerolled loops."""
         return graph.ops
 
 
 def lower_rerolled(lowering: Lowering, loop: RerolledLoop, environment: Environment, context: Context) -> None:
-    """Carry out a loop."""
+    """Lower a rerolled loop to `lax.scan`."""
     schedule = lowering.scheduling.schedule
     called = dict.fromkeys(graph for op in loop.ops for callee in op.called_graphs for graph in reachable(callee))
     has_loops = any(isinstance(item, RerolledLoop) for graph in called for item in schedule(graph))
@@ -132,7 +132,7 @@ def lower_rerolled(lowering: Lowering, loop: RerolledLoop, environment: Environm
     )
     loop_channels = context.channels.loop_channels(streams)
 
-    def turn(state: Any, rows: Sequence[Array]) -> Any:
+    def iterate(state: Any, rows: Sequence[Array]) -> Any:
         held, positions = state
         inside = loop_channels.in_iteration(positions)
         body = context.in_loop_body(inside, rows=len(loop.turns))
@@ -140,13 +140,13 @@ def lower_rerolled(lowering: Lowering, loop: RerolledLoop, environment: Environm
         return (builder.next_state(held, rows, after), inside.carried(streams)), None
 
     start = (builder.start, loop_channels.start)
-    (held, positions), _ = lax.scan(turn, start, builder.rows, length=len(loop.turns))
+    (held, positions), _ = lax.scan(iterate, start, builder.rows, length=len(loop.turns))
     context.channels.resume(loop_channels, positions, held)
     builder.finish(held, environment)
 
 
 class _ScanBuilder:
-    """How turns find what they take, and where they leave what they make.
+    """Builder of a scan: loop-carried state, per-iteration inputs and outputs.
 
     Carried from turn to turn are: what is overwritten and in no stack; what a turn hands to the next one; what was made
     last; and the stacks that are written to.
@@ -203,7 +203,7 @@ class _ScanBuilder:
         )
 
     def iteration_values(self, held: Any, rows: Sequence[Array]) -> dict[Tensor, Array | PackedSlot]:
-        """What the model finds in a turn."""
+        """Initial storage values of an iteration."""
         alone, handed, _, arrays = held
         now = dict(zip(self._stacks, arrays, strict=True))
         passing = dict.fromkeys((*self._stacks, *(row.stack for row in self._passed.values())))
@@ -219,7 +219,7 @@ class _ScanBuilder:
         return values
 
     def next_state(self, held: Any, rows: Sequence[Array], after: Environment) -> Any:
-        """What the next turn gets."""
+        """The loop-carried state after an iteration."""
         now = {stack: self._passing[stack].array for stack in self._stacks}
         for cut, row in zip(self._writes, rows[len(self._reads) :], strict=True):
             now[cut.stack] = cut.updated(now[cut.stack], row, after)
@@ -231,7 +231,7 @@ class _ScanBuilder:
         )
 
     def finish(self, held: Any, environment: Environment) -> None:
-        """Leave what there is after the last turn."""
+        """Write the final state to the environment."""
         alone, _, last, arrays = held
         for stack, array in zip(self._stacks, arrays, strict=True):
             stack.array = array
@@ -244,7 +244,7 @@ class _ScanBuilder:
 
 
 class _Slice(NamedTuple):
-    """Rows that lie side by side in every turn, and are read or written at once.
+    """Adjacent slots, read or written with one slice per iteration.
 
     Attributes:
         stack: what they are rows of.
@@ -257,19 +257,19 @@ class _Slice(NamedTuple):
     first: tuple[int, ...]
 
     def read(self, array: Array, row: Array) -> Iterator[tuple[Tensor, Array]]:
-        """What the stack has for each storage."""
+        """Slice the values of all storages."""
         count = len(self.names)
         rows = lax.dynamic_slice_in_dim(array, row, count, allow_negative_indices=False)
         return ((name, lax.index_in_dim(rows, n, keepdims=False)) for n, name in enumerate(self.names))
 
     def updated(self, array: Array, row: Array, after: Environment) -> Array:
-        """The stack with what a turn has left."""
+        """Update the packed array with an iteration's values."""
         rows = jnp.stack([after.read(name) for name in self.names])
         return lax.dynamic_update_slice_in_dim(array, rows, row, 0, allow_negative_indices=False)
 
 
 def _slices(places: Mapping[Tensor, Sequence[PackedSlot]]) -> Iterator[_Slice]:
-    """How rows are cut out of stacks, given for each storage of the model the row of each turn."""
+    """Group slots into slices, given each storage's slots by iteration."""
     of_stack: dict[PackedArray, list[Tensor]] = {}
     for name, rows in places.items():
         of_stack.setdefault(rows[0].stack, []).append(name)
@@ -286,13 +286,13 @@ def _slices(places: Mapping[Tensor, Sequence[PackedSlot]]) -> Iterator[_Slice]:
 
 
 def _is_constant(taken: LoopInput, environment: Environment) -> bool:
-    """Whether turns take a constant that nothing has changed: it is best written down where it is used."""
+    """Whether an input is an unmodified constant, which is best embedded at its users."""
     is_same = isinstance(taken.name, Constant) and len(set(taken.of_turns)) == 1
     return is_same and not taken.is_written and taken.name not in environment.values
 
 
 def merge_overlapping(of_turns: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
-    """The storages that turns take, in groups: what has a storage in common, directly or not, is one."""
+    """Merge storage tuples with common elements into groups."""
     found: dict[Tensor, list[Tensor]] = {}
     for storages in of_turns:
         groups = {id(group): group for t in storages if (group := found.get(t)) is not None}
@@ -302,7 +302,7 @@ def merge_overlapping(of_turns: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor
 
 
 def pack_together(environment: Environment, storages: Sequence[Tensor]) -> None:
-    """Have several storages lie in one stack. If they do not, their values are copied there."""
+    """Pack storages into one array, by copies unless they already share one."""
     places = [environment.slot_or_value(t) for t in storages] if len(storages) > 1 else []
     stacks = {place.stack for place in places if isinstance(place, PackedSlot)}
     if len(stacks) > 1 or not all(isinstance(place, PackedSlot) for place in places):
@@ -311,7 +311,7 @@ def pack_together(environment: Environment, storages: Sequence[Tensor]) -> None:
 
 
 def _allocate_output(made: LoopOutput, environment: Environment) -> PackedArray:
-    """A stack for what turns make."""
+    """Allocate a packed array for loop outputs."""
     room = lax.empty((len(made.rows), *made.name.shape), made.name.dtype.as_jax())  # turns fill all of it
     if made.first is not None:
         room = lax.dynamic_update_index_in_dim(room, environment.read(made.first), 0, 0)

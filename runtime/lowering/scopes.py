@@ -19,22 +19,22 @@ of calls deep."""
 
 
 def of_graph(graph: Graph, depth: int) -> AbstractContextManager[None]:
-    """While a graph is traced, with so many others around it, whatever is traced has its name."""
+    """The name scope of a graph at a nesting depth."""
     return jax.named_scope(f"{{{graph.name}}}") if depth < _DEEPEST else nullcontext()
 
 
 def of_op(op: Op) -> AbstractContextManager[None]:
-    """While an op is traced, whatever is traced has its line: in `session.hlo()`, and in what profilers show."""
+    """The name scope of an op: its type and source line, visible in `session.hlo()` and profilers."""
     return jax.named_scope(f"{op.op_type} [{op.source}]")
 
 
 def graph_of(scope: str) -> str:
-    """The name of the innermost graph in a scope; "" for the main graph."""
+    """Parse the innermost graph name from a scope; "" for the main graph."""
     found = re.findall(r"\{([^{}]*)\}", scope)
     return found[-1] if found else ""
 
 
 def source_of(scope: str) -> str:
-    """The innermost line in a scope; "" if there is none."""
+    """Parse the innermost source line from a scope; "" without one."""
     found = re.findall(r" \[([^\[\]]*)\]", scope)
     return found[-1] if found else ""

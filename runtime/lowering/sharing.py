@@ -17,7 +17,7 @@ from popxl.graph import Graph
 
 @dataclass(frozen=True)
 class Sharing:
-    """Inputs of a graph that overlap, by what they stand for while it runs. False, if there are none.
+    """Overlapping inputs of a called graph, with the caller's storages under them; false without overlap.
 
     Attributes:
         positions: of the operands of the op.
@@ -35,14 +35,14 @@ class Sharing:
         return bool(self.positions)
 
     def with_values(self, values: Mapping[Tensor, Array]) -> Sharing:
-        """The same where storages hold other values."""
+        """The same inputs with other storage values."""
         return replace(self, values={**self.values, **values})
 
 
 def bind_inputs(
     graph: Graph, inputs: Sequence[Array], sharing: Sharing
 ) -> tuple[dict[Tensor, Array], Mapping[Tensor, Tensor] | None]:
-    """The storages of a called graph that have a value before it runs; and the tensors that stand for others, if any.
+    """Bind a called graph's inputs. Returns initial storage values, and aliased tensors, if any.
 
     Args:
         graph: the graph.

@@ -39,7 +39,7 @@ from runtime.targets.replicas import Replicas
 
 
 def to_jax(graph: Graph) -> GraphFunction:
-    """A graph as a function of JAX: pure, and good for `jax.jit`, `jax.grad`, `jax.vmap` and all that is made of them.
+    """Convert a graph to a pure JAX function, compatible with `jax.jit`, `jax.grad`, `jax.vmap` and other transforms.
 
     The arguments are arrays for the inputs of the graph, in their order or by their names (`Tensor.path`: those that
     stand for a module's variables have dotted paths, such as `layers.0.query.weight`). They have the shape and
@@ -100,7 +100,7 @@ def to_jax(graph: Graph) -> GraphFunction:
 
 
 def main_function(main: Graph, asker: str, replicas: Replicas | None = None, checks: bool = True) -> MainFunction:
-    """A main graph as a function of its variables and streams, by name.
+    """Convert a main graph to a function of variables and streams, by name.
 
     Args:
         main: the main graph.
@@ -125,7 +125,7 @@ def _check_replicas(graph: Graph, asker: str) -> None:
 
 @dataclass(frozen=True)
 class _Parameter:
-    """An argument: the spec of its array, and the tensor that has its value where nothing is given."""
+    """A function argument: array spec, and default variable."""
 
     name: str
     spec: TensorSpec
@@ -133,7 +133,7 @@ class _Parameter:
 
 
 class GraphFunction:
-    """A graph as a function of JAX. `popxl.to_jax` makes them and says what they take and return.
+    """A graph as a JAX function. `popxl.to_jax` creates it, and documents arguments and results.
 
     Attributes:
         graph: the graph.
@@ -161,7 +161,7 @@ class GraphFunction:
         self._made_of, self._known_edits = Snapshot(self.graph), self.graph.ir.edits.count
 
     def _describe(self) -> dict[str, _Parameter]:
-        """The parameters by name. Sets `written`."""
+        """Parameters by name. Sets `written`."""
         changed = written_inputs(self.graph)
         names = [t.path for t in self.graph.inputs]
         if len({*names}) < len(names):
@@ -189,7 +189,7 @@ class GraphFunction:
         return outputs, {name: results.written[i] for i, name in self._written.items()}
 
     def variables(self, present: Mapping[Variable, np.ndarray] | None = None) -> dict[str, Array]:
-        """The host values of the variables, by name: something to start with. Only the main graph has any.
+        """Host values of variables, by name, as initial arguments. Only main graphs have variables.
 
         Args:
             present: other values, of those that have some.
@@ -201,7 +201,7 @@ class GraphFunction:
     # Arguments ------------------------------------------------------------------------------------------------------
 
     def _arguments(self, arrays: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Array]:
-        """The arrays of all inputs by name, all of them checked."""
+        """Check all arguments. Returns arrays by name."""
         self._prepare()
         if len(arrays) > len(self.inputs):
             raise TypeError(
@@ -230,7 +230,7 @@ class GraphFunction:
         return values
 
     def _convert(self, parameter: _Parameter, value: Any) -> Array:
-        """An argument as the array that the graph takes. `TypeError` or `ValueError` if it does not fit."""
+        """Convert an argument to an array. Raises `TypeError` or `ValueError` on mismatch."""
         spec, name = parameter.spec, f"{self.__name__}: the input `{parameter.name}`"
         if isinstance(value, np.ndarray) and value.dtype.names and value.dtype == spec.dtype.as_numpy():
             value = to_device(value, spec.dtype)
@@ -254,7 +254,7 @@ class GraphFunction:
         return array
 
     def _prepare(self) -> None:
-        """Get ready to run. `PopxlError` if the graph has changed, or JAX would not keep its numbers."""
+        """Check for later graph edits and JAX's 64-bit setting; lower the graph again if needed."""
         if self._known_edits != self.graph.ir.edits.count:
             if changes := self._made_of.changes(outputs=False):  # autodiff adds some of these
                 raise PopxlError(
@@ -270,7 +270,7 @@ class GraphFunction:
                 )
 
     def _check(self, channels: Channels) -> None:
-        """Hand what ops require of their operands to `checkify`; nothing happens where it is not used."""
+        """Report failed checks to `checkify`; a no-op outside of it."""
         if FAILURE not in channels_of(self.graph):
             return
         id, number = channels.transfers(FAILURE)
@@ -283,14 +283,14 @@ class GraphFunction:
 
 
 class MainFunction(GraphFunction):
-    """The main graph as a function of its variables and streams, by name. `main_function` makes it."""
+    """A main graph as a JAX function of variables and streams, by name. `main_function` creates it."""
 
     def __init__(self, main: Graph, asker: str, replicas: Replicas, checks: bool) -> None:
         self._asker, self._replicas, self._checks = asker, replicas, checks
         super().__init__(main)
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The types of the arguments, by name."""
+        """Argument types by name."""
         return {p.name: jax.ShapeDtypeStruct(p.spec.shape, p.spec.dtype.as_jax()) for p in self._parameters.values()}
 
     def _describe(self) -> dict[str, _Parameter]:
@@ -347,12 +347,12 @@ class MainFunction(GraphFunction):
 
 
 def _on_device(v: Variable, data: np.ndarray) -> Array:
-    """Numbers of a variable, in an array of their own."""
+    """Copy a variable's numbers to a new device array."""
     return jnp.asarray(to_device(np.array(data), v.dtype))
 
 
 def _can_hold(wanted: Any, dtype: Any) -> bool:
-    """Whether Python numbers that JAX takes for `dtype` mean something in another dtype: floats do not in integers."""
+    """Whether a dtype can represent Python numbers of another dtype: integers cannot represent floats."""
     ranks = [np.bool_, np.integer, np.floating, np.complexfloating]
     rank = [next(i for i, kind in enumerate(ranks) if jnp.issubdtype(d, kind)) for d in (dtype, wanted)]
     return 0 < rank[0] <= rank[1]
@@ -362,10 +362,10 @@ def _can_hold(wanted: Any, dtype: Any) -> bool:
 
 
 class _Differentiable(Lowering):
-    """A lowering whose functions have the gradients that the ops declare, forwards and backwards."""
+    """A lowering whose ops have their declared gradients, in forward and reverse mode."""
 
     def apply(self, op: Op, operands: Sequence[Array], channels: Channels) -> Any:
-        """The results of an op, which know their derivatives."""
+        """Compute a differentiable op's results."""
         rule = op.kind.gradient
         if op.modified or op.kind.between_replicas or not any(t.dtype.is_inexact for t in op.outputs):
             return super().apply(
@@ -381,7 +381,7 @@ class _Differentiable(Lowering):
 
 
 def _op_function(op: Op) -> Callable[..., Any]:
-    """The function of an op: its results in their dtypes, given its operands."""
+    """An op as a function of operands, with results in declared dtypes."""
 
     def function(*operands: Array) -> tuple[Array, ...]:
         results = op.apply(operands)
@@ -393,7 +393,7 @@ def _op_function(op: Op) -> Callable[..., Any]:
 
 
 def _not_differentiable(op: Op) -> Callable[..., Any]:
-    """An op whose gradient cannot be asked for, as a function that raises if somebody does."""
+    """An op as a function that raises under differentiation."""
 
     function = jax.custom_vjp(_op_function(op))
 
@@ -408,7 +408,7 @@ def _not_differentiable(op: Op) -> Callable[..., Any]:
 
 
 def _with_custom_jvp(op: Op) -> Callable[..., Any]:
-    """An op that states its gradient, as a function whose derivative that is.
+    """An op with gradient rules as a `jax.custom_jvp` function.
 
     A rule is linear in the gradients that come in, so that JAX can turn it round: the derivative serves forwards and
     backwards, and can be differentiated again.
@@ -433,14 +433,14 @@ def _with_custom_jvp(op: Op) -> Callable[..., Any]:
 
 
 def _no_tangent(value: Array) -> Array:
-    """The tangent of a result that nothing depends on, or that has none."""
+    """The zero tangent of an independent or integer result."""
     return jnp.zeros_like(value) if jnp.issubdtype(value.dtype, jnp.inexact) else np.zeros(value.shape, jax.float0)
 
 
 def _pull_back(
     rules: RuleGraph, op: Op, operands: Sequence[Array], results: Sequence[Array], gs: Sequence[Array]
 ) -> tuple[Array, ...]:
-    """The gradients of the operands in question, by the rules, in the shapes and dtypes of the operands."""
+    """Apply gradient rules. Returns operand gradients in operand shapes and dtypes."""
     known = dict(zip((*op.inputs, *op.outputs), (*operands, *results), strict=True))  # one tensor may be two operands
     lowering = Lowering(rules.graph.ops, op.graph.ir.options)
     channels = Channels({FAILURE: (jnp.asarray(FAILURE.start), 0)})
@@ -449,7 +449,7 @@ def _pull_back(
 
 
 def _unbroadcast(gradient: Array, operand: Array) -> Array:
-    """A gradient in the shape and dtype of its operand, summed over what broadcasting added or repeated."""
+    """Sum a gradient over broadcast dimensions, and cast it to its operand's dtype."""
     if gradient.shape != operand.shape:
         added = gradient.ndim - operand.ndim
         repeated = [added + d for d, size in enumerate(operand.shape) if gradient.shape[added + d] != size]

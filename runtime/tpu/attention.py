@@ -92,7 +92,7 @@ def _takes(queries: Array, keys: Array, values: Array, mask: Array, how: Any) ->
 
 
 def _by_head(queries: Array, *others: Array) -> tuple[Array, ...]:
-    """Arrays in the form (batch, heads of the queries, length, channels): heads of keys once for each query's."""
+    """Repeat key heads for query heads, shape (batch, query heads, length, channels)."""
     batch, heads = math.prod(queries.shape[:-3]), math.prod(queries.shape[-3:-2])
     times = heads // math.prod(others[0].shape[-3:-2])
     wide = (t.reshape(batch, heads // times, *t.shape[-2:]) for t in others)
@@ -100,7 +100,7 @@ def _by_head(queries: Array, *others: Array) -> tuple[Array, ...]:
 
 
 def _of_groups(t: Array, like: Array) -> Array:
-    """The sums over the queries' heads that each head of the keys serves."""
+    """Sum query-head gradients over each key head's group."""
     heads = math.prod(like.shape[-3:-2])
     grouped = t.reshape(t.shape[0], heads, -1, *t.shape[2:])
     return grouped.astype(jnp.float32).sum(2).reshape(like.shape)
@@ -111,5 +111,5 @@ def _block(t: Array) -> int:
 
 
 def _products(t: Array) -> AbstractContextManager[None]:
-    """The precision of products. Those of halves are exact as they are; for more the compiler has no word."""
+    """Matmul precision: default for bfloat16, whose products are exact; otherwise unchanged."""
     return jax.default_matmul_precision("default") if t.dtype == jnp.bfloat16 else nullcontext()

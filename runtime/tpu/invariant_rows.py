@@ -9,7 +9,7 @@ from runtime.fake_dependency import with_fake_dependency
 
 
 def invariant_row(row: Array, number: Array) -> Array:
-    """A row of an array that no turn changes, which is rounded in the turn that reads it.
+    """A loop-invariant row, converted to bfloat16 inside the iteration that reads it.
 
     Products of float32 in default precision are of bfloat16. XLA rounds what does not change before the loop: the
     weights of all layers, which takes half as much memory again, and time.

@@ -19,7 +19,7 @@ BEHIND_ALL = np.int32(2**31 - 1)
 
 
 def first_largest(function: Callable[[Any], Any], windows: Sequence[Windows], t: Any) -> tuple[Any, Any]:
-    """The largest numbers by one kernel, and where they are by another, which XLA leaves out if nobody reads that."""
+    """Window maxima by one kernel, positions by another, which XLA eliminates without users."""
     if not _is_supported(windows):
         return function(t)
     sizes = t.shape[-len(windows) :]
@@ -29,7 +29,7 @@ def first_largest(function: Callable[[Any], Any], windows: Sequence[Windows], t:
 
 
 def first_largest_gradient(function: Callable[[Any, Any], Any], windows: Sequence[Windows], g: Any, t: Any) -> Any:
-    """The gradient, by a kernel of XLA's. In a window with NaN, it is open which number the gradient goes to."""
+    """Max-pool gradient by XLA's kernel; undefined positions for windows with NaN."""
     if not _is_supported(windows):
         return function(g, t)
     batch = (1,) * (2 - t.ndim + len(windows))  # XLA wants two axes besides those of the windows
@@ -39,7 +39,7 @@ def first_largest_gradient(function: Callable[[Any, Any], Any], windows: Sequenc
 
 
 def _is_supported(windows: Sequence[Windows]) -> bool:
-    """Whether XLA's kernels take these windows, forward and backward."""
+    """Whether XLA's kernels support these windows, forward and backward."""
     return all(along.dilation == 1 for along in windows)
 
 
@@ -49,7 +49,7 @@ def _window_max(t: Any, windows: Sequence[Windows]) -> Any:
 
 
 def _first_of_two(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
-    """The larger of two numbers, with its place: the first one of equal ones, and NaN rather than a number."""
+    """The larger of two numbers with its position: first of equal ones, NaN over numbers."""
     (a, at), (b, there) = one, other
     is_nan, is_other_nan = a != a, b != b
     is_equal = (a == b) | (is_nan & is_other_nan)
@@ -58,7 +58,7 @@ def _first_of_two(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, An
 
 
 def _reduce_windows(operands: Any, neutral: Any, of_two: Callable[..., Any], windows: Sequence[Windows]) -> Any:
-    """The elements of each window of the last axes, combined."""
+    """Reduce windows of the last axes."""
     others = (1,) * (jax.tree.leaves(operands)[0].ndim - len(windows))
     reach, stride = (*others, *(w.reach for w in windows)), (*others, *(w.stride for w in windows))
     edges = [(0, 0)] * len(others) + [(w.begin, w.end) for w in windows]

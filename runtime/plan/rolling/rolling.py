@@ -96,13 +96,13 @@ class Rolling(ProgramOrder):
 
     def told(self) -> str:
         """What is rolled, in a sentence."""
-        count = sum(len(op.called_graphs) for loop in self.loops for op in loop.all)
+        count = sum(len(op.called_graphs) for loop in self.loops for op in loop.all_ops)
         return f"{count} calls that differ only in what they are given are the turns of {len(self.loops)} loop(s)."
 
     def _write_out(self, loop: RerolledLoop, reason: str) -> None:
         """Have the turns of a loop carried out one after the other."""
         for graph, items in self._schedules.items():
-            self._schedules[graph] = tuple(op for item in items for op in (loop.all if item is loop else (item,)))
+            self._schedules[graph] = tuple(op for item in items for op in (loop.all_ops if item is loop else (item,)))
         self._reasons.update((callee, reason) for op in loop.ops for callee in op.called_graphs)
 
 

@@ -24,7 +24,7 @@ from popxl.core.traits import REFUSED, Drops
 from popxl.errors import PopxlError
 from popxl.ops.kernels.elements import room
 from popxl.ops.kernels.kernel import Kernel
-from popxl.ops.kernels.sums import largest, summed
+from popxl.ops.kernels.sums import exponentials, largest, summed
 from popxl.ops.kernels.words import derived, words
 from popxl.ops.precision import wide_dtype
 from popxl.ops.random import check_seed, probability
@@ -119,11 +119,8 @@ class _Blocks:
     def softmax(self) -> tuple[Any, Any]:
         """Softmax over a single pair of blocks: weights, and log-sum-exp of scores."""
         scores = self.scores(0, 0)
-        top = largest(scores, (4,), keepdims=True)
-        if self.mask is not None:  # there may be queries that see no key
-            top = jnp.where(jnp.isneginf(top), 0, top)
+        top, total = exponentials(scores, 4, may_see_none=self.mask is not None)
         weights = jnp.exp(scores - top)
-        total = summed(weights, (4,), keepdims=True)
         if self.mask is None:
             return weights / total, top + jnp.log(total)
         return weights / jnp.where(total == 0, 1, total), jnp.where(total == 0, jnp.inf, top + jnp.log(total))

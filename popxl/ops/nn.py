@@ -15,7 +15,7 @@ from popxl.core.tensor import Tensor, taken_back_on_failure
 from popxl.errors import PopxlError
 from popxl.ops.families import REAL
 from popxl.ops.kernels import sums
-from popxl.ops.kernels.sums import largest, summed
+from popxl.ops.kernels.sums import exponentials, summed
 from popxl.ops.precision import round_once, wide_dtype, widen
 from popxl.values.shapes import flag, integer, like_first, one_axis
 from popxl.values.spec import TensorSpec
@@ -350,9 +350,8 @@ def _scaled(
 def _powers(x: Any) -> tuple[Any, Any, Any]:
     """Row maximum, exponentials of shifted logits, and their sum."""
     rows = x.reshape(-1, x.shape[-1]).astype(wide_dtype(x))
-    top = largest(rows, (1,), keepdims=True)
-    powers = jnp.exp(rows - top)
-    return top, powers, summed(powers, (1,), keepdims=True)
+    top, total = exponentials(rows, 1)
+    return top, jnp.exp(rows - top), total
 
 
 def _surprise(x: Any, top: Any, totals: Any, labels: Any, ignore_index: int | None, reduction: str) -> Any:

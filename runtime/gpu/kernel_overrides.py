@@ -10,7 +10,7 @@ from popxl.ops.attention import attended_backward_anew, attention_backward
 from popxl.ops.kernels import convolutions, products
 from popxl.ops.kernels.elements import recompute, room
 from popxl.ops.kernels.kernel import Kernel, KernelImpl
-from popxl.ops.kernels.sums import softmax_gradient
+from popxl.ops.kernels.sums import exponentials, softmax_gradient
 from runtime import memory_spaces
 from runtime.gpu import loop_buffers
 from runtime.gpu import sums as of_sums
@@ -22,6 +22,7 @@ OVERRIDES: Mapping[Kernel, KernelImpl] = {
     convolutions.convolved: convolutions.convolved_halves,
     recompute: lax.optimization_barrier,
     room: loop_buffers.full_after,
+    exponentials: of_sums.exponentials,
     softmax_gradient: of_sums.softmax_gradient,
 }
 """Gradients behind a barrier: without one, XLA would keep the tanh or erf of each element from the forward pass on, in

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from popxl.base.arrays import Array
+from popxl.ops.kernels import sums
 from popxl.ops.kernels.sums import largest
-from popxl.ops.kernels.sums import softmax_gradient as plain
 
 LONGEST = 16384
 """Longer rows do not fit into a block of threads, and take several kernels in any form."""
@@ -23,7 +26,7 @@ def softmax_gradient(g: Array, out: Array, axis: int) -> Array:
     """
     if 0 < out.shape[axis] <= LONGEST:
         out = _clip_by_max(out, axis)
-    return plain.plain(g, out, axis)
+    return sums.softmax_gradient.plain(g, out, axis)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -35,3 +38,29 @@ def _clip_by_max(t: Array, axis: int) -> Array:
 @_clip_by_max.defjvp
 def _clip_by_max_jvp(axis: int, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     return _clip_by_max(*primals, axis), tangents[0]
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def exponentials(t: Array, axis: int, may_see_none: bool = False) -> tuple[Array, Array]:
+    """`popxl.ops.kernels.sums.exponentials`: both numbers of a row are found while it is read once."""
+    axis %= t.ndim
+    start = jnp.asarray(-math.inf, t.dtype), jnp.zeros((), t.dtype)
+    found = lax.reduce((t, jnp.ones_like(t)), start, _of_both, (axis,))
+    top, total = (lax.expand_dims(number, (axis,)) for number in found)
+    has_none = top == -math.inf
+    if may_see_none:
+        return jnp.where(has_none, 0, top), jnp.where(has_none, 0, total)
+    return top, jnp.where(has_none, math.nan, total)
+
+
+@exponentials.defjvp
+def _exponentials_jvp(axis: int, may_see_none: bool, primals: Any, tangents: Any) -> Any:
+    return jax.jvp(lambda t: sums.exponentials.plain(t, axis, may_see_none), primals, tangents)
+
+
+def _of_both(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The larger of two largest elements, and the sum of what both have, as distances from it."""
+    (a, of_a), (b, of_b) = one, other
+    top = jnp.maximum(a, b)
+    is_none = top == -math.inf
+    return top, jnp.where(is_none, of_a + of_b, of_a * jnp.exp(a - top) + of_b * jnp.exp(b - top))

@@ -24,6 +24,16 @@ def largest(t: Any, axes: Sequence[int], keepdims: bool = False) -> Any:
     return jnp.max(t, tuple(axes), keepdims=keepdims)
 
 
+@Kernel
+def exponentials(t: Any, axis: int, may_see_none: bool = False) -> tuple[Any, Any]:
+    """What a softmax along an axis needs of its rows: the largest element, and the sum of the exponentials of the
+    distances from it. Where rows may have nothing but minus infinity, they have 0 and 0."""
+    top = largest(t, (axis,), keepdims=True)
+    if may_see_none:
+        top = jnp.where(jnp.isneginf(top), 0, top)
+    return top, summed(jnp.exp(t - top), (axis,), keepdims=True)
+
+
 def softmax(t: Any, axis: int) -> Any:
     """`jax.nn.softmax`."""
     if not t.size:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import popxl
+import popxl_addons as addons
 from popxl import ops
 from popxl.ops.kernels import sums
 from popxl.transforms import autodiff
@@ -101,7 +102,7 @@ def test_derivatives() -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
-# Gradients of softmax on GPUs ----------------------------------------------------------------------------------------
+# Softmax on GPUs -----------------------------------------------------------------------------------------------------
 
 
 def test_the_form_of_gpus_computes_the_same() -> None:
@@ -132,3 +133,34 @@ def test_gpus_read_rows_once(length: int) -> None:
         ops.var_updates.copy_var_update_(x, dx)
     cost = popxl.Session(ir, "gpu h100").cost()
     assert (cost.kernels, cost.bytes_accessed) == (1, 3 * 4 * 64 * length)
+
+
+@pytest.mark.parametrize("may_see_none", [False, True])
+def test_gpus_find_both_numbers_of_a_row_at_once(may_see_none: bool) -> None:
+    """The largest number and the sum of exponentials: also of rows that have infinities and NaN; and derivatives."""
+    t = np.random.default_rng(4).normal(size=(6, 3, 33)).astype(np.float32) * 20
+    t[0, 1, :5], t[1, 0, 4], t[2, 2], t[3, 0, 7] = -np.inf, np.nan, -np.inf, np.inf
+    found, expected = (form(t, 2, may_see_none) for form in (of_gpus.exponentials, sums.exponentials.plain))
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-6)
+    assert (found[1][2, 2] == 0) == may_see_none
+
+    def logs(form: Any) -> Any:
+        def loss(t: Any) -> Any:
+            top, total = form(t, -1)
+            return ((top + jnp.log(total)) ** 2).sum()
+
+        return jax.grad(loss)(t[4:])
+
+    np.testing.assert_allclose(logs(of_gpus.exponentials), logs(sums.exponentials.plain), rtol=1e-6)
+
+
+@pytest.mark.here
+@pytest.mark.targets
+def test_gpus_read_logits_once_for_their_loss() -> None:
+    ir = popxl.Ir()
+    with ir.main_graph:
+        x = popxl.variable(np.zeros((64, 1000)), popxl.float32, name="x")
+        loss = addons.cross_entropy(x, popxl.constant(np.zeros(64), popxl.int32), reduction="none")
+        addons.host_store(loss)
+    assert popxl.Session(ir, "gpu h100").cost().bytes_accessed < 1.1 * 4 * 64 * 1000

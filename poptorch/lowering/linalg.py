@@ -44,9 +44,12 @@ def vdot(input: popxl.Tensor, other: popxl.Tensor) -> popxl.Tensor:
 
 
 @jax_op(title="GroupedMatMul")
-@round_once
 def _grouped_mm(a: Any, b: Any, ends: Any = None) -> Any:
     """A product for each group. Of a matrix, the groups follow each other; `ends` says where each of them does."""
+    return widen(_by_group(products.factor(a), products.factor(b), ends))
+
+
+def _by_group(a: Any, b: Any, ends: Any) -> Any:
     if a.ndim == b.ndim == 3:
         return a @ b
     sizes = jnp.diff(ends, prepend=0)

@@ -14,7 +14,7 @@ import popxl
 from poptorch.lowering.emission import emission
 from poptorch.lowering.registry import lowers
 from popxl import OpKind, ops
-from popxl.extend.kernels import products, round_once, widen
+from popxl.extend.kernels import products, widen
 
 Tensors = Sequence[popxl.Tensor]
 State = tuple[Any, ...]
@@ -68,12 +68,13 @@ class _Operands:
     @staticmethod
     def of(given: Sequence[Any], states: int, has_biases: bool) -> _Operands:
         w_ih, w_hh, *others = given[states:]
-        b_ih, b_hh = others[:2] if has_biases else (None, None)
-        return _Operands(tuple(given[:states]), w_ih, w_hh, b_ih, b_hh, others[-1] if len(others) in (1, 3) else None)
+        b_ih, b_hh = map(widen, others[:2]) if has_biases else (None, None)
+        state = tuple(map(widen, given[:states]))
+        return _Operands(state, w_ih, w_hh, b_ih, b_hh, others[-1] if len(others) in (1, 3) else None)
 
     def from_input(self, x: Any) -> Any:
         """What the input contributes to the gates, at all times at once."""
-        return _plus(x @ self.w_ih.T, self.b_ih)
+        return _plus(products.times(x, products.factor(self.w_ih).T), self.b_ih)
 
 
 def _layer(step: _Step, states: int) -> Callable[..., Any]:
@@ -85,12 +86,12 @@ def _layer(step: _Step, states: int) -> Callable[..., Any]:
 
     def layer(x: Any, *given: Any, has_biases: bool, backwards: bool) -> Any:
         operands = _Operands.of(given, states, has_biases)
-        w_hh, w_hr = (None if w is None else w.T for w in (operands.w_hh, operands.w_hr))
+        w_hh, w_hr = (None if w is None else products.factor(w).T for w in (operands.w_hh, operands.w_hr))
 
         def turn(state: State, now: Any) -> tuple[State, Any]:
-            from_state = _plus(state[0] @ w_hh, operands.b_hh)
+            from_state = _plus(products.times(state[0], w_hh), operands.b_hh)
             out, *others = step(now, from_state, state)
-            projected = out if w_hr is None else out @ w_hr
+            projected = out if w_hr is None else products.times(out, w_hr)
             return (projected, *others), (projected, from_state, *others, *([] if w_hr is None else [out]))
 
         last, (out, *kept) = lax.scan(turn, operands.state, operands.from_input(x), reverse=backwards)
@@ -108,8 +109,10 @@ def _backward(step: _Step, states: int) -> Callable[..., Any]:
     """
 
     def backward(*arrays: Any, operands: int, given: tuple[int, ...], has_biases: bool, backwards: bool) -> Any:
-        x, *rest = map(widen, arrays[:operands])
+        x, *rest = arrays[:operands]
         of = _Operands.of(rest, states, has_biases)
+        x, w_ih, w_hh = map(products.factor, (x, of.w_ih, of.w_hh))
+        w_hr = None if of.w_hr is None else products.factor(of.w_hr)
         results = 1 + 2 * states + (of.w_hr is not None)
         out, from_state, *kept = map(widen, arrays[operands : operands + results - states])
         gs = dict(zip(given, map(widen, arrays[operands + results - states :]), strict=True))
@@ -121,25 +124,24 @@ def _backward(step: _Step, states: int) -> Callable[..., Any]:
         def turn(g_state: State, now: Any) -> tuple[State, Any]:
             (*at_step, before), (g_out, g_from_state, *g_kept) = now
             g_out = _plus(g_state[0], g_out)
-            g_step = g_out if of.w_hr is None else _plus(g_out @ of.w_hr, g_kept[-1])
+            g_step = g_out if w_hr is None else _plus(products.times(g_out, w_hr), g_kept[-1])
             g_others = map(_plus, g_state[1:], g_kept)
             _, pull = jax.vjp(step, *at_step, before)
             g_input, g_product, g_before = pull((g_step, *g_others))
             g_product = _plus(g_product, g_from_state)
-            return (g_before[0] + g_product @ of.w_hh, *g_before[1:]), (g_input, g_product, g_out)
+            return (g_before[0] + products.times(g_product, w_hh), *g_before[1:]), (g_input, g_product, g_out)
 
         each = ((of.from_input(x), from_state, before), g_each)
         g_first, (g_input, g_product, g_out) = lax.scan(turn, g_last, each, reverse=not backwards)
-        found = [
-            g_input @ of.w_ih,
-            *g_first,
-            products.weights_gradient(g_input, x),
-            products.weights_gradient(g_product, before[0]),
-        ]
+
+        def of_weights(g: Any, rows: Any) -> Any:
+            return products.weights_gradient(g.astype(x.dtype), rows.astype(x.dtype))
+
+        found = [products.times(g_input, w_ih), *g_first, of_weights(g_input, x), of_weights(g_product, before[0])]
         if has_biases:
             found += [g.sum(range(g.ndim - 1)) for g in (g_input, g_product)]
-        if of.w_hr is not None:
-            found.append(products.weights_gradient(g_out, kept[-1]))
+        if w_hr is not None:
+            found.append(of_weights(g_out, kept[-1]))
         return tuple(g.astype(array.dtype) for g, array in zip(found, arrays, strict=False))
 
     return backward
@@ -169,7 +171,7 @@ def _kind(name: str, step: _Step, states: int) -> OpKind:
 
     return OpKind(
         name,
-        round_once(_layer(step, states)),
+        _layer(step, states),
         gradient=gradient,
         key=f"poptorch.{name}",
         result=("out", *("h", "c")[:states], "from_state", *("c_each",)[: states - 1], "unprojected"),

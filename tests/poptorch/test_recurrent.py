@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,15 @@ from torch import nn  # noqa: E402
 import poptorch  # noqa: E402
 import popxl  # noqa: E402
 from popxl import ops  # noqa: E402
+from popxl.ops.kernels import products  # noqa: E402
 from popxl.transforms import autodiff  # noqa: E402
-from tests.popxl.evaluate import evaluate  # noqa: E402
+from runtime.costs.hlo import read  # noqa: E402
+from runtime.costs.work import account_of  # noqa: E402
+from runtime.cpu.kernel_overrides import OVERRIDES  # noqa: E402
+from tests.popxl.evaluate import evaluate, store  # noqa: E402
 
 
-def products(model: Any) -> tuple[list[str], list[str]]:
+def compiled_products(model: Any) -> tuple[list[str], list[str]]:
     """The products of a compiled model within loops over time, and the others."""
     (program,) = poptorch.sessionOf(model).hlo().values()
     found = [line for line in program.splitlines() if " dot(" in line]
@@ -29,7 +34,7 @@ def test_a_turn_has_one_product() -> None:
     """The input's products are those of all times at once, before the loop, and so is the turning of weights."""
     model = poptorch.inferenceModel(nn.LSTM(6, 4))
     model(torch.ones(5, 3, 6))
-    (within,), (before,) = products(model)
+    (within,), (before,) = compiled_products(model)
     assert "f32[3,16]" in within and "f32[15,16]" in before
     assert "lhs_contracting_dims={1}, rhs_contracting_dims={0}" in within
     (program,) = poptorch.sessionOf(model).hlo().values()
@@ -49,7 +54,7 @@ def test_gradients_of_weights_are_made_after_the_loop() -> None:
     """The time forwards is gone through once, and a turn backwards has one product."""
     model = poptorch.trainingModel(_Trained())
     model(torch.ones(5, 3, 6))
-    within, others = products(model)
+    within, others = compiled_products(model)
     assert sorted(line.split(" dot(")[0].split("= ")[1].split("{")[0] for line in within) == ["f32[3,16]", "f32[3,4]"]
     assert len(others) == 3, "the input's, and the gradients of both weights"
 
@@ -108,3 +113,54 @@ def test_second_derivatives(name: str, make: Any, backwards: bool) -> None:
     found = evaluate(build, *(t.detach().float().numpy() for t in operands))
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)
+
+
+LAYERS: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
+    "LSTM": (
+        [(5, 8, 64), (8, 32), (8, 64), (256, 64), (256, 32), (32, 64)],
+        {"has_biases": False, "backwards": False},
+    ),
+    "GRU": ([(5, 8, 64), (8, 32), (96, 64), (96, 32)], {"has_biases": False, "backwards": True}),
+    "GroupedMatMul": ([(3, 16, 64), (3, 64, 32)], {}),
+}
+
+
+def _gradients(name: str, *given: popxl.Tensor) -> Any:
+    """Of a loss of a layer, with respect to all that it is given."""
+
+    def loss(*given: popxl.Tensor) -> popxl.Tensor:
+        kind = popxl.OpKind.named(f"poptorch.{name}")
+        assert kind is not None
+        found = kind(*given, **LAYERS[name][1])
+        return ops.sum(ops.sin(found[0] if isinstance(found, tuple) else found))
+
+    forward = popxl.gcg().ir.create_graph(loss, *given)
+    derived = autodiff(forward)
+    site = ops.call_with_info(forward, *given)
+    return ops.call(derived.graph, 1.0, inputs_dict=derived.inputs_dict(site))
+
+
+def _halves(name: str) -> list[Any]:
+    random = np.random.default_rng(5)
+    return [(random.normal(size=shape) / 8).astype(popxl.bfloat16.as_numpy()) for shape in LAYERS[name][0]]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_of_products_of_halves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs round what they multiply, and compute the same but for that."""
+    expected = evaluate(partial(_gradients, name), *_halves(name))
+    monkeypatch.setitem(OVERRIDES, products.factor, products.OF_HALVES[products.factor])
+    for found, whole in zip(evaluate(partial(_gradients, name), *_halves(name)), expected, strict=True):
+        found, whole = (g.astype(np.float32) for g in (found, whole))
+        np.testing.assert_allclose(found, whole, atol=0.02 * np.abs(whole).max())
+
+
+@pytest.mark.here
+@pytest.mark.targets
+@pytest.mark.parametrize("name", LAYERS)
+def test_gpus_multiply_halves(name: str) -> None:
+    ir = popxl.Ir()
+    with ir.main_graph:
+        store(_gradients(name, *map(popxl.variable, _halves(name))))
+    (text,) = popxl.Session(ir, "gpu h100").hlo().values()
+    assert {product.dtype for product in account_of(read(text)).total.products} == {"bf16"}

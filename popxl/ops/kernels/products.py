@@ -31,6 +31,17 @@ def rounded_product(lhs: Any, rhs: Any, dtype: Any, precision: Any = None) -> An
 
 
 @Kernel
+def factor(t: Any) -> Any:
+    """An array as it is multiplied: a half as float32, where products of halves are computed so."""
+    return widen(t)
+
+
+def times(rows: Any, matrix: Any) -> Any:
+    """The product of rows with a `factor`, as whose dtype they are multiplied; in the dtype that sums are made in."""
+    return jnp.matmul(rows.astype(matrix.dtype), matrix, preferred_element_type=wide_dtype(matrix))
+
+
+@Kernel
 def contracted(subscripts: str, *ts: Any) -> Any:
     """`jnp.einsum` over arrays of one dtype, returning that dtype or a wider one, for rounding by the caller."""
     return jnp.einsum(subscripts, *ts, preferred_element_type=wide_dtype(*ts))
@@ -81,6 +92,7 @@ def _of_rows(g: Any, t: Any, dtype: Any) -> Any:
 
 OF_HALVES: Mapping[Kernel, KernelImpl] = {
     product: rounded_product,
+    factor: lambda t: t,
     contracted: contracted_halves,
     linear: linear_of_halves,
     weights_gradient: weights_gradient_of_halves,

@@ -6,7 +6,7 @@ says where.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -151,6 +151,7 @@ def _capture(
     function: Callable[..., Any] | None,
     tape: Tape | None,
 ) -> Captured:
+    """See `capture`. What surrounds `forward` restores the module, and objects of the host that it changes."""
     recorder = tracer.recorder
 
     def is_made(name: str, t: torch.Tensor) -> bool:  # by every run alike, and none asks for what was there
@@ -203,15 +204,7 @@ def _capture(
         leaves = [recorder.value_of(t) for t in returned]
         ends = [recorder.value_of(t) for t in inputs]
         state_ends = {key: recorder.value_of(t) for key, t in fakes.items()}
-        for key, where in recorder.read.items():
-            if state_ends[key] is not state_values[key]:
-                raise createPoptorchError(
-                    f"{CANNOT_READ} The buffer {key} is needed here ({where}), and `forward` overwrites it, so that it "
-                    "is another one in each run."
-                )
-        for key, t in fakes.items():
-            if state_ends[key].shape != state_values[key].shape:
-                raise _reshaped(key, state[key], state_values[key], state_ends[key], recorder.reshaped.get(id(t)))
+        _check_buffers(recorder, state, fakes, state_values, state_ends)
         recorder.trace.outputs = leaves
         carried = dict(on_host.changes(recorder.is_of_run))
         if tape is not None and module is not None:
@@ -240,6 +233,25 @@ def _capture(
         carried=carried,
         changed=changed,
     )
+
+
+def _check_buffers(
+    recorder: Recorder,
+    state: Mapping[str, torch.Tensor],
+    fakes: Mapping[str, torch.Tensor],
+    starts: Mapping[str, Value],
+    ends: Mapping[str, Value],
+) -> None:
+    """Raise if a buffer whose numbers are a part of the program is overwritten, or one has another shape at the end."""
+    for key, where in recorder.read.items():
+        if ends[key] is not starts[key]:
+            raise createPoptorchError(
+                f"{CANNOT_READ} The buffer {key} is needed here ({where}), and `forward` overwrites it, so that it "
+                "is another one in each run."
+            )
+    for key, t in fakes.items():
+        if ends[key].shape != starts[key].shape:
+            raise _reshaped(key, state[key], starts[key], ends[key], recorder.reshaped.get(id(t)))
 
 
 def _count(module: torch.nn.Module, tape: Tape) -> None:

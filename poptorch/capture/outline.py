@@ -20,6 +20,7 @@ from poptorch.capture.recorder import Data, View
 from poptorch.capture.seeding import SEEDING
 from poptorch.capture.trace import Node, Trace, Value
 from popxl.extend.arguments import exact_key
+from popxl.extend.graphs import last_uses
 
 CALL = "poptorch.call"
 """Name of the op that runs a trace: its arguments are the `trace`, the `inputs` and a `name`."""
@@ -125,12 +126,11 @@ def _from_outside(nodes: Sequence[Node]) -> list[Value]:
 
 
 def _with_calls(nodes: Sequence[Node], chosen: list[list[_Run]], wanted: set[int]) -> list[Node]:
-    last_uses = {id(value): i for i, node in enumerate(nodes) for value in node.inputs}
-    last_uses |= dict.fromkeys(wanted, len(nodes))
+    last = last_uses((map(id, node.inputs) for node in nodes), wanted)
     starts: dict[int, tuple[_Run, Trace, list[tuple[int, int]]]] = {}
     for runs in chosen:
         template = nodes[runs[0].start : runs[0].stop]
-        returned = sorted({place for run in runs for place in _used_outside(nodes, run, last_uses)})
+        returned = sorted({place for run in runs for place in _used_outside(nodes, run, last)})
         outputs = [template[i].results[k] for i, k in returned]
         inputs = _from_outside(template)
         names = [value.name.removeprefix(f"{runs[0].path}.") for value in inputs]
@@ -149,13 +149,13 @@ def _with_calls(nodes: Sequence[Node], chosen: list[list[_Run]], wanted: set[int
     return result
 
 
-def _used_outside(nodes: Sequence[Node], run: _Run, last_uses: Mapping[int, int]) -> list[tuple[int, int]]:
+def _used_outside(nodes: Sequence[Node], run: _Run, last: Mapping[int, int]) -> list[tuple[int, int]]:
     """Which results of a run are used after it: by number of the op, and of its result."""
     return [
         (number, k)
         for number, node in enumerate(nodes[run.start : run.stop])
         for k, value in enumerate(node.results)
-        if last_uses.get(id(value), -1) >= run.stop
+        if last.get(id(value), -1) >= run.stop
     ]
 
 

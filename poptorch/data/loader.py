@@ -87,6 +87,7 @@ class DataLoader(torch.utils.data.DataLoader):
         batch_sampler: Sampler[Sequence[Any]] | Iterable[Sequence[Any]] | None = None,
         **kwargs: Any,
     ) -> None:
+        """Prepare batches for calls of a model; an asynchronous loader starts its process. See the class."""
         if not isinstance(options, Options):
             raise createPoptorchError(
                 f"DataLoader: `options`, the first argument, should be poptorch.Options; got {type(options).__name__}."

@@ -110,6 +110,7 @@ def multi_head_attention_forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> list[popxl.Tensor]:
+    """The result of `torch.nn.functional.multi_head_attention_forward`, and the weights of attention if asked for."""
     given, single = [query, key, value], len(query.shape) == 2
     if single:
         given = [ops.reshape(t, (t.shape[0], 1, t.shape[1])) for t in given]

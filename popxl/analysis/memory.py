@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import computed_field
 
+from popxl.base.liveness import last_uses
 from popxl.base.pages import OnPage, Page, Picture, Table, bytes_text
 from popxl.base.pictures import steps
 from popxl.base.records import Record
@@ -295,10 +296,11 @@ def _steps(graph: Graph, of: dict[Graph, _Steps], once: set[Graph], size: Callab
     """Compute the steps of a graph from the steps of its callees."""
     made_of = storages(graph.ops)
     ops = [op for op in graph.ops if op.kind.view is None]  # a view is made when somebody looks through it
-    last: dict[Tensor, int] = {}
-    for i, op in enumerate(ops):
-        last.update((s, i) for t in op.inputs for s in made_of.get(t, (t,)))
-    last.update((s, len(ops)) for t in graph.outputs for s in made_of.get(t, (t,)))
+
+    def bases(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+        return (s for t in tensors for s in made_of.get(t, (t,)))
+
+    last = last_uses((bases(op.inputs) for op in ops), bases(graph.outputs))
     frees: dict[int, list[Tensor]] = {}
     alive: dict[Tensor, tuple[int, int]] = {}
     held = 0

@@ -12,6 +12,7 @@ Example:
 from popxl.analysis.estimate import estimate_of
 from popxl.analysis.flops import Flops, own_flops
 from popxl.analysis.placement import Readers, reading_ipus
+from popxl.base.liveness import last_uses
 from popxl.core.aliasing import has_effect, reachable, storages, written_inputs
 from popxl.core.binding import is_input
 from popxl.core.printing import schedule
@@ -31,6 +32,7 @@ __all__ = [
     "host_call_kind",
     "is_call",
     "is_input",
+    "last_uses",
     "leading_to",
     "final_ipu",
     "loop_kind",

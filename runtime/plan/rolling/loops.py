@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from popxl.base.liveness import last_uses
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
 from popxl.graph import Graph
@@ -68,10 +68,8 @@ class _Sequence:
         self._sizes = [sum(1 + size(callee) for callee in op.called_graphs) for op in self._ops]
         self._reasons = reasons
         self._made_at = {t: i for i, op in enumerate(self._ops) for t in op.outputs}
-        self._last_read: dict[Tensor, float] = {}
-        for i, op in enumerate(self._ops):
-            self._last_read.update((root, i) for t in op.inputs for root in self._roots(t))
-        self._last_read.update(dict.fromkeys(returned, math.inf))
+        read = ((root for t in op.inputs for root in self._roots(t)) for op in self._ops)
+        self._last_read = last_uses(read, returned)
 
     def items(self) -> tuple[Item, ...]:
         """The ops, and loops of them: first where the most is saved, and then before and after that."""

@@ -1,8 +1,8 @@
-"""What a running program shares with the host: streams, remote buffers, and which check failed.
+"""Channels: streams, remote buffers, the failure flag and the token of collectives, as values.
 
-Effects are values. A stream is an array with room for all its transfers of one run, and the number of the next one;
-a graph that uses a stream takes both and gives both back. A number is known while tracing, as long as no loop or kept
-call comes between; then loads and stores are plain slices.
+A stream is an array with all transfers of one run, and the index of the next one; a graph that uses it takes both as
+inputs and returns both. The index is static during tracing, unless a loop or a noinline call comes between; loads and
+stores are plain slices then.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ State = tuple[Array, Position]
 class Channels:
     """The channels of a computation: per stream, the array of its transfers and the index of the next one.
 
-    A remote buffer has the array of its slots. Its slots are found by number, not in order: it has no next one. The
-    order of collectives has the token of those before this computation, if there are any.
+    A remote buffer has the array of its slots, which are indexed by number. The order of collectives has the token of
+    collectives before this computation, if any.
 
     Attributes:
-        running: whether the branch that uses them is run; `None`, if it is as soon as it is traced. Several replicas on
-            one device all go through both branches, and each takes what it should have of the results.
+        running: the mask of the current branch; `None` outside of vmapped branches. Replicas on one device run both
+            branches, and select results by the mask.
     """
 
     def __init__(self, channels: Mapping[Any, State], running: Array | None = None) -> None:

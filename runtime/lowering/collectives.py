@@ -1,8 +1,7 @@
-"""How replicas talk to each other: what `popxl.ops.collectives.Group` is, in each way of running replicas.
+"""Collectives of replicas: implementations of `popxl.ops.collectives.Group` for each placement of replicas.
 
-On a mesh the answers are JAX's collectives, which know groups. On one device all replicas are in one array, where a
-group is an index. A replica that is alone asks nobody. Members are in the order of the replicas, and floats are summed
-in that order.
+On a mesh they are JAX's collectives with groups. On one device all replicas are in one array, and a group is an index.
+A single replica exchanges nothing. Members are in replica order, and floats are summed in that order.
 """
 
 from __future__ import annotations

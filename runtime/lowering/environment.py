@@ -1,5 +1,5 @@
-"""The values of a graph while it runs, one for each storage: a view is read from its base and written through to it, so
-in-place ops and views need nothing else. Nobody outside of this file knows that arrays are immutable.
+"""The environment of a running graph: one value per storage. Views are read from their base and written through to it,
+so in-place ops and views need nothing else. No other file knows that arrays are immutable.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Results:
     """Results of a graph.
 
     Attributes:
-        outputs: those of the graph.
-        written: the final values of the inputs that it overwrote, by position.
-        shared: those of the storages that inputs share, and that it may have changed.
-        computed: what was computed last from inputs, by position; of a graph whose call is not kept.
+        outputs: values of the outputs.
+        written: final values of modified inputs, by position.
+        shared: final values of modified storages that several inputs share.
+        computed: the last results computed from inputs, by position; empty for noinline calls.
     """
 
     outputs: tuple[Any, ...]
@@ -50,19 +50,19 @@ class Environment:
     """The environment of a running graph: for each storage, its current value or packed slot.
 
     Args:
-        values: those of storages that have one before.
-        order: keeps the order of updates.
-        same: tensors that stand for others.
-        turns: how many turns the loop has that the graph runs in: values may be cut out of as many rows.
+        values: initial values of storages.
+        order: the order of in-place updates.
+        same: aliases of tensors.
+        rows: the number of iterations of rerolled loops around the graph: a value may be a slot of as many rows.
     """
 
     def __init__(
-        self, values: Mapping[Tensor, Array | PackedSlot], order: UpdateOrder, same: Mapping[Tensor, Tensor], turns: int
+        self, values: Mapping[Tensor, Array | PackedSlot], order: UpdateOrder, same: Mapping[Tensor, Tensor], rows: int
     ) -> None:
         self.values = dict(values)
         self._order = order
         self._same = same
-        self._turns = turns
+        self._rows = rows
 
     def record_reads(self, op: Op) -> None:
         """Record the operands that an op has read: in-place updates of them come after its result."""
@@ -160,7 +160,7 @@ class Environment:
             joined = view_of(storage)
             if joined is None:
                 place = self.values.get(storage)
-                rows = len(place.stack.array) if isinstance(place, PackedSlot) else self._turns
+                rows = len(place.stack.array) if isinstance(place, PackedSlot) else self._rows
                 value = self._order.order_write(storage, value, rows)
                 if isinstance(place, PackedSlot):
                     place.write(value)

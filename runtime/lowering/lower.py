@@ -1,12 +1,11 @@
-"""From a graph to a function of arrays: one loop, one environment.
+"""The lowering loop: from a graph to a function of arrays.
 
-Ops run in the order they were created. Each reads its operands from the environment, applies its lowering, and writes
-its results back. The environment keeps one value for each *storage*: a view is read from its base and written through
-to it, so in-place ops and views need nothing else.
+Ops run in creation order. Each reads its operands from the environment, applies its lowering, and writes its results
+back. The environment keeps one value for each *storage*: views are read from their base and written through to it, so
+in-place ops and views need nothing else.
 
-A graph that is called from several places becomes one function that is compiled once: XLA is told to keep its calls.
-What a graph touches besides its inputs (the streams, and which check failed) goes in and comes out as values; see
-`runtime.lowering.channels`.
+A graph with several call sites becomes one jitted function that is compiled once: XLA is told not to inline its calls.
+State beside its inputs (streams, the failure flag) is passed and returned as values; see `runtime.lowering.channels`.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ class Lowering:
     """The lowering of one program: from graphs to functions of arrays.
 
     Args:
-        ops: what the program runs.
-        options: those of the Ir; they say how exactly ops multiply, and switch some of the checks of their operands.
-        keep_calls: keep the calls of graphs that are called from several places. Otherwise everything is inlined.
-        replicas: those that run the program; what is lowered is the program of one of them.
-        scheduling: says what is carried out of a graph, in order: its ops, or loops of them.
-        in_order: whether a single replica prints in the order of the ops. JAX (0.10.2) cannot lower an order of effects
-            along with results in the host's memory.
+        ops: the ops of the main graph.
+        options: the options of the Ir, with the precision of products and the runtime checks.
+        keep_calls: whether calls of graphs with several call sites are not inlined.
+        replicas: the replicas of the program; the program of one replica is lowered.
+        scheduling: the schedule of each graph: ops, or rerolled loops.
+        in_order: whether prints of a single replica are ordered. JAX (0.10.2) cannot lower ordered effects along with
+            results in host memory.
     """
 
     def __init__(

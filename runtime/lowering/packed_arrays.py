@@ -1,7 +1,7 @@
-"""Values of one shape and dtype that lie in one array, so that a loop can take one of them in each turn.
+"""Packed arrays: values of one shape and dtype in one array, so that a loop can index them by iteration.
 
-A graph that is lowered has a value for each storage. This may be a row of a stack: it is cut out where it is read, and
-overwritten in place where it is written.
+During lowering, a storage has a value or a packed slot. A slot is sliced when it is read, and updated in place when it
+is written.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class PackedArray:
     """An array of values with equal shape and dtype, during tracing.
 
     Attributes:
-        array: what is in it at present; the first dimension counts the values.
-        is_given: whether the program was given it. Others are made in the program, in what precision their users want.
+        array: the current contents; the first dimension is the slot number.
+        is_given: whether it is an input of the program. Others are computed, in the precision that their users need.
     """
 
     __slots__ = ("array", "is_given")

@@ -1,7 +1,7 @@
-"""What a program takes from the machine that it is for: other forms of kernels, an order of updates, copies of feeds,
-turns of executables, and rows that turns of loops read.
+"""`PlatformHooks`: platform-specific parts of the lowering: kernel overrides, order of in-place updates, copies of
+feeds, the lock of collectives, loop-invariant rows.
 
-`runtime.cpu`, `runtime.gpu` and `runtime.tpu` are imported for these machines only.
+`runtime.cpu`, `runtime.gpu` and `runtime.tpu` are imported for these platforms only.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class PlatformHooks:
     """Platform-specific parts of the lowering.
 
     Attributes:
-        overrides: the kernels that it computes in another form.
-        update_order: makes what keeps the order of updates of one graph, told whether it is in the turns of a loop.
-        copy_feed: copies an array that is fed, for the caller may fill it again while the program runs.
-        collective_lock: of executables whose devices meet; `None` where they may run at once.
+        overrides: kernel implementations for this platform.
+        update_order: creates the update order of a graph, given whether it is in a loop body.
+        copy_feed: copies a fed array, because the caller may overwrite it while the program runs.
+        collective_lock: the lock of executables with collectives; `None` if they may run concurrently.
         invariant_row: what an iteration reads of an array that no iteration changes, given the row and its number.
     """
 

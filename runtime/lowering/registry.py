@@ -1,4 +1,4 @@
-"""What ops do whose meaning needs the machine. Files that say it register it here."""
+"""The registry of lowering rules, for ops whose lowering needs the runtime."""
 
 from __future__ import annotations
 

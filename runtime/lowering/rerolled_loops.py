@@ -1,8 +1,8 @@
-"""Loops that the machine makes: ops of a graph that are the same again and again, as turns of one loop.
+"""Rerolled loops: repeated ops of a graph, lowered as iterations of one `lax.scan`.
 
-The ops of one turn, the *model*, are lowered, with what another turn takes and makes in the place of what they do. What
-turns take lies in one array, a stack, of which each has a row: its weights, say. So does what turns make and others
-read later. What is overwritten is overwritten in its row. See `runtime.plan.rolling` for where such loops are found.
+One iteration, the *template*, is lowered; its inputs and outputs stand for those of the others. Values that differ by
+iteration, such as weights, are slots of packed arrays. So are outputs that ops after the loop read. Modified inputs are
+updated in their slots. `runtime.plan.loop_rerolling` finds such loops.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from runtime.lowering.lower import Lowering
 
 NARROW = 2**16
-"""Rows of so many bytes are cut out together, where they lie side by side. A kernel takes longer to start than to copy
-them. Those of more bytes are read where they lie."""
+"""Adjacent slots of at most so many bytes are sliced together, because a kernel launch takes longer than their copy.
+Larger slots are read in place."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,21 +39,21 @@ class LoopInput:
     """An input of a rerolled loop's iterations.
 
     Attributes:
-        name: the storage that the model finds.
-        of_turns: the storage that each turn finds.
-        is_written: whether turns overwrite it.
-        before: what the model makes, or finds, that the next turn finds here; `None`, if nothing is handed on.
+        name: the storage in the template.
+        by_iteration: the storage in each iteration.
+        is_written: whether iterations modify it.
+        before: the template's storage whose value the next iteration takes as this input; `None` if it is not carried.
     """
 
     name: Tensor
-    of_turns: tuple[Tensor, ...]
+    by_iteration: tuple[Tensor, ...]
     is_written: bool = False
     before: Tensor | None = None
 
     @property
     def is_invariant(self) -> bool:
         """Whether the input is loop-invariant: one storage for all iterations."""
-        return self.before is None and len(set(self.of_turns)) == 1
+        return self.before is None and len(set(self.by_iteration)) == 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,21 +61,21 @@ class LoopOutput:
     """An output of iterations with users after the loop.
 
     Attributes:
-        name: the storage that the model makes.
-        of_turns: the storage that each turn makes.
-        is_last_only: whether only what the last turn makes is read.
-        first: a storage that lies before those of all turns: what the first turn finds, where others find this.
+        name: the storage in the template.
+        by_iteration: the storage in each iteration.
+        is_last_only: whether only the last iteration's value is read.
+        first: the initial value of the carried input, if it is packed before the outputs.
     """
 
     name: Tensor
-    of_turns: tuple[Tensor, ...]
+    by_iteration: tuple[Tensor, ...]
     is_last_only: bool = False
     first: Tensor | None = None
 
     @property
     def rows(self) -> tuple[Tensor, ...]:
         """Storages of the packed array, in order."""
-        return self.of_turns if self.first is None else (self.first, *self.of_turns)
+        return self.by_iteration if self.first is None else (self.first, *self.by_iteration)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,34 +83,34 @@ class RerolledLoop:
     """Ops lowered as one loop.
 
     Attributes:
-        turns: the ops of each turn.
-        model: the number of the turn that is lowered.
-        taken: what a turn finds.
-        made: what is left of it.
+        iterations: the ops of each iteration.
+        template: the index of the iteration that is lowered.
+        inputs: inputs of an iteration.
+        outputs: outputs of an iteration.
     """
 
-    turns: tuple[tuple[Op, ...], ...]
-    model: int
-    taken: tuple[LoopInput, ...]
-    made: tuple[LoopOutput, ...]
+    iterations: tuple[tuple[Op, ...], ...]
+    template: int
+    inputs: tuple[LoopInput, ...]
+    outputs: tuple[LoopOutput, ...]
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:
         """Ops of the template iteration."""
-        return self.turns[self.model]
+        return self.iterations[self.template]
 
     @cached_property
     def all_ops(self) -> tuple[Op, ...]:
         """Ops of all iterations, in order."""
-        return tuple(op for turn in self.turns for op in turn)
+        return tuple(op for iteration in self.iterations for op in iteration)
 
 
 class ProgramOrder:
     """The default schedule of graphs: ops in program order. Subclasses may reroll loops.
 
     Attributes:
-        same: tensors that stand for others, which have their values.
-        gathered: after which ops, which storages are put into one stack, each time.
+        same: aliases: tensors, and the tensors that hold their values.
+        gathered: storages to pack together, by the op after which they are packed.
     """
 
     same: Mapping[Tensor, Tensor] = MappingProxyType({})
@@ -126,21 +126,19 @@ def lower_rerolled(lowering: Lowering, loop: RerolledLoop, environment: Environm
     schedule = lowering.scheduling.schedule
     called = dict.fromkeys(graph for op in loop.ops for callee in op.called_graphs for graph in reachable(callee))
     has_loops = any(isinstance(item, RerolledLoop) for graph in called for item in schedule(graph))
-    builder, streams = (
-        _ScanBuilder(loop, environment, lowering.hooks.invariant_row, has_loops),
-        lowering.channels_of(loop.ops),
-    )
+    builder = _ScanBuilder(loop, environment, lowering.hooks.invariant_row, has_loops)
+    streams = lowering.channels_of(loop.ops)
     loop_channels = context.channels.loop_channels(streams)
 
     def iterate(state: Any, rows: Sequence[Array]) -> Any:
         held, positions = state
         inside = loop_channels.in_iteration(positions)
-        body = context.in_loop_body(inside, rows=len(loop.turns))
+        body = context.in_loop_body(inside, rows=len(loop.iterations))
         after = lowering.lower_ops(loop.ops, builder.iteration_values(held, rows), body)
         return (builder.next_state(held, rows, after), inside.carried(streams)), None
 
     start = (builder.start, loop_channels.start)
-    (held, positions), _ = lax.scan(iterate, start, builder.rows, length=len(loop.turns))
+    (held, positions), _ = lax.scan(iterate, start, builder.rows, length=len(loop.iterations))
     context.channels.resume(loop_channels, positions, held)
     builder.finish(held, environment)
 
@@ -148,19 +146,18 @@ def lower_rerolled(lowering: Lowering, loop: RerolledLoop, environment: Environm
 class _ScanBuilder:
     """Builder of a scan: loop-carried state, per-iteration inputs and outputs.
 
-    Carried from turn to turn are: what is overwritten and in no stack; what a turn hands to the next one; what was made
-    last; and the stacks that are written to.
+    The loop-carried state is: modified inputs outside of packed arrays; values that an iteration passes to the next
+    one; outputs of the last iteration; and modified packed arrays.
 
     Args:
         loop: the loop.
-        environment: that of its ops.
+        environment: the environment of its ops.
         invariant_row: see `PlatformHooks`.
-        has_loops: whether graphs that turns call have loops. What all turns find in a stack is not cut out then: those
-            loops find it there.
+        has_loops: whether called graphs have rerolled loops. Loop-invariant slots then stay packed for these.
 
     Attributes:
-        start: what the first turn gets.
-        rows: for each turn where each of its cuts begins, as arrays.
+        start: the initial state.
+        rows: the first row of each slice, by iteration.
     """
 
     def __init__(
@@ -171,33 +168,33 @@ class _ScanBuilder:
         has_loops: bool,
     ) -> None:
         self._invariant_row = invariant_row
-        self._handed = tuple((t, t.before) for t in loop.taken if t.before is not None)
-        self._last = tuple(m for m in loop.made if m.is_last_only)
-        self._made = tuple(m for m in loop.made if not m.is_last_only)
-        known = [t for t in loop.taken if t.before is None and not _is_constant(t, environment)]
-        for storages in merge_overlapping(t.of_turns for t in known):
+        self._handed = tuple((t, t.before) for t in loop.inputs if t.before is not None)
+        self._last = tuple(m for m in loop.outputs if m.is_last_only)
+        self._made = tuple(m for m in loop.outputs if not m.is_last_only)
+        known = [t for t in loop.inputs if t.before is None and not _is_constant(t, environment)]
+        for storages in merge_overlapping(t.by_iteration for t in known):
             pack_together(environment, storages)
-        places = {t: tuple(map(environment.slot_or_value, t.of_turns)) for t in known}
+        places = {t: tuple(map(environment.slot_or_value, t.by_iteration)) for t in known}
         in_rows = {t: rows for t, rows in places.items() if all(isinstance(row, PackedSlot) for row in rows)}
         written = [rows[0].stack for t, rows in in_rows.items() if t.is_written]
         self._passed = {t.name: in_rows[t][0] for t in in_rows if t.is_invariant and has_loops}
-        of_turns = [t for t in in_rows if t.name not in self._passed]
-        read = [t for t in of_turns if not t.is_invariant or in_rows[t][0].stack in written]
+        by_iteration = [t for t in in_rows if t.name not in self._passed]
+        read = [t for t in by_iteration if not t.is_invariant or in_rows[t][0].stack in written]
         alone = [t for t in known if t not in read and t.name not in self._passed]
         self._alone = tuple(t for t in alone if t.is_written)
-        self._fixed = {t.name: environment.read(t.of_turns[0]) for t in alone if not t.is_written}
+        self._fixed = {t.name: environment.read(t.by_iteration[0]) for t in alone if not t.is_written}
         self._outputs = tuple(_allocate_output(made, environment) for made in self._made)
         self._stacks = tuple(dict.fromkeys((*written, *self._outputs)))
         self._reads = tuple(_slices({t.name: in_rows[t] for t in read}))
         made = {
-            m.name: tuple(PackedSlot(stack, n) for n in range(len(m.rows) - len(m.of_turns), len(m.rows)))
+            m.name: tuple(PackedSlot(stack, n) for n in range(len(m.rows) - len(m.by_iteration), len(m.rows)))
             for m, stack in zip(self._made, self._outputs, strict=True)
         }
         self._writes = tuple(_slices({t.name: in_rows[t] for t in read if t.is_written} | made))
         self.rows = tuple(np.asarray(cut.first, np.int32) for cut in (*self._reads, *self._writes))
         self.start = (
-            [environment.read(t.of_turns[0]) for t in self._alone],
-            [environment.read(t.of_turns[0]) for t, _ in self._handed],
+            [environment.read(t.by_iteration[0]) for t in self._alone],
+            [environment.read(t.by_iteration[0]) for t, _ in self._handed],
             [lax.empty(m.name.shape, m.name.dtype.as_jax()) for m in self._last],
             [stack.array for stack in self._stacks],
         )
@@ -236,9 +233,9 @@ class _ScanBuilder:
         for stack, array in zip(self._stacks, arrays, strict=True):
             stack.array = array
         for taken, value in zip(self._alone, alone, strict=True):
-            environment.values[taken.of_turns[0]] = value
+            environment.values[taken.by_iteration[0]] = value
         for made, value in zip(self._last, last, strict=True):
-            environment.values[made.of_turns[-1]] = value
+            environment.values[made.by_iteration[-1]] = value
         for made, stack in zip(self._made, self._outputs, strict=True):
             environment.values.update((t, PackedSlot(stack, n)) for n, t in enumerate(made.rows))
 
@@ -287,14 +284,14 @@ def _slices(places: Mapping[Tensor, Sequence[PackedSlot]]) -> Iterator[_Slice]:
 
 def _is_constant(taken: LoopInput, environment: Environment) -> bool:
     """Whether an input is an unmodified constant, which is best embedded at its users."""
-    is_same = isinstance(taken.name, Constant) and len(set(taken.of_turns)) == 1
+    is_same = isinstance(taken.name, Constant) and len(set(taken.by_iteration)) == 1
     return is_same and not taken.is_written and taken.name not in environment.values
 
 
-def merge_overlapping(of_turns: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
+def merge_overlapping(by_iteration: Iterable[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
     """Merge storage tuples with common elements into groups."""
     found: dict[Tensor, list[Tensor]] = {}
-    for storages in of_turns:
+    for storages in by_iteration:
         groups = {id(group): group for t in storages if (group := found.get(t)) is not None}
         whole = list(dict.fromkeys([*(t for group in groups.values() for t in group), *storages]))
         found.update(dict.fromkeys(whole, whole))

@@ -1,6 +1,6 @@
-"""Names that the lowering leaves in a program, and that XLA keeps: of graphs, and of the user's lines.
+"""Name scopes of graphs and source lines in compiled programs.
 
-They are scopes of JAX, which make up the `op_name` of an instruction: "jit(step)/{layer_subgraph(0)}/dot_general".
+JAX's name scopes make up the `op_name` of an instruction: "jit(step)/{layer_subgraph(0)}/dot_general".
 """
 
 from __future__ import annotations

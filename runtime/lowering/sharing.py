@@ -1,8 +1,8 @@
-"""What an op passes to a graph by reference, where several of it lie in one storage.
+"""By-reference inputs of a called graph that share storage.
 
-A graph has a storage for each of its inputs. Two inputs by reference may be bound to one and the same, or to parts of
-it that overlap: a variable and a view of it, say. While the graph runs there, both are what is bound to them, so that
-what is written to one is read of the other.
+A graph has a storage for each of its inputs. Two by-reference inputs may be bound to one storage, or to overlapping
+parts of it: a variable and a view of it, say. During the call, both alias the caller's tensors, so that a write to one
+is visible through the other.
 """
 
 from __future__ import annotations

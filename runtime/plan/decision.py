@@ -16,7 +16,7 @@ from runtime.plan.planning import Steps
 from runtime.targets.destination import Destination
 
 if TYPE_CHECKING:
-    from runtime.plan.rolling.rolling import Rolling
+    from runtime.plan.loop_rerolling.rerolling import Rerolling
 
 ROLLED = 500
 """Loops are thought of where calls are not kept if XLA would otherwise compile this many ops again: what is less it
@@ -48,7 +48,7 @@ class Decision(NamedTuple):
     reason: str
     choice: Choice
     places: Places | None = None
-    rolling: Rolling | None = None
+    rolling: Rerolling | None = None
     others: tuple[str, ...] = ()
     rest: tuple[str, ...] = ()
     written_out: Mapping[Graph, str] = MappingProxyType({})
@@ -155,11 +155,11 @@ def _on_accelerators(main: Graph, held: Collection[Tensor], choice: Choice, of_p
     return Decision("rolled", reason, choice, rolling=rolling, rest=rest, written_out=written_out)
 
 
-def _rolled(main: Graph, held: Collection[Tensor], from_saved: int = 0) -> Rolling:
+def _rolled(main: Graph, held: Collection[Tensor], from_saved: int = 0) -> Rerolling:
     """The loops of a program."""
-    from runtime.plan.rolling.rolling import Rolling  # of no use on CPUs, unless it is asked for
+    from runtime.plan.loop_rerolling.rerolling import Rerolling  # of no use on CPUs, unless it is asked for
 
-    return Rolling(main, held, from_saved)
+    return Rerolling(main, held, from_saved)
 
 
 def _placement(

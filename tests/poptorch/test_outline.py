@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 import poptorch  # noqa: E402  (it needs torch)
 import popxl  # noqa: E402
 from poptorch.capture import outline  # noqa: E402
-from runtime.plan.rolling.rolling import Rolling  # noqa: E402
+from runtime.plan.loop_rerolling.rerolling import Rerolling  # noqa: E402
 from tests.poptorch.models import Encoder, WithLoss  # noqa: E402
 
 torch.set_num_threads(1)  # models are tiny: threads of PyTorch would only wait for each other
@@ -54,7 +54,7 @@ def test_layers_of_an_encoder() -> None:
         outlined, executor = stepped(model)
         ir = poptorch.sessionOf(executor).ir
         assert len(graphs_called(ir, 3)) == 2  # a layer, and its gradient
-        loops = Rolling(ir.main_graph, ir.main_graph.variables).loops
+        loops = Rerolling(ir.main_graph, ir.main_graph.variables).loops
         assert [(len(loop.turns), len(loop.ops)) for loop in loops] == [(3, 1), (3, 1 + 12)]  # a weight, an update
         for ours, expected in zip(outlined.parameters(), inlined.parameters(), strict=True):
             torch.testing.assert_close(ours, expected)

@@ -11,7 +11,7 @@ import pytest
 
 import popxl
 from runtime.machine import PlanningMachine
-from runtime.plan.rolling.rolling import Rolling
+from runtime.plan.loop_rerolling.rerolling import Rerolling
 from tests.popxl_addons.gpt.model import Config, batches, first_weights
 from tests.popxl_addons.gpt.training import Training
 from tests.popxl_addons.gpt.variants import VARIANTS
@@ -235,5 +235,5 @@ def test_layers_are_turns_of_loops(name: str, loops: object, monkeypatch: pytest
     what AdamW has for them are loaded, and stored, too."""
     monkeypatch.setattr(popxl.Session, "machine", PlanningMachine())
     main = VARIANTS[name](Config(layers=4)).ir.main_graph
-    rolling = Rolling(main, main.variables)
+    rolling = Rerolling(main, main.variables)
     assert [(len(loop.turns), len(loop.ops)) for loop in rolling.loops] == loops

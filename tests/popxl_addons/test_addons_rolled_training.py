@@ -13,7 +13,7 @@ import popxl_addons as addons
 from popxl import ops
 from popxl_addons import optimizers
 from popxl_addons.layers import LanguageConfig, LanguageModel
-from runtime.plan.rolling.rolling import Rolling
+from runtime.plan.loop_rerolling.rerolling import Rerolling
 
 LAYERS, LENGTH, TEXTS, VOCABULARY = 3, 6, 2, 11
 SIZES: dict[str, Any] = {"vocabulary": VOCABULARY, "width": 8, "layers": LAYERS, "heads": 2, "hidden": 12}
@@ -82,7 +82,7 @@ def test_layers_are_turns(config: LanguageConfig, how: dict[str, Any], loops: li
     """Casts, and what puts weights together, are in the forward turn; and updates in the backward one, unless it has to
     be known first whether all gradients are finite."""
     main = trained(config, **how).main_graph
-    rolling = Rolling(main, main.variables)
+    rolling = Rerolling(main, main.variables)
     assert [(len(loop.turns), len(loop.ops)) for loop in rolling.loops] == [(LAYERS, count) for count in loops]
     assert not rolling.left_alone
 

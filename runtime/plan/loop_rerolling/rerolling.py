@@ -15,9 +15,9 @@ from popxl.core.traits import Run, chooses, is_call
 from popxl.graph import Graph
 from popxl.ops.repeat import returned_by_ref
 from runtime.lowering.rerolled_loops import NARROW, LoopInput, ProgramOrder, RerolledLoop, merge_overlapping
-from runtime.plan.rolling.flat import Flat
-from runtime.plan.rolling.forms import Forms
-from runtime.plan.rolling.loops import Item, loops_of
+from runtime.plan.loop_rerolling.inlining import InlinedGraphs
+from runtime.plan.loop_rerolling.loops import Item, loops_of
+from runtime.plan.loop_rerolling.op_signatures import OpSignatures
 from runtime.plan.structure import Structures
 
 SMALL = 2**14
@@ -27,7 +27,7 @@ Source = Tensor | tuple[object, int] | None
 """Where a value lies before a loop: in a variable, in a row of what an earlier loop has made, or by itself."""
 
 
-class Rolling(ProgramOrder):
+class Rerolling(ProgramOrder):
     """The loops of a program.
 
     Args:
@@ -45,23 +45,23 @@ class Rolling(ProgramOrder):
     def __init__(self, main: Graph, held: Collection[Tensor], from_saved: int = 0) -> None:
         structures = Structures(main)
         self._size = structures.size
-        flat = Flat(main)
-        self.same = flat.same
-        forms = Forms(structures, flat.same)
+        inlined = InlinedGraphs(main)
+        self.same = inlined.aliases
+        signatures = OpSignatures(structures, inlined.aliases)
         self._reasons: dict[Graph, str] = {}
         sharing = (op for graph in reachable(main) for op in graph.ops if shares_by_reference(op))
         in_order = {g for op in sharing for callee in op.called_graphs for g in reachable(callee)}
         self._schedules = {
             graph: ops
             if graph in in_order  # what its inputs are is changed under several names
-            else loops_of(ops, graph.outputs, forms, structures.size, self._reasons)
-            for graph, ops in flat.graphs.items()
+            else loops_of(ops, graph.outputs, signatures, structures.size, self._reasons)
+            for graph, ops in inlined.graphs.items()
         }
         for loop in self.loops:
             if self._saved_by(loop) < from_saved and not _has_products(loop):
                 self._write_out(loop, "it computes no products, and would be more kernels in a loop")
         while True:
-            walk = _Walk(self._schedules, forms, main, held)
+            walk = _Walk(self._schedules, signatures, main, held)
             done(walk.through(main, {t: t for t in held}))
             if not walk.refused:
                 break
@@ -92,7 +92,7 @@ class Rolling(ProgramOrder):
         return sum(map(self._saved_by, self.loops))
 
     def _saved_by(self, loop: RerolledLoop) -> int:
-        return (len(loop.turns) - 1) * sum(self._size(callee) for op in loop.ops for callee in op.called_graphs)
+        return (len(loop.iterations) - 1) * sum(self._size(callee) for op in loop.ops for callee in op.called_graphs)
 
     def told(self) -> str:
         """What is rolled, in a sentence."""
@@ -142,9 +142,9 @@ class _Walk:
     """
 
     def __init__(
-        self, schedules: dict[Graph, tuple[Item, ...]], forms: Forms, main: Graph, held: Collection[Tensor]
+        self, schedules: dict[Graph, tuple[Item, ...]], signatures: OpSignatures, main: Graph, held: Collection[Tensor]
     ) -> None:
-        self._schedules, self._storage = schedules, forms.storage
+        self._schedules, self._storage = schedules, signatures.storage
         self._with_loops: set[Graph] = set()
         for graph in (graph for graph in callees_first(main) if graph in schedules):
             items = schedules[graph]
@@ -166,7 +166,7 @@ class _Walk:
         for item in items:
             if isinstance(item, RerolledLoop):
                 self._at_loop(item, sources)
-                same = {taken.name for taken in item.taken if taken.is_invariant}
+                same = {taken.name for taken in item.inputs if taken.is_invariant}
                 yield self._past(item.ops, {t: source for t, source in sources.items() if t in same})
             elif not chooses(item) and self._with_loops.issuperset(item.called_graphs) and item.runs:
                 (run,) = item.runs
@@ -204,17 +204,17 @@ class _Walk:
         }
 
     def _at_loop(self, loop: RerolledLoop, sources: dict[Tensor, Source]) -> None:
-        for taken in loop.taken:
-            if taken.before is None and len(set(taken.of_turns)) > 1:
+        for taken in loop.inputs:
+            if taken.before is None and len(set(taken.by_iteration)) > 1:
                 self._at_stack(loop, taken, sources)
-        for made in loop.made:
+        for made in loop.outputs:
             if not made.is_last_only:
                 stack = object()
                 sources.update((t, (stack, n)) for n, t in enumerate(made.rows))
 
     def _at_stack(self, loop: RerolledLoop, taken: LoopInput, sources: dict[Tensor, Source]) -> None:
         """Note what the turns of a loop take in one place."""
-        storages = [*dict.fromkeys(taken.of_turns)]
+        storages = [*dict.fromkeys(taken.by_iteration)]
         found = [sources.get(t) for t in storages]
         variables = [source for source in found if isinstance(source, Tensor)]
         stacks = Counter(source[0] for source in found if isinstance(source, tuple))
@@ -263,7 +263,7 @@ def _side_by_side(groups: Sequence[Sequence[Tensor]], wishes: Sequence[_Wish]) -
 def _part(group: Sequence[Tensor], wishes: Sequence[_Wish]) -> object:
     """Which part variables have in which loops: the same for groups that may lie side by side."""
     first = group[0]
-    in_each = all(len(wish.variables) == len(wish.loop.turns) == len(group) for wish in wishes)
+    in_each = all(len(wish.variables) == len(wish.loop.iterations) == len(group) for wish in wishes)
     if first.nelms * first.dtype.itemsize > NARROW or not in_each or len({w.loop for w in wishes}) < len(wishes):
         return first  # like nothing else
     place = {t: n for n, t in enumerate(group)}

@@ -13,25 +13,25 @@ from runtime.lowering.rerolled_loops import LoopInput, LoopOutput, RerolledLoop
 Roots = Callable[[Tensor], tuple[Tensor, ...]]
 
 
-class CannotRoll(Exception):
+class NotRerollable(Exception):
     """Why turns of the same forms are no loop, as the end of a sentence."""
 
 
-def rolled(turns: Sequence[tuple[Op, ...]], roots: Roots, read_later: Container[Tensor]) -> RerolledLoop:
+def reroll(turns: Sequence[tuple[Op, ...]], roots: Roots, read_later: Container[Tensor]) -> RerolledLoop:
     """Ops as the turns of a loop.
 
     Args:
-        turns: the ops of each turn; all turns have the same forms.
+        turns: the ops of each turn; all turns have the same signatures.
         roots: gives the storages that a tensor shows.
         read_later: what is read, or overwritten, after these ops.
 
     Raises:
-        CannotRoll: if they cannot be the turns of a loop.
+        NotRerollable: if they cannot be the turns of a loop.
     """
-    return _Laid(turns, roots).loop(read_later)
+    return _Alignment(turns, roots).loop(read_later)
 
 
-class _Laid:
+class _Alignment:
     """The storages of turns side by side.
 
     The model is the turn that tells apart the most of them: the first one may get the same tensor twice where others
@@ -42,21 +42,21 @@ class _Laid:
         self._turns = tuple(turns)
         found = [tuple(_storages(turn, roots)) for turn in turns]
         self._model = max(range(len(turns)), key=lambda t: len(set(found[t])))
-        self._of_turns = _columns(found, self._model)
+        self._by_iteration = _columns(found, self._model)
         model = turns[self._model]
         self._written = {root for op in model for i in overwritten(op) for root in roots(op.inputs[i])}
-        self._made = {t for op in model for t in op.outputs if t in self._of_turns}
-        self._inside = {t for name in self._made for t in self._of_turns[name]}
+        self._made = {t for op in model for t in op.outputs if t in self._by_iteration}
+        self._inside = {t for name in self._made for t in self._by_iteration[name]}
         self._check_written()
 
     def _check_written(self) -> None:
         """Check that no turn knows what it overwrites by two names."""
-        names = [*self._of_turns]
-        for storages in zip(*self._of_turns.values(), strict=True):
+        names = [*self._by_iteration]
+        for storages in zip(*self._by_iteration.values(), strict=True):
             count = Counter(storages)
             for name, storage in zip(names, storages, strict=True):
                 if name in self._written and count[storage] > 1:
-                    raise CannotRoll(f"a turn overwrites {storage!r}, and is given it in another place, too")
+                    raise NotRerollable(f"a turn overwrites {storage!r}, and is given it in another place, too")
 
     def loop(self, read_later: Container[Tensor]) -> RerolledLoop:
         """The loop."""
@@ -65,39 +65,39 @@ class _Laid:
         return RerolledLoop(self._turns, self._model, taken, made)
 
     def _taken(self) -> Iterator[LoopInput]:
-        for name, of_turns in self._of_turns.items():
+        for name, by_iteration in self._by_iteration.items():
             if name in self._made:
                 continue
             is_written = name in self._written
-            if self._inside.isdisjoint(of_turns):
-                yield LoopInput(name, of_turns, is_written)
+            if self._inside.isdisjoint(by_iteration):
+                yield LoopInput(name, by_iteration, is_written)
             elif is_written:
-                raise CannotRoll(f"a turn overwrites {name!r}, which an earlier one has made")
+                raise NotRerollable(f"a turn overwrites {name!r}, which an earlier one has made")
             else:
-                yield LoopInput(name, of_turns, before=self._before(name, of_turns))
+                yield LoopInput(name, by_iteration, before=self._before(name, by_iteration))
 
-    def _before(self, name: Tensor, of_turns: Sequence[Tensor]) -> Tensor:
+    def _before(self, name: Tensor, by_iteration: Sequence[Tensor]) -> Tensor:
         """What a turn hands on to the next one under a name."""
-        if of_turns[0] not in self._inside:
-            for source, handed in self._of_turns.items():
-                if handed[:-1] == of_turns[1:]:
+        if by_iteration[0] not in self._inside:
+            for source, handed in self._by_iteration.items():
+                if handed[:-1] == by_iteration[1:]:
                     return source
-        raise CannotRoll(f"{name!r} is from an earlier turn, and not always from the same place in the one before")
+        raise NotRerollable(f"{name!r} is from an earlier turn, and not always from the same place in the one before")
 
     def _left(self, taken: Sequence[LoopInput], read_later: Container[Tensor]) -> Iterator[LoopOutput]:
         """What is read after the loop. What the first turn is given in its place lies beside it: the gradient of a
         layer reads what went into it, say."""
-        firsts = {t.before: t.of_turns[0] for t in taken if t.before is not None}
-        for name in self._of_turns:
+        firsts = {t.before: t.by_iteration[0] for t in taken if t.before is not None}
+        for name in self._by_iteration:
             if name in self._made:
-                of_turns = self._of_turns[name]
-                read = [t in read_later for t in of_turns]
+                by_iteration = self._by_iteration[name]
+                read = [t in read_later for t in by_iteration]
                 if any(read[:-1]):
                     first = firsts.get(name)
                     is_apart = first is None or first.producer is None or first not in read_later
-                    yield LoopOutput(name, of_turns, first=None if is_apart else first)
+                    yield LoopOutput(name, by_iteration, first=None if is_apart else first)
                 elif read[-1]:
-                    yield LoopOutput(name, of_turns, is_last_only=True)
+                    yield LoopOutput(name, by_iteration, is_last_only=True)
 
 
 def _storages(turn: Sequence[Op], roots: Roots) -> Iterator[Tensor]:
@@ -111,7 +111,7 @@ def _storages(turn: Sequence[Op], roots: Roots) -> Iterator[Tensor]:
 def _columns(found: Sequence[Sequence[Tensor]], model: int) -> dict[Tensor, tuple[Tensor, ...]]:
     """For each storage of the model what takes its place in each turn."""
     columns: dict[Tensor, tuple[Tensor, ...]] = {}
-    for name, *of_turns in zip(found[model], *found, strict=True):
-        if columns.setdefault(name, tuple(of_turns)) != tuple(of_turns):
-            raise CannotRoll(f"where one turn is given {name!r} twice, another is given two tensors")
+    for name, *by_iteration in zip(found[model], *found, strict=True):
+        if columns.setdefault(name, tuple(by_iteration)) != tuple(by_iteration):
+            raise NotRerollable(f"where one turn is given {name!r} twice, another is given two tensors")
     return columns

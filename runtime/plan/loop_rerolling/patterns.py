@@ -1,4 +1,4 @@
-"""Where a sequence repeats itself: spans of it that are one turn after another, all of the same forms."""
+"""Where a sequence repeats itself: spans of it that are one turn after another, all of the same signatures."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Span(NamedTuple):
         return range(self.first, self.end - self.turns * self.period + 1)
 
 
-def spans(forms: Sequence[int], sizes: Sequence[int], first: int, end: int) -> list[Span]:
+def spans(signatures: Sequence[int], sizes: Sequence[int], first: int, end: int) -> list[Span]:
     """The longest spans from `first` up to `end`; those come first that would save the most if one turn were enough.
 
     Args:
-        forms: what is repeated.
+        signatures: what is repeated.
         sizes: what each is worth. Of those that are worth something, one is in each turn.
 
     Example:
@@ -46,12 +46,12 @@ def spans(forms: Sequence[int], sizes: Sequence[int], first: int, end: int) -> l
     total = [0, *accumulate(sizes)]
     found: defaultdict[int, list[Span]] = defaultdict(list)
     known: defaultdict[int, set[int]] = defaultdict(set)  # places in spans of a period, but for their last turns
-    for place, period in _repeats(forms, sizes, first, end):
+    for place, period in _repeats(signatures, sizes, first, end):
         if place not in known[period]:
             start, last = place, place + period
-            while start > first and forms[start - 1] == forms[start - 1 + period]:
+            while start > first and signatures[start - 1] == signatures[start - 1 + period]:
                 start -= 1
-            while last < end and forms[last] == forms[last - period]:
+            while last < end and signatures[last] == signatures[last - period]:
                 last += 1
             found[period].append(Span(start, last, period))
             known[period].update(range(start, last - period))
@@ -63,12 +63,12 @@ def spans(forms: Sequence[int], sizes: Sequence[int], first: int, end: int) -> l
     return sorted(long_enough, key=lambda span: (-saved(span), span.period, span.first))
 
 
-def _repeats(forms: Sequence[int], sizes: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int]]:
+def _repeats(signatures: Sequence[int], sizes: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int]]:
     """Places of what is worth something, each with how much later the same comes again."""
     places: defaultdict[int, list[int]] = defaultdict(list)
     for i in range(first, end):
         if sizes[i]:
-            places[forms[i]].append(i)
+            places[signatures[i]].append(i)
     for of_form in places.values():
         for often in range(1, min(OFTEN, len(of_form) - 1) + 1):
             for place, again in zip(of_form, of_form[often:], strict=False):

@@ -11,10 +11,10 @@ from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
 from popxl.graph import Graph
 from runtime.lowering.rerolled_loops import RerolledLoop
-from runtime.plan.rolling.forms import Forms
-from runtime.plan.rolling.patterns import FEWEST, Span, spans
-from runtime.plan.rolling.schedule import close_together
-from runtime.plan.rolling.turns import CannotRoll, rolled
+from runtime.plan.loop_rerolling.clustering import cluster_iterations
+from runtime.plan.loop_rerolling.match_iterations import NotRerollable, reroll
+from runtime.plan.loop_rerolling.op_signatures import OpSignatures
+from runtime.plan.loop_rerolling.patterns import FEWEST, Span, spans
 
 TRIED = 8
 """How many spans of a sequence are tried before it is left alone."""
@@ -25,7 +25,7 @@ Item = Op | RerolledLoop
 def loops_of(
     ops: Sequence[Op],
     outputs: Sequence[Tensor],
-    forms: Forms,
+    signatures: OpSignatures,
     size: Callable[[Graph], int],
     reasons: dict[Graph, str],
 ) -> tuple[Item, ...]:
@@ -34,21 +34,21 @@ def loops_of(
     Args:
         ops: those of a graph.
         outputs: what the graph returns.
-        forms: those of the ops of the program.
+        signatures: those of the ops of the program.
         size: how many ops a graph stands for.
         reasons: is told, of graphs that are called again and again, why they are in no loop.
     """
-    count = Counter(forms.of(op) for op in ops if op.called_graphs)
+    count = Counter(signatures.of(op) for op in ops if op.called_graphs)
     often: Counter[Graph] = Counter()
     for op in ops:
-        often |= Counter(dict.fromkeys(op.called_graphs, count[forms.of(op)]))
+        often |= Counter(dict.fromkeys(op.called_graphs, count[signatures.of(op)]))
     few = (callee for callee, times in often.items() if times < FEWEST)
     reasons.update((g, f"{often[g]} call(s) of it look alike, and a loop has {FEWEST} turns or more") for g in few)
     if max(count.values(), default=0) < FEWEST:
         return tuple(ops)
-    returned = {root for t in outputs for root in forms.roots(t)}
-    ops = close_together([op for op in ops if op.kind.view is None], forms, returned)
-    return _Sequence(ops, returned, forms, size, reasons).items()
+    returned = {root for t in outputs for root in signatures.roots(t)}
+    ops = cluster_iterations([op for op in ops if op.kind.view is None], signatures, returned)
+    return _Sequence(ops, returned, signatures, size, reasons).items()
 
 
 class _Sequence:
@@ -58,13 +58,13 @@ class _Sequence:
         self,
         ops: Sequence[Op],
         returned: Iterable[Tensor],
-        forms: Forms,
+        signatures: OpSignatures,
         size: Callable[[Graph], int],
         reasons: dict[Graph, str],
     ) -> None:
         self._ops = ops
-        self._roots = forms.roots
-        self._forms = [forms.of(op) for op in self._ops]
+        self._roots = signatures.roots
+        self._signatures = [signatures.of(op) for op in self._ops]
         self._sizes = [sum(1 + size(callee) for callee in op.called_graphs) for op in self._ops]
         self._reasons = reasons
         self._made_at = {t: i for i, op in enumerate(self._ops) for t in op.outputs}
@@ -91,7 +91,7 @@ class _Sequence:
             else:
                 items.append(self._ops[i])
                 if self._ops[i].called_graphs:
-                    left[self._forms[i]].append(i)
+                    left[self._signatures[i]].append(i)
                 i += 1
         for places in left.values():
             self._tell(places)
@@ -109,7 +109,7 @@ class _Sequence:
                 return
 
     def _forms_at(self, place: int) -> int | None:
-        return self._forms[place] if place < len(self._forms) else None
+        return self._signatures[place] if place < len(self._signatures) else None
 
     def _described(self, place: int) -> str:
         """An op, and the line that made it."""
@@ -121,15 +121,15 @@ class _Sequence:
 
     def _tried(self, first: int, end: int) -> Iterator[tuple[int, int, RerolledLoop]]:
         """The loops between two places, the best first: each with where it begins and ends."""
-        for span in spans(self._forms, self._sizes, first, end)[:TRIED]:
+        for span in spans(self._signatures, self._sizes, first, end)[:TRIED]:
             problem = None
             for start, turns in self._cuts(span):
                 last = start + turns * span.period
-                of_turns = [tuple(self._ops[i : i + span.period]) for i in range(start, last, span.period)]
+                by_iteration = [tuple(self._ops[i : i + span.period]) for i in range(start, last, span.period)]
                 try:
-                    yield start, last, rolled(of_turns, self._roots, self._read_from(last))
+                    yield start, last, reroll(by_iteration, self._roots, self._read_from(last))
                     return
-                except CannotRoll as reason:
+                except NotRerollable as reason:
                     problem = problem or str(reason)
             for op in self._ops[span.first : span.first + span.period]:
                 self._reasons.update((callee, problem or "") for callee in op.called_graphs)

@@ -12,7 +12,7 @@ from runtime.lowering.environment import view_of
 from runtime.plan.structure import Encoding, Structures
 
 
-class Forms:
+class OpSignatures:
     """The forms of the ops of one program, as numbers.
 
     An operand is seen through its views: the form has these, and not what lies behind them.

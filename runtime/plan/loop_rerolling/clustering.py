@@ -23,22 +23,22 @@ from heapq import heappop, heappush
 from popxl.core.dependencies import external_resources
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
-from runtime.plan.rolling.forms import Forms
-from runtime.plan.rolling.patterns import FEWEST
+from runtime.plan.loop_rerolling.op_signatures import OpSignatures
+from runtime.plan.loop_rerolling.patterns import FEWEST
 
 
-def close_together(ops: Sequence[Op], forms: Forms, returned: Container[Tensor]) -> list[Op]:
+def cluster_iterations(ops: Sequence[Op], signatures: OpSignatures, returned: Container[Tensor]) -> list[Op]:
     """Ops in such an order. What `in_sequence` says does not matter here: it changes no numbers.
 
     Args:
         ops: the ops, in an order in which they may be carried out.
-        forms: theirs. Those of one form may take part in different turns.
+        signatures: theirs. Those of one form may take part in different turns.
         returned: the storages that are read after them.
     """
-    count = Counter(map(forms.of, ops))
-    is_rare = {op: count[forms.of(op)] < FEWEST for op in ops}
-    needs = _needs(ops, forms)
-    late = _late(ops, needs, is_rare, forms)
+    count = Counter(map(signatures.of, ops))
+    is_rare = {op: count[signatures.of(op)] < FEWEST for op in ops}
+    needs = _needs(ops, signatures)
+    late = _late(ops, needs, is_rare, signatures)
     others = [op for op in ops if op not in late]
     through: dict[Op, set[Op]] = {}  # what an op needs of the others, also by way of what is late
     for op in ops:
@@ -46,7 +46,7 @@ def close_together(ops: Sequence[Op], forms: Forms, returned: Container[Tensor])
     made = {t for op in ops if op.inputs for t in op.outputs}
     place = {op: i for i, op in enumerate(ops)}
     ordered: dict[Op, None] = {}
-    for op in (*_in_order(others, through, is_rare, forms, made, returned), *sorted(late, key=place.__getitem__)):
+    for op in (*_in_order(others, through, is_rare, signatures, made, returned), *sorted(late, key=place.__getitem__)):
         before, waiting = {op}, [op]
         while waiting:
             new = {n for n in needs[waiting.pop()] if n in late and n not in ordered} - before
@@ -57,19 +57,19 @@ def close_together(ops: Sequence[Op], forms: Forms, returned: Container[Tensor])
 
 
 def _late(
-    ops: Sequence[Op], needs: Mapping[Op, Iterable[Op]], is_rare: Mapping[Op, bool], forms: Forms
+    ops: Sequence[Op], needs: Mapping[Op, Iterable[Op]], is_rare: Mapping[Op, bool], signatures: OpSignatures
 ) -> AbstractSet[Op]:
     """What is made of variables alone, and one turn alone needs: no two ops of one form do. Of constants turns would
     need a table."""
     followers: defaultdict[Op, list[int]] = defaultdict(list)
     for op in ops:
         for needed in needs[op]:
-            followers[needed].append(forms.of(op))
+            followers[needed].append(signatures.of(op))
     made_early: set[Tensor] = set()
     late: set[Op] = set()
     for op in ops:
         is_pure = not (op.modified or op.called_graphs or op.kind.exchange or op.kind.effect)
-        roots = {root for t in op.inputs for root in forms.roots(t)}
+        roots = {root for t in op.inputs for root in signatures.roots(t)}
         begins = bool(roots) and made_early.isdisjoint(roots) and not any(isinstance(t, Constant) for t in roots)
         is_of_one = len({*followers[op]}) == len(followers[op]) > 0
         if is_pure and begins and is_of_one and not is_rare[op]:
@@ -83,14 +83,14 @@ def _in_order(
     ops: Sequence[Op],
     needs: Mapping[Op, AbstractSet[Op]],
     is_rare: Mapping[Op, bool],
-    forms: Forms,
+    signatures: OpSignatures,
     made: AbstractSet[Tensor],
     returned: Container[Tensor],
 ) -> list[Op]:
     """Ops that are close together, after what they need."""
     place = {op: i for i, op in enumerate(ops)}
     followers: defaultdict[Op, list[Op]] = defaultdict(list)
-    read = {root for op in ops for t in op.inputs for root in forms.roots(t)}
+    read = {root for op in ops for t in op.inputs for root in signatures.roots(t)}
     ahead = dict.fromkeys(ops, 0)  # calls whose results are read, on the longest way that begins with an op
     is_put_off = dict(is_rare)
     for op in reversed(ops):
@@ -102,7 +102,7 @@ def _in_order(
     missing = {op: len(needs[op]) for op in ops}
 
     def stays_behind(op: Op) -> bool:
-        begins = made.isdisjoint(root for t in op.inputs for root in forms.roots(t))
+        begins = made.isdisjoint(root for t in op.inputs for root in signatures.roots(t))
         return begins and not (is_rare[op] and all(t.nelms == 1 for t in op.outputs))
 
     waits = {op: is_put_off[op] or stays_behind(op) for op in ops}
@@ -133,14 +133,14 @@ def _in_order(
     return ordered
 
 
-def _needs(ops: Sequence[Op], forms: Forms) -> dict[Op, set[Op]]:
+def _needs(ops: Sequence[Op], signatures: OpSignatures) -> dict[Op, set[Op]]:
     """For each op what it has to follow: what made or changed last what it reads, what reads what it changes, and what
     uses the same thing outside of the program."""
     needs: dict[Op, set[Op]] = {}
     changed: dict[object, Op] = {}
     readers: defaultdict[Tensor, set[Op]] = defaultdict(set)
     for op in ops:
-        touched = [(root, i in op.modified) for i, t in enumerate(op.inputs) for root in forms.roots(t)]
+        touched = [(root, i in op.modified) for i, t in enumerate(op.inputs) for root in signatures.roots(t)]
         things = [*external_resources(op)]
         needs[op] = {changed[thing] for thing in (*things, *(root for root, _ in touched)) if thing in changed}
         for root, writes in touched:

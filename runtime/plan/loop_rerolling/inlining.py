@@ -18,7 +18,7 @@ from popxl.graph import Graph
 from runtime.lowering.environment import view_of
 
 
-class Flat:
+class InlinedGraphs:
     """The graphs of a program, with those that are part of others.
 
     Args:
@@ -32,7 +32,7 @@ class Flat:
     def __init__(self, main: Graph) -> None:
         self._sites = Counter(callee for graph in reachable(main) for op in graph.ops for callee in op.called_graphs)
         self._storages = cache(lambda graph: storages(graph.ops))
-        self.same: dict[Tensor, Tensor] = {}
+        self.aliases: dict[Tensor, Tensor] = {}
         self.graphs: dict[Graph, tuple[Op, ...]] = {}
         waiting = [main]
         while waiting:
@@ -50,8 +50,8 @@ class Flat:
                 entered.pop()
             elif self._is_part(op):
                 (run,) = op.runs
-                self.same.update(zip(run.inputs, run.given, strict=True))
-                self.same.update(run.results)
+                self.aliases.update(zip(run.inputs, run.given, strict=True))
+                self.aliases.update(run.results)
                 entered.append(iter(run.graph.ops))
             else:
                 yield op

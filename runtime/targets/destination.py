@@ -68,6 +68,10 @@ class DoesNotFit(PopxlError):
     """A program needs more memory than a device has, as its compiler says."""
 
 
+_OTHER_DEVICES = "incompatible devices for jitted computation"
+"""What JAX 0.10 to 0.12 say of functions that want other devices than their arguments are on."""
+
+
 @dataclass(frozen=True)
 class Destination:
     """What a program, or a part of one, is compiled for: devices, and the replicas that share them out.
@@ -157,7 +161,23 @@ class Destination:
             jitted: the function.
             arguments: their types, as `jax.ShapeDtypeStruct`.
             platform: what to lower for in place of the devices.
+
+        Raises:
+            PopxlError: if an op needs devices of its own: a `shard_map` over several.
         """
+        try:
+            return self._lowered(jitted, arguments, platform)
+        except ValueError as problem:
+            if _OTHER_DEVICES not in str(problem):
+                raise
+            raise PopxlError(
+                "An op of `popxl.from_jax` runs over several devices of its own, such as `jax.shard_map` with a mesh "
+                "of several, and a session runs each op on one. Make the graph a function of JAX, with `popxl.to_jax`, "
+                "and call that; or let the program have replicas, `popxl.Ir(replication=...)`, and ops of "
+                f"`popxl.ops.collectives`. JAX says: {problem}"
+            ) from problem
+
+    def _lowered(self, jitted: Any, arguments: Sequence[Any], platform: str) -> Any:
         if self.replicas.is_here:
             return jitted.trace(*arguments).lower(lowering_platforms=(platform,) if platform else None)
         platform = platform or ("cuda" if self.platform == "gpu" else self.platform)

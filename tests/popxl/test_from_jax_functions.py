@@ -201,3 +201,21 @@ def test_effects_are_refused_and_the_remedy_works(fn, message) -> None:
         assert main.ops == []
     (found,) = evaluate(popxl.OpKind("Single", fn), X)
     np.testing.assert_allclose(found, jax.jit(fn)(X), rtol=1e-6)
+
+
+def test_a_shard_map_over_several_devices_is_for_to_jax() -> None:
+    devices = jax.devices("cpu")
+    if len(devices) < 2:
+        pytest.skip("JAX was started with one device")
+    mesh = Mesh(np.array(devices[:2]), ("a",))
+    total = jax.shard_map(lambda x: jax.lax.psum(x, "a"), mesh=mesh, in_specs=ALONG, out_specs=WHOLE)
+    x = np.arange(4, dtype=np.float32)
+
+    def build(t: popxl.Tensor) -> popxl.Tensor:
+        return popxl.from_jax(total)(t)
+
+    with pytest.raises(PopxlError, match=r"several devices of its own.*Make the graph a function of JAX"):
+        evaluate(build, x)
+    ir = popxl.Ir()
+    graph = ir.create_graph(build, popxl.TensorSpec((4,), popxl.float32))
+    np.testing.assert_array_equal(popxl.to_jax(graph)(x), [2, 4])

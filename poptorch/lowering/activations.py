@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 import popxl
 from poptorch.lowering.operands import axis_of, promoted
@@ -37,8 +38,9 @@ def _activation(function: Callable[..., Any]) -> OpKind:
 
 @_activation
 def elu(input: Any, *, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Any:
-    below = jnp.where(input > 0, 0, input)
-    return jnp.where(input > 0, scale * input, scale * alpha * jnp.expm1(below * input_scale))
+    is_below = input <= 0
+    below = jnp.where(is_below, input, 0)
+    return jnp.where(is_below, scale * alpha * jnp.expm1(below * input_scale), scale * input)
 
 
 @lowers("aten.celu")
@@ -53,13 +55,15 @@ def hardshrink(input: Any, *, lambd: float = 0.5) -> Any:
 
 @_activation
 def hardsigmoid(input: Any) -> Any:
-    return jnp.where(input <= -3, 0, jnp.where(input >= 3, 1, input / 6 + 0.5))
+    inside = jnp.where(jnp.isnan(input), lax.stop_gradient(input), input) / 6 + 0.5
+    return jnp.where(input <= -3, 0, jnp.where(input >= 3, 1, inside))
 
 
 @_activation
 def hardswish(input: Any) -> Any:
-    within = jnp.where(jnp.isinf(input), 0, input)
-    return jnp.where(input <= -3, 0, jnp.where(input >= 3, input, within * (within + 3) / 6))
+    is_within = (input > -3) & (input < 3)
+    within = jnp.where(is_within, input, 0)
+    return jnp.where(is_within, within * (within + 3) / 6, jnp.where(input <= -3, 0, input))
 
 
 @_activation
@@ -93,7 +97,8 @@ def softplus(input: Any, *, beta: float = 1, threshold: float = 20) -> Any:
 
 @_activation
 def softshrink(input: Any, *, lambd: float = 0.5) -> Any:
-    return jnp.where(input > lambd, input - lambd, jnp.where(input < -lambd, input + lambd, input * 0))
+    is_small = (input >= -lambd) & (input <= lambd)
+    return jnp.where(is_small, input * 0, input - jnp.where(input < -lambd, -lambd, lambd))
 
 
 @_activation

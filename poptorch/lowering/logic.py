@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 import popxl
 from poptorch.lowering.elementwise import Operand, binary, binary_op, unary, unary_op
@@ -96,12 +97,14 @@ def clamp(input: popxl.Tensor, min: Operand | None = None, max: Operand | None =
 
 
 def limited(input: Any, min: Any = None, max: Any = None) -> Any:
-    """No less than `min`, and then no more than `max`. What is at a bound keeps its gradient, as in PyTorch 2.13."""
+    """No less than `min`, and then no more than `max`. What is at a bound keeps its gradient, as in PyTorch 2.13; what
+    is NaN, or has a bound that is, has none."""
+    result = input
     if min is not None:
-        input = jnp.where((input < min) | jnp.isnan(min), min, input)
+        result = jnp.where((result < min) | jnp.isnan(min), min, result)
     if max is not None:
-        input = jnp.where((input > max) | jnp.isnan(max), max, input)
-    return input
+        result = jnp.where((result > max) | jnp.isnan(max), max, result)
+    return jnp.where(jnp.isnan(result), lax.stop_gradient(result), result)
 
 
 _clamp = jax_op(title="Clamp")(limited)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.scipy.special import xlogy
 
 import popxl
@@ -156,7 +157,7 @@ def _gaussian(input: Any, target: Any, var: Any, *, full: bool, eps: float) -> A
 
 def _above(x: Any) -> Any:
     """With a slope at 0, as the losses have that PyTorch makes of `clamp`. Those of several classes have none there."""
-    return jnp.where(x >= 0, x, 0)
+    return jnp.where(jnp.isnan(x), lax.stop_gradient(x), jnp.where(x >= 0, x, 0))
 
 
 @_loss
@@ -252,7 +253,8 @@ def multilabel_margin_loss(input: Any, target: Any) -> Any:
 def multi_margin_loss(input: Any, target: Any, weight: Any = None, *, p: int, margin: float) -> Any:
     input = jnp.atleast_1d(input)
     hit = target[..., None] == jnp.arange(input.shape[-1])
-    distances = jax.nn.relu(margin - jnp.where(hit, input, 0).sum(-1, keepdims=True) + input) ** p
+    distances = margin - jnp.where(hit, input, 0).sum(-1, keepdims=True) + input
+    distances = jnp.where(distances > 0, distances, 0) ** p  # of what is NaN, too, as in PyTorch
     distances = distances if weight is None else distances * weight[target][..., None]
     return jnp.where(hit, 0, distances).mean(-1)
 

@@ -42,18 +42,43 @@ def _of_axes(title: str, function: Callable[..., Any], **settings: Any) -> Calla
     return lambda t, axes: kind(t, axes=axes)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 3))
+def _extreme(find: Callable[..., Any], among_none: bool, t: Any, axes: tuple[int, ...]) -> Any:
+    """The largest or smallest elements. Those that are equal share the gradient; `among_none`: NaNs do, too."""
+    return find(t, axes)
+
+
+def _extreme_forward(find: Callable[..., Any], among_none: bool, t: Any, axes: tuple[int, ...]) -> tuple[Any, Any]:
+    out = find(t, axes)
+    return out, (t, out)
+
+
+def _extreme_backward(
+    find: Callable[..., Any], among_none: bool, axes: tuple[int, ...], kept: tuple[Any, Any], g: Any
+) -> tuple[Any]:
+    t, out = kept
+    g, out = (jnp.expand_dims(each, axes) for each in (g, out))
+    winners = (t == out) | (jnp.isnan(t) & jnp.isnan(out)) if among_none else t == out
+    return (g * winners.astype(g.dtype) / winners.sum(axes, keepdims=True).astype(g.dtype),)
+
+
+_extreme.defvjp(_extreme_forward, _extreme_backward)
+
 _over_dims("sum", ops.sum)
 _over_dims("mean", ops.mean)
 _over_dims("prod", ops.prod)
 _over_dims("logsumexp", ops.logsumexp)
 # Unlike the ops of popxl, these share the gradient evenly among equal elements.
-_over_dims("amax", amax := _of_axes("Amax", jnp.max))
-_over_dims("amin", amin := _of_axes("Amin", jnp.min))
+_over_dims("amax", amax := _of_axes("Amax", partial(_extreme, jnp.max, False)))
+_over_dims("amin", amin := _of_axes("Amin", partial(_extreme, jnp.min, False)))
 _over_dims("any", _of_axes("Any", jnp.any, gradient=None), of=dtypes.bool)
 _over_dims("all", _of_axes("All", jnp.all, gradient=None), of=dtypes.bool)
 _over_dims("count_nonzero", _of_axes("CountNonzero", jnp.count_nonzero, gradient=None), of=dtypes.bool)
-lowers("aten.max.default", "aten.max.unary_out")(lambda input: amax(input, axes_of(input, None)))
-lowers("aten.min.default", "aten.min.unary_out")(lambda input: amin(input, axes_of(input, None)))
+for _name, _function in (("max", jnp.max), ("min", jnp.min)):
+    _of_all = _of_axes(_name.capitalize(), partial(_extreme, _function, True))
+    lowers(f"aten.{_name}.default", f"aten.{_name}.unary_out")(
+        lambda input, of_all=_of_all: of_all(input, axes_of(input, None))
+    )
 
 
 # One element of each line ---------------------------------------------------------------------------------------------
@@ -204,7 +229,8 @@ def _norm_backward(order: float, axes: tuple[int, ...], is_shared: bool, kept: t
         share = jnp.zeros_like(t)
     else:
         share = jnp.where(is_zero, 0, jnp.where(is_zero, 1, size / out) ** (order - 1))
-    return (g * jnp.conj(jnp.sign(t)) * share,)
+    sign = jnp.conj(jnp.sign(t))
+    return (g * (jnp.where(jnp.isnan(t), 0, sign) if is_shared and order == 1 or math.isinf(order) else sign) * share,)
 
 
 norm.defvjp(_norm_forward, _norm_backward)

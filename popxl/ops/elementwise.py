@@ -43,7 +43,7 @@ def _abs_pullback(g: Any, t: Any) -> Any:
 
 
 abs_grad = OpKind("AbsGrad", _abs_pullback, shape=lambda g, t: like_first(t))
-relu_grad = OpKind("ReluGrad", lambda g, out: jnp.where(out > 0, g, 0), shape=like_first)
+relu_grad = OpKind("ReluGrad", lambda g, out: jnp.where(out <= 0, 0, g), shape=like_first)
 clip_grad = OpKind(
     "ClipGrad", lambda g, out, *, min, max: jnp.where((out == min) | (out == max), 0, g), shape=like_first
 )

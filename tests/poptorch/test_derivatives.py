@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -416,3 +417,63 @@ def test_a_backward_that_cannot_be_captured(function: Any, error: type[Exception
     with pytest.raises(error, match=message):
         trained(Scores(lambda h, w: function.apply(h)))(*batch())
     assert vars(Wrong)["forward"] is forward
+
+
+NONE = torch.tensor([[math.nan, 1.0, -2.0, 0.5], [0.3, math.nan, math.nan, -1.0], [0.1, 0.2, -0.3, 0.4]])
+BESIDE = torch.tensor([[0.5, math.nan, -1.0, 0.2], [math.nan, 0.4, math.nan, 2.0], [0.3, 0.1, 0.2, -0.4]])
+SIGNS = torch.tensor([[1.0, -1, 1, 1], [-1, 1, 1, -1], [1, 1, -1, 1]])
+OF_NONE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "clamp": lambda x: x.clamp(-1, 0.4),
+    "clamp at one end": lambda x: x.clamp(min=0) + x.clamp(max=0.1),
+    "clamp by tensors": lambda x: torch.clamp(x, BESIDE, BESIDE + 1) + torch.clamp(SIGNS, x, x + 1),
+    "relu": F.relu,
+    "elu": F.elu,
+    "selu": F.selu,
+    "celu": F.celu,
+    "hardsigmoid": F.hardsigmoid,
+    "hardswish": F.hardswish,
+    "softshrink": F.softshrink,
+    "max": lambda x: x.max(),
+    "min": lambda x: x[1:].min(),
+    "amax": lambda x: x.amax(1),
+    "amin": lambda x: x.amin(0),
+    "maximum": lambda x: torch.maximum(x, BESIDE) + torch.minimum(BESIDE, x),
+    "where": lambda x: torch.where(x > 0, x * 2, x * 3) + x.masked_fill(x != x, 0).sin(),
+    "norm 1": lambda x: torch.linalg.vector_norm(x, 1, dim=1),
+    "norm inf": lambda x: torch.linalg.vector_norm(x, math.inf, dim=1),
+    "norm -inf": lambda x: x.norm(-math.inf, dim=0),
+    "norm 3": lambda x: x.norm(3, dim=0),
+    "distances": lambda x: torch.cdist(x, BESIDE, p=1.0),
+    "margin ranking": lambda x: F.margin_ranking_loss(x, BESIDE, SIGNS, reduction="none"),
+    "triplets": lambda x: F.triplet_margin_loss(x, BESIDE, SIGNS, reduction="none"),
+    "cosine embedding": lambda x: F.cosine_embedding_loss(x, BESIDE, torch.tensor([1, -1, 1]), reduction="none"),
+    "multi margin": lambda x: F.multi_margin_loss(x, torch.tensor([0, 1, 2]), reduction="none"),
+    "hinge embedding": lambda x: F.hinge_embedding_loss(x, SIGNS, reduction="none"),
+}
+
+
+def test_what_is_no_number_has_the_derivative_of_pytorch() -> None:
+    """All in one program, each with a parameter of its own."""
+
+    class Functions(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.x = torch.nn.ParameterList([NONE.clone() for _ in OF_NONE])
+
+        def forward(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+            results = [function(x) for function, x in zip(OF_NONE.values(), self.x, strict=True)]
+            total = sum((y * torch.linspace(0.5, 1.5, y.numel()).reshape(y.shape)).sum() for y in results)
+            return results, poptorch.identity_loss(total, "none")
+
+    module, expected, options = Functions(), Functions(), poptorch.Options()
+    for i in range(len(OF_NONE)):
+        options.anchorTensor(f"{i}", f"Gradient___x.{i}")
+    model = poptorch.trainingModel(module, options, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+    results, _ = model()
+    wanted, total = expected()
+    total.backward()
+    for i, name in enumerate(OF_NONE):
+        for mine, its in ((results[i], wanted[i].detach()), (model.getAnchoredTensor(f"{i}"), expected.x[i].grad)):
+            torch.testing.assert_close(
+                mine, its, rtol=1e-4, atol=1e-5, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
+            )

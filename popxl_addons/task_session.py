@@ -21,7 +21,7 @@ import numpy as np
 import popxl
 from popxl.errors import MissingStateWarning, PopxlRuntimeError
 from popxl.extend.arguments import check_type
-from popxl.extend.files import ReplacedError, replaced_file
+from popxl.extend.files import ReplacedError, replace_file
 from popxl.extend.processes import Instance, launched
 from popxl.tensor import Constant, HostScalarTensor, Variable
 from popxl_addons import _wandb, array_files, checkpoint, pieces
@@ -609,10 +609,8 @@ def initialise_memmap_dir_from_checkpoint(
         checkpoint.check_maps(directory)
         target.mkdir(parents=True, exist_ok=True)
         for source in sorted((directory / array_files.MODEL).glob("*.npy")):
-            with replaced_file(
-                target / source.name, partial(shutil.copyfile, source)
-            ):  # a program that maps the old file keeps it, whole
-                pass
+            # A program that maps the old file keeps it, whole.
+            replace_file(target / source.name, partial(shutil.copyfile, source))
 
 
 def _place(method: str, checkpoint_dir: Any) -> str:

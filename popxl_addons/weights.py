@@ -22,7 +22,7 @@ import numpy as np
 
 import popxl
 from popxl.errors import UnreadableFileError
-from popxl.extend.files import replace_file, replaced_file
+from popxl.extend.files import replace_file
 from popxl.extend.processes import Instance, launched
 from popxl.tensor import Variable
 from popxl_addons.array_files import DTYPES, safetensors_in
@@ -581,5 +581,4 @@ def _write(path: Path, arrays: dict[str, np.ndarray]) -> None:
     from safetensors.numpy import save_file
 
     # Readers of PyTorch's models refuse files that do not say that they are for it.
-    with replaced_file(path, lambda draft: save_file(arrays, draft, metadata={"format": "pt"})):
-        pass
+    replace_file(path, lambda draft: save_file(arrays, draft, metadata={"format": "pt"}))

@@ -37,37 +37,24 @@ except ImportError:  # on Windows
 # Files --------------------------------------------------------------------------------------------------------------
 
 
-def replace_file(path: Path, content: bytes, like: str | None = None) -> None:
+def replace_file(path: Path, content: bytes | Callable[[Path], object], like: str | None = None) -> None:
     """Write a file, all of it or nothing. What is no file but a pipe, say, is written to as it is.
 
     Args:
-        path: the file.
-        content: what will be in it.
+        path: the file, or a symbolic link to it, which stays.
+        content: what will be in it; or writes that to a file that is there, and empty.
         like: pattern of the names whose abandoned drafts are deleted; by default, the name of the file.
     """
+    write = (lambda draft: draft.write_bytes(content)) if isinstance(content, bytes) else content
     if path.exists() and not path.is_file() and not path.is_dir():
-        path.write_bytes(content)
+        write(path)
         return
-    with replaced_file(path, lambda draft: draft.write_bytes(content), like):
-        pass
-
-
-@contextmanager
-def replaced_file(path: Path, write: Callable[[Path], object], like: str | None = None) -> Iterator[None]:
-    """As `replace_file`; and while the block lasts, the new file is locked: `remove_abandoned` leaves it alone.
-
-    Args:
-        path: the file, or a symbolic link to it, which stays.
-        write: writes the new content to a file that is there, and empty.
-        like: as for `replace_file`.
-    """
     path = Path(os.path.realpath(path))
     with drafted(path, like=like) as draft:
         write(draft)
         with draft.open("r+b") as file:
             os.fsync(file.fileno())  # or, after a power cut, the name might be there and the content not
         draft.replace(path)
-        yield
 
 
 def remove_abandoned(paths: Collection[Path] | Iterator[Path]) -> None:

@@ -20,7 +20,6 @@ from popxl.base.files import (
     drafted,
     parsed,
     replace_file,
-    replaced_file,
     replacing,
     write_checksums,
 )
@@ -40,7 +39,6 @@ __all__ = [
     "pack",
     "parsed",
     "replace_file",
-    "replaced_file",
     "replacing",
     "unpack",
     "write_checksums",

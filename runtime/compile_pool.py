@@ -32,7 +32,7 @@ _Job = tuple[Future[Any], Callable[[], Any]]
 
 
 def lower(traced: Callable[[], Any]) -> Any:
-    """Call a function that traces and lowers. Signals are delivered between two ops, or after it."""
+    """Call a function that traces and lowers, with signals delivered between ops or afterwards."""
     lowered: list[Any] = []
     defer_signals(lambda: lowered.append(traced()))
     return lowered[0]
@@ -42,7 +42,7 @@ _compiling: set[threading.Thread] = set()
 
 
 def _at_exit() -> None:
-    """Exit handler: a thread that returns from XLA while Python shuts down would abort the process.
+    """Exit handler: wait for compilations, because threads that return from XLA during shutdown abort the process.
 
     After an uncaught exception, Ctrl-C above all, the process ends at once. Otherwise it waits for the threads, because
     Python does not give exit handlers the exit code; Ctrl-C interrupts that wait, too.
@@ -69,7 +69,7 @@ atexit.register(_at_exit)
 
 
 class CompilePool:
-    """A pool of threads for the length of a block.
+    """A scoped thread pool for compilation.
 
     Its threads have the context variables and the JAX settings of the thread that makes the pool. The end of the block
     does not wait: jobs that have not begun are cancelled.
@@ -92,7 +92,7 @@ class CompilePool:
         self._settings = settings_of_this_thread()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run a job in a thread. `result()` of the future waits for it, and raises its exception."""
+        """Run a job in a thread. `result()` of its future waits, and raises its exception."""
         future: Future[T] = Future()
         self._futures.append(future)
         self._jobs.put((future, work))

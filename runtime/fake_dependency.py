@@ -15,12 +15,12 @@ _BITS = {1: jnp.int8, 2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 
 
 def supports_fake_dependency(value: Array) -> bool:
-    """Whether a value's dtype allows a fake dependency."""
+    """Whether a value's dtype supports fake dependencies."""
     return jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize in (2, 4)
 
 
 def with_fake_dependency(value: Array, number: Array) -> Array:
-    """The same value with a fake dependency on an integer or boolean.
+    """Add a fake dependency on an integer or boolean; the value stays unchanged.
 
     A bit that is computed from the number, and always zero, is added. The code generator sees that; XLA does not.
     """

@@ -15,7 +15,7 @@ from jax.tree_util import Partial
 
 
 def noinline(function: Callable[..., Any], in_order: int | None = None) -> Callable[..., Any]:
-    """Jit a function, and keep XLA from inlining its calls. Calls inside of it are inlined.
+    """Jit a function whose calls XLA must not inline. Nested calls are inlined.
 
     Results that are arguments, or equal to other results, do not pass through the call. XLA (jaxlib 0.10.2) takes such
     a result for a separate array, and overwrites it while it still reads the other one.
@@ -51,6 +51,6 @@ def noinline(function: Callable[..., Any], in_order: int | None = None) -> Calla
 
 
 def _rebuild(tree: Any, places: Sequence[int], given: Sequence[Any], own: Sequence[Any]) -> Any:
-    """Rebuild a function's results from the leaves of its arguments and its own results, by position."""
+    """Rebuild results from argument leaves and own results, by position."""
     known = [*given, *own]
     return jax.tree.unflatten(tree, [known[place] for place in places])

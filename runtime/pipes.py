@@ -22,12 +22,12 @@ _OUTPUTS = (1, 2)  # the file descriptors of the standard output, and of that fo
 
 
 def is_broken_pipe() -> bool:
-    """Whether standard output or standard error is a pipe without a reader."""
+    """Whether standard output or error is a pipe without reader."""
     return bool(_broken_outputs())
 
 
 def exit_on_broken_pipe(main: Callable[P, int]) -> Callable[P, int]:
-    """Decorate a command: on a broken output pipe it ends quietly, with `BROKEN_PIPE_EXIT_CODE`.
+    """Decorate a command: broken output pipes end it quietly, with `BROKEN_PIPE_EXIT_CODE`.
 
     Example:
         >>> @exit_on_broken_pipe

@@ -43,7 +43,7 @@ _CONNECT_TIMEOUT = 60  # seconds for JAX to connect processes that are all waiti
 
 
 class LauncherConnection:
-    """The connection of an instance to its launcher.
+    """A connection from an instance to its launcher.
 
     Args:
         instance: this process, as described by the launcher.
@@ -84,13 +84,13 @@ class LauncherConnection:
 
     @staticmethod
     def _end() -> NoReturn:
-        """End this process, whose main thread may be in a collective that never ends, and all that it has started."""
+        """Kill this process and its children; its main thread may hang in a collective."""
         if os.getpgrp() == os.getpid():  # as poprun starts an instance: what that starts is in its group
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
     def send(self, place: str, payload: Any = None) -> None:
-        """Send the launcher the place that this instance has reached."""
+        """Send this instance's place to the launcher."""
         with contextlib.suppress(OSError):  # broken, which `_listen` sees, too
             self._socket.sendall(
                 json.dumps({"index": self._index, "place": place, "payload": payload}).encode() + b"\n"
@@ -113,7 +113,7 @@ class LauncherConnection:
         return payloads
 
     def leave(self, is_first: bool, failed: bool) -> None:
-        """Leave at the end of the program; instance 0 waits for the others.
+        """Leave at exit; instance 0 waits for other instances.
 
         Raises:
             PopxlRuntimeError: if an instance does not end.
@@ -132,12 +132,12 @@ _connections: list[LauncherConnection | Service] = []  # none before this proces
 
 
 def has_joined() -> bool:
-    """Whether this process is connected with the other instances."""
+    """Whether this process has joined other instances."""
     return bool(_connections)
 
 
 def join() -> None:
-    """Connect this process with the other instances, and wait for them; a no-op if it is connected or has none.
+    """Connect this process with other instances, if any, and wait for them. Later calls do nothing.
 
     Raises:
         PopxlError: if JAX runs already: it cannot be connected later.
@@ -163,7 +163,7 @@ def join() -> None:
 
 
 def _connect(instance: Instance, coordinator: str, own: str, timeout: int) -> None:
-    """Connect the instances by `jax.distributed`. The first one serves the coordinator's address at `own`."""
+    """Connect instances by `jax.distributed`; instance 0 serves the coordinator's address."""
     devices = instance.num_local_replicas * instance.num_ipus_per_replica
     first = instance.local_instance_index * devices
     # JAX would hold SIGTERM back, and the process could not be stopped.
@@ -192,7 +192,7 @@ def _connect(instance: Instance, coordinator: str, own: str, timeout: int) -> No
 
 @contextlib.contextmanager
 def held_port(address: str) -> Iterator[int]:
-    """A free port, held against other processes until JAX's service listens there too."""
+    """Hold a free port until JAX's service also listens there."""
     with socket.socket() as held:
         if hasattr(socket, "SO_REUSEPORT"):  # elsewhere, JAX could not listen where something is held
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -205,7 +205,7 @@ def held_port(address: str) -> Iterator[int]:
 
 
 def _leave(connection: LauncherConnection | Service, is_first: bool, process: int) -> None:
-    """Leave the other instances at exit, before JAX shuts down the service that they use.
+    """Exit handler: leave other instances before JAX shuts down its service.
 
     Instance 0 waits for them: JAX's service is in its process. After an uncaught exception it does not wait, as they
     may be waiting for it in a collective.
@@ -220,7 +220,7 @@ def _leave(connection: LauncherConnection | Service, is_first: bool, process: in
 
 
 def barrier(place: str, payload: Any = None) -> list[Any]:
-    """Wait until all instances reach a place; a no-op in a program of a single process.
+    """Wait until all instances reach a place; a no-op without other instances.
 
     Args:
         place: the name of the place.
@@ -236,7 +236,7 @@ def barrier(place: str, payload: Any = None) -> list[Any]:
 
 
 class KeyValueStore:
-    """Texts that instances share, by keys that are used once.
+    """Texts shared by instances, under single-use keys.
 
     No barrier is needed: a thread may set a key, or wait for one, while the program goes on.
     """
@@ -245,11 +245,11 @@ class KeyValueStore:
     _POLL_INTERVAL = 1000  # milliseconds, after which a waiting thread can be interrupted
 
     def set(self, name: str, text: str) -> None:
-        """Set the text of a key, for all instances."""
+        """Set a key's text, visible to all instances."""
         service().key_value_set(f"{self._FOLDER}/{name}", text)
 
     def get(self, name: str) -> str:
-        """The text of a key; waits until an instance has set it. An instance that dies meanwhile ends this one, too.
+        """Wait for a key's text. If another instance dies meanwhile, this one ends too.
 
         Raises:
             PopxlRuntimeError: if the instances are no longer connected.
@@ -265,7 +265,7 @@ class KeyValueStore:
                     ) from problem
 
     def delete(self, folder: str) -> None:
-        """Delete all keys under a folder."""
+        """Delete keys under a folder."""
         service().key_value_delete(f"{self._FOLDER}/{folder}/")
 
 
@@ -273,7 +273,7 @@ class KeyValueStore:
 
 
 def spans(instance_replicas: int, replicas: int) -> bool:
-    """Whether the replicas of a program span several instances.
+    """Whether a program's replicas span several instances.
 
     Args:
         instance_replicas: number of replicas of this process, as the program says.
@@ -295,7 +295,7 @@ def spans(instance_replicas: int, replicas: int) -> bool:
 
 
 def devices_of_all(own: Sequence[jax.Device], count: int, best: int) -> list[jax.Device]:
-    """The devices of all processes' replicas, in process order.
+    """Devices of all processes' replicas, in process order.
 
     Args:
         own: the devices of this process.

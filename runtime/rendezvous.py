@@ -22,7 +22,7 @@ from runtime.processes import ENDING, LEAVING
 
 @dataclass
 class _Waiting:
-    """An instance that waits at a barrier, with the stream for its answer."""
+    """A waiting instance: place, payload, stream for the answer."""
 
     place: str
     payload: Any
@@ -30,7 +30,7 @@ class _Waiting:
 
 
 class RendezvousServer:
-    """A server for the barriers of one program's instances.
+    """Server for barriers of one program's instances.
 
     Args:
         count: the number of instances.
@@ -83,7 +83,7 @@ class RendezvousServer:
         self._server.server_close()
 
     def note_exit(self, index: int, code: int) -> None:
-        """Note that an instance has ended, with its exit code."""
+        """Record an instance's exit code."""
         with self._lock:
             self._ended[index] = code
             self._waiting.pop(index, None)
@@ -101,7 +101,7 @@ class RendezvousServer:
             self._answer_if_decided()
 
     def _answer_if_decided(self) -> None:
-        """Answer the waiting instances, if the barrier is complete or cannot become so."""
+        """Answer waiting instances once the barrier is complete or impossible."""
         places = {waiting.place for waiting in self._waiting.values()}
         if places == {ENDING}:
             if len(self._waiting) + len(self._ended) == self._count:
@@ -120,7 +120,7 @@ class RendezvousServer:
         self._update_timer()
 
     def _update_timer(self) -> None:
-        """Start the timer with the first waiting instance, and stop it with the last answer."""
+        """Start the timer with the first waiting instance; stop it after the last answer."""
         if self._waiting and self._timer is None:
             self._timer = threading.Timer(self._timeout, self._time_out)
             self._timer.daemon = True

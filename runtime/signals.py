@@ -30,14 +30,14 @@ _pending: list[tuple[int, Any]] = []
 
 
 def deliver_pending_signals() -> None:
-    """Call the handler of the first deferred signal, which may raise. A no-op outside of `defer_signals`."""
+    """Run the handler of the first deferred signal, which may raise; a no-op outside `defer_signals`."""
     if _pending and threading.current_thread() is threading.main_thread():
         number, handler = _pending.pop(0)
         handler(number, sys._getframe())
 
 
 def defer_signals(work: Callable[[], object]) -> None:
-    """Call a function, and deliver the signals that arrive meanwhile right after it.
+    """Call a function; deliver signals that arrive meanwhile right afterwards.
 
     Signal handlers may raise then, so the function has to store its results itself. It should be short, or call
     `deliver_pending_signals` where an exception does no harm.
@@ -89,7 +89,7 @@ def defer_signals(work: Callable[[], object]) -> None:
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A temporary folder for the length of a block. Signals are deferred while it is removed.
+    """A temporary folder for a `with` block; signals are deferred during its removal.
 
     Example:
         >>> with scratch_folder() as folder:

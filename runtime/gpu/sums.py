@@ -42,7 +42,7 @@ def _clip_by_max_jvp(axis: int, primals: tuple[Array], tangents: tuple[Array]) -
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def exponentials(t: Array, axis: int, may_see_none: bool = False) -> tuple[Array, Array]:
-    """`popxl.ops.kernels.sums.exponentials`: both numbers of a row are found while it is read once."""
+    """`popxl.ops.kernels.sums.exponentials` with a single read of each row."""
     axis %= t.ndim
     start = jnp.asarray(-math.inf, t.dtype), jnp.zeros((), t.dtype)
     found = lax.reduce((t, jnp.ones_like(t)), start, _of_both, (axis,))
@@ -59,7 +59,7 @@ def _exponentials_jvp(axis: int, may_see_none: bool, primals: Any, tangents: Any
 
 
 def _of_both(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
-    """The larger of two largest elements, and the sum of what both have, as distances from it."""
+    """Combine two partial softmax statistics: maximum, and sum of exponentials."""
     (a, of_a), (b, of_b) = one, other
     top = jnp.maximum(a, b)
     is_none = top == -math.inf

@@ -28,15 +28,15 @@ from runtime.plan.loop_rerolling.patterns import FEWEST
 
 
 def cluster_iterations(ops: Sequence[Op], signatures: OpSignatures, returned: Container[Tensor]) -> list[Op]:
-    """Ops in such an order. What `in_sequence` says does not matter here: it changes no numbers.
+    """Reorder ops, with each iteration's ops together; ignores `in_sequence`, which changes no numbers.
 
     Args:
         ops: the ops, in an order in which they may be carried out.
         signatures: theirs. Those of one form may take part in different turns.
         returned: the storages that are read after them.
     """
-    count = Counter(map(signatures.of, ops))
-    is_rare = {op: count[signatures.of(op)] < FEWEST for op in ops}
+    count = Counter(map(signatures.signature, ops))
+    is_rare = {op: count[signatures.signature(op)] < FEWEST for op in ops}
     needs = _needs(ops, signatures)
     late = _late(ops, needs, is_rare, signatures)
     others = [op for op in ops if op not in late]
@@ -59,12 +59,12 @@ def cluster_iterations(ops: Sequence[Op], signatures: OpSignatures, returned: Co
 def _late(
     ops: Sequence[Op], needs: Mapping[Op, Iterable[Op]], is_rare: Mapping[Op, bool], signatures: OpSignatures
 ) -> AbstractSet[Op]:
-    """What is made of variables alone, and one turn alone needs: no two ops of one form do. Of constants turns would
-    need a table."""
+    """Ops on variables only that a single iteration needs, without another op of equal signature. (For constants,
+    iterations would need a table.)"""
     followers: defaultdict[Op, list[int]] = defaultdict(list)
     for op in ops:
         for needed in needs[op]:
-            followers[needed].append(signatures.of(op))
+            followers[needed].append(signatures.signature(op))
     made_early: set[Tensor] = set()
     late: set[Op] = set()
     for op in ops:
@@ -87,7 +87,7 @@ def _in_order(
     made: AbstractSet[Tensor],
     returned: Container[Tensor],
 ) -> list[Op]:
-    """Ops that are close together, after what they need."""
+    """Clustered ops, after their dependencies."""
     place = {op: i for i, op in enumerate(ops)}
     followers: defaultdict[Op, list[Op]] = defaultdict(list)
     read = {root for op in ops for t in op.inputs for root in signatures.roots(t)}
@@ -134,8 +134,8 @@ def _in_order(
 
 
 def _needs(ops: Sequence[Op], signatures: OpSignatures) -> dict[Op, set[Op]]:
-    """For each op what it has to follow: what made or changed last what it reads, what reads what it changes, and what
-    uses the same thing outside of the program."""
+    """Dependencies of each op: last writers of its inputs, readers of storages that it modifies, users of shared
+    resources."""
     needs: dict[Op, set[Op]] = {}
     changed: dict[object, Op] = {}
     readers: defaultdict[Tensor, set[Op]] = defaultdict(set)

@@ -19,7 +19,7 @@ from runtime.lowering.environment import view_of
 
 
 class InlinedGraphs:
-    """The graphs of a program, with those that are part of others.
+    """Graphs of a program, with single-call graphs inlined.
 
     Args:
         main: the graph that the program runs.
@@ -42,13 +42,13 @@ class InlinedGraphs:
                 waiting += [callee for op in self.graphs[graph] for callee in op.called_graphs]
 
     def _ops(self, graph: Graph) -> Iterator[Op]:
-        """The ops of a graph, with those of its parts in the place of their calls."""
+        """Ops of a graph, with ops of inlined graphs in place of calls."""
         entered = [iter(graph.ops)]
         while entered:
             op = next(entered[-1], None)
             if op is None:
                 entered.pop()
-            elif self._is_part(op):
+            elif self._is_inlined(op):
                 (run,) = op.runs
                 self.aliases.update(zip(run.inputs, run.given, strict=True))
                 self.aliases.update(run.results)
@@ -56,9 +56,9 @@ class InlinedGraphs:
             else:
                 yield op
 
-    def _is_part(self, op: Op) -> bool:
-        """Whether an op is the only call of a graph that calls others, and nothing has to be copied for it: the graph
-        changes what it takes by reference only, and each of its results is one that it has made."""
+    def _is_inlined(self, op: Op) -> bool:
+        """Whether a call is inlined: the only call of a graph with calls, without copies: by-reference modified inputs,
+        outputs from its own ops."""
         if not is_call(op) or self._sites[op.called_graphs[0]] > 1 or not op.runs[0].is_bound:
             return False
         (run,) = op.runs

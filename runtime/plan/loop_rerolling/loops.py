@@ -29,7 +29,7 @@ def loops_of(
     size: Callable[[Graph], int],
     reasons: dict[Graph, str],
 ) -> tuple[Item, ...]:
-    """Ops in order, and in the place of some of them loops.
+    """Find loops. Returns ops and loops, in order.
 
     Args:
         ops: those of a graph.
@@ -38,10 +38,10 @@ def loops_of(
         size: how many ops a graph stands for.
         reasons: is told, of graphs that are called again and again, why they are in no loop.
     """
-    count = Counter(signatures.of(op) for op in ops if op.called_graphs)
+    count = Counter(signatures.signature(op) for op in ops if op.called_graphs)
     often: Counter[Graph] = Counter()
     for op in ops:
-        often |= Counter(dict.fromkeys(op.called_graphs, count[signatures.of(op)]))
+        often |= Counter(dict.fromkeys(op.called_graphs, count[signatures.signature(op)]))
     few = (callee for callee, times in often.items() if times < FEWEST)
     reasons.update((g, f"{often[g]} call(s) of it look alike, and a loop has {FEWEST} turns or more") for g in few)
     if max(count.values(), default=0) < FEWEST:
@@ -52,7 +52,7 @@ def loops_of(
 
 
 class _Sequence:
-    """Ops, with all of a turn close together."""
+    """A clustered sequence of ops."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class _Sequence:
     ) -> None:
         self._ops = ops
         self._roots = signatures.roots
-        self._signatures = [signatures.of(op) for op in self._ops]
+        self._signatures = [signatures.signature(op) for op in self._ops]
         self._sizes = [sum(1 + size(callee) for callee in op.called_graphs) for op in self._ops]
         self._reasons = reasons
         self._made_at = {t: i for i, op in enumerate(self._ops) for t in op.outputs}
@@ -72,12 +72,12 @@ class _Sequence:
         self._last_read = last_uses(read, returned)
 
     def items(self) -> tuple[Item, ...]:
-        """The ops, and loops of them: first where the most is saved, and then before and after that."""
+        """Ops and loops: largest saving first, then recursively before and after it."""
         found: dict[int, tuple[RerolledLoop, int]] = {}
         waiting = [(0, len(self._ops))]
         while waiting:
             first, end = waiting.pop()
-            for start, last, loop in self._tried(first, end):
+            for start, last, loop in self._candidate_loops(first, end):
                 found[start] = loop, last
                 waiting += [(first, start), (last, end)]
                 break
@@ -94,60 +94,62 @@ class _Sequence:
                     left[self._signatures[i]].append(i)
                 i += 1
         for places in left.values():
-            self._tell(places)
+            self._note_reason(places)
         return tuple(items)
 
-    def _tell(self, places: Sequence[int]) -> None:
-        """Note of calls that are alike, and in no loop, where what follows them is not alike."""
+    def _note_reason(self, places: Sequence[int]) -> None:
+        """Note why equal calls are in no loop: their successors differ."""
         for a, b in itertools.pairwise(places):
-            n = next((n for n in range(b - a) if self._forms_at(a + n) != self._forms_at(b + n)), None)
+            n = next((n for n in range(b - a) if self._signature_at(a + n) != self._signature_at(b + n)), None)
             if n is not None:
-                one, next_one = (self._described(place + n) for place in (a, b))
+                one, next_one = (self._describe(place + n) for place in (a, b))
                 reason = f"one call is followed by {one}, and the next, in its place, by {next_one}"
                 for callee in self._ops[a].called_graphs:
                     self._reasons.setdefault(callee, reason)
                 return
 
-    def _forms_at(self, place: int) -> int | None:
+    def _signature_at(self, place: int) -> int | None:
         return self._signatures[place] if place < len(self._signatures) else None
 
-    def _described(self, place: int) -> str:
-        """An op, and the line that made it."""
+    def _describe(self, place: int) -> str:
+        """Describe an op with its source line."""
         if place >= len(self._ops):
             return "nothing"
         op = self._ops[place]
         called = "".join(f" of {callee.title}" for callee in op.called_graphs)
         return f"`{op.op_type}`{called} ({op.source})"
 
-    def _tried(self, first: int, end: int) -> Iterator[tuple[int, int, RerolledLoop]]:
-        """The loops between two places, the best first: each with where it begins and ends."""
+    def _candidate_loops(self, first: int, end: int) -> Iterator[tuple[int, int, RerolledLoop]]:
+        """Candidate loops within a range, best first, with start and end."""
         for span in spans(self._signatures, self._sizes, first, end)[:TRIED]:
             problem = None
-            for start, turns in self._cuts(span):
+            for start, turns in self._alignments(span):
                 last = start + turns * span.period
                 by_iteration = [tuple(self._ops[i : i + span.period]) for i in range(start, last, span.period)]
                 try:
-                    yield start, last, reroll(by_iteration, self._roots, self._read_from(last))
+                    yield start, last, reroll(by_iteration, self._roots, self._used_after(last))
                     return
                 except NotRerollable as reason:
                     problem = problem or str(reason)
             for op in self._ops[span.first : span.first + span.period]:
                 self._reasons.update((callee, problem or "") for callee in op.called_graphs)
 
-    def _cuts(self, span: Span) -> Iterator[tuple[int, int]]:
-        """Where the first turn may begin, and how many there are. Better is what hands less from turn to turn; the
-        first or the last turn may be a special one."""
-        for start in sorted(span.starts, key=lambda start: (self._handed(start + span.period, span.period), start)):
-            yield start, span.turns
-            if span.turns > FEWEST:
-                yield start + span.period, span.turns - 1
-                yield start, span.turns - 1
+    def _alignments(self, span: Span) -> Iterator[tuple[int, int]]:
+        """Candidate starts of the first iteration, with repetition counts: those with least carried data first; first
+        or last iteration may be special."""
+        for start in sorted(
+            span.starts, key=lambda start: (self._carried_bytes(start + span.period, span.period), start)
+        ):
+            yield start, span.repetitions
+            if span.repetitions > FEWEST:
+                yield start + span.period, span.repetitions - 1
+                yield start, span.repetitions - 1
 
-    def _handed(self, place: int, period: int) -> int:
-        """How much is made in the turn before a place, and read in the one after it."""
+    def _carried_bytes(self, place: int, period: int) -> int:
+        """Amount of data carried across an iteration boundary."""
         after = (root for op in self._ops[place : place + period] for t in op.inputs for root in self._roots(t))
         return len({t for t in after if place - period <= self._made_at.get(t, -1) < place})
 
-    def _read_from(self, place: int) -> set[Tensor]:
-        """What is read, or overwritten, from a place on."""
+    def _used_after(self, place: int) -> set[Tensor]:
+        """Storages read or modified after an index."""
         return {t for t, last in self._last_read.items() if last >= place}

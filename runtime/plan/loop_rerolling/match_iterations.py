@@ -14,11 +14,11 @@ Roots = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 class NotRerollable(Exception):
-    """Why turns of the same forms are no loop, as the end of a sentence."""
+    """The reason why iterations of equal signatures form no loop, as a clause."""
 
 
 def reroll(turns: Sequence[tuple[Op, ...]], roots: Roots, read_later: Container[Tensor]) -> RerolledLoop:
-    """Ops as the turns of a loop.
+    """Build a loop from iterations.
 
     Args:
         turns: the ops of each turn; all turns have the same signatures.
@@ -32,7 +32,7 @@ def reroll(turns: Sequence[tuple[Op, ...]], roots: Roots, read_later: Container[
 
 
 class _Alignment:
-    """The storages of turns side by side.
+    """Storages of iterations, aligned.
 
     The model is the turn that tells apart the most of them: the first one may get the same tensor twice where others
     get two. A storage goes by what it is in the model.
@@ -50,7 +50,7 @@ class _Alignment:
         self._check_written()
 
     def _check_written(self) -> None:
-        """Check that no turn knows what it overwrites by two names."""
+        """Check that iterations modify no storage under two names."""
         names = [*self._by_iteration]
         for storages in zip(*self._by_iteration.values(), strict=True):
             count = Counter(storages)
@@ -59,12 +59,12 @@ class _Alignment:
                     raise NotRerollable(f"a turn overwrites {storage!r}, and is given it in another place, too")
 
     def loop(self, read_later: Container[Tensor]) -> RerolledLoop:
-        """The loop."""
-        taken = tuple(self._taken())
-        made = tuple(self._left(taken, read_later))
+        """Build the loop."""
+        taken = tuple(self._find_inputs())
+        made = tuple(self._find_outputs(taken, read_later))
         return RerolledLoop(self._turns, self._model, taken, made)
 
-    def _taken(self) -> Iterator[LoopInput]:
+    def _find_inputs(self) -> Iterator[LoopInput]:
         for name, by_iteration in self._by_iteration.items():
             if name in self._made:
                 continue
@@ -74,19 +74,19 @@ class _Alignment:
             elif is_written:
                 raise NotRerollable(f"a turn overwrites {name!r}, which an earlier one has made")
             else:
-                yield LoopInput(name, by_iteration, before=self._before(name, by_iteration))
+                yield LoopInput(name, by_iteration, before=self._carried_from(name, by_iteration))
 
-    def _before(self, name: Tensor, by_iteration: Sequence[Tensor]) -> Tensor:
-        """What a turn hands on to the next one under a name."""
+    def _carried_from(self, name: Tensor, by_iteration: Sequence[Tensor]) -> Tensor:
+        """Find the storage whose value the next iteration takes under a name."""
         if by_iteration[0] not in self._inside:
             for source, handed in self._by_iteration.items():
                 if handed[:-1] == by_iteration[1:]:
                     return source
         raise NotRerollable(f"{name!r} is from an earlier turn, and not always from the same place in the one before")
 
-    def _left(self, taken: Sequence[LoopInput], read_later: Container[Tensor]) -> Iterator[LoopOutput]:
-        """What is read after the loop. What the first turn is given in its place lies beside it: the gradient of a
-        layer reads what went into it, say."""
+    def _find_outputs(self, taken: Sequence[LoopInput], read_later: Container[Tensor]) -> Iterator[LoopOutput]:
+        """Find outputs with later users. The initial value of a carried input is packed before them: a layer's gradient
+        reads the layer's input, say."""
         firsts = {t.before: t.by_iteration[0] for t in taken if t.before is not None}
         for name in self._by_iteration:
             if name in self._made:
@@ -101,7 +101,7 @@ class _Alignment:
 
 
 def _storages(turn: Sequence[Op], roots: Roots) -> Iterator[Tensor]:
-    """The storages that a turn reads and makes, in order; some come several times."""
+    """Storages that an iteration reads and creates, in order, with duplicates."""
     for op in turn:
         for t in op.inputs:
             yield from roots(t)
@@ -109,7 +109,7 @@ def _storages(turn: Sequence[Op], roots: Roots) -> Iterator[Tensor]:
 
 
 def _columns(found: Sequence[Sequence[Tensor]], model: int) -> dict[Tensor, tuple[Tensor, ...]]:
-    """For each storage of the model what takes its place in each turn."""
+    """Align storages: per template storage, its counterpart in each iteration."""
     columns: dict[Tensor, tuple[Tensor, ...]] = {}
     for name, *by_iteration in zip(found[model], *found, strict=True):
         if columns.setdefault(name, tuple(by_iteration)) != tuple(by_iteration):

@@ -13,7 +13,7 @@ from runtime.plan.structure import Encoding, Structures
 
 
 class OpSignatures:
-    """The forms of the ops of one program, as numbers.
+    """Numbered signatures of a program's ops.
 
     An operand is seen through its views: the form has these, and not what lies behind them.
 
@@ -28,33 +28,33 @@ class OpSignatures:
         self._numbers: dict[Any, int] = {}
         self._seen: dict[Tensor, tuple[int, tuple[Tensor, ...]]] = {}
 
-    def of(self, op: Op) -> int:
-        """The form of an op. One that stands for several is like no other, nor is one that makes checks by itself."""
+    def signature(self, op: Op) -> int:
+        """The signature of an op; unique for composite ops and ops with checks."""
         if op.parts != (op,) or op.kind.requirements:
             return self._number(id(op))
         made = tuple(t.spec for t in op.outputs)
-        operands = tuple(self._look(t)[0] for t in op.inputs)
+        operands = tuple(self._resolve_cached(t)[0] for t in op.inputs)
         return self._number((op.kind, op.operands, self._attributes(op), operands, made, op.modified))
 
     def roots(self, t: Tensor) -> tuple[Tensor, ...]:
-        """The storages that a tensor shows."""
-        return self._look(t)[1]
+        """Storages under a tensor."""
+        return self._resolve_cached(t)[1]
 
     def storage(self, t: Tensor) -> Tensor | None:
-        """The storage that a tensor is all of; `None`, if it is a view."""
-        code, roots = self._look(t)
+        """A tensor's storage; `None` for views."""
+        code, roots = self._resolve_cached(t)
         return roots[0] if code == self._number(t.spec.to_tuple()) else None
 
-    def _look(self, t: Tensor) -> tuple[int, tuple[Tensor, ...]]:
+    def _resolve_cached(self, t: Tensor) -> tuple[int, tuple[Tensor, ...]]:
         t = t.origin
-        return self._seen[t] if t in self._seen else done(self._looking(t))
+        return self._seen[t] if t in self._seen else done(self._resolve(t))
 
-    def _looking(self, t: Tensor) -> Nested[tuple[int, tuple[Tensor, ...]]]:
+    def _resolve(self, t: Tensor) -> Nested[tuple[int, tuple[Tensor, ...]]]:
         view = view_of(t)
         if t in self._same:
             origin = self._same[t].origin
             if origin not in self._seen:
-                yield self._looking(origin)
+                yield self._resolve(origin)
             self._seen[t] = self._seen[origin]
         elif view is None:
             self._seen[t] = (self._number(t.spec.to_tuple()), (t,))
@@ -62,7 +62,7 @@ class OpSignatures:
             bases = [base.origin for base in view.inputs]
             for base in bases:
                 if base not in self._seen:
-                    yield self._looking(base)
+                    yield self._resolve(base)
             codes, roots = zip(*(self._seen[base] for base in bases), strict=True)
             code = (view.kind, view.operands, self._attributes(view), codes, t.spec.to_tuple())
             self._seen[t] = (self._number(code), tuple(root for each in roots for root in each))

@@ -15,25 +15,25 @@ OFTEN = 16
 
 
 class Span(NamedTuple):
-    """A part of a sequence that repeats itself: from `first` up to `end`, each is like the one `period` before."""
+    """A periodic range of a sequence: elements from `first` to `end` equal those one `period` earlier."""
 
     first: int
     end: int
     period: int
 
     @property
-    def turns(self) -> int:
-        """How often the period fits."""
+    def repetitions(self) -> int:
+        """The number of full periods."""
         return (self.end - self.first) // self.period
 
     @property
     def starts(self) -> range:
-        """Where the first turn may begin, so that no turn is lost."""
-        return range(self.first, self.end - self.turns * self.period + 1)
+        """Possible starts of the first period, without loss of a repetition."""
+        return range(self.first, self.end - self.repetitions * self.period + 1)
 
 
 def spans(signatures: Sequence[int], sizes: Sequence[int], first: int, end: int) -> list[Span]:
-    """The longest spans from `first` up to `end`; those come first that would save the most if one turn were enough.
+    """The longest periodic spans between `first` and `end`, largest saving first.
 
     Args:
         signatures: what is repeated.
@@ -57,14 +57,14 @@ def spans(signatures: Sequence[int], sizes: Sequence[int], first: int, end: int)
             known[period].update(range(start, last - period))
 
     def saved(span: Span) -> int:
-        return (span.turns - 1) * (total[span.first + span.period] - total[span.first])
+        return (span.repetitions - 1) * (total[span.first + span.period] - total[span.first])
 
-    long_enough = (span for of_period in found.values() for span in of_period if span.turns >= FEWEST)
+    long_enough = (span for of_period in found.values() for span in of_period if span.repetitions >= FEWEST)
     return sorted(long_enough, key=lambda span: (-saved(span), span.period, span.first))
 
 
 def _repeats(signatures: Sequence[int], sizes: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int]]:
-    """Places of what is worth something, each with how much later the same comes again."""
+    """Indices of costly elements, with distances to their next equal element."""
     places: defaultdict[int, list[int]] = defaultdict(list)
     for i in range(first, end):
         if sizes[i]:

@@ -28,7 +28,7 @@ Source = Tensor | tuple[object, int] | None
 
 
 class Rerolling(ProgramOrder):
-    """The loops of a program.
+    """Rerolled loops of a program.
 
     Args:
         main: the graph that the program runs.
@@ -61,8 +61,8 @@ class Rerolling(ProgramOrder):
             if self._saved_by(loop) < from_saved and not _has_products(loop):
                 self._write_out(loop, "it computes no products, and would be more kernels in a loop")
         while True:
-            walk = _Walk(self._schedules, signatures, main, held)
-            done(walk.through(main, {t: t for t in held}))
+            walk = _PackingAnalysis(self._schedules, signatures, main, held)
+            done(walk.visit_graph(main, {t: t for t in held}))
             if not walk.refused:
                 break
             for loop, reason in walk.refused.items():
@@ -71,7 +71,7 @@ class Rerolling(ProgramOrder):
         self.gathered = walk.gathered()
 
     def schedule(self, graph: Graph) -> Sequence[Item]:
-        """What is carried out of a graph, in order."""
+        """The schedule of a graph: ops and loops."""
         return self._schedules.get(graph, graph.ops)
 
     @property
@@ -81,61 +81,61 @@ class Rerolling(ProgramOrder):
 
     @property
     def left_alone(self) -> Mapping[Graph, str]:
-        """The graphs that are called outside of loops, each with why."""
+        """Graphs called outside of loops, with reasons."""
         items = (item for items in self._schedules.values() for item in items)
         called = dict.fromkeys(g for item in items if isinstance(item, Op) for g in item.called_graphs)
         return {g: self._reasons.get(g, "it is not called again and again in one pattern") for g in called}
 
     @property
     def saved(self) -> int:
-        """How many ops XLA need not compile again."""
+        """The number of ops that XLA compiles once less."""
         return sum(map(self._saved_by, self.loops))
 
     def _saved_by(self, loop: RerolledLoop) -> int:
         return (len(loop.iterations) - 1) * sum(self._size(callee) for op in loop.ops for callee in op.called_graphs)
 
     def told(self) -> str:
-        """What is rolled, in a sentence."""
+        """Summary of rerolled loops, one sentence."""
         count = sum(len(op.called_graphs) for loop in self.loops for op in loop.all_ops)
         return f"{count} calls that differ only in what they are given are the turns of {len(self.loops)} loop(s)."
 
     def _write_out(self, loop: RerolledLoop, reason: str) -> None:
-        """Have the turns of a loop carried out one after the other."""
+        """Unroll a loop again."""
         for graph, items in self._schedules.items():
             self._schedules[graph] = tuple(op for item in items for op in (loop.all_ops if item is loop else (item,)))
         self._reasons.update((callee, reason) for op in loop.ops for callee in op.called_graphs)
 
 
 def _has_products(loop: RerolledLoop) -> bool:
-    """Whether its turns have matrix products or convolutions: these are kernels of their own wherever they are."""
+    """Whether iterations have matrix products or convolutions, which are separate kernels anyway."""
     graphs = {graph for op in loop.ops for callee in op.called_graphs for graph in reachable(callee)}
     ops = (op for every in (loop.ops, *(graph.ops for graph in graphs)) for op in every)
     return any(own_flops(op).products for op in ops)
 
 
 def _is_like_its_operand(op: Op) -> bool:
-    """Whether an op makes one tensor of another of the same shape, as casts do."""
+    """Whether an op has one operand and one result of equal shape, such as a cast."""
     if len(op.inputs) != 1 or len(op.outputs) != 1 or op.inputs[0].shape != op.outputs[0].shape:
         return False
     return not (op.runs or op.kind.view or op.kind.between_replicas or op.kind.exchange or op.kind.effect)
 
 
-def _flat(items: Iterable[Item]) -> Iterator[Op]:
-    """The ops that are lowered: of a loop those of the model."""
+def _lowered_ops(items: Iterable[Item]) -> Iterator[Op]:
+    """Lowered ops: of loops, the template's."""
     for item in items:
         yield from item.ops if isinstance(item, RerolledLoop) else (item,)
 
 
-class _Wish(NamedTuple):
-    """Variables that turns of a loop take in one place: in the order of the turns, each once."""
+class _PackingRequest(NamedTuple):
+    """Variables of one loop input, without duplicates, by iteration."""
 
     loop: RerolledLoop
     taken: LoopInput
     variables: tuple[Tensor, ...]
 
 
-class _Walk:
-    """A way through a program that notes where the values lie that the turns of loops take.
+class _PackingAnalysis:
+    """Dataflow analysis of loop inputs: which variables and values to pack.
 
     It enters the graphs that have loops, and knows of what these take and make what the lowering will know. What
     branches are given lies by itself, and what turns are given, unless all are given the same.
@@ -154,42 +154,41 @@ class _Walk:
         self._held = frozenset(held)
         self._computed: list[tuple[Tensor, ...]] = []
         self._known_apart: set[Graph] = set()
-        self._wishes: list[_Wish] = []
+        self._requests: list[_PackingRequest] = []
         self.refused: dict[RerolledLoop, str] = {}
 
-    def through(self, graph: Graph, sources: dict[Tensor, Source]) -> Nested[dict[Tensor, Source]]:
-        """Go through a graph, given where its storages lie. Returns where they lie in the end."""
-        return (yield self._past(self._schedules[graph], sources))
+    def visit_graph(self, graph: Graph, sources: dict[Tensor, Source]) -> Nested[dict[Tensor, Source]]:
+        """Visit a graph, given sources of its storages. Returns final sources."""
+        return (yield self._visit_items(self._schedules[graph], sources))
 
-    def _past(self, items: Sequence[Item], sources: dict[Tensor, Source]) -> Nested[dict[Tensor, Source]]:
-        """The same with what is carried out of a graph."""
+    def _visit_items(self, items: Sequence[Item], sources: dict[Tensor, Source]) -> Nested[dict[Tensor, Source]]:
+        """Visit scheduled ops and loops."""
         for item in items:
             if isinstance(item, RerolledLoop):
-                self._at_loop(item, sources)
+                self._visit_loop(item, sources)
                 same = {taken.name for taken in item.inputs if taken.is_invariant}
-                yield self._past(item.ops, {t: source for t, source in sources.items() if t in same})
+                yield self._visit_items(item.ops, {t: source for t, source in sources.items() if t in same})
             elif not chooses(item) and self._with_loops.issuperset(item.called_graphs) and item.runs:
                 (run,) = item.runs
-                after = yield self.through(run.graph, self._bound(run, sources))
+                after = yield self.visit_graph(run.graph, self._input_sources(run, sources))
                 if is_call(item):
                     results = ((t, self._storage(output)) for t, output in run.results)
                     sources.update((t, after.get(s)) for t, s in results if s is not None and s not in run.inputs)
             else:
                 if _is_like_its_operand(item):
                     sources.update((t, t) for t in item.outputs)
-                yield self._apart((item,))
+                yield self._visit_separately((item,))
         return sources
 
-    def _apart(self, ops: Sequence[Op]) -> Nested[None]:
-        """Go through graphs that ops run on what lies by itself: once is enough."""
+    def _visit_separately(self, ops: Sequence[Op]) -> Nested[None]:
+        """Visit graphs run by ops, each once, with unknown sources."""
         for callee in dict.fromkeys(callee for op in ops for callee in op.called_graphs):
             if callee in self._with_loops and callee not in self._known_apart:
                 self._known_apart.add(callee)
-                yield self.through(callee, {})
+                yield self.visit_graph(callee, {})
 
-    def _bound(self, run: Run, sources: dict[Tensor, Source]) -> dict[Tensor, Source]:
-        """Where the inputs of a graph lie that a call or loop runs: where what is bound to them does, unless that is
-        copied because the graph changes it."""
+    def _input_sources(self, run: Run, sources: dict[Tensor, Source]) -> dict[Tensor, Source]:
+        """Sources of a called graph's inputs; unknown for copies of modified inputs."""
         own = len(run.own)
         written = {i - own for i in changed_inputs(run.graph)}
         copied = {*range(run.carried), *(returned_by_ref(run.op) if run.carried else ())}
@@ -203,17 +202,17 @@ class _Walk:
             and (i not in written or (i in run.op.modified and count[storage] == 1))
         }
 
-    def _at_loop(self, loop: RerolledLoop, sources: dict[Tensor, Source]) -> None:
+    def _visit_loop(self, loop: RerolledLoop, sources: dict[Tensor, Source]) -> None:
         for taken in loop.inputs:
             if taken.before is None and len(set(taken.by_iteration)) > 1:
-                self._at_stack(loop, taken, sources)
+                self._note_packing(loop, taken, sources)
         for made in loop.outputs:
             if not made.is_last_only:
                 stack = object()
                 sources.update((t, (stack, n)) for n, t in enumerate(made.rows))
 
-    def _at_stack(self, loop: RerolledLoop, taken: LoopInput, sources: dict[Tensor, Source]) -> None:
-        """Note what the turns of a loop take in one place."""
+    def _note_packing(self, loop: RerolledLoop, taken: LoopInput, sources: dict[Tensor, Source]) -> None:
+        """Note values of one loop input for packing."""
         storages = [*dict.fromkeys(taken.by_iteration)]
         found = [sources.get(t) for t in storages]
         variables = [source for source in found if isinstance(source, Tensor)]
@@ -222,7 +221,7 @@ class _Walk:
         alone = len(found) - max(stacks.values(), default=0)
         made = [t for t in variables if t not in self._held]
         if len(variables) == len(found) and not made:
-            self._wishes.append(_Wish(loop, taken, tuple(variables)))
+            self._requests.append(_PackingRequest(loop, taken, tuple(variables)))
         elif len(made) == len(found) and len({t.graph for t in made}) == 1 and size > SMALL:
             self._computed.append(tuple(made))
         elif size > SMALL and alone > (not taken.is_written) and not all(isinstance(t, Constant) for t in storages):
@@ -231,42 +230,44 @@ class _Walk:
             )
 
     def gathered(self) -> dict[Op, list[tuple[Tensor, ...]]]:
-        """What turns take in one place that is cast before, say, those that loops have in common together: after the
-        last of the ops that make it. The compiler has them write right into the array."""
+        """Computed loop inputs, such as casts, merged across loops: packed after the last op that computes one. The
+        compiler writes results into the packed array."""
         found: dict[Op, list[tuple[Tensor, ...]]] = {}
         for group in merge_overlapping(self._computed):
             made_by = {t.producer for t in group}
-            ops = [op for items in self._schedules.values() for op in _flat(items) if op in made_by]
+            ops = [op for items in self._schedules.values() for op in _lowered_ops(items) if op in made_by]
             found.setdefault(ops[-1], []).append(group)
         return found
 
     def together(self) -> list[tuple[Tensor, ...]]:
-        """The variables that turns take in one place, those that loops have in common with each other together."""
-        return _side_by_side(merge_overlapping(wish.variables for wish in self._wishes), self._wishes)
+        """Variables of loop inputs, merged across loops."""
+        return _group_adjacent(merge_overlapping(request.variables for request in self._requests), self._requests)
 
 
-def _side_by_side(groups: Sequence[Sequence[Tensor]], wishes: Sequence[_Wish]) -> list[tuple[Tensor, ...]]:
-    """Groups of variables, those in one that turns take and change alike: what a turn takes of them side by side. So it
-    cuts out the biases of a layer at once, and puts them back at once. Wide rows stay in groups of their own."""
+def _group_adjacent(
+    groups: Sequence[Sequence[Tensor]], requests: Sequence[_PackingRequest]
+) -> list[tuple[Tensor, ...]]:
+    """Merge groups of narrow variables with equal roles, so that iterations slice adjacent rows at once, such as a
+    layer's biases. Wide rows keep separate groups."""
     number = {t: n for n, group in enumerate(groups) for t in group}
-    of_group: list[list[_Wish]] = [[] for _ in groups]
-    for wish in wishes:
-        of_group[number[wish.variables[0]]].append(wish)
+    of_group: list[list[_PackingRequest]] = [[] for _ in groups]
+    for request in requests:
+        of_group[number[request.variables[0]]].append(request)
     found: dict[object, list[Sequence[Tensor]]] = {}
     for group, own in zip(groups, of_group, strict=True):
-        found.setdefault(_part(group, own), []).append(group)
+        found.setdefault(_roles(group, own), []).append(group)
     # By name: programs that share variables have them in the same order.
     ordered = (sorted(alike, key=lambda group: group[0].name) for alike in found.values())
     return [tuple(t for of_turn in zip(*alike, strict=True) for t in of_turn) for alike in ordered]
 
 
-def _part(group: Sequence[Tensor], wishes: Sequence[_Wish]) -> object:
-    """Which part variables have in which loops: the same for groups that may lie side by side."""
+def _roles(group: Sequence[Tensor], requests: Sequence[_PackingRequest]) -> object:
+    """Roles of variables in loops: equal for groups that may be adjacent."""
     first = group[0]
-    in_each = all(len(wish.variables) == len(wish.loop.iterations) == len(group) for wish in wishes)
-    if first.nelms * first.dtype.itemsize > NARROW or not in_each or len({w.loop for w in wishes}) < len(wishes):
+    in_each = all(len(request.variables) == len(request.loop.iterations) == len(group) for request in requests)
+    if first.nelms * first.dtype.itemsize > NARROW or not in_each or len({w.loop for w in requests}) < len(requests):
         return first  # like nothing else
     place = {t: n for n, t in enumerate(group)}
-    of_loops = tuple((w.loop, w.taken.is_written, tuple(place[t] for t in w.variables)) for w in wishes)
+    of_loops = tuple((w.loop, w.taken.is_written, tuple(place[t] for t in w.variables)) for w in requests)
     replicas = tuple(first.replica_grouping.assignment) if isinstance(first, Variable) else None
     return first.spec.to_tuple(), replicas, of_loops

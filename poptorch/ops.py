@@ -191,7 +191,10 @@ def set_available_memory(tensor: torch.Tensor, available_memory_proportion: floa
 
 
 def recomputationCheckpoint(*tensors: Any) -> Any:
-    """The same tensors, marked to be kept for the backward pass rather than to be computed again.
+    """The same tensors, which are kept for the backward pass.
+
+    In a model that is trained, what is computed from one checkpoint to the next is computed again in the backward pass,
+    rather than kept; what follows the last one is kept. `options._Popart.set("autoRecomputation", 0)` switches it off.
 
     Returns:
         For one tensor, a tensor; for several, a tuple; for a list or a tuple, the same.
@@ -208,7 +211,10 @@ def recomputationCheckpoint(*tensors: Any) -> Any:
 def _checkpoint(t: torch.Tensor) -> torch.Tensor:
     if not isinstance(t, torch.Tensor):
         raise createPoptorchError(f"recomputationCheckpoint: expected tensors; got {t!r} ({type(t).__name__}).")
-    return t.clone()
+    kept, tracer = t.clone(), current()
+    if tracer is not None and tracer.hears(kept):
+        tracer.recorder.keep(kept)
+    return kept
 
 
 def set_overlap_for_input(input_tensors: Any, mode: OverlapMode) -> Any:

@@ -229,7 +229,7 @@ def _insert(nodes: list[Node], application: Application, backward: Trace, inputs
         "numbers": [i for i, value in enumerate(filter(None, application.results)) if id(value) in inner],
         "name": application.name,
     }
-    node = Node(OWN, "", arguments, last.site, last.scope, last.source, results=own)
+    node = Node(OWN, "", arguments, last.site, last.scope, last.source, results=own, regions=last.regions)
     for value in own:
         value.made_by = node
     nodes.insert(end, node)

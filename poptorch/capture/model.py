@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from poptorch.base.host_numbers import HostNumbers
 from poptorch.capture.attributes import Attributes, not_rebound
+from poptorch.capture.checkpoints import checkpoints_in_regions
 from poptorch.capture.counters import Tape, noted_by_functions
 from poptorch.capture.cuts import Cuts
 from poptorch.capture.derivatives import derive, deriving
@@ -38,7 +39,6 @@ from poptorch.capture.torch_private import (
     unlogged_errors,
     unvalidated_distributions,
     with_tensors,
-    without_checkpoints,
     without_compile,
 )
 from poptorch.capture.torchvision_ops import choosing
@@ -187,6 +187,7 @@ def _capture(
         stack.enter_context(not_rebound(module, is_made))
         stack.enter_context(going_on(tracer))
         stack.enter_context(seeding(recorder))
+        stack.enter_context(checkpoints_in_regions(tracer))
         stack.enter_context(named_as_cpus(tracer.device_of))
         for change in _ALWAYS:
             stack.enter_context(change())
@@ -283,7 +284,6 @@ _ALWAYS = (
     one_by_one,
     choosing,
     without_compile,
-    without_checkpoints,
     derivable_attention,
 )
 """What PyTorch does otherwise while any function is captured."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any
 
 from torch.utils import _pytree as pytree
@@ -21,6 +21,8 @@ from poptorch.capture.seeding import SEEDING
 from poptorch.capture.trace import Node, Trace, Value
 from popxl.extend.arguments import exact_key
 from popxl.extend.graphs import last_uses
+
+__all__ = ["CALL", "call", "form_of", "from_outside", "outlined", "used_outside"]
 
 CALL = "poptorch.call"
 """Name of the op that runs a trace: its arguments are the `trace`, the `inputs` and a `name`."""
@@ -55,7 +57,7 @@ def outlined(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
     """
     by_form: defaultdict[Hashable, list[_Run]] = defaultdict(list)
     for run in _runs(nodes):
-        by_form[_form(nodes[run.start : run.stop])].append(run)
+        by_form[form_of(nodes[run.start : run.stop])].append(run)
     repeated = [runs for runs in by_form.values() if len(runs) > 1]
     taken: set[int] = set()
     chosen: list[list[_Run]] = []
@@ -79,10 +81,22 @@ def _runs(nodes: Sequence[Node]) -> list[_Run]:
             start = runs.pop().start if runs and runs[-1].stop == position else position
             runs.append(_Run(path, start, position + 1))
     once = [runs[0] for _, runs in sorted(found.items()) if len(runs) == 1 and len(runs[0]) >= SMALLEST]
-    return [run for run in once if seeding.isdisjoint(range(run.start, run.stop))]
+    return [
+        run
+        for run in once
+        if seeding.isdisjoint(range(run.start, run.stop)) and not _keeps_in_larger_region(nodes, run)
+    ]
 
 
-def _form(nodes: Sequence[Node], known: dict[int, Hashable] | None = None) -> Hashable:
+def _keeps_in_larger_region(nodes: Sequence[Node], run: _Run) -> bool:
+    """Whether ops of a run are kept in a region that has other ops, too: it could not keep results within a call."""
+    own = nodes[run.start : run.stop]
+    beside = [*nodes[max(run.start - 1, 0) : run.start], *nodes[run.stop : run.stop + 1]]
+    around = set(_regions_around(own))
+    return any(node.is_kept for node in own) and any(not around.isdisjoint(node.regions) for node in beside)
+
+
+def form_of(nodes: Sequence[Node], known: dict[int, Hashable] | None = None) -> Hashable:
     """What some ops do, whatever they do it to: equal for runs of which one can stand for the other.
 
     Args:
@@ -91,13 +105,26 @@ def _form(nodes: Sequence[Node], known: dict[int, Hashable] | None = None) -> Ha
     """
     known = {} if known is None else known
     form = []
+    depth = len(_regions_around(nodes)) if nodes else 0
+    numbers: dict[int, int] = {}
     for number, node in enumerate(nodes):
         leaves, structure = pytree.tree_flatten(node.arguments)
         given = tuple(_leaf(leaf, known) for leaf in leaves)
         results = tuple((r.shape, r.dtype) for r in node.results)
         known |= {id(r): (number, i) for i, r in enumerate(node.results)}
-        form.append((node.op, node.overload, str(structure), given, results, node.stops, node.has_effect, node.site))
+        said = (node.stops, node.has_effect, node.site, node.is_kept)
+        regions = tuple(numbers.setdefault(region, len(numbers)) for region in node.regions[depth:])
+        form.append((node.op, node.overload, str(structure), given, results, said, regions))
     return tuple(form)
+
+
+def _regions_around(nodes: Sequence[Node]) -> tuple[int, ...]:
+    """The regions that all of these ops are in."""
+    around = nodes[0].regions
+    for node in nodes:
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(around, node.regions, strict=False)))
+        around = around[:same]
+    return around
 
 
 def _leaf(leaf: Any, known: dict[int, Hashable]) -> Hashable:
@@ -111,7 +138,7 @@ def _leaf(leaf: Any, known: dict[int, Hashable]) -> Hashable:
         return repr(leaf)
     if isinstance(leaf, Trace):
         inside: dict[int, Hashable] = {id(v): (i, v.shape, v.dtype) for i, v in enumerate(leaf.inputs)}
-        form = _form(leaf.nodes, inside)
+        form = form_of(leaf.nodes, inside)
         return (tuple(_leaf(v, known) for v in leaf.outer), form, tuple(inside[id(v)] for v in leaf.outputs))
     try:
         return (type(leaf), hash(leaf), exact_key(leaf))
@@ -119,7 +146,7 @@ def _leaf(leaf: Any, known: dict[int, Hashable]) -> Hashable:
         return id(leaf)
 
 
-def _from_outside(nodes: Sequence[Node]) -> list[Value]:
+def from_outside(nodes: Sequence[Node]) -> list[Value]:
     """The values that ops take from outside, in the order in which they are first taken."""
     made = {id(r) for node in nodes for r in node.results}
     return list({id(v): v for node in nodes for v in node.inputs if id(v) not in made}.values())
@@ -130,9 +157,10 @@ def _with_calls(nodes: Sequence[Node], chosen: list[list[_Run]], wanted: set[int
     starts: dict[int, tuple[_Run, Trace, list[tuple[int, int]]]] = {}
     for runs in chosen:
         template = nodes[runs[0].start : runs[0].stop]
-        returned = sorted({place for run in runs for place in _used_outside(nodes, run, last)})
+        used = (used_outside(nodes[run.start : run.stop], run.stop, last) for run in runs)
+        returned = sorted({place for places in used for place in places})
         outputs = [template[i].results[k] for i, k in returned]
-        inputs = _from_outside(template)
+        inputs = from_outside(template)
         names = [value.name.removeprefix(f"{runs[0].path}.") for value in inputs]
         trace = Trace(inputs, _within(template, runs[0].path), outputs, names=names)
         starts |= {run.start: (run, trace, returned) for run in runs}
@@ -144,32 +172,43 @@ def _with_calls(nodes: Sequence[Node], chosen: list[list[_Run]], wanted: set[int
             position += 1
             continue
         run, trace, returned = starts[position]
-        result.append(_call(nodes[run.start : run.stop], run, trace, returned))
+        result.append(call(nodes[run.start : run.stop], trace, returned, run.path))
         position = run.stop
     return result
 
 
-def _used_outside(nodes: Sequence[Node], run: _Run, last: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Which results of a run are used after it: by number of the op, and of its result."""
+def used_outside(nodes: Sequence[Node], stop: int, last: Mapping[int, int]) -> list[tuple[int, int]]:
+    """Which results of ops are used from a position on: by number of the op, and of its result."""
     return [
         (number, k)
-        for number, node in enumerate(nodes[run.start : run.stop])
+        for number, node in enumerate(nodes)
         for k, value in enumerate(node.results)
-        if last.get(id(value), -1) >= run.stop
+        if last.get(id(value), -1) >= stop
     ]
 
 
 def _within(nodes: Sequence[Node], path: str) -> list[Node]:
     """Ops whose paths begin in a module."""
-    return [replace(node, scope=node.scope.removeprefix(path).lstrip(".")) for node in nodes]
+    depth = len(_regions_around(nodes))
+    return [
+        replace(node, scope=node.scope.removeprefix(path).lstrip("."), regions=node.regions[depth:]) for node in nodes
+    ]
 
 
-def _call(nodes: Sequence[Node], run: _Run, trace: Trace, returned: Sequence[tuple[int, int]]) -> Node:
-    name = ".".join(part for part in run.path.split(".") if not part.isdigit())
-    arguments = {"trace": trace, "inputs": tuple(_from_outside(nodes)), "name": name or run.path}
+def call(nodes: Sequence[Node], trace: Trace, returned: Sequence[tuple[int, int]], path: str) -> Node:
+    """A call of a trace in place of some ops that do the same.
+
+    Args:
+        nodes: the ops.
+        trace: what is called.
+        returned: which results of the ops the trace returns: by number of the op, and of its result.
+        path: of the module that the ops are in.
+    """
+    name = ".".join(part for part in path.split(".") if not part.isdigit())
+    arguments = {"trace": trace, "inputs": tuple(from_outside(nodes)), "name": name or path or "region"}
     results = [nodes[i].results[k] for i, k in returned]
     has_effect = any(node.has_effect for node in nodes)
     return replace(
         nodes[0], op=CALL, overload="", arguments=arguments, results=results, has_effect=has_effect, stops=frozenset(),
-        scope="",
+        scope="", regions=_regions_around(nodes), is_kept=False,
     )  # fmt: skip

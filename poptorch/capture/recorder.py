@@ -129,6 +129,8 @@ class Recorder:
         reshaped: where tensors were changed to look at other places, last, by the identity of each.
         makes_on_host: whether what is made of no tensors is on the host, to the model.
         made_on_host: ops that have made tensors which `forward` wants to be on the host.
+        regions: numbers of the regions that are running whose activations are recomputed, outermost first.
+        keeps: whether the results of the next op are kept for the backward pass.
     """
 
     def __init__(
@@ -143,6 +145,9 @@ class Recorder:
         self.reshaped: dict[int, SourceLocation] = {}
         self.makes_on_host = False
         self.made_on_host: set[Node] = set()
+        self.regions: tuple[int, ...] = ()
+        self.keeps = False
+        self._region_count = 0
         self._ambient = ambient
         self._excludes = tuple(excludes)
         self._module = module
@@ -469,6 +474,7 @@ class Recorder:
         written: Iterable[torch.Tensor] = (),
     ) -> Node:
         """Write an op down. Its arguments may hold tensors; they are read. Others may be written to."""
+        keeps, self.keeps = self.keeps, False
         values = pytree.tree_map_only(torch.Tensor, self._read, dict(arguments))
         values = with_values(values, self._here)
         scope = self.scopes[-1] if self.scopes else ""
@@ -479,6 +485,7 @@ class Recorder:
         node = Node(op, overload, values, site, scope, self.source(), has_effect, made_of=names)
         given = [*(value.is_on_host for value in node.inputs), *map(self.is_on_host, written)]
         node.is_on_host = all(given) if given else self.makes_on_host
+        node.regions, node.is_kept = self.regions, keeps
         if not node.is_on_host:
             self._meet(node)
         self.trace.nodes.append(node)
@@ -533,6 +540,23 @@ class Recorder:
             # Nor does it say anything of what PyTorch keeps for its backward pass, such as the mean of a norm.
             self._await(base.cell, value, t, says_no=not is_same)
         return True
+
+    def keep(self, t: torch.Tensor) -> None:
+        """Note that a tensor, which an op has just made, is kept for the backward pass."""
+        node = self.value_of(t).made_by
+        assert node is not None
+        node.is_kept = True
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """Record a region whose activations are recomputed for the backward pass."""
+        before = self.regions
+        self._region_count += 1
+        self.regions = (*before, self._region_count)
+        try:
+            yield
+        finally:
+            self.regions = before
 
     @contextmanager
     def parts(self) -> Iterator[list[torch.Tensor]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -28,6 +29,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from poptorch.capture.backward import BACKWARD
 from poptorch.capture.foreach import for_each
@@ -43,6 +45,7 @@ __all__ = [
     "UnsupportedOperatorException",
     "answering_for_devices",
     "become",
+    "checkpoints_run_by",
     "decomposition",
     "derivable_attention",
     "fake_mode",
@@ -51,6 +54,7 @@ __all__ = [
     "in_transform",
     "is_wrapped",
     "one_by_one",
+    "saving_policy",
     "shares_storage",
     "storage_key",
     "uncompiled",
@@ -58,7 +62,6 @@ __all__ = [
     "unvalidated_distributions",
     "with_tensors",
     "with_weight",
-    "without_checkpoints",
     "without_compile",
     "without_modes",
     "written_arguments",
@@ -148,24 +151,58 @@ def without_compile() -> Iterator[None]:
 
 
 @contextmanager
-def without_checkpoints() -> Iterator[None]:
-    """Have checkpoints with `use_reentrant=True` run what they are given, and no more, as the others do.
+def checkpoints_run_by(region: Callable[[Any], AbstractContextManager[None]]) -> Iterator[None]:
+    """Have checkpoints of `torch.utils.checkpoint` run what they are given once, within a region.
 
-    They are functions with a derivative of their own, which runs it again: below what PyTorch differentiates, so that
-    derivatives within would not count. As in PyTorch, no gradients flow if none does into it.
+    PyTorch's own run it again in the backward pass: with `use_reentrant=True` below what it differentiates, so that
+    derivatives within would not count. As in PyTorch, no gradients flow through that kind if none does into it.
+
+    Args:
+        region: makes the region of a checkpoint; it is given the context of the forward pass.
     """
-    kind: Any = torch.utils.checkpoint.CheckpointFunction
+    module: Any = torch.utils.checkpoint
+    kind, generator = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
+    apply, own = kind.apply, threading.get_ident()
 
     def run(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        if threading.get_ident() != own:
+            return apply(function, preserve_rng_state, *args)
         tracked = any(isinstance(t, torch.Tensor) and t.requires_grad for t in args)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and tracked):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and tracked), region(nullcontext()):
             return function(*args)
 
-    kind.apply = staticmethod(run)
+    def around(
+        function: Any, preserve: bool = True, context_fn: Any = module.noop_context_fn, *args: Any, **kwargs: Any
+    ) -> Any:
+        if threading.get_ident() != own:
+            yield from generator(function, preserve, context_fn, *args, **kwargs)
+            return
+        forward, _ = context_fn()
+        with region(forward):
+            yield
+
+    kind.apply, module._checkpoint_without_reentrant_generator = staticmethod(run), around
     try:
         yield
     finally:
         del kind.apply
+        module._checkpoint_without_reentrant_generator = generator
+
+
+def saving_policy(context: Any) -> Callable[..., bool] | None:
+    """Whether a checkpoint saves the results of an op, as its context says of the op and its arguments; `None` if the
+    context says nothing of ops."""
+    if not isinstance(context, torch.utils.checkpoint._CachingTorchDispatchMode):
+        return None
+    saved = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+    def saves(results: Any, op: Any, args: Any, kwargs: Any) -> bool:
+        if op in torch.utils.checkpoint.SAC_IGNORED_OPS:
+            return False
+        about = SelectiveCheckpointContext(is_recompute=False, op_output=results)
+        return context.policy_fn(about, op, *args, **kwargs) in saved
+
+    return saves
 
 
 @contextmanager

@@ -103,6 +103,8 @@ class Node:
         stops: positions of the results through which no gradient goes.
         made_of: names of the buffers that its results come of; `None` if they come of anything else of a run.
         is_on_host: whether the model has the results on the host.
+        regions: the regions it is in whose activations are recomputed for the backward pass, outermost first.
+        is_kept: whether its results are kept for the backward pass in any case.
     """
 
     op: str
@@ -116,6 +118,8 @@ class Node:
     stops: frozenset[int] = frozenset()
     made_of: frozenset[str] | None = None
     is_on_host: bool = False
+    regions: tuple[int, ...] = ()
+    is_kept: bool = False
 
     @property
     def inputs(self) -> list[Value]:
@@ -144,6 +148,8 @@ class Trace:
         outputs: the values that it returns.
         outer: values of the function around it that it uses.
         names: of the inputs, if they have names.
+        is_recomputed: whether what its gradient reads is recomputed in the backward pass.
+        is_part: whether ops in it that draw random numbers are given the seeds that they would have outside of it.
     """
 
     inputs: list[Value] = field(default_factory=list)
@@ -151,6 +157,8 @@ class Trace:
     outputs: list[Value] = field(default_factory=list)
     outer: list[Value] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    is_recomputed: bool = False
+    is_part: bool = False
 
     def is_like(self, other: Trace) -> bool:
         """Whether another function does the same, with the same numbers; but for functions that ops of it run."""

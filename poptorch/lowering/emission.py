@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -68,13 +67,24 @@ class Emission:
     Args:
         seed: a seed tensor for ops that need random numbers, or a function that makes one; needed only if some do.
         placed: whether ops are put on the IPUs of their blocks.
+        is_part: whether each op that needs random numbers gets a seed of its own from the function.
+        recomputed: of which graphs activations are recomputed, and which of their tensors are kept; further ones are
+            added.
 
     Attributes:
         tensors: by identity of a value, its tensor.
         wanted: shapes and dtypes of the results of the op that is being lowered.
     """
 
-    def __init__(self, seed: Callable[[], popxl.Tensor] | None = None, placed: bool = False) -> None:
+    def __init__(
+        self,
+        seed: Callable[[], popxl.Tensor] | None = None,
+        placed: bool = False,
+        is_part: bool = False,
+        recomputed: dict[popxl.Graph, list[popxl.Tensor]] | None = None,
+    ) -> None:
+        self.recomputed = {} if recomputed is None else recomputed
+        self._is_part = is_part
         self.tensors: dict[int, popxl.Tensor] = {}
         self._seed = seed
         self._placed = placed
@@ -100,6 +110,8 @@ class Emission:
         """A seed that no other op has: the program's, or that of `reseed`, with a number of its own."""
         if self._fixed is None and self._seed is None:
             raise createPoptorchError("Random numbers are not available here.")
+        if self._is_part:
+            return self._seed()  # type: ignore[misc]
         self._drawn += 1
         base = self._fixed if self._fixed is not None else self._seed()  # type: ignore[misc]
         return _derived_seed(base, number=self._drawn)
@@ -131,7 +143,7 @@ class Emission:
         outer = [self.tensor(value) for value in trace.outer]
         graph = function.graph
         carried = list(inputs)
-        if function.is_random:  # a seed that changes is carried along
+        if function.seeds:  # a seed that changes is carried along
             carried = [self.seed(), *inputs]
             graph = popxl.gir().create_empty_graph("for_loop_turn")
             with graph:
@@ -141,7 +153,7 @@ class Emission:
                 for t in (following, *results):
                     popxl.graph_output(t)
         results = ops.repeat(graph, count, *carried, *outer)
-        return results[1:] if function.is_random else results
+        return results[1:] if function.seeds else results
 
     def either(
         self,
@@ -160,11 +172,11 @@ class Emission:
     def _function(self, trace: Trace, name: str) -> _Function:
         """A trace as a graph."""
         if trace not in self._functions:
-            self._functions[trace] = _Function(trace, name, self._placed)
+            self._functions[trace] = _Function(trace, name, self._placed, self.recomputed)
         return self._functions[trace]
 
     def _seed_for(self, function: _Function) -> list[popxl.Tensor]:
-        return [self.seed()] if function.is_random else []
+        return [self.seed() for _ in function.seeds]
 
     def write(self, nodes: Sequence[Node]) -> None:
         """Add the ops of some nodes to the current graph.
@@ -219,12 +231,15 @@ class Emission:
 
 
 class _Function:
-    """A trace as a graph: its inputs, and then a seed, if it draws random numbers."""
+    """A trace as a graph: its inputs, and then a seed, if it draws random numbers; of a part of a function, each."""
 
-    def __init__(self, trace: Trace, name: str, placed: bool) -> None:
+    def __init__(
+        self, trace: Trace, name: str, placed: bool, recomputed: dict[popxl.Graph, list[popxl.Tensor]]
+    ) -> None:
         self.graph = popxl.gir().create_empty_graph(name)
-        self.is_random = False
-        emission = Emission(self._seed, placed)
+        self.seeds: list[popxl.Tensor] = []
+        self._is_part = trace.is_part
+        emission = Emission(self._seed, placed, trace.is_part, recomputed)
         with get_current_context().set(scope_prefix=""), self.graph:
             names = trace.names or [v.name for v in trace.inputs]
             inputs = [
@@ -236,13 +251,14 @@ class _Function:
             for value in trace.outputs:
                 popxl.graph_output(emission.tensor(value))
 
-    @cached_property
-    def _seed_input(self) -> popxl.Tensor:
-        self.is_random = True
-        return popxl.graph_input((2,), popxl.uint32, "random")
+        if trace.is_recomputed:
+            kept = [value for node in trace.nodes if node.is_kept for value in node.results]
+            recomputed[self.graph] = [emission.tensors[id(v)] for v in kept if id(v) in emission.tensors]
 
     def _seed(self) -> popxl.Tensor:
-        return self._seed_input
+        if self._is_part or not self.seeds:
+            self.seeds.append(popxl.graph_input((2,), popxl.uint32, "random"))
+        return self.seeds[-1]
 
 
 _derived_seed = popxl.OpKind(

@@ -31,11 +31,13 @@ from poptorch.lowering.emission import spec_of
 from poptorch.lowering.operands import together
 from poptorch.options import Options
 from poptorch.program.batching import Batching
+from poptorch.program.recomputation import Recomputation
 from poptorch.program.updates import Update
 from popxl import ops
 from popxl.extend.graphs import leading_to
 from popxl.tensor import Variable
 from popxl.transforms import GradGraphInfo
+from popxl_addons.transforms.recomputation import recompute_activations
 
 Tensors = dict[str, popxl.Tensor]
 """What a graph works with, by name: those of parameters and buffers are their own, those of inputs begin with a slash,
@@ -201,8 +203,16 @@ class Program:
         captured = self._captured
         wanted = self._outputs()
         nodes = captured.trace.without_unused(wanted)
+        recomputation = Recomputation(self._options, nodes) if self._update is not None else None
+        if recomputation is not None and (within := self._asked_within()):
+            recomputation.leave_out(nodes, within)
+            recomputation = None
+        if recomputation is not None:
+            nodes = recomputation.before_outlining(nodes)
         if self._options._Popart.options.get("enableOutlining", True):
             nodes = outlined(nodes, wanted)
+        if recomputation is not None:
+            nodes = recomputation.after_outlining(nodes, wanted)
         used = {id(value) for node in nodes for value in node.inputs} | set(map(id, wanted))
         model = _Model(self.ir.create_empty_graph(name), any(node.site.unit for node in nodes))
         inputs = {f"/{leaf}": value for leaf, value in zip(self._leaves, captured.inputs, strict=True)}
@@ -220,6 +230,12 @@ class Program:
                 popxl.graph_output(t)
             self._anchor(model)
         return model
+
+    def _asked_within(self) -> list[str]:
+        """Names of tensors that are asked for, and that ops of the model make."""
+        asked = [r.value for r in self._returned if isinstance(r.value, str)]
+        others = {"loss", *self._captured.state, *map(_name_of, self._leaves)}
+        return [name for name in asked if name not in others and not name.startswith((GRADIENT, UPDATED))]
 
     def _anchor(self, model: _Model) -> None:
         """Make outputs of the tensors of the model that are to be returned by name."""
@@ -250,7 +266,14 @@ class Program:
                 "Nothing is trained: the loss does not depend on any parameter that the optimizer has, or no gradient "
                 "flows to them (`torch.no_grad`, `detach`)."
             )
-        return popxl.transforms.autodiff(self._model.graph, [loss], required) if required else None
+        if not required:
+            return None
+        return popxl.transforms.autodiff(self._model.graph, [loss], required, called_graphs_transform=self._recomputed)
+
+    def _recomputed(self, gradient: GradGraphInfo) -> GradGraphInfo:
+        """The gradient of a graph that the model calls: it takes no activations from a region that is recomputed."""
+        kept = self._model.emission.recomputed.get(gradient.forward_graph)
+        return gradient if kept is None else recompute_activations(gradient, kept, ())[0]
 
     def _name_trained(self) -> None:
         """Complete `names` by those of what training makes, and check that there are all that are asked for."""

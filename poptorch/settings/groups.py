@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from pydantic import ValidationError
 
+from popart import RecomputationType
 from poptorch.base.logging_ import logger
 from poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType
 from poptorch.errors import Error
@@ -424,8 +425,9 @@ class _PopartOptions(OptionsDict):
 
     options: dict[str, Any] = setting(
         {},
-        "those that `popxl.Ir.options` has (`placement`, `calledGraphs`, `remoteBuffers`, `precision`) have their "
-        "effect there, and others none; a name that no session option has raises an Error",
+        "`autoRecomputation`: which activations are computed again in the backward pass, by the kinds of "
+        "`popart.RecomputationType`; those that `popxl.Ir.options` has (`placement`, `calledGraphs`, `remoteBuffers`, "
+        "`precision`) have their effect there, and others none; a name that no session option has raises an Error",
         "set",
     )
     patterns: dict[str, bool] = setting(
@@ -474,6 +476,22 @@ class _PopartOptions(OptionsDict):
     def setEngineOptions(self, engine_options: Mapping[str, str]) -> _PopartOptions:
         """Set options of the engine, replacing those set before."""
         return self._set(engine_options=_plain(engine_options))
+
+    @property
+    def recomputation(self) -> RecomputationType | None:
+        """Which activations are computed again in the backward pass, by `autoRecomputation`; `None` if that is not set.
+
+        Raises:
+            Error: if it is set to anything else.
+        """
+        value = self.options.get("autoRecomputation")
+        if value is None:
+            return None
+        known = {kind.name: kind for kind in RecomputationType} | {int(kind): kind for kind in RecomputationType}
+        if not isinstance(value, int | str) or isinstance(value, bool) or value not in known:
+            kinds = ", ".join(f"{int(kind)} ({kind.name})" for kind in RecomputationType)
+            raise Error(f"Session option 'autoRecomputation' is {value!r}; expected one of {kinds}.")
+        return known[value]
 
     def check(self) -> None:
         """To be called when a model is compiled: whether all values are of types that session options have.

@@ -1,0 +1,43 @@
+"""Checkpoints of `torch.utils.checkpoint`, which become regions whose activations are recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from poptorch.capture.torch_private import TorchDispatchMode, checkpoints_run_by, saving_policy
+from poptorch.capture.tracer import Tracer
+
+__all__ = ["checkpoints_in_regions"]
+
+
+def checkpoints_in_regions(tracer: Tracer) -> AbstractContextManager[None]:
+    """Have a tracer record the checkpoints of a block as regions."""
+
+    @contextmanager
+    def region(context: Any) -> Iterator[None]:
+        saves = saving_policy(context)
+        with tracer.recorder.region(), context if saves is None else _Saving(tracer, saves):
+            yield
+
+    return checkpoints_run_by(region)
+
+
+class _Saving(TorchDispatchMode):
+    """Hears of each op in a checkpoint, and notes whether its results are kept."""
+
+    def __init__(self, tracer: Tracer, saves: Callable[..., bool]) -> None:
+        super().__init__()
+        self._tracer, self._saves = tracer, saves
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        nodes = self._tracer.recorder.trace.nodes
+        before = len(nodes)
+        results = func(*args, **(kwargs or {}))
+        if self._saves(results, func, args, kwargs or {}):
+            for node in nodes[before:]:
+                node.is_kept = True
+            # Nothing is written down while a function runs that is kept whole; what comes next is the function.
+            self._tracer.recorder.keeps |= len(nodes) == before
+        return results

@@ -1,0 +1,162 @@
+"""Which parts of a model are recomputed in the backward pass, and each of them as a call of one function.
+
+Three things make regions: checkpoints of `torch.utils.checkpoint`, which the tracer records; what stands between the
+tensors of `poptorch.recomputationCheckpoint`; and the option `autoRecomputation`, which pipelines have by default. A
+region is a call of a trace, the same one for regions that do the same: from its gradient's inputs all else in it is
+computed again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate, groupby, pairwise, takewhile
+from typing import Any
+
+from poptorch.capture.outline import CALL, call, form_of, from_outside, used_outside
+from poptorch.capture.seeding import SEEDING
+from poptorch.capture.trace import Node, Trace, Value
+from popxl.extend.graphs import last_uses
+
+__all__ = ["as_calls", "between_checkpoints", "keeping_all_but_norms", "layers"]
+
+_NORMS = frozenset(
+    f"torch.{name}_norm" for name in ("batch", "group", "instance", "layer", "local_response", "rms")
+) | frozenset(f"aten.native_{name}_norm" for name in ("batch", "group", "layer"))
+
+
+def between_checkpoints(nodes: Sequence[Node], by_stage: bool, to_the_end: bool = False) -> list[Node]:
+    """Ops, in regions that end where tensors are kept.
+
+    Args:
+        nodes: all ops, in order. Those in regions of their own stay as they are.
+        by_stage: whether regions end where stages of a pipeline do, too.
+        to_the_end: whether what follows the last tensor that is kept is a region. Its backward pass comes right after
+            it, so that nothing is won.
+    """
+    groups: list[tuple[Hashable, list[Node]]] = []
+    part = 0
+    for node in nodes:
+        part += node.is_kept and not node.regions
+        key = (part, (node.site.unit, node.site.stage) if by_stage else None)
+        if node.is_kept and not node.regions or not groups or groups[-1][0] != key:
+            groups.append((key, []))
+        groups[-1][1].append(node)
+    first = 1 + max((region for node in nodes for region in node.regions), default=0)
+    result: list[Node] = []
+    for number, (_, group) in enumerate(groups):
+        is_region = to_the_end or number < len(groups) - 1
+        for node in group:
+            is_own = bool(node.regions) or node.is_kept
+            result.append(replace(node, regions=(first + number,)) if is_region and not is_own else node)
+    return result
+
+
+def keeping_all_but_norms(nodes: Iterable[Node]) -> list[Node]:
+    """Ops, of which all are kept but norms, and the ops that read nothing else."""
+    result, lost = list[Node](), set[int]()
+    for node in nodes:
+        is_norm = node.op in _NORMS or len(node.inputs) == 1 and id(node.inputs[0]) in lost
+        if is_norm:
+            lost.update(map(id, node.results))
+        result.append(node if is_norm else replace(node, is_kept=True))
+    return result
+
+
+def layers(nodes: Sequence[Node]) -> list[Node]:
+    """Ops, with a region for each layer that is outlined, and for pieces of what is between them.
+
+    Of n ops between, pieces have about √n each. They end where the values that go on are smallest.
+    """
+    first = 1 + max((region for node in nodes for region in node.regions), default=0)
+    ends = sorted({0, len(nodes)} | {i + k for i, node in enumerate(nodes) if node.op == CALL for k in (0, 1)})
+    crossing = _crossing(nodes)
+    cuts = [0]
+    for start, end in pairwise(ends):
+        size = math.isqrt(end - start)
+        while end - cuts[-1] > size + size // 2:
+            near = range(cuts[-1] + max(1, size // 2), min(end, cuts[-1] + size + size // 2 + 1))
+            cuts.append(min(near, key=lambda i: (crossing[i], -i)))
+        cuts.append(end)
+    result: list[Node] = []
+    for number, (start, end) in enumerate(pairwise(cuts)):
+        for node in nodes[start:end]:
+            is_own = bool(node.regions) or end == len(nodes)
+            result.append(node if is_own else replace(node, regions=(first + number,)))
+    return result
+
+
+def _crossing(nodes: Sequence[Node]) -> list[int]:
+    """Elements of the values that ops before each position make, and ops from there on read."""
+    change = [0] * (len(nodes) + 2)
+    made = {id(value): (i, value) for i, node in enumerate(nodes) for value in node.results}
+    last = last_uses(map(id, node.inputs) for node in nodes)
+    for key, (i, value) in made.items():
+        if key in last:
+            change[i + 1] += math.prod(value.shape)
+            change[last[key] + 1] -= math.prod(value.shape)
+    return list(accumulate(change))
+
+
+def as_calls(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
+    """Ops, of which those of regions are calls of traces, the same one for regions that do the same.
+
+    Args:
+        nodes: all ops, in order.
+        wanted: values that are used outside of them.
+    """
+    known: dict[Hashable, Trace] = {}
+    done: dict[Trace, Trace] = {}
+    return _as_calls(nodes, {id(value) for value in wanted}, known, done)
+
+
+def _as_calls(
+    nodes: Sequence[Node], wanted: set[int], known: dict[Hashable, Trace], done: dict[Trace, Trace]
+) -> list[Node]:
+    last = last_uses((map(id, node.inputs) for node in nodes), wanted)
+    result: list[Node] = []
+    position = 0
+    for region, run in groupby(nodes, lambda node: None if node.op in SEEDING else node.regions[:1]):
+        part = list(run)
+        position += len(part)
+        part = [_within_call(node, known, done) for node in part]
+        if not region:
+            result += part
+            continue
+        part = [replace(node, regions=node.regions[1:]) for node in part]
+        returned = used_outside(part, position, last)
+        if not returned:
+            result += _as_calls(part, set(), known, done)
+            continue
+        form = (form_of(part), tuple(returned))
+        if form not in known:
+            known[form] = _trace(part, returned, known, done)
+        result.append(call(part, known[form], returned, _module(part)))
+    return result
+
+
+def _within_call(node: Node, known: dict[Hashable, Trace], done: dict[Trace, Trace]) -> Node:
+    """An op; of one that calls a trace, with the regions in there as calls."""
+    if node.op != CALL:
+        return node
+    trace: Trace = node.arguments["trace"]
+    if trace not in done:
+        done[trace] = replace(trace, nodes=_as_calls(trace.nodes, set(map(id, trace.outputs)), known, done))
+    return replace(node, arguments=node.arguments | {"trace": done[trace]})
+
+
+def _module(part: Sequence[Node]) -> str:
+    """Path of the module that all of these ops are in."""
+    paths = [node.scope.split(".") for node in part]
+    return ".".join(names[0] for names in takewhile(lambda names: len({*names}) == 1, zip(*paths, strict=False)))
+
+
+def _trace(part: Sequence[Node], returned: Sequence[tuple[int, int]], known: Any, done: Any) -> Trace:
+    """The ops of a region, whose gradient computes them again."""
+    if len(part) == 1 and part[0].op == CALL:
+        called: Trace = part[0].arguments["trace"]
+        return replace(called, outputs=[called.outputs[k] for _, k in returned], is_recomputed=True)
+    inputs, outputs = from_outside(part), [part[i].results[k] for i, k in returned]
+    nodes = _as_calls(part, set(map(id, outputs)), known, done)
+    return Trace(inputs, nodes, outputs, names=[v.name for v in inputs], is_recomputed=True, is_part=True)

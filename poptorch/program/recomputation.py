@@ -1,0 +1,57 @@
+"""What options say of recomputation: which regions a model has besides those of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from popart import RecomputationType
+from poptorch.base.logging_ import logger
+from poptorch.capture.recomputation import as_calls, between_checkpoints, keeping_all_but_norms, layers
+from poptorch.capture.trace import Node, Value
+from poptorch.options import Options
+from poptorch.placement.strategies import PipelinedExecution, ShardedExecution
+
+__all__ = ["Recomputation"]
+
+_OF_LAYERS = (RecomputationType.Standard, RecomputationType.NormOnly)
+
+
+class Recomputation:
+    """The regions of a model that is trained.
+
+    Args:
+        options: the options.
+        nodes: the ops of the model.
+    """
+
+    def __init__(self, options: Options, nodes: Sequence[Node]) -> None:
+        strategy = options.execution_strategy
+        pipelines = isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution)
+        self._by_stage = pipelines and any(a.site.unit != b.site.unit for a, b in pairwise(nodes))
+        self._kind = options._Popart.recomputation
+
+    def before_outlining(self, nodes: Sequence[Node]) -> list[Node]:
+        """All ops, in regions that modules need not know of."""
+        if self._kind in (None, RecomputationType.Pipeline):
+            return between_checkpoints(nodes, self._by_stage)
+        if self._kind is RecomputationType.RecomputeAll:
+            return between_checkpoints(nodes, by_stage=False, to_the_end=True)
+        if self._kind is RecomputationType.NormOnly:
+            return keeping_all_but_norms(nodes)
+        return list(nodes)
+
+    def leave_out(self, nodes: Sequence[Node], names: Sequence[str]) -> None:
+        """Tell that nothing is recomputed, if anything would be, as tensors within the model are asked for."""
+        if self._kind in _OF_LAYERS or any(node.regions for node in self.before_outlining(nodes)):
+            logger.warning(
+                "anchorTensor asks for %s, within the model, so that no activations are recomputed in the backward "
+                "pass: checkpoints need as much memory as without them.",
+                ", ".join(names),
+            )
+
+    def after_outlining(self, nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
+        """All ops, with those of regions as calls."""
+        if self._kind in _OF_LAYERS:
+            nodes = layers(nodes)
+        return as_calls(nodes, wanted)

@@ -18,7 +18,7 @@ Choice = Callable[[GraphWithNamedArgs], Iterable[popxl.Tensor]]
 
 
 class OutlinedCall:
-    """Outlined calls of `module` from the graph of `caller`.
+    """Outlined call: runs `module` as a separate graph, called from `caller`.
 
     After the call `var_factories` and `graph` are what the module's `create_graph` returned, and
     `n_outputs_pre_autodiff` is the number of outputs before differentiating added more.

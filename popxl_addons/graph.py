@@ -219,7 +219,7 @@ class BoundGraph:
         return ops.call_with_info(self.graph, *targs, inputs_dict=self._inputs_dict(args))
 
     def bind(self, args: TensorMap) -> BoundGraph:
-        """A graph that is bound to `args`, too; they win over what was bound before."""
+        """Add bindings from `args`, which override existing bindings."""
         return BoundGraph(self.graph, self._inputs_dict(args))
 
     def subgraph_io_map(

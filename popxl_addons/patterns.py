@@ -29,7 +29,7 @@ patterns_level: dict[str, list[Pattern]] = {"no_patterns": [], "minimal": [], "d
 
 
 def pattern(level: str) -> Callable[[Pattern], Pattern]:
-    """Register the decorated function as a pattern of `level`, and of the levels above it.
+    """Decorator: register a pattern for `level` and higher levels.
 
     What it puts in the place of an op should match no pattern, so that applying patterns again changes nothing.
 

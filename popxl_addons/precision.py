@@ -95,7 +95,7 @@ class MixedPrecision:
         return facts, graph
 
     def cast(self, variables: NamedTensors, args: NamedTensors) -> NamedTensors:
-        """The variables as a graph takes them, whose inputs `args` are: of a variable in pieces, the own piece.
+        """Variables cast for graph inputs `args`; own shards of sharded variables.
 
         Raises:
             KeyError: if `variables` lacks one.
@@ -108,7 +108,7 @@ class MixedPrecision:
         )
 
     def narrowed(self, t: popxl.Tensor) -> popxl.Tensor:
-        """A float tensor as `dtype`; others as they are."""
+        """Cast float tensors to `dtype`; others unchanged."""
         return cast_if_needed(t, self.dtype) if _is_float(t.dtype) else t
 
     def _narrow_spec(self, argument: Any) -> Any:
@@ -122,7 +122,7 @@ class MixedPrecision:
 
 @dataclass(frozen=True)
 class _Building:
-    """What is being built: in which precision, and whether within a layer that is kept.
+    """Build context: current precision, and whether a float32 layer encloses it.
 
     Attributes:
         names: those of all layers so far.
@@ -146,7 +146,7 @@ def _build_context(building: _Building) -> Iterator[None]:
 
 
 def in_precision(factory: VariableFactory) -> VariableFactory:
-    """The factory, for the graph that is being built: its variable is float32, and its placeholder what is computed in.
+    """Factory for the current build: float32 variable, placeholder in computation dtype.
 
     What a graph changes in place stays as it is: of a copy, the change would be lost.
     """
@@ -158,13 +158,13 @@ def in_precision(factory: VariableFactory) -> VariableFactory:
 
 
 def cache_key(name: str | None = None) -> Any:
-    """What else than its arguments makes a difference to the graph of a layer of that name."""
+    """Precision-dependent part of a named layer's cache key."""
     building = _building.get()
     return building and (building.precision, building.wide or building.precision._keeps(name))
 
 
 def layer(name: str | None, states_gradient: bool, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `build` makes of the arguments, as the layer of that name: in float32, if that is kept.
+    """Build a named layer from arguments, in float32 for kept layers.
 
     Raises:
         ValueError: for a kept layer that states its gradient itself: that would know nothing of the casts around it.
@@ -195,12 +195,12 @@ def _cast_all(tree: Any, dtype: popxl.dtype) -> Any:
 
 
 def _on_replica(t: popxl.Tensor) -> popxl.Tensor:
-    """What programs use of a variable: of one in pieces, the own piece."""
+    """Per-replica view of a variable: the own shard of sharded ones."""
     return t.piece if isinstance(t, Variable) and t.piece is not None else t
 
 
 def _is_float(dtype: popxl.dtype) -> bool:
-    """Whether it is a dtype that precision is about: float32, or a half."""
+    """Whether mixed precision concerns a dtype: float32 or a half."""
     return dtype is popxl.float32 or dtype.is_half
 
 

@@ -82,7 +82,7 @@ def route_tensor_into_graph(
 
 
 def is_subgraph(parent: popxl.Graph, subgraph: popxl.Graph) -> bool:
-    """Whether running `parent` can run `subgraph`; also if they are the same.
+    """Whether `parent` equals `subgraph` or calls it, directly or transitively.
 
     Example:
         >>> ir = popxl.Ir()
@@ -95,7 +95,7 @@ def is_subgraph(parent: popxl.Graph, subgraph: popxl.Graph) -> bool:
 
 
 def _callers_first(graph: popxl.Graph, home: popxl.Graph) -> list[popxl.Graph]:
-    """`graph`, which is the last, and the graphs that it is called from, directly or not; `home` left out."""
+    """Direct and indirect callers of `graph`, callers first, `graph` last; excludes `home`."""
     found: dict[popxl.Graph, None] = {}
     waiting = [(graph, False)]
     while waiting:
@@ -109,7 +109,7 @@ def _callers_first(graph: popxl.Graph, home: popxl.Graph) -> list[popxl.Graph]:
 
 
 def _check(tensor: popxl.Tensor, graph: popxl.Graph, between: list[popxl.Graph], changes: bool) -> None:
-    """The errors of `route_tensor_into_graph`, before anything is changed."""
+    """Raise errors of `route_tensor_into_graph` before any change."""
     home = tensor.graph
     sites = [(op, each) for each in between for op in each.call_sites]
     if not any(op.graph is home for op, _ in sites):
@@ -146,6 +146,6 @@ def _check_site(tensor: popxl.Tensor, op: Op, where: str, own: int | None, chang
 
 
 def _position(tensor: popxl.Tensor, op: Op, graph: popxl.Graph) -> int | None:
-    """Where an op binds the input that a tensor has been routed to, if it has."""
+    """Op input position for a routed tensor's graph input, if bound."""
     routed = _routed.get(graph, {}).get(tensor)
     return None if routed is None else graph.inputs.index(routed) - _OWN_INPUTS[op.kind]

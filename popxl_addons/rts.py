@@ -88,7 +88,7 @@ def reduce_replica_sharded_tensor(
     replica_group: Groups | None = None,
     shard_group: Groups | None = None,
 ) -> popxl.Tensor:
-    """Combine the values that `t` has on the replicas of one group, and share out the result among those of another.
+    """Reduce `t` over one replica group, then shard the result over another.
 
     Args:
         t: a tensor that is whole on each replica, with a value of its own.
@@ -209,7 +209,7 @@ def graph_over(
     tensors: NamedTensors | NamedVariableFactories,
     function: Callable[[str, popxl.Tensor], popxl.Tensor],
 ) -> tuple[GraphWithNamedArgs, list[str]]:
-    """A graph with an input for each name, sorted, and what the function makes of it as an output; and these names."""
+    """Build a graph with sorted named inputs around a function; also return input names."""
     ir = popxl.gir()
     with ir.undone_on_failure():
         graph = ir.create_empty_graph(name)

@@ -43,17 +43,17 @@ _ATTEMPTS = 10
 
 
 class DataLoader(Protocol):
-    """A data loader whose position can be written to a file and found again."""
+    """Data loader protocol with savable position."""
 
     def save(self, path: str) -> Any:
         """Write the position to a file."""
 
     def resume(self, filename: str) -> Any:
-        """Go to the position in a file."""
+        """Restore the position from a file."""
 
 
 class TaskSession(popxl.Session):
-    """A `popxl.Session` with named streams and state, which counts its runs and can be saved and loaded.
+    """A `popxl.Session` with named streams and state, run counter, saving and loading.
 
     Args:
         inputs: streams from the host, in the order in which they are wanted; a dictionary of them will do.
@@ -135,7 +135,7 @@ class TaskSession(popxl.Session):
 
     @classmethod
     def load(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not for this class: the file of a session has no names for its state."""
+        """Unsupported: session files lack state names."""
         raise NotImplementedError(
             "TaskSession.load: the file of a saved session has no names for its state. Load it with "
             "`popxl.Session.load`; or build the program again, make a TaskSession of it, and use `load_checkpoint`."
@@ -156,7 +156,7 @@ class TaskSession(popxl.Session):
 
     @property
     def dataloader(self) -> DataLoader | None:
-        """The data loader whose position is saved and loaded with the state; `None`, and a warning, if there is none.
+        """Data loader whose position checkpoints include; `None` with warning if absent.
 
         `ValueError` on assigning an object without the methods ``save(path)`` and ``resume(filename)``.
         """
@@ -186,7 +186,7 @@ class TaskSession(popxl.Session):
         return NamedTensorData.from_dict({name: data[t] for name, t in named.items()})
 
     def load_from_session(self, src: TaskSession, report_missing: ReportMissingMethods = "warn") -> None:
-        """Copy the values of `src.state` to the variables of the same names in this session's state.
+        """Copy `src.state` values to equally named variables of this session's state.
 
         The programs may differ as those of a checkpoint: see `load_checkpoint`.
 
@@ -286,7 +286,7 @@ class TaskSession(popxl.Session):
     def _begun(
         self, stack: ExitStack, place: str, format: array_files.Format, arrays: Mapping[str, np.ndarray]
     ) -> tuple[Path, Callable[[], None]]:
-        """The draft of a checkpoint, which has all but the arrays, and what writes these."""
+        """Draft checkpoint without arrays, with a writer for arrays."""
         self._check_maps_elsewhere(place, arrays)
         directory = stack.enter_context(checkpoint.created(place))
         checkpoint.write_info(directory, self.session_state)
@@ -303,7 +303,7 @@ class TaskSession(popxl.Session):
         arrays: Mapping[str, np.ndarray],
         divided: Mapping[str, Variable],
     ) -> Callable[[], None]:
-        """As `_begun`, of a checkpoint that all processes write: the first one `arrays`, each a part of `divided`.
+        """Distributed version of `_begun`: first process writes `arrays`, every process its shards of `divided`.
 
         They meet once, to know the draft. Later each says how its part has ended, and the first one waits for that.
         """
@@ -437,8 +437,8 @@ class TaskSession(popxl.Session):
 
     @contextmanager
     def _told(self, what: str, together: bool, otherwise: str) -> Iterator[dict[str, str]]:
-        """A block that each process goes through by itself, if the program has several. They meet at its end: what goes
-        wrong in one is raised in all; and so it is if the `mark` that each says is not the same.
+        """Per-process block in distributed programs, with a barrier at its end: failures in one process, and differing
+        `mark` payloads, raise in all.
 
         Args:
             what: where they are.
@@ -470,7 +470,7 @@ class TaskSession(popxl.Session):
         differences: Iterable[str] = (),
         maps: AbstractSet[str] = frozenset(),
     ) -> tuple[dict[Variable, array_files.Elements], str]:
-        """The arrays by the variables that they are for, and what is missing. All that does not fit is told at once.
+        """Match arrays with variables, listing missing ones. Reports all mismatches together.
 
         Memory-mapped variables whose files are among `maps` are not expected in `stored`.
         """
@@ -501,7 +501,7 @@ class TaskSession(popxl.Session):
         return values, ". ".join(missing)
 
     def _write(self, values: Mapping[Variable, np.ndarray]) -> None:
-        """As `write_variables_data`, of arrays that nobody else has; what it does not write stays as it is."""
+        """`write_variables_data` for exclusively owned arrays; unlisted variables keep their values."""
         if not values:
             return
         with self._lock, self.ir.host_copies.lock:
@@ -510,7 +510,7 @@ class TaskSession(popxl.Session):
             self._write_variables(values, copy=False)
 
     def _values(self, named: Mapping[str, Variable | Constant], copied: bool) -> dict[str, np.ndarray]:
-        """The values of tensors, whole, by name. Memory maps are as they are; others are copies if so wanted."""
+        """Whole tensor values by name: memory maps unchanged, other arrays optionally copied."""
         with self._lock, self.ir.host_copies.lock:
             data = self.values_of(named.values())
             wholes = {name: _whole(t, data[t]) for name, t in named.items()}
@@ -545,7 +545,7 @@ class TaskSession(popxl.Session):
 
 
 def write_variables_pb(session: popxl.Session, weights: Mapping[popxl.Tensor, np.ndarray]) -> None:
-    """Write arrays to the variables of `session` that have the ids of these tensors.
+    """Write arrays to equally identified variables of `session`.
 
     As `Session.write_variables_data`, but the tensors may be those of another program that is built alike.
 
@@ -640,7 +640,7 @@ def _readable(state: NamedTensors) -> dict[str, Variable | Constant]:
 
 
 def _is_saved_in_pieces(t: Variable | Constant) -> bool:
-    """Whether each process saves a part of the value: not of what is the same file for all, or known to all."""
+    """Whether processes save separate shards; false for shared files and replicated values."""
     if not isinstance(t, Variable) or (t.initial is None and array_files.map_file(t.data) is not None):
         return False
     return t.retrieval_mode != "all_replicas" or t.replica_grouping.group_size == 1
@@ -652,7 +652,7 @@ def _in_pieces(v: Variable) -> pieces.Divided:
 
 
 def _whole(t: Variable | Constant, array: np.ndarray) -> np.ndarray:
-    """The value that groups of replicas have parts of; another array as it is, and so a memory map."""
+    """Merge group parts to a whole value; other arrays, including memory maps, unchanged."""
     if not isinstance(t, Variable) or t.group_axis is None or t.replica_grouping.num_groups == 1:
         return array
     if array.shape != t.shape_on_host or array_files.map_file(array):
@@ -661,7 +661,7 @@ def _whole(t: Variable | Constant, array: np.ndarray) -> np.ndarray:
 
 
 def _in_groups(t: Variable | Constant, array: array_files.Elements) -> array_files.Elements:
-    """A whole value, or a row for each of any groups, with a row for each group of `t`. Another array as it is."""
+    """Expand a whole value or group rows to one row per group of `t`; other arrays unchanged."""
     axis = t.group_axis if isinstance(t, Variable) else None
     if not isinstance(t, Variable) or axis is None or array.shape == t.shape_on_host:
         return array
@@ -675,7 +675,7 @@ def _in_groups(t: Variable | Constant, array: array_files.Elements) -> array_fil
 
 
 def _as_one(t: Variable | Constant) -> str:
-    """What a value is as a whole, if groups of replicas have parts of it."""
+    """Whole-value spec for group parts."""
     if not isinstance(t, Variable) or t.group_axis is None or t.replica_grouping.num_groups == 1:
         return ""
     shape = list(t.shape)
@@ -684,7 +684,7 @@ def _as_one(t: Variable | Constant) -> str:
 
 
 def _may_be_divided(t: Variable | Constant, shape: tuple[int, ...]) -> bool:
-    """Whether a value that does not fit may be one of which groups of replicas have parts, here or there."""
+    """Whether differing group partition might explain a mismatched value."""
     if not isinstance(t, Variable) or t.group_axis is not None:
         return False
     return t.replica_grouping.num_groups > 1 or len(shape) == len(t.shape) + 1
@@ -707,7 +707,7 @@ def _is_mapped_to(t: Variable | Constant, names: AbstractSet[str]) -> bool:
 
 
 def _on_host(t: Variable | Constant) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Dtype and shape of the numbers of a tensor; of what is read from all replicas, a row for each."""
+    """Host dtype and shape; one row per replica for per-replica reads."""
     shape = t.shape_on_host if isinstance(t, Variable) else t.shape
     if isinstance(t, Variable) and t.retrieval_mode == "all_replicas" and t.replica_grouping.group_size > 1:
         shape = (len(t.replica_grouping.assignment), *t.shape)

@@ -78,7 +78,7 @@ class Names:
     ignored: frozenset[str] = frozenset()
 
     def of(self, variable: str) -> Stored | None:
-        """How a file has a variable; `None` if that is not known."""
+        """File representation of a variable; `None` if unknown."""
         pattern, numbers = _pattern(variable)
         found = self.stored.get(pattern, self.stored.get(variable))
         if found is None:
@@ -192,7 +192,7 @@ class _Weight:
 
 
 def _weights_of(path: Path) -> dict[str, _Weight]:
-    """Weights of a file by name, from its header only."""
+    """Read weight metadata by name, from file headers alone."""
     return {name: _Weight(path, *about) for name, about in safetensors_in(path)[0].items()}
 
 

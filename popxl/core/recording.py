@@ -134,7 +134,7 @@ class Op:
 
     @property
     def graph(self) -> Graph:
-        """The graph that the op is in."""
+        """The op's graph. Raises `ReferenceError` after the end of its Ir."""
         graph = self._graph()
         if graph is None:
             raise ReferenceError(f"The Ir of the op {self} is gone; keep a reference to the Ir.")

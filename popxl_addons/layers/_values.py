@@ -78,7 +78,7 @@ def weights(*shape: int, std: float = 0.02) -> np.ndarray | Initial:
 
 
 def drawn_weights(layer: str, dtype: popxl.dtype, *shape: int) -> Callable[[], np.ndarray | Initial]:
-    """`weights` for a variable dtype. Raises `ValueError` for integers, which would all be zero."""
+    """Draw `weights` in a variable dtype. Raises `ValueError` for integers, since truncation gives zeros."""
     if not dtype.is_inexact:
         raise ValueError(
             f"{layer}: the weights would be of {dtype.name}, and begin with random numbers around 0 that it does not "

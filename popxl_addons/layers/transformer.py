@@ -172,7 +172,7 @@ class Attention(Module):
         return ops.collectives.replicated_slice(ops.arange(0, size * length, length), group=self.group)
 
     def _check(self, x: popxl.Tensor, kept: Cache | None) -> None:
-        """Raise `ValueError` for texts incompatible with heads or cache."""
+        """Raise `ValueError` for text shapes incompatible with heads or cache."""
         if x.rank != 3:
             raise ValueError(f"Attention: `x` has the shape {x.shape}; expected (batch, length, width).")
         if self.channels is None and x.shape[-1] % self.heads:

@@ -201,7 +201,7 @@ def global_norm(variables: Tensors, gradients: Tensors, loss_scaling: float | po
 
 
 def _finite(trained: Sequence[Trained], placement: Placement) -> popxl.Tensor:
-    """Whether all gradients are finite on all replicas, for the current IPU."""
+    """Test all gradients for finite values across replicas, on the current IPU."""
     here, parts = get_current_context().ipu_id, dict[int | None, list[Trained]]()
     for each in trained:
         parts.setdefault(placement.ipu_of(each.gradient), []).append(each)

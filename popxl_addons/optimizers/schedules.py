@@ -75,7 +75,7 @@ def _check(name: str, steps: int, warmup: int) -> None:
 
 
 def _progress(step: popxl.Tensor, steps: int, warmup: int) -> popxl.Tensor:
-    """How much of what follows the warm-up is over, from 0 to 1."""
+    """Fraction of post-warm-up steps completed, from 0 to 1."""
     return ops.clip((step - warmup) / (steps - warmup), 0.0, 1.0)
 
 

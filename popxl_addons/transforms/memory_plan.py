@@ -60,7 +60,7 @@ class Activation(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The line of the program that computes it: `model.py:12`."""
+        """Source line of the computation, such as `model.py:12`."""
         return str(self.made_by.source)
 
     @property
@@ -70,7 +70,7 @@ class Activation(NamedTuple):
 
     @property
     def has_batch(self) -> bool:
-        """Whether it is a product of two batches of matrices, such as the scores of attention."""
+        """Whether batched matrix products compute it, such as attention scores."""
         return all(t.rank > 2 for t in self.made_by.inputs[:2])
 
 
@@ -166,12 +166,12 @@ class GraphPlan(BaseModel):
         return self.calls * sum(each.bytes for each in self.activations if each.treatment == treatment)
 
     def paths(self, treatment: Treatment) -> tuple[str, ...]:
-        """The paths of the activations that have a treatment."""
+        """Paths of activations with a given treatment."""
         return tuple(each.path for each in self.activations if each.treatment == treatment)
 
 
 class MemoryPlan(OnPage, BaseModel):
-    """The treatment of each activation of the graphs that a program calls. JSON is one form of it.
+    """Treatment of every activation in called graphs, with JSON form.
 
     `train_step` applies one and returns it; edit the JSON, or `with_treatments`, and apply the result in its place.
 
@@ -214,7 +214,7 @@ class MemoryPlan(OnPage, BaseModel):
         return sum(graph.bytes(treatment) for graph in self.graphs)
 
     def with_treatments(self, treatment: Treatment, *patterns: str) -> Self:
-        """The plan in which activations have another treatment.
+        """Copy of the plan with new treatments for some activations.
 
         Args:
             treatment: `"keep"`, `"recompute"` or `"offload"`.

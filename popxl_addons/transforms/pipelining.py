@@ -131,7 +131,7 @@ class StageContext:
 
     @property
     def schedule(self) -> PipelineSchedule:
-        """The order in which the pipeline works. Known after the block."""
+        """Pipeline schedule, known after the block."""
         return self.pipeline.schedule
 
     @property

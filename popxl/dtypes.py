@@ -147,10 +147,10 @@ class dtype:
     @property
     def is_wide(self) -> builtins.bool:
         """Whether numbers (or components of `complex128`) have 64 bits."""
-        return self.of_parts.itemsize == 8
+        return self.component_dtype.itemsize == 8
 
     @property
-    def of_parts(self) -> "dtype":
+    def component_dtype(self) -> "dtype":
         """Component type of complex types; other types unchanged."""
         return {"complex64": float32, "complex128": float64}.get(self._name, self)
 

@@ -298,7 +298,7 @@ class Graph(NotCopyable):
         for part in op.parts:
             overwritten = part.inputs[min(part.modified)] if part.kind.aliased and part.modified else None
             for t in part.outputs:
-                t.made_by(op, overwritten)
+                t.set_producer(op, overwritten)
         self.ops.append(op)
         self._ir.edits.note()
         for graph in op.called_graphs:

@@ -88,7 +88,7 @@ class Ir(NotCopyable):
         else:
             of_axes = 1 if self._axes is None else self._axes.count
             self.replication_factor = of_axes if replication is None else replication
-        debug_info.note(self)
+        debug_info.register_ir(self)
 
     @property
     def id(self) -> int:

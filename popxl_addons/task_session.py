@@ -252,7 +252,7 @@ class TaskSession(popxl.Session):
             ValueError: for another `format`, or memory maps that lie in `checkpoint_dir`.
             ImportError: for an artifact, if `wandb` is not installed; `RuntimeError` if no run is active.
         """
-        place = _place("save_checkpoint", checkpoint_dir)
+        place = _checkpoint_name("save_checkpoint", checkpoint_dir)
         with self._writer.turn:
             self._save(place, format, wait)
 
@@ -266,12 +266,12 @@ class TaskSession(popxl.Session):
         is_first = (launched() or Instance()).instance_index == 0
         with ExitStack() as stack:
             if together:
-                finish = self._begun_together(stack, place, format, arrays, cast("dict[str, Variable]", divided))
+                finish = self._start_joint(stack, place, format, arrays, cast("dict[str, Variable]", divided))
             else:
                 self._writer.check()  # here, where all processes have given their values
                 if not is_first:
                     return
-                _, finish = self._begun(stack, place, format, arrays)
+                _, finish = self._start_checkpoint(stack, place, format, arrays)
             draft = stack.pop_all()
         writer, count = self._writer, self.max_checkpoints  # not the session: a thread would keep it
 
@@ -283,7 +283,7 @@ class TaskSession(popxl.Session):
 
         writer.do(complete, f"the checkpoint `{place}`", wait)
 
-    def _begun(
+    def _start_checkpoint(
         self, stack: ExitStack, place: str, format: array_files.Format, arrays: Mapping[str, np.ndarray]
     ) -> tuple[Path, Callable[[], None]]:
         """Draft checkpoint without arrays, with a writer for arrays."""
@@ -295,7 +295,7 @@ class TaskSession(popxl.Session):
             self._dataloader.save(str(directory / checkpoint.LOADER))
         return directory, write
 
-    def _begun_together(
+    def _start_joint(
         self,
         stack: ExitStack,
         place: str,
@@ -303,7 +303,7 @@ class TaskSession(popxl.Session):
         arrays: Mapping[str, np.ndarray],
         divided: Mapping[str, Variable],
     ) -> Callable[[], None]:
-        """Distributed version of `_begun`: first process writes `arrays`, every process its shards of `divided`.
+        """Distributed `_start_checkpoint`: first process writes `arrays`, every process its shards of `divided`.
 
         They meet once, to know the draft. Later each says how its part has ended, and the first one waits for that.
         """
@@ -314,7 +314,7 @@ class TaskSession(popxl.Session):
         try:
             self._writer.check()
             if number == 0:
-                begun = self._begun(stack, place, format, arrays)
+                begun = self._start_checkpoint(stack, place, format, arrays)
         except BaseException as raised:  # whatever it is, the others wait to be told
             problem = raised
         directory, write = begun
@@ -330,7 +330,7 @@ class TaskSession(popxl.Session):
             own = {name: parts[v] for name, v in divided.items()}
         if number > 0:
             return partial(share.write, own, format)
-        index = pieces.Index(writers=count, arrays={name: _in_pieces(v) for name, v in divided.items()})
+        index = pieces.Index(writers=count, arrays={name: _is_sharded(v) for name, v in divided.items()})
 
         def finish() -> None:
             try:
@@ -396,7 +396,7 @@ class TaskSession(popxl.Session):
             FileNotFoundError: if there is no checkpoint; or, by the data loader, if its file is not in it.
             ImportError: for an artifact, if `wandb` is not installed.
         """
-        place = _place("load_checkpoint", checkpoint_dir)
+        place = _checkpoint_name("load_checkpoint", checkpoint_dir)
         self._writer.wait()
         together = self._is_divided and self.is_attached
         for _ in range(0 if together else _ATTEMPTS - 1):
@@ -410,7 +410,7 @@ class TaskSession(popxl.Session):
         share = (instance.instance_index, instance.num_instances) if together else (0, 1)
         what = f"TaskSession.load_checkpoint, from `{place}`"
         with ExitStack() as opened:
-            with self._told(what, together, "nothing has been loaded") as said, ExitStack() as stack:
+            with self._joint(what, together, "nothing has been loaded") as said, ExitStack() as stack:
                 directory = stack.enter_context(checkpoint.located(place, *share))
                 said["mark"] = checkpoint.mark_of(directory)
                 info = checkpoint.read_info(directory)
@@ -429,14 +429,17 @@ class TaskSession(popxl.Session):
                 else:
                     read = {v: pieces.whole(array) for v, array in values.items()}
             if together and values:
-                with self._told(what, together, "not all values have been loaded; load them again"), opened.pop_all():
+                with (
+                    self._joint(what, together, "not all values have been loaded; load them again"),
+                    opened.pop_all(),
+                ):
                     self._write_parts({v: array.elements for v, array in values.items()})
         if not together:
             self._write(read)
         self.session_state = info
 
     @contextmanager
-    def _told(self, what: str, together: bool, otherwise: str) -> Iterator[dict[str, str]]:
+    def _joint(self, what: str, together: bool, otherwise: str) -> Iterator[dict[str, str]]:
         """Per-process block in distributed programs, with a barrier at its end: failures in one process, and differing
         `mark` payloads, raise in all.
 
@@ -485,7 +488,8 @@ class TaskSession(popxl.Session):
         both = {name: (named[name], array) for name, array in stored.items() if name in named}
         others = {name: (t, a) for name, (t, a) in both.items() if (a.dtype, a.shape) != _on_host(t)}
         unfit = [
-            f"`{name}` is {_brief(array.dtype, array.shape)} there and {_brief(*_on_host(t))} in the state{_as_one(t)}"
+            f"`{name}` is {_brief(array.dtype, array.shape)} there and {_brief(*_on_host(t))} in the "
+            f"state{_whole_of(t)}"
             for name, (t, array) in others.items()
         ]
         if expected and expected.isdisjoint(stored):
@@ -513,7 +517,7 @@ class TaskSession(popxl.Session):
         """Whole tensor values by name: memory maps unchanged, other arrays optionally copied."""
         with self._lock, self.ir.host_copies.lock:
             data = self.values_of(named.values())
-            wholes = {name: _whole(t, data[t]) for name, t in named.items()}
+            wholes = {name: _merged_value(t, data[t]) for name, t in named.items()}
             if copied:
                 for name, t in named.items():
                     if wholes[name] is data[t] and array_files.map_file(data[t]) is None:
@@ -613,7 +617,7 @@ def initialise_memmap_dir_from_checkpoint(
             replace_file(target / source.name, partial(shutil.copyfile, source))
 
 
-def _place(method: str, checkpoint_dir: Any) -> str:
+def _checkpoint_name(method: str, checkpoint_dir: Any) -> str:
     """The name of a checkpoint."""
     expected = 'the path of a directory, or the name of an artifact, "wandb://<name>"'
     check_type(checkpoint_dir, str | os.PathLike, f"TaskSession.{method}: `checkpoint_dir`", expected)
@@ -646,12 +650,12 @@ def _is_saved_in_pieces(t: Variable | Constant) -> bool:
     return t.retrieval_mode != "all_replicas" or t.replica_grouping.group_size == 1
 
 
-def _in_pieces(v: Variable) -> pieces.Divided:
+def _is_sharded(v: Variable) -> pieces.Divided:
     has_groups = v.replica_grouping.num_groups > 1
     return pieces.Divided(shape=v.shape_on_host, axis=v.group_axis if has_groups else None)
 
 
-def _whole(t: Variable | Constant, array: np.ndarray) -> np.ndarray:
+def _merged_value(t: Variable | Constant, array: np.ndarray) -> np.ndarray:
     """Merge group parts to a whole value; other arrays, including memory maps, unchanged."""
     if not isinstance(t, Variable) or t.group_axis is None or t.replica_grouping.num_groups == 1:
         return array
@@ -674,7 +678,7 @@ def _in_groups(t: Variable | Constant, array: array_files.Elements) -> array_fil
     return pieces.cut(whole, groups, axis) if groups > 1 else whole
 
 
-def _as_one(t: Variable | Constant) -> str:
+def _whole_of(t: Variable | Constant) -> str:
     """Whole-value spec for group parts."""
     if not isinstance(t, Variable) or t.group_axis is None or t.replica_grouping.num_groups == 1:
         return ""

@@ -368,7 +368,7 @@ class Report(OnPage, Record):
 
     def _schedule(self) -> list[Page]:
         rows = [[g.name or "main graph", str(g.ops), str(g.runs), count_text(g.flops)] for g in self.graphs]
-        table = Table.cut(["graph", "ops", "runs", "FLOP of its own ops"], rows)
+        table = Table.first_rows(["graph", "ops", "runs", "FLOP of its own ops"], rows)
         texts = [Listing(f"{g.name or 'main graph'}: {g.ops} ops, run {_times(g.runs)}", g.text) for g in self.graphs]
         return [Page("Schedule", [*table, *texts])]
 
@@ -384,7 +384,7 @@ class Report(OnPage, Record):
             for p in self.pieces
         ]
         told = f"{way} {self.reason} Compiling took {seconds_text(self.seconds)}."
-        return [Page("Compiled", [told, *Table.cut(columns, rows), *self._rolled()])]
+        return [Page("Compiled", [told, *Table.first_rows(columns, rows), *self._rolled()])]
 
     def _rolled(self) -> list[Page]:
         loops = [[loop.text, loop.graph or "main graph", str(loop.turns), str(loop.ops)] for loop in self.loops]
@@ -408,7 +408,7 @@ class Report(OnPage, Record):
         ]
         if rows:
             rows.insert(0, ["in all", str(sum(w.runs for w in self.work if w.flops)), count_text(total), ""])
-        table = Table.cut(["op", "in a run", "FLOP", "share"], rows)
+        table = Table.first_rows(["op", "in a run", "FLOP", "share"], rows)
         told = [self.precision] if self.precision is not None else []
         return [Page("Floating point operations", [*told, *table])] if table else []
 
@@ -464,7 +464,7 @@ _WAYS = {
 
 def _section(title: str, columns: list[str], rows: Iterable[list[str]]) -> list[Page]:
     """A part of the page; none, if there is nothing to say."""
-    table = Table.cut(columns, rows)
+    table = Table.first_rows(columns, rows)
     return [Page(title, table)] if table else []
 
 

@@ -21,7 +21,7 @@ from poptorch.lowering.registry import lowering_of
 from popxl import ops
 from popxl.context import get_current_context
 from popxl.errors import PopxlError
-from popxl.extend.kernels import derived
+from popxl.extend.kernels import fold_in
 from popxl.extend.source import DebugRecord
 
 
@@ -263,7 +263,7 @@ class _Function:
 
 _derived_seed = popxl.OpKind(
     "DeriveSeed",
-    lambda seed, *, number: derived(seed, number),
+    lambda seed, *, number: fold_in(seed, number),
     gradient=None,
     key="poptorch.DeriveSeed",
 )

@@ -17,7 +17,7 @@ import popxl
 from poptorch.lowering.convolution import per_axis
 from poptorch.lowering.registry import jax_op, lowers
 from poptorch.lowering.resample import Axis, resampled
-from popxl.extend.kernels import Kernel, Windows, first_largest, first_largest_gradient, room, spatial, widen
+from popxl.extend.kernels import Kernel, Windows, first_largest, first_largest_gradient, full_after, spatial, widen
 
 Table = NDArray[np.int32]
 """A row for each window along an axis: the positions that it sees. Those short of positions see one several times."""
@@ -222,7 +222,7 @@ def _unpool(input: Any, indices: Any, *, output_size: tuple[int, ...]) -> Any:
     """Zeros, and each number at its place in the last axes, counted row by row."""
     outer = input.shape[: input.ndim - len(output_size)]
     rows, places = (t.reshape(math.prod(outer), -1) for t in (input, indices))
-    out = room((len(rows), math.prod(output_size)), 0, input.dtype, after=input)
+    out = full_after((len(rows), math.prod(output_size)), 0, input.dtype, after=input)
     return out.at[jnp.arange(len(rows))[:, None], places].set(rows).reshape(*outer, *output_size)
 
 

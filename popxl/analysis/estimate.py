@@ -185,7 +185,7 @@ class Estimate(OnPage, Record):
             [
                 told,
                 Table(["", "cycles", "time", "variables", "temporaries", "of its memory"], ipus),
-                *Table.cut(["op", "graph", "runs", "cycles", "bound by"], ops),
+                *Table.first_rows(["op", "graph", "runs", "cycles", "bound by"], ops),
             ],
         )
 

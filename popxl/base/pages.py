@@ -46,11 +46,11 @@ class Table:
     rows: Sequence[Sequence[str]]
 
     @classmethod
-    def cut(cls, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str | Table]:
+    def first_rows(cls, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str | Table]:
         """Build a table from the first rows, with a count of omitted rows; empty without rows.
 
         Example:
-            >>> Table.cut(["n"], [[str(n)] for n in range(20)])[1]
+            >>> Table.first_rows(["n"], [[str(n)] for n in range(20)])[1]
             'and 8 more'
         """
         found = list(rows)

@@ -21,7 +21,7 @@ from popxl.initial import Initial
 from popxl.replica_grouping import sharing_of
 from popxl.tensorlocation import ON_DEVICE
 from popxl.utils import downcast_np_dtypes, narrowed, to_numpy
-from popxl.values.shapes import integers, is_one_of, sizes
+from popxl.values.shapes import integers, is_known_word, sizes
 from popxl.values.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def variable(
             f"variable: variables live in the main graph, and {graph.title} is current. Make the variable in the main "
             "graph and pass it into the graph as an input."
         )
-    if not (retrieval_mode is None or is_one_of(retrieval_mode, ("one_per_group", "all_replicas"))):
+    if not (retrieval_mode is None or is_known_word(retrieval_mode, ("one_per_group", "all_replicas"))):
         raise ValueError(
             f"variable: `retrieval_mode` is {retrieval_mode!r}; expected 'one_per_group' or 'all_replicas'."
         )

@@ -215,7 +215,7 @@ class Op:
             return self.inputs
         return tuple(self.inputs[i] for i in self.modified) if self.kind.aliased else ()
 
-    def again(self, inputs: Sequence[Tensor]) -> Op:
+    def clone(self, inputs: Sequence[Tensor]) -> Op:
         """Clone the op in the current graph, with other inputs."""
         operands, attributes = self.kind.arguments(self, inputs)
         return self.kind.record(*operands, results=[t.name for t in self.outputs], **attributes)
@@ -231,7 +231,7 @@ class Op:
             return
         name, spec = output.name, self.kind.runs.gains(output.spec, self.attributes)  # type: ignore[union-attr,misc]
         t: Tensor = self.graph.new_tensor(name, spec, scoped=False)
-        t.made_by(self)
+        t.set_producer(self)
         self.edit(outputs=(*self.outputs, t))
 
     def gain_input(self, t: Tensor) -> None:

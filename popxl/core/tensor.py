@@ -232,7 +232,7 @@ class Tensor(CopyIsSelf, Operators):
         """Storage in a remote buffer and sharding; variables only."""
         return ON_DEVICE
 
-    def made_by(self, op: Op, alias_of: Tensor | None = None) -> None:
+    def set_producer(self, op: Op, alias_of: Tensor | None = None) -> None:
         """Record the producing op, and the operand whose storage it overwrites and returns."""
         self._producer = weakref.ref(op)
         self._origin = None if alias_of is None else alias_of.origin

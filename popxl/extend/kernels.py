@@ -12,15 +12,15 @@ Example:
 """
 
 from popxl.base.arrays import Array
-from popxl.ops.attention import attended, attention_backward, attention_specs
+from popxl.ops.attention import attention_backward, attention_forward, attention_specs
 from popxl.ops.complex import conjugate
 from popxl.ops.kernels import products, sums
-from popxl.ops.kernels.elements import materialize, of_elements, room, spatial
+from popxl.ops.kernels.elements import full_after, materialize, of_elements, spatial
 from popxl.ops.kernels.kernel import Kernel
 from popxl.ops.kernels.windows import first_largest, first_largest_gradient
-from popxl.ops.kernels.words import derived
+from popxl.ops.kernels.words import fold_in
 from popxl.ops.precision import round_once, wide_dtype, widen
-from popxl.ops.random import drawn
+from popxl.ops.random import draw_sharded
 from popxl.ops.resample import Taps, apply_taps, transposed
 from popxl.ops.var_updates.factors import number
 from popxl.ops.windows import Windows
@@ -30,20 +30,20 @@ __all__ = [
     "Kernel",
     "Taps",
     "Windows",
-    "attended",
+    "attention_forward",
     "attention_backward",
     "attention_specs",
     "materialize",
     "conjugate",
-    "derived",
-    "drawn",
+    "fold_in",
+    "draw_sharded",
     "first_largest",
     "first_largest_gradient",
     "number",
     "of_elements",
     "spatial",
     "products",
-    "room",
+    "full_after",
     "round_once",
     "sums",
     "apply_taps",

@@ -22,10 +22,10 @@ from popxl.core.recording import not_a_tensor
 from popxl.core.tensor import Tensor
 from popxl.core.traits import REFUSED, Drops
 from popxl.errors import PopxlError
-from popxl.ops.kernels.elements import room
+from popxl.ops.kernels.elements import full_after
 from popxl.ops.kernels.kernel import Kernel
 from popxl.ops.kernels.sums import exponentials, largest, summed
-from popxl.ops.kernels.words import derived, words
+from popxl.ops.kernels.words import fold_in, words
 from popxl.ops.precision import wide_dtype
 from popxl.ops.random import check_seed, probability
 from popxl.values.shapes import broadcast_shapes, flag, like_first, number, same_dtype
@@ -102,7 +102,7 @@ class _Blocks:
         if not self.dropout:
             return weights
 
-        bits = words(derived(derived(self.seed, i), j), (*self.lead, self.rows, self.columns))
+        bits = words(fold_in(fold_in(self.seed, i), j), (*self.lead, self.rows, self.columns))
         kept = bits >= np.uint32(min(round(self.dropout * 2**32), 2**32 - 1))
         return tuple(jnp.where(kept, w / (1 - self.dropout), 0) for w in weights)
 
@@ -112,7 +112,7 @@ class _Blocks:
         return jnp.einsum(subscripts, a, b, preferred_element_type=self.wide)
 
     @property
-    def is_one(self) -> bool:
+    def is_single_block(self) -> bool:
         """Whether one pair of blocks covers all queries and keys."""
         return (self.q.shape[3], self.k.shape[2]) == (self.rows, self.columns)
 
@@ -132,9 +132,9 @@ class _Blocks:
         places = jnp.asarray(self.pairs, jnp.int32)
         return lax.scan(lambda state, pair: (step(state, pair[0], pair[1]), None), state, places)[0]
 
-    def filled(self, channels: int, value: float = 0) -> Any:
+    def filled_rows(self, channels: int, value: float = 0) -> Any:
         """`channels` equal numbers for each query, in the form that blocks are put into."""
-        return room((*self.lead, self.q.shape[3], channels), value, self.wide, after=self.q)
+        return full_after((*self.lead, self.q.shape[3], channels), value, self.wide, after=self.q)
 
 
 def _block(length: int) -> int:
@@ -157,10 +157,10 @@ def _set_block(t: Any, block: Any, axis: int, i: Any) -> Any:
 
 
 @Kernel
-def attended(queries: Any, keys: Any, values: Any, mask: Any, seed: Any, **how: Any) -> tuple[Any, Any]:
+def attention_forward(queries: Any, keys: Any, values: Any, mask: Any, seed: Any, **how: Any) -> tuple[Any, Any]:
     """Attention output per query, and log-sum-exp of its scores; see `ops.attention`."""
     blocks = _Blocks(queries, keys, values, mask, seed, **how)
-    if blocks.is_one:
+    if blocks.is_single_block:
         weights, logs = blocks.softmax()
         (some,) = blocks.dropped(0, 0, weights)
         out = blocks.product("bhgqk,bhkv->bhgqv", some, blocks.v)
@@ -177,7 +177,7 @@ def attended(queries: Any, keys: Any, values: Any, mask: Any, seed: Any, **how: 
         news = mixed * shrunk + more, higher, total * shrunk + summed(weights, (4,), keepdims=True)
         return tuple(_set_block(t, new, 3, i) for t, new in zip(state, news, strict=True))
 
-    start = blocks.filled(values.shape[-1]), blocks.filled(1, -math.inf), blocks.filled(1)
+    start = blocks.filled_rows(values.shape[-1]), blocks.filled_rows(1, -math.inf), blocks.filled_rows(1)
     mixed, top, total = (t[..., : blocks.length, :] for t in blocks.over(step, start))
     sees_none = total == 0
     out = jnp.where(sees_none, 0, mixed / total)
@@ -213,7 +213,7 @@ def attention_backward(
         dq = _set_block(dq, blocks.row(dq, i) + to_q, 3, i)
         return dq, *(_set_block(t, blocks.column(t, j) + more, 2, j) for t, more in ((dk, to_k), (dv, to_v)))
 
-    start = tuple(room(t.shape, 0, blocks.wide, after=g) for t in (blocks.q, blocks.k, blocks.v))
+    start = tuple(full_after(t.shape, 0, blocks.wide, after=g) for t in (blocks.q, blocks.k, blocks.v))
     dq, dk, dv = blocks.over(step, start)
     dk, dv = (t[:, :, : blocks.keys_length] for t in (dk, dv))
     return dq[..., : blocks.length, :].reshape(queries.shape), dk.reshape(keys.shape), dv.reshape(values.shape)
@@ -236,7 +236,7 @@ def _slopes(
     blocks: _Blocks, g: Any, out: Any, logs: Any, is_part: bool = False
 ) -> Callable[[Any, Any], tuple[Any, Any, Any]]:
     """For a pair of blocks: weights, score gradients, incoming gradient."""
-    if blocks.is_one and not is_part:
+    if blocks.is_single_block and not is_part:
 
         def of_all(i: Any, j: Any) -> tuple[Any, Any, Any]:
             (weights, _), g_i = blocks.softmax(), blocks.of_rows(g)
@@ -271,7 +271,7 @@ def _mask_pullback(
         more = summed(slopes(i, j)[1], alike, keepdims=True)
         return _set_block(dm, _set_block(rows, _get_block(rows, 4, j, blocks.columns) + more, 4, j), 3, i)
 
-    dm = blocks.over(step, room(blocks.mask.shape, 0, blocks.wide, after=g))
+    dm = blocks.over(step, full_after(blocks.mask.shape, 0, blocks.wide, after=g))
     shape = (1,) * (len(blocks.batch) + 3 - mask.ndim) + mask.shape
     dm = dm[:, :, :, : shape[-2], : shape[-1]]
     if dm.shape[0] > 1:
@@ -333,7 +333,7 @@ def _gradient(forward: Any, gs: Sequence[Tensor | None]) -> dict[int, Tensor]:
 
 _attention = OpKind(
     "Attention",
-    lambda queries, keys, values, mask=None, seed_tensor=None, *, causal, scale, dropout: attended(
+    lambda queries, keys, values, mask=None, seed_tensor=None, *, causal, scale, dropout: attention_forward(
         queries, keys, values, mask, seed_tensor, causal=causal, scale=scale, dropout=dropout
     ),
     shape=attention_specs,

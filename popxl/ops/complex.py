@@ -40,7 +40,7 @@ def _only_complex(t: Any) -> TensorSpec:
 
 
 def _part_dtype(t: Any) -> TensorSpec:
-    return TensorSpec(t.shape, _only_complex(t).dtype.of_parts, t.meta_shape)
+    return TensorSpec(t.shape, _only_complex(t).dtype.component_dtype, t.meta_shape)
 
 
 # Parts --------------------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def _fourier(name: str, lowering: Callable[..., Any], meaning: str, made_of: str
         made = t.dtype if t.dtype.is_complex else _complex(t.dtype)
         if found[last] < 1:
             raise PopxlError(f"nothing is left of the axis {last}; say how many numbers it has in `sizes`.")
-        return TensorSpec(tuple(found), made.of_parts if to_real else made)
+        return TensorSpec(tuple(found), made.component_dtype if to_real else made)
 
     def function(t: Any, *, axes: tuple[int, ...], sizes: tuple[int, ...] | None, norm: str) -> Any:
         return lowering(t, axes, sizes, None if norm == "backward" else norm)  # by `None`, JAX multiplies by nothing

@@ -14,7 +14,7 @@ from jax import lax
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.ops.host import init
-from popxl.ops.index import whole
+from popxl.ops.index import widen_indices
 from popxl.values.shapes import integers, like_first, one_axis
 from popxl.values.spec import TensorSpec
 
@@ -46,7 +46,7 @@ def _clamp_block(t: Any, index: Any, axes: tuple[int, ...], sizes: tuple[int, ..
     block = _block(t.shape, axes, sizes)
     if index.size != len(block):
         raise ValueError(f"`index` has {index.size} elements for {len(block)} axes; expected a start for each of them.")
-    given = whole(index).reshape(-1)  # 64 bits may only be narrowed once that is known to fit
+    given = widen_indices(index).reshape(-1)  # 64 bits may only be narrowed once that is known to fit
     starts: list[Any] = [jnp.zeros((), jnp.int32)] * t.ndim
     extents = list(t.shape)
     for i, (axis, size) in enumerate(block.items()):

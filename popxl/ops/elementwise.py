@@ -108,7 +108,7 @@ abs = unary(
     jnp.abs,
     "|t|; of complex numbers a real one. The gradient at 0 is 0.",
     lambda g, t: abs_grad(g, t) if t.dtype.is_complex else g * sign(t),
-    shape=lambda t: TensorSpec(t.shape, t.dtype.of_parts, t.meta_shape),
+    shape=lambda t: TensorSpec(t.shape, t.dtype.component_dtype, t.meta_shape),
     see="numpy.abs",
 )
 ceil = unary(

@@ -1,8 +1,8 @@
 """`MultiExchange`: several ops that exchange data with the outside, carried out as one.
 
 Users do not create it; `popxl.transforms.merge_exchange` puts it in the place of the ops that it stands for. Those are
-kept as plain data, `Part`, and are ops again, on the inputs and outputs that the exchange has, in `op.parts`. Whoever
-wants to know what an op does asks its parts: there is no meaning of the exchange besides theirs.
+kept as plain data, `MergedOp`, and are ops again, on the inputs and outputs that the exchange has, in `op.parts`. What
+an op does is told by its parts: an exchange has no meaning besides theirs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from popxl.core.traits import Composite, Effect, Overwrites
 from popxl.errors import PopxlInternalError
 from popxl.values.spec import TensorSpec
 
-__all__ = ["Part", "multi_exchange_kind"]
+__all__ = ["MergedOp", "multi_exchange_kind"]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Part:
+class MergedOp:
     """One original op of a merged exchange, compared by identity.
 
     Attributes:
@@ -42,10 +42,10 @@ class Part:
     source: SourceLocation
 
     @staticmethod
-    def of(op: Op) -> Part:
+    def of(op: Op) -> MergedOp:
         """Convert an op to a part of an exchange."""
         outputs = tuple(t.spec for t in op.outputs)
-        return Part(op.kind, op.id, op.name, op.operands, dict(op.attributes), len(op.inputs), outputs, op.source)
+        return MergedOp(op.kind, op.id, op.name, op.operands, dict(op.attributes), len(op.inputs), outputs, op.source)
 
     def __repr__(self) -> str:
         return f"Op[{self.name}.{self.id}]"

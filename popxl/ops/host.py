@@ -24,7 +24,7 @@ from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.ops.complex import conjugate
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
-from popxl.values.shapes import integers, is_one_of, like_first, number, sizes
+from popxl.values.shapes import integers, is_known_word, like_first, number, sizes
 from popxl.values.spec import TensorSpec
 
 FloatFormat = Literal["auto", "fixed", "scientific", "none"]
@@ -185,7 +185,7 @@ def init(
     Example:
         >>> acc = ops.init((4, 3), popxl.float32, "acc")
     """
-    if not is_one_of(init_type, ("zero", "undef")):
+    if not is_known_word(init_type, ("zero", "undef")):
         raise ValueError(f"init: `init_type` is {init_type!r}; expected 'zero' or 'undef'.")
     whole = () if meta_shape is None else integers(meta_shape, "init: `meta_shape`")
     spec = TensorSpec(sizes(shape, "init: `shape`"), dtype, whole)
@@ -293,7 +293,7 @@ def print_tensor(
     for name, character in characters.items():
         if not isinstance(character, str) or len(character) != 1:
             raise ValueError(f"print_tensor: `{name}` must be a single character; got {character!r}.")
-    if not is_one_of(float_format, ("auto", "fixed", "scientific", "none")):
+    if not is_known_word(float_format, ("auto", "fixed", "scientific", "none")):
         raise KeyError(
             f"print_tensor: `float_format` is {float_format!r}; use 'auto', 'fixed', 'scientific' or 'none'."
         )

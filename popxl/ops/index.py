@@ -16,11 +16,11 @@ from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.ops.precision import widen
-from popxl.values.shapes import flag, given, integer, one_axis
+from popxl.values.shapes import flag, integer, one_axis, set_hints
 from popxl.values.spec import TensorSpec
 
 
-def whole(indices: Any) -> Any:
+def widen_indices(indices: Any) -> Any:
     """Widen indices to at least 32 bits; 8 bits may not hold sizes.
 
     Raises:
@@ -37,7 +37,7 @@ def or_beyond(indices: Any, size: int) -> Any:
     There JAX's `mode="drop"` drops what is written, and `mode="fill"` fills in what is read; by itself it would count
     negative indices from the back.
     """
-    wide = whole(indices)  # only in range may 64 bits be narrowed, which wraps
+    wide = widen_indices(indices)  # only in range may 64 bits be narrowed, which wraps
     return jnp.where((wide >= 0) & (wide < size), wide.astype(jnp.int32), size)
 
 
@@ -58,7 +58,7 @@ def _gather(t: Any, indices: Any, *, axis: int, zero_OOR: bool, group_size: int 
         return jax.vmap(functools.partial(_gather, axis=axis - 1, zero_OOR=zero_OOR))(t, indices)
     if zero_OOR:
         return jnp.take(t, or_beyond(indices, t.shape[axis]), axis=axis, mode="fill", fill_value=0)
-    return jnp.take(t, whole(indices).astype(jnp.int32), axis=axis, mode="clip")
+    return jnp.take(t, widen_indices(indices).astype(jnp.int32), axis=axis, mode="clip")
 
 
 def _scattered(g: Any, indices: Any, *, axis: int, shape: tuple[int, ...], group_size: int | None = None) -> Any:
@@ -120,7 +120,7 @@ def gather(
     Example:
         >>> rows = ops.gather(table, ids)
     """
-    hints = given(available_memory_proportion=available_memory_proportion)
+    hints = set_hints(available_memory_proportion=available_memory_proportion)
     return _gather_kind(
         t, indices, axis=integer(axis, "gather: `axis`"), zero_OOR=flag(zero_OOR, "gather: `zero_OOR`"), **hints
     )
@@ -153,7 +153,7 @@ def tied_gather(
         >>> rows = ops.tied_gather(table, ids)
         >>> logits = rows @ table.T
     """
-    hints = given(available_memory_proportion=available_memory_proportion)
+    hints = set_hints(available_memory_proportion=available_memory_proportion)
     return _tied_gather_kind(
         t,
         indices,
@@ -204,5 +204,5 @@ def groupedgather(
         axis=integer(axis, "groupedgather: `axis`"),
         zero_OOR=flag(zero_OOR, "groupedgather: `zero_OOR`"),
         group_size=None if groups == 1 else groups,
-        **given(available_memory_proportion=available_memory_proportion),
+        **set_hints(available_memory_proportion=available_memory_proportion),
     )

@@ -22,7 +22,7 @@ from popxl.ops.convert import cast_if_needed
 from popxl.ops.float8 import SCALE, as_factor, check_float8, check_scale, pow2
 from popxl.ops.kernels.products import contracted, product
 from popxl.ops.shape import reshape, transpose
-from popxl.values.shapes import broadcast_shapes, given, same_dtype
+from popxl.values.shapes import broadcast_shapes, same_dtype, set_hints
 from popxl.values.spec import TensorSpec
 
 
@@ -150,7 +150,7 @@ def matmul(
     Example:
         >>> y = ops.matmul(x, w)      # the same as x @ w
     """
-    hints = given(
+    hints = set_hints(
         available_memory_proportion=available_memory_proportion,
         partials_type=_partials(partials_type),
     )
@@ -297,4 +297,4 @@ def matmul_pow2scaled(
     """
     check_float8("matmul_pow2scaled", lhs=lhs, rhs=rhs)
     check_scale("matmul_pow2scaled", log2_scale)
-    return _pow2scaled_kind(lhs, rhs, log2_scale, **given(available_memory_proportion=available_memory_proportion))
+    return _pow2scaled_kind(lhs, rhs, log2_scale, **set_hints(available_memory_proportion=available_memory_proportion))

@@ -19,7 +19,7 @@ from popxl.ops.kernels.elements import spatial
 from popxl.ops.kernels.kernel import Kernel
 from popxl.ops.precision import wide_dtype
 from popxl.ops.windows import PAD_TYPES, PadType, Windows, windows_over
-from popxl.values.shapes import flag, integers, is_one_of, like_first
+from popxl.values.shapes import flag, integers, is_known_word, like_first
 from popxl.values.spec import TensorSpec
 
 __all__ = ["average_pool", "max_pool"]
@@ -201,8 +201,8 @@ def _pool(
     **neutral: Iterable[int] | None,
 ) -> Tensor:
     """Add a pooling op, with all arguments spelled out as plain numbers."""
-    auto_pad = "not_set" if auto_pad is None or is_one_of(auto_pad, [""]) else auto_pad
-    if not is_one_of(auto_pad, PAD_TYPES):
+    auto_pad = "not_set" if auto_pad is None or is_known_word(auto_pad, [""]) else auto_pad
+    if not is_known_word(auto_pad, PAD_TYPES):
         raise KeyError(f"{name}: `auto_pad` is {auto_pad!r}; expected {', '.join(map(repr, PAD_TYPES))}.")
     for argument, given in neutral.items():
         only = 0 if argument == "out_pads" else 1
@@ -306,7 +306,7 @@ def max_pool(
     Example:
         >>> y = ops.max_pool(images, (3, 3), stride=(2, 2), padding=(1, 1, 1, 1))
     """
-    if not is_one_of(storage_order, ["row"]):
+    if not is_known_word(storage_order, ["row"]):
         raise PopxlError(f"max_pool: `storage_order` is {storage_order!r}; expected 'row'. No indices are returned.")
     neutral = {"out_pads": out_pads, "dilation": dilation, "in_dilations": in_dilations}
     return _pool(_max_pool, "max_pool", t, kernel_size, stride, padding, auto_pad, ceil_mode, **neutral)

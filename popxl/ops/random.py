@@ -24,13 +24,13 @@ from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.ops.kernels.elements import quotient
-from popxl.ops.kernels.words import derived, key_of, words
+from popxl.ops.kernels.words import fold_in, key_of, words
 from popxl.ops.precision import wide_dtype
 from popxl.values.shapes import broadcast_shapes, integer, integers, like_first, number
 from popxl.values.spec import TensorSpec, brief
 
 
-def drawn(draw: Callable[..., Any], seed: Any, *how: Any, **parameters: Any) -> Any:
+def draw_sharded(draw: Callable[..., Any], seed: Any, *how: Any, **parameters: Any) -> Any:
     """What `draw` draws from a seed. JAX knows two ways to count through a sequence; this is the one that shards."""
     with jax.threefry_partitionable(True):
         return draw(key_of(seed), *how, **parameters)
@@ -53,7 +53,7 @@ def _seed_spec(seed: Any, modifier: Any = 0) -> TensorSpec:
 
 _modify_random_seed = OpKind(
     "ModifyRandomSeed",
-    lambda seed, modifier=0: derived(seed, modifier),
+    lambda seed, modifier=0: fold_in(seed, modifier),
     shape=_seed_spec,
     result="modified_seed",
     gradient=None,
@@ -105,7 +105,7 @@ def _sampler(name: str, draw: Callable[..., Any], result: str) -> OpKind:
 
     def lowering(seed_tensor: Any, *, shape: tuple[int, ...], dtype: dtype_, **parameters: float) -> Any:
         wide = jnp.promote_types(dtype.as_jax(), jnp.float32)
-        return drawn(draw, seed_tensor, shape, wide, **parameters)
+        return draw_sharded(draw, seed_tensor, shape, wide, **parameters)
 
     return OpKind(name, lowering, shape=_sample_spec, result=result, gradient=None)
 

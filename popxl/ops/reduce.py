@@ -41,7 +41,7 @@ _broadcast = OpKind(
 )
 
 
-def spread(reduced: Tensor, spec: Any, axis: int | Iterable[int] | None) -> Tensor:
+def broadcast_back(reduced: Tensor, spec: Any, axis: int | Iterable[int] | None) -> Tensor:
     """Repeat a reduced tensor along the dimensions that were reduced, to the shape of the operand."""
     axes = reduction_axes(axis, len(spec.shape))
     kept = tuple(1 if d in axes else size for d, size in enumerate(spec.shape))
@@ -68,7 +68,7 @@ sum = reduction(
     "sum",
     summed,
     "The sum of the elements.",
-    lambda g, t_spec, axis: spread(g, t_spec, axis),
+    lambda g, t_spec, axis: broadcast_back(g, t_spec, axis),
 )
 mean = reduction(
     "mean",
@@ -79,14 +79,14 @@ max = reduction(
     "max",
     largest,
     "The largest element. Every element equal to it receives the whole gradient; ties are not split.",
-    lambda g, t, out, axis: ties_grad(spread(g, t, axis), t, spread(out, t, axis)),
+    lambda g, t, out, axis: ties_grad(broadcast_back(g, t, axis), t, broadcast_back(out, t, axis)),
     traits=REAL,
 )
 min = reduction(
     "min",
     lambda t, axes, keepdims: jnp.min(t, axis=axes, keepdims=keepdims),
     "The smallest element. Every element equal to it receives the whole gradient; ties are not split.",
-    lambda g, t, out, axis: ties_grad(spread(g, t, axis), t, spread(out, t, axis)),
+    lambda g, t, out, axis: ties_grad(broadcast_back(g, t, axis), t, broadcast_back(out, t, axis)),
     traits=REAL,
 )
 prod = reduction(
@@ -98,7 +98,7 @@ sumsquare = reduction(
     "sumsquare",
     lambda t, axes, keepdims: summed(t * t, axes, keepdims),
     "The sum of the squares of the elements.",
-    lambda g, t, axis: spread(g, t, axis) * t * 2,
+    lambda g, t, axis: broadcast_back(g, t, axis) * t * 2,
     kind="ReduceSumSquare",
     traits=REAL,
 )
@@ -106,7 +106,7 @@ l1 = reduction(
     "l1",
     lambda t, axes, keepdims: summed(jnp.abs(t), axes, keepdims),
     "The sum of the absolute values of the elements.",
-    lambda g, t, axis: spread(g, t, axis) * sign(t),
+    lambda g, t, axis: broadcast_back(g, t, axis) * sign(t),
     traits=REAL,
 )
 var = reduction(
@@ -128,7 +128,7 @@ std = reduction(
     "std",
     lambda t, axes, keepdims: jnp.sqrt(_var(t, axes, keepdims)),
     "The square root of `var`. Its gradient is 0 where all elements are equal.",
-    lambda g, t, out, axis: std_grad(spread(g, t, axis), t, spread(out, t, axis), axis=axis),
+    lambda g, t, out, axis: std_grad(broadcast_back(g, t, axis), t, broadcast_back(out, t, axis), axis=axis),
     traits=REAL,
 )
 l2_grad = OpKind("ReduceL2Grad", round_once(lambda g, t, out: g * (t / out)), shape=lambda g, t, out: like_first(t))
@@ -136,7 +136,7 @@ l2 = reduction(
     "l2",
     lambda t, axes, keepdims: jnp.sqrt(summed(t * t, axes, keepdims)),
     "The square root of the sum of the squares of the elements. Its gradient is NaN where all of them are zero.",
-    lambda g, t, out, axis: l2_grad(spread(g, t, axis), t, spread(out, t, axis)),
+    lambda g, t, out, axis: l2_grad(broadcast_back(g, t, axis), t, broadcast_back(out, t, axis)),
     traits=REAL,
 )
 logsum_grad = OpKind("ReduceLogSumGrad", round_once(lambda g, out: g / jnp.exp(out)), shape=like_first)
@@ -144,7 +144,7 @@ logsum = reduction(
     "logsum",
     lambda t, axes, keepdims: jnp.log(summed(t, axes, keepdims)),
     "The natural logarithm of the sum of the elements.",
-    lambda g, t_spec, out, axis: spread(logsum_grad(g, out), t_spec, axis),
+    lambda g, t_spec, out, axis: broadcast_back(logsum_grad(g, out), t_spec, axis),
     kind="ReduceLogSum",
 )
 logsumexp = reduction(

@@ -273,11 +273,16 @@ def repeat_with_info(
                 wrapper.add_input(TensorSpec((), dtypes.int32), "iteration")
                 go_on = wrapper.add_input(_FLAG, "keep_going")
                 own = [wrapper.add_input_like(t, t.by_ref) for t in graph.inputs]
-                results = call_op(graph, tuple(own), numbered(graph, ir)).outputs
+                results = call_op(graph, tuple(own), loop_names(graph, ir)).outputs
                 for t in (go_on, *results):
                     wrapper.add_output(t)
             op = call_op(
-                wrapper, bound, numbered(graph, ir), loop_kind, repeat_count=repeat_count, carried=len(graph.outputs)
+                wrapper,
+                bound,
+                loop_names(graph, ir),
+                loop_kind,
+                repeat_count=repeat_count,
+                carried=len(graph.outputs),
             )
     except BaseException:
         ir.remove_graph(wrapper)
@@ -309,6 +314,6 @@ def _check_carried(graph: Graph) -> None:
             )
 
 
-def numbered(graph: Graph, ir: Any) -> list[str]:
+def loop_names(graph: Graph, ir: Any) -> list[str]:
     """Names for the results of a loop: those of the graph's outputs, always with a number."""
     return [f"{t.name}__t{ir.next_suffix()}" for t in graph.outputs]

@@ -17,7 +17,7 @@ from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.ops.families import REAL
 from popxl.ops.precision import wide_dtype, widen
-from popxl.values.shapes import integer, integers, is_one_of, number
+from popxl.values.shapes import integer, integers, is_known_word, number
 from popxl.values.spec import TensorSpec
 
 InterpolateType = Literal["nearest", "linear", "cubic"]
@@ -230,7 +230,7 @@ def interpolate(
         "coordinate_transformation_mode": (coordinate_transformation_mode, InterpolateCoordinateTransformationType),
     }
     for name, (choice, known) in choices.items():
-        if not is_one_of(choice, get_args(known)):
+        if not is_known_word(choice, get_args(known)):
             raise ValueError(f"interpolate: `{name}` is {choice!r}; expected one of {', '.join(get_args(known))}.")
     return _resize(t, scale_factor=_factors(scale_factor), **{name: choice for name, (choice, _) in choices.items()})
 

@@ -1,6 +1,7 @@
 """Putting elements where indices say: `scatter`, and `onehot`, which puts one value into rows of another.
 
-`put` and `read` are for all ops that move single elements by index; those of `popxl.ops.scatter_reduce` use them too.
+`put_block` and `read_block` serve all ops that move single elements by index, also those of
+`popxl.ops.scatter_reduce`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from popxl.values.spec import TensorSpec
 _COUNTED_BY_INT32 = 2**31
 
 
-def put(t: Any, indices: Any, values: Any, axis: int, how: str = "set") -> Any:
+def put_block(t: Any, indices: Any, values: Any, axis: int, how: str = "set") -> Any:
     """Scatter a block of values into an array, at block positions except along `axis`, where indices decide.
 
     Indices out of range put nothing anywhere.
@@ -43,8 +44,8 @@ def put(t: Any, indices: Any, values: Any, axis: int, how: str = "set") -> Any:
     return getattr(target, how)(values, mode="drop", wrap_negative_indices=False).reshape(t.shape)
 
 
-def read(t: Any, indices: Any, block: tuple[int, ...], axis: int) -> Any:
-    """Gather the block that `put` would write; 0 for dropped positions."""
+def read_block(t: Any, indices: Any, block: tuple[int, ...], axis: int) -> Any:
+    """Gather the block that `put_block` would write; 0 for dropped positions."""
     view, places = _address(t.shape, indices, block, axis)
     return t.reshape(view).at[places].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
@@ -92,7 +93,7 @@ def _scattered(t: Any, indices: Any, values: Any, *, axis: int) -> TensorSpec:
 def _scatter_lowering(t: Any, indices: Any, values: Any, *, axis: int) -> Any:
     if values.dtype != t.dtype:
         raise ValueError(f"`values` is {values.dtype} and `t` is {t.dtype}; expected one dtype.")
-    return put(t, indices, leading(values, indices.shape), axis % t.ndim)
+    return put_block(t, indices, leading(values, indices.shape), axis % t.ndim)
 
 
 _scatter: OpKind = OpKind(
@@ -109,7 +110,7 @@ _scatter: OpKind = OpKind(
 )
 _scatter_values_grad: OpKind = OpKind(
     "ScatterValuesGrad",
-    lambda g, indices, *, axis, shape: padded(read(g, indices, indices.shape, axis % g.ndim), shape),
+    lambda g, indices, *, axis, shape: padded(read_block(g, indices, indices.shape, axis % g.ndim), shape),
     shape=lambda g, indices, *, axis, shape: TensorSpec(shape, g.dtype),
 )
 

@@ -16,10 +16,10 @@ from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.ops.families import REAL
 from popxl.ops.host import init
-from popxl.ops.kernels.elements import room
+from popxl.ops.kernels.elements import full_after
 from popxl.ops.logic import equal, where
 from popxl.ops.precision import widen
-from popxl.ops.scatter import leading, padded, put, read
+from popxl.ops.scatter import leading, padded, put_block, read_block
 from popxl.values.shapes import flag, integer, one_axis
 from popxl.values.spec import TensorSpec
 
@@ -122,12 +122,12 @@ def _combined(
     index, values = indices.reshape(full), leading(data, block)
     start = initial_values
     if start is None:
-        start = room((*block[:axis], axis_size, *block[axis + 1 :]), 0, data.dtype, after=data)
+        start = full_after((*block[:axis], axis_size, *block[axis + 1 :]), 0, data.dtype, after=data)
         if reduction in ("max", "min"):  # where there are elements, any of them takes the place of the 0 first
-            start = put(start, index, values, axis)
+            start = put_block(start, index, values, axis)
     if reduction == "sum":
         start = widen(start)
-    return put(start, index, values.astype(start.dtype), axis, _HOW[reduction])
+    return put_block(start, index, values.astype(start.dtype), axis, _HOW[reduction])
 
 
 def _data_gradient(
@@ -148,9 +148,9 @@ def _data_gradient(
         shape, at = spec.shape[grouped:], axis % len(spec.shape) - grouped
         full, block = _laid_out(shape, indices.shape, at, enable_index_broadcast)
         index = indices.reshape(full)
-        gradient = read(g, index, block, at)
+        gradient = read_block(g, index, block, at)
         if out is not None:
-            made_it = leading(data, block).astype(out.dtype) == read(out, index, block, at)
+            made_it = leading(data, block).astype(out.dtype) == read_block(out, index, block, at)
             gradient = jnp.where(made_it, gradient, jnp.zeros((), g.dtype))
         return padded(gradient, shape)
 

@@ -14,7 +14,7 @@ from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.core.traits import View
 from popxl.errors import PopxlError
-from popxl.ops.kernels.elements import room
+from popxl.ops.kernels.elements import full_after
 from popxl.ops.shape import reshape
 from popxl.values.shapes import integer, integer_or_integers, one_axis
 from popxl.values.spec import TensorSpec
@@ -152,7 +152,9 @@ _subsample = OpKind(
 _subsample_grad: OpKind = OpKind(
     "SubsampleGrad",
     lambda g, *, shape, strides: (
-        room(shape, 0, g.dtype, after=g).at[tuple(builtins.slice(None, None, stride) for stride in strides)].set(g)
+        full_after(shape, 0, g.dtype, after=g)
+        .at[tuple(builtins.slice(None, None, stride) for stride in strides)]
+        .set(g)
     ),
     shape=lambda g, *, shape, strides: TensorSpec(shape, g.dtype),
 )

@@ -18,7 +18,7 @@ from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.ops.families import REAL, public
-from popxl.ops.kernels.elements import room
+from popxl.ops.kernels.elements import full_after
 from popxl.ops.precision import widen
 from popxl.values.shapes import flag, integer, one_axis, reduced_shape
 from popxl.values.spec import TensorSpec
@@ -107,7 +107,7 @@ def _topk_specs(t: Any, *, k: int, axis: int, largest: bool) -> tuple[TensorSpec
 
 
 def _scatter_gradient(g: Any, places: Any, *, axis: int, shape: tuple[int, ...]) -> Any:
-    return jnp.put_along_axis(room(shape, 0, g.dtype, after=g), places, g, axis, inplace=False)
+    return jnp.put_along_axis(full_after(shape, 0, g.dtype, after=g), places, g, axis, inplace=False)
 
 
 _topk_grad = OpKind("TopKGrad", _scatter_gradient, shape=lambda g, places, *, axis, shape: TensorSpec(shape, g.dtype))

@@ -59,7 +59,7 @@ def close() -> None:
 atexit.register(close)
 
 
-def note(ir: Ir) -> None:
+def register_ir(ir: Ir) -> None:
     """Take note of a new Ir, if a file is open."""
     if _path is not None:
         _irs.append(ir)

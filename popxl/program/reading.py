@@ -25,7 +25,7 @@ from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError, UnreadableFileError
 from popxl.graph import Graph
 from popxl.initial import Saved as SavedInitial
-from popxl.ops.exchange import Part
+from popxl.ops.exchange import MergedOp
 from popxl.options import OF_THE_RUN
 from popxl.program.checks import (
     LARGEST,
@@ -403,11 +403,11 @@ class _Reader:
         check(isinstance(value, dict) and value.keys() == {"graph"}, f"{value!r} is no graph")
         return self._graphs[value["graph"]]
 
-    def _exchanged_op(self, content: Any) -> Part:
+    def _exchanged_op(self, content: Any) -> MergedOp:
         known = {name: self.value(v) for name, v in content.items() if name not in ("kind", "source")}
         kind = self.kind(content["kind"], known["inputs"])
         file, line, function = content["source"]
-        part = Part(kind, source=SourceLocation(str(file), int(line), str(function)), **known)
+        part = MergedOp(kind, source=SourceLocation(str(file), int(line), str(function)), **known)
         check(bool(kind.exchange) and not kind.graphs, f"{part!r} cannot be a part of an exchange")
         check(isinstance(part.attributes, dict) and isinstance(part.name, str), f"{part!r} has odd attributes")
         check(type(part.inputs) is int and part.inputs >= 0, f"{part!r} has {part.inputs} inputs")

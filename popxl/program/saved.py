@@ -33,13 +33,13 @@ class Stamp(BaseModel):
     digest: str = ""
 
 
-class Saved(BaseModel):
+class SavedRecord(BaseModel):
     """A part of the file."""
 
     model_config = ConfigDict(extra="forbid", defer_build=True)
 
 
-class SavedTensor(Saved):
+class SavedTensor(SavedRecord):
     """A saved tensor. Its id locates variable or constant values, unless `begins` describes them.
 
     Of a variable in a remote buffer: the numbers of the buffer and the slot, and whether it is in pieces; and the id of
@@ -63,7 +63,7 @@ class SavedTensor(Saved):
     begins: dict[str, Any] | None = None
 
 
-class SavedOp(Saved):
+class SavedOp(SavedRecord):
     """An op. Values of attributes are JSON, or an object that names their kind: see `popxl.program.writing`."""
 
     id: int
@@ -82,7 +82,7 @@ class SavedOp(Saved):
     source: tuple[str, int, str]
 
 
-class SavedGraph(Saved):
+class SavedGraph(SavedRecord):
     """A graph."""
 
     id: str
@@ -95,7 +95,7 @@ class SavedGraph(Saved):
     ops: list[SavedOp]
 
 
-class SavedBuffer(Saved):
+class SavedBuffer(SavedRecord):
     """A saved remote buffer, numbered by list position."""
 
     slot: Any
@@ -103,7 +103,7 @@ class SavedBuffer(Saved):
     shard_over: int | None
 
 
-class SavedProgram(Saved, Stamp):
+class SavedProgram(SavedRecord, Stamp):
     """A complete saved Ir. Counters hold next free numbers; `axes` list outermost first; `stream_transfers` lists
     streams with individual transfer counts; `arrays` names the value file of formats 1 and 2."""
 

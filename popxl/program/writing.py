@@ -20,7 +20,7 @@ from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.graph import Graph
-from popxl.ops.exchange import Part
+from popxl.ops.exchange import MergedOp
 from popxl.options import OF_THE_RUN
 from popxl.program.saved import (
     ARRAYS,
@@ -166,7 +166,7 @@ class _Writer:
             source=(op.source.file, op.source.line, op.source.function),
         )
 
-    def kind(self, kind: OpKind, op: Op | Part) -> Any:
+    def kind(self, kind: OpKind, op: Op | MergedOp) -> Any:
         """Key of a declaration, or derivation of a JAX gradient op."""
         of = kind.derivation
         if of is None:
@@ -201,8 +201,8 @@ class _Writer:
             return {"spec": [value.shape, value.dtype.name, value.meta_shape]}
         if isinstance(value, Graph):
             return {"graph": value.id}
-        if isinstance(value, Part):
-            known = {f.name: getattr(value, f.name) for f in fields(Part) if f.name not in ("kind", "source")}
+        if isinstance(value, MergedOp):
+            known = {f.name: getattr(value, f.name) for f in fields(MergedOp) if f.name not in ("kind", "source")}
             source = [value.source.file, value.source.line, value.source.function]
             saved = {name: self.value(v, f"`{name}` of {value!r}") for name, v in known.items()}
             return {"part": {"kind": self.kind(value.kind, value), "source": source, **saved}}

@@ -361,7 +361,7 @@ class _Differentiation:
                     "makes from both branches."
                 )
             with get_current_context().set(ipu_id=op.ipu, io_tile_set=op.io_tiles):
-                self.again[op] = op.again([self.read(u) for u in op.inputs])
+                self.again[op] = op.clone([self.read(u) for u in op.inputs])
 
 
 def leading_to(graph: Graph, provided: Iterable[Tensor]) -> set[Tensor]:

@@ -15,7 +15,7 @@ from popxl.context import get_current_graph, in_sequence, io_tiles
 from popxl.core.dependencies import dependencies
 from popxl.core.recording import Op
 from popxl.graph import Graph
-from popxl.ops.exchange import Part, multi_exchange_kind
+from popxl.ops.exchange import MergedOp, multi_exchange_kind
 from popxl.ops.host import is_init
 
 __all__ = ["io_tile_exchange", "merge_exchange"]
@@ -108,4 +108,4 @@ def _merge(graph: Graph, first_id: int) -> None:
         parts = [part for op in ops for part in op.parts]
         # Free names: no number is used up for a suffix, and what comes later is called as without the merging.
         names = [f"{t.name}/exchange" for part in parts for t in part.outputs]
-        graph.replace(ops, partial(multi_exchange_kind, parts=tuple(map(Part.of, parts)), results=names))
+        graph.replace(ops, partial(multi_exchange_kind, parts=tuple(map(MergedOp.of, parts)), results=names))

@@ -68,12 +68,12 @@ def flag(value: Any, what: str) -> bool:
     return bool(value)
 
 
-def is_one_of(value: Any, words: Iterable[str]) -> bool:
+def is_known_word(value: Any, words: Iterable[str]) -> bool:
     """Membership test for word arguments; false for arrays, which compare elementwise."""
     return isinstance(value, str) and value in words
 
 
-def given(**hints: Any) -> dict[str, Any]:
+def set_hints(**hints: Any) -> dict[str, Any]:
     """Hints as op attributes, without `None` values."""
     return {name: hint for name, hint in hints.items() if hint is not None}
 

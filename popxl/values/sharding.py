@@ -35,7 +35,7 @@ def shard_count(nelms: int, length: int, members: int) -> int:
 
 
 @dataclass(frozen=True)
-class Parts:
+class ShardLayout:
     """The parts of a variable's values that the replicas hold, as rows of `length` elements.
 
     Attributes:
@@ -118,13 +118,13 @@ class Parts:
         return [(members[group], place) for group, place in zip(groups, places, strict=True)]
 
 
-def parts_of(v: Variable) -> Parts:
+def shard_layout(v: Variable) -> ShardLayout:
     """Which part of a variable's value each replica holds."""
     buffer, grouping = v.location_info.buffer, v.replica_grouping
     if buffer is None:
-        return Parts(grouping, v.nelms, v.nelms)
+        return ShardLayout(grouping, v.nelms, v.nelms)
     length = buffer.slot_nelms
     if not v.location_info.sharded:
-        return Parts(grouping, v.nelms, length)
+        return ShardLayout(grouping, v.nelms, length)
     count, members = buffer.shard_over, grouping.const_rg.group_size
-    return Parts(grouping, v.nelms, length, shard_count(v.nelms, length, members) if count is None else count)
+    return ShardLayout(grouping, v.nelms, length, shard_count(v.nelms, length, members) if count is None else count)

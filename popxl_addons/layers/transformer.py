@@ -14,7 +14,7 @@ from jax import lax
 
 import popxl
 from popxl import OpKind, ops
-from popxl.extend.arguments import is_one_of
+from popxl.extend.arguments import is_known_word
 from popxl.op import REFUSED, Overwrites
 from popxl.replica_grouping import Groups
 from popxl_addons.layers.layer_norm import LayerNorm
@@ -229,7 +229,7 @@ Activation = Literal["gelu", "geluerf", "relu", "swiglu"]
 
 def checked_activation(layer: str, activation: Activation) -> Activation:
     """Check an activation argument. Raises `ValueError` for unknown ones."""
-    if not is_one_of(activation, get_args(Activation)):
+    if not is_known_word(activation, get_args(Activation)):
         raise ValueError(f"{layer}: `activation` is {activation!r}; expected 'gelu', 'geluerf', 'relu' or 'swiglu'.")
     return activation
 

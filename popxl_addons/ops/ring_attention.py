@@ -23,7 +23,7 @@ from popxl import OpKind
 from popxl.errors import PopxlError
 from popxl.extend.arguments import flag, number
 from popxl.extend.collectives import Group, members
-from popxl.extend.kernels import attended, attention_backward, attention_specs
+from popxl.extend.kernels import attention_backward, attention_forward, attention_specs
 from popxl.extend.ops import like_first
 from popxl.op import REFUSED, BetweenReplicas
 from popxl.replica_grouping import Groups
@@ -33,7 +33,7 @@ __all__ = ["ring_attention"]
 
 def _ring(q: Any, k: Any, v: Any, *, causal: bool, scale: float, group: Group) -> tuple[Any, Any]:
     def attention(k: Any, v: Any, causal: bool) -> tuple[Any, Any]:
-        out, logs = attended(q, k, v, None, None, causal=causal, scale=scale, dropout=0.0)
+        out, logs = attention_forward(q, k, v, None, None, causal=causal, scale=scale, dropout=0.0)
         return out.astype(logs.dtype), logs
 
     coming = _shift_arrays(group, 1, k, v)

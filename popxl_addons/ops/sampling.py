@@ -12,7 +12,7 @@ import popxl
 from popxl import OpKind
 from popxl.errors import PopxlError
 from popxl.extend.arguments import integer, number
-from popxl.extend.kernels import drawn, wide_dtype
+from popxl.extend.kernels import draw_sharded, wide_dtype
 
 
 def _sample(logits: Any, draws: Any, *, temperature: float, top_k: int | None, top_p: float) -> Any:
@@ -95,7 +95,7 @@ def sample_token(
 
 def _uniform(seeds: Any, places: Any) -> Any:
     def draw(seed: Any, place: Any) -> Any:
-        return drawn(lambda key: jax.random.uniform(jax.random.fold_in(key, place), ()), seed)
+        return draw_sharded(lambda key: jax.random.uniform(jax.random.fold_in(key, place), ()), seed)
 
     return jax.vmap(draw)(seeds, places)
 

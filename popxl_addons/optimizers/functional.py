@@ -169,7 +169,7 @@ def _norm(trained: Iterable[Trained], loss_scaling: float | popxl.Tensor, placem
     here, parts = get_current_context().ipu_id, dict[tuple[int, int | None], list[popxl.Tensor]]()
     for each in trained:
         ipu = placement.ipu_of(each.gradient)
-        scale = placement.on(loss_scaling, ipu) if isinstance(loss_scaling, popxl.Tensor) else loss_scaling
+        scale = placement.copy_to(loss_scaling, ipu) if isinstance(loss_scaling, popxl.Tensor) else loss_scaling
         with get_current_context().set(ipu_id=ipu):
             parts.setdefault((each.copies, ipu), []).append(grad_reduce_square_add(each.gradient, scale))
     replicas = popxl.gir().replication_factor
@@ -179,7 +179,7 @@ def _norm(trained: Iterable[Trained], loss_scaling: float | popxl.Tensor, placem
             part = ops.add_n(*squares)
             if holders < replicas:
                 part = ops.collectives.replicated_all_reduce(part) / holders
-        total.append(placement.on(part, here))
+        total.append(placement.copy_to(part, here))
     return ops.sqrt(reduce(ops.add, total))
 
 
@@ -210,7 +210,7 @@ def _finite(trained: Sequence[Trained], placement: Placement) -> popxl.Tensor:
     for ipu, there in parts.items():
         with get_current_context().set(ipu_id=ipu):
             answer = all_finite((each.gradient for each in there), any(each.copies < replicas for each in there))
-        answers.append(placement.on(answer, here))
+        answers.append(placement.copy_to(answer, here))
     return reduce(ops.logical_and, answers)
 
 
@@ -256,7 +256,7 @@ class Step:
             loss_scaling.update_(self.finite)
             self.state |= {"loss_scaling.value": scale, "loss_scaling.good_steps": loss_scaling.good_steps}
 
-    def kept(self, each: Trained, **slots: Any) -> list[popxl.Tensor]:
+    def state_variables(self, each: Trained, **slots: Any) -> list[popxl.Tensor]:
         """State of one variable: named dtypes, optionally with shapes."""
         made = []
         for name, how in slots.items():
@@ -275,11 +275,13 @@ class Step:
         return known if self.finite is None else (*known, self.finite)
 
     def update(self, kind: OpKind, each: Trained, slots: Mapping[str, Any], **how: Any) -> None:
-        """Update one variable and its state by an op on its IPU; `slots` as for `kept`."""
+        """Update one variable and its state by an op on its IPU; `slots` as for `state_variables`."""
         ipu = self._placement.ipu_of(each.tensor)
-        gradient, number, *factors = (self._placement.on(t, ipu) for t in (each.gradient, self.number, *self.factors))
+        gradient, number, *factors = (
+            self._placement.copy_to(t, ipu) for t in (each.gradient, self.number, *self.factors)
+        )
         with get_current_context().set(ipu_id=ipu):
-            kind(each.tensor, gradient, number, *self.kept(each, **slots), *factors, **how)
+            kind(each.tensor, gradient, number, *self.state_variables(each, **slots), *factors, **how)
 
     @property
     def named_state(self) -> NamedTensors:
@@ -510,7 +512,7 @@ def _adafactor_formula(
         rows = rows + new * (means.of_rows(squares) - rows)
         columns = columns + new * (means.of_columns(squares) - columns)
         variances = (rows, columns)
-        variance = means.part(rows * columns / jnp.maximum(means.over_rows(rows), smallest))
+        variance = means.own_shard(rows * columns / jnp.maximum(means.over_rows(rows), smallest))
     else:
         variance = variances[0] + new * (squares - variances[0])
         variances = (variance,)

@@ -33,7 +33,7 @@ class Means:
         """The means over the last axis but one of what `of_rows` gives, likewise."""
         return rows.mean(-2, keepdims=True)
 
-    def part(self, whole: Array) -> Array:
+    def own_shard(self, whole: Array) -> Array:
         """What a replica holds of an array."""
         return whole
 
@@ -70,7 +70,7 @@ class MeansOverPieces(Means):
         sums = lines.sum(0) if not batch else jax.ops.segment_sum(lines, matrix, math.prod(batch))
         return self._total(sums).reshape(*batch, 1, columns) / rows
 
-    def part(self, whole: Array) -> Array:
+    def own_shard(self, whole: Array) -> Array:
         flat = jnp.pad(whole.reshape(-1), (0, self.pieces * self.length - whole.size))
         return lax.dynamic_slice(flat, (self._start,), (self.length,))
 
@@ -121,8 +121,8 @@ class MeansOverGroups(Means):
         mean = self.own.over_rows(rows)
         return self._mean(mean) if self.axis == -2 else mean
 
-    def part(self, whole: Array) -> Array:
-        return self.own.part(whole)
+    def own_shard(self, whole: Array) -> Array:
+        return self.own.own_shard(whole)
 
     def _mean(self, t: Array) -> Array:
         return self.everyone.combined(t, "add") / self.everyone.size

@@ -22,7 +22,7 @@ class Placement:
         ipu = next(iter(self._read_on.get(t, ())), None) if t.origin.producer is None else final_ipu(t)
         return self._current if ipu is None else ipu
 
-    def on(self, t: popxl.Tensor, ipu: int | None) -> popxl.Tensor:
+    def copy_to(self, t: popxl.Tensor, ipu: int | None) -> popxl.Tensor:
         """`t` on an IPU: itself if already there or unused, otherwise a copy."""
         is_free = t.origin.producer is None and t not in self._read_on and t.location[0] is None
         if ipu is None or is_free or self.ipu_of(t) == ipu:

@@ -31,4 +31,4 @@ def stand_in(
         return input_for(t.origin)
     bases = [stand_in(base, inside, graph, input_for) for base in op.bases]
     with graph:
-        return op.again(bases).outputs[0]
+        return op.clone(bases).outputs[0]

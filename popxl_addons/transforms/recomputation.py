@@ -155,7 +155,7 @@ def recompute_activations(
                 t = next((u for u in op.inputs if u not in forward.inputs), op.inputs[0])
                 held[t] = _available_after(t, of, first)
                 waiting.add(t)
-            copy = op.again([held[u] if u in held else _read(u, of) for u in op.inputs])
+            copy = op.clone([held[u] if u in held else _read(u, of) for u in op.inputs])
             of |= dict(zip(op.outputs, copy.outputs, strict=False))
             waiting.update(op.outputs)
         bound |= {t: _read(of_t, of) for t, of_t in read.items()}

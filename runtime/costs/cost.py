@@ -143,7 +143,7 @@ class Cost(OnPage, Record):
             for use in self.uses
         ]
         columns = ["collective", "line", "replicas", "in a run", "bytes of a chip", "graph"]
-        parts = [Page("Between chips", Table.cut(columns, shown))] if shown else []
+        parts = [Page("Between chips", Table.first_rows(columns, shown))] if shown else []
         parts += self._between_ipus()
         if self.seconds is None:
             return parts
@@ -159,7 +159,7 @@ class Cost(OnPage, Record):
             f"{seconds_text(self.seconds)} for a run, if a {self.chip} did all that its published figures promise, and "
             "computed, read, sent and fetched at the same time. It is an estimate; nothing was measured."
         )
-        return [*parts, Page("Time, estimated", [told, *Table.cut(columns, rows)]), *self._by_precision()]
+        return [*parts, Page("Time, estimated", [told, *Table.first_rows(columns, rows)]), *self._by_precision()]
 
     def _between_ipus(self) -> list[Page]:
         """What IPUs copy from each other, and how long each of them waits."""

@@ -29,6 +29,6 @@ OVERRIDES: Mapping[Kernel, KernelImpl] = {
     products.weights_gradient: of_products.weights_gradient,
     sums.largest: of_reductions.reduce_max,
     sums.summed: of_reductions.reduce_sum,
-    words.derived: of_random_bits.fold_in,
+    words.fold_in: of_random_bits.fold_in,
     words.words: of_random_bits.random_bits,
 }

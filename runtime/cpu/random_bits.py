@@ -33,7 +33,7 @@ def random_bits(seed: Any, shape: tuple[int, ...]) -> Any:
 
 def fold_in(seed: Any, number: Any) -> Any:
     """Fold a number into a seed."""
-    return lax.platform_dependent(seed, jnp.asarray(number), cpu=_fold_in, default=kernels.derived.plain)
+    return lax.platform_dependent(seed, jnp.asarray(number), cpu=_fold_in, default=kernels.fold_in.plain)
 
 
 @cache  # so that it is traced once for all that draw this shape

@@ -8,7 +8,7 @@ from jax import lax
 
 from popxl.ops.attention import attended_backward_anew, attention_backward
 from popxl.ops.kernels import convolutions, products
-from popxl.ops.kernels.elements import recompute, room
+from popxl.ops.kernels.elements import full_after, recompute
 from popxl.ops.kernels.kernel import Kernel, KernelImpl
 from popxl.ops.kernels.sums import exponentials, softmax_gradient
 from runtime import memory_spaces
@@ -21,7 +21,7 @@ OVERRIDES: Mapping[Kernel, KernelImpl] = {
     **products.OF_HALVES,
     convolutions.convolved: convolutions.convolved_halves,
     recompute: lax.optimization_barrier,
-    room: loop_buffers.full_after,
+    full_after: loop_buffers.full_after,
     exponentials: of_sums.exponentials,
     softmax_gradient: of_sums.softmax_gradient,
 }

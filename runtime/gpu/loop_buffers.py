@@ -16,6 +16,6 @@ from popxl.base.arrays import Array
 
 
 def full_after(shape: Sequence[int], value: Any, dtype: Any, after: Array) -> Array:
-    """`popxl.ops.kernels.elements.room`."""
+    """`popxl.ops.kernels.elements.full_after`."""
     number, _ = lax.optimization_barrier((jnp.asarray(value, dtype), after))
     return jnp.broadcast_to(number, shape)

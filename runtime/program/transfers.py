@@ -14,7 +14,7 @@ from popxl.core.tensor import Tensor, Variable
 from popxl.fp8_utils import to_device, to_host
 from popxl.remote_buffer import RemoteBuffer
 from popxl.utils import to_numpy
-from popxl.values.sharding import parts_of
+from popxl.values.sharding import shard_layout
 from runtime.lowering import remote_buffers as remote
 from runtime.program.blocks import Block
 from runtime.program.layout import Layout
@@ -68,7 +68,7 @@ def _whole(v: Variable, given: Given) -> np.ndarray:
 def _rows(v: Variable, given: Given) -> Callable[[int], np.ndarray]:
     """A function from a replica to its initial elements of a variable."""
     elements = given.get(v, partial(_host_elements, v))
-    return partial(parts_of(v).row, lambda start, stop: to_device(elements(start, stop), v.dtype))
+    return partial(shard_layout(v).row, lambda start, stop: to_device(elements(start, stop), v.dtype))
 
 
 def _is_alike(layout: Layout, t: Tensor) -> bool:
@@ -81,7 +81,7 @@ def _parts(layout: Layout, t: Tensor, array: np.ndarray, count: int) -> np.ndarr
     """The initial value of a variable on each replica."""
     if _is_alike(layout, t):
         return np.broadcast_to(array, (count, *t.shape))
-    return parts_of(layout.held[t]).of(array).reshape(count, *t.shape)
+    return shard_layout(layout.held[t]).of(array).reshape(count, *t.shape)
 
 
 # To the host ----------------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def _host_value(layout: Layout, v: Variable, array: np.ndarray) -> HostValue:
     """The host value of a variable from the values of its replicas. Padding is left out."""
     if layout.replicas.count == 1 and not v.location_info.isRemote():
         return v, to_host(array, v.dtype).reshape(1, -1), None
-    parts, rows = parts_of(v), array.reshape(layout.replicas.count, -1)
+    parts, rows = shard_layout(v), array.reshape(layout.replicas.count, -1)
     values = to_host(parts.values(rows), v.dtype)
     if v.retrieval_mode == "all_replicas" and v.replica_grouping.group_size > 1:
         return v, values, to_host(parts.values(rows, all_replicas=True), v.dtype)
@@ -189,7 +189,7 @@ def own_parts(
     own = layout.divided.own_replicas
     parts = _parts_on_devices(layout, changing, set(variables), set(own)) if is_ahead else {}
     for v in variables:
-        held = parts_of(v)
+        held = shard_layout(v)
         wanted = [*(held.without_room if own[0] == 0 else ())]
         if v not in parts:
             wanted += [each for replica, each in held.first_holders.items() if replica in own]
@@ -202,7 +202,7 @@ def _parts_on_devices(
 ) -> dict[Variable, list[Part]]:
     """The same, of what the program changes."""
     count = len(layout.changing)
-    firsts = {v: parts_of(v).first_holders for v in variables}
+    firsts = {v: shard_layout(v).first_holders for v in variables}
     parts: dict[Variable, list[Part]] = {}
 
     def fetched(array: Array, thing: Tensor | RemoteBuffer, vs: Iterable[Variable]) -> dict[int, np.ndarray]:

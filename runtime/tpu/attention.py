@@ -16,8 +16,8 @@ from jax import lax
 from jax.experimental.pallas.ops.tpu import flash_attention as kernel
 
 from popxl.base.arrays import Array
-from popxl.ops.attention import attended as plain
 from popxl.ops.attention import attended_backward_anew
+from popxl.ops.attention import attention_forward as plain
 
 # Of the module's private side: the kernels one by one, as the ops of a gradient are.
 _forward: Any = kernel._flash_attention
@@ -31,8 +31,10 @@ MOST_CHANNELS = 256
 """With more channels, blocks would not fit."""
 
 
-def attended(queries: Array, keys: Array, values: Array, mask: Array, seed: Array, **how: Any) -> tuple[Array, Array]:
-    """`popxl.ops.attention.attended`."""
+def attention_forward(
+    queries: Array, keys: Array, values: Array, mask: Array, seed: Array, **how: Any
+) -> tuple[Array, Array]:
+    """`popxl.ops.attention.attention_forward`."""
     if not _takes(queries, keys, values, mask, how):
         return plain.plain(queries, keys, values, mask, seed, **how)
     q, k, v = _by_head(queries, keys, values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from popxl.ops.attention import attended, attention_backward
+from popxl.ops.attention import attention_backward, attention_forward
 from popxl.ops.kernels import convolutions
 from popxl.ops.kernels.kernel import Kernel, KernelImpl
 from popxl.ops.kernels.sums import softmax_gradient
@@ -17,7 +17,7 @@ from runtime.tpu import windows as of_windows
 
 OVERRIDES: Mapping[Kernel, KernelImpl] = {
     **memory_spaces.OVERRIDES,
-    attended: of_attention.attended,
+    attention_forward: of_attention.attention_forward,
     attention_backward: of_attention.attention_backward,
     first_largest: of_windows.first_largest,
     first_largest_gradient: of_windows.first_largest_gradient,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import popxl
 from popxl import ops
 from popxl.errors import PopxlError, RemoteSlotWarning
-from popxl.values.sharding import Parts, parts_of, shard_length
+from popxl.values.sharding import ShardLayout, shard_layout, shard_length
 from runtime.targets.devices import Device
 from tests.popxl.evaluate import store
 
@@ -66,7 +66,7 @@ def test_pieces(replicas, how, shape, asked, count, length, held):
     value = shape[1:] if grouping.num_groups > 1 else shape
     assert (buffer.tensor_shape, buffer.meta_shape, buffer.tensor_dtype) == ((length,), value, I32)
     assert (v.shape, piece.shape, piece.meta_shape) == (value, (length,), value)
-    parts = parts_of(v)
+    parts = shard_layout(v)
     assert (parts.count, parts.length) == (count, length)
     rows = parts.of(v.data)
     values = data.reshape(grouping.num_groups, -1)
@@ -87,7 +87,7 @@ def test_pieces_come_back(size, members, everywhere):
         grouping = ir.replica_grouping(stride, members)
         values = np.random.default_rng(0).normal(size=(grouping.num_groups, size))
         for count in (n for n in range(1, members + 1) if members % n == 0):
-            parts = Parts(grouping, size, shard_length((size,), count), count)
+            parts = ShardLayout(grouping, size, shard_length((size,), count), count)
             expected = values[grouping.assignment] if everywhere else values
             np.testing.assert_array_equal(parts.values(parts.of(values), everywhere), expected)
 
@@ -102,7 +102,7 @@ def test_each_element_has_one_first_holder(size, members, room):
         values = 1 + np.arange(grouping.num_groups * size)
         for count in (None, *(n for n in range(1, members + 1) if members % n == 0)):
             length = (shard_length((size,), count or 1)) if room is None else room
-            parts = Parts(grouping, size, length, count)
+            parts = ShardLayout(grouping, size, length, count)
             rows = parts.of(values)
             found = np.zeros_like(values)
             for replica, (start, stop) in parts.first_holders.items():
@@ -123,7 +123,7 @@ def test_a_stride_of_four():
         v, _ = popxl.replica_sharded_variable(
             np.arange(16).reshape(4, 4), replica_grouping=ir.replica_grouping(4, 4), shard_over=2
         )
-    rows = parts_of(v).of(v.data).tolist()
+    rows = shard_layout(v).of(v.data).tolist()
     assert [rows[r] for r in (0, 4, 8, 12)] == [[0, 1], [2, 3], [0, 1], [2, 3]]
     assert [rows[r] for r in (1, 5, 9, 13)] == [[4, 5], [6, 7], [4, 5], [6, 7]]
 
@@ -134,7 +134,7 @@ def test_pieces_of_a_plain_buffer():
     with ir.main_graph:
         for length, count in ((1, 8), (2, 4), (3, 2), (5, 1), (9, 1)):
             v = popxl.remote_replica_sharded_variable(np.arange(5), popxl.remote_buffer((length,), I32))
-            assert parts_of(v).count == count
+            assert shard_layout(v).count == count
 
 
 # What is made -------------------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def test_pieces_on_the_device(device, on_chip, way, replicas, how, shape, asked,
             ops.remote_store(buffer, 0, piece)
     with popxl.Session(ir, device(ir)) as session:
         for turn in range(2):
-            expected = parts_of(v).of(data) + turn  # zeros beyond the value are added to as well
+            expected = shard_layout(v).of(data) + turn  # zeros beyond the value are added to as well
             np.testing.assert_array_equal(session.run()[seen][..., 0], expected)
         np.testing.assert_array_equal(session.get_tensor_data(v), data + 2)
         session.write_variable_data(v, -data)

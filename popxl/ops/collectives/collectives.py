@@ -22,7 +22,7 @@ CollectiveOps = Literal["add", "mean", "mul", "min", "max", "and", "or", "square
 # What is computed ---------------------------------------------------------------------------------------------------
 
 
-def wide(t: Array) -> Array:
+def widen_for_sum(t: Array) -> Array:
     """The array as it takes part in sums: halves as float32, bools and narrow integers with 32 bits."""
     if jnp.issubdtype(t.dtype, jnp.floating):
         return widen(t)
@@ -41,17 +41,17 @@ def _fold_in_order(combine: Callable[[Array, Array], Array], prepare: Callable[[
     return lambda values: functools.reduce(combine, map(prepare, values))
 
 
-_sum = _fold_in_order(jnp.add, wide)
+_sum = _fold_in_order(jnp.add, widen_for_sum)
 
 OP_MAP: Mapping[str, Callable[[Sequence[Array]], Array]] = {
     "add": _sum,
     "mean": lambda values: share(_sum(values), len(values)),
-    "mul": _fold_in_order(jnp.multiply, wide),
-    "min": _fold_in_order(jnp.minimum, wide),
-    "max": _fold_in_order(jnp.maximum, wide),
+    "mul": _fold_in_order(jnp.multiply, widen_for_sum),
+    "min": _fold_in_order(jnp.minimum, widen_for_sum),
+    "max": _fold_in_order(jnp.maximum, widen_for_sum),
     "and": _fold_in_order(jnp.logical_and, lambda t: t != 0),
     "or": _fold_in_order(jnp.logical_or, lambda t: t != 0),
-    "square_add": _fold_in_order(jnp.add, lambda t: jnp.square(wide(t))),
+    "square_add": _fold_in_order(jnp.add, lambda t: jnp.square(widen_for_sum(t))),
 }
 """What the names of `CollectiveOps` mean: JAX functions of the values of all members, in order.
 

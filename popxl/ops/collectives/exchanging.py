@@ -12,7 +12,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from popxl.base.arrays import Array
-from popxl.ops.collectives.collectives import OP_MAP, share, wide
+from popxl.ops.collectives.collectives import OP_MAP, share, widen_for_sum
 from popxl.ops.collectives.group import Group, chunk_size
 
 LANES = 128
@@ -25,7 +25,11 @@ BLOCK = 32 * LANES
 FEW = 8 * LANES
 """So few numbers for each member are summed whole in any case, as nothing is quicker, and blocks would be padding."""
 
-_TERMS: dict[str, Callable[[Array], Array]] = {"add": wide, "mean": wide, "square_add": lambda t: jnp.square(wide(t))}
+_TERMS: dict[str, Callable[[Array], Array]] = {
+    "add": widen_for_sum,
+    "mean": widen_for_sum,
+    "square_add": lambda t: jnp.square(widen_for_sum(t)),
+}
 """The reductions that are sums, and what they are sums of."""
 
 
@@ -82,7 +86,7 @@ class CollectiveBackend(Group):
 
     def _extreme(self, t: Array, op: Literal["min", "max"]) -> Array:
         """The smallest or largest value. Devices may overlook NaN, which is told apart: nobody wants to miss it."""
-        t = wide(t)
+        t = widen_for_sum(t)
         if not jnp.issubdtype(t.dtype, jnp.floating):
             return self.extreme(t, op)
         unknown, neutral = jnp.isnan(t), jnp.inf if op == "min" else -jnp.inf

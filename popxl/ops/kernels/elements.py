@@ -42,7 +42,7 @@ def of_elements(function: Callable[[Any], Any], t: Any) -> Any:
 
 
 @Kernel
-def room(shape: Sequence[int], value: Any, dtype: Any, after: Any) -> Any:
+def full_after(shape: Sequence[int], value: Any, dtype: Any, after: Any) -> Any:
     """A constant-filled buffer for incremental updates, allocated after another array."""
     return jnp.full(shape, value, dtype)
 

@@ -23,6 +23,6 @@ def words(seed: Any, shape: tuple[int, ...]) -> Any:
 
 
 @Kernel
-def derived(seed: Any, number: Any) -> Any:
+def fold_in(seed: Any, number: Any) -> Any:
     """Derive a seed from a seed and a number."""
     return jax.random.key_data(jax.random.fold_in(key_of(seed), number))

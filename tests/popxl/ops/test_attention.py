@@ -169,8 +169,8 @@ def test_the_attention_of_jax_as_an_op_is_the_same() -> None:
 @pytest.mark.parametrize(("masked", "dropout"), [(False, 0.0), (True, 0.3)], ids=["plain", "masked and dropped"])
 def test_a_gradient_that_has_nothing_of_the_forward_pass(length: int, masked: bool, dropout: float) -> None:
     """What accelerators compute, so that no scores are kept: of few channels, of one block and of several."""
-    from popxl.ops.attention import attended as forward
     from popxl.ops.attention import attended_backward_anew, attention_backward
+    from popxl.ops.attention import attention_forward as forward
 
     q, k, v, g = (normal(2, 2, length, 4, seed=seed) for seed in range(4))
     mask = np.random.default_rng(5).random((length, length)) < 0.5 if masked else None
@@ -222,14 +222,14 @@ def test_the_kernel_of_tpus_computes_the_same(causal: bool) -> None:
     """Interpreted here: three blocks of queries, two of keys, which two heads share."""
     from jax.experimental.pallas import tpu as pallas
 
-    from popxl.ops.attention import attended as plain
     from popxl.ops.attention import attention_backward
+    from popxl.ops.attention import attention_forward as plain
     from runtime.tpu import attention as of_tpus
 
     q, k, v = normal(1, 2, 384, 16), normal(1, 1, 256, 16, seed=1), normal(1, 1, 256, 16, seed=2)
     g, how = normal(*q.shape, seed=3), {"causal": causal, "scale": 0.25, "dropout": 0.0}
     with pallas.force_tpu_interpret_mode():
-        out, logs = of_tpus.attended(q, k, v, None, None, **how)
+        out, logs = of_tpus.attention_forward(q, k, v, None, None, **how)
         gradients = of_tpus.attention_backward(g, q, k, v, out, logs, None, None, **how)
     np.testing.assert_allclose(out, attended(q, k, v, causal=causal), rtol=1e-5, atol=1e-5)
     kept = plain(q, k, v, None, None, **how)

@@ -26,6 +26,7 @@ import torch
 
 import popxl
 from poptorch.base.answers import Answer
+from poptorch.base.dtypes import from_numpy, to_numpy
 from poptorch.base.host_numbers import Number
 from poptorch.base.logging_ import logger
 from poptorch.base.structures import Structure
@@ -113,12 +114,18 @@ class Part:
 
 
 class Places:
-    """Where the values of a way come from."""
+    """Where the values of a way come from.
 
-    def __init__(self, way: Way) -> None:
+    Args:
+        way: the way.
+        held: the buffers that are given to programs, and are no state of these.
+    """
+
+    def __init__(self, way: Way, held: Container[str] = ()) -> None:
         captured = way.captured
         self.value: dict[Place, Value] = {("input", i): value for i, value in enumerate(captured.inputs)}
-        self.state = {("state", name): value for name, value in captured.state.items()}
+        self.value |= {("held", name): value for name, value in captured.state.items() if name in held}
+        self.state = {("state", name): value for name, value in captured.state.items() if name not in held}
         self.value |= self.state
         for i, cut in enumerate(way.cuts):
             self.value |= {("cut", i, j): value for j, value in enumerate(cut.made)}
@@ -146,12 +153,13 @@ class InParts:
         seed: what random numbers begin with.
 
     Raises:
-        poptorch.Error: if there are several micro-batches, or the model overwrites buffers.
+        poptorch.Error: if there are several micro-batches.
     """
 
     counted: Mapping[str, Number] = MappingProxyType({})
     """The numbers of the module that it carries: none."""
-    _may_overwrite_buffers = False
+    _holds_buffers = True
+    """Whether the host has the buffers that the model overwrites, from one call to the next."""
 
     def __init__(
         self,
@@ -175,6 +183,10 @@ class InParts:
         self._runs = 0
         self._is_attached = False
         self._has_told = False
+        self._held: dict[str, torch.Tensor] = {}
+        if way.captured.written and self._holds_buffers:
+            arrays, buffers = host(), [name for name, value in way.captured.state.items() if value.of_buffer]
+            self._held = {name: from_numpy(arrays[name].copy()) for name in buffers if name in arrays}
         self._check(way)
         self._grow(way)
         for part in self._root.all():  # the host has looked at the numbers of a call: most often the guess is right
@@ -187,6 +199,11 @@ class InParts:
 
         Each is made when a run comes to it: what the host will make on the rest of the way is a guess so far.
         """
+        if self._holds_buffers and (others := way.captured.written.keys() - self._held.keys()):
+            raise createPoptorchError(
+                f"{way.cuts[0].source}: `forward` overwrites {', '.join(sorted(others))} after what the host has found "
+                "here now, and no buffer after what it found first. Have it overwrite a buffer in all cases."
+            )
         parts = [self._root]
         for cut in way.cuts:
             parts[-1].cut = parts[-1].cut or cut
@@ -198,7 +215,7 @@ class InParts:
                     "for the same shapes and numbers. Python that changes from call to call cannot be compiled."
                 )
             part.ops = ops
-        places = Places(way)
+        places = Places(way, self._held)
         for part, cut in zip(parts, way.cuts, strict=False):
             part.asked = [places[value] for value in cut.given]
         needed = self._needed(way, places, parts)
@@ -226,7 +243,8 @@ class InParts:
 
     def _needed(self, way: Way, places: Places, parts: Sequence[Part]) -> list[Content]:
         """The content of each part."""
-        return self._handed_on(way, places, parts, {v for v in outputs_of(way) if constant_of(v) is None})
+        outputs = [*outputs_of(way), *way.captured.written.values()]
+        return self._handed_on(way, places, parts, {v for v in outputs if constant_of(v) is None})
 
     @staticmethod
     def _handed_on(
@@ -273,7 +291,8 @@ class InParts:
         values = [places.value[place] for place in content.given]
         wanted = [places.value[place] for place in content.wanted]
         used = {id(value) for node in nodes for value in node.inputs} | set(map(id, wanted))
-        state = {name: value for name, value in way.captured.state.items() if id(value) in used}
+        own = {name: value for name, value in way.captured.state.items() if name not in self._held}
+        state = {name: value for name, value in own.items() if id(value) in used}
         tensors = [torch.empty(value.shape, dtype=value.dtype) for value in values]
         results = [torch.empty(value.shape, dtype=value.dtype) for value in wanted]
         captured = Captured(
@@ -341,11 +360,6 @@ class InParts:
     def _check(self, way: Way) -> None:
         """Check that a model may be cut."""
         where = way.cuts[0].source
-        if way.captured.written and not self._may_overwrite_buffers:
-            raise createPoptorchError(
-                f"{where}: the host has to look at numbers here, so the model is several programs. They cannot "
-                f"overwrite buffers, as it does with {', '.join(way.captured.written)}."
-            )
         if self._options.anchored_tensors:
             raise createPoptorchError(
                 f"{where}: a model that is cut here, for the host to look, has no anchored tensors."
@@ -368,6 +382,7 @@ class InParts:
     def _run(self, tensors: Sequence[torch.Tensor], objects: Sequence[Any]) -> tuple[Any] | None:
         """The result; `None` if a program had to be made anew on the way, so that all has to begin again."""
         known: dict[Place, torch.Tensor] = {("input", i): t for i, t in enumerate(tensors)}
+        known |= {("held", name): t for name, t in self._held.items()}
         answers: list[Any] = []
         part = self._root
         while True:
@@ -408,7 +423,7 @@ class InParts:
     def _result(
         self, way: Way, known: Mapping[Place, torch.Tensor], tensors: Sequence[torch.Tensor], objects: Sequence[Any]
     ) -> Any:
-        captured, places = way.captured, Places(way)
+        captured, places = way.captured, Places(way, self._held)
 
         def numbers(value: Value) -> torch.Tensor:
             constant = constant_of(value)
@@ -417,6 +432,7 @@ class InParts:
         with torch.no_grad():
             rewritten = [(i, numbers(value)) for i, value in captured.written_inputs.items()]
             results = [numbers(value) for value in captured.trace.outputs]
+            self._held |= {name: numbers(value).detach().clone() for name, value in captured.written.items()}
             for i, content in rewritten:
                 overwrite(tensors[i], content)
         return way.answer.rebuild(results, objects)
@@ -438,7 +454,8 @@ class InParts:
     @property
     def ends(self) -> Ends:
         """Those of the last program."""
-        return Ends(names=tuple(chain.from_iterable(each.ends.names for each in self._programs)))
+        names = tuple(chain.from_iterable(each.ends.names for each in self._programs))
+        return Ends(names=names, written=frozenset(self._held))
 
     @property
     def is_attached(self) -> bool:
@@ -447,6 +464,7 @@ class InParts:
 
     def attach(self, host: Mapping[str, np.ndarray]) -> None:
         """Take a device, with these values of parameters and buffers there."""
+        self._hold(host)
         for each in self._programs:
             each.attach(host)
         self._is_attached = True
@@ -465,12 +483,17 @@ class InParts:
 
     def weights(self, names: Container[str] | None = None) -> dict[str, np.ndarray]:
         """The values of parameters and buffers that the device has, by name; of all, or of these."""
-        return {name: array for each in self._programs for name, array in each.weights(names).items()}
+        held = {name: to_numpy(t) for name, t in self._held.items() if names is None or name in names}
+        return held | {name: array for each in self._programs for name, array in each.weights(names).items()}
 
     def write_weights(self, host: Mapping[str, np.ndarray]) -> None:
         """Overwrite the device's values of parameters and buffers; of those that are given."""
+        self._hold(host)
         for each in self._programs:
             each.write_weights(host)
+
+    def _hold(self, host: Mapping[str, np.ndarray]) -> None:
+        self._held |= {name: from_numpy(host[name].copy()) for name in self._held.keys() & host.keys()}
 
     @property
     def version(self) -> int:

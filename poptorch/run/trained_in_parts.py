@@ -45,7 +45,7 @@ class TrainedInParts(InParts):
             be done twice.
     """
 
-    _may_overwrite_buffers = True  # by the one program that is a step
+    _holds_buffers = False  # the one program that is a step has them
 
     def __init__(self, *of_parts: Any, update: Update, count: int) -> None:
         self._update, self._count = update, count

@@ -38,8 +38,9 @@ Ends = queue.SimpleQueue[tuple[int | None, int | None]]
 _TOKEN = PREFIX + "TOKEN"
 """The environment variable that no list of processes should show."""
 
-_MOMENT = 0.2
-"""For how many seconds a process that has been killed may seem to live, though others see that it has gone."""
+_MOMENT = 1.0
+"""For how many seconds a process that has been killed may seem to live, though others see that it has gone: long enough
+for a machine that is busy with something else."""
 
 
 @exit_on_broken_pipe
@@ -257,11 +258,15 @@ class Launch:
         It may have died of the end of another one, which takes longer. That one is left to end by itself, and so is
         instance 0, without which it could not. JAX aborts processes that have lost instance 0.
         """
-        time.sleep(_MOMENT)
-        ended = {i: process.returncode for i, process in self._processes.items() if process.returncode is not None}
-        killed = [i for i in (index, *ended) if ended.get(i, 0) < 0 and ended[i] != -signal.SIGABRT]
-        if killed:
-            return killed[0], ended[killed[0]]
+        latest = time.monotonic() + _MOMENT
+        while time.monotonic() < latest:
+            time.sleep(_MOMENT / 20)
+            ended = {i: process.returncode for i, process in self._processes.items() if process.returncode is not None}
+            killed = [i for i in (index, *ended) if ended.get(i, 0) < 0 and ended[i] != -signal.SIGABRT]
+            if killed:
+                return killed[0], ended[killed[0]]
+            if len(ended) == len(self._processes):
+                break
         if code is None:
             self._stop(but={0, *rendezvous.leaving})
         for other in rendezvous.leaving:

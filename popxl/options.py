@@ -80,8 +80,9 @@ class SessionOptions(BaseModel):
         ge=0,
         description="Where `calledGraphs` is 'auto', and loops would save the compiler of an accelerator much, the "
         "program is compiled with loops and written out, and the faster is taken, by what is read off both. That is "
-        "left out where it would take longer than so many seconds for what is written out, by a count of ops: loops "
-        "are taken then. With 0 nothing is compared.",
+        "left out where it would take longer than so many seconds for what is written out, by a count of ops. Then "
+        "it is written out, which is nearly always faster; loops are taken if it would take hours to compile, or does "
+        "not fit into memory. With 0 nothing is compared.",
     )
     placement: Literal["auto", "several", "one"] = Field(
         default="auto",

@@ -26,6 +26,10 @@ SECONDS_AN_OP = {"tpu": 0.1, "gpu": 0.03}
 """How long XLA takes for an op at most, about, as training steps of language models were compiled on two cores. It is a
 count, and no clock, so that all processes of a program decide alike."""
 
+LONGEST = 6000
+"""Seconds that XLA may take by that count for what is written out, where nothing is compared: beyond, loops are taken.
+Where both were compiled, loops took 1.2 to 2.2 times as long in a run, and never less: see `docs/costs.md`."""
+
 WITHOUT_PRODUCTS = 2000
 """A loop without products is made there if it saves so many: it has more kernels than what is written out."""
 
@@ -86,8 +90,8 @@ def decide(
         reason = f"`ir.options.calledGraphs` is {options.calledGraphs!r}.{of_places}"
         return _of_way(main, held, options, destination, options.calledGraphs, reason, choice)
     if destination.platform != "cpu":
-        limit = options.compareSeconds / SECONDS_AN_OP.get(destination.platform, max(SECONDS_AN_OP.values()))
-        return _on_accelerators(main, held, choice, of_places, limit)
+        an_op = SECONDS_AN_OP.get(destination.platform, max(SECONDS_AN_OP.values()))
+        return _on_accelerators(main, held, choice, of_places, options.compareSeconds, an_op)
     return _on_cpus(main, held, choice, of_places)
 
 
@@ -127,7 +131,9 @@ def _on_cpus(main: Graph, held: Collection[Tensor], choice: Choice, of_places: s
     return Decision("dispatched", f"{again}; a plan pays from {REPEATED} on.{of_places}", choice)
 
 
-def _on_accelerators(main: Graph, held: Collection[Tensor], choice: Choice, of_places: str, limit: float) -> Decision:
+def _on_accelerators(
+    main: Graph, held: Collection[Tensor], choice: Choice, of_places: str, limit: float, an_op: float
+) -> Decision:
     """The same where compilers do not keep calls, or fuse nothing in those that they keep. A plan fuses nothing across
     its pieces, and copies what they pass on: it comes last.
 
@@ -135,7 +141,8 @@ def _on_accelerators(main: Graph, held: Collection[Tensor], choice: Choice, of_p
         main, held: as for `decide`.
         choice: which calls would be pieces.
         of_places: why there is one device.
-        limit: how many ops may be compiled so that ways are compared.
+        limit: how many seconds it may take to compile what is written out so that ways are compared.
+        an_op: how many of them an op takes.
     """
     rolling = _rolled(main, held, WITHOUT_PRODUCTS)
     written_out = rolling.left_alone
@@ -145,12 +152,15 @@ def _on_accelerators(main: Graph, held: Collection[Tensor], choice: Choice, of_p
         reason = what if rolling.loops else "Nothing is called again in a pattern."
         rest = (*["rolled"] * bool(rolling.loops), "dispatched")
         return Decision("inlined", reason + of_places, choice, rest=rest, written_out=written_out)
-    if size <= limit:
-        reason = f"Loops would save XLA {again} ops that it has compiled already, and cost more in a run."
-        others, rest = ("rolled",), ("dispatched",)
-        return Decision("inlined", reason + of_places, choice, others=others, rest=rest, written_out=written_out)
-    why = f"To compile all {size} ops would take longer than `ir.options.compareSeconds` says."
-    reason = f"{rolling.told()} {why}{of_places}"
+    saved = f"Loops would save XLA {again} ops that it has compiled already"
+    if size * an_op <= limit:
+        reason, rest = f"{saved}, and cost more in a run.", ("dispatched",)
+        return Decision("inlined", reason + of_places, choice, others=("rolled",), rest=rest, written_out=written_out)
+    if size * an_op <= LONGEST:
+        told = "Nothing was compared: that would take longer than `ir.options.compareSeconds` says."
+        reason, rest = f"{saved}, and nearly always cost more in a run. {told}{of_places}", ("rolled", "dispatched")
+        return Decision("inlined", reason, choice, rest=rest, written_out=written_out)
+    reason = f"{rolling.told()} To compile all {size} ops would take hours.{of_places}"
     rest = ("inlined", "dispatched")
     return Decision("rolled", reason, choice, rolling=rolling, rest=rest, written_out=written_out)
 

@@ -564,11 +564,16 @@ def on_a_tpu(build: Callable[[], Sequence[popxl.Tensor]], seconds: float = 600) 
 
 @pytest.mark.parametrize(
     ("count", "seconds", "ways"),
-    [(80, 600, ("inlined", "rolled")), (80, 0, ("rolled",)), (TURNS, 600, ("inlined",)), (2, 600, ("inlined",))],
+    [
+        (80, 600, ("inlined", "rolled")),
+        (80, 0, ("inlined",)),
+        (TURNS, 600, ("inlined",)),
+        (2, 600, ("inlined",)),
+    ],
 )
 def test_where_no_calls_are_kept(count: int, seconds: float, ways: tuple[str, ...]) -> None:
     """Compilers for TPUs write kept calls out, and those for GPUs fuse nothing in them. Loops are thought of from some
-    ops on, and compared, if there is time."""
+    ops on, and compared, if there is time; else they are taken if nothing else fits."""
 
     def build() -> list[popxl.Tensor]:
         ws = weights(count=count)
@@ -577,9 +582,21 @@ def test_where_no_calls_are_kept(count: int, seconds: float, ways: tuple[str, ..
 
     found = on_a_tpu(build, seconds)
     assert (found.calls, *found.others) == ways
-    assert found.rest[-1] == "dispatched"
+    assert found.rest == (*["rolled"] * (seconds == 0 or count == TURNS), "dispatched")
     assert (f"they are thought of from {ROLLED} on" in found.reason) == (count == TURNS)
     assert ("compareSeconds" in found.reason) == (seconds == 0)
+
+
+def test_what_would_take_hours_to_compile_is_rolled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build() -> list[popxl.Tensor]:
+        ws = weights(count=80)
+        training(popxl.variable(X), ws, descend)
+        return ws
+
+    monkeypatch.setattr("runtime.plan.decision.LONGEST", 10)
+    found = on_a_tpu(build, 0)
+    assert (found.calls, found.others, found.rest) == ("rolled", (), ("inlined", "dispatched"))
+    assert "would take hours" in found.reason
 
 
 def test_updates_alone_are_no_loop_on_accelerators() -> None:

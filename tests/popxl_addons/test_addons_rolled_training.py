@@ -83,7 +83,7 @@ def test_layers_are_turns(config: LanguageConfig, how: dict[str, Any], loops: li
     be known first whether all gradients are finite."""
     main = trained(config, **how).main_graph
     rolling = Rerolling(main, main.variables)
-    assert [(len(loop.turns), len(loop.ops)) for loop in rolling.loops] == [(LAYERS, count) for count in loops]
+    assert [(len(loop.iterations), len(loop.ops)) for loop in rolling.loops] == [(LAYERS, count) for count in loops]
     assert not rolling.left_alone
 
 
@@ -99,12 +99,30 @@ def test_turns_give_what_layers_give(how: dict[str, Any]) -> None:
         np.testing.assert_allclose(variables[name], data, 1e-2, 1e-3, err_msg=name)
 
 
-def test_loops_in_the_turns_of_a_loop() -> None:
-    """Micro-batches are turns, and so are the layers in each of them: these find weights, which are cast once, and
-    accumulators in stacks that all micro-batches share."""
-    how: dict[str, Any] = {"update": optimizers.sgd, "accumulate": 4, "precision": BF16}
-    losses, variables, loops = run(trained(LLAMA, **how), "rolled")
-    plain_losses, plain_variables, _ = run(trained(LLAMA, **how), "inlined")
+WIDE = LLAMA.model_copy(update={"width": 64, "hidden": 96})
+"""Its weights are too large to be copied to where turns find them."""
+
+
+def test_what_is_put_together_for_all_micro_batches() -> None:
+    """Weights in pieces are gathered once, and layers find them in a stack in the turns of micro-batches."""
+    main = trained(WIDE, accumulate=4, precision=BF16, replicas=2, sharded=True).main_graph
+    rolling = Rerolling(main, main.variables)
+    assert sorted(len(loop.iterations) for loop in rolling.loops) == sorted([4, LAYERS, LAYERS])
+    assert not rolling.left_alone
+    assert sum(len(group) for groups in rolling.gathered.values() for group in groups) == 7 * LAYERS
+
+
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [(LLAMA, {}), pytest.param(WIDE, {"replicas": 2, "sharded": True, "precision": None}, marks=pytest.mark.thorough)],
+    ids=["whole", "sharded"],
+)
+def test_loops_in_the_turns_of_a_loop(config: LanguageConfig, more: dict[str, Any]) -> None:
+    """Micro-batches are turns, and so are the layers in each of them: these find weights, which are cast or gathered
+    once, and accumulators in stacks that all micro-batches share."""
+    how: dict[str, Any] = {"update": optimizers.sgd, "accumulate": 4, "precision": BF16, **more}
+    losses, variables, loops = run(trained(config, **how), "rolled")
+    plain_losses, plain_variables, _ = run(trained(config, **how), "inlined")
     assert sorted(loops) == [(LAYERS, 1), (LAYERS, 1 + WEIGHTS), (4, 4)]
     np.testing.assert_allclose(losses, plain_losses, 2e-3)
     for name, data in plain_variables.items():

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import popxl
+from tests.benchmarks import blocks
 from tests.targets.steps import Sizes, in_jax, session_of
 
 SMALL = Sizes(layers=8, width=64, heads=2, hidden=128, vocabulary=64, texts=2, length=32)
@@ -35,3 +36,18 @@ def test_the_default_is_the_fastest(target: str) -> None:
         assert cost.bytes_accessed <= 1.02 * by_hand.bytes  # products are rounded where they are made
     pieces = costs["dispatched"][1]
     assert pieces.kernels <= 1.5 * cost.kernels  # they are fused in the pieces of a plan
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize(
+    ("room", "calls"), [(2_500_000, "rolled"), pytest.param(2_200_000, "dispatched", marks=pytest.mark.thorough)]
+)
+def test_what_does_not_fit_is_compiled_in_other_ways(room: int, calls: str) -> None:
+    """Blocks that compute again what their gradients need: loops keep less at a time, and pieces of a plan the least.
+    XLA computes again, too, before it gives up: inlined they need 3.1 MB, and 2.8 MB where there is less."""
+    figures = popxl.Target("gpu h100").chip.model_copy(update={"memory_bytes": room})
+    target = popxl.Target("gpu small", figures)  # type: ignore[arg-type]
+    session = popxl.Session(blocks.Ours(blocks.Model(8, rows=32, width=64, heads=2), recompute=True).ir, target)
+    assert session.report.calls == calls
+    assert session.report.target is not None and session.report.target.fits
+    assert "inlined, too large for the memory" in session.report.reason

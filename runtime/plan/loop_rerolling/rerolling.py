@@ -113,11 +113,11 @@ def _has_products(loop: RerolledLoop) -> bool:
     return any(own_flops(op).products for op in ops)
 
 
-def _is_like_its_operand(op: Op) -> bool:
-    """Whether an op has one operand and one result of equal shape, such as a cast."""
-    if len(op.inputs) != 1 or len(op.outputs) != 1 or op.inputs[0].shape != op.outputs[0].shape:
+def _prepares_operand(op: Op) -> bool:
+    """Whether an op has one operand and one result of equal shape, such as a cast, or communicates."""
+    if len(op.inputs) != 1 or len(op.outputs) != 1 or op.runs or op.kind.view or op.kind.exchange or op.kind.effect:
         return False
-    return not (op.runs or op.kind.view or op.kind.between_replicas or op.kind.exchange or op.kind.effect)
+    return op.kind.between_replicas or op.inputs[0].shape == op.outputs[0].shape
 
 
 def _lowered_ops(items: Iterable[Item]) -> Iterator[Op]:
@@ -175,7 +175,7 @@ class _PackingAnalysis:
                     results = ((t, self._storage(output)) for t, output in run.results)
                     sources.update((t, after.get(s)) for t, s in results if s is not None and s not in run.inputs)
             else:
-                if _is_like_its_operand(item):
+                if _prepares_operand(item):
                     sources.update((t, t) for t in item.outputs)
                 yield self._visit_separately((item,))
         return sources
@@ -226,7 +226,7 @@ class _PackingAnalysis:
             self._computed.append(tuple(made))
         elif size > SMALL and alone > (not taken.is_written) and not all(isinstance(t, Constant) for t in storages):
             self.refused.setdefault(
-                loop, f"what takes the place of {taken.name!r} lies apart, and would have to be copied first"
+                loop, f"what its turns take for `{taken.name.path}` lies apart, and would have to be copied first"
             )
 
     def gathered(self) -> dict[Op, list[tuple[Tensor, ...]]]:

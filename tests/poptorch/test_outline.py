@@ -55,7 +55,7 @@ def test_layers_of_an_encoder() -> None:
         ir = poptorch.sessionOf(executor).ir
         assert len(graphs_called(ir, 3)) == 2  # a layer, and its gradient
         loops = Rerolling(ir.main_graph, ir.main_graph.variables).loops
-        assert [(len(loop.turns), len(loop.ops)) for loop in loops] == [(3, 1), (3, 1 + 12)]  # a weight, an update
+        assert [(len(loop.iterations), len(loop.ops)) for loop in loops] == [(3, 1), (3, 1 + 12)]  # a weight, an update
         for ours, expected in zip(outlined.parameters(), inlined.parameters(), strict=True):
             torch.testing.assert_close(ours, expected)
 

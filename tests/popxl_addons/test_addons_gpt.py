@@ -236,4 +236,4 @@ def test_layers_are_turns_of_loops(name: str, loops: object, monkeypatch: pytest
     monkeypatch.setattr(popxl.Session, "machine", PlanningMachine())
     main = VARIANTS[name](Config(layers=4)).ir.main_graph
     rolling = Rerolling(main, main.variables)
-    assert [(len(loop.turns), len(loop.ops)) for loop in rolling.loops] == loops
+    assert [(len(loop.iterations), len(loop.ops)) for loop in rolling.loops] == loops

@@ -251,7 +251,7 @@ def save(
     )
     blobs = {_TENSORS: safetensors.torch.save(tensors), _SESSION: _session(compiled.session)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, pack(KIND, about.model_dump(mode="json"), blobs))
+    replace_file(path, pack(KIND, about.model_dump_json(), blobs))
 
 
 def _call(compiled: Compiled) -> tuple[_Call, dict[str, torch.Tensor]]:

@@ -41,12 +41,12 @@ class Header(BaseModel):
     digest: str = ""
 
 
-def pack(kind: str, about: Mapping[str, Any], blobs: Mapping[str, bytes]) -> bytes:
+def pack(kind: str, about: Mapping[str, Any] | str, blobs: Mapping[str, bytes]) -> bytes:
     """The content of a file.
 
     Args:
         kind: what the file is.
-        about: what is to be said of the blobs, in values that JSON has.
+        about: what is to be said of the blobs, in values that JSON has; or the JSON of that, in one line.
         blobs: the blobs, by name.
 
     Example:
@@ -54,11 +54,15 @@ def pack(kind: str, about: Mapping[str, Any], blobs: Mapping[str, bytes]) -> byt
         >>> unpack(kind, pack(kind, about, blobs)) == (about, blobs)
         True
     """
-    sizes = {name: len(blob) for name, blob in blobs.items()}
-    header = {"kind": kind, "format": FORMAT, "about": about, "sizes": sizes, "digest": ""}
-    line = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
+    text = about if isinstance(about, str) else _json(about)
+    sizes = _json({name: len(blob) for name, blob in blobs.items()})
+    line = f'{{"kind":{_json(kind)},"format":{FORMAT},"about":{text},"sizes":{sizes},"digest":""}}'.encode()
     seal = digest(line, *blobs.values())
     return b"".join([line.removesuffix(_NO_DIGEST), f'"{seal}"}}\n'.encode(), *blobs.values()])
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 def is_packed(content: bytes) -> bool:

@@ -53,7 +53,7 @@ def packed(ir: Ir) -> bytes:
     writer = _Writer()
     with ir.host_copies.lock:
         program = writer.program(ir)
-    about = program.model_dump(mode="json", exclude={"options": OF_THE_RUN, "arrays": True, "digest": True})
+    about = program.model_dump_json(exclude={"options": OF_THE_RUN, "arrays": True, "digest": True})
     return pack(KIND, about, {ARRAYS: safetensors_library().numpy.save(writer.arrays)})
 
 

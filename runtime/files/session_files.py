@@ -76,7 +76,7 @@ def write(path: str | os.PathLike[str], ir: Ir, program: CompiledProgram) -> Non
         calls=program.layout.calls,
         executables=executables,
     )
-    replace_file(Path(path), pack(KIND, header.model_dump(mode="json"), parts))
+    replace_file(Path(path), pack(KIND, header.model_dump_json(), parts))
 
 
 def read(

@@ -20,7 +20,7 @@ from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
 from popxl.ops.convert import cast_if_needed
 from popxl.ops.float8 import SCALE, as_factor, check_float8, check_scale, pow2
-from popxl.ops.kernels.products import contracted, product
+from popxl.ops.kernels.products import contracted, product, weights_gradient
 from popxl.ops.shape import reshape, transpose
 from popxl.values.shapes import broadcast_shapes, same_dtype, set_hints
 from popxl.values.spec import TensorSpec
@@ -34,9 +34,12 @@ def _matmul(
         return jnp.matmul(lhs, rhs)
     if lhs.dtype != rhs.dtype:
         lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
-    # Half partials allow fewer digits. Otherwise the session says how exactly numbers are multiplied.
-    precision = lax.Precision.DEFAULT if partials_type is dtypes.float16 else None
-    return product(lhs, rhs, wanted, precision)
+    return product(lhs, rhs, wanted, _precision(partials_type))
+
+
+def _precision(partials_type: dtype_ | None) -> lax.Precision | None:
+    """Half partials allow fewer digits. Otherwise the session says how exactly numbers are multiplied."""
+    return lax.Precision.DEFAULT if partials_type is dtypes.float16 else None
 
 
 def _shape(
@@ -77,7 +80,9 @@ def _rhs_gradient(g: Tensor, lhs: Tensor, rhs_spec: TensorSpec) -> Tensor:
     g, lhs = _in_the_wider(g, lhs)
     if len(rhs_spec.shape) == 1:
         return reshape(g, (-1,)) @ _as_matrix(lhs)
-    if len(rhs_spec.shape) == 2:  # one matrix for all of lhs: one product, not one for each batch
+    if len(rhs_spec.shape) == 2 and lhs.rank > 2:  # one matrix for all of lhs: one product, not one for each batch
+        return _over_rows(lhs, g, **set_hints(partials_type=_partials(None)))
+    if len(rhs_spec.shape) == 2:
         return _flipped(_as_matrix(lhs)) @ _as_matrix(g)
     if lhs.rank == 1:  # a row: lhs and g have lost their axis
         lhs, g = reshape(lhs, (1, lhs.shape[0])), reshape(g, (*g.shape[:-1], 1, g.shape[-1]))
@@ -112,6 +117,20 @@ def _as_row(t: Tensor) -> Tensor:
     return reshape(t, (*t.shape[:-2], t.shape[-1]))
 
 
+def _matmul_over_rows(lhs: Any, rhs: Any, *, partials_type: dtype_ | None = None) -> Any:
+    """The product of the rows of both, over all dimensions but the last. XLA for TPUs would copy rows that are made one
+    dimension, where another product takes them as they are."""
+    return weights_gradient(lhs, rhs, is_rounded=True, precision=_precision(partials_type)).astype(lhs.dtype)
+
+
+_over_rows = OpKind(
+    "MatMul",
+    _matmul_over_rows,
+    shape=lambda lhs, rhs, **hints: TensorSpec((lhs.shape[-1], rhs.shape[-1]), lhs.dtype),
+    result="matmul_out",
+    key="MatMulOverRows",
+    gradient={"lhs": lambda g, rhs: rhs @ _flipped(g), "rhs": lambda g, lhs: lhs @ g},
+)
 _kind = OpKind(
     "MatMul", _matmul, shape=_shape, result="matmul_out", gradient={"lhs": _lhs_gradient, "rhs": _rhs_gradient}
 )

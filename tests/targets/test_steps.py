@@ -51,3 +51,11 @@ def test_what_does_not_fit_is_compiled_in_other_ways(room: int, calls: str) -> N
     assert session.report.calls == calls
     assert session.report.target is not None and session.report.target.fits
     assert "inlined, too large for the memory" in session.report.reason
+
+
+@pytest.mark.targets
+def test_gradients_of_weights_copy_no_rows() -> None:
+    """A TPU has rows as attention wants them, and copies them where they become one dimension."""
+    sizes = Sizes(layers=1, width=256, heads=2, hidden=512, vocabulary=128, texts=2, length=128)
+    cost = session_of(sizes, "inlined", "tpu v5e").cost()
+    assert cost.cycles is not None and cost.cycles <= in_jax(sizes, "unrolled", "tpu v5e").cycles

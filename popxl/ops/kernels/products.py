@@ -71,23 +71,23 @@ def _of_columns(t: Any) -> Any:
 
 
 @Kernel
-def weights_gradient(g: Any, t: Any, is_rounded: bool = False) -> Any:
+def weights_gradient(g: Any, t: Any, is_rounded: bool = False, precision: Any = None) -> Any:
     """Gradient of a weight matrix multiplied by all rows of `t`, given the result gradient `g`.
 
     It has a row for each column of `g`, and is in the dtype that sums are made in; where it is rounded to that of `g`
     next, maybe in that.
     """
-    return _of_rows(g, t, wide_dtype(g, t))
+    return _of_rows(g, t, wide_dtype(g, t), precision)
 
 
-def weights_gradient_of_halves(g: Any, t: Any, is_rounded: bool = False) -> Any:
+def weights_gradient_of_halves(g: Any, t: Any, is_rounded: bool = False, precision: Any = None) -> Any:
     """`weights_gradient` for GPUs, whose units round what they write."""
-    return _of_rows(g, t, g.dtype if is_rounded else wide_dtype(g, t))
+    return _of_rows(g, t, g.dtype if is_rounded else wide_dtype(g, t), precision)
 
 
-def _of_rows(g: Any, t: Any, dtype: Any) -> Any:
+def _of_rows(g: Any, t: Any, dtype: Any, precision: Any) -> Any:
     rows = tuple(range(t.ndim - 1))
-    return lax.dot_general(g, t, ((rows, rows), ((), ())), preferred_element_type=dtype)
+    return lax.dot_general(g, t, ((rows, rows), ((), ())), precision=precision, preferred_element_type=dtype)
 
 
 OF_HALVES: Mapping[Kernel, KernelImpl] = {

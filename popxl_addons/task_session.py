@@ -489,7 +489,7 @@ class TaskSession(popxl.Session):
         others = {name: (t, a) for name, (t, a) in both.items() if (a.dtype, a.shape) != _on_host(t)}
         unfit = [
             f"`{name}` is {_brief(array.dtype, array.shape)} there and {_brief(*_on_host(t))} in the "
-            f"state{_whole_of(t)}"
+            f"state{_parts_text(t)}"
             for name, (t, array) in others.items()
         ]
         if expected and expected.isdisjoint(stored):
@@ -678,7 +678,7 @@ def _in_groups(t: Variable | Constant, array: array_files.Elements) -> array_fil
     return pieces.cut(whole, groups, axis) if groups > 1 else whole
 
 
-def _whole_of(t: Variable | Constant) -> str:
+def _parts_text(t: Variable | Constant) -> str:
     """Whole-value spec for group parts."""
     if not isinstance(t, Variable) or t.group_axis is None or t.replica_grouping.num_groups == 1:
         return ""

@@ -279,11 +279,11 @@ def _added(graph: Graph) -> set[Op]:
 def _is_sum(op: Op) -> bool:
     """Test whether an op only adds its operands."""
 
-    def asked() -> bool:
+    def traces_to_sum() -> bool:
         eqns = [] if op.kind.is_carried_out_by_others else op.traced().eqns
         return bool(eqns) and all(each.primitive.name in ("add", "add_any") for each in eqns)
 
-    return op.remembered("is a sum", asked)
+    return op.remembered("is a sum", traces_to_sum)
 
 
 def exchanges_of(op: Op) -> tuple[tuple[CollectiveKind, int], ...]:

@@ -43,7 +43,7 @@ def schedule(graph: Graph, names: Mapping[Tensor, str] | None = None) -> str:
     def number(t: Tensor) -> str:
         return f"%{numbers.setdefault(t, len(numbers) + 1)}"
 
-    def shown(tensors: Sequence[Tensor]) -> str:
+    def numbers_of(tensors: Sequence[Tensor]) -> str:
         return ", ".join(f"{number(t)} [{t.shape} {t.dtype.name}]" for t in tensors)
 
     known = names or {}
@@ -51,7 +51,7 @@ def schedule(graph: Graph, names: Mapping[Tensor, str] | None = None) -> str:
     lines = []
     for op in graph.ops:
         called = f"({op.called_graphs[0].name})" if len(op.called_graphs) == 1 else ""
-        lines.append(f"    {op.op_type}.{op.id}{called} ({shown(op.inputs)}) -> ({shown(op.outputs)})")
+        lines.append(f"    {op.op_type}.{op.id}{called} ({numbers_of(op.inputs)}) -> ({numbers_of(op.outputs)})")
     outputs = ", ".join(number(t) for t in graph.outputs)
     return "\n".join([f"Graph : {graph.name}", f"  ({inputs}) -> ({outputs}) {{", *(lines or ["    "]), "  }"])
 

@@ -238,24 +238,24 @@ def _slopes(
     """For a pair of blocks: weights, score gradients, incoming gradient."""
     if blocks.is_single_block and not is_part:
 
-        def of_all(i: Any, j: Any) -> tuple[Any, Any, Any]:
+        def single_block_slopes(i: Any, j: Any) -> tuple[Any, Any, Any]:
             (weights, _), g_i = blocks.softmax(), blocks.of_rows(g)
             slope = blocks.product("bhgqv,bhkv->bhgqk", g_i, blocks.v)
             some, slope = blocks.dropped(i, j, weights, slope)
             return some, weights * (slope - summed(weights * slope, (4,), keepdims=True)), g_i
 
-        return of_all
+        return single_block_slopes
     shift = blocks.of_rows(summed(g.astype(blocks.wide) * out.astype(blocks.wide), (g.ndim - 1,), keepdims=True))
     g, logs = blocks.of_rows(g), blocks.of_rows(logs[..., None], fill=math.inf)
 
-    def of(i: Any, j: Any) -> tuple[Any, Any, Any]:
+    def block_slopes(i: Any, j: Any) -> tuple[Any, Any, Any]:
         weights = jnp.exp(blocks.scores(i, j) - blocks.row(logs, i))
         g_i = blocks.row(g, i)
         slope = blocks.product("bhgqv,bhkv->bhgqk", g_i, blocks.column(blocks.v, j))
         some, slope = blocks.dropped(i, j, weights, slope)
         return some, weights * (slope - blocks.row(shift, i)), g_i
 
-    return of
+    return block_slopes
 
 
 def _mask_pullback(

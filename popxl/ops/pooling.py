@@ -83,12 +83,12 @@ class Combining(NamedTuple):
     def by_xla(self, t: Any, windows: Mapping[int, Windows]) -> Any:
         """What windows along some axes give."""
 
-        def each(entry: str, otherwise: int) -> list[int]:
+        def axis_values(entry: str, otherwise: int) -> list[int]:
             return [getattr(windows[axis], entry) if axis in windows else otherwise for axis in range(t.ndim)]
 
-        pads = list(zip(each("begin", 0), each("end", 0), strict=True))
+        pads = list(zip(axis_values("begin", 0), axis_values("end", 0), strict=True))
         neutral = np.asarray(self.neutral, t.dtype)
-        return lax.reduce_window(t, neutral, self.of_two, each("reach", 1), each("stride", 1), pads)
+        return lax.reduce_window(t, neutral, self.of_two, axis_values("reach", 1), axis_values("stride", 1), pads)
 
 
 @Kernel

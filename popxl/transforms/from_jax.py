@@ -206,7 +206,7 @@ class _Recorder:
         known: dict[Any, Tensor] = dict(zip(jaxpr.invars, inputs, strict=True))
         constants = dict(zip(jaxpr.constvars, traced.consts, strict=True))
 
-        def read(value: Any) -> Tensor:
+        def tensor_of(value: Any) -> Tensor:
             if isinstance(value, Literal):
                 return _constant(value.val, value.aval)
             if value not in known:
@@ -214,9 +214,9 @@ class _Recorder:
             return known[value]
 
         for equation in jaxpr.eqns:
-            results = self._equation(equation, read)
+            results = self._equation(equation, tensor_of)
             known.update(zip(equation.outvars, results, strict=True))
-        return [read(value) for value in jaxpr.outvars]
+        return [tensor_of(value) for value in jaxpr.outvars]
 
     def _equation(self, equation: JaxprEqn, read: Callable[[Any], Tensor]) -> Sequence[Tensor]:
         """The results of an equation. `read` gives the tensors of its operands."""

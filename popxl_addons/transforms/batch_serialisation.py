@@ -231,7 +231,7 @@ def batch_serialise_fwd_and_grad(
     names = {t: name for name, t in named_inputs_for_grad_graph.to_dict().items()}
     _check_connections(gradient_graph, loads, names)
 
-    def place(t: Tensor, given: Any = None) -> RemoteHandle:
+    def location(t: Tensor, given: Any = None) -> RemoteHandle:
         """Storage location of `t` values in the forward graph."""
         if isinstance(source := loads.get(t), RemoteHandle):
             return source
@@ -240,20 +240,22 @@ def batch_serialise_fwd_and_grad(
         return RemoteHandle.of("store_buffers", given)
 
     def serialised(graph: GraphWithNamedArgs, seed_input: Tensor | None = None) -> BatchSerialResult:
-        def own(places: dict[Tensor, Any]) -> dict[Tensor, Any]:
+        def own_tensors(places: dict[Tensor, Any]) -> dict[Tensor, Any]:
             return {t: place for t, place in places.items() if t.graph == graph.graph}
 
-        return batch_serialise(graph, steps, own(loads), own(store_streams), own(stores), seed_input, rows, io_mode)
+        return batch_serialise(
+            graph, steps, own_tensors(loads), own_tensors(store_streams), own_tensors(stores), seed_input, rows, io_mode
+        )
 
     with forward_graph.graph.ir.undone_on_failure():
-        stores = {t: place(t, given) for t, given in store_buffers.items()}
+        stores = {t: location(t, given) for t, given in store_buffers.items()}
         named: dict[str, Tensor] = {}
         for t, value in _unconnected(gradient_graph, loads, is_activation=True):
             if value in names:
                 named[names[value]] = t
                 continue
             if value not in stores:
-                stores[value] = place(value)
+                stores[value] = location(value)
             loads[t] = stores[value]
         args = _merge_names(named, gradient_graph.args)
         forward = serialised(forward_graph, seed_input)

@@ -105,7 +105,8 @@ def activations_of(info: GradGraphInfo) -> list[Activation]:
 
     Example:
         >>> ir = popxl.Ir()
-        >>> graph = ir.create_graph(lambda x: ops.exp(ops.tanh(x)) * 2.0, popxl.TensorSpec((2, 3), popxl.float32))
+        >>> spec = popxl.TensorSpec((2, 3), popxl.float32)
+        >>> graph = ir.create_graph(lambda x: popxl.ops.exp(popxl.ops.tanh(x)) * 2.0, spec)
         >>> [(each.path, each.bytes) for each in activations_of(popxl.transforms.autodiff(graph))]
         [('tanh_out', 24), ('exp_out', 24)]
     """
@@ -181,16 +182,16 @@ class MemoryPlan(OnPage, BaseModel):
     Example:
         >>> line = PlannedActivation(path="scores", treatment="keep", bytes=64, line="model.py:3")
         >>> plan = MemoryPlan(graphs=(GraphPlan(graph="block", calls=2, activations=(line,)),))
-        >>> plan = plan.with_treatments("recompute", "*.score*", "scores")
+        >>> plan = plan.with_treatments("recompute", "score*")
         >>> MemoryPlan.model_validate_json(plan.model_dump_json()) == plan
         True
         >>> print(plan)
         Memory plan
         <BLANKLINE>
-        block, called 2 times: 0 B kept, 128 B recomputed, 0 B offloaded
+          block, called 2 times: 0 B kept, 128 B recomputed, 0 B offloaded
         <BLANKLINE>
-          activation  line        bytes  treatment  operations to recompute it
-          scores      model.py:3   64 B  recompute                           0
+          activation   line         bytes   treatment   operations to recompute it
+          scores       model.py:3    64 B   recompute                            0
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -262,7 +263,7 @@ def matches_nothing(who: str, missing: Sequence[str], known: Sequence[str]) -> s
     )
 
 
-def kept_by(policy: MemoryPolicy, activation: Activation) -> bool:
+def is_kept_by_policy(policy: MemoryPolicy, activation: Activation) -> bool:
     """Whether a policy keeps an activation."""
     match policy:
         case "everything":

@@ -18,7 +18,7 @@ from popxl_addons.transforms.memory_plan import (
     PlannedActivation,
     Treatment,
     candidates,
-    kept_by,
+    is_kept_by_policy,
     matches_nothing,
 )
 from popxl_addons.transforms.recomputation import ops_again, recompute_activations
@@ -85,7 +85,7 @@ class PlannedGradients:
 
     def _treatments(self, graph: popxl.Graph, activations: list[Activation]) -> dict[str, Treatment]:
         if not isinstance(self.memory, MemoryPlan):
-            return {each.path: "keep" if kept_by(self.memory, each) else "recompute" for each in activations}
+            return {each.path: "keep" if is_kept_by_policy(self.memory, each) else "recompute" for each in activations}
         planned = next(each for each in self.memory.graphs if each.graph == self.names[graph])
         known = [each.path for each in activations]
         if missing := [each.path for each in planned.activations if each.path not in known]:

@@ -16,7 +16,7 @@ from popxl.tensor import Constant
 from popxl.transforms import ExpectedConnectionType, GradGraphInfo
 from popxl.transforms.autodiff import make_grad_graph_info
 from popxl_addons.graph import GraphWithNamedArgs
-from popxl_addons.transforms.memory_plan import Activation, MemoryPolicy, candidates, kept_by, matches_nothing
+from popxl_addons.transforms.memory_plan import Activation, MemoryPolicy, candidates, is_kept_by_policy, matches_nothing
 from popxl_addons.utils import suffix_graph_name
 
 __all__ = ["add_recompute_inputs", "recompute_graph"]
@@ -155,20 +155,20 @@ def recompute_activations(
                 t = next((u for u in op.inputs if u not in forward.inputs), op.inputs[0])
                 held[t] = _available_after(t, of, first)
                 waiting.add(t)
-            copy = op.clone([held[u] if u in held else _read(u, of) for u in op.inputs])
+            copy = op.clone([held[u] if u in held else _forward_tensor(u, of) for u in op.inputs])
             of |= dict(zip(op.outputs, copy.outputs, strict=False))
             waiting.update(op.outputs)
-        bound |= {t: _read(of_t, of) for t, of_t in read.items()}
+        bound |= {t: _forward_tensor(of_t, of) for t, of_t in read.items()}
         for result in ops.call(grad, inputs_dict=bound):
             popxl.graph_output(result)
     return make_grad_graph_info(forward, graph, expected, info.outputs), bound
 
 
 def _available_after(t: popxl.Tensor, of: _Bound, first: popxl.Tensor) -> popxl.Tensor:
-    return ops.available_after(_read(t, of), first)
+    return ops.available_after(_forward_tensor(t, of), first)
 
 
-def _read(t: popxl.Tensor, of: _Bound) -> popxl.Tensor:
+def _forward_tensor(t: popxl.Tensor, of: _Bound) -> popxl.Tensor:
     """A tensor of the forward graph, in the current graph."""
     if isinstance(t, Constant) and t not in of:
         of[t] = popxl.constant(t.data, t.dtype, t.name)
@@ -214,7 +214,7 @@ def _chosen(
                 + (f"a policy, one of {', '.join(map(repr, get_args(MemoryPolicy)))}, or " if name == "keep" else "")
                 + "a list of tensors and paths."
             )
-        return {each.tensor for each in known if kept_by(policy, each)}
+        return {each.tensor for each in known if is_kept_by_policy(policy, each)}
     check_type(given, Iterable, f"recompute_graph: `{name}`", "a list of tensors and paths")
     chosen: set[popxl.Tensor] = set()
     for each in given:

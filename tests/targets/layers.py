@@ -83,7 +83,8 @@ def of_session(session: popxl.Session) -> Program:
     """A program of ours."""
     cost, program = session.cost(), session.program
     rolling = program.layout.rolling
-    made = (each for loop in (() if rolling is None else rolling.loops) for each in loop.outputs if not each.is_last_only)
+    loops = () if rolling is None else rolling.loops
+    made = (each for loop in loops for each in loop.outputs if not each.is_last_only)
     kept = sum(len(each.rows) * each.name.nelms * each.name.dtype.itemsize for each in made)
     return Program(program.executable.as_text(), cost.code_bytes or 0, cost.temporary_bytes, kept)
 

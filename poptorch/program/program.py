@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from poptorch.options import Options
 from poptorch.program.batching import Batching
 from poptorch.program.recomputation import Recomputation
 from poptorch.program.updates import Update
+from poptorch.settings.groups import is_off_chip
 from popxl import ops
 from popxl.extend.graphs import leading_to
 from popxl.tensor import Variable
@@ -294,8 +295,11 @@ class Program:
         """Streams and variables; what the loops work with."""
         tensors = self._loaded() | self._on_device(host)
         if self._update is not None:
-            self.state = self._update.create_state(self._trained() if self._gradient is not None else ())
-            tensors |= {f"//{name}": v for name, v in self.state.items()}
+            trained = self._trained() if self._gradient is not None else ()
+            self.state = self._update.create_state(
+                trained, partial(is_off_chip, self._options.TensorLocations.optimizer_location)
+            )
+            tensors |= {f"//{name}": v for name, v in self.state.items() if name not in self._update.off_chip}
             if count:
                 self.numbers = popxl.h2d_stream((count,), popxl.float32, "optimizer")
                 tensors[VALUES] = ops.host_load(self.numbers, "optimizer")
@@ -388,10 +392,12 @@ class Program:
         if largest is not None and self._replicas > 1:
             largest = ops.collectives.replicated_all_reduce(largest, "max")
         reduced = {name: self._reduced(name, gradient) for name, gradient in gradients.items()}
-        state = {name: tensors[f"//{name}"] for name in self.state}
-        self._update(tensors, reduced, tensors.get(VALUES), state, largest)
+        self._update(tensors, reduced, tensors.get(VALUES), self._state_on_chip(tensors), largest)
         self._return_updated(tensors, results)
         return results
+
+    def _state_on_chip(self, tensors: Tensors) -> Tensors:
+        return {name: tensors[f"//{name}"] for name in self.state if f"//{name}" in tensors}
 
     def _return_updated(self, tensors: Tensors, results: list[popxl.Tensor | None]) -> None:
         """Have updated parameters among the results."""
@@ -522,7 +528,7 @@ class Program:
     def _loss_gradient(self, loss: popxl.Tensor, tensors: Tensors) -> popxl.Tensor:
         """What the gradient of the loss begins with: the loss scale, for each of its elements."""
         assert self._update is not None
-        scale = self._update.loss_scale(tensors.get(VALUES), {name: tensors[f"//{name}"] for name in self.state})
+        scale = self._update.loss_scale(tensors.get(VALUES), self._state_on_chip(tensors))
         if self._strategy is MeanReductionStrategy.PostAndLoss:
             scale = scale * (1 / self._replicas)
         if not isinstance(scale, popxl.Tensor):

@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -213,6 +213,7 @@ class Update:
         trained = {name: p for name, p in parameters.items() if p.requires_grad and id(p) in groups}
         self.group_of = {name: groups[id(p)] for name, p in trained.items()}
         self.names = tuple(trained)
+        self._buffers: dict[str, popxl.RemoteBuffer] = {}
         self._counts = {name: f"{STEP}___{name}" if name in counted_apart else STEP for name in trained}
         self.state = (*(s for name, p in trained.items() for s in self._kept(name, p)), *self._common())
 
@@ -386,17 +387,36 @@ class Update:
 
     # In a program ---------------------------------------------------------------------------------------------------
 
-    def create_state(self, trained: Container[str] | None = None) -> dict[str, Variable]:
+    def create_state(
+        self, trained: Container[str] | None = None, off_chip: Callable[[int], bool] = lambda elements: False
+    ) -> dict[str, Variable]:
         """Variables of the main graph, the current one, for all that the optimiser keeps, by name.
 
         Args:
             trained: names of the parameters that have a gradient; others need no state. By default all have one.
+            off_chip: whether state of a parameter is in a remote buffer, by the number of its elements. A step loads
+                and stores it; the main graph has no other use for its variable.
         """
+        self._buffers = {}
         return {
-            s.name: popxl.variable(s.value, name=s.name, replica_grouping=self._groupings.get(s.parameter or ""))
+            s.name: self._variable(s, s.parameter is not None and off_chip(s.value.size))
             for s in self.state
             if s.parameter is None or trained is None or s.parameter in trained
         }
+
+    def _variable(self, s: State, is_off_chip: bool) -> Variable:
+        grouping = self._groupings.get(s.parameter or "")
+        if not is_off_chip:
+            return popxl.variable(s.value, name=s.name, replica_grouping=grouping)
+        has_rows = grouping is not None and grouping.num_groups > 1
+        shape = s.value.shape[1:] if has_rows else s.value.shape
+        buffer = self._buffers[s.name] = popxl.remote_buffer(shape, popxl.dtype.as_dtype(s.value))
+        return popxl.remote_variable(s.value, buffer, name=s.name, replica_grouping=grouping)
+
+    @property
+    def off_chip(self) -> Collection[str]:
+        """Names of the state of `create_state` that is in remote buffers."""
+        return self._buffers
 
     def loss_scale(self, values: popxl.Tensor | None, state: Tensors) -> float | popxl.Tensor:
         """What the gradient of the loss starts at: a number, or a float32 tensor of one element where it can change.
@@ -433,7 +453,7 @@ class Update:
                 replicas, and as many times too large as `loss_scale` says. A parameter without one stays as it is, as
                 does its state.
             values: the vector of numbers, in the current graph.
-            state: what the optimiser keeps, by name; in a subgraph, inputs by reference.
+            state: what the optimiser keeps, by name, but for what is off chip; in a subgraph, inputs by reference.
             largest: for automatic loss scaling, the largest magnitude of what the gradients in float16 were reduced
                 from; by default that of the gradients of float16 parameters as they are.
         """
@@ -464,11 +484,16 @@ class Update:
         state: Tensors,
     ) -> None:
         """The op that updates one parameter."""
-        others: dict[str, Any] = {k.operand: state.get(f"{k.name}___{name}") for k in self._rule.kept}
+        kept = {k.operand: f"{k.name}___{name}" for k in self._rule.kept}
+        remote = {operand: self._buffers[full] for operand, full in kept.items() if full in self._buffers}
+        others: dict[str, Any] = {operand: state.get(full) for operand, full in kept.items()}
+        others |= {operand: ops.remote_load(buffer, 0, kept[operand]) for operand, buffer in remote.items()}
         others |= {number: read(self._key(name, number)) for number in self._rule.numbers}
         if self._rule.takes_count:
             others["t"] = state[self._counts[name]]
         self._rule.step(parameter, gradient, **others, scale=scale)
+        for operand, buffer in remote.items():
+            ops.remote_store(buffer, 0, others[operand])
 
     def _gradient_scale(
         self, gradients: Tensors, read: Callable[[Key], Any], loss_scale: float | popxl.Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -13,10 +13,13 @@ from popart import RecomputationType
 from poptorch.base.logging_ import logger
 from poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType
 from poptorch.errors import Error
-from poptorch.settings.setting import NO_EFFECT, OptionsDict, positive, setting, strings
+from poptorch.settings.setting import NO_EFFECT, OptionsDict, Setting, positive, setting, strings
 from popxl.options import SessionOptions
 
 _Group = TypeVar("_Group", bound=OptionsDict)
+
+
+_TOLD = f"{NO_EFFECT}, as a warning says"
 
 
 class TensorLocationSettings(OptionsDict):
@@ -30,17 +33,27 @@ class TensorLocationSettings(OptionsDict):
     """
 
     min_elements_for_off_chip: int | None = setting(
-        None, NO_EFFECT, "minElementsForOffChip", kind=int | None, shown="unset"
+        None,
+        "of `setOptimizerLocation`: state of fewer elements stays in the memory of the device",
+        "minElementsForOffChip",
+        kind=int | None,
+        shown="unset",
     )
     min_elements_for_replicated_tensor_sharding: int | None = setting(
-        None, NO_EFFECT, "minElementsForReplicatedTensorSharding", kind=int | None, shown="unset"
+        None, _TOLD, "minElementsForReplicatedTensorSharding", kind=int | None, shown="unset"
     )
-    use_on_chip_storage: bool | None = setting(None, NO_EFFECT, "useOnChipStorage", kind=bool | None, shown="unset")
+    use_on_chip_storage: bool | None = setting(
+        None,
+        "of `setOptimizerLocation`: if False, state is in the memory of the host",
+        "useOnChipStorage",
+        kind=bool | None,
+        shown="unset",
+    )
     use_replicated_tensor_sharding: bool | None = setting(
-        None, NO_EFFECT, "useReplicatedTensorSharding", kind=bool | None, shown="unset"
+        None, _TOLD, "useReplicatedTensorSharding", kind=bool | None, shown="unset"
     )
-    use_io_tiles_to_load: bool | None = setting(None, NO_EFFECT, "useIOTilesToLoad", kind=bool | None, shown="unset")
-    use_io_tiles_to_store: bool | None = setting(None, NO_EFFECT, "useIOTilesToStore", kind=bool | None, shown="unset")
+    use_io_tiles_to_load: bool | None = setting(None, _TOLD, "useIOTilesToLoad", kind=bool | None, shown="unset")
+    use_io_tiles_to_store: bool | None = setting(None, _TOLD, "useIOTilesToStore", kind=bool | None, shown="unset")
 
     def minElementsForOffChip(self, min_elements: int) -> TensorLocationSettings:
         """Keep tensors of fewer elements on the device."""
@@ -67,6 +80,21 @@ class TensorLocationSettings(OptionsDict):
         return self._set(use_io_tiles_to_store=use)
 
 
+def is_off_chip(location: TensorLocationSettings, elements: int) -> bool:
+    """Whether a tensor of so many elements is stored in the memory of the host."""
+    return location.use_on_chip_storage is False and elements >= (location.min_elements_for_off_chip or 2)
+
+
+def _without_effect(location: TensorLocationSettings, is_of_optimizer: bool) -> list[str]:
+    """The settings, by the names of their methods, that have been made and have no effect here."""
+    used = ("use_on_chip_storage", "min_elements_for_off_chip") if is_of_optimizer else ()
+    made = ((name, value, name == "use_on_chip_storage") for name, value in location._values().items())
+    return [_METHODS[name] for name, value, usual in made if name not in used and value not in (None, usual)]
+
+
+_METHODS = {name: each.by for name, each in vars(TensorLocationSettings).items() if isinstance(each, Setting)}
+
+
 class _TensorLocationOptions(OptionsDict):
     """Where tensors are stored; `options.TensorLocations`. It never changes a number.
 
@@ -79,7 +107,7 @@ class _TensorLocationOptions(OptionsDict):
 
     num_io_tiles: int | None = setting(
         None,
-        "no effect here, but overlapped IO needs some",
+        f"{_TOLD}; but overlapped IO needs some",
         "numIOTiles",
         kind=int | None,
         valid=lambda count: count is None or (32 <= count <= 192 and count % 2 == 0),
@@ -88,17 +116,32 @@ class _TensorLocationOptions(OptionsDict):
         shown="none",
     )
     activation_location: TensorLocationSettings = setting(
-        TensorLocationSettings(), NO_EFFECT, "setActivationLocation", shown="unset"
+        TensorLocationSettings(), _TOLD, "setActivationLocation", shown="unset"
     )
     weight_location: TensorLocationSettings = setting(
-        TensorLocationSettings(), NO_EFFECT, "setWeightLocation", shown="unset"
+        TensorLocationSettings(), _TOLD, "setWeightLocation", shown="unset"
     )
     optimizer_location: TensorLocationSettings = setting(
-        TensorLocationSettings(), NO_EFFECT, "setOptimizerLocation", shown="unset"
+        TensorLocationSettings(),
+        "with `useOnChipStorage(False)`, the state of the optimiser is in remote buffers (`popxl`), in the memory of "
+        "the host; a step loads and stores that of one parameter after the other. Other settings give a warning",
+        "setOptimizerLocation",
+        shown="unset",
     )
     accumulator_location: TensorLocationSettings = setting(
-        TensorLocationSettings(), NO_EFFECT, "setAccumulatorLocation", shown="unset"
+        TensorLocationSettings(), _TOLD, "setAccumulatorLocation", shown="unset"
     )
+
+    def _set(self, **values: Any) -> Self:
+        super()._set(**values)
+        for name, value in values.items():
+            if isinstance(value, TensorLocationSettings):
+                lost = _without_effect(value, is_of_optimizer=name == "optimizer_location")
+                if lost:
+                    logger.warning("TensorLocations.%s: %s has no effect here.", _LOCATIONS[name], ", ".join(lost))
+            elif value is not None:
+                logger.warning("TensorLocations.numIOTiles has no effect here, where there are no tiles.")
+        return self
 
     def numIOTiles(self, num_tiles: int) -> _TensorLocationOptions:
         """Set tiles aside for transfers.
@@ -123,6 +166,9 @@ class _TensorLocationOptions(OptionsDict):
     def setAccumulatorLocation(self, location: TensorLocationSettings) -> _TensorLocationOptions:
         """Where accumulated gradients are stored."""
         return self._set(accumulator_location=location)
+
+
+_LOCATIONS = {name: each.by for name, each in vars(_TensorLocationOptions).items() if isinstance(each, Setting)}
 
 
 class _TrainingOptions(OptionsDict):

@@ -6,6 +6,7 @@ from typing import Any
 
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
+from popxl.core.traits import is_call
 from popxl.ops.kernels import memory
 from popxl.values.shapes import like_first
 
@@ -23,6 +24,15 @@ _offload = OpKind(
 _reload = OpKind(
     "Reload", lambda t: memory.in_device_memory(t), shape=like_first, result="{t}_reloaded", gradient={"t": lambda g: g}
 )
+
+
+def is_offloaded(t: Tensor) -> bool:
+    """Whether `offload` makes a tensor, in its graph or in one that is called there."""
+    op = t.producer
+    while op is not None and is_call(op):
+        t = op.called_graphs[0].outputs[op.outputs.index(t)]
+        op = t.producer
+    return op is not None and op.kind is _offload
 
 
 def available_after(t: Tensor, other: Tensor) -> Tensor:

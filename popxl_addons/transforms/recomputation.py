@@ -138,16 +138,16 @@ def recompute_activations(
     graph = forward.ir.create_empty_graph(suffix_graph_name(grad.name, "recomp"))
     with graph, popxl.in_sequence(False):
         bound = {t: graph.add_input_like(t) for t, _ in gradients}
+        first = next(iter(bound.values()))
         of: _Bound = {}
         expected = [(of_t, FwdGrad) for _, of_t in gradients]
         for t in sorted(taken, key=lambda t: (t not in forward.inputs, t.id)):
             source = away.get(t, t)
             expected.append((source, Fwd))
             given = graph.add_input_like(source)
-            of[t] = ops.reload(given) if t in away else given
+            of[t] = ops.reload(ops.available_after(given, first)) if t in away else given
         bound |= _further_inputs(info)
         held: _Bound = {}
-        first = next(iter(bound.values()))
         waiting: set[popxl.Tensor] = set()
         for op in again:
             # One operand that waits is enough for the results to wait.

@@ -22,6 +22,9 @@ from popxl.core.aliasing import reachable
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.graph import Graph
+from popxl.ops.kernels.kernel import overriding_kernels
+from popxl.ops.kernels.memory import in_host_memory
+from popxl.ops.memory import is_offloaded
 from runtime.lowering.packed_arrays import PackedArray, PackedSlot, load
 
 if TYPE_CHECKING:
@@ -126,7 +129,8 @@ def lower_rerolled(lowering: Lowering, loop: RerolledLoop, environment: Environm
     schedule = lowering.scheduling.schedule
     called = dict.fromkeys(graph for op in loop.ops for callee in op.called_graphs for graph in reachable(callee))
     has_loops = any(isinstance(item, RerolledLoop) for graph in called for item in schedule(graph))
-    builder = _ScanBuilder(loop, environment, lowering.hooks.invariant_row, has_loops)
+    with overriding_kernels(lowering.replicas.platform, lowering.hooks.overrides):
+        builder = _ScanBuilder(loop, environment, lowering.hooks.invariant_row, has_loops)
     streams = lowering.channels_of(loop.ops)
     loop_channels = context.channels.loop_channels(streams)
 
@@ -310,6 +314,9 @@ def pack_together(environment: Environment, storages: Sequence[Tensor]) -> None:
 def _allocate_output(made: LoopOutput, environment: Environment) -> PackedArray:
     """Allocate a packed array for loop outputs."""
     room = lax.empty((len(made.rows), *made.name.shape), made.name.dtype.as_jax())  # turns fill all of it
+
+    if is_offloaded(made.name):
+        room = in_host_memory(room)
     if made.first is not None:
         room = lax.dynamic_update_index_in_dim(room, environment.read(made.first), 0, 0)
     return PackedArray(room)

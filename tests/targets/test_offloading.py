@@ -1,4 +1,4 @@
-"""Activations that are offloaded lie in the memory of the host, as the compiler for a machine with two memories says."""
+"""Offloaded activations lie in the memory of the host, as the compiler for a machine with two memories says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import popxl_addons as addons
 from popxl import ops
 from popxl_addons import optimizers
 
-LAYERS, ROWS, HIDDEN = 3, 2048, 512
+LAYERS, ROWS, HIDDEN = 3, 8192, 2048
 
 
 class Layer(addons.Module):

@@ -45,6 +45,7 @@ def test_there_are_programs() -> None:
         "README": 1,
         "extending": 4,
         "jax": 6,
+        "memory": 3,
         "popxl-programs": 1,
         "pytorch": 3,
         "scaling": 6,

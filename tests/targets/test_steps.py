@@ -10,7 +10,7 @@ import popxl
 from tests.benchmarks import blocks
 from tests.targets.steps import Sizes, in_jax, session_of
 
-SMALL = Sizes(layers=8, width=64, heads=2, hidden=128, vocabulary=64, texts=2, length=32)
+SMALL = Sizes(layers=10, width=64, heads=2, hidden=128, vocabulary=64, texts=2, length=32)
 
 
 def cost_of(calls: Any, target: str) -> tuple[popxl.Session, Any]:
@@ -23,7 +23,7 @@ def cost_of(calls: Any, target: str) -> tuple[popxl.Session, Any]:
 def test_the_default_is_the_fastest(target: str) -> None:
     default, cost = cost_of("auto", target)
     costs = {way: cost_of(way, target) for way in ("inlined", "rolled", "dispatched")}
-    assert [loop.turns for loop in costs["rolled"][0].report.loops] == [8, 8]
+    assert [loop.turns for loop in costs["rolled"][0].report.loops] == [10, 10]
     for _, other in costs.values():
         if target.startswith("tpu"):
             assert cost.cycles <= 1.05 * other.cycles

@@ -145,7 +145,7 @@ def _needed_by_callers(root: Graph, provided: list[Tensor], infos: Infos) -> dic
     """Outputs, per graph to differentiate, whose gradients some call provides."""
     needed: dict[Graph, list[Tensor]] = {root: provided}
     for graph in reversed(callees_first(root, infos)):
-        leads = leading_to(graph, needed.get(graph, ()))
+        leads = _leading_to(graph, needed.get(graph, ()))
         for op in graph.ops:
             for run in op.runs:
                 known = needed.setdefault(run.graph, [])
@@ -365,7 +365,28 @@ class _Differentiation:
 
 
 def leading_to(graph: Graph, provided: Iterable[Tensor]) -> set[Tensor]:
-    """Tensors with differentiable paths to provided tensors: all candidates for required gradients."""
+    """Tensors with differentiable paths to provided tensors, also through called graphs: all candidates for required
+    gradients."""
+    return done(_leading_through_calls(graph, provided))
+
+
+def _leading_through_calls(graph: Graph, provided: Iterable[Tensor]) -> Nested[set[Tensor]]:
+    leads = set(provided)
+    for op in reversed(graph.ops):
+        if leads.isdisjoint(op.outputs):
+            continue
+        inputs = {t for i, t in enumerate(op.inputs) if passes(op, i)}
+        if is_call(op):
+            (run,) = op.runs
+            pairs = zip(run.outputs, op.outputs, strict=False)
+            within = yield _leading_through_calls(run.graph, [own for own, t in pairs if t in leads])
+            inputs &= {t for own, t in zip(run.inputs, run.given, strict=False) if own in within}
+        leads |= inputs
+    return leads
+
+
+def _leading_to(graph: Graph, provided: Iterable[Tensor]) -> set[Tensor]:
+    """The same, where each input of a called graph leads to each of its outputs."""
     leads = set(provided)
     for op in reversed(graph.ops):
         if not leads.isdisjoint(op.outputs):

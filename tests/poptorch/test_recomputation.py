@@ -227,6 +227,21 @@ def test_accumulation_and_rolled_layers(plain: tuple[Any, ...]) -> None:
     assert found[2] < 0.7 * expected[2]
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_reentrant_checkpoint_without_gradients() -> None:
+    """Of inputs that need no gradient it has none, as in PyTorch: what it uses is not trained, and all else is."""
+
+    class Frozen(Model):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return super().forward(checkpoint(self.blocks[0], x, use_reentrant=True), y)
+
+    def run(blocks: Any, x: torch.Tensor) -> torch.Tensor:
+        return each_alone(blocks[1:], x)
+
+    found = trained(Frozen(run))
+    assert_same(found, of_pytorch(Frozen(run)), within=1e-5)
+
+
 def test_replicas_and_iterations() -> None:
     """Each replica and iteration recomputes what it has computed itself."""
 

@@ -122,3 +122,19 @@ def test_tiles_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
     assert [r.message for r in caplog.records] == [
         "TensorLocations.numIOTiles has no effect here, where there are no tiles."
     ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "method", "value"),
+    [
+        (poptorch.SerialPhasedExecution, "setTensorsLiveness", poptorch.Liveness.OffChipAfterFwd),
+        (poptorch.ParallelPhasedExecution, "sendTensorsOffChipAfterFwd", True),
+        (poptorch.SerialPhasedExecution, "useSeparateBackwardPhase", True),
+    ],
+)
+def test_phases_keep_tensors_where_they_are(
+    strategy: Any, method: str, value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    getattr(strategy(["A"], ["B"]), method)(value)
+    said = f"{strategy.__name__}.{method} counts phases, and has no effect on memory here."
+    assert [r.message for r in caplog.records] == [said]

@@ -45,6 +45,10 @@ __all__ = [
     "Runs",
     "SourceLocation",
     "Composite",
+    "StandsFor",
     "Trait",
     "View",
 ]
+
+StandsFor = Composite
+"""The earlier name of `Composite`."""

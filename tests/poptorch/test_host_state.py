@@ -204,6 +204,7 @@ def _all_changes(module: Changing, y: torch.Tensor) -> None:
 
 def test_what_changes_is_told_by_name_and_line(caplog: pytest.LogCaptureFixture) -> None:
     module, x = Changing(_all_changes), torch.ones(4, 3)
+    before = _fake_tensors()  # of other tests in this process
     for _ in range(2):
         model = poptorch.inferenceModel(module)
         torch.testing.assert_close(model(x), model(x))
@@ -212,8 +213,12 @@ def test_what_changes_is_told_by_name_and_line(caplog: pytest.LogCaptureFixture)
         (line,) = re.findall(rf"[ .]{re.escape(name)} \(test_host_state.py:(\d+)\)", text)
         last = re.findall(r"\w+", re.sub(r"(\[.*|\.data\[.*)\]$", "", name))[-1]
         assert re.search(rf"\b{last}\b(?! = 0|, self| = Meter|: list)", linecache.getline(__file__, int(line))), name
+    assert _fake_tensors() <= before
+
+
+def _fake_tensors() -> set[int]:
     gc.collect()
-    assert not any(type(each) is FakeTensor for each in gc.get_objects())
+    return {id(each) for each in gc.get_objects() if type(each) is FakeTensor}
 
 
 def test_what_belongs_to_the_model_is_as_it_was() -> None:

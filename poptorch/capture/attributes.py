@@ -1,4 +1,5 @@
-"""The attributes of modules during a capture: as they were when the model was wrapped, and as they were after it."""
+"""Snapshots of module attributes: values from wrapping time, in force during a capture; the others return
+afterwards."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d
 
 
 class Attributes:
-    """The attributes that a module and those in it have now; what is set on them later is not among them.
+    """Snapshot of the attributes of a module and its submodules; later assignments are not included.
 
     Wrapping a model takes these, so that `model.eval()` afterwards is for the host only. `with_those` takes what is set
     through the wrapper, too. Lists, dictionaries and sets among them stay the same objects; what becomes of these in a
@@ -66,7 +67,7 @@ class Attributes:
         ]
 
     def with_those(self, noted: Iterable[tuple[torch.nn.Module, str]]) -> Attributes:
-        """These attributes, but for some that are as they are now: modules, and names of theirs; see `noting`."""
+        """Copy of this snapshot with current values for some attributes, given as modules and names; see `noting`."""
         names: dict[int, set[str]] = defaultdict(set)
         for module, name in noted:
             names[id(vars(module))].add(name)
@@ -81,7 +82,7 @@ class Attributes:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Give the modules these attributes during a block, and afterwards those that they had before it."""
+        """Install this snapshot on the modules during a block, and the previous attributes afterwards."""
         before = [(namespace, dict(namespace)) for namespace, _ in self._values]
         try:
             _set(self._values)
@@ -90,11 +91,11 @@ class Attributes:
             _set(before)
 
     def has(self, module: torch.nn.Module, name: str) -> bool:
-        """Whether an attribute of a module is what it was."""
+        """Whether a module attribute is still the recorded object."""
         return any(now is vars(module) and name in now and now[name] is then.get(name) for now, then in self._values)
 
     def counting(self) -> dict[str, Number]:
-        """The numbers that are others now, by path and name: what they were."""
+        """Numbers changed since the snapshot: their recorded values, by module path and attribute name."""
         pairs = zip(self._paths, self._values, strict=True)
         return {
             f"{path}.{name}" if path else name: before
@@ -107,7 +108,7 @@ class Attributes:
         }
 
     def changed_number(self) -> str | None:
-        """A number among the attributes that has changed since, if there is one: its name, and what became of it."""
+        """Description of a changed numeric setting: its name, new value and old value; `None` if all are unchanged."""
         for path, now, then in self._numbers:
             if not then.items() <= now.items():
                 name = next(name for name, value in then.items() if name not in now or now[name] != value)
@@ -117,7 +118,8 @@ class Attributes:
 
 
 def _is_setting(name: str, value: Any) -> bool:
-    """Whether an attribute looks like a number that users set, such as a temperature. (NaN never equals itself.)"""
+    """Whether an attribute looks like a user setting, such as a temperature: a public number. (NaN never equals
+    itself.)"""
     return type(value) in (bool, int, float) and not name.startswith("_") and name != "training" and value == value
 
 
@@ -129,7 +131,7 @@ def _set(values: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
 
 @contextmanager
 def noting() -> Iterator[list[tuple[torch.nn.Module, str]]]:
-    """Note which attributes of modules are set in a block, whatever they were before it.
+    """Record attribute assignments on modules within a block, whatever the previous values.
 
     Example:
         >>> module = torch.nn.Dropout().eval()
@@ -156,7 +158,7 @@ def noting() -> Iterator[list[tuple[torch.nn.Module, str]]]:
 def not_rebound(
     module: torch.nn.Module | None, is_made: Callable[[str, torch.Tensor], bool] = lambda name, t: False
 ) -> Iterator[None]:
-    """Check that a block leaves every parameter and buffer where it is, and restore them in any case.
+    """Check that a block leaves every parameter and buffer in place, and restore all of them in any case.
 
     What is new is removed. Batch norms may do what they like. What a module is moved to (`self.layer.half()`) it has
     for the rest of the block.
@@ -200,7 +202,7 @@ def not_rebound(
 
 @contextmanager
 def _moving() -> Iterator[dict[tuple[int, str], torch.Tensor]]:
-    """Have `Module.to` and its like replace parameters and buffers by what becomes of them.
+    """Make `Module.to` and similar methods replace parameters and buffers by converted tensors within a block.
 
     PyTorch changes them where they are, which tensors without numbers cannot do. Gives those that were replaced, by
     the dictionary that holds them and their name.

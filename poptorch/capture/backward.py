@@ -1,4 +1,4 @@
-"""What the ops of PyTorch's backward pass are made of that PyTorch itself does not take apart.
+"""Decompositions for ops of PyTorch's backward pass that PyTorch itself does not decompose.
 
 A model that has PyTorch make gradients in its `forward` meets these. Those of a convolution are convolutions, that of a
 maximum writes where it was found, and those of functions that are linear along each dimension multiply by matrices.
@@ -18,7 +18,7 @@ Sizes = Sequence[int]
 
 
 def _each(values: Sizes, dims: int) -> list[int]:
-    """One value for each dimension, of one for all or one for each."""
+    """Values per dimension: a single value is repeated `dims` times."""
     return list(values) * dims if len(values) == 1 else list(values)
 
 
@@ -76,7 +76,7 @@ def _max_pool(dims: int) -> Callable[..., torch.Tensor]:
 def _by_matrices(
     grad: torch.Tensor, sizes: Sizes, forward: Callable[[torch.Tensor, int], torch.Tensor]
 ) -> torch.Tensor:
-    """The gradient of what is linear along each of the last dimensions by itself.
+    """Gradient of a function that acts linearly and separately along each trailing dimension, by matrix products.
 
     Args:
         grad: of the result.
@@ -123,7 +123,8 @@ def _trilinear(
     sumdim: Sizes,
     unroll_dim: int = 1,
 ) -> torch.Tensor:
-    """The sum, along some dimensions, of products of three; each lacks some dimensions, and is the same along them."""
+    """Sum, over some dimensions, of products of three tensors; each lacks some dimensions and is broadcast along
+    them."""
     dims = range(i1.dim() + len(expand1))
     first, second, third, out = ([d for d in dims if d not in lacks] for lacks in (expand1, expand2, expand3, sumdim))
     return torch.einsum(i1, first, i2, second, i3, third, out)

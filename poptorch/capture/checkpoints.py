@@ -1,4 +1,4 @@
-"""Checkpoints of `torch.utils.checkpoint`, which become regions whose activations are recomputed."""
+"""Checkpoints of `torch.utils.checkpoint`, recorded as regions with recomputed activations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["checkpoints_in_regions"]
 
 
 def checkpoints_in_regions(tracer: Tracer) -> AbstractContextManager[None]:
-    """Have a tracer record the checkpoints of a block as regions."""
+    """Record each checkpoint of a block as a recomputation region of the tracer."""
 
     @contextmanager
     def region(context: Any) -> Iterator[None]:
@@ -25,7 +25,7 @@ def checkpoints_in_regions(tracer: Tracer) -> AbstractContextManager[None]:
 
 
 class _Saving(TorchDispatchMode):
-    """Hears of each op in a checkpoint, and notes whether its results are kept."""
+    """Dispatch mode for a checkpoint: marks op results that its policy saves for the backward pass."""
 
     def __init__(self, tracer: Tracer, saves: Callable[..., bool]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Functions of PyTorch that a capture runs as others: those made for kernels of their own, written with plain ones."""
+"""Replacements, written with plain ops, for PyTorch functions that have specialised kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _flex_attention(
     score_mod_other_buffers: tuple[Any, ...] = (),
     mask_mod_other_buffers: tuple[Any, ...] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention whose scores a function of the user's changes, and another one leaves out.
+    """Attention with a user function that modifies scores, and another one that masks them.
 
     They are written for one score at one place, and are called once for all, with places that broadcast. Blocks only
     say which scores a kernel need not compute.
@@ -51,7 +51,7 @@ def _flex_attention(
 def _pack_padded_sequence(
     input: torch.Tensor, lengths: torch.Tensor, batch_first: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of all steps that sequences have, and how many each step has. Their lengths are looked at."""
+    """Packed rows of padded sequences, and the batch size per time step. The lengths are read."""
     by_step = input.transpose(0, 1) if batch_first else input
     known = lengths.tolist()
     with without_modes():
@@ -64,7 +64,7 @@ def _pack_padded_sequence(
 def _pad_packed_sequence(
     data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A packed sequence as one with rows of one length, and their lengths. How many rows each step has is looked at."""
+    """Padded form of a packed sequence, and its sequence lengths. The batch sizes are read."""
     sizes = batch_sizes.tolist()
     steps = [
         torch.nn.functional.pad(step, (*[0] * (2 * step.dim() - 1), sizes[0] - len(step)), value=padding_value)
@@ -75,7 +75,7 @@ def _pad_packed_sequence(
 
 
 def packed(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """A recurrent function, such as `torch.lstm`, for a packed sequence, in which later steps have fewer rows.
+    """Recurrent function, such as `torch.lstm`, for packed sequences, whose batch size shrinks over time steps.
 
     It is run for each block of steps that have equally many, with the states that the block before has left.
     """
@@ -97,7 +97,7 @@ def packed(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., t
         of_each = len(params) // count
 
         def one_way(x: torch.Tensor, number: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-            """A layer in one direction: its results, and the states that it ends with."""
+            """Run one layer in one direction; returns its outputs and final states."""
             own, is_back = params[number * of_each : (number + 1) * of_each], bidirectional and number % 2
             first = [state[number : number + 1] for state in begin]
             now, pieces = first, list[torch.Tensor]()
@@ -141,7 +141,7 @@ _TURNS = 64
 
 
 def in_turns(op: torch._ops.OpOverload, t: torch.Tensor) -> Callable[..., torch.Tensor] | None:
-    """An op that changes a tensor in place, for one that overlaps itself; `None` for others.
+    """Sequential form of an in-place op for a self-overlapping tensor; `None` if unnecessary, or if it is too long.
 
     Where several elements are one number, PyTorch changes it by one after the other. (Ops of one element at a time it
     does not let change what has been expanded.)
@@ -166,7 +166,8 @@ def in_turns(op: torch._ops.OpOverload, t: torch.Tensor) -> Callable[..., torch.
 
 
 def _histc(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Of integers, too, as on accelerators: what asks for the device takes it for one. CPUs have none."""
+    """`torch.histc`, extended to integers: models select the accelerator path, which accepts them; CPUs have no
+    kernel."""
     numbers = input if input.is_floating_point() else input.float()
     found: torch.Tensor = torch.ops.aten.histc(numbers, *args, **kwargs)
     return found.to(input.dtype)

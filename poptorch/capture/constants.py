@@ -1,4 +1,4 @@
-"""`numbers_of`: the numbers of values that come of nothing that a run brings: no input, parameter or chance.
+"""`numbers_of`: constant folding for values independent of inputs, parameters and random numbers.
 
 Masks, tables of positions, whatever is made from shapes and numbers in the program. A capture writes down what makes
 them, as it does for all else; where their numbers are wanted meanwhile, PyTorch does once what is written. So it does
@@ -41,7 +41,7 @@ _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def made_of(op: str, overload: str, arguments: Mapping[str, Any]) -> frozenset[str] | None:
-    """Names of the buffers that what an op makes of these arguments, with values in place of tensors, comes of.
+    """Names of the buffers on which op results depend; arguments hold values in place of tensors.
 
     None are named if it makes the same in every run; `None` is returned if it makes something else in each.
     """
@@ -63,7 +63,7 @@ def made_of(op: str, overload: str, arguments: Mapping[str, Any]) -> frozenset[s
 
 
 def numbers_of(value: Value, known: dict[Value, torch.Tensor]) -> torch.Tensor | None:
-    """The numbers of a value; `None` if a run decides on them.
+    """Contents of a value, by constant folding; `None` if they depend on a run.
 
     Args:
         value: the value.
@@ -75,7 +75,7 @@ def numbers_of(value: Value, known: dict[Value, torch.Tensor]) -> torch.Tensor |
 
 
 def computed(value: Value, known: dict[Value, torch.Tensor]) -> torch.Tensor:
-    """The numbers of a value, computed by PyTorch from those that are known. They are not to be overwritten.
+    """Contents of a value, computed by PyTorch from known ones. Callers must not overwrite them.
 
     Args:
         value: the value.
@@ -92,7 +92,7 @@ def computed(value: Value, known: dict[Value, torch.Tensor]) -> torch.Tensor:
 
 
 def _order(value: Value, known: Mapping[Value, torch.Tensor]) -> list[Node]:
-    """The nodes to compute, in order. Of those that overwrite a table bit by bit there may be very many."""
+    """Nodes to compute, in topological order, without recursion: chains of partial overwrites may be very long."""
     order: dict[Node, None] = {}
     waiting = [value]
     while waiting:
@@ -142,7 +142,7 @@ def _results(node: Node, known: Mapping[Value, torch.Tensor]) -> list[torch.Tens
 
 
 def _of_whole(node: Node, given: Mapping[str, Any]) -> list[Any]:
-    """What a function that was kept whole makes: its results, and what it overwrites."""
+    """Results of a preserved function, followed by tensors that it overwrites."""
     named = ((whole, inspect.signature(whole.like or whole.functions[0])) for whole in WHOLE if whole.op == node.op)
     whole, signature = next(
         (whole, signature) for whole, signature in named if signature.parameters.keys() - {"inplace"} == given.keys()
@@ -153,7 +153,7 @@ def _of_whole(node: Node, given: Mapping[str, Any]) -> list[Any]:
 
 
 def _with(function: Callable[..., Any], signature: inspect.Signature, arguments: dict[str, Any]) -> Any:
-    """Call a function with arguments by name, as it was called; its parameters may be fewer than those of others."""
+    """Call a function by argument names, as its caller did; it may have fewer parameters than its variants."""
     own: Mapping[str, inspect.Parameter] = {}
     try:
         own = inspect.signature(function).parameters
@@ -175,7 +175,7 @@ def _view(view: View, base: torch.Tensor) -> torch.Tensor:
 
 
 def _call(op: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> Any:
-    """Run an op with arguments by name. What it calls `self` is called `input`, as in PyTorch's functions."""
+    """Call an op with named arguments, where `input` stands for PyTorch's `self`."""
     renamed = any(a.name == "self" for a in op._schema.arguments)
     return op(**{"self" if renamed and name == "input" else name: value for name, value in arguments.items()})
 

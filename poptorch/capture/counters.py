@@ -1,4 +1,4 @@
-"""Numbers of Python that `forward` changes, such as `self.step += 1`: the host computes them anew for each run.
+"""Python numbers updated by `forward`, such as `self.step += 1`: the host recomputes them for each run.
 
 While a model is captured once more, a `Counter` stands for each of them. It notes what Python computes with it, and
 where a tensor is given one, the op has an input of the program in place of the number. What cannot be noted is refused,
@@ -27,11 +27,11 @@ COUNTED = (bool, int, float)
 
 
 class Refused(TypeError):
-    """A number is used in a way that no input of a program can stand for."""
+    """Use of a number that no program input can represent."""
 
 
 class Tape:
-    """What Python computes with numbers that `forward` changes, in one capture.
+    """Recorded Python arithmetic on numbers that `forward` updates, during one capture.
 
     Args:
         first: what they begin with, by path and name.
@@ -52,7 +52,7 @@ class Tape:
         self.begin()
 
     def begin(self) -> None:
-        """Note everything from the beginning: `forward` runs anew."""
+        """Clear all records for a new run of `forward`."""
         self.choices: list[bool] = []
         self.slots: dict[Value, Operand] = {}
         self.ends: dict[str, Operand] = {}
@@ -64,17 +64,17 @@ class Tape:
         self._made: list[weakref.ref[Counter]] = []
 
     def counter(self, place: int) -> Counter:
-        """One that stands for the number at a place."""
+        """New counter for a number of this tape, given its index."""
         counter = Counter(self, place)
         self._made.append(weakref.ref(counter))
         return counter
 
     def number(self, operand: Operand) -> Number:
-        """The number that an operand is in the first run, if choices go as the capture has them."""
+        """Value of an operand in the first run, under the choices of this capture."""
         return self._numbers[operand[0]] if isinstance(operand, tuple) else operand
 
     def call(self, name: str, *given: Any) -> Any:
-        """Note a function of counters and numbers. Gives a counter."""
+        """Record a function call on counters and numbers; returns a counter."""
         if not all(type(each) in (Counter, *COUNTED) for each in given):
             return self.refuse(*given)
         operands = tuple(map(_operand_of, given))
@@ -96,7 +96,7 @@ class Tape:
         return self.counter(self._known[key])
 
     def choose(self, counter: Counter) -> bool:
-        """How Python goes on where it asks whether a number is true."""
+        """Truth value of a number for Python's control flow: the given choice, else the number's own truth value."""
         key = CHOICE, counter.place
         if key not in self._known:
             given = self._given[len(self.choices) :][:1]
@@ -108,15 +108,15 @@ class Tape:
 
     @property
     def is_natural(self) -> bool:
-        """Whether choices go as they do in the first run."""
+        """Whether no choices were given, so that control flow follows the first run."""
         return not self._given
 
     def sources(self, given: Iterable[Any]) -> frozenset[str]:
-        """The names of the numbers that some are made of."""
+        """Names of the initial numbers from which counters derive."""
         return frozenset().union(*(self._sources[each.place] for each in given if type(each) is Counter))
 
     def refuse(self, *given: Any) -> Any:
-        """Note that numbers are used in a way that no input of a program can stand for.
+        """Mark numbers as refused: no program input can represent their use.
 
         Raises:
             Refused: always.
@@ -125,7 +125,7 @@ class Tape:
         raise Refused("`forward` uses a number that it changes in a way that cannot be noted.")
 
     def stand_in(self, counter: Counter) -> Number:
-        """A number near the one that a counter stands for, which no other is equal to, even as float32."""
+        """Unique placeholder for a counter's number, distinct from all numbers even in float32."""
         self._stand_ins += 1
         number = self._numbers[counter.place]
         if type(number) is int:
@@ -135,23 +135,23 @@ class Tape:
         return number * (1 - self._stand_ins * 2.0**-20) or self._stand_ins * 1e-30
 
     def end(self, name: str, number: Any) -> None:
-        """Note what a number is at the end; of those that are not followed it says nothing."""
+        """Record the final value of a number, or refuse a non-number; names outside this tape are ignored."""
         if name in self.first and type(number) in (Counter, *COUNTED):
             self.ends[name] = _operand_of(number)
         elif name in self.first:
             self.refused.add(name)
 
     def finish(self) -> None:
-        """Refuse the numbers of which something still holds a counter."""
+        """Refuse numbers whose counters are still referenced."""
         self.refused |= self.sources(held for ref in self._made if (held := ref()) is not None)
 
     def path(self, slots: Sequence[Operand] = (), problem: str = "") -> NumberPath:
-        """What was noted, with what the program is to be given."""
+        """Recorded steps of this capture, with operands for the program's number inputs."""
         return NumberPath(self._steps, slots, [self.ends.get(name, 0) for name in self.first], problem)
 
 
 def _as_pythons(number: Any) -> Any:
-    """A number; one of NumPy's, which tensors take for one, as Python's."""
+    """Convert a NumPy scalar, which tensors treat as a number, to Python's; return other objects unchanged."""
     return number.item() if isinstance(number, np.bool_ | np.floating | np.integer) else number
 
 
@@ -160,7 +160,7 @@ def _operand_of(each: Any) -> Operand:
 
 
 class Counter:
-    """Stands for a number. What Python makes of it and of numbers is another one.
+    """Symbolic number. Python arithmetic on counters and numbers returns new counters.
 
     Args:
         tape: where that is noted.
@@ -243,7 +243,7 @@ for _name in "int float index complex hash reduce_ex".split():
 
 
 def _noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of numbers, as one that counters note."""
+    """Wrap a function of numbers so that a tape records calls with counters."""
 
     def note(*args: Any, **settings: Any) -> Any:
         given = args
@@ -257,7 +257,7 @@ def _noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Class(type):
-    """The class of what stands for `int` and `float`."""
+    """Metaclass of substitutes for `int` and `float` that record conversions of counters."""
 
     def __call__(cls, *args: Any, **settings: Any) -> Any:
         return _noting(f"builtins.{cls.__name__}", cls.__mro__[1])(*args, **settings)
@@ -275,7 +275,7 @@ _BUILTINS: dict[str, Any] = {
 
 @contextmanager
 def noted_by_functions(namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """Have functions of `math`, and those of Python that ask for a number in C, note counters that they are given.
+    """Record counter arguments of `math` functions, and of `int`, `float`, `min` and `max`, within a block.
 
     Args:
         namespaces: the global names of what may call them.
@@ -318,12 +318,12 @@ _CARRYING: dict[str, Collection[str]] = {
 
 
 def holds_counters(given: Any) -> bool:
-    """Whether there are counters among arguments."""
+    """Whether any arguments, nested ones included, are counters."""
     return any(type(each) is Counter for each in pytree.tree_leaves(given))
 
 
 def with_numbers(call: Callable[[Any, Any], Any], args: Any, kwargs: Any, trace: Trace, is_inside: bool) -> Any:
-    """Call a function of PyTorch with numbers in place of counters; what it writes down has inputs in their place.
+    """Call a PyTorch function with placeholder numbers for counters; recorded ops receive program inputs instead.
 
     Args:
         call: calls it.
@@ -364,7 +364,7 @@ def with_numbers(call: Callable[[Any, Any], Any], args: Any, kwargs: Any, trace:
 
 
 def _places(nodes: Iterable[Node], number: Number) -> Iterator[tuple[Node, str]]:
-    """The arguments of ops that have a number. A constant that is only that number fills a tensor from now on."""
+    """Op arguments that contain a number. A scalar constant with this number becomes a fill op."""
     for node in nodes:
         data = node.arguments.get("data")
         if isinstance(data, Data) and _is_in(number, data.tensor):
@@ -385,12 +385,12 @@ def _is_in(number: Number, tensor: torch.Tensor) -> bool:
 
 
 def _fill(node: Node) -> None:
-    """Have a constant be a tensor that is filled with its number."""
+    """Convert a scalar constant into an op that fills a tensor with its number."""
     node.op, node.overload, node.arguments = _as_filled(node)
 
 
 def _as_filled(node: Node) -> tuple[str, str, dict[str, Any]]:
-    """An op; a constant without dimensions as what fills a tensor with its number."""
+    """Op name, overload and arguments of a node; a scalar constant is expressed as `aten.full`."""
     data = node.arguments.get("data")
     if isinstance(data, Data) and data.tensor.dim() == 0:
         with without_modes():
@@ -399,7 +399,7 @@ def _as_filled(node: Node) -> tuple[str, str, dict[str, Any]]:
 
 
 def _slot(node: Node, key: str, is_float: bool) -> Value:
-    """An input of the program, as the number that an op is given."""
+    """Replace a numeric op argument by a new program input; returns this input."""
     floats = is_float or all(result.dtype.is_floating_point for result in node.results)
     slot = Value((), torch.float32 if floats else torch.int64, requires_grad=False)
     node.arguments = {**node.arguments, key: slot}
@@ -412,8 +412,8 @@ def _slot(node: Node, key: str, is_float: bool) -> Value:
 def joined(
     plain: Trace, captures: Sequence[tuple[Tape, Trace]], problems: Sequence[NumberPath]
 ) -> tuple[HostNumbers, list[Value]] | None:
-    """The numbers of a function of which there are captures for all choices, and the inputs that the program has for
-    them; `None` unless the captures do the same in all but numbers.
+    """Merge captures for all choices: host numbers, and program inputs for them; `None` unless these captures differ in
+    numbers alone.
 
     The first trace becomes that of all.
 
@@ -454,7 +454,7 @@ def joined(
 
 
 def _is_same(op: str, one: Operand, other: Operand) -> bool:
-    """Whether two arguments are the same number, to an op that may have it as float32."""
+    """Whether two operands are equal numbers, up to float32 rounding where ops may store float32."""
     if isinstance(one, tuple) or isinstance(other, tuple):
         return False
     if op in ("aten.full", "poptorch.constant"):
@@ -465,7 +465,7 @@ def _is_same(op: str, one: Operand, other: Operand) -> bool:
 def _positions(
     trace: Trace, other: Trace, slots: Mapping[Value, Operand], others: Mapping[Value, Operand]
 ) -> list[tuple[Node, str, Operand, Operand]] | None:
-    """Where ops have numbers that inputs may stand for: these in one trace, and in another, with the inputs of both.
+    """Numeric arguments that inputs may replace: node, argument name, and operands from both traces.
 
     `None` if the traces differ in more than that.
     """

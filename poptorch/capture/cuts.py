@@ -1,4 +1,4 @@
-"""`Cuts`: where a function needs numbers that a run decides on, and what the host makes of these there.
+"""`Cuts`: graph breaks, where a function needs run-dependent numbers, with host operations on these numbers.
 
     places = mask.nonzero()    # the shape of what it makes depends on numbers
     count = lengths.max().item()  # a number of Python's
@@ -31,7 +31,7 @@ from popxl.extend.source import SourceLocation
 
 @dataclass(eq=False)
 class Cut:
-    """An operation of the host's between two programs.
+    """Graph break: a host operation between two programs.
 
     Attributes:
         at: how many ops were written down before it.
@@ -50,23 +50,24 @@ class Cut:
     made: list[Value] = field(default_factory=list)
 
     def numbers(self, given: Sequence[torch.Tensor]) -> Any:
-        """What it makes of these tensors, which may have narrower types than PyTorch says."""
+        """Result of the host operation for these tensors, first cast to PyTorch's dtypes from possibly narrower
+        ones."""
         with torch.no_grad():
             return self.run([t.to(value.dtype) for t, value in zip(given, self.given, strict=True)])
 
     @staticmethod
     def key_of(made: Any) -> tuple[Any, ...]:
-        """What is the same for all that one program is for."""
+        """Cache key for the program after a graph break: tensor shapes and dtypes, and numbers."""
         return tuple(map(_key_of_leaf, pytree.tree_leaves(made)))
 
     @staticmethod
     def tensors_in(made: Any) -> list[torch.Tensor]:
-        """The tensors among what was made."""
+        """Tensors within the result of a host operation."""
         return [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor)]
 
 
 class Cuts:
-    """The cuts of a function that is being captured, in order.
+    """Graph breaks of a function under capture, in order.
 
     Args:
         inputs: its arguments, with numbers.
@@ -95,7 +96,7 @@ class Cuts:
     def begin(
         self, inputs: Sequence[Value], state: Mapping[Value, torch.Tensor], trained: Collection[Value] = ()
     ) -> None:
-        """Begin a capture, for the first time or anew.
+        """Reset all state for a new or repeated capture.
 
         Args:
             inputs: the values of its arguments.
@@ -114,7 +115,7 @@ class Cuts:
         source: SourceLocation,
         tracked: bool,
     ) -> tuple[Cut, Any]:
-        """Cut here. Returns the cut, whose `made` is to be filled, and what was made.
+        """Insert a graph break. Returns it, with an empty `made` for the caller to fill, and the host's result.
 
         Args:
             at: how many ops were written down before.
@@ -147,7 +148,8 @@ class Cuts:
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
-        """Go on drawing where the cut before ended, or a loop that waits for a number would wait for ever."""
+        """Continue random draws where the previous graph break ended: otherwise, loops waiting for a number never
+        terminate."""
         generator = torch.default_generator
         with without_modes():
             before = generator.get_state()
@@ -160,7 +162,7 @@ class Cuts:
                 generator.set_state(before)
 
     def _check_trained(self, made: Any, given: Sequence[Value], source: SourceLocation, tracked: bool) -> None:
-        """Check that the host makes nothing that needs a gradient, and no number that is another one in each step."""
+        """Check that a host result needs no gradient, and contains no number that changes with each training step."""
         leaves = pytree.tree_leaves(made)
         if tracked and any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves):
             raise createPoptorchError(
@@ -178,7 +180,7 @@ class Cuts:
             )
 
     def know(self, cut: Cut, made: Any) -> None:
-        """Note the numbers of the values that were made at a cut."""
+        """Store the contents of values produced at a graph break."""
         self._known.update(zip(cut.made, Cut.tensors_in(made), strict=True))
 
 
@@ -191,12 +193,12 @@ def _key_of_leaf(leaf: Any) -> tuple[Any, ...]:
 
 
 def _has_floats(leaf: Any) -> bool:
-    """Whether something that a program is made for has numbers that are hardly ever the same again."""
+    """Whether a cache key component contains floating-point numbers, which rarely recur."""
     return isinstance(leaf, float | complex) or isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fc"
 
 
 def _comes_of(values: Sequence[Value], others: Collection[Value]) -> bool:
-    """Whether values are made of any of these."""
+    """Whether any of these values depends on any of `others`."""
     waiting, seen = list(values), set[int]()
     while waiting:
         value = waiting.pop()

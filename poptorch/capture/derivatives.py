@@ -1,4 +1,4 @@
-"""Functions that bring their own derivative, `torch.autograd.Function`: their `backward` becomes a part of the program.
+"""Custom derivatives, `torch.autograd.Function`: their `backward` becomes part of the program.
 
 A capture hears what their `forward` does, and never of `backward`. So it notes what each such function was given and
 has made. At the end each `backward` runs once, for gradients without numbers, and becomes a `Trace`. An op between what
@@ -27,7 +27,7 @@ OWN = "poptorch.own_derivative"
 
 @dataclass
 class Application:
-    """One run of a function that brings its own derivative.
+    """One call of a function with a custom derivative.
 
     Attributes:
         context: what PyTorch gives to its `backward`.
@@ -43,23 +43,23 @@ class Application:
 
     @property
     def function(self) -> type[torch.autograd.Function]:
-        """The function."""
+        """The custom function class."""
         function: type[torch.autograd.Function] = self.context._forward_cls
         return function
 
     @property
     def name(self) -> str:
-        """How it is called."""
+        """Qualified name of the function."""
         return self.function.__qualname__
 
     @property
     def of_gradients(self) -> list[Value]:
-        """Those of its results through which gradients flow."""
+        """Results of this call through which gradients flow."""
         return [value for value in self.results if value is not None and id(value) in self.differentiated]
 
     @property
     def is_saved(self) -> bool:
-        """Whether what it has saved for `backward` is still there: PyTorch may have gone through that meanwhile."""
+        """Whether tensors saved for `backward` still exist: a backward pass of PyTorch may have freed them."""
         try:
             self.context.saved_tensors  # noqa: B018 - it raises
         except RuntimeError:
@@ -67,14 +67,14 @@ class Application:
         return True
 
     def give_up(self) -> None:
-        """Have what `forward` does be differentiated."""
+        """Fall back to differentiating the ops of `forward`."""
         for value in self.of_gradients:
             value.of_function = self.function
 
 
 @contextmanager
 def deriving(tracer: Tracer) -> Iterator[list[Application]]:
-    """Note the functions with a derivative of their own that run in a block, in the capture of this tracer."""
+    """Collect calls of functions with custom derivatives within a block, during this tracer's capture."""
     found: list[Application] = []
     recorder = tracer.recorder
 
@@ -133,7 +133,7 @@ def deriving(tracer: Tracer) -> Iterator[list[Application]]:
 
 
 def _replaced(method: Any, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    """A static method, or one of a class, with another function of its own one in its place."""
+    """Wrap the function inside a static method or class method."""
     if isinstance(method, staticmethod):
         return staticmethod(by(method.__func__))
     return classmethod(lambda kind, *args, **kwargs: by(partial(method.__func__, kind))(*args, **kwargs))
@@ -141,7 +141,7 @@ def _replaced(method: Any, by: Callable[[Callable[..., Any]], Callable[..., Any]
 
 @contextmanager
 def _noting_classes(note: Callable[[type], None]) -> Iterator[None]:
-    """Call a function for each `torch.autograd.Function` that a block defines, or imports."""
+    """Call a function for each `torch.autograd.Function` subclass that a block defines or imports."""
     kind: Any = type(torch.autograd.Function)
     make = kind.__init__
 
@@ -157,14 +157,14 @@ def _noting_classes(note: Callable[[type], None]) -> Iterator[None]:
 
 
 def _apart(results: Any, storages: set[int]) -> Any:
-    """Results of a function, none of which looks at the storage of an argument."""
+    """Function results, cloned where they share storage with an argument."""
     if isinstance(results, tuple):
         return tuple(_apart(result, storages) for result in results)
     return results.clone() if isinstance(results, torch.Tensor) and storage_key(results) in storages else results
 
 
 def derive(tracer: Tracer, application: Application) -> None:
-    """Write down what the `backward` of a function does, and have gradients pass through that.
+    """Record the `backward` of a function, and route gradients through it.
 
     Raises:
         poptorch.Error: if that fails.
@@ -204,7 +204,8 @@ def derive(tracer: Tracer, application: Application) -> None:
 
 
 def _insert(nodes: list[Node], application: Application, backward: Trace, inputs: Sequence[Value | None]) -> None:
-    """Have an op make the results of a function, of values that take their places in what it does itself."""
+    """Insert an op that returns a custom function's results, and substitute new inner values for them within
+    `forward`."""
     own = application.of_gradients
     inner = {id(value): Value(value.shape, value.dtype, made_by=value.made_by, requires_grad=False) for value in own}
 

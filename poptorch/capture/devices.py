@@ -1,4 +1,4 @@
-"""Where a model finds its tensors while it is captured: `x.device` is `ipu`, but for tensors of the host.
+"""Device placement of tensors during capture: `x.device` is `ipu`, except for host tensors.
 
 What it is given, its parameters and buffers, and what functions make without a `device` is on the device. What was
 there before, and is no parameter or buffer, is on the host; so is what `torch.LongTensor([1, 0])` makes there, and what
@@ -34,7 +34,7 @@ LIKE_ANOTHER = frozenset([torch.Tensor.to, torch.Tensor.type_as])
 
 
 def on_cpu(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any, bool]:
-    """A function of PyTorch and its arguments, with a CPU for the device; and whether that was asked for."""
+    """A PyTorch function and its arguments, `ipu` replaced by the CPU; and whether any device was replaced."""
     if function is torch.Tensor.ipu:  # type: ignore[attr-defined]
         return torch.Tensor.to, (args[0], "cpu"), {}, True
     is_to = function is torch.Tensor.to
@@ -47,14 +47,14 @@ def on_cpu(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> t
 
 
 def _cpu(device: Any) -> Any:
-    """A device, or its name, with a CPU for `ipu`; anything else as it is."""
+    """Replace device `ipu`, or its name, by the CPU; return other objects unchanged."""
     name = device.type if isinstance(device, torch.device) else device
     return "cpu" if isinstance(name, str) and name.partition(":")[0] == "ipu" else device
 
 
 @contextmanager
 def named_as_cpus(device_of: Callable[[torch.Tensor, FrameType], torch.device | None]) -> Iterator[None]:
-    """Have what takes the name of a device, and is no function of tensors, take `ipu` for a CPU during a block.
+    """Make device APIs without tensor arguments, such as `torch.autocast`, treat `ipu` as a CPU within a block.
 
     Args:
         device_of: where a tensor without numbers is, for whoever asks in a frame; `None` where PyTorch is to say it.

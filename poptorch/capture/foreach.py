@@ -1,4 +1,4 @@
-"""`torch._foreach_add_` and its like, one tensor of their lists at a time, as what the function of that name does."""
+"""`torch._foreach_add_` and similar ops, applied tensor by tensor through the corresponding single-tensor function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PREFIX = "_foreach_"
 
 
 def for_each(op: torch._ops.OpOverload) -> Callable[..., list[torch.Tensor] | None] | None:
-    """A function that runs an op on lists tensor by tensor; `None` for other ops."""
+    """Tensor-by-tensor implementation of a `_foreach` op on lists; `None` for other ops."""
     if not op._opname.startswith(_PREFIX):
         return None
     name = op._opname.removeprefix(_PREFIX)

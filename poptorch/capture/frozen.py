@@ -1,5 +1,4 @@
-"""Tensors of the host whose numbers have become a part of a program: where the user has them, and whether they are
-other ones by now."""
+"""Host tensors captured as program constants: their location in user objects, and changes after capture."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from popxl.extend.source import SourceLocation
 
 @dataclass
 class Frozen:
-    """A tensor whose numbers are a part of a program.
+    """Host tensor whose contents became program constants.
 
     Attributes:
         text: how the user calls it: `model.scale`, `model.config.scales[0]`, `target`.
@@ -44,7 +43,7 @@ class Frozen:
 
     @property
     def there(self) -> Any:
-        """What is in its place now."""
+        """Object currently stored at the recorded location."""
         if self.holder is None:
             return self.tensor()
         try:
@@ -53,7 +52,7 @@ class Frozen:
             return None
 
     def change(self) -> str:
-        """What has become of it since, in words: "" if nothing has."""
+        """Description of changes since capture: "" if unchanged."""
         tensor = self.tensor()
         if self.holder is None and tensor is None:
             return ""
@@ -71,7 +70,7 @@ class Frozen:
 def found(
     t: torch.Tensor, numbers: torch.Tensor, module: torch.nn.Module | None, frame: FrameType | None
 ) -> Frozen | None:
-    """Where the user has a tensor; `None` if it is nowhere near, as one is that an op has just made.
+    """Locate a tensor among user objects; `None` if unreachable, such as an op's intermediate result.
 
     It is looked for in the module that is captured, then in what the functions that are running take from around them,
     then in their own variables.
@@ -101,7 +100,7 @@ def found(
 
 
 def is_users(frame: FrameType) -> bool:
-    """Whether it is code of a user, or of a library of theirs, and none of PyTorch."""
+    """Whether a frame runs user code, libraries included, rather than PyTorch or PopTorch."""
     return frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "poptorch", "contextlib")
 
 
@@ -110,7 +109,7 @@ _Part = tuple[Any, Any, Any, str]
 
 
 def _place(t: torch.Tensor, roots: Iterable[_Part], own: Collection[int]) -> tuple[_Part, bool] | None:
-    """Which of some objects, or of their parts, a tensor is; and whether one of the modules `own` has it."""
+    """Locate a tensor among objects and their members; and whether one of the modules `own` contains it."""
     waiting = deque((part, False) for part in roots)
     known: set[int] = set()
     while waiting and len(known) < _MOST:
@@ -138,7 +137,7 @@ _OF_MODULES = frozenset(vars(torch.nn.Module()))
 
 
 def _parts(each: Any) -> Iterator[_Part]:
-    """What an object has: what has it, under which key, what it is, and how that is called. Runs none of its code."""
+    """Members of an object: holder, key, value and display name. Runs no user code."""
     if is_a(each, _CONTAINERS):
         for key, value in items(each):
             yield each, key, value, f"[{key!r}]" if type(key) in (int, str) else f"[{type(key).__name__}]"

@@ -1,4 +1,4 @@
-"""Hooks on gradients, which have no effect in a program: those that a module has, and those that its `forward` sets."""
+"""Gradient hooks, which have no effect in a program: those on modules, and those set by `forward`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from poptorch.capture.tracer import Tracer
 
 
 def hooks_of(module: torch.nn.Module | None, state: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """What of a module has hooks on gradients, in words; those of all modules that there are included."""
+    """Descriptions of gradient hooks on a module and its parameters; global module hooks are included."""
     private = torch.nn.modules.module
     if private._global_backward_hooks or private._global_backward_pre_hooks:
         yield "Every module"
@@ -28,7 +28,7 @@ def hooks_of(module: torch.nn.Module | None, state: Mapping[str, torch.Tensor]) 
 
 @contextmanager
 def noting_hooks(tracer: Tracer) -> Iterator[None]:
-    """Note the hooks that a block sets on nodes of PyTorch's graph, and those on saved tensors that change these.
+    """Record hooks set within a block on autograd graph nodes, and hooks that change saved tensors.
 
     The tracer itself hears of hooks on tensors.
     """
@@ -78,7 +78,7 @@ def noting_hooks(tracer: Tracer) -> Iterator[None]:
 
 
 def _keeps_numbers(t: torch.Tensor, pack: Callable[..., Any], unpack: Callable[..., Any]) -> bool:
-    """Whether a tensor like this one has the same numbers after it was saved by these functions."""
+    """Whether pack and unpack hooks preserve the contents of a similar tensor."""
     numbers = (torch.arange(t.numel(), dtype=torch.float64) * 0.618 % 1 * 2 - 1).reshape(t.shape)
     numbers = numbers.to(t.dtype) if t.is_floating_point() or t.is_complex() else (numbers * 9).to(t.dtype)
     found = unpack(pack(numbers.clone()))

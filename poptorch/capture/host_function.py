@@ -1,4 +1,4 @@
-"""A function of the host in the middle of a program: how it is called there, and what becomes of its errors."""
+"""Host functions called from a program: calling convention and error handling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from poptorch.errors import createPoptorchError
 
 
 class HostFunction:
-    """A function that a program calls on the host.
+    """Host function called from within a program.
 
     Args:
         name: of the op.
@@ -30,12 +30,12 @@ class HostFunction:
         self.problems: list[Exception] = []
 
     def result(self, tensors: Iterable[torch.Tensor]) -> Any:
-        """What it returns for arguments with these tensors."""
+        """Return value of the function, given tensors for its arguments."""
         args, kwargs = self._given.rebuild(tensors)
         return self._function(*args, **kwargs)
 
     def arrays(self, given: Iterable[np.ndarray], wanted: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """What it makes of arrays: arrays like those wanted, or these themselves after there was a problem."""
+        """Result arrays, with shapes and dtypes of `wanted`; after an error, `wanted` itself."""
         if not self.problems:
             try:
                 with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What `forward` changes in objects of the host. A program carries none of it from run to run: it is found, and undone.
+"""Changes that `forward` makes to host objects. A program carries none from run to run: they are detected and undone.
 
 Looked at are the attributes of modules, what functions name (variables of files and of functions around), and the
 containers and objects of the user's that can be reached from there.
@@ -41,7 +41,7 @@ _MOST = 10_000
 
 @dataclass
 class HolderSnapshot:
-    """What an object, list, dictionary or set held before `forward` ran, and what it holds now.
+    """Contents of an object, list, dictionary or set: recorded before `forward` ran, and current ones.
 
     Attributes:
         text: how the user calls it.
@@ -62,7 +62,7 @@ class HolderSnapshot:
     is_namespace: bool = False
 
     def restore(self) -> None:
-        """Have what belongs to the model hold what it held. Of anything else, no item becomes a tensor of a capture."""
+        """Restore the contents of model objects. In other objects, replace only entries with fake tensors."""
         now = self.read()
         if self.put_back is None or _is_same(now, self.before):
             return
@@ -73,7 +73,7 @@ class HolderSnapshot:
             self.put_back({key: was for key, was in items.items() if _holds_fake(now.get(key))})
 
     def changed(self) -> Iterator[tuple[str, Any, Any]]:
-        """What is another object now: how the user calls it, what it was, and what it is."""
+        """Entries that are now different objects: display name, old value, new value."""
         now = self.read()
         if isinstance(now, dict):
             for key, value in now.items():
@@ -97,7 +97,7 @@ _ABSENT, GROWS = object(), object()
 
 
 class HostState:
-    """What the host has before a function runs.
+    """Snapshot of host state from before a function runs.
 
     Args:
         module: the module whose `forward` is to run, if any.
@@ -145,12 +145,12 @@ class HostState:
 
     @property
     def namespaces(self) -> list[dict[str, Any]]:
-        """The global names of the user's functions."""
+        """Global namespaces of user functions."""
         return list(self._globals.values())
 
     @contextmanager
     def restored(self) -> Iterator[HostState]:
-        """Have what belongs to the model hold after a block what it held before."""
+        """Restore the contents of model objects after a block."""
         try:
             yield self
         finally:
@@ -158,7 +158,7 @@ class HostState:
                 place.restore()
 
     def changes(self, is_of_run: Callable[[Any], bool]) -> Iterator[tuple[str, str]]:
-        """What has changed that may be meant to be there in the next run: how the user calls it, and where it changes.
+        """Changes that may be intended for later runs: display name, and source line of the change.
 
         That are numbers and texts, lists, sets and queues that have grown, and what holds a tensor of a run now.
 
@@ -173,7 +173,7 @@ class HostState:
                     yield text, self.line_of(text, is_rebound=place.is_namespace and now is not GROWS)
 
     def line_of(self, text: str, is_rebound: bool = False) -> str:
-        """The line that changes what the user calls so, as far as code says that; "" if none does.
+        """Source line that changes an object with this display name, as found by code inspection; "" if none does.
 
         Args:
             text: how the user calls it.
@@ -318,7 +318,7 @@ _OF_MODULES = frozenset(vars(torch.nn.Module()))
 
 
 def is_users(each: Any) -> bool:
-    """Whether a class or a function is the user's own."""
+    """Whether a class or function belongs to user code."""
     return str(each.__module__).partition(".")[0] not in _NOT_THE_USERS
 
 
@@ -329,14 +329,14 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def _defaults(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """The parameters of a function that have a default, and these."""
+    """Parameters of a function that have default values, with these values."""
     code, defaults = function.__code__, function.__defaults__ or ()
     yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
     yield from (function.__kwdefaults__ or {}).items()
 
 
 def _position(generator: GeneratorType[Any, Any, Any]) -> tuple[Any, ...]:
-    """How far a generator has come."""
+    """Progress of a generator: instruction offset and plain local values."""
     frame = generator.gi_frame
     if frame is None:
         return ()
@@ -367,12 +367,12 @@ _CHANGING = frozenset(
 
 
 def _names(code: CodeType) -> set[str]:
-    """What a function and those within it name."""
+    """Names used by a function and its nested functions."""
     return set(code.co_names).union(*(_names(each) for each in code.co_consts if isinstance(each, CodeType)))
 
 
 def _stores(code: CodeType, name: str) -> Iterator[int]:
-    """The lines in which a variable or an attribute of a name is set."""
+    """Source lines that assign a variable or attribute of this name."""
     for instruction in _instructions(code):
         is_stored = instruction.opname in ("STORE_ATTR", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF")
         if is_stored and instruction.argval == name:
@@ -380,7 +380,7 @@ def _stores(code: CodeType, name: str) -> Iterator[int]:
 
 
 def _overwrites(code: CodeType, name: str) -> Iterator[int]:
-    """The lines in which what has a name may be changed itself: by an index, or a method that is known to do so."""
+    """Source lines that may mutate an object of this name: by index assignment, or by a known mutating method."""
     by_line: dict[int, list[dis.Instruction]] = {}
     for instruction in _instructions(code):
         by_line.setdefault(_line(instruction), []).append(instruction)
@@ -395,7 +395,7 @@ def _overwrites(code: CodeType, name: str) -> Iterator[int]:
 
 
 def _mentions(code: CodeType, name: str) -> Iterator[int]:
-    """The lines in which a name stands at all, as in `setattr(self, "name", 1)`."""
+    """Source lines that mention a name at all, as in `setattr(self, "name", 1)`."""
     return (_line(instruction) for instruction in _instructions(code) if instruction.argval == name)
 
 

@@ -1,1 +1,1 @@
-"""What compiled programs cost and need: read off what XLA gives of them."""
+"""Cost, memory and traffic of compiled programs, derived from XLA's output."""

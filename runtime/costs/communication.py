@@ -1,4 +1,4 @@
-"""`Sent`: what a compiled program sends between its chips, beside what the program says: `Session.communication`.
+"""`Sent`: traffic between the chips of a compiled program, compared with the program's own: `Session.communication`.
 
 Where IPUs are devices of their own, these copy from each other what the program copies (`ops.ipu_copy`), and what an op
 reads of another one: both numbers are there, and compared by nobody.
@@ -25,7 +25,7 @@ Verdict = Literal["the same", "merged", "as all-reduce", "not all needed", "adde
 
 
 class Exchange(Record):
-    """All exchanges of one kind, in groups of one size.
+    """Sum of all exchanges of one kind and one group size.
 
     Attributes:
         kind: what chips do together: "all-reduce".
@@ -51,7 +51,7 @@ class Exchange(Record):
 
 
 class Copied(Record):
-    """What the IPUs of a replica copy from each other in a run.
+    """Copies between the IPUs of a replica in one run.
 
     Attributes:
         said, said_bytes: how many copies the program says, and their bytes.
@@ -66,7 +66,7 @@ class Copied(Record):
 
 
 class Sent(OnPage, Record):
-    """What chips send each other in a run: as the program says, and as it was compiled.
+    """Communication between chips in a run: as written in the program, and as compiled.
 
     Attributes:
         said: what the program says: `ir.communication()`.
@@ -159,7 +159,7 @@ def sent_by(ir: Ir, program: CompiledProgram) -> Sent:
 
 
 def _copied(said: Communication, program: CompiledProgram) -> Copied | None:
-    """What IPUs copy from each other, if they are devices."""
+    """Copies between IPUs; `None` unless IPUs are separate devices."""
     if len(program.layout.ipus) == 1:
         return None
     count, bytes = said.totals.get(COPY, (0, 0))
@@ -169,7 +169,7 @@ def _copied(said: Communication, program: CompiledProgram) -> Copied | None:
 
 @dataclass(eq=False)
 class _Totals:
-    """Sums over all exchanges of one kind, in groups of one size, as `Exchange` has them."""
+    """Sums over all exchanges of one kind and group size, with the fields of `Exchange`."""
 
     said: int = 0
     said_bytes: int = 0
@@ -182,7 +182,7 @@ class _Totals:
 def _verdict(
     kind: str, size: int, totals: Mapping[tuple[str, int], _Totals], added: Collection[tuple[str, int]]
 ) -> Verdict:
-    """What became of the exchanges of one kind; `added` are those of which some are added to others."""
+    """Classify how XLA compiled exchanges of one kind; `added` lists kinds with exchanges added to other exchanges."""
     of = totals[kind, size]
     most, bytes, least = of.said, of.said_bytes, of.needed_bytes
     small = [totals.get((each, size), _Totals()) for each in ("reduce-scatter", "all-gather")]

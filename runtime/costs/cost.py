@@ -1,4 +1,4 @@
-"""`Cost`: what a compiled program costs on one chip, in numbers. Programs get it from `session.cost()`."""
+"""`Cost`: numeric per-chip cost of a compiled program, returned by `session.cost()`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CollectiveCost(Record):
 
 
 class CollectiveUse(Record):
-    """Collectives of one line of the program.
+    """Collectives at one source line of the program.
 
     Attributes:
         kind: what XLA made of it: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute".
@@ -57,7 +57,7 @@ class CollectiveUse(Record):
 
 
 class IpuCost(Record):
-    """One IPU, where each is a device of its own.
+    """Cost of one IPU that is a separate device.
 
     Attributes:
         ipu: its number.
@@ -69,7 +69,7 @@ class IpuCost(Record):
 
 
 class Cost(OnPage, Record):
-    """What a compiled program costs: sizes as XLA says them, and one run of it, on one chip.
+    """Cost of a compiled program on one chip: sizes reported by XLA, and one run.
 
     A run is read off the compiled program: loops count as often as they turn, of conditionals all branches. Nothing was
     measured. `seconds` is an estimate from published figures: no program reaches them.
@@ -137,7 +137,7 @@ class Cost(OnPage, Record):
         return Page(f"Cost of {self.name}, on one {self.chip}", [Table(["", "of a run"], rows), *self.details()])
 
     def details(self) -> list[Page]:
-        """What the chips do together, and what bounds each graph."""
+        """Pages about collectives between chips, and about the bound of each graph."""
         shown = [
             [use.kind, use.source, str(use.replicas), str(use.count), bytes_text(use.bytes), use.graph or "main graph"]
             for use in self.uses
@@ -162,7 +162,7 @@ class Cost(OnPage, Record):
         return [*parts, Page("Time, estimated", [told, *Table.first_rows(columns, rows)]), *self._by_precision()]
 
     def _between_ipus(self) -> list[Page]:
-        """What IPUs copy from each other, and how long each of them waits."""
+        """Page about copies between IPUs, and the waiting time of each IPU."""
         if not self.ipus:
             return []
         copied = self.collectives.get(COPY, CollectiveCost(count=0, bytes=0))
@@ -176,7 +176,7 @@ class Cost(OnPage, Record):
         return [Page("Between IPUs", [told, Table(["IPU", "computes, estimated", "waits"], rows)])]
 
     def _by_precision(self) -> list[Page]:
-        """What the precision of products costs."""
+        """Page about the cost of float32 product precision."""
         if not self.precisions:
             return []
         own, *faster = self.precisions.values()
@@ -210,11 +210,11 @@ def cost_of(program: CompiledProgram) -> Cost:
     total = account.total
 
     def timed(level: str = LEVELS[0]) -> Timing:
-        """When IPUs work, if products are computed at a precision at most."""
+        """Timing of the IPUs, with product precision capped at `level`."""
         return _timing(program, figures, lambda each: seconds_of(limited(level, parts[each]), {}, figures, count))
 
     def seconds(level: str) -> float:
-        """How long a run takes then."""
+        """Run time in seconds, with product precision capped at `level`."""
         if figures is None or len(program.layout.ipus) == 1:
             return seconds_of(limited(level, account), host, figures, count)
         return max(timed(level).seconds, sum(host.values()) / figures.host_bandwidth)
@@ -250,12 +250,12 @@ def cost_of(program: CompiledProgram) -> Cost:
 
 
 def account_of_program(program: CompiledProgram) -> Account:
-    """What a run of a program does: of all its executables."""
+    """Account of one run of a program, summed over its executables."""
     return _accounts(program)[0]
 
 
 def _accounts(program: CompiledProgram) -> tuple[Account, dict[Structure, Account]]:
-    """What a run of a program does; and of a plan, what the pieces of each structure do."""
+    """Account of one run of a program; for a plan, also one account per segment structure."""
     account, parts = Account(), dict[Structure, Account]()
     for structure, executable, times in _runs(program):
         found = account_of(read(executable.as_text()))
@@ -266,12 +266,12 @@ def _accounts(program: CompiledProgram) -> tuple[Account, dict[Structure, Accoun
 
 
 def copies_of(program: CompiledProgram) -> Timing:
-    """What the IPUs of a program copy from each other, if each is a device; without times."""
+    """Copies between IPUs of a program, if IPUs are separate devices; without times."""
     return _timing(program, None, lambda each: 0.0)
 
 
 def _timing(program: CompiledProgram, figures: Chip | None, seconds: Callable[[Structure], float]) -> Timing:
-    """When the IPUs work of a program of which each is a device."""
+    """Timing of the IPUs of a program, if each IPU is a separate device."""
     layout = program.layout
     buffers = ((buffer, bytes) for buffer, (bytes, _) in layout.bytes_of_buffers().items())
     sizes: list[tuple[Channel, int]] = [*layout.bytes_of_streams().items(), *buffers]
@@ -280,13 +280,13 @@ def _timing(program: CompiledProgram, figures: Chip | None, seconds: Callable[[S
 
 
 def chip_of(program: CompiledProgram) -> Chip | None:
-    """The published figures of the chip that a program is compiled for; `None` if there are none."""
+    """Published figures of the chip that a program targets; `None` for an unknown chip."""
     target = program.device.target
     return chip.of_device(program.layout.devices[0].device_kind) if target is None else target.chip
 
 
 def texts(program: CompiledProgram) -> dict[str, str]:
-    """The text of each executable, by what it does. See `Session.hlo`."""
+    """HLO text of each executable, keyed by its purpose. See `Session.hlo`."""
     if not isinstance(program.executable, Plan):
         return {"the program": program.executable.as_text()}
     found: dict[str, str] = {}
@@ -302,7 +302,7 @@ def texts(program: CompiledProgram) -> dict[str, str]:
 
 
 def _unused(name: str, names: Mapping[str, object]) -> str:
-    """A name that nothing has yet."""
+    """An unused name: `name`, or `name` with a number."""
     number = 1
     while (numbered := f"{name} ({number})" if number > 1 else name) in names:
         number += 1
@@ -310,7 +310,7 @@ def _unused(name: str, names: Mapping[str, object]) -> str:
 
 
 def _runs(program: CompiledProgram) -> Iterator[tuple[Structure | None, Any, int]]:
-    """The executables, each with its structure if it is a piece of a plan, and with how often a run runs it."""
+    """Executables, each with its segment structure (`None` outside of segments) and its executions per run."""
     if not isinstance(program.executable, Plan):
         yield None, program.executable, 1
         return
@@ -319,7 +319,7 @@ def _runs(program: CompiledProgram) -> Iterator[tuple[Structure | None, Any, int
 
 
 def _sizes(program: CompiledProgram) -> dict[str, Any]:
-    """What XLA says of executables; of a plan, what they keep between them, too."""
+    """Memory sizes of executables from XLA; for a plan, including values live between its segments."""
     found = [executable.memory_analysis() for executable in program.executables()]
     on_host = sum(bytes for bytes, is_there in program.layout.bytes_of_buffers().values() if is_there)
     sizes: dict[str, Any] = {
@@ -349,7 +349,7 @@ def _sizes(program: CompiledProgram) -> dict[str, Any]:
 
 
 def _host_traffic(program: CompiledProgram) -> dict[str, int]:
-    """The bytes that cross to and from the host in a run, by graphs: slots of remote buffers, feeds and fetches."""
+    """Host traffic in bytes per run, keyed by graph: remote buffer slots, feeds and fetches."""
     layout, found = program.layout, defaultdict[str, int](int)
     on_host = {buffer for buffer, (_, is_there) in layout.bytes_of_buffers().items() if is_there}
     for graph, times in runs_of(layout.main).items():

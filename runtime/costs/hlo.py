@@ -1,4 +1,4 @@
-"""The text of a compiled program, read: its instructions, and what a run of them does.
+"""Parser of a compiled program's HLO text: instructions, and their execution counts.
 
 The text is XLA's HLO, after all its passes: what is in it runs, in this order. Here it becomes computations of
 instructions, each with how often a run carries it out. `runtime.costs.work` says what they do.
@@ -18,7 +18,7 @@ HOST = 5
 
 @dataclass(frozen=True)
 class Shape:
-    """An array: its dtype as XLA names it, its dimensions, and the number of the memory that it is in."""
+    """Array shape: XLA dtype name, dimensions, and memory space number."""
 
     dtype: str
     dimensions: tuple[int, ...]
@@ -63,21 +63,21 @@ class Instruction:
 
     @property
     def kind(self) -> str:
-        """The opcode of an asynchronous instruction without `-start`."""
+        """Opcode, without the `-start` suffix of asynchronous instructions."""
         return self.opcode.removesuffix("-start")
 
     def attribute(self, name: str) -> str:
-        """What stands behind `name=`; "" if nothing does."""
+        """Value after `name=` in the instruction text; "" if absent."""
         found = re.search(rf"\b{name}=((?:{{[^}}]*}}|[^\s,{{])+)", self.text)
         return found[1] if found else ""
 
     def sizes(self, name: str) -> tuple[int, ...]:
-        """An attribute that is a list of numbers."""
+        """Integer list attribute `name`."""
         return tuple(map(int, re.findall(r"-?\d+", self.attribute(name))))
 
     @cached_property
     def called(self) -> tuple[str, ...]:
-        """The computations that it names: those of a fusion, a call, branches, or a loop's body."""
+        """Names of called computations: fusion body, callee, branches, or loop body."""
         listed = self.attribute("branch_computations")
         names = re.findall(r"%([\w.\-]+)", listed)
         single = ("calls", "to_apply", "body", "true_computation", "false_computation")
@@ -85,7 +85,7 @@ class Instruction:
 
     @cached_property
     def group_size(self) -> int:
-        """How many chips a collective is between: as many as its groups have; 0 stands for all chips.
+        """Chips per group of a collective; 0 means all chips.
 
         Which these are is written in three ways: `{{0,1},{2,3}}`; `[2,2]<=[4]`, two groups of two; and, with JAX 0.12,
         by axes of a mesh, `mesh['a'=2,'b'=4] {'a'}`, of which an axis may be divided: `{'b':(1)2}` takes two of it.
@@ -104,26 +104,26 @@ class Instruction:
 
     @cached_property
     def scope(self) -> str:
-        """Where it comes from: the names of JAX's functions and scopes, divided by slashes."""
+        """Origin of the instruction: names of JAX functions and scopes, separated by slashes."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.text)
         return found[1] if found else ""
 
     @property
     def cycles(self) -> int:
-        """How long XLA for TPUs thinks that it takes; 0, where it does not say."""
+        """XLA's cycle estimate for TPUs; 0 if absent."""
         found = re.search(r'"estimated_cycles":"(\d+)"', self.text)
         return int(found[1]) if found else 0
 
 
 @dataclass
 class Computation:
-    """Instructions in the order in which they run, by their names."""
+    """Instructions by name, in execution order."""
 
     name: str
     instructions: dict[str, Instruction] = field(default_factory=dict)
 
     def operands(self, instruction: Instruction) -> tuple[tuple[Shape, ...], ...]:
-        """What the operands of an instruction are; nothing, for one that is not known."""
+        """Result shapes of each operand; empty for an unknown operand."""
         known = (self.instructions.get(name) for name in instruction.operands)
         return tuple(() if each is None else each.results for each in known)
 
@@ -138,7 +138,7 @@ class Computation:
         return next(i for i in reversed(self.instructions.values()) if i.is_root)
 
     def users(self, name: str) -> Iterator[Instruction]:
-        """The instructions that have one as an operand, also by way of another shape of the same array."""
+        """Instructions using `name` as an operand, directly or through a bitcast."""
         for each in self.instructions.values():
             if name in each.operands:
                 if each.opcode == "bitcast":
@@ -160,8 +160,8 @@ class Module:
     entry: str
 
     def runs(self) -> Iterator[tuple[Computation, Instruction, int]]:
-        """Every instruction that a run carries out, where it is, and how often: of a conditional those of all
-        branches, and of a fusion the whole only."""
+        """Every executed instruction, with its computation and execution count: all branches of a conditional, fusions
+        as single instructions."""
         waiting = [(self.entry, 1)]
         while waiting:
             name, times = waiting.pop()
@@ -175,7 +175,7 @@ class Module:
                     yield computation, instruction, times
 
     def turns(self, loop: Instruction) -> int:
-        """How often a loop turns: as XLA says, or as its condition does; once, if neither is known."""
+        """Trip count of a loop, from XLA's annotation or its condition; 1 if neither is known."""
         if known := re.search(r'"known_trip_count":{"n":"(\d+)"}', loop.text):
             return int(known[1])
         condition = self.computations[loop.attribute("condition").lstrip("%")]
@@ -195,7 +195,7 @@ _MEMORY = re.compile(r"S\((\d+)\)")
 
 
 def read(text: str) -> Module:
-    """The text of a program as computations.
+    """Parse HLO text into computations.
 
     Example:
         >>> module = read(jax.jit(jnp.sin).lower(1.0).compile().as_text())
@@ -230,7 +230,7 @@ def shapes(text: str) -> Iterator[Shape]:
 
 
 def _closing(text: str) -> int:
-    """Where the bracket closes with which a text begins. Strings may have any brackets."""
+    """Index of the bracket that closes the first bracket of `text`. Strings may contain arbitrary brackets."""
     depth, is_quoted = 0, False
     for i, letter in enumerate(text):
         if letter == '"' and text[i - 1] != "\\":
@@ -243,7 +243,7 @@ def _closing(text: str) -> int:
 
 
 def _parts(text: str) -> list[str]:
-    """Operands, divided by the commas that are in no brackets."""
+    """Split operands at top-level commas."""
     found, depth, start = [], 0, 0
     for i, letter in enumerate(text):
         depth += (letter in "({[") - (letter in ")}]")

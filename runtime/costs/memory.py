@@ -1,4 +1,4 @@
-"""The memory that a compiled program needs: what it holds, and what XLA says of its executables. `Session.memory`."""
+"""Memory requirements of a compiled program, from its layout and XLA's memory analysis: `Session.memory`."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def memory_of_program(ir: Ir, program: CompiledProgram) -> Memory:
 
 
 def least_memory_of(layout: Layout) -> int:
-    """Bytes of the fullest device that a program needs before it computes anything: variables, remote buffers on the
-    device, and what is fed. Nothing is compiled; what it computes and returns comes on top."""
+    """Lower bound on the bytes of the fullest device before any computation: variables, remote buffers on the device,
+    and feeds. Compiles nothing; temporaries and results come on top."""
     return max(sum(_arguments(layout, ipu)) for ipu in layout.ipus)
 
 
 def _arguments(layout: Layout, ipu: int) -> tuple[int, int, int]:
-    """The bytes of variables, of remote buffers and of feeds on the device of an IPU."""
+    """Bytes of variables, remote buffers and feeds on an IPU's device."""
 
     def here(thing: Any) -> bool:
         return layout.ipu_of(thing) in (None, ipu)
@@ -68,7 +68,7 @@ def _arguments(layout: Layout, ipu: int) -> tuple[int, int, int]:
 
 
 def _of_ipu(ir: Ir, program: CompiledProgram, ipu: int) -> DeviceMemory:
-    """What is on the device of an IPU; or on any, if IPUs are no devices of their own."""
+    """Memory of an IPU's device; of the common device, if IPUs are not separate devices."""
     layout = program.layout
     variables, buffers, arguments = _arguments(layout, ipu)
     streams = layout.bytes_of_streams()
@@ -93,7 +93,7 @@ def _of_ipu(ir: Ir, program: CompiledProgram, ipu: int) -> DeviceMemory:
 
 
 def _steps(ir: Ir, program: CompiledProgram, ipu: int) -> tuple[tuple[Moment, ...], tuple[LiveTensor, ...]]:
-    """The steps on the device of an IPU, and the values that are held there between them."""
+    """Steps on an IPU's device, and values live between these steps."""
     if not isinstance(program.executable, Plan):
         copies = program.layout.replicas.per_device
         return moments_of(ir.main_graph, lambda t: copies * size(t))

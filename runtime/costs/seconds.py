@@ -1,4 +1,4 @@
-"""How long work takes by the published figures of a chip: that of each graph, and at each precision of products."""
+"""Time estimates from a chip's published figures, for each graph and each product precision."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Bound = Literal["compute", "memory", "network", "host"]
 
 
 class GraphCost(Record):
-    """What one graph does in a run of the program, all its calls together.
+    """Work of one graph in one run of the program, summed over its calls.
 
     Attributes:
         name: the name of the graph; that of the main graph is "".
@@ -39,8 +39,8 @@ class GraphCost(Record):
 
 
 class PrecisionCost(Record):
-    """What a run would cost if float32 products were computed at a precision, and no more exactly. It is an estimate,
-    by the chip's published figures: of the passes that products take, and of nothing else.
+    """Estimated run cost with float32 products at a given precision, and so less exact. Derived from published figures;
+    accounts only for the passes of products.
 
     Attributes:
         products: seconds for the products of float32.
@@ -66,7 +66,7 @@ _SENT = {
 
 
 def _sent(collective: Collective, all_replicas: int) -> int:
-    """The bytes that one chip sends in a run."""
+    """Bytes sent by one chip in a run of the collective."""
     count = collective.group_size or all_replicas
     share = _SENT.get(collective.kind, lambda _: 1.0)(count)
     return math.ceil(collective.runs * collective.bytes * share)
@@ -97,7 +97,7 @@ def _graph(name: str, work: Work, sent: int, crossing: int, figures: Chip | None
 
 
 def _times(work: Work, sent: int, crossing: int, figures: Chip) -> dict[Bound, float]:
-    """How long each of the four would take by itself."""
+    """Time in seconds per bound, each considered alone."""
     rates = {key: figures.rate(_dtype(key.dtype), key.precision) for key in work.products}
     return {
         "compute": sum(count / rates[key] for key, count in work.products.items()),
@@ -112,7 +112,7 @@ LEVELS = ("highest", "high", "default")
 
 
 def precisions_of(account: Account, figures: Chip, seconds: Callable[[str], float]) -> dict[str, PrecisionCost]:
-    """What runs would cost at the precision that float32 products have, and at faster ones.
+    """Run cost at the current precision of float32 products, and at each faster precision.
 
     Args:
         account: what a run does.
@@ -134,17 +134,17 @@ def precisions_of(account: Account, figures: Chip, seconds: Callable[[str], floa
 
 
 def seconds_of(account: Account, host: Mapping[str, int], figures: Chip | None, all_replicas: int) -> float:
-    """How long work takes, one graph after the other; 0 without figures."""
+    """Time in seconds of graphs executed sequentially; 0 without figures."""
     return sum(graph.seconds or 0 for graph in graphs_of(account, host, figures, all_replicas))
 
 
 def limited(level: str, account: Account) -> Account:
-    """An account of which float32 products are computed at a precision, or at the faster one that they have."""
+    """Copy of an account with the precision of float32 products capped at `level`; faster products stay unchanged."""
     return Account({name: _at_most(level, work) for name, work in account.graphs.items()}, account.collectives)
 
 
 def _at_most(level: str, work: Work) -> Work:
-    """Work whose float32 products are computed at a precision, or at the faster one that they have."""
+    """Copy of `work` with the precision of float32 products capped at `level`; faster products stay unchanged."""
     products: Counter[Product] = Counter()
     for key, count in work.products.items():
         reached = max(level, key.precision, key=LEVELS.index) if key.dtype == "f32" else key.precision

@@ -1,4 +1,4 @@
-"""When the IPUs of a program work, if each is a device: its plan, gone through with times in place of arrays.
+"""Timing of a program's IPUs as separate devices: simulated execution of its plan, with times in place of arrays.
 
 The host queues the pieces of a plan and waits for none. So a piece begins as soon as its device has done those before
 it and what it reads is there, which may have to be copied first: that is how a pipeline fills, waits and drains.
@@ -45,7 +45,7 @@ def timing_of(
     channels: Mapping[Channel, int],
     replicas: int,
 ) -> Timing:
-    """How long a run of a plan takes.
+    """Simulate one run of a plan, and return its timing.
 
     Args:
         plan: the plan.
@@ -69,7 +69,7 @@ _There = tuple[int, float]
 
 
 class _Clock:
-    """What the devices have done so far. Arguments are those of `timing_of`."""
+    """Simulation state of devices and links. Takes the arguments of `timing_of`."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class _Clock:
         self.found = Timing()
 
     def steps(self, steps: Steps, values: dict[Key, _There]) -> Nested[None]:
-        """Do steps; `values` are those that are not there from the start."""
+        """Simulate steps; `values` holds the values produced so far."""
         for step in steps.steps:
             for t, place in step.fetches:
                 values[t, place] = self.copied(t, values.get(t, (steps.starts.get(t, step.place), 0.0)), place)
@@ -146,7 +146,8 @@ class _Clock:
         return after
 
     def _go_on(self, turns: int, ends: list[float], before: Timing, values: dict[Key, _There]) -> None:
-        """Let so many turns pass as those before, of which `ends` are the ends; `before` is up to the last of them."""
+        """Extrapolate `turns` more iterations from the simulated ones, which end at `ends`; `before` is the timing up
+        to the last simulated iteration."""
         half = len(ends) // 2
         passed = turns * (ends[-1] - ends[half - 1]) / (len(ends) - half)
         self.free.update([(place, time + passed) for place, time in self.free.items()])
@@ -162,7 +163,7 @@ class _Clock:
         return place, self._sent(self._replicas * t.nelms * t.dtype.itemsize, there, place)
 
     def _sent(self, bytes: int, there: _There, place: int) -> float:
-        """When so many bytes are in another place."""
+        """Arrival time of a copy of `bytes` bytes at `place`."""
         source, ready = there
         begin = max(ready, self.links[source, place])
         end = self.links[source, place] = begin + bytes / self._bandwidth

@@ -1,4 +1,4 @@
-"""What one run of a compiled program does: kernels, operations, bytes, and what chips send to each other.
+"""Work of one run of a compiled program: kernels, operations, bytes, and traffic between chips.
 
 Operations and bytes are counted as XLA's own cost analysis does, which does not work for GPUs that are not here. Other
 than there, loops count as often as they turn, and each graph of the program has its own account.
@@ -61,7 +61,7 @@ class Collective(NamedTuple):
 
 
 class Product(NamedTuple):
-    """How factors are multiplied: their dtype, and the precision that is asked for: "highest", "high", "default"."""
+    """Key of matrix products: operand dtype, and requested precision ("highest", "high" or "default")."""
 
     dtype: str
     precision: str
@@ -69,7 +69,7 @@ class Product(NamedTuple):
 
 @dataclass
 class Work:
-    """What is done, in one run, by one chip.
+    """Work of one chip in one run.
 
     Attributes:
         kernels: what the chip is told to run, one after the other.
@@ -97,7 +97,7 @@ class Work:
         return sum(self.products.values()) + self.others
 
     def add(self, more: Work, times: int = 1) -> None:
-        """Add what is done so many times."""
+        """Add `more`, multiplied by `times`."""
         for name in ("kernels", "copies", "cycles", "others", "bytes", "memory_bytes", "host_bytes"):
             setattr(self, name, getattr(self, name) + times * getattr(more, name))
         self.products.update({key: times * count for key, count in more.products.items()})
@@ -105,7 +105,7 @@ class Work:
 
 @dataclass
 class Account:
-    """The work of each graph, by its name, and what chips do together."""
+    """Work of each graph, keyed by graph name, and collectives between chips."""
 
     graphs: dict[str, Work] = field(default_factory=lambda: defaultdict(Work))
     collectives: list[Collective] = field(default_factory=list)
@@ -119,14 +119,14 @@ class Account:
         return total
 
     def add(self, more: Account, times: int = 1) -> None:
-        """Add what is done so many times."""
+        """Add `more`, executed `times` times."""
         for name, work in more.graphs.items():
             self.graphs[name].add(work, times)
         self.collectives += (each._replace(runs=each.runs * times) for each in more.collectives)
 
 
 def account_of(module: Module) -> Account:
-    """What a run of a compiled program does."""
+    """Account of one run of a compiled program."""
     account = Account()
     for computation, instruction, times in module.runs():
         if _is_nothing(instruction) or instruction.opcode.endswith(("-done", "-update")):
@@ -147,13 +147,13 @@ def account_of(module: Module) -> Account:
 
 
 def _is_nothing(instruction: Instruction) -> bool:
-    """Whether an instruction is no kernel. Room that others fill is a call, to XLA."""
+    """Whether an instruction is not a kernel. XLA represents buffer allocation as a custom call."""
     is_room = instruction.attribute("custom_call_target").strip('"') == "AllocateBuffer"
     return is_room or instruction.opcode in _NOTHING
 
 
 def _is_number(instruction: Instruction) -> bool:
-    """Whether an instruction computes a single number by itself: a TPU does so on the way, on its scalar unit."""
+    """Whether an instruction computes a single scalar outside of fusions: TPUs execute these on their scalar unit."""
     return instruction.kind in _EACH and all(shape.elements == 1 for shape in instruction.results)
 
 
@@ -161,7 +161,7 @@ def _is_number(instruction: Instruction) -> bool:
 
 
 def _compute(module: Module, computation: Computation, instruction: Instruction, work: Work) -> None:
-    """Add the operations of an instruction."""
+    """Add an instruction's operations to `work`."""
     kind, result = instruction.kind, instruction.results[0] if instruction.results else Shape("token", ())
     operands = [shapes[0] for shapes in computation.operands(instruction) if shapes]
     if kind == "fusion":
@@ -189,7 +189,7 @@ def _compute(module: Module, computation: Computation, instruction: Instruction,
 
 
 def _of_each(module: Module, instruction: Instruction) -> int:
-    """The operations of what an instruction does to each element: one, if it takes the sum."""
+    """Elementwise operations per element of an instruction: one for a sum."""
     inside = (module.computations[name].instructions.values() for name in instruction.called)
     return sum(each.kind in _EACH for instructions in inside for each in instructions)
 
@@ -202,13 +202,13 @@ def _product(factor: Shape, instruction: Instruction) -> Product:
 
 
 def _window(instruction: Instruction, name: str) -> list[int]:
-    """Numbers of a window, such as `size=3x3`."""
+    """Numeric window attribute, such as `size=3x3`."""
     found = re.search(rf"\b{name}=([\d_x\-]+)", instruction.attribute("window"))
     return list(map(int, re.split("[x_]", found[1]))) if found else []
 
 
 def _of_convolution(instruction: Instruction, image: Shape, kernel: Shape, result: Shape) -> int:
-    """Two operations for each product of an element that is there, not one of the padding or between dilated ones."""
+    """Operation count of a convolution: two per product of actual elements, excluding padding and dilation gaps."""
     of_image, of_kernel, of_result = re.split("[_>-]+", instruction.attribute("dim_labels"))
     sizes = _window(instruction, "size")
     count = len(sizes)
@@ -230,7 +230,7 @@ def _of_convolution(instruction: Instruction, image: Shape, kernel: Shape, resul
 
 
 def _compute_by_library(instruction: Instruction, operands: list[Shape], result: Shape, work: Work) -> None:
-    """Add the operations of a call of a library."""
+    """Add the operations of a library call to `work`."""
     target = instruction.attribute("custom_call_target")
     if "cublas" in target and operands:
         found = re.search(r'"lhs_contracting_dimensions":\["?([\d",]*)', instruction.text)
@@ -249,7 +249,7 @@ def _compute_by_library(instruction: Instruction, operands: list[Shape], result:
 
 
 def _is_library(instruction: Instruction) -> bool:
-    """Whether a call is one of cuBLAS or cuDNN."""
+    """Whether a custom call targets cuBLAS or cuDNN."""
     return re.search("cublas|cudnn", instruction.attribute("custom_call_target")) is not None
 
 
@@ -257,7 +257,7 @@ def _is_library(instruction: Instruction) -> bool:
 
 
 def _traffic(module: Module, computation: Computation, instruction: Instruction) -> Iterator[tuple[int, int]]:
-    """What an instruction reads and writes: numbers of memories, and bytes."""
+    """Memory traffic of an instruction: pairs of memory space number and byte count."""
     operands, results = computation.operands(instruction), instruction.results
     if instruction.opcode == "fusion":
         (name,) = instruction.called
@@ -290,7 +290,7 @@ def _traffic(module: Module, computation: Computation, instruction: Instruction)
 
 
 def _read(module: Module, inside: Computation, parameter: Instruction) -> int:
-    """The bytes that a fusion reads of what it is given: of what it only cuts from, those that are cut out."""
+    """Bytes read by a fusion from one parameter; only the sliced bytes, if all users are slices."""
     whole = sum(shape.bytes for shape in parameter.results)
     count = 0
     for user in inside.users(parameter.name):
@@ -307,14 +307,14 @@ def _read(module: Module, inside: Computation, parameter: Instruction) -> int:
 
 
 def _origin(inside: Computation, name: str) -> str:
-    """What something is another shape of."""
+    """Source array of a chain of bitcasts."""
     while name in inside.instructions and inside.instructions[name].opcode == "bitcast":
         name = inside.instructions[name].operands[0]
     return name
 
 
 def _written(module: Module, inside: Computation, root: Instruction) -> list[int]:
-    """The bytes that a fusion writes, for each of its results: of what it only overwrites a part of, that part."""
+    """Bytes written by a fusion, per result; only the updated slice for in-place updates."""
     root = inside.instructions.get(_origin(inside, root.name), root)
     if root.opcode == "tuple":
         parts = (inside.instructions[name] for name in root.operands)
@@ -333,7 +333,7 @@ def _written(module: Module, inside: Computation, root: Instruction) -> list[int
 def _exchanges(
     module: Module, computation: Computation, instruction: Instruction
 ) -> Iterator[tuple[Computation, Instruction]]:
-    """The collectives that an instruction is, or has in it.
+    """Collectives in an instruction: itself, or instructions nested in its fusion.
 
     A TPU may carry one out bit by bit, beside products: it is in each fusion that has a bit, and counts in the first.
     """
@@ -349,7 +349,7 @@ def _exchanges(
 
 
 def _exchanged(computation: Computation, instruction: Instruction) -> int:
-    """What goes into a collective, or what comes out of it, whichever is more."""
+    """Bytes of a collective: the larger of its operands and its results."""
     operands = [shape for shapes in computation.operands(instruction) for shape in shapes]
     given = sum(shape.bytes for shape in operands)
     if instruction.kind == "collective-permute":  # what comes out is as large; a TPU's has contexts beside it

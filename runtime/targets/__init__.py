@@ -1,1 +1,1 @@
-"""Which devices there are."""
+"""Devices and compile targets."""

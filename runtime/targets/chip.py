@@ -1,4 +1,4 @@
-"""`Gpu` and `Tpu`: the published figures of one chip, from which a program is compiled and costed for it.
+"""`Gpu` and `Tpu`: published figures of one chip, used to compile and cost programs.
 
 Those of some chips are in the folder `chips`, each with its sources. Those of another GPU are a file of the same form,
 which `popxl.Target` takes.
@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent / "chips"
 
 
 class Chip(BaseModel):
-    """What is published of a chip. Rates are per second, and of dense numbers.
+    """Published figures of a chip. Rates are per second, for dense numbers.
 
     Attributes:
         name: what its maker calls it.
@@ -43,8 +43,8 @@ class Chip(BaseModel):
     host_bandwidth: PositiveFloat
 
     def rate(self, dtype: str, precision: str = "default") -> float:
-        """Operations a second of products of factors of a dtype, as `flops` names it, at one of JAX's precisions. Of
-        one that nothing is published of, those of float32."""
+        """Product throughput in operations per second, for a factor dtype named as in `flops`, at a JAX precision.
+        Falls back to float32 throughput for unpublished dtypes."""
         return self.flops.get(dtype, self.flops.get("float32", min(self.flops.values())))
 
 
@@ -116,7 +116,7 @@ class Gpu(Chip):
         return self.name
 
     def for_xla(self) -> str:
-        """The figures as the text of XLA's `GpuTargetConfigProto`."""
+        """Figures in the text format of XLA's `GpuTargetConfigProto`."""
         major, minor = self.compute_capability.split(".")
         device = {
             "threads_per_block_limit": 1024,
@@ -150,7 +150,7 @@ class Gpu(Chip):
 
 
 def _as_text(message: dict[str, Any]) -> str:
-    """A message in the text form of protocol buffers."""
+    """Format `message` as protocol buffer text."""
 
     def value(of: Any) -> str:
         if isinstance(of, dict):
@@ -166,20 +166,20 @@ C = TypeVar("C", bound=Chip)
 
 
 def names(kind: type[Chip]) -> list[str]:
-    """The chips whose figures are here, by the names that descriptions use."""
+    """Names of chips with shipped figures, as used in descriptions."""
     return sorted(path.stem for path in FOLDER.glob("*.json") if path.stem.startswith("v") == (kind is Tpu))
 
 
 @cache
 def shipped(kind: type[C], name: str) -> C:
-    """The figures of a chip that are here. `KeyError` if there are none."""
+    """Shipped figures of a chip; `KeyError` for an unknown name."""
     if name not in names(kind):
         raise KeyError(name)
     return read(kind, FOLDER / f"{name}.json")
 
 
 def of_device(device_kind: str) -> Chip | None:
-    """The figures of a device that JAX has, by what it calls it; `None` if there are none."""
+    """Shipped figures of a JAX device kind; `None` for an unknown kind."""
     kinds: tuple[type[Tpu] | type[Gpu], ...] = (Tpu, Gpu)
     known = (shipped(kind, name) for kind in kinds for name in names(kind))
     return next((chip for chip in known if chip.device_kind == device_kind), None)

@@ -1,4 +1,4 @@
-"""The compilers of TPUs and GPUs, which need neither: loaded when a program is compiled for one, and quietly.
+"""TPU and GPU compilers, usable without such hardware: loaded on first use, without log output.
 
 Each is a plugin of JAX, and works beside whatever else runs in this process. A device that it gives has no memory and
 runs nothing; arrays for it are described, not made.
@@ -26,8 +26,8 @@ _lock = threading.RLock()
 
 
 def spare_the_search() -> None:
-    """Have JAX look for no TPU and no GPU where their compilers are installed and they are not here: it would say so at
-    length. Nothing changes if some are here, if other plugins are, or if JAX was told what to look for."""
+    """Skip JAX's search for TPUs and GPUs if their compilers are installed without hardware, avoiding long warnings.
+    Does nothing if hardware or other plugins are present, or `jax_platforms` is set."""
     others = [name for name in _plugins() if name not in _GPU_PLUGINS]
     is_told = jax.config.values["jax_platforms"]
     if is_told or others or not (_plugins() or _has_libtpu()):
@@ -42,7 +42,7 @@ _HARDWARE = ("nvidia[0-9]*", "dxg", "accel[0-9]*", "accel/*", "vfio/[0-9]*")
 
 @cache
 def start_jax() -> None:
-    """Have JAX start, and load its plugins, without what these have to tell of hardware that is not here.
+    """Initialize JAX and its plugins, suppressing warnings about missing hardware.
 
     Raises:
         RuntimeError: if JAX was told to look for nothing but what is not here.
@@ -64,7 +64,7 @@ def start_jax() -> None:
 
 
 def _plugins() -> list[str]:
-    """The plugins of JAX that are installed as modules."""
+    """Module names of installed JAX plugins."""
     found = find_spec("jax_plugins")
     return (
         [] if found is None else [f"jax_plugins.{each.name}" for each in iter_modules(found.submodule_search_locations)]
@@ -78,7 +78,7 @@ def _has_libtpu() -> bool:
 def tpu_devices(
     generation: str, layout: Sequence[int], host: Sequence[int], config: str = ""
 ) -> tuple[jax.Device, ...]:
-    """The chips of a slice of TPUs: those of one host after the other, as several processes would have them.
+    """Chips of a TPU slice, ordered by host as in a multi-process run.
 
     Args:
         generation: "v5e", say.
@@ -97,7 +97,7 @@ def tpu_devices(
 
 
 def gpu_devices(name: str, figures: str, hosts: int, per_host: int) -> tuple[jax.Device, ...]:
-    """GPUs of one kind, those of one host after the other.
+    """GPUs of one kind, ordered by host.
 
     Args:
         name: what to call them.
@@ -143,7 +143,7 @@ def _found_once(platform: str, name: str, told: tuple[tuple[str, Any], ...]) -> 
 
 
 def _found(platform: str, name: str, told: dict[str, Any]) -> tuple[jax.Device, ...]:
-    """The devices of a topology: the same objects each time, so that what is compiled for them can be shared."""
+    """Devices of a topology: identical objects on each call, for sharing compiled executables."""
     hashable = ((key, tuple(value) if isinstance(value, list) else value) for key, value in told.items())
     try:
         return _found_once(platform, name, tuple(hashable))

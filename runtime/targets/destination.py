@@ -1,4 +1,4 @@
-"""`Destination`: what a program is compiled for; `MadeFor`: the same in words, for what is kept in files."""
+"""`Destination`: compile target of a program; `MadeFor`: its textual description, stored in files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VERSIONS = {"popxl": VERSION, "jax": jax.__version__, "jaxlib": jaxlib.__version
 
 
 class MadeFor(BaseModel):
-    """What an executable was compiled with and for. Where any of it differs, it is not to be run.
+    """Build environment and target of an executable. Executables with any mismatch must not run.
 
     Attributes:
         popxl, jax, jaxlib: the versions.
@@ -53,7 +53,7 @@ class MadeFor(BaseModel):
 
 
 def made_for(devices: Sequence[jax.Device], is_here: bool = True) -> MadeFor:
-    """What is compiled here for some devices is made with and for."""
+    """Build stamp of executables compiled in this process for `devices`."""
     client = devices[0].client
     return MadeFor(
         **VERSIONS,
@@ -65,7 +65,7 @@ def made_for(devices: Sequence[jax.Device], is_here: bool = True) -> MadeFor:
 
 
 class DoesNotFit(PopxlError):
-    """A program needs more memory than a device has, as its compiler says."""
+    """Program exceeding a device's memory, according to XLA's compiler."""
 
 
 _OTHER_DEVICES = "incompatible devices for jitted computation"
@@ -74,7 +74,7 @@ _OTHER_DEVICES = "incompatible devices for jitted computation"
 
 @dataclass(frozen=True)
 class Destination:
-    """What a program, or a part of one, is compiled for: devices, and the replicas that share them out.
+    """Compile target of a program or segment: devices, and the replicas distributed over them.
 
     It is a value: nothing is on its devices because of it, and two that are equal are as good as each other.
 
@@ -100,7 +100,7 @@ class Destination:
     dimensions: tuple[Dimension, ...] = ()
 
     def of_ipu(self, number: int, ipus: int) -> Destination:
-        """The destination of one IPU, where each replica has so many, one after the other, and each is a device."""
+        """Compile target of IPU `number`, if each replica has `ipus` consecutive IPUs as separate devices."""
         chosen = (device for found in self._by_process() for device in found[number::ipus][: self.count])
         return replace(self, devices=tuple(chosen))
 
@@ -111,17 +111,17 @@ class Destination:
 
     @property
     def platform(self) -> str:
-        """What kind of devices they are, as JAX names it: "cpu", say."""
+        """JAX platform name of the devices, such as "cpu"."""
         return self.devices[0].platform
 
     @property
     def made_for(self) -> MadeFor:
-        """What is compiled here for this destination is made with and for."""
+        """Build stamp of executables compiled in this process for this target."""
         return made_for(self.devices, self.is_here)
 
     @cached_property
     def replicas(self) -> Replicas:
-        """The replicas, of all processes, with their mesh."""
+        """Replicas of all processes, with their mesh."""
         chosen = [found[: self.count] for found in self._by_process()]
         devices = [device for found in chosen for device in found]
         count = self.count * len(chosen)
@@ -132,7 +132,7 @@ class Destination:
 
     @cached_property
     def on_host(self) -> Any:
-        """Where arrays of all replicas are that are in the host's memory, from where their devices reach them."""
+        """Sharding of all replicas' arrays in device-accessible host memory."""
         mesh, spec = self.replicas.mesh, PartitionSpec(self.replicas.axis)
         if mesh is None:  # without one, JAX forgets the memory while it traces
             mesh, spec = Mesh(np.asarray([self.replicas.device]), (AXIS,)), PartitionSpec()
@@ -142,7 +142,7 @@ class Destination:
 
     @property
     def compile_options(self) -> Mapping[str, str | bool] | None:
-        """What XLA is told when it compiles for these devices."""
+        """XLA compile options for these devices."""
         if self.platform != "cpu":
             return _AS_ROUNDED if self.platform == "gpu" else None
         from runtime.cpu.flags import compile_options  # of no use elsewhere
@@ -150,12 +150,12 @@ class Destination:
         return compile_options()
 
     def _in_mind(self) -> AbstractContextManager[Any]:
-        """JAX would ask a GPU of which maker it is, and, for arrays in the host's memory alone, the CPU for everything;
-        so it is told a device that is not here."""
+        """Context with a described device as JAX's default. JAX would otherwise query a real GPU for its vendor, and
+        use the CPU for everything if all arrays are in host memory."""
         return nullcontext() if self.replicas.is_here else jax.default_device(self.replicas.device)
 
     def lower(self, jitted: Any, *arguments: Any, platform: str = "") -> Any:
-        """What JAX lowers a jitted function to, for these devices.
+        """Lower a jitted function for these devices.
 
         Args:
             jitted: the function.
@@ -185,7 +185,7 @@ class Destination:
             return jitted.trace(*arguments).lower(lowering_platforms=(platform,))
 
     def compile(self, lowered: Any) -> Any:
-        """What XLA makes of a lowered function.
+        """Compile a lowered function with XLA.
 
         Raises:
             DoesNotFit: if XLA knows that it would not fit into the memory of a device that is not here.
@@ -203,7 +203,7 @@ class Destination:
             ) from problem
 
     def _compiled(self, lowered: Any, options: Mapping[str, str | bool] | None) -> Any:
-        """What XLA makes of a lowered function, if it is told this."""
+        """Compile a lowered function with explicit XLA options."""
         takes_something = jax.tree.leaves(lowered.args_info)  # what takes nothing is for one device
         devices = self.replicas.devices if not self.is_here and takes_something else None
         return lowered.compile(compiler_options=options, device_assignment=devices)
@@ -222,7 +222,7 @@ _PRODUCTS_BY_CUBLAS: Mapping[str, str | bool] = {"xla_gpu_enable_triton_gemm": F
 
 
 def _processor() -> str:
-    """The architecture of the CPU, and a digest of its features, where they are known."""
+    """CPU architecture, and a digest of CPU features where known."""
     features = Path("/proc/cpuinfo")
     lines = features.read_text(encoding="utf-8", errors="replace").splitlines() if features.is_file() else []
     known = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")

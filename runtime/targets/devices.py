@@ -1,4 +1,4 @@
-"""Which devices a program runs on."""
+"""Device selection for programs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def ask_for_cpu_devices() -> None:
 
 
 def _wanted_cpu_devices() -> int:
-    """The number of devices that the CPU is to be."""
+    """Number of CPU devices, from the environment or the core count."""
     wanted = os.environ.get(CPU_DEVICES)
     if wanted is None:
         return min(_cores(), MOST_CPU_DEVICES)
@@ -56,14 +56,14 @@ def _wanted_cpu_devices() -> int:
 
 
 def _cores() -> int:
-    """The number of cores that this process may use."""
+    """Number of CPU cores available to this process."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 class DeviceType(Enum):
-    """What kind of device a description means."""
+    """Device kind of a description."""
 
     Cpu = "Cpu"
     IpuModel = "IpuModel"
@@ -72,14 +72,14 @@ class DeviceType(Enum):
 
 
 class _Loaded(Protocol):
-    """What has arrays on a device, and can let them go."""
+    """Owner of arrays on a device, able to release them."""
 
     def release(self) -> None: ...
 
 
 class Device:
-    """The device that a session runs on, which may be several of JAX's: one for each IPU of each replica, if there are
-    enough, else one for each replica, else one for all.
+    """A session's device, which may comprise several JAX devices: one per IPU of each replica, if enough exist; else
+    one per replica; else one for everything.
 
     A device is attached while a session is entered, or for as long as you like if you attach it yourself: a session
     that is given an attached device can run at once.
@@ -139,18 +139,18 @@ class Device:
         return True
 
     def tryAttachUntilTimeout(self) -> bool:
-        """The same as `attach`: there is nothing to wait for."""
+        """Attach immediately, like `attach`; never waits."""
         return self.attach()
 
     def detach(self) -> None:
-        """Let go of the device. What programs had there is lost, unless it was copied to the host."""
+        """Detach the device. Program state on it is lost, unless copied to the host."""
         self._attached = False
         for program in tuple(self._loaded):
             program.release()
         self._loaded.clear()
 
     def check_parts(self, used: Collection[Collection[jax.Device]]) -> None:
-        """Refuse what XLA does not compile for slices of several hosts of some TPUs.
+        """Refuse subslices of multi-host TPU slices that XLA cannot compile for.
 
         Args:
             used: the chips of each stage of the program; of one without stages, its chips.
@@ -178,7 +178,7 @@ class Device:
         )
 
     def loads(self, store: _Loaded) -> None:
-        """Note that a store has arrays here, which `detach` frees."""
+        """Register a store with arrays on this device, released by `detach`."""
         self._loaded.add(store)
 
     def __enter__(self) -> Self:
@@ -189,18 +189,18 @@ class Device:
 
 
 def cpu_device() -> Device:
-    """The CPU, as a single device."""
+    """The CPU as a single device."""
     return Device("cpu", _local_devices("cpu")[:1], DeviceType.Cpu)
 
 
 def model_device(count: int = 1, ipus: int | None = None, best: int = 0) -> Device:
-    """The CPU in the place of IPUs. The arguments are those of `hardware_device`."""
+    """CPU devices standing in for IPUs. Takes the arguments of `hardware_device`."""
     found = _local_devices("cpu")
     return Device("ipu_model", _some(found, best, count), DeviceType.IpuModel, count if ipus is None else ipus)
 
 
 def hardware_device(count: int = 1, ipus: int | None = None, kind: str | None = None, best: int = 0) -> Device:
-    """The best accelerator that JAX sees, else the CPU: `best` devices if there are enough, or `count`, else one.
+    """Best accelerator visible to JAX, else the CPU: `best` devices if available, else `count`, else one.
 
     Args:
         count: how many devices.
@@ -223,7 +223,7 @@ def hardware_device(count: int = 1, ipus: int | None = None, kind: str | None = 
 
 
 def offline_device(target: Target, count: int = 1, ipus: int | None = None, best: int = 0) -> Device:
-    """A machine that is not here: `best` of its chips if there are enough, or `count`, else one.
+    """Device of an offline target: `best` chips if available, else `count`, else one.
 
     Args:
         target: the machine.
@@ -238,23 +238,23 @@ def offline_device(target: Target, count: int = 1, ipus: int | None = None, best
 
 
 def all_devices() -> list[Device]:
-    """Each device of the best kind that JAX sees, by itself."""
+    """Single-device `Device` objects for each device of JAX's best platform."""
     return [Device("ipu_hw", (found,), DeviceType.Ipu, 1, number) for number, found in enumerate(_local_devices())]
 
 
 def _local_devices(kind: str | None = None) -> list[jax.Device]:
-    """The devices of a kind, or of the best one, that this process may use."""
+    """This process's devices of a kind; by default, of the best platform."""
     compilers.start_jax()
     return jax.local_devices(backend=kind)
 
 
 def _some(found: Sequence[jax.Device], best: int, count: int) -> Sequence[jax.Device]:
-    """As many devices as would be best, or as asked for, or one."""
+    """The first `best` devices if available, else `count`, else one."""
     return found[: next((wanted for wanted in (best, count) if 0 < wanted <= len(found)), 1)]
 
 
 def find_device(description: str | Device | Target, ir: Ir) -> Device:
-    """The device for a description, checked against what the Ir needs.
+    """Resolve a description to a device, checked against the Ir's requirements.
 
     For a program over several processes this joins them, and the device is made of those of all processes.
 
@@ -302,7 +302,7 @@ def _found(description: str | Device | Target, count: int, ipus: int, best: int 
 
 
 def _over_processes(description: str | Device | Target, count: int, ipus: int, best: int) -> Device:
-    """The device of a program of which this process drives `count` replicas."""
+    """Device of a multi-process program, of which this process drives `count` replicas."""
     processes.join()
     own = _found(description, count, ipus, best)
     if own.target is not None:
@@ -336,13 +336,13 @@ def _described(description: str, count: int, ipus: int, best: int) -> Device:
 
 
 def devices_needed(ir: Ir) -> int:
-    """Number of devices that the program is placed on: a power of two."""
+    """Number of devices required by the program's placement: a power of two."""
     highest = max(ipus_used(ir), default=0)
     return 1 << ((highest + 1) * ir.instance_replication_factor - 1).bit_length()
 
 
 def ipus_used(ir: Ir) -> set[int]:
-    """The IPUs that ops are placed on."""
+    """IPU numbers used by the program's ops."""
     return {op.ipu or 0 for graph in reachable(ir.main_graph) for op in graph.ops}
 
 

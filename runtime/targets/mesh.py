@@ -1,4 +1,4 @@
-"""The dimensions of a mesh: of which the groups of replicas that talk to each other are made, and where they lie.
+"""Dimensions of a replica mesh, derived from communicating groups, and physical placement of replicas.
 
 A program with groups of 8 replicas in a row, and others of every eighth, has a mesh of two dimensions. Where groups
 cross each other in another way it has one.
@@ -22,7 +22,7 @@ from runtime.targets.replicas import AXIS, Dimension
 
 
 def dimensions_of(ir: Ir, are_weighed: bool = False) -> tuple[Dimension, ...]:
-    """The dimensions of the mesh of a program's replicas, the outermost first.
+    """Mesh dimensions of a program's replicas, outermost first.
 
     Args:
         ir: the program.
@@ -55,7 +55,7 @@ def dimensions_of(ir: Ir, are_weighed: bool = False) -> tuple[Dimension, ...]:
 
 
 def laid(devices: Sequence[jax.Device], dimensions: Sequence[Dimension]) -> list[jax.Device]:
-    """Devices in the order of the replicas, so that replicas are neighbours along the dimension that sends most.
+    """Order devices by replica, making replicas physical neighbours along the dimension with most traffic.
 
     The replicas of a process stay together, in the order of the processes, as these feed them.
 
@@ -81,13 +81,13 @@ def laid(devices: Sequence[jax.Device], dimensions: Sequence[Dimension]) -> list
 
 
 def _place(device: Any, host: Sequence[Any]) -> tuple[int, ...]:
-    """Where a chip is within its host."""
+    """Coordinates of a chip within its host."""
     corner = map(min, zip(*(each.coords for each in host), strict=True))
     return (*(own - first for own, first in zip(device.coords, corner, strict=True)), device.core_on_chip)
 
 
 def _within(count: int, sizes: Sequence[int]) -> list[int] | None:
-    """How many of `count` replicas that follow each other stand along each dimension; `None` if they are no block."""
+    """Extent of `count` consecutive replicas along each dimension; `None` unless they form a block."""
     found = [1] * len(sizes)
     for i in reversed(range(len(sizes))):
         found[i] = math.gcd(sizes[i], count)

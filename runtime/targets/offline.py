@@ -1,4 +1,4 @@
-"""`Target`: a machine to compile for that need not be here. Programs know it as `popxl.Target`.
+"""`Target`: a machine to compile for, possibly absent; public as `popxl.Target`.
 
 A session on a target compiles, and tells what the program needs there; nothing can be run. `runtime.targets.compilers`
 has the compilers, `runtime.targets.chip` the figures.
@@ -26,7 +26,7 @@ FORMS = "'tpu v5e:4x4', 'gpu h100:8' or 'gpu my.json:8'"
 
 @dataclass(frozen=True)
 class Target:
-    """A machine to compile for: chips of one kind, and how many. It need not be here.
+    """Offline compile target: chip kind and chip count. Hardware may be absent.
 
     Compiling needs the extra `tpu` or `gpu`, which install a compiler, and no such hardware.
 
@@ -73,7 +73,7 @@ class Target:
 
     @property
     def kind(self) -> str:
-        """What kind of chips they are: "tpu" or "gpu"."""
+        """Chip kind: "tpu" or "gpu"."""
         return self._part("kind")
 
     @property
@@ -83,7 +83,7 @@ class Target:
 
     @cached_property
     def layout(self) -> tuple[int, ...]:
-        """How many chips there are along each dimension of a slice of TPUs; or how many GPUs."""
+        """Chip count along each dimension of a TPU slice; GPU count."""
         text = self._part("layout")
         dimensions = len(self.chip.host) if isinstance(self.chip, Tpu) else 1
         found = tuple(int(size) for size in text.split("x") if size) if text else (1,) * dimensions
@@ -112,7 +112,7 @@ class Target:
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
-        """The chips, as JAX has them. The compiler is loaded.
+        """The target's chips as JAX devices. Loads the compiler.
 
         Raises:
             PopxlError: if it is not installed, or XLA knows no slice of this form.
@@ -120,7 +120,7 @@ class Target:
         return self.first(self.count)
 
     def first(self, count: int) -> tuple[jax.Device, ...]:
-        """The first `count` chips: those of one host, if it has as many."""
+        """The first `count` chips, on a single host if possible."""
         if isinstance(self.chip, Tpu):
             whole, name = self._around(count), self._part("name").lower()
             return compilers.tpu_devices(name, whole, self.chip.host, self.chip.config)[:count]
@@ -135,23 +135,23 @@ class Target:
         return compilers.gpu_devices(name, self.chip.for_xla(), hosts, per_host)[:count]
 
     def slice_of(self, count: int) -> int:
-        """How many chips the slice has that the first `count` chips are of."""
+        """Size of the slice that contains the first `count` chips."""
         return math.prod(self._around(count))
 
     def _around(self, count: int) -> tuple[int, ...]:
-        """The slice that so many chips are of: those of a host, if it has as many."""
+        """Layout of the slice that contains `count` chips: one host's slice, if large enough."""
         if not isinstance(self.chip, Tpu):
             return self.layout
         of_a_host = tuple(map(min, self.layout, self.chip.host))
         return of_a_host if count < self.count and count <= math.prod(of_a_host) else self.layout
 
     def _part(self, name: str) -> str:
-        """What the description says of something; "" for nothing."""
+        """Field `name` of the description; "" if absent."""
         found = _DESCRIPTION.fullmatch(self.description.strip())
         assert found is not None
         return found[name] or ""
 
 
 def is_target(description: str) -> bool:
-    """Whether a description is one of a target: `"tpu v5e:4x4"`, and not `"tpu"`, which is a TPU that is here."""
+    """Whether a description names a target: `"tpu v5e:4x4"`, unlike `"tpu"`, which means a local TPU."""
     return _DESCRIPTION.fullmatch(description.strip()) is not None

@@ -1,4 +1,4 @@
-"""The replicas of a program: over devices if there are enough of them, else over the arrays of one device.
+"""Replicas of a program: distributed over devices if available, otherwise batched on a single device.
 
 A program is written for one replica. `Replicas.spread` makes a function of all of them out of a function of one: every
 array gains a leading dimension, one element for each replica. With a device for each replica that is `jax.shard_map`
@@ -31,7 +31,7 @@ AXIS = "replicas"
 
 
 class Dimension(NamedTuple):
-    """One dimension of a mesh of replicas.
+    """One dimension of a replica mesh.
 
     Attributes:
         name: its name, for `jax.lax` collectives.
@@ -45,7 +45,7 @@ class Dimension(NamedTuple):
 
 
 class Replicas:
-    """How many replicas there are, and where they are.
+    """Number and placement of replicas.
 
     Args:
         count: how many. One replica has no axis: nothing is spread.
@@ -82,12 +82,12 @@ class Replicas:
 
     @property
     def per_device(self) -> int:
-        """How many replicas a device runs, and how many arrays it has for each of the program's."""
+        """Replicas per device, and so array copies per device."""
         return self.count if self.mesh is None else 1
 
     @property
     def platform(self) -> str:
-        """JAX's name of what they run on: of its default devices, if none are said."""
+        """JAX platform name; of the default devices if unspecified."""
         return jax.default_backend() if self.device is None else str(self.device.platform)
 
     @property
@@ -97,12 +97,12 @@ class Replicas:
 
     @property
     def devices(self) -> tuple[Any, ...]:
-        """The devices that they run on: one for each, or one for all."""
+        """Devices of the replicas: one each, or one shared device."""
         return (self.device,) if self.mesh is None else tuple(self.mesh.devices.flat)
 
     def along(self, stride: int, size: int) -> tuple[str, ...] | None:
-        """The dimensions along which replicas are together in groups of `size` that are `stride` apart; `None` if they
-        are not the whole of some."""
+        """Mesh dimensions spanning groups of `size` replicas at `stride`; `None` unless such groups span whole
+        dimensions."""
         assert self.mesh is not None
         apart, found, together = 1, list[str](), 1
         for name, length in reversed(self.mesh.shape.items()):
@@ -113,7 +113,7 @@ class Replicas:
         return tuple(found) if together == size else None
 
     def spread(self, function: Callable[..., Any], shared: bool = False) -> Callable[..., Any]:
-        """A function of arrays, as one of the arrays of all replicas.
+        """Lift a per-replica array function to arrays of all replicas.
 
         Args:
             function: takes trees of arrays.
@@ -155,31 +155,31 @@ class Replicas:
         return of_all
 
     def sharding(self, axis: int | None = 0) -> Any:
-        """Where arrays of all replicas are, whose dimension `axis` counts the replicas; `None` for shared ones."""
+        """Sharding of all replicas' arrays, with replica dimension `axis`; `None` means shared arrays."""
         if self.mesh is None:
             return SingleDeviceSharding(self.device)
         return NamedSharding(self.mesh, PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, self.axis))
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the array of all replicas."""
+        """Shape of the array of all replicas, given one replica's shape."""
         return shape if self.count == 1 else (self.count, *shape)
 
     def spec(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """The array of all replicas, for lowering, where each replica has an array of this shape."""
+        """Abstract array of all replicas for lowering, given one replica's shape."""
         return jax.ShapeDtypeStruct(self.shape(shape), dtype, sharding=self.sharding())
 
     # Arrays of the host ---------------------------------------------------------------------------------------------
 
     def put(self, array: Array) -> Array:
-        """The array of all replicas, where each replica has this one."""
+        """Replicate `array` to all replicas."""
         return self.place(np.broadcast_to(array, self.shape(array.shape)), self.sharding())
 
     def place(self, array: np.ndarray, sharding: Any) -> Array:
-        """An array of all replicas, from the host."""
+        """Transfer an array of all replicas from the host to devices."""
         return jax.device_put(array, sharding)
 
     def made(self, shape: tuple[int, ...], part: Callable[[int], np.ndarray], where: Any = None) -> Array:
-        """An array of all replicas on a mesh, of what a function gives for each replica of this process.
+        """Build an array of all replicas on a mesh, calling `part` for each local replica.
 
         Args:
             shape: that of the array.
@@ -194,18 +194,18 @@ class Replicas:
         return jax.make_array_from_callback(shape, self.sharding() if where is None else where, rows)
 
     def fetched(self, array: Array) -> np.ndarray:
-        """An array of all replicas, whose first dimension counts them, on the host."""
+        """Copy an array of all replicas, with leading replica dimension, to the host."""
         return np.asarray(array)
 
     def fetched_once(self, array: Array) -> np.ndarray:
-        """The same, as rows of numbers, of an array that all replicas have alike: of one device of this process."""
+        """Copy a replicated array to the host as rows of numbers, reading only one local device."""
         if self.count == 1:
             return np.asarray(array).reshape(1, -1)
         first = np.asarray(array.addressable_shards[0].data)[:1]
         return np.broadcast_to(first.reshape(1, -1), (self.count, first.size))
 
     def joined(self, array: Array, shape: tuple[int, ...], axis: int) -> Array:
-        """The array of all replicas, of which this process has those of its own.
+        """Assemble the global array of all replicas from this process's local array.
 
         Args:
             array: what this process has, with or without a dimension for a single replica.
@@ -215,7 +215,7 @@ class Replicas:
         return array
 
     def barrier(self, place: str, runs: int, payload: Any = None) -> list[Any]:
-        """Wait until all processes that drive replicas are at this place, after so many runs.
+        """Wait for all processes that drive replicas at barrier `place`, after `runs` runs.
 
         Returns what each has said there.
         """
@@ -223,7 +223,7 @@ class Replicas:
 
 
 class DividedReplicas(Replicas):
-    """Replicas that several processes drive, on a device each.
+    """Replicas driven by several processes, one device per replica.
 
     Args:
         count: how many there are.
@@ -247,7 +247,7 @@ class DividedReplicas(Replicas):
         return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
     def fetched(self, array: Array) -> np.ndarray:
-        """An array of all replicas, on the host of every process; all of them have to ask for it.
+        """Copy an array of all replicas to every process's host; a collective operation.
 
         It goes piece by piece, as meanwhile each device has what those of all other replicas have.
         """
@@ -259,8 +259,7 @@ class DividedReplicas(Replicas):
         return whole.reshape(array.shape)
 
     def fetched_here(self, array: Array, which: Collection[int]) -> dict[int, np.ndarray]:
-        """What some replicas of this process have of an array of all replicas, copied to the host. Nobody else is
-        needed for it."""
+        """Copy the shards of some local replicas from an array of all replicas to the host, without other processes."""
         share = len(array) // self.count  # of what is in the host's memory, a replica has several rows
         shards = {(shard.index[0].start or 0) // share: shard.data for shard in array.addressable_shards}
         return {replica: np.array(shards[replica]) for replica in which}
@@ -274,8 +273,7 @@ class DividedReplicas(Replicas):
         return jax.make_array_from_process_local_data(self.sharding(axis), own, shape)
 
     def own(self, array: Array, shape: tuple[int, ...]) -> Array:
-        """What this process has of an array of all replicas, on whichever of their devices, in the shape that it has
-        there."""
+        """This process's local shards of an array of all replicas, reshaped to `shape`, on their current devices."""
         shards = array.addressable_shards
         if self.local_count == 1:
             return shards[0].data.reshape(shape)
@@ -285,7 +283,7 @@ class DividedReplicas(Replicas):
 
 
 class DescribedReplicas(Replicas):
-    """Replicas on devices that are not here: their arrays are only described."""
+    """Replicas on absent devices, with abstract arrays only."""
 
     is_here = False
 
@@ -294,7 +292,7 @@ class DescribedReplicas(Replicas):
 
 
 def is_on_host(array: Array) -> bool:
-    """Whether an array that is traced is in the host's memory."""
+    """Whether a traced array resides in host memory."""
     return jax.typeof(array).memory_space is jax.memory.Space.Host
 
 
@@ -303,6 +301,6 @@ _PIECE = 1 << 26  # bytes
 
 @partial(jax.jit, static_argnums=(2, 3))
 def _piece(array: Array, start: int, length: int, sharding: Any) -> Array:
-    """Some elements of what each replica has, placed as a sharding says."""
+    """Slice `length` elements of each replica's array, placed with `sharding`."""
     rows = array.reshape(len(array), -1)
     return lax.with_sharding_constraint(lax.dynamic_slice_in_dim(rows, start, length, 1), sharding)

@@ -64,7 +64,7 @@ def autodiff(
     named = graph if isinstance(graph, GraphWithNamedArgs) else GraphWithNamedArgs(as_graph(graph))
     planned = _planned(named, memory)
     grad = named.differentiate(grads_provided, grads_required, called_graphs_grad_info, planned)
-    return grad if planned is None else GraphWithNamedArgs.from_grad_graph(planned.of_model(grad.grad_graph_info))
+    return grad if planned is None else GraphWithNamedArgs.from_grad_graph(planned(grad.grad_graph_info))
 
 
 def _planned(graph: GraphWithNamedArgs, memory: Memory | None) -> PlannedGradients | None:

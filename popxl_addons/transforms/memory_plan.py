@@ -54,7 +54,7 @@ class Activation(NamedTuple):
     path: str
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Size of the tensor, on each replica."""
         return math.prod(self.tensor.shape) * self.tensor.dtype.itemsize
 
@@ -107,7 +107,7 @@ def activations_of(info: GradGraphInfo) -> list[Activation]:
         >>> ir = popxl.Ir()
         >>> spec = popxl.TensorSpec((2, 3), popxl.float32)
         >>> graph = ir.create_graph(lambda x: popxl.ops.exp(popxl.ops.tanh(x)) * 2.0, spec)
-        >>> [(each.path, each.bytes) for each in activations_of(popxl.transforms.autodiff(graph))]
+        >>> [(each.path, each.nbytes) for each in activations_of(popxl.transforms.autodiff(graph))]
         [('tanh_out', 24), ('exp_out', 24)]
     """
     read = {e.fwd_tensor for e in info.expected_inputs if e.is_activation}

@@ -30,7 +30,7 @@ class PlannedGradients:
     """A `called_graphs_transform` for `popxl.transforms.autodiff` that applies a memory plan or policy.
 
     The graphs that are planned are those that the model calls by itself or in its loops: layers, usually. The graphs
-    that these call are parts of them. A model that calls none is planned as a whole, with `of_model`.
+    that these call are parts of them. A model that calls none is planned as a whole: call this with its gradient.
 
     Args:
         model: the graph that is differentiated.
@@ -79,14 +79,12 @@ class PlannedGradients:
         planned, _ = recompute_activations(info, by_treatment["keep"], by_treatment["offload"])
         return planned
 
-    def of_model(self, info: GradGraphInfo) -> GradGraphInfo:
-        """Gradient of the model graph, planned if without callees."""
-        return self(info)
-
     def _treatments(self, graph: popxl.Graph, activations: list[Activation]) -> dict[str, Treatment]:
         if not isinstance(self.memory, MemoryPlan):
             return {each.path: "keep" if is_kept_by_policy(self.memory, each) else "recompute" for each in activations}
-        planned = next(each for each in self.memory.graphs if each.graph == self.names[graph])
+        planned = next((each for each in self.memory.graphs if each.graph == self.names[graph]), None)
+        if planned is None:  # no gradient flowed through the graph where the plan was made
+            return {each.path: "keep" for each in activations}
         known = [each.path for each in activations]
         if missing := [each.path for each in planned.activations if each.path not in known]:
             raise ValueError(matches_nothing(f"memory, the plan of {planned.graph}", missing, known))
@@ -95,7 +93,7 @@ class PlannedGradients:
 
     def _check_graphs(self, plan: MemoryPlan) -> None:
         planned, called = [each.graph for each in plan.graphs], [*self.names.values()]
-        if sorted(planned) != sorted(called):
+        if not set(planned) <= set(called):
             raise ValueError(
                 f"memory: the plan is of the graphs {planned}, and {self.model.title} calls {called}. A plan fits the "
                 "program that it was made for: build that with a policy, such as memory='everything', and take the "
@@ -128,7 +126,7 @@ def _line(activation: Activation, treatment: Treatment) -> PlannedActivation:
         path=activation.path,
         treatment=treatment,
         line=activation.line,
-        bytes=activation.bytes,
+        bytes=activation.nbytes,
         operations=own_flops(activation.made_by).total,
     )
 

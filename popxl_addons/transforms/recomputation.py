@@ -153,7 +153,7 @@ def recompute_activations(
             # One operand that waits is enough for the results to wait.
             if waiting.isdisjoint(op.inputs) and op.inputs:
                 t = next((u for u in op.inputs if u not in forward.inputs), op.inputs[0])
-                held[t] = _available_after(t, of, first)
+                held[t] = ops.available_after(_forward_tensor(t, of), first)
                 waiting.add(t)
             copy = op.clone([held[u] if u in held else _forward_tensor(u, of) for u in op.inputs])
             of |= dict(zip(op.outputs, copy.outputs, strict=False))
@@ -162,10 +162,6 @@ def recompute_activations(
         for result in ops.call(grad, inputs_dict=bound):
             popxl.graph_output(result)
     return make_grad_graph_info(forward, graph, expected, info.outputs), bound
-
-
-def _available_after(t: popxl.Tensor, of: _Bound, first: popxl.Tensor) -> popxl.Tensor:
-    return ops.available_after(_forward_tensor(t, of), first)
 
 
 def _forward_tensor(t: popxl.Tensor, of: _Bound) -> popxl.Tensor:

@@ -181,7 +181,7 @@ def test_policies_of_one_graph(layer: tuple[Any, ...], evaluate: Any, policy: An
 
 def test_activations(layer: tuple[Any, ...]) -> None:
     found = activations_of(layer[2].autodiff().grad_graph_info)
-    sizes = {each.path: each.bytes for each in found}
+    sizes = {each.path: each.nbytes for each in found}
     assert sizes["tanh_out"] == 3 * 32 * 48 * 4 and "x" not in sizes
     tanh = next(each for each in found if each.path == "tanh_out")
     assert (tanh.is_product, tanh.made_by.op_type) == (False, "Tanh") and "test_addons_memory_plan.py:" in tanh.line

@@ -1,4 +1,4 @@
-"""From a `Trace` to ops of popxl: one lowering for each op of PyTorch, in files by family."""
+"""Convert a `Trace` to ops of popxl: one lowering per PyTorch op, in files by family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations: what stands between the layers of a network."""
+"""Activation functions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gelu(input: popxl.Tensor, approximate: str = "none") -> popxl.Tensor:
 
 
 def _activation(function: Callable[..., Any]) -> OpKind:
-    """The op of that name: a function of a tensor, and of numbers that shape it."""
+    """Declare an activation op named after `function`, with a tensor operand and scalar parameters."""
     name = function.__name__
     return jax_op(f"aten.{name}", title=camel(name), shape=like_first)(round_once(function))
 
@@ -115,7 +115,7 @@ def prelu(input: popxl.Tensor, weight: popxl.Tensor) -> popxl.Tensor:
 def rrelu(
     input: popxl.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, **noise: popxl.Tensor
 ) -> popxl.Tensor:
-    """Where it trains, each element has a slope of its own."""
+    """Randomised leaky ReLU; training draws a random slope per element."""
     if not training:
         return leaky_relu(input, negative_slope=(lower + upper) / 2)
     return _with_slope(input, uniform(input.shape, input.dtype, lower, upper))

@@ -1,4 +1,4 @@
-"""Attention: `scaled_dot_product_attention`, and what PyTorch has around it for several heads."""
+"""Attention: `scaled_dot_product_attention`, and PyTorch's multi-head attention."""
 
 from __future__ import annotations
 
@@ -49,36 +49,36 @@ def scaled_dot_product_attention(
 
 
 def _batch_first(t: popxl.Tensor) -> popxl.Tensor:
-    """`[time, batch, features]` as `[batch, time, features]`, and the other way round."""
+    """Swap `[time, batch, features]` and `[batch, time, features]`."""
     return ops.transpose(t, (1, 0, 2))
 
 
 def _heads(t: popxl.Tensor, count: int) -> popxl.Tensor:
-    """`[batch, time, features]` as `[batch, heads, time, features of a head]`."""
+    """Split `[batch, time, features]` into `[batch, heads, time, features of a head]`."""
     batch, length, width = t.shape
     return ops.transpose(ops.reshape(t, (batch, length, count, width // count)), (0, 2, 1, 3))
 
 
 def _appended(t: popxl.Tensor, row: popxl.Tensor) -> popxl.Tensor:
-    """Keys or values, and a row more for each head."""
+    """Keys or values with one extra row appended per head."""
     shape = (*t.shape[:2], 1, t.shape[3])
     return ops.concat([t, broadcast(together(row, t.dtype), shape=shape)], 2)
 
 
 def _thirds(t: Optional) -> Sequence[Optional]:
-    """The rows of a weight, or a bias, that are for query, key and value."""
+    """Split a weight or bias into its rows for query, key and value."""
     return (None, None, None) if t is None else ops.split(t, 3, 0)
 
 
 @jax_op(title="Pad", gradient=None)
 def _wider(mask: Any, *, by: int) -> Any:
-    """A mask with columns more, in which nothing is masked; bools say what is left out."""
+    """Widen a mask by `by` unmasked columns; in a boolean mask, true means masked."""
     return jnp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, by)])
 
 
 @jax_op(title="LeaveOut", gradient={"scores": lambda g: g})
 def _left_out(scores: Any, mask: Any) -> Any:
-    """Scores, without those at which a mask of bools is true; or plus a mask of numbers."""
+    """Apply a mask to scores: true booleans become minus infinity, numbers are added."""
     return jnp.where(mask, -jnp.inf, scores) if mask.dtype == jnp.bool_ else scores + mask.astype(scores.dtype)
 
 
@@ -110,7 +110,9 @@ def multi_head_attention_forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> list[popxl.Tensor]:
-    """The result of `torch.nn.functional.multi_head_attention_forward`, and the weights of attention if asked for."""
+    """Multi-head attention, as `torch.nn.functional.multi_head_attention_forward`; also the attention weights if
+    requested.
+    """
     given, single = [query, key, value], len(query.shape) == 2
     if single:
         given = [ops.reshape(t, (t.shape[0], 1, t.shape[1])) for t in given]
@@ -154,14 +156,14 @@ def multi_head_attention_forward(
 
 
 def _by_one_product(t: popxl.Tensor, weight: popxl.Tensor, bias: Optional, heads: int) -> list[popxl.Tensor]:
-    """Queries, keys and values of one text, by heads."""
+    """Queries, keys and values of self-attention, split by heads, from one matrix product."""
     found = linear(t, weight, bias)
     by_head = ops.reshape(found, (*found.shape[:2], 3, heads, found.shape[2] // (3 * heads)))
     return [ops.reshape(t, t.shape[1:]) for t in ops.split(ops.transpose(by_head, (2, 0, 3, 1, 4)), 3, axis=0)]
 
 
 def _masks(of_places: Optional, of_keys: Optional, lead: tuple[int, int], more: int) -> list[popxl.Tensor]:
-    """The masks that are given, in a form that scores broadcast with.
+    """The given masks, reshaped to broadcast with scores.
 
     Args:
         of_places: what each query leaves out.
@@ -178,7 +180,7 @@ def _masks(of_places: Optional, of_keys: Optional, lead: tuple[int, int], more: 
 
 
 def _seen(masks: Sequence[popxl.Tensor]) -> Optional:
-    """Masks that say what is left out, as one that says what is seen: numbers to add, if one of them has numbers."""
+    """Combine masks of excluded positions into one mask of attended positions; additive, if any mask is numeric."""
     if all(mask.dtype is popxl.bool for mask in masks):
         return reduce(ops.logical_and, map(ops.logical_not, masks)) if masks else None
     zero, lowest = popxl.constant(0.0), popxl.constant(-math.inf)

@@ -1,4 +1,4 @@
-"""Complex numbers: their parts, views of them, and Fourier transforms. What real numbers have, too, is elsewhere."""
+"""Complex numbers: components, views, Fourier transforms. Ops shared with real numbers are elsewhere."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def polar(abs: popxl.Tensor, angle: popxl.Tensor) -> popxl.Tensor:
 
 @jax_op(title="Sgn")
 def sgn(input: Any) -> Any:
-    """The number of length 1 in the direction of a complex number; 0 at 0."""
+    """The complex sign: the unit number in the same direction; 0 at 0."""
     length = jnp.abs(jnp.where(input == 0, 1, input))
     return jnp.where(input == 0, 0, input / length)
 

@@ -1,4 +1,4 @@
-"""Ops that run functions: captured ones, ones of the host, and ones of users."""
+"""Ops that run functions: captured graphs, host functions, user-defined ops."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def own_derivative(results: Tensors, inputs: Tensors, backward: Trace, numbers: 
 def _gradients(
     forward: Forward, gs: Sequence[popxl.Tensor | None], *, backward: Trace, numbers: Sequence[int], name: str
 ) -> dict[int, popxl.Tensor]:
-    """The gradients of the inputs, which come after as many operands as there are results."""
+    """Gradients of the inputs, which follow as many operands as the forward op has results."""
     first = len(numbers)
     by_number = dict(zip(numbers, gs, strict=True))
     specs = backward.inputs[: len(backward.inputs) - len(backward.outer)]
@@ -97,7 +97,7 @@ _custom: dict[str, Callable[..., Any]] = {}
 
 
 def registerCustomOp(name: str, domain: str, function: Callable[..., Any], **settings: Any) -> None:
-    """Declare a JAX function as an op that `poptorch.custom_op` finds.
+    """Register a JAX function as an op for `poptorch.custom_op`.
 
     Args:
         name, domain: what models call it.
@@ -147,7 +147,7 @@ WATCH = "poptorch.Watch"
 
 
 class _ComparedNaN(PopxlError, DeviceError):
-    """A NaN has been compared. (An error of popxl comes through a lowering as it is.)"""
+    """Comparison with a NaN. (Lowerings pass popxl errors through unchanged.)"""
 
 
 def _without_nan(input: Any, *, where: str) -> Any:

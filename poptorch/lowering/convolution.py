@@ -1,4 +1,4 @@
-"""Convolutions. How they are padded, and that a single image has no batch, PyTorch has sorted out before."""
+"""Convolutions. PyTorch resolves padding modes and unbatched images beforehand."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def convolution(
 
 
 def per_axis(sizes: int | Sequence[int], axes: int) -> tuple[int, ...]:
-    """A size for each axis: those given, or the same for all."""
+    """One size per axis: the given sizes, or a single size repeated."""
     given = (sizes,) if isinstance(sizes, int) else tuple(sizes)
     return given * axes if len(given) == 1 else given
 
@@ -60,7 +60,7 @@ def _of_integers(
     groups: int,
     spread: tuple[int, ...] | None,
 ) -> Any:
-    """The convolution of integers, one place of the kernel after the other: as floats they would be rounded.
+    """Integer convolution, summed over kernel positions one by one; floats would round the integers.
 
     Args:
         spread: of a transposed convolution, the output padding: `input` is spread by the stride.

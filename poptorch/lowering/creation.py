@@ -1,4 +1,4 @@
-"""Tensors that are made of plain numbers."""
+"""Tensors created from plain numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from popxl import ops
 
 
 def filled(value: Number | complex) -> popxl.Tensor:
-    """A number, in the shape and dtype that is wanted."""
+    """Fill a tensor of the expected shape and dtype with a number."""
     (wanted,) = emission().wanted
     t = together(value, wanted.dtype)
     return broadcast(t, shape=wanted.shape) if wanted.shape else t
@@ -62,7 +62,7 @@ def arange(start: Number = 0, step: Number = 1, **given: Any) -> popxl.Tensor:
 
 
 def _sequence(name: str) -> None:
-    """A function of numbers alone: PyTorch computes it, once, and it is a constant."""
+    """Declare a function of plain numbers: PyTorch computes it once, into a constant."""
 
     function = attrgetter(name.replace("fft_", "fft."))(torch)
 
@@ -80,7 +80,7 @@ for _name in ("bartlett", "blackman", "hamming", "hann", "kaiser"):
 
 
 def _between(start: Number | popxl.Tensor, end: Number | popxl.Tensor, steps: int) -> popxl.Tensor:
-    """`steps` numbers from `start` to `end`, one of which is a tensor."""
+    """`steps` evenly spaced numbers between `start` and `end`, inclusive; at least one endpoint is a tensor."""
     way = popxl.constant(np.linspace(0, 1, steps), popxl.float32)
     first, last = (together(each, popxl.float32) for each in (start, end))
     return first * (1 - way) + last * way

@@ -1,4 +1,4 @@
-"""Connectionist temporal classification: the loss, and the search for the most likely labels.
+"""Connectionist temporal classification: the loss and the beam search.
 
 A path gives each time a class; its labels are what is left when repetitions, and then blanks, are removed. (A. Graves
 et al., "Connectionist Temporal Classification", 2006.)
@@ -58,7 +58,7 @@ def _per_label(losses: Any, lengths: Any) -> Any:
 def _ctc_losses(
     log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *, blank: int, zero_infinity: bool
 ) -> Any:
-    """The negative logarithm of the probability of all paths with the right labels, for each sequence.
+    """Negative log-likelihood of the target labels per sequence, summed over all alignment paths.
 
     Slopes are those of PyTorch: of `log_probs` as a `log_softmax` of what is differentiated, to which the sum of the
     probabilities adds nothing; and not a number where no path is right.
@@ -79,7 +79,7 @@ def _ctc_losses(
 
 
 def _ctc_loss(log_probs: Any, labels: Any, time: Any, count: Any, blank: int) -> Any:
-    """The loss of one sequence, of log probabilities `[time, classes]` and `[labels]`."""
+    """CTC loss of one sequence: log probabilities `[time, classes]`, labels `[labels]`."""
     states = jnp.full(2 * labels.shape[0] + 1, blank).at[1::2].set(labels)  # blanks around and between
     before = jnp.roll(states, 2)
     may_skip = (states != blank) & (states != before) & (jnp.arange(states.shape[0]) >= 2)

@@ -1,4 +1,4 @@
-"""Ops that act on each number by itself: functions, arithmetic, dtypes.
+"""Elementwise ops: functions, arithmetic, dtype conversions.
 
 Special functions are in `poptorch.lowering.special`, comparisons and choices in `poptorch.lowering.logic`, activations
 in `poptorch.lowering.activations`.
@@ -36,7 +36,7 @@ def floating(t: popxl.Tensor) -> popxl.Tensor:
 
 
 def unary(names: str, op: Callable[[popxl.Tensor], popxl.Tensor], of_floats: bool = True) -> None:
-    """Declare an op of one tensor as a lowering."""
+    """Declare a unary op as a lowering."""
 
     def lowering(input: popxl.Tensor) -> popxl.Tensor:
         return op(floating(input) if of_floats else input)
@@ -50,7 +50,7 @@ def binary(
     of_floats: bool = False,
     compares: bool = False,
 ) -> None:
-    """Declare an op of two tensors of one dtype as a lowering."""
+    """Declare a binary op with operand promotion as a lowering."""
 
     def lowering(input: Operand, other: Operand) -> popxl.Tensor:
         return op(*promoted(input, other, are_bounds=compares, of_floats=of_floats))
@@ -59,13 +59,13 @@ def binary(
 
 
 def unary_op(name: str, function: Function, **settings: Any) -> OpKind:
-    """The op that a JAX function of one array is, which gets float16 as float32."""
+    """Define an op from a JAX function of one array; float16 is computed in float32."""
     settings = {"shape": like_first, "operands": ("input",)} | settings
     return jax_op(title=camel(name.removeprefix("special_")), **settings)(round_once(function))
 
 
 def binary_op(name: str, function: Function, **settings: Any) -> OpKind:
-    """The op that a JAX function of two arrays is, which gets float16 as float32."""
+    """Define an op from a JAX function of two arrays; float16 is computed in float32."""
     return unary_op(name, function, **{"shape": broadcast, "operands": ("input", "other")} | settings)
 
 
@@ -182,7 +182,7 @@ binary("ldexp", binary_op("ldexp", lambda input, other: input * 2.0**other), of_
 
 
 def _symmetric(name: str, function: Function, slope: Function) -> None:
-    """An op of two operands that may change places, with its slope by the first of them, the second, and the result."""
+    """Declare a commutative binary op, with its derivative by the first operand as `slope(first, second, result)`."""
     grad = unary_op(f"{name}_grad", lambda g, *given: g * slope(*given), operands=("g", "by", "other", "out"))
     rules = {
         "input": lambda g, input, other, out: grad(g, input, other, out),
@@ -228,7 +228,7 @@ binary("nextafter", _nextafter)
 
 
 def _scaled(input: Operand, other: Operand, alpha: float) -> tuple[popxl.Tensor, popxl.Tensor]:
-    """Both operands in one dtype, and so many times the other: half an integer is none, and may be added to a float."""
+    """Promote both operands, then scale the second by `alpha`: a fractional `alpha` cannot scale integers."""
     lhs, rhs = promoted(input, other)
     return lhs, rhs if alpha == 1 else rhs * together(alpha, rhs.dtype)
 
@@ -320,7 +320,7 @@ _addcdiv = jax_op(title="Addcdiv", shape=broadcast)(
 @jax_op(title="Lerp", shape=broadcast)
 @round_once
 def _lerp(input: Any, end: Any, weight: Any) -> Any:
-    """Counted from the nearer of both."""
+    """Interpolate from the nearer endpoint."""
     way = end - input
     return jnp.where(jnp.abs(weight) < 0.5, input + weight * way, end - way * (1 - weight))
 
@@ -370,7 +370,7 @@ def fake_quantise(
 def _fake_quantise(
     input: Any, scale: Any, zero_point: Any, enabled: Any = None, *, quant_min: int, quant_max: int, axis: int | None
 ) -> Any:
-    """Numbers as so many steps of a scale, and which are in its range: their gradients pass, those of others do not."""
+    """Fake quantisation, and the mask of in-range elements; only these receive gradients."""
     if axis is not None:
         by_channel = [-1 if i == axis else 1 for i in range(input.ndim)]
         scale, zero_point = jnp.reshape(scale, by_channel), jnp.reshape(zero_point, by_channel)
@@ -399,7 +399,7 @@ def _fake_quantise_learnable(
     grad_factor: float = 1.0,
     axis: int | None = None,
 ) -> Any:
-    """Simulated quantisation whose scale and zero are learnt: they have gradients, as if nothing were rounded."""
+    """Fake quantisation with learnable scale and zero point; gradients ignore rounding (straight-through estimator)."""
 
     def learnt(t: Any) -> Any:
         slow = grad_factor * t + jax.lax.stop_gradient(t - grad_factor * t)

@@ -1,4 +1,4 @@
-"""`Emission`: write a trace into graphs of popxl, node by node."""
+"""`Emission`: write a trace into popxl graphs, node by node."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _emissions = _Emissions()
 
 
 def emission() -> Emission:
-    """The emission that asks a lowering to add its ops."""
+    """The current emission, to which lowerings add ops."""
     assert _emissions.current is not None, "lowerings are called while a trace is written"
     return _emissions.current
 
 
 def popxl_dtype(dtype: torch.dtype) -> popxl.dtype:
-    """The popxl dtype that tensors of a dtype of PyTorch have on the device."""
+    """The popxl dtype on the device for a PyTorch dtype."""
     return _DTYPES[device_dtype(dtype)]
 
 
@@ -57,7 +57,7 @@ _DTYPES = {
 
 
 def spec_of(value: Value) -> popxl.TensorSpec:
-    """Shape and dtype of a value on the device."""
+    """Shape and device dtype of a value."""
     return popxl.TensorSpec(value.shape, popxl_dtype(value.dtype))
 
 
@@ -95,19 +95,19 @@ class Emission:
         self.wanted: tuple[popxl.TensorSpec, ...] = ()
 
     def bind(self, values: Iterable[Value], tensors: Iterable[popxl.Tensor]) -> None:
-        """Say which tensors of the current graph some values are."""
+        """Bind values to tensors of the current graph."""
         for value, t in zip(values, tensors, strict=True):
             self.tensors[id(value)] = t
 
     def tensor(self, value: Value) -> popxl.Tensor:
-        """The tensor of a value. `poptorch.Error` for a result that the lowering of its op does not make."""
+        """The tensor of a value; raises `poptorch.Error` for a result unsupported by its op's lowering."""
         if id(value) not in self.tensors and (node := value.made_by) is not None:
             number = next(i for i, result in enumerate(node.results) if result is value)
             raise createPoptorchError(f"{node.op} at {node.source}: its result number {number} is not supported.")
         return self.tensors[id(value)]
 
     def seed(self) -> popxl.Tensor:
-        """A seed that no other op has: the program's, or that of `reseed`, with a number of its own."""
+        """A unique seed per op: a numbered derivative of the program's seed, or of `reseed`'s."""
         if self._fixed is None and self._seed is None:
             raise createPoptorchError("Random numbers are not available here.")
         if self._is_part:
@@ -117,7 +117,7 @@ class Emission:
         return _derived_seed(base, number=self._drawn)
 
     def reseed(self, seed: int | None) -> None:
-        """Give the ops that follow seeds that are the same in every run; with `None`, the program's again."""
+        """Seed subsequent ops identically in every run; `None` restores the program's seed."""
         if seed is None:
             self._fixed = None  # and further numbers: those before are taken
             return
@@ -129,16 +129,16 @@ class Emission:
         self._random_states[number] = self._fixed, self._drawn
 
     def restore_random_state(self, number: int) -> None:
-        """Give the ops that follow the seeds that came next then."""
+        """Restore a saved random state: subsequent ops repeat its sequence of seeds."""
         self._fixed, self._drawn = self._random_states[number]
 
     def call(self, trace: Trace, inputs: Sequence[popxl.Tensor], name: str) -> tuple[popxl.Tensor, ...]:
-        """Run a trace as a graph of its own, the same one whenever it is run."""
+        """Call a trace as a subgraph, shared between all its calls."""
         function = self._function(trace, name)
         return ops.call_with_info(function.graph, *inputs, *self._seed_for(function)).outputs
 
     def loop(self, trace: Trace, count: int, inputs: Sequence[popxl.Tensor]) -> Sequence[popxl.Tensor]:
-        """Run a trace several times: of its results, each turn gets those of the one before."""
+        """Repeat a trace `count` times; each iteration receives the previous iteration's results."""
         function = self._function(trace, "for_loop")
         outer = [self.tensor(value) for value in trace.outer]
         graph = function.graph
@@ -170,7 +170,7 @@ class Emission:
         return ops.conditional(condition, functions[0], functions[1], given[0], given[1])
 
     def _function(self, trace: Trace, name: str) -> _Function:
-        """A trace as a graph."""
+        """The cached graph of a trace."""
         if trace not in self._functions:
             self._functions[trace] = _Function(trace, name, self._placed, self.recomputed)
         return self._functions[trace]
@@ -179,7 +179,7 @@ class Emission:
         return [self.seed() for _ in function.seeds]
 
     def write(self, nodes: Sequence[Node]) -> None:
-        """Add the ops of some nodes to the current graph.
+        """Emit nodes as ops of the current graph.
 
         Raises:
             poptorch.Error: for an op that has no lowering, or that its lowering refuses.
@@ -220,7 +220,7 @@ class Emission:
                 self.tensors[id(value)] = ops.detach(t) if i in node.stops else t
 
     def _plain(self, argument: Any) -> Any:
-        """An argument as lowerings take it."""
+        """Convert an argument for lowerings: values to tensors, PyTorch dtypes to popxl dtypes."""
         if isinstance(argument, Value):
             return self.tensor(argument)
         if isinstance(argument, torch.dtype):
@@ -231,7 +231,7 @@ class Emission:
 
 
 class _Function:
-    """A trace as a graph: its inputs, and then a seed, if it draws random numbers; of a part of a function, each."""
+    """A trace as a graph: its inputs, then a seed if it draws random numbers; partial traces have one seed per draw."""
 
     def __init__(
         self, trace: Trace, name: str, placed: bool, recomputed: dict[popxl.Graph, list[popxl.Tensor]]
@@ -270,7 +270,7 @@ _derived_seed = popxl.OpKind(
 
 
 def _as(t: popxl.Tensor, value: Value) -> popxl.Tensor:
-    """A result in the dtype and shape that PyTorch says."""
+    """Convert a result to PyTorch's dtype and shape."""
     wanted = spec_of(value)
     if t.dtype != wanted.dtype:
         t = ops.cast(t, wanted.dtype)
@@ -280,12 +280,12 @@ def _as(t: popxl.Tensor, value: Value) -> popxl.Tensor:
 
 
 def _on(t: popxl.Tensor, unit: int) -> popxl.Tensor:
-    """A tensor on an IPU: a copy, if it is on another one. Inputs are where they are first used."""
+    """A tensor on an IPU; copies it from another IPU if necessary. Inputs reside where first used."""
     return t if t.location[0] in (unit, None) else ops.ipu_copy(t, unit)
 
 
 def drawing(nodes: Sequence[Node]) -> list[Node]:
-    """The nodes that draw random numbers, of some nodes in an order in which they can run."""
+    """The nodes that draw random numbers, among nodes in execution order."""
     seeds: list[popxl.Tensor] = []
 
     def seed() -> popxl.Tensor:

@@ -1,4 +1,4 @@
-"""Reading and writing where tensors of indices, or masks, say.
+"""Indexing: gather and scatter by index tensors or masks.
 
 There are two ways to point. `aten.index`, and what writes in the same way, have indices for some dimensions, which
 broadcast; the others are taken whole. `gather` and `scatter` have one index for one dimension, with as many dimensions
@@ -23,7 +23,7 @@ from popxl.extend.kernels import widen
 
 
 def _at(t: Any, indices: Sequence[Any], dims: Sequence[int], aligned: bool) -> Any:
-    """What JAX reads from and writes to."""
+    """The indexed reference for JAX reads and updates."""
     if aligned:
         places: list[Any] = [*jnp.indices(indices[0].shape, sparse=True)]
     else:
@@ -62,7 +62,7 @@ def index(input: popxl.Tensor, indices: Sequence[popxl.Tensor | None]) -> popxl.
 
 
 def _split(indices: Sequence[popxl.Tensor | None]) -> tuple[tuple[int, ...], list[popxl.Tensor]]:
-    """The dimensions that have indices, and these."""
+    """The indexed dimensions, and their indices."""
     found = {dim: index for dim, index in enumerate(indices) if index is not None}
     return tuple(found), list(found.values())
 
@@ -84,13 +84,13 @@ def take(input: popxl.Tensor, index: popxl.Tensor) -> popxl.Tensor:
 
 @jax_op("aten.nonzero_static", gradient=None)
 def nonzero_static(input: Any, *, size: int, fill_value: int = -1) -> Any:
-    """Where there is something, so many places of it at most; what is left of these is filled."""
+    """Indices of the first `size` nonzero elements; unused rows contain `fill_value`."""
     return jnp.stack(jnp.nonzero(input, size=size, fill_value=fill_value), -1)
 
 
 @jax_op("aten.repeat_interleave.Tensor", gradient=None)
 def repeat_interleave(repeats: Any, *, output_size: int) -> Any:
-    """The places 0, 1, ..., each as often as `repeats` says."""
+    """Positions 0, 1, ..., repeated `repeats` times each."""
     return jnp.repeat(jnp.arange(repeats.shape[0]), repeats, total_repeat_length=output_size)
 
 
@@ -98,7 +98,7 @@ def repeat_interleave(repeats: Any, *, output_size: int) -> Any:
 
 
 def _scattered_gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
-    """PyTorch's: of several sources in one place, each is taken for the one that was written there."""
+    """Scatter gradients as in PyTorch; duplicate sources of one position all count as the written one."""
     op, g = forward.op, gs[0]
     if g is None:
         return {}
@@ -127,7 +127,7 @@ _METHODS = {"sum": "add", "mean": "add", "prod": "multiply", "amax": "max", "ami
 def scattered(
     input: Any, source: Any, *indices: Any, reduce: str, dims: tuple[int, ...], aligned: bool, include_self: bool
 ) -> Any:
-    """What is there, combined with sources (`reduce` is `"set"` where they replace it)."""
+    """Scatter sources into `input`, combined by `reduce` (`"set"` overwrites)."""
     at = partial(_at, indices=indices, dims=dims, aligned=aligned)
     if reduce == "set":
         return at(input).set(source)
@@ -142,7 +142,7 @@ def scattered(
 
 
 def _start(reduce: str, dtype: Any) -> Any:
-    """What a combination of no numbers is."""
+    """Identity element of a reduction."""
     if reduce in ("amax", "amin") and not jnp.issubdtype(dtype, jnp.floating):
         return jnp.iinfo(dtype).min if reduce == "amax" else jnp.iinfo(dtype).max
     return _START[reduce]
@@ -160,7 +160,7 @@ def _shared(
     aligned: bool,
     include_self: bool,
 ) -> Any:
-    """What part of the gradient of a place each number has that was combined there.
+    """Gradient share of each number combined at a scattered position.
 
     A mean is shared evenly; an extreme by those that are equal to it; a product gives each the product of the others.
     """
@@ -279,7 +279,7 @@ def masked_scatter(input: popxl.Tensor, mask: popxl.Tensor, source: popxl.Tensor
 
 @jax_op(title="MaskedUpdate")
 def masked_update(input: Any, values: Any, mask: Any, *, axis: int, accumulate: bool) -> Any:
-    """Write where a mask of the dimensions from `axis` on is true: one value everywhere, or one after the other."""
+    """Update elements under a mask over the dimensions from `axis` on, with one value or successive values."""
     masked = range(axis, axis + mask.ndim)
     lines = jnp.moveaxis(input, masked, range(mask.ndim))
     before, after = input.shape[:axis], input.shape[masked.stop :]

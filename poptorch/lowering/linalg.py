@@ -1,4 +1,4 @@
-"""Linear algebra: products of matrices, and what is solved and decomposed."""
+"""Linear algebra: matrix products, solvers, decompositions."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from popxl.extend.ops import REAL
 
 
 def product(lhs: popxl.Tensor, rhs: popxl.Tensor) -> popxl.Tensor:
-    """A matrix product. Of halves it is rounded to a half, so that its gradients are products of halves, too."""
+    """Matrix product. float16 products round to float16, so gradients are float16 products, too."""
     lhs, rhs = promoted(lhs, rhs)
     return ops.matmul(lhs, rhs)
 
 
 def _multiplies(names: str, other: str) -> None:
-    """A plain product; `other` is what the op calls its second factor."""
+    """Declare a plain matrix product; `other` names the second factor."""
     lowers(*names.split())(lambda input, **factor: product(input, factor[other]))
 
 
@@ -45,7 +45,7 @@ def vdot(input: popxl.Tensor, other: popxl.Tensor) -> popxl.Tensor:
 
 @jax_op(title="GroupedMatMul")
 def _grouped_mm(a: Any, b: Any, ends: Any = None) -> Any:
-    """A product for each group. Of a matrix, the groups follow each other; `ends` says where each of them does."""
+    """Grouped matrix product. Groups of a matrix are contiguous; `ends` contains their end offsets."""
     return widen(_by_group(products.factor(a), products.factor(b), ends))
 
 
@@ -71,7 +71,7 @@ def grouped_mm(
 
 
 def _rows(t: popxl.Tensor) -> popxl.Tensor:
-    """All dimensions but the last as one."""
+    """Flatten all dimensions but the last."""
     return ops.reshape(t, (-1, t.shape[-1]))
 
 
@@ -105,7 +105,7 @@ def linear(input: popxl.Tensor, weight: popxl.Tensor, bias: popxl.Tensor | None 
 
 
 def _adds(name: str, multiplied: Callable[..., popxl.Tensor]) -> None:
-    """`beta * input + alpha * product`; `multiplied` makes the product of the factors, by their names."""
+    """Declare `beta * input + alpha * product`; `multiplied` computes the product from factors by name."""
 
     def lowering(input: popxl.Tensor, beta: float = 1, alpha: float = 1, **factors: popxl.Tensor) -> popxl.Tensor:
         if alpha == 0:  # not even infinities and NaN are looked at
@@ -122,7 +122,7 @@ def _adds(name: str, multiplied: Callable[..., popxl.Tensor]) -> None:
 
 
 def _summed_products(batch1: popxl.Tensor, batch2: popxl.Tensor) -> popxl.Tensor:
-    """The sum of the products is one product: of the matrices side by side, and those on top of one another."""
+    """Sum of batched products, as one product of horizontally and vertically stacked matrices."""
     batch, rows, inner = batch1.shape
     beside = ops.reshape(ops.transpose(batch1, (1, 0, 2)), (rows, batch * inner))
     return product(beside, ops.reshape(batch2, (batch * inner, batch2.shape[2])))
@@ -175,7 +175,7 @@ def _of_matrices(names: str, function: Callable[..., Any], title: str = "") -> N
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _symmetric(matrix: Any, upper: bool) -> Any:
-    """The symmetric matrix of which a triangle is read. Its gradient, as PyTorch's, is the same for both triangles."""
+    """Symmetrise a matrix from one triangle; gradients are symmetric, as in PyTorch."""
     triangle, rest = (jnp.triu(matrix), jnp.triu(matrix, 1)) if upper else (jnp.tril(matrix), jnp.tril(matrix, -1))
     return triangle + rest.mT
 
@@ -193,7 +193,7 @@ def _cholesky(input: Any, *, upper: bool = False, check_errors: bool = False) ->
 
 
 def _first_indefinite(matrix: Any) -> Any:
-    """The size of the first leading square that is not positive definite; 0 if all are."""
+    """Order of the first leading principal minor that is not positive definite; 0 if none."""
 
     def turn(k: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
         rest, found = state
@@ -206,7 +206,7 @@ def _first_indefinite(matrix: Any) -> Any:
 
 
 def _first_zero(packed: Any) -> Any:
-    """Which number on the diagonal of a triangular factor is the first that is 0, counted from 1; 0 if none is."""
+    """1-based index of the first zero on the diagonal of a triangular factor; 0 if none."""
     zero = jnp.diagonal(packed, axis1=-2, axis2=-1) == 0
     return jnp.where(zero.any(-1), zero.argmax(-1) + 1, 0).astype(jnp.int32)
 
@@ -246,7 +246,7 @@ def _triangular_solve(
 
 
 def _least_squares(input: Any, b: Any, *, rcond: float | None = None, driver: str | None = None) -> Any:
-    """The shortest of the solutions that are closest, how far off it is, and what is known of the matrix."""
+    """Minimum-norm least-squares solution, residuals, rank and singular values."""
     vectors, none = b.ndim == input.ndim - 1, jnp.zeros((0,))
     known = b[..., None] if vectors else b
     solution = _pinv(input, rtol=rcond) @ known
@@ -274,7 +274,7 @@ def _lu(A: Any, *, pivot: bool = True) -> Any:
 
 
 def _unpacked(packed: Any, rows: Any) -> Any:
-    """The permutation, and the lower and the upper factor."""
+    """Permutation, lower factor and upper factor."""
     count = packed.shape[-2]
     size = min(packed.shape[-2:])
     lower = jnp.tril(packed[..., :size], -1) + jnp.eye(count, size, dtype=packed.dtype)
@@ -307,7 +307,7 @@ def _lu_solve(LU: Any, pivots: Any, B: Any, *, left: bool = True, adjoint: bool 
 
 
 def _householder_product(input: Any, tau: Any) -> Any:
-    """The first columns of the product of all reflections; JAX's own has no derivative."""
+    """Leading columns of the product of all Householder reflections; JAX's version lacks a derivative."""
     rows, columns = input.shape[-2:]
     out = jnp.broadcast_to(jnp.eye(rows, columns, dtype=input.dtype), input.shape)
     vectors = jnp.moveaxis(jnp.tril(input, -1) + out, -1, 0)
@@ -338,7 +338,7 @@ def _qr(A: Any, *, mode: str = "reduced") -> Any:
 
 
 def _pinv(input: Any, atol: Any = None, rtol: Any = None, *, hermitian: bool = False) -> Any:
-    """Singular values up to the larger of `atol` and `rtol` times the largest of them count as 0."""
+    """Pseudoinverse; singular values up to `max(atol, rtol * largest)` count as 0."""
     input = _symmetric(input, False) if hermitian else input
     largest = jnp.linalg.svd(input, compute_uv=False).max(-1)
     default = max(input.shape[-2:]) * jnp.finfo(input.dtype).eps if atol is None else 0

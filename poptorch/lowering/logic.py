@@ -1,4 +1,4 @@
-"""Questions about each number, truth values and bits, and choices between numbers."""
+"""Predicates, boolean and bitwise logic, and selection."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _larger_grad = unary_op(
 
 
 def _to_larger(larger: str, smaller: str) -> dict[str, Callable[..., popxl.Tensor]]:
-    """Gradients of a choice of the larger operand: a tie is shared by both."""
+    """Gradients of a maximum or minimum: ties share the gradient equally."""
     rules = (
         lambda g, input, other: _larger_grad(g, input, other),
         lambda g, input, other: _larger_grad(g, other, input),
@@ -67,7 +67,7 @@ def _to_larger(larger: str, smaller: str) -> dict[str, Callable[..., popxl.Tenso
 
 
 def _first_if(chosen: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """A choice of one of two numbers: of a tie, the first, as in PyTorch 2.13; of NaN and a number, the number."""
+    """Selection between two numbers: ties choose the first, as in PyTorch 2.13; NaN loses to a number."""
     return lambda lhs, rhs: jnp.where(chosen(lhs, rhs) | jnp.isnan(rhs), lhs, rhs)
 
 
@@ -97,8 +97,9 @@ def clamp(input: popxl.Tensor, min: Operand | None = None, max: Operand | None =
 
 
 def limited(input: Any, min: Any = None, max: Any = None) -> Any:
-    """No less than `min`, and then no more than `max`. What is at a bound keeps its gradient, as in PyTorch 2.13; what
-    is NaN, or has a bound that is, has none."""
+    """Clamp to `min`, then to `max`. Elements at a bound keep their gradient, as in PyTorch 2.13; NaN elements or
+    bounds give none.
+    """
     result = input
     if min is not None:
         result = jnp.where((result < min) | jnp.isnan(min), min, result)

@@ -1,4 +1,4 @@
-"""Losses: a loss for each element, or each row of a batch, and then the mean or the sum of them.
+"""Losses: one loss per element or batch row, then a mean or sum.
 
 What is written here for arrays is differentiated by JAX. Where it says `where`, and not `maximum`, it is for the slope
 at the corner: that is PyTorch's.
@@ -28,7 +28,7 @@ from popxl.extend.kernels import round_once, widen
 
 
 def reduced(losses: popxl.Tensor, reduction: str, shares: popxl.Tensor | None = None) -> popxl.Tensor:
-    """The losses of all elements, as one.
+    """Reduce elementwise losses.
 
     Args:
         losses: of all elements.
@@ -43,7 +43,7 @@ def reduced(losses: popxl.Tensor, reduction: str, shares: popxl.Tensor | None = 
 
 
 def _reduction(reduction: str, size_average: bool | None, reduce: bool | None) -> str:
-    """The reduction that is meant, by two arguments of old, too."""
+    """The effective reduction, including PyTorch's legacy arguments."""
     if size_average is None and reduce is None:
         return reduction
     if reduce is False:
@@ -52,7 +52,7 @@ def _reduction(reduction: str, size_average: bool | None, reduce: bool | None) -
 
 
 def _loss(losses: Callable[..., Any]) -> OpKind:
-    """Declare a loss of the name of a function, which gives arrays of losses for arrays. Halves come as float32."""
+    """Declare a loss named after an array function with elementwise losses; float16 inputs become float32."""
     kind = jax_op()(round_once(losses))
 
     @lowers(f"torch.{losses.__name__}")
@@ -73,7 +73,7 @@ def identity_loss(x: popxl.Tensor, reduction: str) -> popxl.Tensor:
 
 
 def _of_differences(name: str, error: Callable[[popxl.Tensor], popxl.Tensor]) -> None:
-    """A loss whose mean is divided by the weights, if there are any."""
+    """Declare a loss of differences; optional weights also divide its mean."""
 
     def lowering(
         input: popxl.Tensor,
@@ -99,7 +99,7 @@ _of_differences("l1_loss", ops.abs)
 
 
 def _distance(input: Any, target: Any) -> Any:
-    """The distance, whose slope at 0 is 0; that of JAX's `abs` is another in each release."""
+    """Absolute difference with derivative 0 at 0; the derivative of JAX's `abs` varies between releases."""
     difference = input - target
     return difference * jax.lax.stop_gradient(jnp.sign(difference))
 
@@ -156,7 +156,7 @@ def _gaussian(input: Any, target: Any, var: Any, *, full: bool, eps: float) -> A
 
 
 def _above(x: Any) -> Any:
-    """With a slope at 0, as the losses have that PyTorch makes of `clamp`. Those of several classes have none there."""
+    """ReLU with derivative 1 at 0, for losses based on PyTorch's `clamp`; multi-class losses use 0 instead."""
     return jnp.where(jnp.isnan(x), lax.stop_gradient(x), jnp.where(x >= 0, x, 0))
 
 
@@ -183,7 +183,7 @@ def binary_cross_entropy(input: Any, target: Any, weight: Any = None) -> Any:
 
 @jax.custom_jvp
 def _cross_entropy_of_two(input: Any, target: Any) -> Any:
-    """No logarithm is less than -100; slopes are those without that limit, as in PyTorch."""
+    """Binary cross entropy with logarithms clamped at -100; derivatives ignore the clamp, as in PyTorch."""
     log, opposite = jnp.maximum(jnp.log(input), -100), jnp.maximum(jnp.log1p(-input), -100)
     return -(target * log + (1 - target) * opposite)
 
@@ -319,7 +319,7 @@ def _class_axis(input: Any) -> int:
 
 
 def _column(vector: Any, logs: Any) -> Any:
-    """What there is for each class, beside the logarithms."""
+    """Broadcast a per-class vector against the logarithms."""
     return vector.reshape(-1, *(1,) * (logs.ndim - 1 - _class_axis(logs)))
 
 
@@ -331,7 +331,8 @@ def _of_probabilities(logs: Any, target: Any, weight: Any = None, *, axis: int, 
 
 
 def _shares(logs: Any, target: Any, weight: Any, ignore_index: int, label_smoothing: float) -> tuple[Any, Any, Any]:
-    """What each logarithm counts in the loss of its element, and whether it does; what each element counts in the mean.
+    """Weight of each logarithm in its element's loss, a mask of contributing logarithms, and element weights in the
+    mean.
 
     A weight of 0 counts: its product with infinity is not a number, nor is the mean over no weight.
     """
@@ -366,7 +367,7 @@ def _nll_grad(g: Any, logs: Any, target: Any, weight: Any = None, *, ignore_inde
     result=("losses", "shares"),
 )
 def _nll(logs: Any, target: Any, weight: Any = None, *, ignore_index: int, label_smoothing: float) -> tuple[Any, Any]:
-    """The loss of each element; what it counts in the mean. An element without a class costs nothing."""
+    """Loss per element, and element weights for the mean. Elements without a class cost nothing."""
     of_logs, counts, shares = _shares(logs, target, weight, ignore_index, label_smoothing)
     # Not a product: what is ignored may be infinite.
     return -jnp.where(counts, widen(logs) * of_logs, 0).sum(_class_axis(logs)), shares

@@ -1,4 +1,4 @@
-"""Layers that are neither products, convolutions, pools nor norms: softmax and its logarithm, embeddings."""
+"""Other layers: softmax, log-softmax, embeddings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from popxl.extend.kernels import round_once, sums, widen
 
 
 def _along_a_dim(*names: str, kind: OpKind) -> Callable[..., popxl.Tensor]:
-    """The lowering of ops of PyTorch that an op along an axis is."""
+    """Declare a lowering of PyTorch ops by one op along an axis."""
 
     def lowering(
         input: popxl.Tensor,
@@ -62,7 +62,7 @@ log_softmax = _along_a_dim(
 @jax_op(title="MaskedSoftmax", gradient={"input": _softmax_gradient})
 @round_once
 def masked_softmax(input: Any, *, axis: int) -> Any:
-    """Softmax, and 0 where all is masked: of a row of negative infinities there is nothing to share out."""
+    """Softmax with zeros for fully masked rows, which contain only negative infinities."""
     hidden = jnp.all(jnp.isneginf(input), axis, keepdims=True)
     return jnp.where(hidden, 0, sums.softmax(input, axis))
 
@@ -83,7 +83,7 @@ _paced = OpKind(
 
 @jax_op(title="EmbeddingPace")
 def _pace(indices: Any, *, rows: int, padding_idx: int | None, by_frequency: bool) -> Any:
-    """What the gradient of each row that was looked up is multiplied by: 0 for padding, less for frequent ones."""
+    """Gradient scale per looked-up row: 0 for padding, inverse frequency if requested."""
     pace = jnp.ones(indices.shape, jnp.float32)
     if by_frequency:
         pace = pace / jnp.bincount(indices.reshape(-1), length=rows)[indices]
@@ -93,7 +93,7 @@ def _pace(indices: Any, *, rows: int, padding_idx: int | None, by_frequency: boo
 def _looked_up(
     weight: popxl.Tensor, indices: popxl.Tensor, padding_idx: int | None, by_frequency: bool
 ) -> popxl.Tensor:
-    """Rows of the weight. A negative `padding_idx` counts from the back."""
+    """Rows of the embedding table. A negative `padding_idx` counts from the end."""
     rows = weight.shape[0]
     out = ops.gather(weight, indices)
     if padding_idx is None and not by_frequency:
@@ -127,7 +127,7 @@ def aten_embedding(
 
 @jax_op("aten.embedding_renorm")
 def embedding_renorm(input: Any, indices: Any, *, max_norm: float, norm_type: float) -> Any:
-    """The table, with the rows that are looked up scaled down to a norm."""
+    """Embedding table with looked-up rows scaled down to at most `max_norm`."""
     used = jnp.zeros((len(input), 1), bool).at[indices.reshape(-1)].set(True)
     return jnp.where(used, renormed(widen(input), p=norm_type, dim=0, maxnorm=max_norm), input)
 
@@ -155,13 +155,13 @@ def embedding_bag(
 
 @jax_op(title="BagOf")
 def _bag_of(offsets: Any, *, count: int) -> Any:
-    """The number of the bag of each row. Bags begin where offsets say; after a last offset there is none."""
+    """Bag number of each row. Offsets mark bag starts; the last bag extends to the end."""
     return jnp.searchsorted(offsets, jnp.arange(count), side="right").astype(jnp.int32) - 1
 
 
 @jax_op(title="Bag")
 def _bagged(rows: Any, bag_of: Any, indices: Any, *, bags: int, mode: str, padding_idx: int | None) -> Any:
-    """The sum, mean or maximum of the rows in each bag, but for padding; 0 for an empty one."""
+    """Sum, mean or maximum per bag, without padding rows; 0 for empty bags."""
     rows = widen(rows)
     bag_of = bag_of if padding_idx is None else jnp.where(indices == padding_idx, bags, bag_of)
     counts = jax.ops.segment_sum(jnp.ones(bag_of.shape, rows.dtype), bag_of, bags)[:, None]

@@ -1,4 +1,4 @@
-"""Normalisations. All are one op, of different axes; variances are made in two passes, in float32."""
+"""Normalisations: one op over different axes, with two-pass variances in float32."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from popxl.extend.ops import like_first
 def _normalised(
     input: Any, weight: Any = None, bias: Any = None, *, axes: tuple[int, ...], eps: float
 ) -> tuple[Any, Any, Any]:
-    """`(input - mean) / sqrt(var + eps) * weight + bias`; mean and variance over some axes, which are kept."""
+    """`(input - mean) / sqrt(var + eps) * weight + bias`; mean and variance keep their reduced axes."""
     x = input.astype(wide_dtype(input))
     mean = x.mean(axes, keepdims=True)
     x = x - mean
@@ -40,7 +40,7 @@ def _scaled(x: Any, weight: Any, bias: Any) -> Any:
 def _backward(
     g: Any, input: Any, mean: Any, var: Any, weight: Any = None, *, axes: tuple[int, ...], spread: Any, eps: float
 ) -> tuple[Any, ...]:
-    """Gradients of `input`; and of `weight` and `bias`, which are spread over some axes, if there are any."""
+    """Gradients of `input`, and of optional `weight` and `bias`, summed over their broadcast axes."""
     g, inverse = widen(g), lax.rsqrt(var + eps)
     x = (widen(input) - mean) * inverse
     scaled = g if weight is None else g * widen(weight)
@@ -50,7 +50,7 @@ def _backward(
 
 
 def _gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
-    """One op makes all of them. None comes by way of the statistics."""
+    """Normalisation gradients from one op; statistics contribute no gradient."""
     op = forward.op
     if gs[0] is None:
         return {}
@@ -79,7 +79,7 @@ def _shaped(shape: Sequence[int], *tensors: popxl.Tensor | None) -> tuple[popxl.
 
 
 def _by_channel(input: popxl.Tensor) -> tuple[int, ...]:
-    """The shape of something that there is for each channel, beside the input."""
+    """Shape of a per-channel tensor that broadcasts against the input."""
     return (1, -1, *(1,) * (len(input.shape) - 2))
 
 
@@ -216,7 +216,9 @@ def _by_statistics(
     momentum: float | popxl.Tensor,
     eps: float,
 ) -> tuple[popxl.Tensor, ...]:
-    """The normalised input, by statistics over some axes, and then what the running ones become; or by the latter."""
+    """Normalise by batch statistics over `axes`, and update running statistics; without `axes`, normalise by running
+    statistics.
+    """
     weight, bias = _shaped(_by_channel(input), weight, bias)
     if axes is None:
         mean, var = _shaped(_by_channel(input), running_mean, running_var)
@@ -287,7 +289,7 @@ def _normalised_by(input: Any, mean: Any, var: Any, weight: Any = None, bias: An
 
 
 def _norms(input: Any, p: float, dim: int) -> Any:
-    """The norm of each slice along an axis, whose dimensions are kept."""
+    """Norm of each slice along an axis, with dimensions kept."""
     axes = tuple(axis for axis in range(input.ndim) if axis != dim % input.ndim)
     return jnp.expand_dims(norm(input, float(p), axes), axes)
 
@@ -300,7 +302,7 @@ def weight_norm(v: Any, g: Any, *, dim: int = 0) -> tuple[Any, Any]:
 
 
 def renormed(input: Any, *, p: float, dim: int, maxnorm: float) -> Any:
-    """Slices along an axis, those with a larger norm scaled down to it."""
+    """Slices along an axis, scaled down to norm `maxnorm` if larger."""
     norms = _norms(input, p, dim)
     return input * jnp.where(norms > maxnorm, maxnorm / (norms + 1e-7), 1)
 

@@ -1,4 +1,4 @@
-"""What lowerings share: operands of one dtype, axes that count from the front, shapes."""
+"""Shared helpers for lowerings: dtype promotion, axis normalisation, shapes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ broadcast = OpKind(
 def promoted(
     *operands: popxl.Tensor | Number | complex, are_bounds: bool = False, of_floats: bool = False
 ) -> tuple[popxl.Tensor, ...]:
-    """Operands as tensors of one dtype: that to which PyTorch promotes tensors. At least one has to be a tensor.
+    """Operands as tensors of one dtype, by PyTorch's promotion rules. At least one operand must be a tensor.
 
     A number counts less than any tensor: only one of a higher category (an integer beside bools, a float beside
     integers) has a say. That a tensor without dimensions counts less, too, shows in the dtype of the result alone,
@@ -55,12 +55,12 @@ def promoted(
 
 
 def _nearest(number: int) -> int:
-    """The integer of 32 bits that is nearest to a number."""
+    """The nearest 32-bit integer."""
     return min(max(number, -(2**31)), 2**31 - 1)
 
 
 def _counts(number: Number | complex, dtype: Any) -> bool:
-    """Whether a number is of a higher category than a dtype."""
+    """Whether a number has a higher type category than a dtype."""
     if isinstance(number, complex):
         return not jnp.issubdtype(dtype, jnp.complexfloating)
     if isinstance(number, bool) or jnp.issubdtype(dtype, jnp.inexact):
@@ -69,7 +69,7 @@ def _counts(number: Number | complex, dtype: Any) -> bool:
 
 
 def together(operand: popxl.Tensor | Number | complex, dtype: popxl.dtype) -> popxl.Tensor:
-    """An operand as a tensor of a dtype."""
+    """Convert an operand to a tensor with the given dtype."""
     if isinstance(operand, popxl.Tensor):
         return operand if operand.dtype == dtype else ops.cast(operand, dtype)
     if dtype is popxl.int32 and isinstance(operand, int) and operand != _nearest(operand):
@@ -78,24 +78,24 @@ def together(operand: popxl.Tensor | Number | complex, dtype: popxl.dtype) -> po
 
 
 def constant_of(numbers: torch.Tensor) -> popxl.Tensor:
-    """The constant with these numbers, in the type that they have on the device."""
+    """A constant from a PyTorch tensor, in its device dtype."""
     record = get_current_context().debug_record
     where = f"{record.api} at {record.location}" if record is not None else "The program"
     return popxl.constant(to_numpy(fitted(numbers, where)))
 
 
 def axis_of(t: popxl.Tensor, dim: int) -> int:
-    """An axis, counted from the front. A tensor without dimensions has one to speak of."""
+    """Nonnegative axis number. Scalars count as having one axis."""
     return dim % max(len(t.shape), 1)
 
 
 def axes_of(t: popxl.Tensor, dim: int | Iterable[int] | None) -> tuple[int, ...]:
-    """Axes, counted from the front; all, if none are named."""
+    """Nonnegative axis numbers; all axes if unspecified."""
     named = (dim,) if isinstance(dim, int) else tuple(dim or ())
     axes = tuple(range(len(t.shape)))
     return tuple(axis_of(t, d) for d in named if axes) or axes
 
 
 def lined(t: popxl.Tensor) -> popxl.Tensor:
-    """A tensor that has axes: one of one number, if it has none."""
+    """A tensor with at least one axis; scalars become single-element vectors."""
     return t if t.shape else ops.reshape(t, (1,))

@@ -1,4 +1,4 @@
-"""Sets of points: a spread sample of them, and which is nearest."""
+"""Point sets: farthest point sampling, nearest neighbours."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fps(src: popxl.Tensor, ptr: Sequence[int], ratio: float = 0.5, random_start:
 
 @jax_op(title="FarthestPoints", gradient=None)
 def _spread(points: Any, seed: Any = None, *, count: int) -> Any:
-    """Numbers of points, each as far as possible from those before it."""
+    """Farthest point sampling: indices of points, each maximising the distance from earlier samples."""
     first = jnp.int32(0)
     if seed is not None:
         key = jax.random.wrap_key_data(seed, impl="threefry2x32")

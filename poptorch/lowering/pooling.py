@@ -1,4 +1,4 @@
-"""Pooling: one number for each window of the last axes."""
+"""Pooling: one number per window of the last axes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONG = 16
 
 
 def _regular(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> Windows:
-    """The windows along an axis. None begins in the padding at the end."""
+    """Windows along an axis. No window begins inside the end padding."""
     reach = dilation * (kernel - 1) + 1
     room = size + 2 * padding - reach
     count = room // stride + 1
@@ -40,7 +40,7 @@ def _regular(size: int, kernel: int, stride: int, padding: int, dilation: int, c
 
 
 def _windows(sizes: Sequence[int], output_size: Any = None, **how: Any) -> list[Windows | Table]:
-    """The windows along the last axes, regular ones or so many: as a table, where these are not alike."""
+    """Windows along the last axes: regular, or adaptive to `output_size`, with a table for irregular windows."""
     if output_size is not None:
         return [_adaptive(*each) for each in zip(sizes, output_size, strict=True)]
     steps = zip(sizes, how["kernel_size"], how["stride"], how["padding"], how["dilation"], strict=True)
@@ -68,7 +68,7 @@ def _table(windows: Windows | Table) -> Table:
 
 
 def _readers(table: Table, size: int) -> Table:
-    """A row for each position: the windows that see it, and the number of windows for none."""
+    """For each position, the indices of windows covering it, padded with the window count."""
     windows = np.repeat(np.arange(len(table)), table.shape[1])
     pairs = np.unique(np.stack([table.reshape(-1), windows], 1), axis=0)
     nth = np.arange(len(pairs)) - np.searchsorted(pairs[:, 0], pairs[:, 0])
@@ -81,7 +81,7 @@ def _readers(table: Table, size: int) -> Table:
 
 
 def _read(t: Any, at: NDArray[np.int32], axis: int, fill: Any = None) -> Any:
-    """What is at some positions along an axis; `fill` at the one after the end.
+    """Elements at fixed positions along an axis; position `size` reads `fill`.
 
     Positions in equal steps, each of them once or the same number of times, are sliced: XLA gathers much more slowly on
     CPUs.
@@ -102,32 +102,34 @@ def _read(t: Any, at: NDArray[np.int32], axis: int, fill: Any = None) -> Any:
 
 
 def _numbered(sizes: Sequence[int], first: int, rank: int) -> Any:
-    """The positions in the spatial axes, counted row by row, of images with that first spatial axis and that rank."""
+    """Row-major positions of the spatial axes, shaped to broadcast with images: first spatial axis `first`, rank
+    `rank`.
+    """
     numbers = jnp.arange(math.prod(sizes), dtype=jnp.int32)
     return jnp.expand_dims(numbers.reshape(sizes), (*range(first), *range(first + len(sizes), rank)))
 
 
 def _largest(input: Any, *, axes: int, **how: Any) -> tuple[Any, Any]:
-    """The largest number of each window, and where it is in the last axes, counted row by row; of several the first."""
+    """Maximum per window and its row-major index in the last axes; ties choose the first."""
     windows = _windows(input.shape[-axes:], **how)
     return _in_form(first_largest, partial(_largest_by_axes, windows), windows, input)
 
 
 def _to_largest(g: Any, input: Any, *, axes: int, **how: Any) -> Any:
-    """The gradient: each window gives its own to the first of the largest numbers that it sees."""
+    """Max-pooling gradient: each window passes its gradient to its first maximum."""
     windows = _windows(input.shape[-axes:], **how)
     return _in_form(first_largest_gradient, partial(_to_largest_by_places, windows), windows, g, input)
 
 
 def _in_form(kernel: Kernel, function: Callable[..., Any], windows: Sequence[Windows | Table], *images: Any) -> Any:
-    """What a kernel makes of images, if their windows are regular ones."""
+    """Run a pooling kernel on images with regular windows; call `function` otherwise."""
     if all(isinstance(along, Windows) for along in windows):
         return kernel(function, windows, *images)
     return function(*images)
 
 
 def _largest_by_axes(windows: Sequence[Windows | Table], input: Any) -> tuple[Any, Any]:
-    """One axis after the other, the last one first: so the first of the first row is found."""
+    """Maximum axis by axis, last axis first, so ties resolve to the first in row-major order."""
     axes = len(windows)
 
     def largest(first: int, input: Any) -> tuple[Any, Any]:
@@ -150,7 +152,7 @@ def _largest_by_axes(windows: Sequence[Windows | Table], input: Any) -> tuple[An
 
 
 def _to_largest_by_places(windows: Sequence[Windows | Table], g: Any, input: Any) -> Any:
-    """Each position reads what comes to it, from the windows that see it: many times faster than scattering on CPUs.
+    """Gather gradients per position from covering windows; many times faster than scattering on CPUs.
 
     Where the largest numbers are has been computed before: XLA does not compute it again.
     """
@@ -219,7 +221,7 @@ def _max_pools(axes: int) -> None:
 
 @jax_op(title="MaxUnpool")
 def _unpool(input: Any, indices: Any, *, output_size: tuple[int, ...]) -> Any:
-    """Zeros, and each number at its place in the last axes, counted row by row."""
+    """Place numbers at row-major indices of the last axes; zeros elsewhere."""
     outer = input.shape[: input.ndim - len(output_size)]
     rows, places = (t.reshape(math.prod(outer), -1) for t in (input, indices))
     out = full_after((len(rows), math.prod(output_size)), 0, input.dtype, after=input)
@@ -233,7 +235,7 @@ _max_pools(3)
 
 
 def _places(samples: Any, size: int, kernel: int, count: int) -> Any:
-    """`[..., windows, kernel]`: the positions that windows along an axis see, by a random number each."""
+    """`[..., windows, kernel]`: window positions along an axis, from one random number each."""
     step = (size - kernel) / max(count - 1, 1)
     starts = jnp.floor((jnp.arange(count) + samples[..., None]) * step) - jnp.floor(samples[..., None] * step)
     starts = jnp.where(jnp.arange(count) == count - 1, size - kernel, starts)  # the last one ends at the end

@@ -1,4 +1,4 @@
-"""Random numbers. Each op draws from a seed of its own, so a seed of the program gives the same numbers again."""
+"""Random numbers. Each op draws from its own seed, so a fixed program seed reproduces all numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 
 def _draw(function: Callable[..., Any], gradient: Any = None) -> Callable[..., popxl.Tensor]:
-    """The op of a function that draws from a JAX key; called without it, it takes a new seed."""
+    """Wrap a function of a JAX key as an op; calls draw a new seed."""
 
     @functools.wraps(function)
     def from_seed(seed: Any, *arrays: Any, **numbers: Any) -> Any:
@@ -38,7 +38,7 @@ def _draw(function: Callable[..., Any], gradient: Any = None) -> Callable[..., p
 
 
 def uniform(shape: Sequence[int], dtype: popxl.dtype, low: float = 0, high: float = 1) -> popxl.Tensor:
-    """Numbers from `low` to `high`."""
+    """Uniform random numbers from `low` to `high`."""
     return ops.random_uniform(emission().seed(), tuple(shape), low, high, dtype)
 
 
@@ -157,7 +157,7 @@ def _dirichlet(key: Any, input: Any) -> Any:
 
 
 def _integers(low: int, high: int) -> popxl.Tensor:
-    """Integers from `low` to below `high`."""
+    """Random integers, `low` inclusive, `high` exclusive."""
     if not -(2**31) <= low < high <= 2**31:
         raise ValueError(f"integers from {low} to {high} are asked for; those of the device have 32 bits.")
     return _randint(low=low, high=min(high, 2**31 - 1), shape=emission().wanted[0].shape)
@@ -179,7 +179,9 @@ def random_(to: int | None = None, **given: Any) -> popxl.Tensor:
 
 
 def _beyond(dtype: popxl.dtype) -> int:
-    """The first integer that is not drawn: all are that a dtype holds; of floats, all up to which it holds all."""
+    """Exclusive upper bound of random integers: a dtype's whole range; for floats, the contiguous exactly representable
+    integers.
+    """
     if dtype.is_floating_point:
         return 2 ** (jnp.finfo(dtype.as_jax()).nmant + 1) + 1
     return 2 if dtype is popxl.bool else int(jnp.iinfo(dtype.as_jax()).max) + 1

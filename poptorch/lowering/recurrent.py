@@ -1,4 +1,4 @@
-"""Recurrent layers: each layer, in each direction, is one op that scans over time."""
+"""Recurrent layers: one op per layer and direction, a scan over time."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _Step = Callable[[Any, Any, State], State]
 
 @dataclass(frozen=True)
 class _Operands:
-    """What a layer is given, besides its input `[time, batch, features]`: its state, and its weights.
+    """Operands of a layer besides its input `[time, batch, features]`: initial state and weights.
 
     `w_ih` is multiplied with the input, `w_hh` with the state, and `w_hr` makes an output of the state of an LSTM with
     projections.
@@ -73,13 +73,13 @@ class _Operands:
         return _Operands(state, w_ih, w_hh, b_ih, b_hh, others[-1] if len(others) in (1, 3) else None)
 
     def from_input(self, x: Any) -> Any:
-        """What the input contributes to the gates, at all times at once."""
+        """Input contribution to the gates, for all time steps at once."""
         return _plus(products.times(x, products.factor(self.w_ih).T), self.b_ih)
 
 
 def _layer(step: _Step, states: int) -> Callable[..., Any]:
-    """A layer in one direction: its output, its last state, and what `_backward` reads of each time: what the state
-    contributed to the gates, the parts of the state that are no output, and the output before its projection.
+    """A layer in one direction: output, last state, and residuals per time step for `_backward`: state contributions to
+    the gates, state components other than the output, and unprojected outputs.
 
     Weights are transposed before the loop: CPUs would do so in every turn.
     """
@@ -101,8 +101,8 @@ def _layer(step: _Step, states: int) -> Callable[..., Any]:
 
 
 def _backward(step: _Step, states: int) -> Callable[..., Any]:
-    """The gradients of all operands of a layer, of these operands, what it gave for each time, and the gradients of
-    some of its results (of `given`, by position).
+    """Gradients of all layer operands, from those operands, residuals per time step, and gradients of some results
+    (`given`, by position).
 
     Back through time go the gradients of the state alone. Those of the weights are products over all times at once,
     after the loop, which would otherwise read and write them in every turn.
@@ -148,12 +148,12 @@ def _backward(step: _Step, states: int) -> Callable[..., Any]:
 
 
 def _plus(a: Any, b: Any) -> Any:
-    """A sum of which the second part may not be there."""
+    """Sum with an optional second term."""
     return a if b is None else a + b
 
 
 def _shifted(t: Any, first: Any, backwards: bool) -> Any:
-    """What was there before each turn: what the turn before left, or what was there first."""
+    """Values preceding each time step: `first`, then the previous step's values."""
     parts = (t[1:], first[None]) if backwards else (first[None], t[:-1])
     return jnp.concatenate(parts)
 

@@ -1,4 +1,4 @@
-"""Ops that make one number of several, and running ones: sums, extremes, statistics, norms, distances."""
+"""Reductions and cumulative ops: sums, extremes, statistics, norms, distances."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Dims = int | Sequence[int] | None
 def _over_dims(
     name: str, op: Callable[[popxl.Tensor, tuple[int, ...]], popxl.Tensor], of: popxl.dtype | None = None
 ) -> None:
-    """A reduction, of numbers of a dtype: by default that of the result."""
+    """Declare a reduction over dims, computed in dtype `of` or the result's dtype."""
 
     @lowers(f"aten.{name}")
     def lowering(
@@ -37,14 +37,14 @@ def _over_dims(
 
 
 def _of_axes(title: str, function: Callable[..., Any], **settings: Any) -> Callable[..., popxl.Tensor]:
-    """The op that a JAX function `(input, axes)` is."""
+    """Define an op from a JAX function `(input, axes)`."""
     kind = jax_op(title=title, **settings)(lambda input, *, axes: function(input, axes))
     return lambda t, axes: kind(t, axes=axes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 3))
 def _extreme(find: Callable[..., Any], among_none: bool, t: Any, axes: tuple[int, ...]) -> Any:
-    """The largest or smallest elements. Those that are equal share the gradient; `among_none`: NaNs do, too."""
+    """Maxima or minima. Ties share the gradient; with `among_none`, NaNs do as well."""
     return find(t, axes)
 
 
@@ -85,7 +85,7 @@ for _name, _function in (("max", jnp.max), ("min", jnp.min)):
 
 
 def _picked_gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
-    """The gradient of the input: it goes to the element that was picked. Only its place is kept for it."""
+    """Input gradient, nonzero only at the selected element. Only that element's index is stored."""
     (t,), (_, place) = forward.op.inputs, forward.op.outputs
     if gs[0] is None or not forward.wants(0):
         return {}
@@ -99,7 +99,7 @@ def _put_back(g: Any, place: Any, *, axis: int, size: tuple[int, ...]) -> Any:
 
 
 def picking(names: str, title: str, find: Callable[..., Any]) -> None:
-    """Ops that give one element of each line along a dimension, and its place.
+    """Declare ops that select one element per line along a dimension, with its index.
 
     Args:
         names: of the ops of PyTorch.
@@ -152,7 +152,7 @@ def _variance(input: Any, *, axes: tuple[int, ...], correction: float, is_root: 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _squared_deviation(t: Any, axes: tuple[int, ...], correction: float) -> Any:
-    """The variance. The mean is not differentiated, which makes no difference but where the divisor is 0."""
+    """Variance. The mean is not differentiated, which matters only for divisor 0."""
     deviation = t - jnp.mean(t, axes, keepdims=True)
     squares = jnp.sum(jnp.real(deviation * jnp.conj(deviation)), axes)
     return squares / jnp.maximum(_divisor(t, axes, correction), 0)
@@ -171,7 +171,7 @@ _squared_deviation.defvjp(lambda t, *how: (_squared_deviation(t, *how), t), _dev
 
 
 def _root(t: Any) -> Any:
-    """The square root, through which no gradient flows at 0."""
+    """Square root without gradient flow at 0."""
     return jnp.where(t == 0, t, jnp.sqrt(jnp.where(t == 0, 1, t)))
 
 
@@ -196,7 +196,7 @@ _spread_of_numbers("std_mean", is_root=True, with_mean=True)
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def norm(t: Any, order: float, axes: tuple[int, ...], is_shared: bool = True) -> Any:
-    """(Σ |t|ᵖ)^(1/p), and its limits: the largest, the smallest, and the number of those that are not 0.
+    """(Σ |t|ᵖ)^(1/p), and its limits: maximum, minimum, number of nonzero elements.
 
     Where it is 0, and where an element is, the gradient is 0 (of orders up to 2; then it is so anyway). Of several
     largest or smallest elements each has its share of the gradient, or (unless `is_shared`) all of it.
@@ -325,7 +325,7 @@ _running_extreme("cummin", jnp.less_equal)
 
 @jax_op("aten.histc", gradient=None)
 def histc(input: Any, *, bins: int = 100, min: float = 0, max: float = 0) -> Any:
-    """How many elements are in each of some bins of the same width; those outside of all are not counted."""
+    """Histogram counts of equal-width bins; out-of-range elements are ignored."""
     t = input.reshape(-1)
     low, high = (jnp.min(t), jnp.max(t)) if min == max else (min, max)
     widen = jnp.where(low == high, 1, 0)  # all elements are the same
@@ -385,7 +385,7 @@ def segment_reduce(
     unsafe: bool = False,
     initial: float | None = None,
 ) -> Any:
-    """The reductions of segments, which follow upon each other; of each row, if there are several."""
+    """Reduce contiguous segments; rowwise for batched segments."""
     if offsets is None:
         offsets = jnp.pad(jnp.cumsum(lengths, -1), [(0, 0)] * (lengths.ndim - 1) + [(1, 0)])
     of_row = partial(_of_segments, reduce=reduce, initial=initial)

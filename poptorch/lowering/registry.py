@@ -1,4 +1,4 @@
-"""The lowerings: what each op of PyTorch is, in ops of popxl. To add one is to declare it here.
+"""Registry of lowerings: popxl implementations of PyTorch ops. Declare new lowerings here.
 
     @lowers("aten.addcmul")                     # a function of tensors of popxl, which adds ops to the graph
     def addcmul(input, tensor1, tensor2, value=1):
@@ -27,7 +27,7 @@ _lowerings: dict[str, Lowering] = {}
 
 
 def lowers(*names: str) -> Callable[[F], F]:
-    """Declare a function as the lowering of ops: `"aten.add"`, or, for one overload alone, `"aten.add.Scalar"`."""
+    """Register a function as the lowering of ops (`"aten.add"`) or single overloads (`"aten.add.Scalar"`)."""
 
     def declare(lowering: F) -> F:
         for name in names:
@@ -40,7 +40,7 @@ def lowers(*names: str) -> Callable[[F], F]:
 
 
 def jax_op(*names: str, title: str = "", **settings: Any) -> Callable[[Lowering], OpKind]:
-    """Declare a JAX function as an op, and that as the lowering of ops.
+    """Declare a JAX function as an op, and register it as a lowering.
 
     Args:
         *names: of the ops of PyTorch.
@@ -57,21 +57,21 @@ def jax_op(*names: str, title: str = "", **settings: Any) -> Callable[[Lowering]
 
 
 def lowering_name(op: str, overload: str) -> str:
-    """The name under which the lowering of an op is declared, if there is one."""
+    """Registered name of an op's lowering: the overload's, else the op's."""
     full = f"{op}.{overload}"
     return full if full in _lowerings else op
 
 
 def lowering_of(op: str, overload: str) -> Lowering | None:
-    """The lowering of an op; `None` if there is none."""
+    """Lowering of an op; `None` if unsupported."""
     return _lowerings.get(lowering_name(op, overload))
 
 
 def has_lowering(op: str, overload: str) -> bool:
-    """Whether an op has a lowering."""
+    """Whether an op has a registered lowering."""
     return lowering_of(op, overload) is not None
 
 
 def lowerings() -> Mapping[str, Lowering]:
-    """All lowerings, by the names of ops."""
+    """All lowerings by op name."""
     return dict(_lowerings)

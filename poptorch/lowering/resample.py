@@ -1,4 +1,4 @@
-"""Images read between their pixels: resized, or at points of a grid; and images as columns of patches."""
+"""Image resampling: resizing, grid sampling; images as columns of patches (im2col)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from popxl.extend.kernels import Taps, apply_taps, materialize, round_once, tran
 
 @dataclass(frozen=True)
 class Axis:
-    """How an axis is made anew, of another length. Its elements are sums of some of the old ones.
+    """Resampling along an axis to another length: new elements are linear combinations of old elements.
 
     Args:
         mode: `"nearest"`, `"exact"` (nearest, rightly), `"linear"`, `"cubic"`, `"area"` (the mean of a stretch).
@@ -40,12 +40,14 @@ class Axis:
     antialias: bool = False
 
     def taps(self) -> Taps:
-        """The old elements that each new one is a sum of, with their factors."""
+        """Source positions and factors of each new element."""
         taps = self._area() if self.mode == "area" else self._antialiased() if self.antialias else self._around()
         return [(np.clip(position, 0, self.size - 1).astype(np.int32), factor) for position, factor in taps]
 
     def _step(self) -> np.float32:
-        """How far apart the new elements are. In float32, as is all that follows, for it decides what is nearest."""
+        """Spacing of new elements. In float32, like all subsequent arithmetic, because rounding decides nearest
+        neighbours.
+        """
         if self.align_corners:
             return np.float32((self.size - 1) / (self.length - 1) if self.length > 1 else 0)
         return np.float32(self.size) / np.float32(self.length) if self.scale is None else np.float32(1 / self.scale)
@@ -65,7 +67,7 @@ class Axis:
         return [(first + k, _cubic(x - first - k, -0.75)) for k in (-1, 0, 1, 2)]
 
     def _antialiased(self) -> Taps:
-        """Factors of a triangle, or of a cubic, that is as wide as the step."""
+        """Taps of a triangle or cubic filter as wide as the step."""
         step = self._step()
         width = np.maximum(step, np.float32(1))
         reach = (1 if self.mode == "linear" else 2) * width
@@ -133,7 +135,7 @@ def _read_backward(g: Any, *, axes: tuple[Axis, ...]) -> Any:
 
 
 def _made_anew(t: Any, i: int, axis: Axis, taps: Taps) -> Any:
-    """One axis. Each element of the next one reads several of what is blended here: it is not blended for each."""
+    """Resample one axis. Interpolated results are materialised: the next axis reads each element several times."""
     if axis.mode in ("nearest", "exact"):
         return apply_taps(t, i, taps)
     return materialize(lambda t: apply_taps(t, i, taps), t)
@@ -173,7 +175,7 @@ _resizes("_upsample_bicubic", "cubic", 2, antialias=True)
 @jax_op("aten.grid_sampler_2d", "aten.grid_sampler_3d", title="GridSample")
 @round_once
 def grid_sample(input: Any, grid: Any, *, interpolation_mode: int, padding_mode: int, align_corners: bool) -> Any:
-    """What an image has at points from -1 to 1 along each axis, the last axis first.
+    """Sample an image at coordinates from -1 to 1 per axis, last axis first.
 
     Args:
         input: of shape `(N, C, ...)`.
@@ -215,7 +217,7 @@ def _inside(size: int, padding_mode: int, align_corners: bool) -> Callable[[Any]
 
 
 def _around(x: Any, mode: int) -> tuple[Any, Any]:
-    """The places around coordinates, along a new axis, and what each of them counts."""
+    """Grid positions around coordinates, along a new axis, with their interpolation weights."""
     if mode == 1:
         return jnp.round(x)[..., None], jnp.ones((*x.shape, 1), x.dtype)
     first = jax.lax.stop_gradient(jnp.floor(x))
@@ -230,14 +232,14 @@ def _around(x: Any, mode: int) -> tuple[Any, Any]:
 
 
 def _columns(image: Any, kernel: Any, dilation: Any, padding: Any, stride: Any) -> Any:
-    """The patches of an image: of `(..., C, H, W)`, `(..., C * kernel, places)`."""
+    """Image patches as columns: from `(..., C, H, W)` to `(..., C * kernel, places)`."""
     *outer, channels, _, _ = image.shape
     image = jnp.pad(image, [(0, 0)] * (image.ndim - 2) + [(pad, pad) for pad in padding])
     axes = list(zip(image.shape[-2:], kernel, dilation, stride, strict=True))
     counts = [(size - reach * (k - 1) - 1) // step + 1 for size, k, reach, step in axes]
 
     def seen_by(*element: int) -> Any:
-        """What an element of the kernel sees of the image."""
+        """Image elements aligned with one kernel element."""
         steps = zip(element, dilation, counts, stride, strict=True)
         return image[(..., *(slice(i * d, i * d + (n - 1) * s + 1, s) for i, d, n, s in steps))]
 
@@ -252,7 +254,7 @@ def im2col(input: Any, *, kernel_size: Any, dilation: Any, padding: Any, stride:
 
 @jax_op("aten.col2im", title="Fold")
 def col2im(input: Any, *, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
-    """The transpose: patches are added up where they overlap."""
+    """Transpose of im2col: sum overlapping patches."""
     channels = input.shape[-2] // math.prod(kernel_size)
     wide = widen(input)
     image = jax.ShapeDtypeStruct((*input.shape[:-2], channels, *output_size), wide.dtype)

@@ -1,4 +1,4 @@
-"""Ops that arrange the numbers of tensors in another way, views, and writing through them; constants."""
+"""Shape ops: rearrangements, views, writes through views; constants."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def constant(data: Data) -> popxl.Tensor:
 
 
 def _view(*names: str) -> tuple[str, ...]:
-    """The names of ops that give views, and of those that give copies of the same."""
+    """Names of view ops and their `_copy` variants."""
     return tuple(f"aten.{name}{end}" for name in names for end in ("", "_copy"))
 
 
@@ -57,7 +57,7 @@ def view_as(input: popxl.Tensor, dtype: popxl.dtype) -> popxl.Tensor:
 
 @jax_op(title="Bitcast", gradient=None)
 def bits(input: Any, *, dtype: popxl.dtype) -> Any:
-    """The bits of numbers as those of others: more in the last axis where they are smaller, fewer where larger."""
+    """Reinterpret bits as another dtype; the last axis grows for smaller elements, shrinks for larger."""
     *outer, last = input.shape or (1,)
     length = last * input.dtype.itemsize // dtype.itemsize
     if length < last:
@@ -127,7 +127,7 @@ def diagonal(input: Any, *, offset: int = 0, dim1: int = 0, dim2: int = 1) -> An
 
 @jax_op(*_view("unfold"))
 def unfold(input: Any, *, dimension: int, size: int, step: int) -> Any:
-    """Windows along a dimension, which are laid along a new one, the last."""
+    """Sliding windows along a dimension, stacked in a new last dimension."""
     lines = jnp.atleast_1d(widen(input))
     axis = dimension % lines.ndim
     count = (lines.shape[axis] - size) // step + 1
@@ -143,7 +143,7 @@ def unfold(input: Any, *, dimension: int, size: int, step: int) -> Any:
 def as_strided(
     input: popxl.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> popxl.Tensor:
-    """What a tensor with these strides sees; the recorder has put `input` in the order in which it is in memory."""
+    """A strided view of `input`, which the recorder has arranged in memory order."""
     order = _order(size, stride, input.nelms)
     if order is None:
         return strided(input, size=tuple(size), stride=tuple(stride), offset=storage_offset or 0)
@@ -151,7 +151,7 @@ def as_strided(
 
 
 def _order(size: Sequence[int], stride: Sequence[int], count: int) -> list[int] | None:
-    """The dimensions of a view of `count` numbers, the outermost first; `None` if it does not see each of them once."""
+    """Dimensions of a view of `count` numbers, outermost first; `None` unless it covers each number exactly once."""
     long = sorted((d for d in range(len(size)) if size[d] != 1), key=lambda d: -stride[d])
     dense = [prod(size[d] for d in long[i + 1 :]) for i in range(len(long))]
     if [stride[d] for d in long] != dense or prod(size) != count:
@@ -160,7 +160,7 @@ def _order(size: Sequence[int], stride: Sequence[int], count: int) -> list[int] 
 
 
 def _places(size: Sequence[int], stride: Sequence[int], offset: int) -> Any:
-    """Where in memory the numbers of a view are."""
+    """Memory offsets of a view's elements."""
     steps = zip(jnp.indices(size, sparse=True), stride, strict=True)
     return sum((index * step for index, step in steps), start=jnp.asarray(offset))
 
@@ -175,7 +175,7 @@ def strided(base: Any, *, size: tuple[int, ...], stride: tuple[int, ...], offset
 
 @lowers("poptorch.put")
 def put(base: popxl.Tensor, content: popxl.Tensor, view: View) -> popxl.Tensor:
-    """A tensor in which what a view sees has been replaced."""
+    """A tensor with a view's contents replaced."""
     if view.op == "aten.view" and view.overload == "dtype":  # of which PyTorch has no derivative
         return replaced(base, bits(content, dtype=base.dtype))
     if view.op in PUT_BACK:
@@ -187,7 +187,7 @@ def put(base: popxl.Tensor, content: popxl.Tensor, view: View) -> popxl.Tensor:
 
 @jax_op(title="Replace", gradient={"base": lambda g: g})
 def replaced(base: Any, content: Any) -> Any:
-    """Other numbers, without a change to what PyTorch differentiates."""
+    """Replace data without affecting differentiation."""
     return content
 
 
@@ -318,7 +318,7 @@ def diag_embed(input: Any, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -
 
 @jax_op("torch.pad", "aten.constant_pad_nd")
 def pad(input: Any, *, pad: tuple[int, ...], mode: str = "constant", value: Number | None = None) -> Any:
-    """Padded at the ends of the last dimensions: `pad` has two sizes for the last one, two for that before it, ..."""
+    """Pad the ends of the last dimensions: `pad` lists two sizes for the last, two for the second last, ..."""
     sizes = [*zip(pad[::2], pad[1::2], strict=True)]
     ends = [(0, 0)] * (input.ndim - len(sizes)) + sizes[::-1]
     if mode == "constant":

@@ -1,4 +1,4 @@
-"""Sorting, and what is found by sorting: order statistics, places in sorted sequences."""
+"""Sorting, order statistics, binary search."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from popxl.extend.kernels import round_once, widen
 
 
 def _ordered(t: popxl.Tensor) -> popxl.Tensor:
-    """A tensor of a dtype that can be sorted."""
+    """A tensor with a sortable dtype and at least one axis."""
     return together(lined(t), dtypes.int8) if t.dtype is dtypes.bool else lined(t)
 
 
@@ -28,7 +28,7 @@ def _ordered(t: popxl.Tensor) -> popxl.Tensor:
 def sort(
     input: popxl.Tensor, dim: int = -1, descending: bool = False, stable: bool | None = None
 ) -> tuple[popxl.Tensor, popxl.Tensor]:
-    """All elements in order. It always is stable."""
+    """Sort all elements; always stable."""
     lines, axis = _ordered(input), axis_of(input, dim)
     return ops.topk(lines, lines.shape[axis], axis, largest=descending, sorted=True)
 
@@ -52,7 +52,7 @@ def _is_nan(lines: Any) -> Any:
 
 
 def _median(lines: Any) -> Any:
-    """The place of the median: of an even number of elements the lower one in the middle; a NaN, if there is one."""
+    """Index of the median: the lower middle element for even lengths; a NaN, if present."""
     nan = _is_nan(lines)
     return jnp.where(jnp.any(nan, -1), jnp.argmax(nan, -1), _kth(lines, k=(lines.shape[-1] + 1) // 2))
 
@@ -63,7 +63,7 @@ def _nanmedian(lines: Any) -> Any:
 
 
 def _mode(lines: Any) -> Any:
-    """The place of the mode: the smallest of the elements that are there most often, and the last one of these."""
+    """Index of the mode: the last occurrence of the smallest most frequent element."""
     order = jnp.argsort(lines, stable=True)
     ordered = jnp.take_along_axis(lines, order, -1)
     number = lax.broadcasted_iota(jnp.int32, lines.shape, lines.ndim - 1)
@@ -80,7 +80,7 @@ picking("mode", "Mode", _mode)
 
 @jax_op(title="EvenShare")
 def _even_share(g: Any, input: Any, out: Any) -> Any:
-    """A gradient, shared by all elements that are equal to the result."""
+    """Gradient shared equally by all elements equal to the result."""
     winners = (input == out) | (_is_nan(input) & _is_nan(out))
     return jnp.where(winners, g / jnp.sum(winners).astype(g.dtype), 0)
 
@@ -146,7 +146,7 @@ def bucketize(
 
 @jax_op(title="SearchSorted", gradient=None)
 def found(sequence: Any, values: Any, sorter: Any = None, *, side: str) -> Any:
-    """Before which elements of a sorted sequence values belong: of one sequence, or of each line its own."""
+    """Insertion positions of values in one sorted sequence, or line by line in several."""
     if sorter is not None:
         sequence = jnp.take_along_axis(sequence, sorter, -1)
     search = partial(jnp.searchsorted, side=side, method="scan_unrolled")

@@ -1,4 +1,4 @@
-"""Special functions of each number: error, gamma and Bessel functions, entropies."""
+"""Elementwise special functions: error, gamma, Bessel, entropy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ for _name, _function in _OF_FLOATS.items():
 
 
 def erfcx(input: Any) -> Any:
-    """`exp(x²) erfc(x)`; where the two would be too large and too small, by their series."""
+    """`exp(x²) erfc(x)`; large arguments use an asymptotic series against overflow and underflow."""
     large = input > 5
     near, far = jnp.where(large, 5, input), jnp.where(large, input, 5)
     x = 1 / (2 * far * far)
@@ -141,7 +141,7 @@ unary("special_entr", _entr)
 
 
 def _weighted_log(name: str, log: Callable[[Any], Any], end: float) -> None:
-    """input · log(other), and 0 where `input` is, also outside of the logarithm, which ends at `end`."""
+    """input · log(other), with 0 for zero `input` even outside the logarithm's domain, which ends at `end`."""
 
     def product(input: Any, other: Any) -> Any:
         return jnp.where((input == 0) & ~jnp.isnan(other), 0, input * log(other))

@@ -1,4 +1,4 @@
-"""Compiled programs kept in a folder, so that the next process need not compile them again.
+"""Persistent compilation cache: reuse of compiled programs across processes.
 
 There is one file for each distinct program, named after a digest of what the program is, how it is to be compiled and
 what for. In it are the executables of the program, one or several, under the keys that JAX gives them. A program that
@@ -43,7 +43,7 @@ _log = Logger("session")
 
 @contextmanager
 def compiling(ir: Ir, device: Device, calls: str, prints: bool = False, can_be_kept: bool = True) -> Iterator[bool]:
-    """While the block compiles a program, take executables from the cache, if it is on, and put new ones there.
+    """Use the compilation cache while the block compiles a program: load cached executables, store new executables.
 
     It is on where the option `enableEngineCaching` is set and the device is hardware. Yields whether some executables
     may come from a cache, this one or that of JAX, rather than from XLA.
@@ -84,7 +84,7 @@ def compiling(ir: Ir, device: Device, calls: str, prints: bool = False, can_be_k
 
 @contextmanager
 def compiling_afresh() -> Iterator[bool]:
-    """While the block compiles, take nothing from a cache. Yields `False`, as `compiling` would."""
+    """Disable compilation caches while the block compiles. Yields `False`, like `compiling`."""
     with _configured({"jax_enable_compilation_cache": False}):
         yield False
 
@@ -93,7 +93,7 @@ def compiling_afresh() -> Iterator[bool]:
 
 
 def known_way(ir: Ir, device: Device) -> str | None:
-    """The way of compiling called graphs that was found to be the best for a program, if the cache knows it."""
+    """Cached decision about compiling called graphs of a program; `None` without a valid cache entry."""
     path = _decision(ir, device)
     if path is None or not path.is_file():
         return None
@@ -107,7 +107,7 @@ def known_way(ir: Ir, device: Device) -> str | None:
 
 
 def keep_way(ir: Ir, device: Device, calls: str) -> None:
-    """Have the cache know the best way of compiling called graphs, if it is on."""
+    """Store the best mode of compiling called graphs in the cache, if enabled."""
     path = _decision(ir, device)
     if path is not None:
         _write(path, {}, {"calls": calls})
@@ -122,7 +122,7 @@ def _decision(ir: Ir, device: Device) -> Path | None:
 
 
 def _path(ir: Ir, device: Device, calls: str) -> Path | None:
-    """The file of a program, compiled in a way; `None` if it cannot be kept, or is not to be."""
+    """Cache file of a program, compiled with mode `calls`; `None` if caching is disabled or impossible."""
     if not (ir.options.enableEngineCaching and ir.options.cachePath and device.type is DeviceType.Ipu):
         return None
     if len({each.process_index for each in device.jax_devices}) > 1:
@@ -145,7 +145,7 @@ def _path(ir: Ir, device: Device, calls: str) -> Path | None:
 
 
 def _read(path: Path) -> dict[str, bytes]:
-    """The executables in a file; none, if it is not there, or of no use."""
+    """Executables in a cache file; empty if missing or invalid."""
     for file in sorted(path.parent.glob(f"*{SUFFIX}")):
         _log.debug(f"PopEF file inferred to have hash {file.stem}: {file}")
     if not path.is_file():
@@ -184,7 +184,8 @@ _lock = threading.RLock()  # JAX has one persistent cache for all threads
 
 @contextmanager
 def _jax_cache(found: Mapping[str, bytes]) -> Iterator[dict[str, bytes]]:
-    """JAX's persistent cache, with these entries for the length of the block. Yields all there are at its end."""
+    """Redirect JAX's persistent cache to a temporary folder with entries `found`. Yields a dict, filled with all
+    entries when the block ends."""
     entries: dict[str, bytes] = {}
     with scratch_folder() as folder:
         for name, content in found.items():
@@ -204,7 +205,7 @@ def _jax_cache(found: Mapping[str, bytes]) -> Iterator[dict[str, bytes]]:
 
 @contextmanager
 def _configured(settings: Mapping[str, object]) -> Iterator[None]:
-    """JAX with these settings of its persistent cache, for the length of the block."""
+    """Set options of JAX's persistent cache while the block runs."""
     with _lock:
         before = {name: jax.config.values[name] for name in settings}
         try:

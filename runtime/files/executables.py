@@ -1,4 +1,4 @@
-"""One compiled JAX function as JSON and bytes, and back.
+"""Serialization of one compiled JAX function to JSON and bytes.
 
 What JAX offers for this (`jax.experimental.serialize_executable`) is a pickle, from which reading runs whatever the
 writer chose. Here XLA's own serialization is kept, and beside it in plain words what JAX has to know of it: the trees
@@ -26,7 +26,7 @@ class _Part(BaseModel):
 
 
 class Placement(_Part):
-    """How an array lies on the devices: whole on the first one, or along the axes of a mesh of all of them.
+    """Device placement of an array: unsharded on the first device, or sharded along mesh axes over all devices.
 
     Attributes:
         memory: the kind of memory.
@@ -50,7 +50,7 @@ class Array(_Part):
 
 
 class Executable(_Part):
-    """What JAX has to know of an executable.
+    """JAX metadata of an executable.
 
     Attributes:
         name: the name of the function.
@@ -73,7 +73,7 @@ class Executable(_Part):
 
 
 def donating(function: Callable[..., Any], *positions: int) -> Any:
-    """A function for JAX to compile whose results take the memory of the arguments that they replace.
+    """Jit a function with donated arguments: its results reuse the memory of the arguments they replace.
 
     Args:
         function: takes trees of arrays. Its results begin with the new values of those at `positions`, in their order.
@@ -90,7 +90,7 @@ def donating(function: Callable[..., Any], *positions: int) -> Any:
 
 
 def described(compiled: Any, devices: Sequence[jax.Device]) -> tuple[Executable, bytes]:
-    """A compiled function, as what JAX has to know of it, and what XLA made.
+    """Serialize a compiled function: JAX metadata, and XLA's serialized executable.
 
     Args:
         compiled: what `jax.jit(function).lower(...).compile()` gave.
@@ -136,7 +136,7 @@ def _placement(sharding: Any) -> Placement:
 
 
 def _tree(tree: Any) -> Any:
-    """A tree with numbers for leaves, as JSON."""
+    """Encode a tree structure as JSON, with numbered leaves."""
 
     def plain(node: Any) -> Any:
         if isinstance(node, dict):
@@ -152,7 +152,7 @@ def _tree(tree: Any) -> Any:
 
 
 def restored(about: Executable, content: bytes, devices: Sequence[jax.Device]) -> Any:
-    """The compiled function that was described, for the same ones of a program's devices."""
+    """Deserialize a compiled function for the same devices of a program."""
     devices = [devices[number] for number in about.devices]
 
     def placed(arrays: Sequence[Array]) -> list[tuple[Any, Any]]:

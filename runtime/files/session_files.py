@@ -1,4 +1,4 @@
-"""A compiled program in a file, with its Ir and the values of its variables: what the next process runs at once.
+"""Session files: compiled programs with Ir and variable values, ready to run in another process.
 
 Reading one traces and compiles nothing. In the file are the Ir as `Ir.save` writes it, and each executable as XLA
 serializes it; nothing in it is read as a Python object. But executables are machine code: load files only from those
@@ -36,7 +36,7 @@ _EXECUTABLE = "executable/"
 
 
 class About(BaseModel):
-    """What the file says of its parts.
+    """Metadata of a session file.
 
     Attributes:
         target: what the program was compiled for.
@@ -82,7 +82,7 @@ def write(path: str | os.PathLike[str], ir: Ir, program: CompiledProgram) -> Non
 def read(
     path: str | os.PathLike[str], device_desc: str | Device | Target | None
 ) -> tuple[Ir, Device, Precompiled | None]:
-    """A compiled program from a file; see `Session.load`. `None` for the executables of one that has to be compiled."""
+    """Read a compiled program from a file; see `Session.load`. Executables are `None` if compilation is required."""
     try:
         header, parts = unpack(KIND, Path(path).read_bytes())
         if differences := _differences(header["target"], VERSIONS):  # who may have written all the rest in another way
@@ -115,7 +115,8 @@ def read(
 
 
 def _differences(in_file: Mapping[str, object], here: Mapping[str, object]) -> str:
-    """What differs, in words. Of a machine that was not there, the drivers are not known."""
+    """Text describing mismatches of build stamps. Ignores unknown driver versions of files compiled without
+    hardware."""
     return "; ".join(
         f"{name.replace('_', ' ')}: {in_file[name]!r} in the file, {ours!r} here"
         for name, ours in here.items()

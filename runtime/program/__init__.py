@@ -1,1 +1,1 @@
-"""An Ir compiled for a device, with the state that it keeps there."""
+"""Compiled programs, their device state, and their execution."""

@@ -1,4 +1,4 @@
-"""`Block`: an array that a program takes, and the variables that lie in it: one, or several beside each other."""
+"""`Block`: a program argument array, holding one variable or several packed variables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runtime.lowering.packed_arrays import PackedArray, PackedSlot, load
 
 @dataclass(frozen=True)
 class Block:
-    """What holds one variable, or several that loops go through; these are the rows of its array.
+    """Array of one variable, or packed array with one row per variable used by a rerolled loop.
 
     Attributes:
         tensors: what holds the variables: of one shape and dtype.
@@ -26,28 +26,28 @@ class Block:
 
     @property
     def is_stack(self) -> bool:
-        """Whether it has several rows, one for each of its tensors."""
+        """Whether the array is packed, with one row per tensor."""
         return len(self.tensors) > 1
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array, of one replica."""
+        """Shape of one replica's array."""
         return (len(self.tensors), *self.tensors[0].shape) if self.is_stack else self.tensors[0].shape
 
     @property
     def dtype(self) -> Any:
-        """Its dtype, as JAX has it."""
+        """JAX dtype of the array."""
         return self.tensors[0].dtype.as_jax()
 
     def places(self, array: Array) -> Mapping[Tensor, Array | PackedSlot]:
-        """Where the values are, for a graph that is lowered."""
+        """Array or packed slot of each tensor, for lowering a graph."""
         if not self.is_stack:
             return {self.tensors[0]: array}
         stack = PackedArray(array, is_given=True)
         return {t: PackedSlot(stack, n) for n, t in enumerate(self.tensors)}
 
     def after(self, environment: Environment) -> Array:
-        """The array with the values that a graph has left."""
+        """Array of the values after a graph's execution."""
         if not self.is_stack:
             return environment.read(self.tensors[0])
         places = [environment.slot_or_value(t) for t in self.tensors]
@@ -59,6 +59,6 @@ class Block:
 
 
 def blocks_of(tensors: Iterable[Tensor], together: Sequence[Collection[Tensor]]) -> tuple[Block, ...]:
-    """Tensors in blocks: those that are together in one, and each other in one of its own."""
+    """Group tensors into blocks: one block per packed group in `together`, and one per remaining tensor."""
     whole = {t: tuple(each) for each in together for t in each}
     return tuple(dict.fromkeys(Block(whole.get(t, (t,))) for t in tensors))

@@ -1,4 +1,4 @@
-"""`CompiledProgram`: a program laid out for a device, and its executables: one, or a plan of several."""
+"""`CompiledProgram`: a program's device layout and its executables: a single executable, or a plan of several."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Ends = Mapping[int, tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class Precompiled:
-    """What is known of a program before it is compiled: how called graphs are compiled, or its executables, too.
+    """Compilation results known in advance: the mode of compiling called graphs, possibly also executables.
 
     Attributes:
         calls: as `Layout.calls`.
@@ -53,7 +53,7 @@ class Precompiled:
 
 @dataclass(frozen=True, eq=False)
 class CompiledProgram:
-    """An Ir, compiled for a device: a layout and executables. It holds no variables, and runs any number of times.
+    """Ir compiled for a device: layout and executables. Holds no variables; reusable for any number of runs.
 
     Attributes:
         device: the device that it was compiled for.
@@ -77,20 +77,20 @@ class CompiledProgram:
 
     @property
     def is_serializable(self) -> bool:
-        """Whether XLA compiled all executables in this process. Those from files and caches cannot be written again:
-        where XLA has loaded an executable for the CPU, it no longer has its code in a form that it could write."""
+        """Whether XLA compiled all executables in this process. Executables from files or caches cannot be serialized
+        again: after loading, XLA for CPUs no longer has their code in serializable form."""
         pieces = self.executable.structures if isinstance(self.executable, Plan) else ()
         return not self.is_cached and _cached.isdisjoint(pieces)
 
     def executables(self) -> tuple[Any, ...]:
-        """All JAX executables of the program, each once, in an order that depends on the program only."""
+        """All distinct JAX executables of the program, in deterministic order."""
         if isinstance(self.executable, Plan):
             ends = (executable for pair in self.ends.values() for executable in pair)
             return (*ends, *(structure.executable for structure in self.executable.structures))
         return (self.executable,)
 
     def temporaries(self) -> int:
-        """Bytes of device memory that one run needs, besides the variables and the streams."""
+        """Temporary device memory of one run in bytes, excluding variables and streams."""
         if isinstance(self.executable, Plan):
             return self.executable.temporaries()
         return self.executable.memory_analysis().temp_size_in_bytes
@@ -115,7 +115,7 @@ def compile_program(ir: Ir, device: Device, known: Precompiled | None = None) ->
 
 
 def compile_uncached(program: CompiledProgram) -> CompiledProgram:
-    """Compile a program again, and take no executable from a file or a cache."""
+    """Recompile a program, bypassing executables from files and caches."""
     forget()
     return replace(_compiled(program.device, program.layout, compiling_afresh()), reason=program.reason)
 
@@ -123,7 +123,7 @@ def compile_uncached(program: CompiledProgram) -> CompiledProgram:
 def _compiled(
     device: Device, layout: Layout, cache: AbstractContextManager[bool], executables: Sequence[Any] | None = None
 ) -> CompiledProgram:
-    """Compile a program for the target that it is laid out for.
+    """Compile a layout for its target.
 
     Args:
         device: the device.
@@ -145,7 +145,7 @@ def _compiled(
 
 
 def can_be_kept(layout: Layout) -> bool:
-    """Whether other processes could run what is compiled.
+    """Whether other processes can run the compiled executables.
 
     Where XLA for CPUs reads an executable that it has written, it no longer knows in which order collectives of
     several devices come: devices meet in different ones, and the process hangs or ends (jaxlib 0.10.2).
@@ -159,7 +159,7 @@ _Built = tuple[Any, Ends, Callable[[], str]]
 
 
 def _one_program(layout: Layout, known: Sequence[Any] | None, watch: Watch) -> _Built:
-    """The whole program as one executable."""
+    """Compile the entire program as one executable."""
     if known is not None:
         (executable,) = known
         return executable, {}, executable.as_text
@@ -179,20 +179,20 @@ def _one_program(layout: Layout, known: Sequence[Any] | None, watch: Watch) -> _
 
 
 def lowered_for(layout: Layout, platform: str) -> Any:
-    """The whole program as one, as JAX has lowered it for a platform: "tpu", "cuda". No such machine and no compiler is
-    needed; what the program is laid out for has to say that it is one, as `Destination.platform` does."""
+    """Lower the entire program as one function for a JAX platform: "tpu", "cuda". Requires neither hardware nor
+    compiler; `Destination.platform` of the layout must match."""
     with layout.precision(), raised_recursion_limit(layout.main):
         return _lowered(layout, platform)
 
 
 def _lowered(layout: Layout, platform: str = "") -> Any:
-    """The whole program as one, lowered for its target, or for a platform."""
+    """Lower the entire program as one function, for its target or a given platform."""
     step, arguments = _step(layout)
     return lower(lambda: layout.destination.lower(donating(step, 0), *arguments, platform=platform))
 
 
 def _step(layout: Layout) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A run of the whole program as a function, and the types of what it is given."""
+    """Function for one run of the entire program, and its argument types."""
     scheduling = ProgramOrder() if layout.rolling is None else layout.rolling
     in_order = not (layout.buffers and layout.terms_for(None).slots.memory_kind == HOST)
     lowering = Lowering(layout.main.ops, layout.options, layout.calls == "kept", layout.replicas, scheduling, in_order)
@@ -208,7 +208,7 @@ def _step(layout: Layout) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     spread = layout.replicas.spread(of_one, shared=True)
 
     def step(changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array]) -> Any:
-        """One run of the main graph by all replicas."""
+        """One run of the main graph on all replicas."""
         known = dict(zip(layout.constant, constant, strict=True))
         read, others = (tuple(known[block] for block in blocks) for blocks in (own, shared))
         changed, fetches = spread(changing, read, layout.replicas_first(feeds, layout.channels), others)
@@ -221,7 +221,7 @@ def _step(layout: Layout) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 def begin_run(
     layout: Layout, changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array]
 ) -> tuple[dict[Tensor, Any], Channels]:
-    """The storages of the main graph and its channels, when one replica begins a run."""
+    """Initial tensor storages and channels of the main graph, for one replica's run."""
     count = len(layout.changing)
     held = zip((*layout.changing, *layout.constant), (*changing[:count], *constant), strict=True)
     values = {t: place for block, array in held for t, place in block.places(array).items()}
@@ -233,7 +233,7 @@ def begin_run(
 def end_run(
     layout: Layout, environment: Environment, channels: Channels
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """What a run of one replica has changed, and what is fetched."""
+    """Changed state and fetches after one replica's run."""
     changed = (*(block.after(environment) for block in layout.changing), *map(channels.slots, layout.buffers))
     return changed, layout.end(channels.results(), layout.channels)
 
@@ -242,7 +242,7 @@ def end_run(
 
 
 def _plan(layout: Layout, steps: Steps, known: Sequence[Any] | None, watch: Watch) -> _Built:
-    """The program as pieces that the host runs one after the other."""
+    """Compile the program as segments, executed sequentially by the host."""
     buffers = {buffer: layout.homes[buffer] for buffer in layout.buffers}
     channels = {place: _channels_in(place, layout, steps) for place in layout.terms}
     # Of several places, some may have no streams; the only one always has its ends.
@@ -261,13 +261,14 @@ def _plan(layout: Layout, steps: Steps, known: Sequence[Any] | None, watch: Watc
 
 
 def _channels_in(place: int, layout: Layout, steps: Steps) -> tuple[Stream | Failure, ...]:
-    """The streams that are in a place. What failed is noted where it is checked."""
+    """Channels located at an IPU. The failure channel exists wherever a segment performs checks."""
     checks = any(FAILURE in piece.channels for piece in steps.pieces() if piece.place == place)
     return tuple(c for c in layout.channels if (checks if c is FAILURE else layout.homes[c] == place))
 
 
 def _adopt(layout: Layout, steps: Steps, executables: Sequence[Any]) -> list[Structure]:
-    """Have the pieces of the plan found compiled. They are, as long as somebody holds what this returns."""
+    """Adopt precompiled executables for the plan's segments. They stay registered while the caller references the
+    returned structures."""
     structures = dict.fromkeys(piece.found(layout.terms[piece.place]) for piece in steps.pieces())
     for structure, executable in zip(structures, executables, strict=True):
         if structure.executable is None:
@@ -276,7 +277,7 @@ def _adopt(layout: Layout, steps: Steps, executables: Sequence[Any]) -> list[Str
 
 
 def _begin_and_end(layout: Layout, terms: Terms, channels: Sequence[Stream | Failure]) -> tuple[Any, Any]:
-    """What makes the first state of channels of the feeds, and what makes the fetches of the last state.
+    """Compile prologue and epilogue of a run: initial channel state from feeds, and fetches from final channel state.
 
     Where host arrays look like the transfers of a stream, nothing is copied: those of feeds are `None` in the first
     state, for the plan to fill in, and the others are donated.

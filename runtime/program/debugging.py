@@ -1,4 +1,4 @@
-"""A program run op by op, to find the first op that makes a NaN or an infinity.
+"""Op-by-op execution of a program, to find the first op producing NaN or infinity.
 
 Ops are lowered as they are in a compiled program, at once and not traced: only ops that run graphs, calls, loops and
 conditionals, are Python's here. Each replica goes its own way until it has to talk to the others. Nothing is given up,
@@ -42,7 +42,7 @@ _log = Logger("session")
 
 
 class _Unusual(NamedTuple):
-    """How many numbers are not finite."""
+    """Counts of non-finite numbers."""
 
     nans: int
     infinities: int
@@ -54,7 +54,7 @@ class _Unusual(NamedTuple):
 
 @dataclass
 class _Site:
-    """An op that runs a graph, while it does; of a loop, how many turns have begun."""
+    """Call stack entry: an op executing a graph; for loops, with the number of started iterations."""
 
     op: Op
     turn: int = 0
@@ -62,7 +62,7 @@ class _Site:
 
 @dataclass(frozen=True)
 class _Meeting:
-    """What a replica brings to an op that replicas carry out together, and what of it is not finite."""
+    """One replica's contribution to a collective op: operands, and their non-finite counts."""
 
     op: Op
     operands: Sequence[Array]
@@ -70,7 +70,7 @@ class _Meeting:
 
 
 class Debugged(Lowering):
-    """The lowering of one replica, which looks at what each op makes.
+    """Lowering of one replica that checks each op's results.
 
     Args:
         ops, options, replicas: as for any lowering.
@@ -89,11 +89,11 @@ class Debugged(Lowering):
 
     @property
     def is_vmapped(self) -> bool:
-        """No: each replica is run by itself."""
+        """Always false: replicas execute separately."""
         return False
 
     def on(self, replicas: Replicas) -> Lowering:
-        """The lowering of all replicas at once."""
+        """Lowering of all replicas together."""
         return Lowering((), self._options, replicas=replicas)
 
     def run_ops(
@@ -103,7 +103,7 @@ class Debugged(Lowering):
         context: Context,
         same: Mapping[Tensor, Tensor] | None = None,
     ) -> Nested[Environment]:
-        """Run ops, and look at what each makes, as work that yields a meeting where an op needs the other replicas.
+        """Execute ops and check each result, yielding a `_Meeting` at ops that communicate between replicas.
 
         A view is looked at where it is read.
         """
@@ -115,7 +115,7 @@ class Debugged(Lowering):
         return environment
 
     def _entered(self, op: Op, environment: Environment, context: Context) -> Nested[None]:
-        """An op that runs graphs: their ops are looked at."""
+        """Execute an op with called graphs, checking their ops."""
         enter = self._loop if is_loop(op) else self._conditional if chooses(op) else self._call
         self._sites.append(_Site(op))
         try:
@@ -159,7 +159,7 @@ class Debugged(Lowering):
             environment.write(t, value)
 
     def _watched(self, op: Op, environment: Environment, context: Context) -> Nested[None]:
-        """An op that runs no graph."""
+        """Execute and check an op without called graphs."""
         self.steps += 1
         operands = [environment.read(t) for t in op.inputs]
         before = _unusual(operands)
@@ -190,7 +190,7 @@ class Debugged(Lowering):
         before: _Unusual,
         after: _Unusual,
     ) -> str:
-        """Which op, where, on which numbers, and what to do."""
+        """Error message: the op, its location, its numbers, and advice."""
         replica = f", on replica {self._replica}" if self.replicas.count > 1 else ""
         rows = [_row(t, "", array) for t, array in zip(op.inputs, operands, strict=True)]
         rows += [_row(t, ", made of them", array) for t, array in zip(targets, made, strict=True)]
@@ -210,7 +210,7 @@ class Debugged(Lowering):
         )
 
     def _callers(self) -> list[_Site]:
-        """The way from an op to the main graph. What a loop runs may be just a call, which says nothing more."""
+        """Call stack from an op up to the main graph, omitting loop bodies that consist only of a call."""
         shown = []
         is_in_loop = False
         for site in self._sites:
@@ -221,7 +221,7 @@ class Debugged(Lowering):
 
 
 def _shown(op: Op, turn: int = 0) -> list[str]:
-    """An op as its graph prints it, and where that is."""
+    """Lines with an op's printed form and source location."""
     graph, text = op.graph, f"`{op.source.text}` " if op.source.text else ""
     of = f", the gradient of {graph.gradient_of.title}" if graph.gradient_of is not None else ""
     turns = f", in turn {turn} of {op.runs[0].turns}" if turn else ""
@@ -247,7 +247,8 @@ def _advice(targets: Sequence[Tensor], made: Sequence[Array]) -> str:
 
 
 def _numbers(array: Array) -> np.ndarray:
-    """The floats of an array on the host, of complex numbers both parts; none, of one that has no floats."""
+    """Floating point values of an array on the host: real and imaginary parts for complex dtypes, empty for non-float
+    dtypes."""
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         return np.zeros(0)
     numbers = _in_parts(array)
@@ -255,13 +256,13 @@ def _numbers(array: Array) -> np.ndarray:
 
 
 def _in_parts(array: Array) -> np.ndarray:
-    """An array on the host; of complex numbers, their parts."""
+    """Array on the host; complex numbers are split into real and imaginary parts."""
     numbers = np.asarray(array)
     return np.stack([numbers.real, numbers.imag], -1) if np.iscomplexobj(numbers) else numbers
 
 
 def _unusual(arrays: Sequence[Array]) -> _Unusual:
-    """How many numbers of arrays are not finite."""
+    """Count non-finite numbers in arrays."""
     found: Counter[str] = Counter()
     for array in arrays:
         numbers = _numbers(array)
@@ -271,7 +272,7 @@ def _unusual(arrays: Sequence[Array]) -> _Unusual:
 
 
 def tell_given_nans(arrays: Iterable[tuple[Block | Channel, Array]]) -> None:
-    """Say in the log which variables, buffers and streams hold NaN before a run: no op of it is to blame for them."""
+    """Log variables, buffers and streams containing NaN before a run, as no op caused these."""
     found = [f"{_title(thing)} ({count} NaN)" for thing, array in arrays if (count := _unusual([array]).nans)]
     if found:
         _log.warn(
@@ -285,7 +286,7 @@ def _title(thing: Block | Channel) -> str:
 
 
 def _row(t: Tensor, what: str, array: Array) -> list[str]:
-    """A tensor and its numbers, as a row of a table."""
+    """Table row with a tensor and statistics of its numbers."""
     nans, infinities = _unusual([array])
     numbers = _in_parts(array)
     numbers = numbers.astype(np.float64 if jnp.issubdtype(array.dtype, jnp.inexact) else numbers.dtype).ravel()
@@ -298,7 +299,7 @@ def _row(t: Tensor, what: str, array: Array) -> list[str]:
 
 
 def together(works: Sequence[Nested[Any]], lowerings: Sequence[Debugged], devices: Sequence[jax.Device]) -> list[Any]:
-    """Do the work of all replicas: of each as far as it needs nothing of the others, then what they do together.
+    """Execute the work of all replicas: each replica independently until its next collective op, then the collective.
 
     Args:
         works: for each replica, its run of the program.
@@ -342,7 +343,7 @@ def together(works: Sequence[Nested[Any]], lowerings: Sequence[Debugged], device
 def _met(
     meetings: Sequence[_Meeting], lowering: Debugged, devices: Sequence[jax.Device]
 ) -> list[tuple[list[Array], _Unusual]]:
-    """What an op makes for each replica; and what was not finite in what any of them brought."""
+    """Execute a collective op: results for each replica, and non-finite counts over all operands."""
     op, on_one = meetings[0].op, Replicas(len(meetings), devices[:1])
     brought = zip(*(meeting.operands for meeting in meetings), strict=True)
     operands = [jnp.stack(jax.device_put(arrays, devices[0])) for arrays in brought]

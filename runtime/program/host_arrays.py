@@ -1,4 +1,4 @@
-"""What the host hands to a program and gets back: arrays for its streams, checked and in the form that it expects."""
+"""Host arrays of a program's streams: validation, conversion and output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runtime.program.layout import Layout
 
 
 class Outputs(UserDict[DeviceToHostStream, np.ndarray], dict[DeviceToHostStream, np.ndarray]):  # type: ignore[misc]
-    """What a run stored, by stream. An array is fetched from the device when it is first looked at.
+    """Results of a run, keyed by stream. Arrays are copied from the device on first access.
 
     It is a `dict` to whoever asks; but its contents are in `data`, as a `dict` would hand them out unfetched. (A C
     function that reads a `dict` past its methods finds it empty.)
@@ -55,7 +55,7 @@ class Outputs(UserDict[DeviceToHostStream, np.ndarray], dict[DeviceToHostStream,
 
 
 class HostArrays:
-    """The arrays of the streams of one program.
+    """Host arrays of one program's streams.
 
     Args:
         layout: where what the program takes and gives lies.
@@ -72,8 +72,7 @@ class HostArrays:
     # In -------------------------------------------------------------------------------------------------------------
 
     def feeds(self, inputs: Mapping[HostToDeviceStream, Any], downcast: bool) -> tuple[Any, ...]:
-        """The arrays to run with, in the order of the program. All are checked before any is used; those that nobody
-        would look at are left out then.
+        """Validated feed arrays in program order. Validates all before using any; omits feeds without consumers.
 
         Raises:
             ValueError: for a missing or unexpected stream, an array of the wrong shape, or what is no array.
@@ -98,7 +97,7 @@ class HostArrays:
         return tuple(arrays)
 
     def _refuse_transfers(self) -> NoReturn:
-        """Raise, as one run makes more transfers of a stream than there is room for."""
+        """Raise an error because a stream's transfers per run exceed its capacity."""
         stream, count = max(self._excess.items(), key=lambda item: item[1])
         setting = "its own `num_host_transfers`" if stream.has_own_transfers else "`ir.num_host_transfers`"
         raise PopxlRuntimeError(
@@ -109,7 +108,7 @@ class HostArrays:
     def _converted(
         self, stream: HostToDeviceStream, value: Any, shape: tuple[int, ...], dtype: Any, downcast: bool
     ) -> Any:
-        """A feed that needs a closer look: another kind of array, or not quite the expected shape or dtype."""
+        """Convert a feed that is not an array of the exact expected kind, shape and dtype."""
         array = self._fitted(stream, _array(stream, value, downcast), shape)
         if isinstance(array, jax.Array):
             array = jax.device_put(array, self._layout.feed_sharding(stream))
@@ -128,7 +127,7 @@ class HostArrays:
         )
 
     def _fitted(self, stream: Stream, array: Any, shape: tuple[int, ...]) -> Any:
-        """An array in the shape of its stream, where that is meant: longer ones are cut, single elements reshaped.
+        """Adapt an array to its stream's shape where unambiguous: truncate longer arrays, reshape single elements.
 
         Raises:
             ValueError: for another shape.
@@ -159,11 +158,11 @@ class HostArrays:
     # Out ------------------------------------------------------------------------------------------------------------
 
     def new_outputs(self) -> dict[DeviceToHostStream, np.ndarray]:
-        """An array, with undefined contents, for each output stream."""
+        """Uninitialized array for each output stream."""
         return {s: np.empty(self._layout.host_shape(s), s.dtype.as_numpy()) for s in self._layout.outputs}
 
     def check_outputs(self, arrays: Mapping[DeviceToHostStream, np.ndarray]) -> None:
-        """Check arrays that a run is to fill; errors as for `feeds`, and a `TypeError` for other things than arrays."""
+        """Validate output arrays for a run; raises errors like `feeds`, and `TypeError` for non-arrays."""
         check_type(arrays, Mapping, "Session.run_with_outputs: `outputs`", "a mapping from streams to arrays")
         _check_streams("output", self._layout.outputs, arrays)
         for s in self._layout.outputs:
@@ -187,7 +186,7 @@ class HostArrays:
     def fill(
         self, arrays: Mapping[DeviceToHostStream, np.ndarray], results: Mapping[DeviceToHostStream, np.ndarray]
     ) -> None:
-        """Copy what a run stored into arrays. Room that the program cannot use is left as it was."""
+        """Copy results of a run into arrays. Unused transfer slots stay unchanged."""
         for s in self._layout.outputs:
             room = (self._layout.room[s], self._layout.replicas.local_count, *s.shape)
             used = self._layout.counts[s]
@@ -196,8 +195,8 @@ class HostArrays:
 
 
 def _array(stream: Stream, value: Any, downcast: bool) -> Any:
-    """A feed as an array of JAX, if it is one, or of NumPy; narrowed to 32 bits, if it may be. `ValueError` for what
-    cannot be an array, or cannot be narrowed."""
+    """Convert a feed to a JAX or NumPy array, narrowed to 32 bits if `downcast`. Raises `ValueError` if conversion or
+    narrowing fails."""
     try:
         if isinstance(value, jax.Array):
             if value.is_deleted():
@@ -216,7 +215,7 @@ def _array(stream: Stream, value: Any, downcast: bool) -> Any:
 
 
 def _narrowed(stream: Stream, array: np.ndarray, dtype: Any) -> np.ndarray:
-    """A feed in the dtype of its stream. `ValueError` if it has a number that does not fit."""
+    """Narrow a feed to its stream's dtype; raises `ValueError` if a number does not fit."""
     return narrowed(array, dtype, f"Session.run: the array for {stream}")
 
 

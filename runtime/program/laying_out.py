@@ -1,4 +1,4 @@
-"""From an Ir to its layout: whether it can run on a device, and how its called graphs are compiled for it."""
+"""Layout of an Ir: device compatibility checks, and compilation mode of called graphs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def lay_out(ir: Ir, destination: Destination, calls: str | None = None) -> Layou
 
 
 def _check(main: Graph) -> None:
-    """`PopxlError` for variables that ops use and that lie elsewhere, and for tensors that no device computes with."""
+    """Raise `PopxlError` for remote or sharded variables used directly by ops, and for complex128 tensors."""
     used = used_storages(main)
     for v in main.variables:
         if v in used and v.location_info.isRemote():

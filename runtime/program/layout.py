@@ -1,4 +1,4 @@
-"""Where everything of a program lies: its variables, remote buffers and streams, on which devices and in which arrays.
+"""Placement of a program's variables, remote buffers and streams: devices and arrays.
 
 All of it is known before anything is compiled.
 """
@@ -35,7 +35,7 @@ from runtime.targets.replicas import DividedReplicas, Replicas
 
 
 class Layout:
-    """What a compiled program takes and gives, and where that lies.
+    """Inputs, outputs and state of a compiled program, with their placement.
 
     A program is a function ``(changing, constant, feeds) -> (changing, fetches)``: of the variables that it changes,
     and then of its remote buffers; of the variables that it only reads; and of the arrays of its input streams. Arrays
@@ -130,12 +130,12 @@ class Layout:
 
     @property
     def devices_meet(self) -> bool:
-        """Whether devices wait for each other in a run."""
+        """Whether devices synchronize during a run."""
         return any(devices_meet(self.main.ops, terms.replicas) for terms in self.terms.values())
 
     @cached_property
     def _planned(self) -> tuple[Mapping[Any, int], list[Steps]]:
-        """Where the steps of a plan find variables, streams and buffers; and such steps, until a plan takes them."""
+        """Plan locations of variables, streams and buffers; plus spare steps for the first plan."""
         steps = self._new_steps()
         return steps.starts | steps.homes(), [steps]
 
@@ -145,7 +145,8 @@ class Layout:
         return steps
 
     def steps(self) -> Steps | None:
-        """What the host does, if the program is a plan. Each plan has its own, where it keeps what it compiles."""
+        """Steps executed by the host, for planned programs; else `None`. Each plan owns separate steps, which store its
+        compiled segments."""
         if self._choice is None:
             return None
         _, spare = self._planned
@@ -153,57 +154,55 @@ class Layout:
 
     @property
     def homes(self) -> Mapping[Any, int]:
-        """Where the steps of a plan find variables, streams and buffers."""
+        """Plan locations of variables, streams and buffers."""
         return {} if self._choice is None else self._planned[0]
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
-        """The JAX devices that it runs on."""
+        """JAX devices used by the program."""
         used = {device for terms in self.terms.values() for device in terms.replicas.sharding().device_set}
         return tuple(device for device in self.destination.devices if device in used)
 
     @property
     def ipus(self) -> tuple[int, ...]:
-        """The IPUs that are devices of their own; 0, which stands for all, if none is."""
+        """IPUs that are separate devices; otherwise only 0, representing all IPUs."""
         return tuple(self.terms)
 
     def ipu_of(self, thing: Variable | Stream | RemoteBuffer) -> int | None:
-        """The IPU that a variable, stream or buffer is on, if IPUs are devices of their own."""
+        """IPU number of a variable, stream or buffer; `None` unless IPUs are separate devices."""
         if len(self.terms) == 1:
             return None
         return self.homes.get(thing if not isinstance(thing, Variable) or thing.piece is None else thing.piece)
 
     def terms_for(self, thing: Tensor | Channel | None) -> Terms:
-        """The terms of where a variable, stream or buffer is."""
+        """Compile options at a variable's, stream's or buffer's location."""
         first = next(iter(self.terms))
         return self.terms[self.homes.get(thing, first)]
 
     def precision(self) -> AbstractContextManager[Any]:
-        """JAX drops 64-bit numbers unless it is told to keep them; only programs that have some pay for that."""
+        """Context enabling 64-bit dtypes in JAX, only for programs using them."""
         return jax.enable_x64(True) if self.wide else nullcontext()
 
     @property
     def read_back(self) -> Set[Variable]:
-        """The variables whose values a download copies to the host: those that the program changes."""
+        """Variables copied to the host by a download: those changed by the program."""
         return {self.held[t] for t in self.changed} | {v for b in self.stored_to for v in self.in_buffers[b]}
 
     # Sizes ----------------------------------------------------------------------------------------------------------
 
     def bytes_of_variables(self) -> dict[Variable, tuple[int, bool]]:
-        """The variables that the program keeps on its device: the bytes of each on one device, and whether the program
-        changes it."""
+        """Variables resident on the device: bytes per device, and whether the program changes them."""
         copies = {t: 1 if t in self.shared else self.replicas.per_device for t in self.held}
         return {v: (copies[t] * t.nelms * t.dtype.itemsize, t in self.changed) for t, v in self.held.items()}
 
     def bytes_of_buffers(self) -> dict[RemoteBuffer, tuple[int, bool]]:
-        """The remote buffers that the program uses: the bytes of each for one device, and whether they are on the
-        host."""
+        """Remote buffers used by the program: bytes per device, and whether they reside on the host."""
         on_host = self.terms_for(None).slots.memory_kind == HOST
         copies = self.replicas.per_device
         return {b: (copies * b.entries * b.slot_nelms * b.tensor_dtype.itemsize, on_host) for b in self.buffers}
 
     def bytes_of_streams(self) -> dict[Stream, int]:
-        """The bytes that one device gets of each stream in a run, or gives."""
+        """Bytes transferred per stream and run to or from one device."""
         sent = {*self.fed, *self.outputs}
         sizes = {
             s: room * self.replicas.per_device * s.tensor.nelms * s.dtype.itemsize for s, room in self.room.items()
@@ -214,42 +213,41 @@ class Layout:
 
     @property
     def leading_dimensions(self) -> tuple[int, ...]:
-        """The dimensions that host arrays have before those of the stream, if it has no number of transfers of its
-        own."""
+        """Leading dimensions of host arrays, for streams without `num_host_transfers` of their own."""
         return _several(self._usual_room, self.replicas.local_count)
 
     def host_shape(self, stream: Stream) -> tuple[int, ...]:
-        """Shape of the host array of a stream: all transfers of all replicas of this process; dimensions for what
-        there are several."""
+        """Shape of a stream's host array: transfers, then this process's replicas, then stream shape; leading
+        dimensions of size 1 are omitted."""
         return _several(self.room.get(stream, stream.num_host_transfers), self.replicas.local_count) + stream.shape
 
     def shape_of_all(self, stream: Stream) -> tuple[int, ...]:
-        """The same, for the replicas of all processes."""
+        """Shape of a stream's host array for replicas of all processes."""
         return _several(self.room[stream], self.replicas.count) + stream.shape
 
     def axis(self, stream: Stream) -> int:
-        """The dimension of its host array that counts the replicas."""
+        """Replica dimension of a stream's host array."""
         return 1 if self.room[stream] > 1 else 0
 
     def feed_sharding(self, stream: Stream) -> Any:
-        """Where JAX arrays for a stream have to be: with the replicas of this process."""
+        """Sharding of JAX arrays fed to a stream, for this process's replicas."""
         replicas = self.terms_for(stream).replicas
         return replicas.sharding(self.axis(stream)) if self.divided is None else SingleDeviceSharding(replicas.device)
 
     # Arrays of the program ------------------------------------------------------------------------------------------
 
     def changing_specs(self) -> tuple[Any, ...]:
-        """For lowering: the variables that the program changes, and the remote buffers."""
+        """Abstract arrays of changed variables and remote buffers, for lowering."""
         slots = self.terms_for(None).slots
         buffers = (remote.spec(buffer, self.replicas, slots) for buffer in self.buffers)
         return (*map(self._spec, self.changing), *buffers)
 
     def constant_specs(self) -> tuple[Any, ...]:
-        """For lowering: the variables that it only reads."""
+        """Abstract arrays of read-only variables, for lowering."""
         return tuple(map(self._spec, self.constant))
 
     def is_shared(self, block: Block) -> bool:
-        """Whether there is one array for all replicas."""
+        """Whether all replicas share one array."""
         return block.tensors[0] in self.shared
 
     def _spec(self, block: Block) -> Any:
@@ -258,7 +256,7 @@ class Layout:
         return self.replicas.spec(block.shape, block.dtype)
 
     def feed_specs(self, replicas: Replicas, channels: Sequence[Stream | Failure]) -> tuple[Any, ...]:
-        """For lowering: the feeds, where these replicas are, of the streams among some channels."""
+        """Abstract arrays of feeds on `replicas` for lowering, restricted to streams in `channels`."""
 
         def spec(s: Stream) -> Any:
             sharding = replicas.sharding(self.axis(s))
@@ -267,7 +265,7 @@ class Layout:
         return tuple(spec(s) for s in self.fed if s in channels)
 
     def begin(self, feeds: Sequence[Array], channels: Sequence[Stream | Failure]) -> tuple[tuple[Array, Any], ...]:
-        """The first state of channels: the array of the transfers of each, and the number of the next one."""
+        """Initial state of channels: transfer array, and index of the next transfer."""
         given = dict(zip((c for c in channels if c in self.fed), feeds, strict=True))
 
         def transfers(channel: Stream | Failure) -> Array:
@@ -279,20 +277,20 @@ class Layout:
         return tuple((transfers(channel), 0) for channel in channels)
 
     def end(self, results: Sequence[Array], channels: Sequence[Stream | Failure]) -> tuple[Array, ...]:
-        """What is fetched: the transfers of the output streams; last, if anything is checked, which check failed."""
+        """Fetches of a run: output stream transfers, followed by the failed check if the program has checks."""
         known = dict(zip((c for c in channels if not isinstance(c, HostToDeviceStream)), results, strict=True))
         fetches = tuple(known[s] for s in self.outputs if s in known)
         return (*fetches, known[FAILURE]) if FAILURE in known else fetches
 
     def replicas_first(self, feeds: Sequence[Array], channels: Sequence[Stream | Failure]) -> tuple[Array, ...]:
-        """Host arrays, whose first dimension is that of the transfers, for the replicas."""
+        """Move the replica dimension of host arrays to the front."""
         if self.replicas.count == 1:
             return tuple(feeds)
         streams = (s for s in self.fed if s in channels)
         return tuple(jnp.moveaxis(feed, self.axis(s), 0) for s, feed in zip(streams, feeds, strict=True))
 
     def transfers_first(self, fetches: Sequence[Array], channels: Sequence[Stream | Failure]) -> tuple[Array, ...]:
-        """What the replicas fetched, as host arrays."""
+        """Convert replica-major fetches to host array layout."""
         outputs = [s for s in self.outputs if s in channels]
         stored, checks = fetches[: len(outputs)], fetches[len(outputs) :]
         if self.replicas.count > 1:
@@ -301,5 +299,5 @@ class Layout:
 
 
 def _several(*counts: int) -> tuple[int, ...]:
-    """Dimensions for what there are several of."""
+    """The counts greater than 1, as array dimensions."""
     return tuple(count for count in counts if count > 1)

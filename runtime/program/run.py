@@ -1,4 +1,4 @@
-"""How a program runs: feeds go in, fetches come out, and what is held is replaced by what it becomes."""
+"""Execution of a program: feeds, fetches, and donated state."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Runner:
         return fetches
 
     def _called(self, changing: tuple[Array, ...], feeds: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Call the executable. Returns what is fetched."""
+        """Call the executable and return its fetches."""
         store = self.store
         results: list[Any] = []
         try:
@@ -144,7 +144,7 @@ class Runner:
         return fetched[0]
 
     def run_sharing(self, feeds: tuple[Array, ...]) -> tuple[Array, ...]:
-        """As `run`, where some arrays are other stores'. Sessions that own these wait meanwhile."""
+        """Run with arrays borrowed from other stores, blocking sessions that own these."""
         fetched: list[tuple[Array, ...]] = []
 
         def run() -> None:
@@ -162,7 +162,7 @@ class Runner:
     # Several processes ----------------------------------------------------------------------------------------------
 
     def _joined(self, feeds: tuple[Array, ...]) -> tuple[Array, ...]:
-        """The feeds of all replicas, of which this process has those of its own."""
+        """Global feed arrays of all replicas, assembled from local feeds."""
         layout = self._layout
         return tuple(
             layout.terms_for(s).replicas.joined(feed, layout.shape_of_all(s), layout.axis(s))
@@ -170,7 +170,7 @@ class Runner:
         )
 
     def _own(self, fetches: tuple[Array, ...]) -> tuple[Array, ...]:
-        """What this process has of what all replicas have fetched."""
+        """Local shards of the global fetches."""
         assert self._divided is not None
         checks = [(self._divided.local_count, *FAILURE.shape)] * (len(fetches) - len(self._outputs))
         return tuple(map(self._divided.own, fetches, (*map(self._layout.host_shape, self._outputs), *checks)))
@@ -178,14 +178,14 @@ class Runner:
     # Checks ---------------------------------------------------------------------------------------------------------
 
     def _checked(self, fetches: tuple[Array, ...]) -> tuple[Array, ...]:
-        """What is fetched, without what tells which check failed, in each place, and by each replica."""
+        """Strip check results from fetches, raising the first failed check of any location and replica."""
         count = len(self._outputs)
         rows = [row for failure in fetches[count:] for row in np.asarray(failure).reshape(-1, 2).tolist()]
         self._raise_failure(*min((row for row in rows if row[0]), default=(0, 0)))
         return fetches[:count]
 
     def _raise_failure(self, id: int, number: int) -> None:
-        """Tell which op was given numbers that it cannot take; nothing, for the id 0."""
+        """Raise an error naming the op with invalid operand values; no error for id 0."""
         for op in (op for op in lowered_ops(self._layout.main) if op.id == id):
             required = op.kind.requirements[number]
             text = f"`{op.source.text}` " if op.source.text else ""
@@ -198,7 +198,7 @@ class Runner:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Timeline]:
-        """Note, while the block lasts, when what runs on which device. It is all there at the end of the block."""
+        """Record a device execution timeline while the block runs. Complete once the block ends."""
         timeline = self.timeline = Timeline()
         recorder, before = Recorder(timeline), self._call
         self._quick_for = None
@@ -233,7 +233,7 @@ class Runner:
         devices = [replicas.device] * count if replicas.mesh is None else list(replicas.mesh.devices.flat)
 
         def shares(array: Array, is_shared: bool = False) -> list[Array]:
-            """What each replica has of an array, on its device, from wherever it is."""
+            """Split an array into per-replica arrays on their devices."""
             whole = replicas.fetched(array)
             if is_shared or count == 1:
                 parts = [whole] * count
@@ -244,7 +244,8 @@ class Runner:
             return [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
 
         def joined(parts: Sequence[Array], like: Array) -> Array:
-            """The array of all replicas. It is a copy: arrays that are given up later must not be somebody else's."""
+            """Stack per-replica arrays into one array of all replicas. Always copies, as later donation must not affect
+            foreign arrays."""
             return replicas.place(np.stack(parts).reshape(like.shape), like.sharding)
 
         own = layout.replicas_first([np.array(feed) for feed in feeds], layout.channels)

@@ -1,4 +1,4 @@
-"""`VariableStore`: the variables of a session on its device, and whether host or device has their newest values."""
+"""`VariableStore`: a session's variables on its device, and synchronization with host copies."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NEVER = -1
 
 
 class Slot(NamedTuple):
-    """The position of an array in a store.
+    """Position of an array in a store.
 
     Attributes:
         changes: whether it is in `changing`, or in `constant`.
@@ -49,14 +49,14 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Shared:
-    """An array of another store that a program uses in place of its own."""
+    """Array borrowed from another store."""
 
     store: VariableStore
     slot: Slot
 
 
 class VariableStore:
-    """The arrays that a program keeps on its device from run to run, and the versions of their values.
+    """Arrays resident on a program's device between runs, with versions of their values.
 
     Versions count the changes of the variables of an Ir, wherever they are made. `device` and `host` say which has the
     newest values:
@@ -101,7 +101,7 @@ class VariableStore:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the variables are on the device, and no upload is due."""
+        """Whether variables are on the device without a pending upload."""
         return self.constant is not None
 
     @property
@@ -111,11 +111,11 @@ class VariableStore:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether a download is due before variables are read."""
+        """Whether reading variables requires a download first."""
         return self.has_run or self.host != self._host_copies.version
 
     def note_run(self) -> None:
-        """Note that the device is ahead, before it is so: an interrupted run may have changed the variables."""
+        """Mark device values as newer before a run starts: even an interrupted run may change variables."""
         if self.device <= self.host:
             self._host_copies.in_sync = False
             self.device = self._host_copies.new_version()
@@ -123,14 +123,14 @@ class VariableStore:
             store.note_run()
 
     def note_written(self) -> None:
-        """Note that the host copies have been written, and an upload is due."""
+        """Mark host copies as written, making an upload due."""
         has_run = self.has_run
         self.host, self.constant = self._host_copies.note(), None
         if has_run:
             self.device = self._host_copies.new_version()
 
     def present(self) -> tuple[Array, ...]:
-        """The arrays that change. `PopxlRuntimeError` if they are lost."""
+        """Arrays changed by runs; raises `PopxlRuntimeError` if lost."""
         if self.changing is None:
             raise PopxlRuntimeError(
                 "Session: the values of the variables on the device were lost when a run failed. Upload the host "
@@ -139,13 +139,13 @@ class VariableStore:
         return self.changing
 
     def release(self) -> None:
-        """Free the device memory of the variables."""
+        """Free the device memory of variables."""
         self.changing = self.constant = None
 
     # Transfers ------------------------------------------------------------------------------------------------------
 
     def upload(self, given: Given | None = None) -> None:
-        """Copy the host values of all variables to the device. Slots of buffers that no variable fills stay.
+        """Upload host values of all variables to the device. Remote buffer slots without variables stay unchanged.
 
         Args:
             given: variables that get other values than they have on the host. These are asked for what the devices of
@@ -181,7 +181,7 @@ class VariableStore:
             return tuple(changing), tuple(put(False, layout.constant))
 
     def download(self) -> None:
-        """Copy the values of all variables that the program changes from the device to the host."""
+        """Download values of all changed variables from device to host."""
         layout = self._layout
         version = self._host_copies.note()  # if this is interrupted, no store takes the host copies for its own
         if layout.changed or layout.stored_to:
@@ -198,7 +198,7 @@ class VariableStore:
                 mapped.flush()
 
     def upload_parts(self, given: Given) -> None:
-        """Upload values that are asked for in parts. Those that the program changes are on the device only then."""
+        """Upload values given in parts. Changed variables without host memory receive values only on the device."""
         only_there = {v for v in self._layout.read_back if v._memmap_arr is None}
         whole = {v: read(0, math.prod(v.shape_on_host)) for v, read in given.items() if v not in only_there}
         self.upload(given)
@@ -213,19 +213,19 @@ class VariableStore:
         defer_signals(note)
 
     def local_values(self, variables: Sequence[Variable]) -> dict[Variable, np.ndarray] | None:
-        """Values of variables on the first replica of this process; see `transfers.fetch_local`."""
+        """Variable values on this process's first replica; see `transfers.fetch_local`."""
         with self._layout.precision():
             return fetch_local(self._layout, self.present(), variables)
 
     def own_parts(self, variables: Collection[Variable], is_ahead: bool) -> dict[Variable, list[Part]]:
-        """The parts of values of variables that this process is to save; see `transfers.own_parts`."""
+        """Parts of variable values saved by this process; see `transfers.own_parts`."""
         with self._layout.precision():
             return own_parts(self._layout, self.present() if is_ahead else (), variables, is_ahead)
 
     # Variables of other stores --------------------------------------------------------------------------------------
 
     def share(self, other: VariableStore, variables: Mapping[Variable, Variable]) -> None:
-        """Use variables of another store from now on: its own by ours. Either all of them, or none.
+        """Share variables of another store: `variables` maps own variables to foreign ones. Shares all or none.
 
         Variables that the program does not use are left out.
 
@@ -256,7 +256,7 @@ class VariableStore:
         self._replace(dict.fromkeys(self.shared))
 
     def _problem(self, slot: Slot, theirs: Sequence[Tensor | None], other: VariableStore, there: Slot | None) -> str:
-        """Why an array cannot be another store's, where `theirs` are to be its variables; empty if it can."""
+        """Reason why an array cannot be shared from another store, with `theirs` as its variables; empty if it can."""
         if there is None:
             return "the other session does not use it"
         if list(other._blocks()[there].tensors) != theirs:
@@ -278,12 +278,12 @@ class VariableStore:
         return "" if ours == form else f"the other session has it as {form}, and this one as {ours}"
 
     def _blocks(self) -> dict[Slot, Block]:
-        """The arrays of variables, by their slots."""
+        """Variable arrays, keyed by slot."""
         both = ((True, self._layout.changing), (False, self._layout.constant))
         return {Slot(changes, i): block for changes, blocks in both for i, block in enumerate(blocks)}
 
     def _form(self, slot: Slot) -> tuple[Any, ...]:
-        """Shape, dtype and devices of an array, which another program has to agree with."""
+        """Shape, dtype and devices of an array, required to match between sharing programs."""
         layout, block = self._layout, self._blocks()[slot]
         replicas = layout.terms_for(block.tensors[0]).replicas
         shape = block.shape if layout.is_shared(block) else replicas.shape(block.shape)
@@ -292,14 +292,15 @@ class VariableStore:
 
     @contextmanager
     def lock_shared(self) -> Iterator[None]:
-        """While the block lasts, no session runs that owns variables of this one. (None owns any of theirs.)"""
+        """Lock the stores owning shared variables, blocking their sessions while the block runs. (Owners never borrow
+        from this store.)"""
         with ExitStack() as locks:
             for store in self._owning_stores:
                 locks.enter_context(store.lock)
             yield
 
     def gather(self) -> None:
-        """Put the arrays of other stores into their slots, for a run. `PopxlError` if one of the stores has none."""
+        """Borrow arrays from other stores for a run; raises `PopxlError` if a store has none."""
         for each in self.shared.values():
             if each.slot in each.store.shared:
                 raise PopxlError(
@@ -314,7 +315,7 @@ class VariableStore:
         self._replace({slot: each.store._array(each.slot) for slot, each in self.shared.items()})
 
     def scatter(self) -> None:
-        """Return the arrays of other stores, as a run has left them."""
+        """Return borrowed arrays, as updated by a run."""
         for slot, each in self.shared.items():
             if slot.changes and self.changing is not None:
                 each.store._replace({each.slot: self.changing[slot.number]})
@@ -328,7 +329,7 @@ class VariableStore:
         return self.present()[slot.number] if slot.changes else constant[slot.number]
 
     def _replace(self, arrays: Mapping[Slot, Array]) -> None:
-        """Put arrays into their slots, where anything is on the device."""
+        """Replace arrays in their slots, if the store is loaded."""
         changing = None if self.changing is None else list(self.changing)
         constant = None if self.constant is None else list(self.constant)
         for (changes, number), array in arrays.items():
@@ -340,5 +341,5 @@ class VariableStore:
 
 
 def _holder(v: Variable) -> Tensor:
-    """What holds a variable on the device: itself, or its piece."""
+    """Tensor representing a variable on the device: the variable, or its shard."""
     return v if v.piece is None else v.piece

@@ -1,4 +1,4 @@
-"""The values of variables, between the host and a device: what replicas hold of a variable, and where its array is."""
+"""Transfers of variable values between host and device: replica shards, and array placement."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HostValue = tuple[Variable, np.ndarray, np.ndarray | None]
 
 
 def put_variables(layout: Layout, block: Block, given: Given) -> Array:
-    """Make the array of variables on the devices, from their host copies or from what is given."""
+    """Create the device array of a block's variables, from host copies or given values."""
     replicas = layout.terms_for(block.tensors[0]).replicas
     variables = [layout.held[t] for t in block.tensors]
     alike = all(_is_alike(layout, t) for t in block.tensors)
@@ -52,7 +52,7 @@ def put_variables(layout: Layout, block: Block, given: Given) -> Array:
 
 
 def fill_buffer(layout: Layout, buffer: RemoteBuffer, before: Array | None, given: Given) -> Array:
-    """Put variables into their slots of a remote buffer; other slots stay as they were `before`."""
+    """Write variables into remote buffer slots; other slots keep their contents from `before`."""
     terms = layout.terms_for(buffer)
     rows = {v: _rows(v, given) for v in layout.in_buffers[buffer]}
     return remote.fill_buffer(buffer, rows, terms.replicas, terms.slots, before)
@@ -66,19 +66,19 @@ def _whole(v: Variable, given: Given) -> np.ndarray:
 
 
 def _rows(v: Variable, given: Given) -> Callable[[int], np.ndarray]:
-    """A function from a replica to its initial elements of a variable."""
+    """Function from a replica number to its initial elements of a variable."""
     elements = given.get(v, partial(_host_elements, v))
     return partial(shard_layout(v).row, lambda start, stop: to_device(elements(start, stop), v.dtype))
 
 
 def _is_alike(layout: Layout, t: Tensor) -> bool:
-    """Whether a variable has the same initial value on all replicas."""
+    """Whether a variable's initial value is identical on all replicas."""
     v = layout.held[t]
     return v.replica_grouping.num_groups == 1 and t is v
 
 
 def _parts(layout: Layout, t: Tensor, array: np.ndarray, count: int) -> np.ndarray:
-    """The initial value of a variable on each replica."""
+    """Initial value of a variable on each replica."""
     if _is_alike(layout, t):
         return np.broadcast_to(array, (count, *t.shape))
     return shard_layout(layout.held[t]).of(array).reshape(count, *t.shape)
@@ -88,7 +88,7 @@ def _parts(layout: Layout, t: Tensor, array: np.ndarray, count: int) -> np.ndarr
 
 
 def fetch_values(layout: Layout, changing: Sequence[Array | None]) -> list[HostValue]:
-    """Fetch the values of all variables that the program changes. The host copies stay as they are.
+    """Fetch values of all changed variables, without writing host copies.
 
     Args:
         layout: the program.
@@ -114,13 +114,13 @@ def fetch_values(layout: Layout, changing: Sequence[Array | None]) -> list[HostV
 
 
 def _is_replicated(layout: Layout, t: Tensor) -> bool:
-    """Whether a variable is declared to be the same on all replicas, and is read from one."""
+    """Whether a variable is declared identical on all replicas, and retrieved from one replica."""
     v = layout.held[t]
     return v is t and v.replica_grouping.num_groups == 1 and v.retrieval_mode != "all_replicas"
 
 
 def _host_value(layout: Layout, v: Variable, array: np.ndarray) -> HostValue:
-    """The host value of a variable from the values of its replicas. Padding is left out."""
+    """Host value of a variable from its replica values, without padding."""
     if layout.replicas.count == 1 and not v.location_info.isRemote():
         return v, to_host(array, v.dtype).reshape(1, -1), None
     parts, rows = shard_layout(v), array.reshape(layout.replicas.count, -1)
@@ -131,7 +131,8 @@ def _host_value(layout: Layout, v: Variable, array: np.ndarray) -> HostValue:
 
 
 def write_host_copies(fetched: Iterable[HostValue]) -> dict[Variable, np.ndarray]:
-    """Make fetched values the host copies. Returns the values on all replicas of those that are read from all."""
+    """Write fetched values to host copies. Returns all-replica values of variables with retrieval mode
+    "all_replicas"."""
     of_all_replicas: dict[Variable, np.ndarray] = {}
     for v, values, of_all in fetched:
         if v.initial is not None and values.size == math.prod(v.shape_on_host):
@@ -150,7 +151,7 @@ def write_host_copies(fetched: Iterable[HostValue]) -> dict[Variable, np.ndarray
 def fetch_local(
     layout: Layout, changing: Sequence[Array], variables: Sequence[Variable]
 ) -> dict[Variable, np.ndarray] | None:
-    """Fetch values of variables from the first replica of this process. The host copies stay as they are.
+    """Fetch variable values from this process's first replica, without writing host copies.
 
     `None`, unless several processes run the program and this one alone has all that is asked for.
     """
@@ -176,8 +177,8 @@ def fetch_local(
 def own_parts(
     layout: Layout, changing: Sequence[Array], variables: Collection[Variable], is_ahead: bool
 ) -> dict[Variable, list[Part]]:
-    """Parts of the values of variables, of a program over several processes: those that replicas of this process are
-    the first to hold. The parts of all processes are all values, each once. They are copies.
+    """Variable parts first held by replicas of this process, in a multi-process program. Parts of all processes
+    together cover each value exactly once. Returns copies.
 
     Args:
         layout: the program.
@@ -200,7 +201,7 @@ def own_parts(
 def _parts_on_devices(
     layout: Layout, changing: Sequence[Array], variables: set[Variable], own: set[int]
 ) -> dict[Variable, list[Part]]:
-    """The same, of what the program changes."""
+    """Variable parts on devices, for variables changed by the program."""
     count = len(layout.changing)
     firsts = {v: shard_layout(v).first_holders for v in variables}
     parts: dict[Variable, list[Part]] = {}
@@ -232,7 +233,7 @@ def _parts_on_devices(
 
 
 def _host_elements(v: Variable, start: int, stop: int) -> np.ndarray:
-    """A copy of flat elements of the host value of a variable."""
+    """Copy of a flat element range of a variable's host value."""
     if v.initial is None:
         return np.array(v.data.reshape(-1)[start:stop])
     return to_numpy(v.initial.elements(start, stop), v.dtype)

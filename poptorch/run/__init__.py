@@ -1,1 +1,1 @@
-"""What runs: wrapped models, what goes into them and comes out of them, their weights, their files."""
+"""Runtime: wrapped models, arguments, results, weights, model files."""

@@ -1,4 +1,4 @@
-"""What a wrapped model is called with: bound to the parameters of `forward`, and compared with the first call.
+"""Call arguments of wrapped models: binding to the parameters of `forward`, and comparison with the first call.
 
 Values of other tensors than arguments are found in `weights.py`.
 """
@@ -21,7 +21,7 @@ from poptorch.errors import Error, createPoptorchError
 
 
 class Binder:
-    """The parameters of a `forward`, and how arguments get to them.
+    """Binds call arguments to the parameters of a `forward`.
 
     Args:
         forward: the function. One without a signature, such as some of torch's, takes any positional arguments.
@@ -47,7 +47,7 @@ class Binder:
         self._positional = tuple(parameters) if simple else None
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The value of every parameter, in the order of the signature, defaults included.
+        """Bind arguments: return each parameter's value, in signature order, defaults included.
 
         Raises:
             Error: if a mandatory parameter has no value.
@@ -70,13 +70,13 @@ class Binder:
         return bound.arguments
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-        """The names of the parameters that a call gives a value, but for those of `*args` and `**kwargs`."""
+        """Names of parameters passed explicitly in a call, excluding those collected by `*args` and `**kwargs`."""
         return [name for name in self._signature.bind_partial(*args, **kwargs).arguments if name not in self._open]
 
     def unbind(
         self, values: Mapping[str, Any], positional: int, wanted: Collection[str]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments `args, kwargs` of a call in which parameters have these values, as `bind` returns them.
+        """Convert parameter values, as returned by `bind`, back to call arguments `args, kwargs`.
 
         Args:
             values: of all parameters.
@@ -99,7 +99,7 @@ class Binder:
 
 
 class Signature:
-    """What a model is compiled for: the structure of its arguments, the shapes and types of their tensors, constants.
+    """The signature that a model is compiled for: argument structure, tensor shapes and dtypes, constants.
 
     Args:
         forward: the function, whose parameters the arguments are for.
@@ -161,7 +161,7 @@ class Signature:
         self._dicts = [name for name, value in values.items() if name != self._binder.extra and _has_dict(value)]
 
     def tell_of_dicts(self) -> None:
-        """Warn of dictionaries, whose keys are a part of it."""
+        """Warn about dictionary arguments, whose keys are compiled in."""
         if self._dicts:
             logger.warning(
                 "Dictionaries among the arguments (%s): their keys are compiled in; later calls need the same.",
@@ -170,11 +170,11 @@ class Signature:
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """The parameters of the function."""
+        """The function's parameters."""
         return self._binder.parameters
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The tensors of a call, which must fit. They are the caller's own, unconverted, in the order of `leaves`.
+        """Validate a call's arguments. Return their tensors, unconverted, in the order of `leaves`.
 
         Raises:
             Error: if arguments do not match those compiled with. It names the argument and both sides.
@@ -192,7 +192,7 @@ class Signature:
         return tensors
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the arguments of a call match."""
+        """Whether call arguments match this signature."""
         try:
             self.check(args, kwargs)
         except Error:
@@ -200,7 +200,7 @@ class Signature:
         return True
 
     def _differences(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """In which arguments a call differs from the first, each in a sentence."""
+        """Describe each argument mismatch between a call and the first call, one sentence per mismatch."""
         given = self._binder.given(args, kwargs)
         missing = [name for name in self._given if name not in given]
         unexpected = [name for name in given if name not in self._given]
@@ -212,7 +212,7 @@ class Signature:
         )
 
     def objects(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The objects among the arguments of a call whose attributes `forward` may set; see `Structure.objects`.
+        """Call arguments whose attributes `forward` may set; see `Structure.objects`.
 
         Args:
             args, kwargs: those of a call that `check` has found to match.
@@ -223,7 +223,7 @@ class Signature:
         return [o for s, value in zip(self._structures.values(), values, strict=True) for o in s.objects(value)]
 
     def arguments(self, tensors: Iterable[torch.Tensor], hides: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments `args, kwargs` of a call of `forward` with other tensors, one for each of `leaves`.
+        """Build call arguments `args, kwargs` for `forward` from new tensors, one per leaf in `leaves`.
 
         Args:
             tensors: the tensors.

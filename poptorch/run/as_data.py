@@ -1,4 +1,5 @@
-"""Python values as data that JSON can hold, and back: nothing else can come of them than what is written out here.
+"""Serialization: conversion between Python values and JSON data. Deserialization creates only value types written out
+here.
 
 Named tuples, dataclasses, and subclasses of tuples, lists and dictionaries are written with the names of their classes.
 They come back as these if the program that reads them has imported them; then they are filled without being called. No
@@ -35,7 +36,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def to_data(value: Any, name: str) -> Any:
-    """A value as data. Of a tensor, there is its shape and dtype.
+    """Serialize a value. Tensors are stored as shape and dtype only.
 
     Args:
         value: a number, string, `None`, slice, range, dtype, enum of poptorch, NumPy array or tensor; or a tuple, list,
@@ -89,7 +90,9 @@ def to_data(value: Any, name: str) -> Any:
 
 
 def _of_class(value: Any, bases: Sequence[type], items: list[Any], fields: Sequence[str] = ()) -> dict[str, Any]:
-    """What an object holds, under the name of the first of some bases that it is of; of a subclass, with its class."""
+    """Serialize a container's contents under the name of its first matching base class; subclasses add their class
+    name.
+    """
     kind, base = type(value), next(base for base in bases if isinstance(value, base))
     data = {_CONTAINERS[base]: items}
     return data if kind is base else data | {"class": f"{kind.__module__}:{kind.__qualname__}", "fields": list(fields)}
@@ -101,7 +104,7 @@ _NUMBERS = "biuf"  # kinds of NumPy's dtypes
 
 
 def from_data(data: Any) -> Any:
-    """The value that `to_data` wrote. A tensor has a shape and a dtype, and no numbers: it is on the device "meta".
+    """Deserialize `to_data` output. Tensors have a shape and a dtype but no data: their device is "meta".
 
     Raises:
         ValueError, TypeError: if it is nothing that `to_data` writes.
@@ -152,7 +155,7 @@ def from_data(data: Any) -> Any:
 
 
 def _like_class(path: str, fields: list[str], held: tuple[Any, Any]) -> Any:
-    """An object of a class that a file names; see the top of this page."""
+    """Create an object of a class named by a file; see this module's docstring."""
     what, data = held
     base = next((base for base, name in _CONTAINERS.items() if name == what), None)
     if base is None:
@@ -173,7 +176,9 @@ def _like_class(path: str, fields: list[str], held: tuple[Any, Any]) -> Any:
 
 
 def _imported(path: str, base: type) -> type | None:
-    """The class of that name, if the program has it; none of Python's own library, where some do more than hold."""
+    """Look up an already imported class by name. Standard-library classes are excluded, since some do more than store
+    data.
+    """
     module, _, names = path.partition(":")
     if module.partition(".")[0] in sys.stdlib_module_names:
         return None
@@ -184,7 +189,7 @@ def _imported(path: str, base: type) -> type | None:
 
 
 def _filled(kind: type, base: Any, fields: Sequence[str], items: Any) -> Any:
-    """An object of a class, made without calling that; `None` if it does not have these fields."""
+    """Create an object without calling its class; return `None` on a field mismatch."""
     if base is object:
         if not dataclasses.is_dataclass(kind) or kind.__new__ is not object.__new__:
             return None
@@ -226,7 +231,7 @@ _OF_THE_PROCESS = ("Distributed.",)  # what the environment says
 
 
 def options_to_data(options: Options) -> dict[str, Any]:
-    """Options as data. What blocks do where is in the program, so the execution strategy is not written.
+    """Serialize options. The execution strategy is omitted: the program already contains block placement.
 
     Nor are options that touch the machine: they are for who runs the model.
     """
@@ -250,7 +255,7 @@ def _is_of_the_run(name: str) -> bool:
 
 
 def options_from_data(data: Mapping[str, Any]) -> Options:
-    """Options of what `options_to_data` wrote.
+    """Deserialize `options_to_data` output.
 
     Raises:
         ValueError, AttributeError, AssertionError: if they are no options.
@@ -275,7 +280,7 @@ _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
 
 
 class OptimizerData(BaseModel):
-    """An optimiser as data: its numbers, and the names of the parameters that it trains.
+    """A serialized optimiser: hyperparameters, and names of trained parameters.
 
     Attributes:
         kind: its class; of a class of the user's, the one above it.
@@ -293,7 +298,7 @@ class OptimizerData(BaseModel):
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> OptimizerData:
-        """What an optimiser says now.
+        """Serialize an optimiser's current hyperparameters.
 
         Args:
             optimizer: of one of the classes that models can be trained with.
@@ -322,7 +327,7 @@ class OptimizerData(BaseModel):
         )
 
     def make(self, parameters: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
-        """An optimiser that says the same, for these parameters.
+        """Create an optimiser with these hyperparameters, for the given parameters.
 
         Raises:
             KeyError: if one is missing, or there is no such class.
@@ -342,5 +347,5 @@ class OptimizerData(BaseModel):
 
 
 def _plain(value: Any) -> Any:
-    """A number, where a tensor says it."""
+    """Convert a scalar tensor to a Python number."""
     return value.item() if isinstance(value, torch.Tensor) else value

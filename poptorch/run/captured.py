@@ -1,4 +1,4 @@
-"""The capture of a model that is to be compiled: for which tensors, and what is looked at before it is a program."""
+"""Model capture for compilation: argument layouts, and checks between capture and compilation."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def captured_model(
     has_fewer_rows: bool = False,
     counts: Collection[str] | None = None,
 ) -> tuple[Captured, Answer]:
-    """A model, captured for arguments with such tensors, and found to be one that can be compiled; and its answer.
+    """Capture a model for arguments with given tensor layouts, and check that it can be compiled. Return the capture
+    and its output structure.
 
     Args:
         places: where in memory the tensors of a micro-batch are; see `places_of`.
@@ -125,7 +126,7 @@ _Capture = tuple[Captured, Answer, Ambient]
 
 
 def _counting(plain: Captured, capture: Callable[[Tape], _Capture], counts: Collection[str] | None) -> _Capture | None:
-    """The capture in which the host computes the numbers that `forward` changes, if that does the same otherwise.
+    """The capture with `forward`'s changing numbers computed on the host, if otherwise equivalent; else `None`.
 
     There is one for each way that Python may choose by these numbers. Those that cannot be carried are left out.
     """
@@ -172,7 +173,7 @@ def _with_numbers(
 
 
 def places_of(tensors: Sequence[torch.Tensor], signature: Signature, batching: Batching) -> list[TensorLayout]:
-    """Where in memory the first micro-batch is of tensors that are given."""
+    """Memory layouts of the first micro-batch of given tensors."""
     places = []
     for t, leaf in zip(tensors, signature.leaves, strict=True):
         shape = batching.micro_batch_shape(leaf.shape, leaf.name)
@@ -187,7 +188,7 @@ _told: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDic
 
 
 def _tell_of_carried(captured: Captured, module: torch.nn.Module | None) -> None:
-    """Warn, once of each, of what `forward` changes on the host."""
+    """Warn, once per item, about host state changed by `forward`."""
     told = set() if module is None else _told.setdefault(module, set())
     for text, line in captured.shown.items():
         if f"text of {text}" not in told:
@@ -216,7 +217,7 @@ _MOST_TOLD = 3
 
 
 def _on_host(captured: Captured) -> Iterator[str]:
-    """What there is to be told of tensors of the host: those used on the device, and results that never were there."""
+    """Yield warnings about host tensors: those used on the device, and outputs computed entirely on the host."""
     frozen = [each for each in captured.frozen if each.met is not None and not each.of_module]
     for holder, group in groupby(frozen, lambda each: re.split(r"[.\[]", each.text, maxsplit=1)[0]):
         first, *others = group
@@ -242,7 +243,7 @@ def _on_host(captured: Captured) -> Iterator[str]:
 
 
 def _check_overlaps(captured: Captured) -> None:
-    """Whether what is to be transferred during computations are inputs and results, which nothing else looks at."""
+    """Check that tensors marked for overlapped transfer are model inputs and outputs without other uses."""
     inputs, outputs = captured.inputs, captured.trace.outputs
     nodes = list(_all_nodes(captured.trace))
     for node in nodes:
@@ -273,7 +274,7 @@ def _check_overlaps(captured: Captured) -> None:
 
 
 def _all_nodes(trace: Trace) -> Iterator[Node]:
-    """The ops of a function, and those of the functions that they run."""
+    """Iterate over a function's ops, including ops of nested functions."""
     for node in trace.nodes:
         yield node
         for inner in node.traces:
@@ -284,7 +285,7 @@ _COMPARISONS = frozenset(f"aten.{name}" for name in ("lt", "le", "gt", "ge", "eq
 
 
 def _watch_comparisons(trace: Trace) -> None:
-    """Have the program look for NaN in what it compares: a comparison makes none, so a run op by op says nothing."""
+    """Insert NaN checks before comparison operands: comparisons produce no NaN, so op-by-op debugging misses them."""
     nodes: list[Node] = []
     for node in trace.nodes:
         for inner in node.traces:
@@ -310,14 +311,14 @@ def _in_place_of(others: Mapping[Value, Value], value: Value) -> Value:
 
 
 def host_functions_of(trace: Trace) -> Iterator[HostFunction]:
-    """The functions of the host that a captured function calls."""
+    """Host functions called by a captured function."""
     for node in _all_nodes(trace):
         if node.op == "poptorch.cpu":
             yield node.arguments["function"]
 
 
 def constant_of(value: Value) -> torch.Tensor | None:
-    """The numbers of a value that a model does not compute, or only on the host."""
+    """Constant data of a value computed only on the host or not at all; `None` for device results."""
     made_by = value.made_by
     while made_by is not None and made_by.op in ("aten.lift_fresh", "aten.detach", "aten.alias"):
         made_by = made_by.inputs[0].made_by

@@ -1,4 +1,4 @@
-"""From a model to what runs: it is captured for arguments like these, and compiled, as one program or in parts."""
+"""Model compilation: capture for given arguments, then compilation as one program or as several subgraphs."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _turn = threading.RLock()
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """A context in which models are compiled, one after the other: a captured module holds tensors without numbers."""
+    """Context manager that serializes model compilation: captured modules hold tensors without data."""
     with _turn, torch.inference_mode(False):  # within it no gradients flow, whatever one says
         yield
 
 
 @contextmanager
 def _capturing(attributes: Attributes) -> Iterator[None]:
-    """A context in which a model may be captured once more: it is then as it was when it was wrapped."""
+    """Context manager for recapturing a model with the attributes it had when wrapped."""
     with compiling(), attributes.restored():
         yield
 
@@ -60,7 +60,7 @@ def compiled_model(
     carries_numbers: bool = False,
     counts: Collection[str] | None = None,
 ) -> Compiled | InParts:
-    """A model, compiled for arguments like these; it has its `attributes` meanwhile.
+    """Compile a model for given arguments. The model has its `attributes` during compilation.
 
     Args:
         model: the model.
@@ -145,7 +145,7 @@ _MOST_LOOKS = 4
 def _hiding(
     signature_of: Callable[[Collection[str] | None], Signature], capture: Callable[[Signature], Way]
 ) -> tuple[Signature, Way]:
-    """The capture of a model in which the values beside tensors are hidden that it does not look at.
+    """Capture a model, hiding non-tensor values that it does not read.
 
     Args:
         signature_of: gives a signature, for the names of values that it looks at; `None` stands for all.
@@ -159,7 +159,7 @@ def _hiding(
 def _hidden(
     signature_of: Callable[[Collection[str] | None], Signature], capture: Callable[[Signature], Way]
 ) -> tuple[Signature, Way | None, Way | None]:
-    """The capture with hidden values, if there is one that does the same as that with the values, and the latter."""
+    """The capture with hidden values, if equivalent to the capture with visible values, and the latter."""
     looked_at: set[str] = set()
     has_numbers: set[str] = set()
     for _ in range(_MOST_LOOKS):
@@ -190,7 +190,8 @@ def carries(
     options: Options,
     training: bool,
 ) -> bool:
-    """Whether a program takes arguments with other values beside tensors, from now on: `forward` only hands them on.
+    """Extend a program to accept new non-tensor argument values, provided `forward` only passes them through. Return
+    whether it does.
 
     Args:
         model: the model.
@@ -221,7 +222,7 @@ def carries(
 
 
 def _check_apart(model: HostModel, captured: Captured, trained: Iterable[str]) -> None:
-    """Raise an `Error` if the program overwrites a part of another parameter or buffer that it uses."""
+    """Raise an `Error` if the program overwrites memory shared with another parameter or buffer that it uses."""
     written = {*captured.written, *trained}
     trace = captured.trace
     values = {id(value) for node in trace.nodes for value in node.inputs} | set(map(id, trace.outputs))
@@ -230,7 +231,7 @@ def _check_apart(model: HostModel, captured: Captured, trained: Iterable[str]) -
 
 
 def _groupings(ir: popxl.Ir, model: HostModel, options: Options) -> dict[str, popxl.ReplicaGrouping]:
-    """The groupings of parameters that differ between replicas, by name."""
+    """Replica groupings by parameter name, for parameters differing between replicas."""
     if model.grouped and ir.replication_factor != options.replication_factor:
         raise NotImplementedError(
             f"replicaGrouping: {', '.join(map(repr, model.grouped))} has groups of replicas, of which other "
@@ -241,7 +242,7 @@ def _groupings(ir: popxl.Ir, model: HostModel, options: Options) -> dict[str, po
 
 
 def _anchors(options: Options, on_host: Collection[str]) -> dict[str, Returned]:
-    """What a program returns besides its results: the tensors that are anchored, but for those that the host has."""
+    """Additional program outputs: anchored tensors, excluding those already available on the host."""
     return {
         short: Returned(
             anchor.long_name,
@@ -255,7 +256,7 @@ def _anchors(options: Options, on_host: Collection[str]) -> dict[str, Returned]:
 
 @contextmanager
 def progress_bar(shown: bool) -> Iterator[None]:
-    """Show how far a compilation is, if it takes a while and somebody is at a terminal; with tqdm, if there is one."""
+    """Show a compilation progress bar on terminals for long compilations, provided tqdm is installed."""
     try:
         from tqdm import tqdm  # type: ignore[import-untyped]
     except ImportError:

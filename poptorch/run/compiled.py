@@ -1,4 +1,4 @@
-"""`Compiled`: a compiled model, and what goes to and comes from its device.
+"""`Compiled`: a compiled model, and its data transfers to and from the device.
 
 It is made of a captured model (`Compiled.of`) or of a file (`poptorch.run.saving`). It knows arrays and tensors, and
 one structure of arguments. Who holds the truth about weights, and when anything is transferred, is decided in
@@ -48,7 +48,7 @@ Name = TypeVar("Name")
 
 @dataclass(frozen=True)
 class Result:
-    """What a program returns, of which each micro-batch has one.
+    """A program output, produced once per micro-batch.
 
     Attributes:
         shape: of one of them.
@@ -63,7 +63,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Ends:
-    """What of a program the host has to do with.
+    """Program inputs, outputs and variables that the host accesses.
 
     Attributes:
         inputs: by number of an input, its stream; inputs that are not used have none.
@@ -89,7 +89,7 @@ class Ends:
 
     @classmethod
     def of(cls, program: Program) -> Ends:
-        """The ends of a program."""
+        """Collect a program's inputs, outputs and variables."""
         return cls(
             program.inputs,
             program.outputs,
@@ -104,7 +104,7 @@ class Ends:
 
 
 class Compiled:
-    """A model, compiled for arguments of some structure. It is attached to no device at first. Threads may share it.
+    """A model compiled for a given argument structure, initially detached from any device. Threads may share it.
 
     Args:
         signature: what arguments have to look like.
@@ -200,7 +200,7 @@ class Compiled:
         anchors: Mapping[str, Returned] | None = None,
         seed: int,
     ) -> Compiled:
-        """Write a captured model as a program, and compile that.
+        """Lower a captured model to a program, and compile it.
 
         Args:
             ir: an empty Ir for the program.
@@ -262,7 +262,7 @@ class Compiled:
     # Running --------------------------------------------------------------------------------------------------------
 
     def run(self, tensors: Sequence[torch.Tensor], objects: Sequence[Any] = ()) -> Any:
-        """Run the program once on the tensors of a call, as `signature.check` returns them. Returns the result.
+        """Run the program once on call tensors, as returned by `signature.check`. Returns the result.
 
         Args:
             tensors: the tensors.
@@ -277,7 +277,7 @@ class Compiled:
         return self.rebuilt(tensors, self.fetched(tensors), objects)
 
     def fetched(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run the program once. Returns all that it gives, of which `rebuilt` makes the result."""
+        """Run the program once. Return all raw outputs, from which `rebuilt` assembles the result."""
         if self._frozen:
             self._tell_frozen()
         if self.rewritten:
@@ -308,7 +308,7 @@ class Compiled:
         return results
 
     def _check_apart(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Check that what the model overwrites is no part of another argument, which would have to change with it."""
+        """Check that overwritten arguments share no memory with other arguments, which would have to change too."""
         for i in self.rewritten:
             for j, other in enumerate(tensors):
                 if j != i and np.shares_memory(_memory(tensors[i]), _memory(other)):
@@ -321,36 +321,36 @@ class Compiled:
 
     @property
     def times(self) -> Times:
-        """When the last call did what."""
+        """Timestamps of the last call."""
         return Times(*self._steps, *self._moments)
 
     def _fed(self, t: torch.Tensor, name: str) -> np.ndarray:
-        """A tensor as the program takes it: with the rows of a replica together."""
+        """Convert a tensor to the program's input layout, with each replica's rows contiguous."""
         (array,) = self._feeder.arrays([t], [name])
         return array.swapaxes(0, 1) if self._both else array
 
     @property
     def _both(self) -> bool:
-        """Whether arrays have a dimension for micro-batches and one for replicas."""
+        """Whether arrays have both a micro-batch and a replica dimension."""
         return self.batching.micro_batches > 1 and self.batching.groups.replicas > 1
 
     def _shape_of_rows(self, shape: Sequence[int]) -> tuple[int, ...] | None:
-        """The shape in which the program takes a tensor, if that is all there is to do."""
+        """The program's input shape for a tensor; `None` if a reshape alone is insufficient."""
         if self.batching.groups.size > 1 or self._both:
             return None
         return self.batching.deal(np.empty(shape, np.bool)).shape
 
     def _is_in_turns(self, stream: popxl.DeviceToHostStream, result: Result) -> bool:
-        """Whether what comes from the device has dimensions for replicas and micro-batches, in this order."""
+        """Whether device outputs have leading replica and micro-batch dimensions, in that order."""
         return self.batching.groups.replicas > 1 and len(stream.shape) > len(result.shape)
 
     def _shape_of_result(self, result: Result) -> tuple[int, ...]:
-        """The shape of a result of a call."""
+        """Shape of a call result."""
         leading = [n for n in (result.count, self.batching.groups.replicas) if n > 1]
         return self.batching.join(np.empty((*leading, *result.shape), np.bool), result.shape).shape
 
     def rebuilt(self, tensors: Sequence[torch.Tensor], results: list[torch.Tensor], objects: Sequence[Any]) -> Any:
-        """The result of a call, of all that the program gave. Arguments that `forward` overwrites are overwritten.
+        """Assemble a call's result from raw program outputs, and write back arguments overwritten by `forward`.
 
         Args:
             tensors: those of the call, as for `run`.
@@ -371,7 +371,7 @@ class Compiled:
         return self.structure.rebuild(of_model, objects)
 
     def write_back(self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
-        """Overwrite the arguments that `forward` overwrites; see `rebuilt`."""
+        """Overwrite arguments that `forward` overwrites; see `rebuilt`."""
         with torch.no_grad():
             for i, rows in zip(self.rewritten, results[self._count + len(self._anchors) :], strict=True):
                 if tensors[i].shape != rows.shape:  # the `out` of a function, which gives it another
@@ -379,13 +379,13 @@ class Compiled:
                 overwrite(tensors[i], rows)
 
     def _zeros(self, outputs: Any) -> dict[popxl.DeviceToHostStream, np.ndarray]:
-        """Wait for a run, and take zeros for what it has made: a read of it would be a transfer."""
+        """Wait for a run, and return zeros instead of its outputs: reading them would cause a transfer."""
         if isinstance(outputs, Outputs):
             outputs.wait()
         return {s: np.zeros(self.session.host_shape(s), s.dtype.as_numpy()) for s in self.ends.outputs}
 
     def _tell_frozen(self) -> None:
-        """Tell once of each tensor of the host that has changed, without effect: the program has its numbers."""
+        """Warn once per changed host tensor that its change has no effect: the program contains its numbers."""
         changed = [(each, what) for each in self._frozen if (what := each.change())]
         self._frozen = [each for each in self._frozen if all(each is not told for told, _ in changed)]
         for each, what in changed:
@@ -398,7 +398,7 @@ class Compiled:
             )
 
     def _in_turn(self, feeds: Mapping[popxl.HostToDeviceStream, Any]) -> Mapping[popxl.DeviceToHostStream, np.ndarray]:
-        """A run of which more has to be known than its results: it is over before another thread's begins."""
+        """Run exclusively, collecting errors as well as outputs: the run finishes before another thread's begins."""
         with self._turn, self.session.debugging() if self._checks else nullcontext():
             try:
                 fetched = self.session.run(feeds)
@@ -414,20 +414,20 @@ class Compiled:
 
     @property
     def is_attached(self) -> bool:
-        """Whether it has a device."""
+        """Whether a device is attached."""
         return self.session.is_attached
 
     def attach(self, host: Mapping[str, np.ndarray]) -> None:
-        """Take a device, with these values of parameters and buffers there."""
+        """Attach a device, loading given parameter and buffer values."""
         self.write_weights(host)
         self.session.__enter__()
 
     def close(self) -> None:
-        """Let go of the device, for good."""
+        """Release the device permanently."""
         self.session.__exit__(None)
 
     def detach(self) -> None:
-        """Let go of the device; what it has comes home before."""
+        """Copy variables back to the host, then release the device."""
         if self.is_attached:
             self.session.weights_to_host()
             self.session.__exit__(None)
@@ -435,13 +435,13 @@ class Compiled:
     # Variables ------------------------------------------------------------------------------------------------------
 
     def weights(self, names: Container[str] | None = None) -> dict[str, np.ndarray]:
-        """The values of parameters and buffers that the device has, by name; of all, or of these."""
+        """Parameter and buffer values on the device, by name; all, or only the named ones."""
         found = self._fetched({n: v for n, v in self.ends.variables.items() if names is None or n in names})
         of_each_replica = self.ends.written if self.session.ir.replication_factor > 1 else ()
         return {name: array[0] if name in of_each_replica else array for name, array in found.items()}
 
     def write_weights(self, host: Mapping[str, np.ndarray]) -> None:
-        """Overwrite the device's values of parameters and buffers; of those that are given.
+        """Overwrite parameter and buffer values on the device, only those given.
 
         Raises:
             poptorch.Error: if one is a part of the program, and has other numbers there.
@@ -463,31 +463,31 @@ class Compiled:
         self._write({v: np.broadcast_to(host[name], v.shape_on_host) for name, v in variables.items()})
 
     def state(self) -> dict[str, np.ndarray]:
-        """The state of the optimiser, by name."""
+        """The optimiser state by name."""
         return {name: array.copy() for name, array in self._fetched(self.ends.state).items()}
 
     def write_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Overwrite state of the optimiser."""
+        """Overwrite optimiser state."""
         self._write({self.ends.state[name]: value for name, value in state.items()})
 
     def write_numbers(self, numbers: np.ndarray) -> None:
-        """Give the optimiser other numbers, from the next run on."""
+        """Set optimiser hyperparameters, effective next run."""
         if self.ends.numbers is not None:
             replicas = self.batching.groups.replicas
             self._numbers[self.ends.numbers] = np.tile(numbers, (replicas, 1)) if replicas > 1 else numbers
 
     @property
     def counted(self) -> dict[str, Number]:
-        """The numbers of the module that `forward` changes, as the next run finds them, by path and name."""
+        """The module's numbers changed by `forward`, as seen by the next run, by path and name."""
         return {} if self.counting is None else self.counting.now
 
     def write_counted(self, numbers: Mapping[str, Number]) -> None:
-        """Overwrite such numbers, of those that are given."""
+        """Overwrite those numbers, only the given ones."""
         if self.counting is not None:
             self.counting.now |= {name: numbers[name] for name in self.counting.now.keys() & numbers.keys()}
 
     def _counted(self) -> dict[popxl.HostToDeviceStream, np.ndarray]:
-        """What the host computes for a run: each replica has the same in the same micro-batch."""
+        """Host-computed numbers for a run: all replicas receive the same value per micro-batch."""
         if self.counting is None:
             return {}
         replicas, count = self.batching.groups.replicas, self.batching.micro_batches
@@ -497,7 +497,7 @@ class Compiled:
 
     @property
     def random_state(self) -> list[int]:
-        """The seed, and after it the words of the state, if there are random numbers."""
+        """The seed, followed by the generator's state words if random numbers are used."""
         random = self.ends.random
         return [self.seed, *(self._fetched({"": random})[""].ravel().tolist() if random is not None else ())]
 
@@ -516,19 +516,20 @@ class Compiled:
         self.seed = seed
 
     def reseed(self) -> None:
-        """Begin random numbers anew, with the seed."""
+        """Reset the random generator to its seed."""
         if (random := self.ends.random) is not None:
             seeds = popxl.create_seeds(self.seed, replicas=self.session.ir.replication_factor)
             self._write({random: seeds.reshape(random.shape_on_host)})
 
     def lasting(self) -> dict[tuple[str, str], np.ndarray]:
-        """All that a run leaves for the next one: by its kind, weight, state, number or random, and its name."""
+        """All state carried between runs, keyed by kind (weight, state, number or random) and name."""
         counted = {("number", name): np.asarray(number) for name, number in self.counted.items()}
         return self._fetched(self._lasting) | counted
 
     def write_lasting(self, values: Mapping[tuple[str, str], np.ndarray]) -> None:
-        """Overwrite what a run leaves for the next one, as far as the program has it. That of one replica is for all
-        others, too, but for random numbers: each replica draws its own."""
+        """Overwrite state carried between runs, ignoring entries missing from the program. A single replica's value is
+        broadcast to all others, except random state: each replica draws its own.
+        """
         own = {}
         for key, v in self._lasting.items():
             value, shape = values.get(key), v.shape_on_host
@@ -552,7 +553,7 @@ class Compiled:
         self.session.write_variables_data(values)
 
     def _fetched(self, variables: Mapping[Name, Variable]) -> dict[Name, np.ndarray]:
-        """What the device has. Of several processes each may ask for what is the same on all replicas by itself."""
+        """Fetch variables from the device. Any process can independently fetch variables identical on all replicas."""
         wanted, store = list(variables.values()), self.session.store
         found: Mapping[Any, np.ndarray] | None = None
         if store is not None and self.is_attached:
@@ -563,7 +564,7 @@ class Compiled:
 
 
 def _memory(t: torch.Tensor) -> np.ndarray:
-    """The memory of a tensor, as an array of numbers of whatever kind."""
+    """View a tensor's memory as an array of any dtype."""
     return as_array(t)
 
 
@@ -580,7 +581,7 @@ def _no_backward(*args: Any, **kwargs: Any) -> None:
 
 
 def _plain() -> None:
-    """A result that is saved, or sent to another process, is a plain tensor there, which `torch.load` always takes."""
+    """Serialize a result as a plain tensor, which `torch.load` always accepts in files and other processes."""
 
 
 _OF_A_RESULT = {"backward": _no_backward, "__getstate__": _plain}

@@ -1,4 +1,4 @@
-"""The devices that models run on."""
+"""Device selection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from poptorch.program.allowed import MAX_UNITS
 
 
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
-    """Whether there is a device with so many units. It is there: the best accelerator that JAX sees, else the CPU.
+    """Whether a device with this many units is available. A device always exists: JAX's best accelerator, else the CPU.
 
     One device stands for as many units as a program asks for, up to 64.
 
@@ -20,13 +20,13 @@ def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
 
 
 def ipuHardwareVersion() -> int:
-    """The version of the hardware that devices stand for: 2."""
+    """The emulated hardware version: 2."""
     return 2
 
 
 def chosen_device(options: Options) -> str | popart.DeviceInfo:
-    """The device that options ask for, as `popxl.Session` takes it: `"ipu_model"` is the CPU, `"ipu_hw"` the best there
-    is; or a machine that is not here.
+    """The device selected by options, in `popxl.Session`'s format: `"ipu_model"` means CPU, `"ipu_hw"` the best
+    available device; or an offline target machine.
 
     Raises:
         poptorch.Error: if there is none with the number that they name.

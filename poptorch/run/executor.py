@@ -1,4 +1,4 @@
-"""`PoplarExecutor`: a wrapped model, as a user has it.
+"""`PoplarExecutor`: the user-facing wrapper of a model.
 
 It decides when a model is compiled, who holds the truth about weights and the state of the optimiser, and when either
 is transferred. Programs make one with the functions of `poptorch.run.wrapping`. What it is made of, each by itself: the
@@ -58,12 +58,12 @@ _channel = profiling.Channel("poptorch")
 
 
 def _traced(name: str) -> Callable[[profiling.Call], profiling.Call]:
-    """Have a method be a span of that name in profiles."""
+    """Decorator that records a method as a named span in profiles."""
     return partial(profiling.spanned, _channel, name)
 
 
 def _check_autocast(then: torch.dtype | None, now: torch.dtype | None) -> None:
-    """Check that a model is called within the `torch.autocast` that it was compiled in."""
+    """Check that the current `torch.autocast` state matches the one at compilation."""
     if then != now:
         compiled, called = (f"with torch.autocast to {d}" if d else "without torch.autocast" for d in (then, now))
         raise createPoptorchError(
@@ -73,7 +73,7 @@ def _check_autocast(then: torch.dtype | None, now: torch.dtype | None) -> None:
 
 
 class PoplarExecutor:
-    """A model that runs on a device. Make one with `poptorch.trainingModel` or `poptorch.inferenceModel`.
+    """A model running on a device, created by `poptorch.trainingModel` or `poptorch.inferenceModel`.
 
     It is called as the model is. The first call compiles it for arguments like those given; `destroy` undoes that.
     Attributes that it does not have are those of the model. What is set through it before it is compiled counts:
@@ -153,7 +153,7 @@ class PoplarExecutor:
     # Running --------------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on the device, on the rows of a whole run.
+        """Run the model on the device, using a complete run's rows.
 
         Returns:
             What the model returns, in its structure, with results of all the micro-batches that the output mode says.
@@ -204,7 +204,7 @@ class PoplarExecutor:
                     self._instrumented.has_run()
 
     def _carries(self, compiled: Compiled | InParts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the program takes arguments, from now on, whose values beside tensors are others than before."""
+        """Whether the program accepts these arguments, possibly after extending it to new non-tensor values."""
         if not isinstance(compiled, Compiled) or self._is_loaded:
             return False
         with compiling(), self._attributes.restored():
@@ -215,8 +215,9 @@ class PoplarExecutor:
             return smaller(runs, self._compiled_for, None if self._trainer is None else self._trainer.numbers)
 
     def _take_changes(self) -> None:
-        """Take over weights that others have trained; and give the program up if it is for another model, or another
-        optimiser, than there is now."""
+        """Synchronize weights trained by other wrappers; discard the program if the model or optimiser has structurally
+        changed since compilation.
+        """
         with self._lock:
             if self._compiled is None:
                 return
@@ -230,7 +231,9 @@ class PoplarExecutor:
                 self._give_up(_ANOTHER_FORM)
 
     def _give_up(self, reason: str) -> None:
-        """Have the next call compile the model again, if there is a reason. Weights, state and random numbers go on."""
+        """Discard the program, forcing recompilation at the next call, unless `reason` is empty. Weights, optimiser
+        state and random state are preserved.
+        """
         if reason:
             logger.info("The model is compiled again at its next call: %s.", reason)
             if isinstance(self._compiled, Compiled):
@@ -242,7 +245,7 @@ class PoplarExecutor:
         return self._host.form() != self._form
 
     def _tell_of_changes(self) -> None:
-        """Warn, once each, of what has been done to the module and has no effect on the device."""
+        """Warn, once each, about module changes without effect on the device."""
         module, attributes = self._host.module, self._attributes
         if module is None:
             return
@@ -296,7 +299,7 @@ class PoplarExecutor:
         logger.warning(text, *values)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Call `generate` of the model, as those of `transformers` have it; each call of the model is on the device.
+        """Run the model's `generate` method (transformers API), executing each model call on the device.
 
         There is one program for the prompt and one for the tokens after it: the cache keeps its shape, unless the
         arguments say something else (`cache_implementation="static"` is the default here). At most
@@ -333,20 +336,20 @@ class PoplarExecutor:
             return loop(*args, **with_lasting_cache(module, kwargs))
 
     def _another(self) -> PoplarExecutor:
-        """A wrapper of the same model, for other arguments."""
+        """Create a wrapper of the same model for different arguments."""
         made = PoplarExecutor(self._host.call, self._options, self._training, popxl.__version__)
         made._host.attributes = self._host.attributes
         return made
 
     def _takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether it is compiled for arguments like these."""
+        """Whether the model is compiled for arguments like these."""
         return self._compiled is not None and self._compiled.signature.fits(args, kwargs)
 
     # Compiling ------------------------------------------------------------------------------------------------------
 
     @_traced("modelCompilation")
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the model for arguments like these.
+        """Compile the model for given arguments.
 
         Raises:
             poptorch.Error: for an op that is not supported, a loss that is missing, and whatever else is wrong.
@@ -375,14 +378,15 @@ class PoplarExecutor:
 
     @property
     def _may_be_compiled_for_fewer_rows(self) -> bool:
-        """Whether batches with fewer rows are run: those of several processes need not be alike, and parameters that
-        differ between replicas need all of these."""
+        """Whether smaller batches may run: excluded with several processes, whose batch sizes may differ, and with
+        per-replica parameters, which require all replicas.
+        """
         options = self._options
         is_here = options.Distributed.numProcesses == 1 and options.connection_type is not ConnectionType.Never
         return options.partial_batch is not PartialBatch.Refuse and is_here and not self._host.grouped
 
     def _compiled_for(self, run: Run) -> Compiled | InParts:
-        """The model, compiled for a run of fewer rows, with the optimiser that there is."""
+        """Compile the model for a smaller run, using the current optimiser."""
         self.copyWeightsToHostIfNeeded()
         hooks.pre_compile()
         options = for_fewer_rows(self._options, run.batching)
@@ -399,7 +403,7 @@ class PoplarExecutor:
         return compiled
 
     def _use(self, compiled: Compiled | InParts) -> None:
-        """Run this from now on."""
+        """Install a compiled program for subsequent calls."""
         self._compiled, self._form = compiled, self._host.form()
         self._attributes = self._host.attributes
         if self._host.module is not None:
@@ -439,7 +443,7 @@ class PoplarExecutor:
         return self._compiled
 
     def _one_program(self, what: str) -> Compiled:
-        """The program, for what there has to be one for."""
+        """The compiled program; raises if graph breaks split the model into several."""
         compiled = self._required
         if isinstance(compiled, InParts):
             raise createPoptorchError(
@@ -453,7 +457,7 @@ class PoplarExecutor:
         return self._compiled is not None
 
     def compilationTime(self) -> timedelta:
-        """How long it took to capture the model and to compile it.
+        """Time spent capturing and compiling the model.
 
         Raises:
             poptorch.Error: if it is not compiled, or `options.showCompilationProgressBar(False)` was set.
@@ -472,7 +476,7 @@ class PoplarExecutor:
 
     @_traced("destroy")
     def destroy(self) -> None:
-        """Bring weights and the state of the optimiser home, and release the device and the host module.
+        """Copy weights and optimiser state back to the host, then release the device and the host module.
 
         A later call compiles the model again, for the arguments that it is given.
         """
@@ -501,12 +505,12 @@ class PoplarExecutor:
     # Devices --------------------------------------------------------------------------------------------------------
 
     def isAttachedToDevice(self) -> bool:
-        """Whether the model has a device: after it was compiled, until it is detached or destroyed."""
+        """Whether a device is attached: true after compilation, until `detachFromDevice` or `destroy`."""
         return self._compiled is not None and self._compiled.is_attached
 
     @_traced("attachToDevice")
     def attachToDevice(self) -> None:
-        """Take a device again, with the weights that the host has.
+        """Reattach a device, loading the host's weights.
 
         Raises:
             poptorch.Error: if the model is attached already, or is not compiled.
@@ -520,7 +524,7 @@ class PoplarExecutor:
 
     @_traced("detachFromDevice")
     def detachFromDevice(self) -> None:
-        """Release the device. Before that, weights and the states of the optimiser and of random numbers come home.
+        """Copy weights, optimiser state and random state back to the host, then release the device.
 
         The next call attaches the model again.
 
@@ -553,7 +557,7 @@ class PoplarExecutor:
 
     @property
     def _on_host(self) -> Instrumented | HostModel:
-        """What reads the host's values. It does not keep this wrapper alive."""
+        """Reader of host weight values, without a reference to this wrapper."""
         return self._instrumented or self._host
 
     def _fetch_weights(self) -> Mapping[str, np.ndarray]:
@@ -561,7 +565,7 @@ class PoplarExecutor:
 
     @_traced("copyWeightsToHost")
     def copyWeightsToHost(self) -> None:
-        """Bring parameters and buffers from the device to the module."""
+        """Copy parameters and buffers from the device to the module."""
         compiled = self._required
         self._follow()
         if self._compiled is None:
@@ -572,12 +576,12 @@ class PoplarExecutor:
             self._host.write(compiled.weights())
 
     def copyWeightsToHostIfNeeded(self) -> bool:
-        """The same, if runs have changed them on the device since. Returns whether they had."""
+        """Copy parameters and buffers to the module if runs changed them on the device. Return whether any had."""
         return self._instrumented is not None and self._instrumented.to_host_if_stale()
 
     @_traced("copyWeightsToDevice")
     def copyWeightsToDevice(self) -> None:
-        """Bring parameters and buffers from the module to the device. What has been trained and not read is lost.
+        """Copy parameters and buffers from the module to the device. Trained values not yet read are lost.
 
         Of a training model: other wrappers that follow it take them over, too, at their next call.
         """
@@ -586,7 +590,7 @@ class PoplarExecutor:
             self._instrumented.mark_news()
 
     def _follow(self) -> None:
-        """Take over what other wrappers of the module have changed."""
+        """Synchronize weights changed by other wrappers of this module."""
         if self._trainings.have_news(self._instrumented):
             self._upload()
 
@@ -603,12 +607,12 @@ class PoplarExecutor:
         self._host_writes.forget()
 
     def _follow_host(self) -> None:
-        """Take over what has been written to the module on the host since the device had its numbers."""
+        """Upload module tensors modified on the host since the last upload."""
         if self._host_has_changed():
             self.copyWeightsToDevice()
 
     def _host_has_changed(self) -> bool:
-        """Whether numbers have been written to the module on the host that are not those of the device."""
+        """Whether host writes to the module differ from device values."""
         own = self._instrumented
         if not self.isAttachedToDevice() or (own is not None and own.is_stale):
             return False
@@ -623,7 +627,7 @@ class PoplarExecutor:
 
     @_traced("copyNamedBuffersToDevice")
     def copyNamedBuffersToDevice(self) -> None:
-        """Bring those buffers from the module to the device that `options.updatableNamedBuffers` names.
+        """Copy buffers named in `options.updatableNamedBuffers` from the module to the device.
 
         Raises:
             poptorch.Error: if it names none, or the model is not compiled.
@@ -639,7 +643,7 @@ class PoplarExecutor:
 
     @_traced("loadStateDict")
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load weights into the module, and onto the device, if the model is attached.
+        """Load weights into the module, and onto any attached device.
 
         Args:
             state_dict: as for `torch.nn.Module.load_state_dict`.
@@ -657,7 +661,8 @@ class PoplarExecutor:
 
     @_traced("setOptimizer")
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Train with this optimiser from now on, as it is now. Another class of optimiser needs another wrapper.
+        """Train with this optimiser's current settings from now on. Changing the optimiser class requires a new
+        wrapper.
 
         Nothing is transferred but numbers; if it has other parameters, or other groups of them, the next call compiles
         the model again. If it is another object than before, that one's state comes home; and the
@@ -689,7 +694,7 @@ class PoplarExecutor:
 
     @property
     def rng_state(self) -> list[int]:
-        """The state of random numbers: the seed, and the words of the generator. It can be set, to continue there.
+        """The random state: the seed, and the generator's state words. Settable, for resuming.
 
         Raises:
             poptorch.Error: if the model is not compiled; when set, if it is not a state of this program.
@@ -711,7 +716,7 @@ class PoplarExecutor:
     def compileAndExport(
         self, filename: str | os.PathLike[str], *args: Any, export_model: bool = True, **kwargs: Any
     ) -> None:
-        """Compile the model for arguments like these, and save it.
+        """Compile the model for given arguments, and save it.
 
         Args:
             filename: see `save`.
@@ -724,7 +729,7 @@ class PoplarExecutor:
 
     @_traced("saveExecutableToFile")
     def save(self, filename: str | os.PathLike[str], export_model: bool = True, save_rng_state: bool = True) -> None:
-        """Save the compiled model. There is no code in the file but what XLA has compiled; see `poptorch.run.saving`.
+        """Save the compiled model. The only code stored is XLA's compiled code; see `poptorch.run.saving`.
 
         Named tuples, dataclasses and subclasses of dictionaries among arguments and results are saved by their fields.
         In a program that has imported their classes they come back as these; in another, as named tuples and
@@ -759,7 +764,7 @@ class PoplarExecutor:
 
     @_traced("loadExecutable")
     def loadExecutable(self, filename: str | os.PathLike[str]) -> None:
-        """Take the compiled program from a file that `save` has written for an equal model.
+        """Load a compiled program saved by `save` for an equal model.
 
         Weights, and the optimiser with its state, are those of this wrapper.
 
@@ -776,7 +781,7 @@ class PoplarExecutor:
         self._take(saving.read(filename), anew=True)
 
     def _take(self, saved: saving.Saved, anew: bool) -> None:
-        """Use what has been saved; `anew`: with the state of the optimiser that this wrapper has."""
+        """Install a saved program; `anew`: keep this wrapper's optimiser state."""
         saved.check(self._host.module, self._training)
         self._is_loaded = not anew
         self._instrument()
@@ -796,7 +801,7 @@ class PoplarExecutor:
     # Looks ----------------------------------------------------------------------------------------------------------
 
     def getTensorNames(self) -> list[str]:
-        """Names of the tensors that `options.anchorTensor` may be given. The model has to be compiled.
+        """Tensor names valid for `options.anchorTensor`. Requires a compiled model.
 
         They are parameters and buffers; inputs, `"input..."`; `"loss"`; the tensors of the model's graph, as it prints
         them; and in training `"Gradient___<parameter>"` (of a micro-batch and a replica, as it is computed),
@@ -806,7 +811,7 @@ class PoplarExecutor:
         return [*self._compiled.ends.names, *(self._trainer.names() if self._trainer is not None else ())]
 
     def getAnchoredTensor(self, short_name: str) -> torch.Tensor:
-        """The values of a tensor in the last call.
+        """An anchored tensor's values from the last call.
 
         Args:
             short_name: the name that `options.anchorTensor` gave it.
@@ -828,7 +833,7 @@ class PoplarExecutor:
         return compiled.anchored[short_name]
 
     def cycleCount(self) -> int:
-        """How many cycles IPUs would need for a run, at least: `popxl.analysis.estimate`. Nothing is counted.
+        """Lower bound on IPU cycles per run, estimated by `popxl.analysis.estimate`. Nothing is measured.
 
         Raises:
             poptorch.Error: if the model is not compiled, or `options.logCycleCount(True)` was not set.
@@ -840,7 +845,7 @@ class PoplarExecutor:
         return estimate_of(self._required.session.ir).cycles
 
     def getPerfCounters(self) -> dict[str, list[list[float]]]:
-        """The times of the last call, in seconds since some moment.
+        """Timestamps of the last call, in seconds since an arbitrary origin.
 
         Inputs of all steps go to the device at once, and results come back at once, so steps have the same times.
 
@@ -851,19 +856,19 @@ class PoplarExecutor:
         return self._times.counters()
 
     def getHostIpuLatency(self) -> Latency:
-        """How long the inputs of the last call took to the device: minimum, maximum and average of its steps."""
+        """Host-to-device transfer latency of the last call: minimum, maximum and average step time."""
         return Times.between(self._times.asked, self._times.given)
 
     def getComputeLatency(self) -> Latency:
-        """How long the last call took from its inputs on the device to its results."""
+        """Compute latency of the last call, from inputs arriving on the device to results being ready."""
         return Times.between(self._times.given, self._times.ready)
 
     def getIpuHostLatency(self) -> Latency:
-        """How long the results of the last call took to the host."""
+        """Device-to-host transfer latency of the last call's results."""
         return Times.between(self._times.ready, self._times.taken)
 
     def getLatency(self) -> Latency:
-        """How long the last call took, from asking for its inputs to having its results."""
+        """Total latency of the last call, from requesting inputs to receiving results."""
         return Times.between(self._times.asked, self._times.taken)
 
     @property
@@ -871,7 +876,7 @@ class PoplarExecutor:
         return Times() if self._compiled is None else self._compiled.times
 
     def _write_report(self) -> None:
-        """Write the report of popxl into the folder for profiles, if there is one."""
+        """Write popxl's report to the profile folder, if configured."""
         if self._options.profile_dir is not None and self._compiled is not None:
             name = self._options.model_name or ("training" if self._training else "inference")
             folder = Path(self._options.profile_dir, name)
@@ -880,12 +885,12 @@ class PoplarExecutor:
 
     @property
     def model(self) -> Model:
-        """The model that the user wrapped."""
+        """The wrapped user model."""
         return self._user_model
 
     @property
     def options(self) -> Options:
-        """The options, which cannot be changed any more."""
+        """The frozen options."""
         return self._options
 
     def __repr__(self) -> str:
@@ -894,7 +899,7 @@ class PoplarExecutor:
         )
 
     def __reduce__(self) -> Any:
-        """A copy wraps a copy of the model, with the weights as they are now; it is not compiled."""
+        """Copies wrap a copy of the model with current weights, uncompiled."""
         self.copyWeightsToHostIfNeeded()
         optimizer = None if self._trainer is None else self._trainer.optimizer
         made_of = (self._host.call, self._options, self._training, popxl.__version__, optimizer)
@@ -958,12 +963,14 @@ _HANDING_OUT = frozenset({"modules", "named_modules", "children", "named_childre
 
 
 def _changed_weights(compiled: Compiled | InParts, training: bool) -> dict[str, np.ndarray]:
-    """The parameters and buffers that a program may have changed: where it only runs the model, those it overwrites."""
+    """Parameters and buffers possibly changed by a program: everything in training, overwritten tensors only in
+    inference.
+    """
     return compiled.weights(None if training else compiled.ends.written)
 
 
 def _bring_home(compiled: Compiled | InParts, instrumented: Instrumented, trainer: Trainer | None) -> None:
-    """Bring home what a wrapper has changed that is being collected, if it has not been read."""
+    """Finalizer: copy unread device values back to the host when a wrapper is garbage-collected."""
     with without_modes():  # a capture may be going on
         if instrumented.is_stale:
             instrumented.to_host(partial(_changed_weights, compiled, trainer is not None))

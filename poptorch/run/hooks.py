@@ -1,4 +1,4 @@
-"""What users and packages on top have done around every compilation of a model, and every capture."""
+"""Compilation hooks and capture-time substitutions, registered by users and dependent packages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _post: OrderedDict[int, Hook] = OrderedDict()
 
 
 def registerPreCompileHook(hook: Hook) -> RemovableHandle:
-    """Have a function called before each model is captured and compiled, whichever wrapper asks for it.
+    """Register a function called before each model capture and compilation, regardless of the calling wrapper.
 
     Args:
         hook: a function without arguments. Hooks are called in the order of their registration.
@@ -37,12 +37,12 @@ def registerPreCompileHook(hook: Hook) -> RemovableHandle:
 
 
 def registerPostCompileHook(hook: Hook) -> RemovableHandle:
-    """Have a function called after each model has been compiled; otherwise as `registerPreCompileHook`."""
+    """Register a function called after each compilation; otherwise like `registerPreCompileHook`."""
     return _registered(_post, hook, "registerPostCompileHook")
 
 
 class Substitution(Protocol):
-    """Replaces something during a capture: a function of a library that models use, say, by one of another package."""
+    """Capture-time substitution, replacing for example a library function used by models with another package's."""
 
     def replace(self) -> object: ...
 
@@ -53,7 +53,7 @@ _substitutions: list[type[Substitution]] = []
 
 
 def register_substitution(manager: type[Substitution]) -> None:
-    """Have an instance of a class replace something during each capture; see `poptorch._impl`."""
+    """Register a class whose instances replace something during each capture; see `poptorch._impl`."""
     methods = [getattr(manager, name, None) for name in ("replace", "restore")]
     if not isinstance(manager, type) or not all(map(callable, methods)):
         raise createPoptorchError(
@@ -64,7 +64,7 @@ def register_substitution(manager: type[Substitution]) -> None:
 
 @contextmanager
 def substituting() -> Iterator[None]:
-    """Have what is registered replaced during a block."""
+    """Context manager applying registered substitutions."""
     with ExitStack() as stack:
         for manager in tuple(_substitutions):
             substitution = manager()
@@ -74,12 +74,12 @@ def substituting() -> Iterator[None]:
 
 
 def pre_compile() -> None:
-    """Call the hooks that come before."""
+    """Call pre-compile hooks."""
     _call(_pre)
 
 
 def post_compile() -> None:
-    """Call the hooks that come after."""
+    """Call post-compile hooks."""
     _call(_post)
 
 

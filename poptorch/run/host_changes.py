@@ -1,4 +1,4 @@
-"""What users change of a module on the host after it was compiled: hooks, methods, and what attributes hold.
+"""Detection of user changes to a module after compilation: hooks, methods, attribute contents.
 
 A program is what `forward` did before, so it is told. Parameters, buffers and layers are looked at in `weights.py`.
 """
@@ -22,7 +22,7 @@ _MOST = 1000
 
 
 class HostChanges:
-    """Who changes a module, where that has no effect on the device.
+    """Detects module changes without effect on the device.
 
     Args:
         module: the module. What it is now is what it was compiled as.
@@ -64,7 +64,7 @@ class HostChanges:
         self._told: set[str] = set()
 
     def found(self) -> list[str]:
-        """How the user calls what has changed, each once. Every call of a model asks, so it has to be quick."""
+        """New changes by user-visible name, each reported once. Every model call checks, so this must be fast."""
         counts: list[Any] = [len(hooks) for _, hooks, _ in self._hooks]
         counts += (len(each.holder) for each in self._others)
         counts += map(type, self._paths)
@@ -105,7 +105,7 @@ def _is_same(look: Callable[[], Iterable[Any]], seen: tuple[Any, ...]) -> bool:
 
 
 def _counts_in_module(kind: type, text: str, before: Any, now: Any) -> bool:
-    """Whether another attribute of a module may be meant to have an effect. Numbers are looked at elsewhere."""
+    """Whether a changed module attribute was probably intended to take effect. Numbers are checked elsewhere."""
     name = text.rpartition(".")[2]
     if callable(getattr(kind, name, None)):  # a method
         return True
@@ -113,8 +113,9 @@ def _counts_in_module(kind: type, text: str, before: Any, now: Any) -> bool:
 
 
 def _counts(before: Any, now: Any, place: HolderSnapshot) -> bool:
-    """Whether another item of a container or of an object may be meant to have an effect. Of what a container gains or
-    loses, layers and functions are; numbers and texts are rather what hooks note down."""
+    """Whether a changed container item or object attribute was probably intended to take effect. Added or removed
+    layers and functions count; numbers and texts are more likely hook records.
+    """
     if now is GROWS:
         known = {id(each): each for each in place.before}
         there = {id(each): each for each in place.read()}
@@ -130,5 +131,5 @@ def _is_other(before: Any, now: Any) -> bool:
 
 
 def _kind_of(module: torch.nn.Module) -> type:
-    """The class of a module, whether or not its weights notice that they are read."""
+    """A module's original class, ignoring read-tracking subclasses."""
     return getattr(type(module), "_original", type(module))

@@ -1,4 +1,4 @@
-"""`HostModel`: a model as the host has it: what is called, and whose parameters and buffers are read and written."""
+"""`HostModel`: the host-side model: its callable, parameters and buffers."""
 
 from __future__ import annotations
 
@@ -45,29 +45,29 @@ class HostModel:
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """The function whose parameters the arguments are for."""
+        """The function that call arguments bind to."""
         return self.call if self.module is None else self.module.forward
 
     @contextmanager
     def setting(self) -> Iterator[None]:
-        """Have `attributes` be those that are set in a block, too. A program that is compiled keeps those it has."""
+        """Context manager adding attributes set within its block to `attributes`. Compiled programs keep their own."""
         with noting() as noted:
             yield
         self.attributes = self.attributes.with_those(noted)
 
     def reach(self, module: torch.nn.Module) -> None:
-        """Have `attributes` be those that a module within has when the model is compiled: the wrapper hands it out."""
+        """Register a submodule exposed by the wrapper: `attributes` will include its attributes at compilation."""
         self._reached.append(module)
 
     def take_reached(self) -> None:
-        """Take the attributes of the modules that were handed out, as they are now."""
+        """Record current attributes of exposed submodules."""
         inside = {each for reached in self._reached for each in torch.nn.Module.modules(reached)}
         self._reached.clear()
         if inside:
             self.attributes = self.attributes.with_those((each, name) for each in inside for name in vars(each))
 
     def take_counted(self, numbers: Mapping[str, Number], compiled: Attributes) -> None:
-        """Have the module hold the numbers that a program has carried; those stay that the user has set meanwhile.
+        """Store program-carried numbers in the module, preserving values set by the user meanwhile.
 
         Args:
             numbers: these, by path and name.
@@ -80,12 +80,12 @@ class HostModel:
         self.attributes = self.attributes.with_those((module, key) for module, key, _ in places)
 
     def counted(self, names: Iterable[str]) -> dict[str, Number]:
-        """The numbers with these paths and names, as `attributes` have them, for a program that carries them."""
+        """Numbers with given paths and names, as recorded in `attributes`, for a program that carries them."""
         with self.attributes.restored():
             return {name: vars(module)[key] for name in names for module, key in self._holding(name)}
 
     def _holding(self, name: str) -> Iterator[tuple[torch.nn.Module, str]]:
-        """What holds a number of this path and name, and the name there."""
+        """Find the module and attribute name for a number's path."""
         path, _, key = name.rpartition(".")
         for at, module in () if self.module is None else torch.nn.Module.named_modules(self.module):
             if at == path and type(vars(module).get(key)) in COUNTED:
@@ -96,8 +96,9 @@ class HostModel:
         return weights.tensors_of(self.module)
 
     def form(self) -> tuple[tuple[str, Any], ...]:
-        """What a program is made for, besides numbers: modules, and the names of parameters and buffers. Tied ones are
-        there with the first of their names."""
+        """Structure that a program depends on, excluding values: modules, parameter names and buffer names. Tied
+        tensors appear under their first name.
+        """
         if self.module is None:
             return ()
         modules, first = dict(torch.nn.Module.named_modules(self.module)), dict[int, str]()
@@ -108,15 +109,15 @@ class HostModel:
         )
 
     def read(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-        """The values of parameters and buffers, of all or of these; see `weights.read`."""
+        """Parameter and buffer values, all or only named ones; see `weights.read`."""
         return weights.read(self.module, self.grouped, names)
 
     def write(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Overwrite parameters and buffers with what comes from a device; see `weights.write`."""
+        """Overwrite parameters and buffers with device values; see `weights.write`."""
         weights.write(self.module, arrays, self.grouped)
 
     def check_buffers(self, names: Iterable[str]) -> None:
-        """Raise an `Error` unless these buffers, which the options name, are there."""
+        """Raise an `Error` if a buffer named in the options is missing."""
         buffers = {} if self.module is None else dict(torch.nn.Module.named_buffers(self.module))
         if unknown := [name for name in names if name not in buffers]:
             raise createPoptorchError(
@@ -126,13 +127,13 @@ class HostModel:
 
 
 def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers of a module, without those of modules in it."""
+    """A module's direct parameters and buffers, excluding submodules."""
     tensors = chain(module._parameters.items(), module._buffers.items())
     return ((name, t) for name, t in tensors if t is not None)
 
 
 def _kind(module: torch.nn.Module) -> Any:
-    """What tells a module from others in its place. One that has tensors may be replaced by its like."""
+    """Identity of a module for structural comparison. Modules with tensors may be replaced by equivalent ones."""
     if any(True for each in torch.nn.Module.named_modules(module) for _ in _own_tensors(each[1])):
         return getattr(type(module), "_original", type(module)), module.extra_repr()
     return module

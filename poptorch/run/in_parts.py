@@ -1,4 +1,4 @@
-"""`InParts`: a model whose program is cut where the host has to look at numbers.
+"""`InParts`: a model split into subgraphs by graph breaks, where the host inspects data.
 
 What it does is a tree. Each node is a program, and what the host does after it. The branch to go on by is named by what
 the host makes: shapes of tensors, and numbers of Python's. A branch that is not there yet is captured and compiled when
@@ -48,7 +48,7 @@ Place = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Way:
-    """A model, captured for what the host makes at its cuts.
+    """A model capture along a single execution path, determined by host results at graph breaks.
 
     Attributes:
         captured: the model.
@@ -63,7 +63,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Content:
-    """What the program between two cuts does.
+    """Ops, inputs and outputs of a subgraph between two graph breaks.
 
     Attributes:
         nodes: its ops.
@@ -75,13 +75,13 @@ class Content:
     wanted: list[Place]
 
     def given_of(self, known: Mapping[Place, torch.Tensor]) -> list[torch.Tensor]:
-        """What it takes, of all that is known so far, laid out as programs take it."""
+        """Select subgraph inputs from known values, contiguous as programs require."""
         return [known[place].detach().contiguous() for place in self.given]
 
 
 @dataclass(eq=False)
 class Part:
-    """The program between two cuts.
+    """A subgraph between two graph breaks.
 
     Attributes:
         content: what the program does; `None` if that could not be found out.
@@ -105,7 +105,7 @@ class Part:
     used: int = 0
 
     def all(self) -> Iterator[Part]:
-        """It, and all that come after it. There may be a thousand in a row."""
+        """Iterate over this node and its descendants. Chains may contain a thousand nodes."""
         waiting = [self]
         while waiting:
             part = waiting.pop()
@@ -114,7 +114,7 @@ class Part:
 
 
 class Places:
-    """Where the values of a way come from.
+    """Maps values of an execution path to stable identifiers.
 
     Args:
         way: the way.
@@ -140,7 +140,8 @@ class Places:
 
 
 class InParts:
-    """A model that is compiled in parts. It has what `Compiled` has, as far as there is no one program.
+    """A model compiled as several subgraphs. Provides `Compiled`'s interface where it does not require a single
+    program.
 
     Args:
         capture: captures the model once more: for these tensors, and what was made at the first cuts.
@@ -195,7 +196,7 @@ class InParts:
     # Parts ----------------------------------------------------------------------------------------------------------
 
     def _grow(self, way: Way) -> bool:
-        """Say what the parts of a way do. Returns whether a program has to give more than one that there was.
+        """Extend the subgraph tree with an execution path. Return whether an existing program needs additional outputs.
 
         Each is made when a run comes to it: what the host will make on the rest of the way is a guess so far.
         """
@@ -235,14 +236,14 @@ class InParts:
         return changed
 
     def _program(self, part: Part) -> Compiled | None:
-        """The program of a part, made if it is not there yet."""
+        """A subgraph's program, compiled on first use."""
         if part.make is not None:
             part.compiled = part.make()
             part.make = None
         return part.compiled
 
     def _needed(self, way: Way, places: Places, parts: Sequence[Part]) -> list[Content]:
-        """The content of each part."""
+        """Compute each subgraph's content."""
         outputs = [*outputs_of(way), *way.captured.written.values()]
         return self._handed_on(way, places, parts, {v for v in outputs if constant_of(v) is None})
 
@@ -250,7 +251,7 @@ class InParts:
     def _handed_on(
         way: Way, places: Places, parts: Sequence[Part], needed: set[Value], with_effects: bool = True
     ) -> list[Content]:
-        """The contents of parts, each of which computes what none before it has.
+        """Partition ops into subgraph contents, each computing only values not computed earlier.
 
         What is the same in every run each part makes by itself.
 
@@ -286,7 +287,9 @@ class InParts:
         return found[::-1]
 
     def _made(self, way: Way, places: Places, content: Content, number: int = 0) -> Compiled:
-        """The program of a part. Its number says which random numbers it draws: others than programs before it do."""
+        """Compile a subgraph. Its number offsets the random seed, so that it draws different random numbers than
+        earlier programs.
+        """
         nodes = content.nodes
         values = [places.value[place] for place in content.given]
         wanted = [places.value[place] for place in content.wanted]
@@ -324,11 +327,11 @@ class InParts:
         return compiled
 
     def _maker_of_end(self, way: Way, places: Places, content: Content) -> Callable[[], Compiled] | None:
-        """What makes the program of the last part."""
+        """Compilation function of a path's last subgraph."""
         return partial(self._made, way, places, content) if content.wanted else None
 
     def _forget_some(self) -> None:
-        """Keep the ends that were used last, as many as the options say."""
+        """Evict least recently used path ends beyond the limit in the options."""
         while True:
             ends = [part for part in self._root.all() if part.way is not None]
             if len(ends) <= self._options.kept_programs:
@@ -347,7 +350,7 @@ class InParts:
                 )
 
     def _forget(self, end: Part) -> Any:
-        """Give up the programs that lead to an end alone. Returns the line where they part from others."""
+        """Evict programs leading only to the given end. Return the source line where its path diverges from others."""
         while True:
             self._close(end)
             before = next(part for part in self._root.all() if end in part.after.values())
@@ -358,7 +361,7 @@ class InParts:
             end = before
 
     def _check(self, way: Way) -> None:
-        """Check that a model may be cut."""
+        """Check that graph breaks are allowed for a model."""
         where = way.cuts[0].source
         if self._options.anchored_tensors:
             raise createPoptorchError(
@@ -372,7 +375,7 @@ class InParts:
     # Running --------------------------------------------------------------------------------------------------------
 
     def run(self, tensors: Sequence[torch.Tensor], objects: Sequence[Any] = ()) -> Any:
-        """Run the programs on the tensors of a call, one after the other; see `Compiled.run`."""
+        """Run subgraph programs on call tensors in sequence; see `Compiled.run`."""
         with self._turn:
             self._runs += 1
             while (done := self._run(tensors, objects)) is None:
@@ -380,7 +383,7 @@ class InParts:
             return done[0]
 
     def _run(self, tensors: Sequence[torch.Tensor], objects: Sequence[Any]) -> tuple[Any] | None:
-        """The result; `None` if a program had to be made anew on the way, so that all has to begin again."""
+        """Execute one call. Return `None` if an existing program was recompiled, which requires restarting the call."""
         known: dict[Place, torch.Tensor] = {("input", i): t for i, t in enumerate(tensors)}
         known |= {("held", name): t for name, t in self._held.items()}
         answers: list[Any] = []
@@ -403,7 +406,7 @@ class InParts:
             part = part.after[key]
 
     def _run_part(self, part: Part, known: Mapping[Place, torch.Tensor]) -> dict[Place, torch.Tensor]:
-        """What a part gives."""
+        """Run a subgraph, and return its outputs."""
         program, content = self._program(part), part.content
         if program is None or content is None:
             return {}
@@ -417,7 +420,7 @@ class InParts:
         tensors: Sequence[torch.Tensor],
         objects: Sequence[Any],
     ) -> Any:
-        """Run the last part. Returns the result."""
+        """Run the last subgraph. Return the result."""
         return self._result(way, known | self._run_part(part, known), tensors, objects)
 
     def _result(
@@ -445,7 +448,7 @@ class InParts:
 
     @property
     def session(self) -> popxl.Session:
-        """That of the last program of the way that was used last."""
+        """The session of the last program on the most recently used path."""
         newest = max(self._root.all(), key=lambda part: (part.used, part.compiled is not None, part.way is not None))
         if newest.compiled is None:
             raise createPoptorchError("The model has no program: the host does all that there is to do.")
@@ -453,41 +456,41 @@ class InParts:
 
     @property
     def ends(self) -> Ends:
-        """Those of the last program."""
+        """Tensor names of all programs, and buffers overwritten by the model."""
         names = tuple(chain.from_iterable(each.ends.names for each in self._programs))
         return Ends(names=names, written=frozenset(self._held))
 
     @property
     def is_attached(self) -> bool:
-        """Whether it has a device."""
+        """Whether a device is attached."""
         return self._is_attached
 
     def attach(self, host: Mapping[str, np.ndarray]) -> None:
-        """Take a device, with these values of parameters and buffers there."""
+        """Attach a device, loading given parameter and buffer values."""
         self._hold(host)
         for each in self._programs:
             each.attach(host)
         self._is_attached = True
 
     def detach(self) -> None:
-        """Let go of the device."""
+        """Release the device."""
         for each in self._programs:
             each.detach()
         self._is_attached = False
 
     def close(self) -> None:
-        """Let go of the device, for good."""
+        """Release the device permanently."""
         for each in self._programs:
             each.close()
         self._is_attached = False
 
     def weights(self, names: Container[str] | None = None) -> dict[str, np.ndarray]:
-        """The values of parameters and buffers that the device has, by name; of all, or of these."""
+        """Parameter and buffer values on the device, by name; all, or only the named ones."""
         held = {name: to_numpy(t) for name, t in self._held.items() if names is None or name in names}
         return held | {name: array for each in self._programs for name, array in each.weights(names).items()}
 
     def write_weights(self, host: Mapping[str, np.ndarray]) -> None:
-        """Overwrite the device's values of parameters and buffers; of those that are given."""
+        """Overwrite parameter and buffer values on the device, only those given."""
         self._hold(host)
         for each in self._programs:
             each.write_weights(host)
@@ -497,28 +500,28 @@ class InParts:
 
     @property
     def version(self) -> int:
-        """How often variables have been written."""
+        """Number of variable writes so far."""
         return sum(each.version for each in self._programs)
 
     def lasting(self) -> dict[tuple[str, str], np.ndarray]:
-        """All that a run leaves for the next one: weights, by their kind and name."""
+        """All state carried between runs: weights, keyed by kind and name."""
         return {("weight", name): array for name, array in self.weights().items()}
 
     def write_lasting(self, values: Mapping[tuple[str, str], np.ndarray]) -> None:
-        """Overwrite that."""
+        """Overwrite state carried between runs."""
         self.write_weights({name: array for (_, name), array in values.items()})
 
     def write_numbers(self, numbers: np.ndarray) -> None:
-        """Nothing: there is no optimiser."""
+        """No-op: this model has no optimiser."""
 
 
 def is_constant(node: Node) -> bool:
-    """Whether an op makes the same in every run, and does nothing else."""
+    """Whether an op is side-effect-free and produces identical results in every run."""
     return node.made_of == frozenset() and not node.has_effect
 
 
 def _bounds(way: Way) -> tuple[list[int], list[int]]:
-    """Where the ops of each part begin, and end."""
+    """Start and end op indices of each subgraph."""
     inner = [cut.at for cut in way.cuts]
     return [0, *inner], [*inner, len(way.captured.trace.nodes)]
 
@@ -529,5 +532,5 @@ def _ops(way: Way) -> list[list[str]]:
 
 
 def outputs_of(way: Way) -> list[Value]:
-    """What a model returns, and what its arguments hold in the end."""
+    """Model outputs, and final values of overwritten arguments."""
     return [*way.captured.trace.outputs, *way.captured.written_inputs.values()]

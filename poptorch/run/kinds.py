@@ -1,4 +1,4 @@
-"""`ByArguments`: one program for each kind of arguments, where a model is called with several.
+"""`ByArguments`: a signature cache, with one program per argument signature.
 
 `generate` of `transformers` is such a caller: a prompt goes through the model at once, and then one token after the
 other. Its loop runs on the host; `calls_of` has each call that it makes of the module go to the device.
@@ -26,7 +26,7 @@ class _Wrapped(Protocol):
 
 
 class ByArguments:
-    """A wrapped model for each kind of arguments; those used last are kept.
+    """An LRU cache of wrapped models, one per argument signature.
 
     Args:
         make: wraps the model once more.
@@ -60,19 +60,19 @@ class ByArguments:
         return wrapped(*args, **kwargs)
 
     def copy_weights(self) -> None:
-        """Bring the weights of the host to the device."""
+        """Copy host weights to the device."""
         for each in self._wrapped:
             each.copyWeightsToDevice()
 
     def destroy(self) -> None:
-        """Give devices free. A call afterwards compiles anew."""
+        """Release all devices. Subsequent calls recompile."""
         while self._wrapped:
             self._wrapped.pop().destroy()
 
 
 @contextmanager
 def calls_of(module: torch.nn.Module, run: Callable[..., Any]) -> Iterator[None]:
-    """Have calls of a module be calls of a function, during a block."""
+    """Context manager redirecting calls of a module to a function."""
     namespace = vars(module)
     before = {key: namespace[key] for key in (_DOOR,) if key in namespace}
     namespace[_DOOR] = run
@@ -87,7 +87,8 @@ _DOOR = "_compiled_call_impl"  # which `Module.compile` sets
 
 
 def with_lasting_cache(module: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `generate` that ask for a cache that keeps its shape, if `transformers` has made it and none do.
+    """Add a static-cache request to `generate` arguments, provided the model comes from `transformers` and no cache is
+    specified.
 
     A cache that grows is of another shape for each token.
     """

@@ -1,4 +1,4 @@
-"""A step of a `LightningModule` as a model, and what the step does on the host.
+"""A `LightningModule` step as a model, plus deferred execution of its host-side effects.
 
 A step is captured once, without numbers. What it does besides computing, `self.log(...)` and updates of metrics, is
 *deferred*: the capture notes each call, and the program returns the tensors among its arguments, those of every
@@ -32,19 +32,19 @@ _OF_METRICS = ("forward", "update", "compute", "reset")
 
 @dataclass(frozen=True)
 class _Number:
-    """A tensor of the program as an argument: its number, and the dtype that it has in `forward`."""
+    """A program output used as a call argument: output index and original dtype in `forward`."""
 
     number: int
     dtype: torch.dtype
 
     def at(self, given: Sequence[torch.Tensor], place: int) -> torch.Tensor:
-        """That of one micro-batch."""
+        """Select one micro-batch's tensor."""
         return given[self.number][place].to(self.dtype)
 
 
 @dataclass(eq=False)
 class _DeferredCall:
-    """A call of a method of a metric.
+    """A deferred metric method call.
 
     Attributes:
         function: the method.
@@ -57,7 +57,7 @@ class _DeferredCall:
     structure: pytree.TreeSpec
 
     def make(self, given: Sequence[torch.Tensor], place: int, results: Mapping[_DeferredCall, Sequence[Any]]) -> Any:
-        """Make the call for one micro-batch."""
+        """Execute the call for one micro-batch."""
         flat = [
             each.at(given, place)
             if isinstance(each, _Number)
@@ -72,7 +72,7 @@ class _DeferredCall:
 
 @dataclass(frozen=True)
 class _Log:
-    """A call of `LightningModule.log`.
+    """A deferred `LightningModule.log` call.
 
     Attributes:
         function: the method.
@@ -87,7 +87,7 @@ class _Log:
     on_epoch: bool
 
     def make(self, values: torch.Tensor, given: Sequence[torch.Tensor], batch: Any) -> None:
-        """Log numbers `[micro-batches, replicas]` as if each micro-batch had been logged.
+        """Log values of shape `[micro-batches, replicas]` as if each micro-batch had been logged.
 
         Lightning keeps the last value, and reduces over an epoch. So the others are reduced at once. Replicas are
         reduced as time is: so Lightning does with several processes.
@@ -116,7 +116,8 @@ _WHERE_TRACED = {"_enable_grad": True, "validate_args": False}
 
 
 class _OfMetric:
-    """What a method of a metric returns in a step: on the host, the result of its call; else, what is traced.
+    """A metric method's return value within a step: the deferred call's result on the host, else the traced
+    computation.
 
     Most steps only log it, or leave it. If anything else is done to it, the metric becomes a part of the program.
 
@@ -129,12 +130,12 @@ class _OfMetric:
         self.call, self._trace = call, trace
 
     def traced(self) -> Any:
-        """The result as a part of the program."""
+        """The result traced into the program."""
         return self._trace()
 
     @staticmethod
     def in_place_of(value: Any) -> Any:
-        """Values with traced results in place of these."""
+        """Replace deferred metric results by traced results."""
         return pytree.tree_map(lambda each: each.traced() if isinstance(each, _OfMetric) else each, value)
 
     @classmethod
@@ -146,7 +147,7 @@ class _OfMetric:
 
 
 def _of_traced(name: str) -> Callable[..., Any]:
-    """A method that does what the operator of that name does to the traced result."""
+    """Create a method applying the named operator to the traced result."""
 
     def method(self: _OfMetric, *others: Any) -> Any:
         return getattr(self.traced(), name)(*_OfMetric.in_place_of(others))
@@ -162,7 +163,7 @@ for _name in ("__radd__", "__rsub__", "__rmul__", "__rtruediv__", "__neg__", "__
 
 @dataclass
 class _Deferred:
-    """What a step does on the host, in one capture of it.
+    """Host-side effects of a step, recorded during a single capture.
 
     Attributes:
         calls: of methods of metrics, in the order of the step.
@@ -175,7 +176,7 @@ class _Deferred:
     shapes: list[tuple[int, ...]] = field(default_factory=list)
 
     def make(self, numbers: Sequence[torch.Tensor], batching: Batching, batch: Any) -> None:
-        """Make the calls, for each micro-batch, and log.
+        """Execute deferred calls for each micro-batch, then log.
 
         Args:
             numbers: the tensors that the program returns for it, those of all micro-batches.
@@ -206,7 +207,7 @@ class _Deferred:
 
 
 class _Noting:
-    """Notes what a step does on the host, while it is captured.
+    """Records a step's host-side effects during capture.
 
     Attributes:
         deferred: what has been noted.
@@ -220,13 +221,13 @@ class _Noting:
         self.logged: list[torch.Tensor] = []
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> _DeferredCall:
-        """Note a call of a method of a metric."""
+        """Record a metric method call."""
         flat, structure = pytree.tree_flatten((args, kwargs))
         self.deferred.calls.append(_DeferredCall(function, list(map(self._argument, flat)), structure))
         return self.deferred.calls[-1]
 
     def log(self, function: Callable[..., Any], value: Any, how: Mapping[str, Any], on_epoch: bool) -> None:
-        """Note that a value is logged."""
+        """Record a logged value."""
         if isinstance(value, torch.Tensor):
             value = value.detach().float().mean()
             self.logged.append(value)
@@ -244,19 +245,19 @@ class _Noting:
 
 
 class _StepCaptures:
-    """What a step does on the host, of each time that it was captured: it may be something else for other numbers."""
+    """Host-side effects per capture of a step: they may differ between captures."""
 
     def __init__(self) -> None:
         self.made: tuple[_Deferred, ...] = ()
 
     def number_of(self, deferred: _Deferred) -> int:
-        """The number of a capture, by which its program says whose results they are."""
+        """Register a capture, and return its index, by which its program labels results."""
         self.made = (*self.made, deferred)
         return len(self.made) - 1
 
 
 class Step(torch.nn.Module):
-    """A step of a `LightningModule`, as a model: its results, and the tensors of what it does on the host.
+    """A `LightningModule` step as a model, returning its results and tensors required by host-side effects.
 
     Args:
         module: the module.
@@ -271,7 +272,7 @@ class Step(torch.nn.Module):
         self.training = module.training
 
     def make_deferred(self, returned: Any, batching: Batching, batch: Any) -> Any:
-        """Do on the host what the step does there.
+        """Execute the step's deferred host-side effects.
 
         Args:
             returned: what this model has returned.
@@ -299,7 +300,7 @@ class Step(torch.nn.Module):
         return result, [return_all(t) for t in noting.tensors], self._captures.number_of(noting.deferred)
 
     def _with_loss(self, result: Any, logged: Sequence[torch.Tensor]) -> Any:
-        """The result of a training step, whose loss is that of the model."""
+        """A training step's result, with its loss marked as the model's loss."""
         loss = result.get("loss") if isinstance(result, Mapping) else result
         if not isinstance(loss, torch.Tensor):
             raise createPoptorchError(
@@ -313,7 +314,7 @@ class Step(torch.nn.Module):
 
     @contextmanager
     def _deferring(self, noting: _Noting) -> Iterator[None]:
-        """Have the module log, and its metrics do what they do, after the run."""
+        """Context manager deferring logging and metric updates until after the run."""
         metrics = [each for each in self.module.modules() if isinstance(each, Metric | MetricCollection)]
         methods: list[dict[str, Any]] = [
             {
@@ -330,7 +331,7 @@ class Step(torch.nn.Module):
 
 @contextmanager
 def _having(module: torch.nn.Module, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Give a module these attributes, and no others, during a block."""
+    """Context manager temporarily replacing all module attributes."""
     before = dict(vars(module))
     try:
         vars(module).clear()
@@ -342,7 +343,7 @@ def _having(module: torch.nn.Module, attributes: Mapping[str, Any]) -> Iterator[
 
 
 def _logger(module: LightningModule, noting: _Noting, gathers: bool) -> Callable[..., None]:
-    """What stands in for `LightningModule.log` in a step; `gathers`: whether it gathers over epochs by itself."""
+    """Replacement for `LightningModule.log` within a step; `gathers`: default for aggregating over epochs."""
     method = module.log
     parameters = signature(method)
 
@@ -362,7 +363,7 @@ def _logger(module: LightningModule, noting: _Noting, gathers: bool) -> Callable
 
 
 def _dict_logger(module: LightningModule) -> Callable[..., None]:
-    """What stands in for `LightningModule.log_dict`: results of several metrics are logged as those of one."""
+    """Replacement for `LightningModule.log_dict`: logs a metric collection's results as a single metric."""
     method = module.log_dict
 
     def log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
@@ -379,7 +380,7 @@ def _dict_logger(module: LightningModule) -> Callable[..., None]:
 def _standing_in(
     metric: Any, name: str, noting: _Noting, metrics: Sequence[torch.nn.Module]
 ) -> Callable[..., _OfMetric]:
-    """What stands in for a method of a metric in a step."""
+    """Replacement for a metric method within a step."""
     method = getattr(metric, name)
     as_they_are = [(each, dict(vars(each))) for each in metrics]
 

@@ -1,4 +1,4 @@
-"""`MirroredState`: `optimizer.state` while the state of the optimiser is on a device, in PyTorch's own form.
+"""`MirroredState`: `optimizer.state` in PyTorch's format, backed by optimiser state on a device.
 
     optimizer.state[module.weight]["exp_avg"]
 
@@ -22,14 +22,14 @@ _Seen = list[tuple[str, Any, int]]
 
 
 class _Source(Protocol):
-    """What has the state of some parameters."""
+    """Provider of optimiser state for certain parameters."""
 
     def show(self) -> None:
-        """Have the mirror show the state as it is now, with `MirroredState.show`."""
+        """Update the mirror with current state, using `MirroredState.show`."""
 
 
 class MirroredState(defaultdict[Any, Any]):
-    """State by parameter, of which sources have some: it is asked for when somebody looks.
+    """Optimiser state by parameter, fetched lazily from sources on access.
 
     Args:
         state: what there is so far. It stays for the parameters of no source.
@@ -53,35 +53,35 @@ class MirroredState(defaultdict[Any, Any]):
         self._seen: dict[Any, _Seen] = {}
 
     def add(self, source: _Source) -> None:
-        """Ask a source from now on. It is not kept alive."""
+        """Register a source, without keeping it alive."""
         self._sources.append(weakref.ref(source))
 
     def remove(self, source: _Source) -> None:
-        """Ask a source no more. What it has shown stays."""
+        """Unregister a source. State already shown remains."""
         self._sources = [ref for ref in self._sources if ref() not in (None, source)]
 
     def look(self) -> None:
-        """Ask all sources."""
+        """Fetch from all sources."""
         for ref in self._sources:
             if (source := ref()) is not None:
                 source.show()
 
     def hold(self, parameters: Iterable[torch.Tensor], source: _Source) -> None:
-        """From now on a source has the newest state of parameters, which others may have had before."""
+        """Mark a source as owning the newest state of parameters, superseding previous owners."""
         self._last = weakref.ref(source)
         self._holders.update(dict.fromkeys(parameters, self._last))
 
     def is_held(self, parameters: Iterable[torch.Tensor], source: _Source) -> bool:
-        """Whether a source has the newest state of parameters."""
+        """Whether a source owns the newest state of parameters."""
         return self._last() is source or all(self._holders[p]() is source for p in parameters)
 
     def show(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
-        """Have this state of a parameter, from a source."""
+        """Store a parameter's state, as provided by a source."""
         dict.__setitem__(self, parameter, state)
         self._seen[parameter] = _versions(state)
 
     def has_changed(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether somebody has changed the state of parameters since it was shown."""
+        """Whether parameter state was modified since last shown."""
         return any(not _same(self._seen.get(p, []), _versions(dict.get(self, p))) for p in parameters)
 
     def copy(self) -> defaultdict[Any, Any]:  # type: ignore[override]
@@ -119,7 +119,7 @@ for _name in (
 
 
 def _versions(state: Mapping[str, Any] | None) -> _Seen:
-    """What tells whether state is changed: its tensors, and how often they have been written to."""
+    """Fingerprint for detecting state changes: tensor identities and version counters."""
     if state is None:
         return []
     counted = {key: isinstance(t, torch.Tensor) and not t.is_inference() for key, t in state.items()}
@@ -136,7 +136,7 @@ def _same(one: _Seen, other: _Seen) -> bool:
 
 
 def loads_exactly(optimizer: torch.optim.Optimizer) -> None:
-    """Have `load_state_dict` of an optimiser keep the digits of state that is wider than its parameter.
+    """Preserve precision in an optimiser's `load_state_dict` for state wider than its parameter.
 
     PyTorch rounds the moments of a float16 parameter to float16. A device has them in float32.
     """

@@ -1,4 +1,4 @@
-"""The options that a wrapper has of its own: the user's, with what is left to the model and its optimiser filled in."""
+"""Wrapper-specific options: user options with model-dependent and optimiser-dependent defaults resolved."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from poptorch.program.batching import Batching
 
 
 def own_options(options: Options, training: bool) -> Options:
-    """A copy of a user's options, with what is left to the kind of wrapper filled in. The user's are frozen.
+    """Copy user options, resolving defaults that depend on the wrapper kind. User options are frozen.
 
     Raises:
         poptorch.Error: for accumulated gradients without training.
@@ -35,7 +35,7 @@ def own_options(options: Options, training: bool) -> Options:
 
 
 def for_fewer_rows(options: Options, batching: Batching) -> Options:
-    """The same options for a run whose rows are dealt in another way.
+    """Copy options for a run with different batching.
 
     Raises:
         poptorch.Error: if results of every Nth iteration are asked for.
@@ -56,14 +56,14 @@ def for_fewer_rows(options: Options, batching: Batching) -> Options:
 
 
 def needs_running_mean(optimizer: torch.optim.Optimizer, options: Options) -> bool:
-    """Whether gradients are summed up in float16, where a sum may overflow and a running mean does not."""
+    """Whether gradients accumulate in float16, where sums may overflow but running means do not."""
     strategy = options.Training.mean_accumulation_and_replication_reduction_strategy
     in_half = getattr(optimizer, "accum_type", None) == torch.float16
     return in_half and strategy is MeanReductionStrategy.Post and not getattr(optimizer, "use_combined_accum", False)
 
 
 def with_running_mean(options: Options) -> Options:
-    """The same options with `MeanReductionStrategy.Running`."""
+    """Copy options, selecting `MeanReductionStrategy.Running`."""
     own = options.clone()
     own.Training.setMeanAccumulationAndReplicationReductionStrategy(MeanReductionStrategy.Running)
     own.freeze()

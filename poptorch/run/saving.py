@@ -1,4 +1,4 @@
-"""A compiled model in a file, so that it runs elsewhere, or later, without being captured or compiled again.
+"""Serialization of compiled models to files, for execution elsewhere or later without recapture or recompilation.
 
 The file is a container (`popxl.base.container`). Its JSON says how the program is called: arguments, results, options,
 the optimiser's numbers, the random state. Its blobs are:
@@ -63,14 +63,14 @@ class _Part(BaseModel):
 
 
 class _Stamp(BaseModel):
-    """What every version of the file says of itself."""
+    """Header fields common to all format versions."""
 
     format: int
     poptorch: str
 
 
 class _Call(_Part):
-    """How the program is called, and what comes of it; see `Compiled`.
+    """A program's calling convention: arguments, results, constants; see `Compiled`.
 
     Attributes:
         parameters: of `forward`: name, kind and default of each; no default is an empty list, a value a list of one.
@@ -93,7 +93,7 @@ class _Call(_Part):
 
 
 class _Ends(_Part):
-    """`Ends`, with the ids of streams and variables."""
+    """Serialized `Ends`: stream and variable ids."""
 
     inputs: dict[int, str]
     outputs: list[str]
@@ -107,7 +107,7 @@ class _Ends(_Part):
 
     @classmethod
     def of(cls, ends: Ends) -> _Ends:
-        """The ends of a program, by ids."""
+        """Convert a program's `Ends` to ids."""
         return cls(
             inputs={i: stream.tensor_id for i, stream in ends.inputs.items()},
             outputs=[stream.tensor_id for stream in ends.outputs],
@@ -121,7 +121,7 @@ class _Ends(_Part):
         )
 
     def within(self, session: popxl.Session) -> Ends:
-        """The ends of the program that a session has loaded."""
+        """Resolve ids within a loaded session."""
         variables = {v.id: v for v in session.ir.main_graph.variables}
         inputs = {stream.tensor_id: stream for stream in session.expected_inputs()}
         outputs = {stream.tensor_id: stream for stream in session.create_host_outputs()}
@@ -139,7 +139,7 @@ class _Ends(_Part):
 
 
 class _Counting(_Part):
-    """`HostNumbers`, as data."""
+    """Serialized `HostNumbers`."""
 
     now: Any
     paths: Any
@@ -147,12 +147,12 @@ class _Counting(_Part):
 
     @classmethod
     def of(cls, numbers: HostNumbers) -> _Counting:
-        """The numbers as they are."""
+        """Serialize current numbers."""
         paths = [(each.steps, each.slots, each.ends, each.problem) for each in numbers.paths]
         return cls(now=to_data(numbers.now, "now"), paths=to_data(paths, "paths"), dtypes=numbers.dtypes)
 
     def numbers(self) -> HostNumbers:
-        """The numbers as they were."""
+        """Deserialize saved numbers."""
         return HostNumbers(from_data(self.now), [NumberPath(*each) for each in from_data(self.paths)], self.dtypes)
 
 
@@ -173,7 +173,7 @@ class _Tensor(_Part):
 
 
 class _Model(_Part):
-    """The module and its optimiser, as they were when saved."""
+    """Saved snapshot of the module and its optimiser."""
 
     training: bool
     tensors: dict[str, _Tensor]
@@ -181,7 +181,7 @@ class _Model(_Part):
 
 
 class _About(_Part, _Stamp):
-    """The first part of the file.
+    """The file's JSON header.
 
     Attributes:
         training: whether the program trains.
@@ -218,7 +218,7 @@ def save(
     export_model: bool,
     save_rng_state: bool,
 ) -> None:
-    """Write a compiled model to a file; see `PoplarExecutor.save`. The module has its weights by now.
+    """Write a compiled model to a file; see `PoplarExecutor.save`. The module's weights must already be up to date.
 
     Raises:
         poptorch.Error: if something cannot be saved as data.
@@ -255,7 +255,7 @@ def save(
 
 
 def _call(compiled: Compiled) -> tuple[_Call, dict[str, torch.Tensor]]:
-    """How a program is called, and the numbers that belong to that."""
+    """Describe a program's calling convention, with associated tensor data."""
     signature = compiled.signature
     meta = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in signature.leaves]
     args, kwargs = signature.arguments(meta)
@@ -299,7 +299,7 @@ def _model(module: torch.nn.Module | None, optimizer: OptimizerData | None) -> _
 
 
 def _session(session: popxl.Session) -> bytes:
-    """A session as `popxl.Session.save` writes it."""
+    """Serialize a session using `popxl.Session.save`."""
     with tempfile.TemporaryDirectory(prefix="poptorch-") as folder:
         path = Path(folder, _SESSION)
         try:
@@ -313,7 +313,7 @@ def _session(session: popxl.Session) -> bytes:
 
 
 def read(filename: str | os.PathLike[str]) -> Saved:
-    """What a file holds.
+    """Read a saved model file.
 
     Raises:
         poptorch.Error: if it is no such file, or damaged.
@@ -339,7 +339,7 @@ def read(filename: str | os.PathLike[str]) -> Saved:
 
 
 def _unzipped(content: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The JSON and the blobs of a ZIP archive. Format 2 without numbers that `forward` changes is as format 3."""
+    """Read JSON and blobs from a ZIP archive. Format 2 without carried numbers is equivalent to format 3."""
     names = ("about.json", "tensors.safetensors", "session")
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         about, tensors, session = (archive.read(name) for name in names)
@@ -357,7 +357,7 @@ _WRONG = (ValueError, KeyError, TypeError, AttributeError, AssertionError, Runti
 
 
 class Saved:
-    """A compiled model that was read from a file.
+    """A compiled model loaded from a file.
 
     Args:
         name: of the file.
@@ -384,7 +384,7 @@ class Saved:
         self._options = options_from_data(about.options)
 
     def options(self) -> Options:
-        """The options, for a device of this machine."""
+        """Options adapted for a local device."""
         options = self._options.clone()
         options._set(ipu_version=None, target=None)
         if options.connection_type is ConnectionType.Never:
@@ -392,7 +392,7 @@ class Saved:
         return options
 
     def module(self) -> torch.nn.Module:
-        """A plain module with all parameters and buffers, whose `forward` is on the device only."""
+        """Create a plain module with all parameters and buffers, whose `forward` runs on the device only."""
         assert self._about.model is not None
         module = torch.nn.Module()
         made: dict[str, torch.Tensor] = {}
@@ -429,13 +429,13 @@ class Saved:
         return forward
 
     def optimizer(self, module: torch.nn.Module) -> torch.optim.Optimizer | None:
-        """The optimiser as it was when the model was saved, for the parameters of a module."""
+        """Recreate the saved optimiser for a module's parameters."""
         assert self._about.model is not None
         data = self._about.model.optimizer
         return None if data is None else data.make(weights.tensors_of(module))
 
     def check(self, module: torch.nn.Module | None, training: bool) -> None:
-        """Raise an `Error` if this is no program for a module."""
+        """Raise an `Error` if this program is incompatible with a module."""
         if training != self.training:
             kinds = {True: "training", False: "inference"}
             raise createPoptorchError(
@@ -449,14 +449,14 @@ class Saved:
             )
 
     def prepare(self, trainer: Trainer, module: torch.nn.Module | None, options: Options) -> None:
-        """Have a trainer know what the program was made with."""
+        """Prepare a trainer using the saved optimiser settings."""
         assert self._about.optimizer is not None
         parameters = weights.tensors_of(module)
         apart = [name for name in parameters if f"{STEP}___{name}" in self._about.ends.state]
         trainer.prepare(parameters, options, made_with=self._about.optimizer, counted_apart=apart)
 
     def compiled(self, forward: Callable[..., Any], options: Options) -> Compiled:
-        """The compiled model, for a `forward` with the same parameters."""
+        """Create the compiled model, for a `forward` with identical parameters."""
         call = self._about.call
         with tempfile.TemporaryDirectory(prefix="poptorch-") as folder:
             path = Path(folder, _SESSION)

@@ -1,4 +1,4 @@
-"""`SmallerBatches`: programs for batches with fewer rows than those that a model was compiled for.
+"""`SmallerBatches`: programs for batches with fewer rows than a model was compiled for.
 
 The last batch of a data set is one. Each program has variables of its own: it is given what the model's has, runs, and
 gives back what it leaves.
@@ -30,7 +30,7 @@ Program = Compiled | InParts
 
 @dataclass(frozen=True)
 class Run:
-    """A run of some rows of a smaller batch.
+    """A program run on a subset of a smaller batch's rows.
 
     Attributes:
         batching: how they are dealt.
@@ -43,7 +43,7 @@ class Run:
 
 
 class SmallerBatches:
-    """The programs for smaller batches of a model; those used last are kept.
+    """LRU cache of programs for a model's smaller batches.
 
     Args:
         whole: the model, compiled for whole batches.
@@ -60,7 +60,7 @@ class SmallerBatches:
         self._has_told = False
 
     def runs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Run]:
-        """The runs of a call with fewer rows; none if the arguments are unlike those of whole batches otherwise.
+        """Split a smaller batch into runs; empty if arguments differ from full batches in anything besides row counts.
 
         What is no tensor may be other than it was: the programs are compiled for what there is.
         """
@@ -88,8 +88,9 @@ class SmallerBatches:
         return runs
 
     def padded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-        """What runs the program for whole batches on a call with fewer rows, and returns the result of these; `None` if
-        the options do not ask for that, or it would have rows count that were not given."""
+        """A function running the full-batch program on padded arguments, returning only real rows' results; `None` if
+        padding is disabled in the options, or padded rows would affect results.
+        """
         whole, options = self._whole, self._options
         may_pad = options.partial_batch is PartialBatch.Pad and options.output_mode is OutputMode.All
         if not may_pad or self._training or not isinstance(whole, Compiled) or self._batching.groups.size > 1:
@@ -120,7 +121,7 @@ class SmallerBatches:
         return run
 
     def __call__(self, runs: Sequence[Run], make: Callable[[Run], Program], numbers: np.ndarray | None) -> Any:
-        """Run them, one after the other. Returns the result of the call.
+        """Execute runs in sequence. Return the call's combined result.
 
         Args:
             runs: the runs.
@@ -151,7 +152,7 @@ class SmallerBatches:
         return result
 
     def _program(self, run: Run, make: Callable[[Run], Program]) -> Program:
-        """The program for a run, compiled if it is not there yet."""
+        """A run's program, compiled on first use."""
         fitting = (each for each in self._programs if each.signature.fits(run.args, run.kwargs))
         program = next(fitting, None) or make(run)
         self._programs = [*(each for each in self._programs if each is not program), program]
@@ -169,7 +170,9 @@ class SmallerBatches:
 
     @contextmanager
     def _handed_on(self, program: Program) -> Iterator[None]:
-        """A run of a program with what the last run has left, and after which the next one has what it leaves."""
+        """Context manager transferring persistent state from the main program to a smaller one before its run, and back
+        afterwards.
+        """
         ends = program.ends
         changes = self._training or bool(ends.written) or bool(program.counted) or ends.random is not None
         if changes or self._versions.get(id(program)) != self._whole.version:
@@ -182,7 +185,7 @@ class SmallerBatches:
             self._versions[id(program)] = self._whole.version
 
     def _joined(self, whole: Compiled, parts: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
-        """The results of runs, as those of one; of arguments that are overwritten, those of the last run."""
+        """Combine results of several runs into a single run's results; overwritten arguments come from the last run."""
         anchors = self._options.anchored_tensors
         results = whole.results[: len(whole.results) - len(whole.rewritten)]
         joined: list[torch.Tensor] = []
@@ -204,19 +207,19 @@ class SmallerBatches:
         return joined + parts[-1][len(joined) :]
 
     def close(self) -> None:
-        """Let go of devices. A call afterwards compiles anew."""
+        """Release all devices. Subsequent calls recompile."""
         while self._programs:
             self._programs.pop().close()
         self._versions.clear()
 
 
 def _rows(result: Result, batching: Batching) -> int:
-    """How many rows a result has of a whole batch; none if it is a number of each micro-batch."""
+    """Number of rows in a full batch's result; 0 for one scalar per micro-batch."""
     return result.shape[0] * result.count * batching.groups.replicas if result.shape else 0
 
 
 def _are_fewer(given: Sequence[Leaf], expected: Sequence[Leaf]) -> bool:
-    """Whether tensors are like others, but with fewer rows."""
+    """Whether tensors match expected ones except for smaller row counts."""
     if [(t.name, t.dtype, t.shape[1:]) for t in given] != [(t.name, t.dtype, t.shape[1:]) for t in expected]:
         return False
     rows = [(t.shape[:1], other.shape[:1]) for t, other in zip(given, expected, strict=True)]

@@ -1,4 +1,4 @@
-"""When a call gave its inputs to the device, and when its results were there."""
+"""Timestamps of input and output transfers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Latency = tuple[float, float, float]
 
 @dataclass
 class Times:
-    """The times of the last call, in seconds since some moment.
+    """Timestamps of the last call, in seconds since an arbitrary origin.
 
     All inputs of a call go to the device together, and all results come back together; so the steps of a call have the
     same times.
@@ -41,5 +41,5 @@ class Times:
 
     @staticmethod
     def between(start: float, end: float) -> Latency:
-        """The least, greatest and average time of a step."""
+        """Minimum, maximum and average step time."""
         return (end - start,) * 3

@@ -1,4 +1,4 @@
-"""`TrainedInParts`: a model for training whose program is cut where the host has to look at numbers.
+"""`TrainedInParts`: a training model split into subgraphs by graph breaks, where the host inspects data.
 
 The program at the end of a way is a whole step, and is given what the host has made. It computes once more what
 gradients flow through, however often it is cut, so they flow as if there were no cut: through `hidden` in
@@ -33,7 +33,7 @@ from popxl.tensor import Variable
 
 
 class TrainedInParts(InParts):
-    """A model for training that is compiled in parts.
+    """A training model compiled as several subgraphs.
 
     Args:
         of_parts: the arguments of `InParts`.
@@ -141,7 +141,7 @@ class TrainedInParts(InParts):
             self.times = step.times
 
     def _leave(self) -> None:
-        """Keep what the newest end has."""
+        """Save the newest end program's persistent state."""
         if self._newest is not None:
             self._left |= self._newest.lasting()
             self._newest = None
@@ -150,53 +150,53 @@ class TrainedInParts(InParts):
 
     @property
     def ends(self) -> Ends:
-        """Names of all programs, and the state of the optimiser that any of them has."""
+        """Tensor names of all programs, and their combined optimiser state."""
         return replace(super().ends, state=self._state)
 
     def attach(self, host: Mapping[str, np.ndarray]) -> None:
-        """Take a device, with these values of parameters and buffers there."""
+        """Attach a device, loading given parameter and buffer values."""
         self._note(host)
         super().attach(host)
 
     def weights(self, names: Container[str] | None = None) -> dict[str, np.ndarray]:
-        """The values of parameters and buffers that the device has, by name; of all, or of these."""
+        """Parameter and buffer values on the device, by name; all, or only the named ones."""
         left = {name: array for name, array in self._left_of("weight").items() if names is None or name in names}
         return left if self._newest is None else left | self._newest.weights(names)
 
     def write_weights(self, host: Mapping[str, np.ndarray]) -> None:
-        """Overwrite the device's values of parameters and buffers; of those that are given."""
+        """Overwrite parameter and buffer values on the device, only those given."""
         self._note(host)
         for part in self._root.all():
             if part.compiled is not None and (part.cut is not None or part.compiled is self._newest):
                 part.compiled.write_weights(host)
 
     def _note(self, host: Mapping[str, np.ndarray]) -> None:
-        """Keep weights that the newest end does not have, for those that do."""
+        """Save weights unused by the newest end program, for programs that use them."""
         own = {} if self._newest is None else self._newest.ends.variables
         self._left |= {("weight", name): array.copy() for name, array in host.items() if name not in own}
 
     def lasting(self) -> dict[tuple[str, str], np.ndarray]:
-        """All that a run leaves for the next one: by its kind, weight, state or random, and its name."""
+        """All state carried between runs, keyed by kind (weight, state or random) and name."""
         self._leave()
         return self._left
 
     def write_lasting(self, values: Mapping[tuple[str, str], np.ndarray]) -> None:
-        """Overwrite that."""
+        """Overwrite state carried between runs."""
         self._newest, self._left = None, {**self._left, **values}
 
     def state(self) -> dict[str, np.ndarray]:
-        """The state of the optimiser, by name."""
+        """Optimiser state by name."""
         left = self._left_of("state")
         return left if self._newest is None else left | self._newest.state()
 
     def write_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Overwrite state of the optimiser."""
+        """Overwrite optimiser state."""
         self._left |= {("state", name): array for name, array in state.items()}
         if self._newest is not None:
             self._newest.write_state({name: a for name, a in state.items() if name in self._newest.ends.state})
 
     def write_numbers(self, numbers: np.ndarray) -> None:
-        """Give the optimiser other numbers, from the next run on."""
+        """Set optimiser hyperparameters, effective next run."""
         self._numbers = numbers
         for each in self._programs:
             each.write_numbers(numbers)

@@ -1,4 +1,4 @@
-"""`Trainer`: the optimiser of a wrapper, and what a program has of it: its numbers, and its state on the device."""
+"""`Trainer`: a wrapper's optimiser, its hyperparameters in the program, and its device state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ State = Mapping[str, torch.Tensor]
 
 
 class Trainer:
-    """The optimiser of one wrapper.
+    """A wrapper's optimiser.
 
     Args:
         optimizer: the optimiser, of poptorch or of torch.
@@ -72,7 +72,7 @@ class Trainer:
         made_with: OptimizerData | None = None,
         counted_apart: Collection[str] | None = None,
     ) -> Update:
-        """Read the optimiser, for a program that is to be made, or has been made.
+        """Read the optimiser, for a new or existing program.
 
         Args:
             parameters: of the model, by name.
@@ -100,7 +100,7 @@ class Trainer:
         return self.update
 
     def _warn_of_losses(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn of what an optimiser has without effect: parameters that the model does not have, hooks of its step."""
+        """Warn about ineffective optimiser settings: parameters foreign to the model, step hooks."""
         if any(_hooks_of_step(optimizer)):
             logger.warning(
                 "Hooks of %s's step (`register_step_post_hook`, ...) have no effect in a wrapped model, whose program "
@@ -123,13 +123,13 @@ class Trainer:
             )
 
     def _with_fewer_steps(self) -> list[str]:
-        """The parameters that have made fewer steps than others that are trained."""
+        """Parameters with fewer completed steps than other trained parameters."""
         steps = self._steps()
         most = max(steps.values(), default=0.0)
         return [name for name, made in steps.items() if made < most]
 
     def _steps(self) -> dict[str, float]:
-        """How many steps the parameters that are trained have made."""
+        """Completed step counts of trained parameters."""
         loaded, state = (self.device.content["ipu_state"] or {}) if self.device.pending else {}, self.optimizer.state
         steps = dict.fromkeys(self._groups(self.optimizer), 0.0)
         for name in steps:
@@ -140,8 +140,8 @@ class Trainer:
         return steps
 
     def outgrown(self, optimizer: torch.optim.Optimizer) -> str:
-        """Why the program is not for an optimiser: what is trained, by the numbers of which group, and whose steps are
-        counted together is a part of it. Empty if it is.
+        """Why the program is incompatible with an optimiser, or an empty string: trained parameters, their
+        hyperparameter groups and shared step counters are compiled in.
 
         Raises:
             poptorch.Error: if the optimiser trains nothing of the model.
@@ -163,13 +163,13 @@ class Trainer:
         return f"the optimizer trains other parameters, or in other groups, than before: {', '.join(changed) or 'none'}"
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-        """The number of the group that an optimiser has a parameter in, for those that are trained."""
+        """Parameter group index of each trained parameter."""
         groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         own = self._parameters.items()
         return {name: groups[id(p)] for name, p in own if p.requires_grad and id(p) in groups}
 
     def _is_copy(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimiser has none of the model's parameters, but their like: those that a copy of it has."""
+        """Whether an optimiser contains copies of model parameters instead of these parameters themselves."""
         own, groups = set(map(id, self._parameters.values())), enumerate(optimizer.param_groups)
         shapes = [(i, p.shape) for i, group in groups for p in group["params"] if id(p) not in own]
         if self.update is None or not self.update.names or len(shapes) < sum(map(_size, optimizer.param_groups)):
@@ -178,7 +178,8 @@ class Trainer:
         return wanted <= Counter(shapes)
 
     def connect(self, compiled: Compiled | TrainedInParts, offline: bool = False) -> None:
-        """A program has been made: from now on it has the state. What the optimiser has brought along is for it.
+        """Connect a new program, which owns the state from now on. Preloaded optimiser state is uploaded before its
+        next run.
 
         Args:
             compiled: the program.
@@ -208,14 +209,14 @@ class Trainer:
         self._begin_mirroring()
 
     def disconnect(self) -> None:
-        """The program will be gone: bring its state home."""
+        """Copy state back from the program, which is about to be destroyed."""
         if self._compiled is not None:
             self._end_mirroring()
             self.device.disconnect()
             self._compiled = None
 
     def set(self, optimizer: torch.optim.Optimizer) -> None:
-        """Use this optimiser from now on, as it is now.
+        """Switch to an optimiser, using its current settings.
 
         Raises:
             poptorch.Error: if it does not fit the program. Then nothing has changed.
@@ -237,26 +238,26 @@ class Trainer:
             self._connect()
 
     def _hand_on(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have an optimiser that has no state go on with that of the one before."""
+        """Copy the previous optimiser's state to a new stateless optimiser."""
         for group in optimizer.param_groups:
             optimizer.state.update({p: copy.copy(own) for p in group["params"] if (own := self.optimizer.state.get(p))})
 
     # What users change ----------------------------------------------------------------------------------------------
 
     def has_changed(self) -> bool:
-        """Whether the optimiser says something else than the program knows: its numbers, its groups, or its state."""
+        """Whether optimiser hyperparameters, groups or state differ from the program's."""
         return self.update is not None and (not _says(self.optimizer, self._said) or self._is_loaded)
 
     @property
     def _is_loaded(self) -> bool:
-        """Whether somebody has changed the state of the optimiser."""
+        """Whether optimiser state was modified by the user."""
         state = self.optimizer.state
         if self.device.pending or state is not self._mirror:
             return True
         return self._shown is not None and state.has_changed(self._with_state.values())
 
     def notice(self) -> None:
-        """Take over what was changed of the optimiser since the last run: its numbers, and its state.
+        """Synchronize optimiser changes since the last run: hyperparameters and state.
 
         Raises:
             poptorch.Error: if it does not fit the program any more.
@@ -288,13 +289,13 @@ class Trainer:
             self._take()
 
     def has_run(self) -> None:
-        """The program has run: the device is ahead."""
+        """Mark device state as newer, after a program run."""
         self.device.mark_stale()
         self._shown = None
         vars(self.optimizer)["_opt_called"] = True  # for schedulers, which want to have seen a step
 
     def _read_numbers(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Have the program take the numbers of an optimiser, from the next run on."""
+        """Pass an optimiser's hyperparameters to the program, effective next run."""
         assert self.update is not None
         optimizer = optimizer or self.optimizer
         said, numbers = _said(optimizer), self.update.values(optimizer)
@@ -303,7 +304,7 @@ class Trainer:
         self._said, self.numbers = said, numbers
 
     def _has_news(self, is_known: bool) -> bool:
-        """Whether `optimizer.state` has anything that a program does not know which is not connected to it."""
+        """Whether `optimizer.state` contains anything unknown to a program not yet connected to it."""
         state, own = self.optimizer.state, self._with_state
         if is_known and isinstance(state, MirroredState):
             known = self.device.content["ipu_state"] or {}  # of a program that may not have had some parameters
@@ -312,7 +313,7 @@ class Trainer:
         return begun or self._mirror is not None and state is not self._mirror
 
     def _take(self) -> None:
-        """Take `optimizer.state` as what the device is to have."""
+        """Schedule `optimizer.state` for upload to the device."""
         assert self._compiled is not None and self.update is not None
         variables = self._compiled.ends.state
         state = self.update.from_torch(self.optimizer.state, self._parameters, self.numbers, variables)
@@ -346,7 +347,7 @@ class Trainer:
             self._mirror.remove(self)
 
     def show(self) -> None:
-        """Have `optimizer.state` show what the device has, if it has run since that was done last."""
+        """Refresh `optimizer.state` from the device, if outdated."""
         if self.update is None or self._mirror is None:
             return
         self.device.refresh()
@@ -360,7 +361,7 @@ class Trainer:
         self._shown = content
 
     def write_pending(self) -> None:
-        """Bring to the device what was loaded into the optimiser.
+        """Upload loaded optimiser state to the device.
 
         Raises:
             poptorch.Error: if state does not have the shape that the program has.
@@ -397,14 +398,14 @@ class Trainer:
     # Anchors --------------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """Names of what `value` gives: numbers of the optimiser, and its state."""
+        """Names accepted by `value`: optimiser hyperparameters and state."""
         if self.update is None:
             return []
         kept = list(self._compiled.ends.state) if self._compiled is not None else [s.name for s in self.update.state]
         return [*self._named_numbers(), *kept, *(["finalLossScale"] if LOSS_SCALE_FACTOR in kept else [])]
 
     def value(self, name: str) -> torch.Tensor:
-        """A number of the optimiser, or state of it, as the program has it now."""
+        """Current program value of an optimiser hyperparameter or state tensor."""
         assert self._compiled is not None
         numbers = self._named_numbers()
         if name in numbers:
@@ -416,13 +417,13 @@ class Trainer:
 
 
 def default_optimizer(module: torch.nn.Module | None) -> torch.optim.Optimizer:
-    """The optimiser of a model that is trained without one."""
+    """Default optimiser for training a model."""
     parameters = list(module.parameters()) if module is not None else []
     return optim.SGD(parameters or [torch.nn.Parameter(torch.zeros(()))], lr=0.01)  # torch wants one at least
 
 
 def _device_state(optimizer: torch.optim.Optimizer) -> optim.DeviceState:
-    """The state of an optimiser on a device. One of torch has no place for it."""
+    """An optimiser's device state. Torch optimisers do not store any."""
     return optimizer.device if isinstance(optimizer, optim.Optimizer) else optim.DeviceState()
 
 
@@ -436,12 +437,12 @@ def _size(group: Mapping[str, Any]) -> int:
 
 
 def _has_begun(state: Mapping[str, Any]) -> bool:
-    """Whether the state of a parameter is of some steps: Adagrad has state before the first."""
+    """Whether parameter state reflects completed steps: Adagrad has state before its first step."""
     return float(state.get("step", 1)) > 0
 
 
 def _said(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[dict[str, Any]], list[int]]:
-    """What an optimiser says of numbers, for `_says`. Of a tensor, which may be written to, there is its number."""
+    """Snapshot of an optimiser's hyperparameters, for `_says`. Tensors, which are mutable, are stored as numbers."""
     groups = [
         {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
         for group in optimizer.param_groups
@@ -450,7 +451,9 @@ def _said(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[dict[str, A
 
 
 def _says(optimizer: torch.optim.Optimizer, said: tuple[list[Any], list[dict[str, Any]], list[int]]) -> bool:
-    """Whether an optimiser says what it said then. It takes a microsecond: lists of parameters are the same objects."""
+    """Whether an optimiser's hyperparameters match a snapshot. Takes a microsecond: parameter lists are compared as
+    identical objects.
+    """
     groups = optimizer.param_groups
     return groups == said[1] and _own_numbers(optimizer) == said[0] and list(map(_size, groups)) == said[2]
 

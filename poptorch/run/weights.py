@@ -1,4 +1,4 @@
-"""Parameters and buffers, on the host and on the device: who holds the truth, and how it comes home.
+"""Parameters and buffers on host and device: ownership of current values, and lazy copying back to the host.
 
 A run changes what it writes on the device and nothing else: the weights that it trains, and the buffers that `forward`
 overwrites. The host's copies are *stale* from then on. The first read of them, wherever it is, brings them home, once.
@@ -37,7 +37,7 @@ _Known = TypeVar("_Known")
 
 
 def tensors_of(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
-    """The parameters and then the buffers of a module by their names; tied ones once, by their first name.
+    """A module's parameters, then its buffers, by name; tied tensors appear once, under their first name.
 
     Args:
         module: the module; `None` has none.
@@ -58,7 +58,8 @@ def tensors_of(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
 
 
 def check_apart(tensors: Mapping[str, torch.Tensor], written: Container[str]) -> None:
-    """Check that what a program overwrites is no part of another parameter or buffer, which would not change with it.
+    """Check that tensors overwritten by a program share no memory with other parameters or buffers, which would not
+    change with them.
 
     Args:
         tensors: parameters and buffers by name; those that are the same object have one name.
@@ -87,7 +88,7 @@ def check_apart(tensors: Mapping[str, torch.Tensor], written: Container[str]) ->
 def read(
     module: torch.nn.Module | None, groupings: Groupings | None = None, names: Iterable[str] | None = None
 ) -> dict[str, np.ndarray]:
-    """The host's values, as a device takes them: the data for `popxl.variable`s. They may share memory with tensors.
+    """Host values in device format: data for `popxl.variable`s. Arrays may share memory with tensors.
 
     Args:
         module: whose parameters and buffers to read.
@@ -105,7 +106,7 @@ def read(
 
 
 def write(module: torch.nn.Module | None, arrays: Mapping[str, np.ndarray], groupings: Groupings | None = None) -> None:
-    """Overwrite parameters and buffers, in place, with what comes from a device. All are checked before any is written.
+    """Overwrite parameters and buffers in place with device values. All values are checked before any write.
 
     Args:
         module: whose parameters and buffers to write.
@@ -148,7 +149,7 @@ def _check_names(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> N
 
 
 class Instrumented:
-    """A module whose parameters and buffers a device changes: they come home when they are read.
+    """A module with device-modified parameters and buffers, which are copied back on first read.
 
     It holds until `destroy`, or until the last reference to this object is gone; the module has none.
 
@@ -217,7 +218,7 @@ class Instrumented:
         _trainings.add(self)
 
     def _of_device(self) -> list[torch.Tensor]:
-        """The tensors that the device changes."""
+        """Tensors modified by the device."""
         return [t for name, t in self._homes.items() if self._changed is None or name in self._changed]
 
     def _watch(self, each: Any, kind: Any) -> None:
@@ -225,41 +226,41 @@ class Instrumented:
         _watch(each, weakref.ref(self), kind)
 
     def is_of_all(self) -> bool:
-        """Whether it has all the parameters and buffers that the module has now, and no others."""
+        """Whether the module's current parameters and buffers are exactly those instrumented."""
         now = tensors_of(self._module)
         return now.keys() == self._homes.keys() and all(t is self._homes[name] for name, t in now.items())
 
     @property
     def is_stale(self) -> bool:
-        """Whether the device has newer values than the module."""
+        """Whether device values are newer than the module's."""
         return self.device > self.host
 
     def mark_stale(self) -> None:
-        """Note that the device has changed weights."""
+        """Record that weights changed on the device."""
         if not self.is_stale:
             self.device = next(self._versions)
 
     def mark_uploaded(self) -> None:
-        """Note that the device has been given the module's values."""
+        """Record that the module's values were uploaded."""
         self.device, self.has_given_data = self.host, False
 
     def mark_news(self) -> None:
-        """Have other wrappers that follow this one take over the module's values."""
+        """Publish the module's values to other wrappers following this one."""
         is_stale, self.host = self.is_stale, next(self._versions)
         self.device = next(self._versions) if is_stale else self.host
 
     def has_run(self) -> None:
-        """Note that the device has made a step: weights are stale, and there were gradients that the host has not."""
+        """Record a device step: weights are stale, and gradients existed on the device only."""
         self.mark_stale()
         self._has_run = True
 
     def check_hooks(self) -> None:
-        """Raise an `Error` if a module has hooks on gradients."""
+        """Raise an `Error` if a module has gradient hooks."""
         if any(self._hooks):
             raise hook_problem("A module of the model")
 
     def tell_of_gradients(self, asker: str) -> None:
-        """Tell somebody who asks for `p.grad`, which is `None`, where gradients are.
+        """Warn code reading `p.grad`, which is `None`, how to access gradients.
 
         Raises:
             Error: if it is a function of PyTorch that changes gradients.
@@ -280,8 +281,8 @@ class Instrumented:
             )
 
     def to_host(self, fetch: Callable[[], Mapping[str, np.ndarray]] | None = None) -> None:
-        """Bring the device's values home, whether or not the host is stale: into the tensors that the device has read,
-        whether or not the module still has them.
+        """Copy device values back, stale or not, into the tensors originally uploaded, even if the module has since
+        replaced them.
 
         Args:
             fetch: gives them; by default, those of what the device changes.
@@ -294,14 +295,14 @@ class Instrumented:
         self.host, self.device = version, max(version, self.device)  # it may have run since in another thread
 
     def to_host_if_stale(self) -> bool:
-        """Bring the device's values home if the host is stale. Returns whether it was."""
+        """Copy device values back if the host is stale. Return whether it was."""
         was_stale = self.is_stale
         if was_stale:
             self.to_host()
         return was_stale
 
     def read(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-        """The host's values as they are, stale or not; see the function `read`."""
+        """Current host values, stale or not; see the function `read`."""
         with self._as_current():
             arrays = read(self._module, self._groupings, names)
             now = tensors_of(self._module)
@@ -316,7 +317,7 @@ class Instrumented:
 
     @contextmanager
     def _as_current(self) -> Iterator[None]:
-        """While the block lasts, looking at tensors does not bring home what is stale."""
+        """Context manager suppressing copying back on tensor reads."""
         before, self.host = self.host, max(self.host, self.device)
         try:
             yield
@@ -324,7 +325,9 @@ class Instrumented:
             self.host = before
 
     def destroy(self) -> None:
-        """Give the module, its parameters and buffers their classes back. Values that have not come home are lost."""
+        """Restore original classes of the module, its parameters and buffers. Device values not yet copied back are
+        lost.
+        """
         self._undo()
         if self in _trainings:
             _trainings.remove(self)
@@ -336,7 +339,7 @@ _CLIPPING = "poptorch.optim.AdamW(parameters, lr=0.001, max_grad_norm=1.0)"
 
 
 def hook_problem(what: str) -> Error:
-    """The error for hooks on gradients, where a model is trained."""
+    """Create the error for gradient hooks on trained models."""
     return createPoptorchError(
         f"{what} has hooks on gradients (`register_hook`, `register_full_backward_hook`, ...). They would have no "
         "effect in a wrapped model, which is one program, backward pass included. Write what they do into `forward`: "
@@ -351,7 +354,7 @@ _followers: weakref.WeakSet[Trainings] = weakref.WeakSet()
 
 
 class Trainings:
-    """The wrappers that change tensors of a module, as another wrapper of it sees them.
+    """Registry of wrappers modifying a module's tensors, from another wrapper's perspective.
 
     Args:
         module: the module that the wrapper runs. Others concern it if they change a parameter or buffer of it.
@@ -373,11 +376,11 @@ class Trainings:
         self.look()
 
     def look(self) -> None:
-        """Follow the parameters and buffers that the module has now."""
+        """Track the module's current parameters and buffers."""
         self._tensor_ids = frozenset(map(id, tensors_of(self._module).values()))
 
     def has_ended(self, training: Instrumented) -> None:
-        """Note that another wrapper has ended, after whatever it has brought home."""
+        """Record that another wrapper ended, after copying back its values."""
         if self._concern(training) and training.host > self._seen.get(training, 0):
             self._has_missed = True
 
@@ -385,7 +388,7 @@ class Trainings:
         return not self._tensor_ids.isdisjoint(training._tensor_ids)
 
     def have_news(self, own: Instrumented | None = None) -> bool:
-        """Bring home what is stale. Returns whether anything has come home since the last call of this.
+        """Copy back stale values. Return whether new values arrived since the previous call.
 
         Args:
             own: what the wrapper itself changes. It is no news, and comes home before news overwrite it.
@@ -407,7 +410,7 @@ class Trainings:
 
 
 class HostWrites:
-    """Who writes parameters and buffers on the host, where a device has read them before.
+    """Detects host writes to parameters and buffers already read by a device.
 
     Args:
         module: whose tensors. What is written to the `data` of one is not noticed.
@@ -433,7 +436,7 @@ class HostWrites:
         self._held: tuple[Any, ...] = ()
 
     def forget(self, names: Collection[str] | None = None) -> None:
-        """Note that the device has what the host has now: of all, or of the parameters and buffers of these names."""
+        """Record that device and host values agree: all of them, or only the named parameters and buffers."""
         tensors, versions, places = self._tensors, self._versions, self._places
         with torch._C.DisableTorchFunctionSubclass():
             self._tensors = {name: t for name, t in tensors_of(self._module).items() if not t.is_inference()}
@@ -449,14 +452,14 @@ class HostWrites:
         self._holders, self._keys, self._held = zip(*self._places.values(), strict=True) if self._places else ((),) * 3
 
     def names(self) -> list[str]:
-        """The names of those that somebody has written since. Every call of a model asks, so it has to be quick."""
+        """Names of tensors modified since. Every model call checks, so this must be fast."""
         now = self._now()
         if now == self._versions:
             return []
         return [name for name, version in now.items() if version != self._versions[name]]
 
     def replaced(self) -> list[str]:
-        """The names of parameters, buffers and modules that have been replaced, or are new. It is as quick."""
+        """Names of replaced or added parameters, buffers and modules. Equally fast."""
         grown = [home for home in self._homes if len(home[1]) > home[2]]
         if not grown and all(map(is_, map(dict.get, self._holders, self._keys), self._held)):
             return []
@@ -473,7 +476,7 @@ def _without(known: Mapping[str, _Known], names: Collection[str]) -> dict[str, _
 
 
 def _holders(module: torch.nn.Module | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What holds parameters, buffers and modules, each with what names of these begin with."""
+    """Dictionaries containing parameters, buffers and modules, each with its name prefix."""
     for path, each in () if module is None else torch.nn.Module.named_modules(module):
         for holder in (each._parameters, each._buffers, each._modules):
             yield f"{path}." if path else "", holder
@@ -483,7 +486,7 @@ def _holders(module: torch.nn.Module | None) -> Iterator[tuple[str, dict[str, An
 
 
 class _Watched:
-    """Something that looks whether it is stale before it is read."""
+    """Mixin class that refreshes stale values before reads."""
 
     _original: type
     _refs: tuple[weakref.ref[Instrumented], ...]
@@ -597,7 +600,7 @@ def _refresh(watched: type[_Watched]) -> None:
 
 @contextmanager
 def _as_before(each: _Watched) -> Iterator[None]:
-    """Give something the class back that it had, during a block."""
+    """Context manager temporarily restoring an object's original class."""
     watched = type(each)
     object.__setattr__(each, "__class__", watched._original)
     try:
@@ -607,20 +610,20 @@ def _as_before(each: _Watched) -> Iterator[None]:
 
 
 def _watch(each: Any, owner: weakref.ref[Instrumented], kind: Any) -> None:
-    """Let something that is read ask its owner, besides those it asks already: weights may be tied between models."""
+    """Add an owner to an object's owners, all checked on reads: weights may be tied between models."""
     original, refs = (each._original, each._refs) if isinstance(each, _Watched) else (type(each), ())
     _become(each, original, (*refs, owner), kind)
 
 
 def take_off(module: Any) -> None:
-    """Give a module that is watched the class that it had. Its parameters and buffers still are watched."""
+    """Restore a watched module's original class. Its parameters and buffers remain watched."""
     if isinstance(module, _Watched):
         _refresh(type(module))
         _become(module, type(module)._original, (), _WatchedModule)
 
 
 def put_on(module: Any) -> None:
-    """Undo `take_off`; a module that no device changes is left as it is."""
+    """Undo `take_off`; modules unmodified by devices remain unchanged."""
     refs = tuple(weakref.ref(training) for training in _trainings if training._module is module)
     if refs and not isinstance(module, _Watched):
         _become(module, type(module), refs, _WatchedModule)

@@ -1,4 +1,4 @@
-"""The functions that a program wraps its models with, and that reach what is inside of a wrapper."""
+"""User-facing functions for wrapping and loading models, and accessing a wrapper's session."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def trainingModel(
     options: Options | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> PoplarExecutor:
-    """Wrap a model, to train it on a device.
+    """Wrap a model for training on a device.
 
     Args:
         model: a module, a function, or another wrapper, whose model is meant. Its parameters are trained; attributes
@@ -52,7 +52,7 @@ def trainingModel(
 
 
 def inferenceModel(model: Model | PoplarExecutor, options: Options | None = None) -> PoplarExecutor:
-    """Wrap a model, to run it on a device.
+    """Wrap a model for inference on a device.
 
     Args:
         model: a module, a function, or another wrapper, whose model is meant. If it is being trained, too, the weights
@@ -68,7 +68,7 @@ def inferenceModel(model: Model | PoplarExecutor, options: Options | None = None
 
 
 def sessionOf(model: PoplarExecutor) -> popxl.Session:
-    """The popxl session that runs a model: its `ir` is the program, its `report` says what that needs.
+    """The popxl session running a model: `ir` contains the program, `report` its resource requirements.
 
     Args:
         model: one that is compiled.
@@ -90,7 +90,7 @@ def sessionOf(model: PoplarExecutor) -> popxl.Session:
 
 
 def load(filename: str | os.PathLike[str], edit_opts_fn: Callable[[Options], object] | None = None) -> PoplarExecutor:
-    """A wrapper from a file that `save` or `compileAndExport` has written, ready to run, without code of the model.
+    """Load a wrapper saved by `save` or `compileAndExport`, ready to run, without the model's code.
 
     Its model is a plain `torch.nn.Module` with all parameters and buffers under their names; the `forward` of that is
     on the device only. To have both, wrap a model of your own and use `loadExecutable`.

@@ -1,1 +1,1 @@
-"""A program as a plan of executables, which the host dispatches one after the other."""
+"""Program plans: sequences of executables dispatched by the host."""

@@ -1,4 +1,4 @@
-"""Which calls of a program become pieces of a plan, whether a plan pays, and where ops run."""
+"""Segmentation policy: selects calls as plan segments, estimates a plan's benefit, and places ops."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ of fewer are quicker as turns of a loop, which need no dispatch. (Measured likew
 
 
 class Choice:
-    """Which calls of a program become pieces: those of graphs that are called twice or more, and are large enough.
+    """Selection of calls as segments: calls of sufficiently large graphs with at least two call sites.
 
     Args:
         main: the graph that the program runs.
@@ -58,7 +58,7 @@ class Choice:
         self.repeated = self._repeated()
 
     def _repeated(self) -> int:
-        """How many ops are in pieces beyond the first of each structure. One in a piece is not counted again."""
+        """Number of ops in segments beyond the first of each structure, ignoring segments nested in segments."""
         around = [graph for graph in callees_first(self._main) if self._structures.of(graph) not in self._pieces]
         alone: dict[Graph, int] = {}
         met: dict[Structure, int] = {}
@@ -74,24 +74,24 @@ class Choice:
         return self.size(self._main.ops) - alone[self._main] - sum(met.values())
 
     def is_worth_it(self) -> bool:
-        """Whether a plan pays, for what it saves XLA."""
+        """Whether the saved XLA compilation justifies a plan."""
         return self.repeated >= REPEATED
 
     def has_large_calls(self) -> bool:
-        """Whether what calls compute takes much longer than to dispatch them, on average."""
+        """Whether calls, on average, compute much longer than their dispatch takes."""
         graphs = {self._structures.of(graph): graph for graph in reachable(self._main)[1:]}
         calls = {graphs[s]: self._calls[s] for s in self._pieces}
         numbers = sum(count * self.numbers(graph.ops) for graph, count in calls.items())
         return numbers >= LARGE * sum(calls.values())
 
     def is_piece(self, op: Op) -> bool:
-        """Whether an op is a call that is a piece of its own."""
+        """Whether an op is a call compiled as a separate segment."""
         is_alike = is_call(op) and self._structures.of(op.called_graphs[0]) in self._pieces
         return is_alike and not self.is_on_several(op) and not shares_by_reference(op)
 
     def is_entered(self, op: Op) -> bool:
-        """Whether an op is a call or loop that the host carries out step by step: because there are pieces in the graph
-        that it calls, or because its ops are in several places."""
+        """Whether the host executes a call or loop step by step: its graph contains segments, or its ops span several
+        IPUs."""
         if self.is_on_several(op):
             return True
         if not is_call(op) or self.is_piece(op):
@@ -99,28 +99,28 @@ class Choice:
         return can_enter(op) and not self._pieces.isdisjoint(self._structures.calls(op.called_graphs[0]))
 
     def is_on_several(self, op: Op) -> bool:
-        """Whether an op runs in several places."""
+        """Whether an op spans several IPUs."""
         return self._places is not None and self._places.spans(op)
 
     def place(self, op: Op) -> int:
-        """Where an op runs: the number of an IPU. Of one that is entered, what none of its steps touches is there."""
+        """IPU number of an op. For host-executed ops, the default IPU of values that no step touches."""
         if self._places is None:
             return 0
         return self._places.default(op) if self._places.spans(op) else min(self._places.of(op))
 
     def stacks(self, op: Op) -> tuple[Stack, ...]:
-        """What a loop stacks that is entered; nothing, of other ops."""
+        """Stacked outputs of a host-executed loop; empty for other ops."""
         if self._places is None or not is_loop(op) or not self.is_on_several(op):
             return ()
         return stacks_of(op, self._places.home)
 
     def landing(self, t: Tensor, place: int) -> int:
-        """Where a result is to go that is made in a place."""
+        """Destination IPU of a result computed on IPU `place`."""
         found = None if self._places is None else self._places.landing(t)
         return place if found is None else found
 
     def numbers(self, ops: Iterable[Op]) -> int:
-        """How many numbers ops read and write, with all that they call."""
+        """Count of numbers read and written by ops, including called graphs."""
         return sum(map(self._numbers_of, ops))
 
     def size(self, ops: Iterable[Op]) -> int:
@@ -132,8 +132,8 @@ class Choice:
         return own + sum(run.turns * self._numbers_in(run.graph) for run in op.runs)
 
     def encoded(self, ops: Iterable[Op], changed: Iterable[Tensor] = ()) -> Encoding:
-        """Ops, written down. Calls that are pieces are alike whatever numbers they are passed: of a layer, say. So are
-        ops that are passed constants that were `changed` before."""
+        """Structural encoding of ops. Segment calls match regardless of constants passed to them, such as a layer
+        index; so do ops with constants `changed` earlier."""
         ops = tuple(ops)
         given = (t.origin for op in ops if self.is_piece(op) for t in op.inputs)
         passed = {*changed, *(t for t in given if isinstance(t, Constant))}

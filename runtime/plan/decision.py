@@ -1,4 +1,4 @@
-"""Whether a program is compiled as one, or as a plan; and whether its IPUs are devices of their own."""
+"""Compilation decision: single executable or plan, and one device or a separate device per IPU."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def decide(
     changed: Sequence[Tensor],
     calls: str | None,
 ) -> Decision:
-    """How a program is compiled for a destination.
+    """Decide how to compile a program for a destination.
 
     Args:
         main: the graph that it runs.
@@ -104,7 +104,7 @@ def _of_way(
     reason: str,
     choice: Choice,
 ) -> Decision:
-    """A decision that has been made."""
+    """Decision for a known compilation mode."""
     if calls != "rolled":
         return Decision(calls, reason, choice)
     automatic = REPEATED if destination.platform == "cpu" else WITHOUT_PRODUCTS
@@ -113,7 +113,7 @@ def _of_way(
 
 
 def _on_cpus(main: Graph, held: Collection[Tensor], choice: Choice, of_places: str) -> Decision:
-    """The same where XLA keeps calls, and compiles each of them."""
+    """Decision for CPUs, where XLA keeps calls and compiles each call."""
     if not choice.repeated:
         reason = (
             f"No graph of {SMALLEST} ops or more is called twice; a plan, in which such graphs are compiled by "
@@ -134,8 +134,8 @@ def _on_cpus(main: Graph, held: Collection[Tensor], choice: Choice, of_places: s
 def _on_accelerators(
     main: Graph, held: Collection[Tensor], choice: Choice, of_places: str, limit: float, an_op: float
 ) -> Decision:
-    """The same where compilers do not keep calls, or fuse nothing in those that they keep. A plan fuses nothing across
-    its pieces, and copies what they pass on: it comes last.
+    """Decision for accelerators, where compilers inline calls, or fuse nothing inside kept calls. Plans are the last
+    choice: they prevent fusion across segments, and copy values between segments.
 
     Args:
         main, held: as for `decide`.
@@ -175,7 +175,7 @@ def _rolled(main: Graph, held: Collection[Tensor], from_saved: int = 0) -> Rerol
 def _placement(
     main: Graph, options: SessionOptions, destination: Destination, changed: Sequence[Tensor], smallest: int | None
 ) -> tuple[Places | None, str]:
-    """The IPUs of the program, if each is a device of its own; and why, or why not, in a sentence."""
+    """IPU placement, if each IPU is a separate device; plus a sentence explaining why or why not."""
     count, found = destination.replicas.count, len(destination.devices)
     places = Places(main, count)
     needed = len(places.ipus) * count
@@ -194,6 +194,6 @@ def _placement(
 
 
 def _pays(main: Graph, changed: Sequence[Tensor], smallest: int | None, places: Places) -> bool:
-    """Whether a CPU is quicker if its cores share out the work."""
+    """Whether distributing the work over cores makes a CPU faster."""
     steps: Steps = done(Steps(main.ops, Choice(main, smallest, places), (), changed).planned())
     return steps.is_worthwhile()

@@ -1,4 +1,4 @@
-"""What a plan is made of: pieces, which are compiled, and entries, which the host goes through; and how they run."""
+"""Plan steps and their execution: compiled segments, and ops with host-executed graphs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Values = dict[Any, Array]
 
 
 class Run:
-    """One run of a program: the state of its streams and buffers, and what carries out the steps.
+    """One run of a program: stream and buffer state, and step execution.
 
     Args:
         terms_at: what pieces are compiled for, by their places.
@@ -66,7 +66,7 @@ class Run:
     def call(
         self, executable: Any, name: Callable[[], str], *arguments: Any, lock: CollectiveLock | None = None
     ) -> Any:
-        """Call an executable, in its turn."""
+        """Call an executable, holding `lock` if given."""
         if self._recorder is not None:
             executable = partial(self._recorder, name(), executable)
         return executable(*arguments) if lock is None else lock.run_exclusive(executable, *arguments)
@@ -83,7 +83,7 @@ class Run:
         return self._terms_at[place].replicas.put(np.asarray(value))
 
     def channels(self, place: int, shared: Iterable[Channel] = ()) -> Channels:
-        """The streams and buffers of a place. Those that are used in others too are brought there first."""
+        """Channels of IPU `place`, after transferring `shared` channels from other IPUs."""
         here = self._channels[place]
         for c in shared:
             if self._where[c] != place:
@@ -120,13 +120,13 @@ class Step:
     drops: tuple[Key, ...] = ()
 
     def fetch(self, values: Values, run: Run) -> None:
-        """Copy what is needed in other places."""
+        """Copy values needed on other IPUs."""
         for t, place in self.fetches:
             values[t, place] = run.put(values[t], place)
 
 
 class Compiled(NamedTuple):
-    """What XLA made of a piece, what it was told, and how many seconds that took."""
+    """XLA executable of a segment, its input text, and compilation time in seconds."""
 
     executable: Any
     text: Callable[[], str]
@@ -135,7 +135,7 @@ class Compiled(NamedTuple):
 
 @dataclass
 class Piece(Step):
-    """Ops that are compiled together, and run at once.
+    """Segment: ops compiled and executed together.
 
     Attributes:
         ops: what is run.
@@ -157,27 +157,28 @@ class Piece(Step):
 
     @cached_property
     def form(self) -> Structure:
-        """The structure of the ops alone."""
+        """Structure of the ops alone."""
         return structure_of(tuple(self.encoding.code))
 
     @property
     def name(self) -> str:
-        """What is run, in a few words."""
+        """Short description of the ops."""
         return summary(self.ops)
 
     @cached_property
     def channels(self) -> tuple[Channel, ...]:
-        """The streams and buffers that the ops use."""
+        """Streams and buffers used by the ops."""
         return channels_of_ops(self.ops)
 
     def found(self, terms: Terms) -> Structure:
-        """What the piece is: its ops, what of them is donated and needed, and what they are compiled for."""
+        """Executable key of the segment: structure of its ops, donated inputs, required results, and compile
+        options."""
         number = self.encoding.numbers
         results = (tuple(number[t] for t in self.donated), tuple(number[t] for t in self.makes))
         return structure_of((*self.encoding.code, results, terms.key()))
 
     def prepare(self, terms_at: Mapping[int, Terms]) -> None:
-        """Find out what there is to compile, and put the constants that are passed to where the piece reads them."""
+        """Determine compilation inputs, and upload constant arguments to the segment's IPU."""
         terms = terms_at[self.place]
         self.feeds = tuple(c for c in self.channels if isinstance(c, HostToDeviceStream))
         self.kept = tuple(t for t in self.encoding.roots if t not in self.donated)
@@ -191,7 +192,7 @@ class Piece(Step):
         self.structure = self.found(terms)
 
     def lowered(self, terms: Terms) -> Callable[[], Compiled]:
-        """Trace the ops. What is returned has XLA compile them, in any thread."""
+        """Trace the ops. Returns a function that compiles them with XLA, callable from any thread."""
         start = perf_counter()
         buffers = [c for c in self.channels if isinstance(c, RemoteBuffer)]
         in_order = not (buffers and terms.slots.memory_kind == HOST)
@@ -222,12 +223,12 @@ class Piece(Step):
         return compile
 
     def take(self, compiled: Compiled) -> None:
-        """Have what was compiled, for everything of the same structure."""
+        """Store compilation results for all segments of the same structure."""
         self.structure.executable, self.structure.text = compiled.executable, compiled.text
         self.seconds = compiled.seconds
 
     def _results(self, info: Any) -> list[RemoteBuffer | None]:
-        """What each result of the executable is, in their order, as far as it is a remote buffer."""
+        """Remote buffer of each executable result, in order; `None` for other results."""
         overwritten, positions, new = info
 
         def of(i: int, result: Any) -> Any:
@@ -281,7 +282,7 @@ class Piece(Step):
             del values[key]
 
     def _passed(self, values: Values) -> list[Array]:
-        """What is read and not given up: constants that are passed to calls are the same in all runs."""
+        """Arguments read without donation; constants passed to calls are identical in all runs."""
         if not self._constants:
             return [values[key] for key in self._given]
         return [self._constants[key] if key in self._constants else values[key] for key in self._given]
@@ -292,7 +293,7 @@ class Piece(Step):
 
 @dataclass
 class Way:
-    """A graph that the host goes through, and how values get in and out.
+    """Host-executed graph, with its input and output bindings.
 
     Attributes:
         graph: the graph.
@@ -317,7 +318,7 @@ class Way:
     sent: tuple[tuple[Tensor, int], ...] = ()
 
     def prepare(self, terms_at: Mapping[int, Terms], place: int) -> None:
-        """Put the constants that are given, and those of the graph, to where the steps read them."""
+        """Upload constant arguments, and the graph's own constants, to the IPUs that read them."""
         self._constants = {
             t: terms_at[self.inside.starts.get(t, place)].replicas.put(to_device(constant.data, constant.dtype))
             for t, constant in self.fixed.items()
@@ -331,7 +332,7 @@ class Way:
         return inner
 
     def next(self, inner: Values, run: Run) -> Values:
-        """What they get in the turn after."""
+        """Values for the next iteration."""
         inner = {t: inner[result] for t, result in self.again.items()}
         for t, place in self.returns:
             inner[t] = run.put(inner[t], place)
@@ -346,7 +347,7 @@ class Way:
 
 @dataclass
 class Entry(Step):
-    """An op whose graph the host goes through step by step: a call; a loop, turn by turn; one branch of a conditional.
+    """Op with host-executed graphs: a call, a loop (iteration by iteration), or a conditional (one branch).
 
     Attributes:
         op: the op.
@@ -363,7 +364,7 @@ class Entry(Step):
     extra: tuple[Tensor, ...] = ()
 
     def prepare(self, terms_at: Mapping[int, Terms]) -> None:
-        """Put the constants that are passed to where the steps read them."""
+        """Upload constant arguments to the IPUs that read them."""
         for way in self.ways:
             way.prepare(terms_at, self.place)
         starts = self.ways[0].inside.starts

@@ -1,4 +1,4 @@
-"""Where the ops of a program run, if they are on several IPUs, and each IPU is a device of its own.
+"""Op placement over several IPUs as separate devices.
 
 An op runs on its IPU (`popxl.ipu`). What it makes stays there, but for what is copied to another one: `ops.ipu_copy`
 runs at either end, so that a graph that begins or ends with copies can be on one IPU. A graph whose ops are all on one
@@ -20,8 +20,8 @@ from runtime.lowering.environment import view_of
 
 
 def can_enter(op: Op, replicas: int = 1) -> bool:
-    """Whether the host can go through the graphs of an op: of a call; of a loop, turn by turn; of a conditional, once
-    it knows the condition. Several replicas may take different branches at the same time: not through those, then.
+    """Whether the host can execute an op's graphs: calls; loops, iteration by iteration; conditionals, after fetching
+    the condition. Excludes conditionals with several replicas, which may diverge in branches.
 
     What is passed and returned has to be whole: neither views, nor constants that are returned. What is passed by
     reference has to be apart, for each graph that the host goes through has its own storages.
@@ -38,7 +38,7 @@ def can_enter(op: Op, replicas: int = 1) -> bool:
 
 
 class Places:
-    """The IPUs of the ops of a program.
+    """IPUs of a program's ops.
 
     Args:
         main: the graph that the program runs.
@@ -58,7 +58,7 @@ class Places:
         self.ipus = tuple(sorted(self._of_graph[main]))
 
     def _visit(self, graph: Graph) -> None:
-        """Find out where the ops of a graph are; those of the graphs that it calls are known."""
+        """Determine op placement in a graph, after its called graphs."""
         ops = [op for op in graph.ops if op.kind.view is None]  # a view is made where somebody looks through it
         copies = [op for op in ops if op.outputs and op.location[0] != op.ipu]
         others = frozenset[int]().union(*(self.of(op) for op in ops if not op.outputs or op.location[0] == op.ipu))
@@ -69,7 +69,7 @@ class Places:
         self._landings[graph] = tuple(self._landing(t.origin) for t in graph.outputs)
 
     def of(self, op: Op) -> frozenset[int]:
-        """The IPUs that an op runs on: several, if the host has to go through its graph."""
+        """IPUs of an op: several, if the host must execute its graph."""
         if op in self._of_copies:
             return self._of_copies[op]
         if can_enter(op, self._replicas):
@@ -79,26 +79,26 @@ class Places:
         return frozenset((op.ipu or 0,))
 
     def spans(self, op: Op) -> bool:
-        """Whether an op runs on several IPUs."""
+        """Whether an op spans several IPUs."""
         return len(self.of(op)) > 1
 
     @cached_property
     def gone_through(self) -> tuple[Graph, ...]:
-        """The graphs that the host goes through, other than those of calls, because they are on several IPUs."""
+        """Host-executed graphs spanning several IPUs, excluding graphs of calls."""
         ops = (op for graph, ipus in self._of_graph.items() if len(ipus) > 1 for op in graph.ops)
         return tuple(graph for op in ops if not is_call(op) and self.spans(op) for graph in op.called_graphs)
 
     def default(self, op: Op) -> int:
-        """Where an op is that runs on several, for what none of its steps touches."""
+        """Default IPU of an op spanning several IPUs, for values that no step touches."""
         return op.ipu if op.ipu in self.ipus else self.ipus[0]
 
     def home(self, t: Tensor) -> int:
-        """The IPU to keep a stack on of what a tensor is in each turn."""
+        """IPU storing the stacked values of a tensor over all iterations."""
         ipu = final_ipu(t)
         return ipu if ipu in self.ipus else self.ipus[0]
 
     def landing(self, t: Tensor) -> int | None:
-        """The IPU that a result goes to, if that is not where it is made."""
+        """Destination IPU of a copied result; `None` if it stays on its producer's IPU."""
         ipu = self._landing(t)
         return ipu if ipu in self.ipus else None
 

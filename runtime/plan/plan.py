@@ -1,4 +1,4 @@
-"""A program as a plan: pieces that are compiled once each, and run one after the other by the host, without waiting.
+"""Program plan: segments, each compiled once, dispatched sequentially and asynchronously by the host.
 
 A graph that is called often is a piece; so are the ops between such calls. Pieces of equal structure share one
 executable, so that compile time does not grow with the number of calls, and programs that call the same graph share
@@ -35,7 +35,7 @@ from runtime.timeline import Recorder
 
 
 def compile_all(pieces: Sequence[Piece], terms_at: Mapping[int, Terms], watch: Watch) -> None:
-    """Compile pieces, as many at once as there are cores.
+    """Compile segments in parallel, using all CPU cores.
 
     They are traced one after the other, in this thread, while XLA compiles those before in others: the largest first,
     as it takes longest. If devices of several processes run them, these have to compile the same in the same order:
@@ -58,7 +58,7 @@ def compile_all(pieces: Sequence[Piece], terms_at: Mapping[int, Terms], watch: W
 
 
 class Plan:
-    """A program that the host carries out: `(changing, constant, feeds) -> (changing, fetches)`.
+    """Host-executed program: `(changing, constant, feeds) -> (changing, fetches)`.
 
     Fetched are the transfers of the output streams; then, where anything is checked, which check failed: an array for
     each place.
@@ -131,7 +131,7 @@ class Plan:
         feeds: Sequence[Array],
         recorder: Recorder | None = None,
     ) -> Any:
-        """Run the program. A recorder calls the executables in place of the plan."""
+        """Run the program. A recorder, if given, calls the executables in place of the plan."""
         count = len(self.changed)
         values = dict(zip(self._variables, (*changing[:count], *constant), strict=True))
         channels: dict[int, Channels] = {}
@@ -149,7 +149,7 @@ class Plan:
         return tuple(changed), (*(fetches[s] for s in self._outputs), *failures)
 
     def _begun(self, place: int, given: Mapping[Channel, Array], run: Run) -> dict[Channel, Any]:
-        """The channels of a place at the start."""
+        """Initial channels of IPU `place`."""
         if place not in self._ends:
             return {}
         here = self._channels[place]
@@ -161,11 +161,11 @@ class Plan:
         }
 
     def _fed(self, feed: Array, place: int) -> Array:
-        """A feed that is used as it is. Many pieces may read it, in turns of a loop, say."""
+        """Feed used without a prologue copy. Several segments, such as loop iterations, may read it."""
         return feed if len(self._terms_at) == 1 else jax.device_put(feed, self._terms_at[place].replicas.sharding())
 
     def _fetched(self, run: Run) -> tuple[dict[Channel, Array], list[Array]]:
-        """The output streams, and for each place which check failed."""
+        """Output streams, and failed checks of each IPU."""
         fetches: dict[Channel, Array] = {}
         failures: list[Array] = []
         for place, (_, end) in self._ends.items():
@@ -179,12 +179,12 @@ class Plan:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """The pieces, in the order in which they first run."""
+        """Segments, ordered by first execution."""
         return self.steps.pieces()
 
     @property
     def runs(self) -> Counter[Structure]:
-        """How often a run of the program runs pieces of each structure."""
+        """Executions per run, for each segment structure."""
         runs: Counter[Structure] = Counter()
         for step, times in self.steps.all():
             if isinstance(step, Piece):
@@ -193,21 +193,20 @@ class Plan:
 
     @property
     def structures(self) -> tuple[Structure, ...]:
-        """What the pieces are, each once."""
+        """Distinct structures of the segments."""
         return tuple(dict.fromkeys(piece.structure for piece in self.pieces))
 
     def text(self) -> str:
-        """What was compiled, each piece once."""
+        """Compiled text of each distinct segment."""
         return "\n".join(structure.text() for structure in self.structures)
 
     def curve(self) -> tuple[list[tuple[Piece, int, int]], list[Life]]:
-        """The pieces in order, each with the bytes that are in use on its device while it runs, besides the variables
-        and the feeds: of values that were made before, and of what it makes and needs by itself. Then the values that
-        are held between pieces."""
+        """Memory curve: segments in order, each with bytes in use on its device besides variables and feeds, split into
+        earlier values and its own results and temporaries. Also returns values live between segments."""
         copies = next(iter(self._terms_at.values())).replicas.per_device
         return done(self.steps.curve(copies))
 
     def temporaries(self) -> int:
-        """Bytes that one run needs at most on one device, besides the variables and the feeds."""
+        """Peak bytes of one run on one device, excluding variables and feeds."""
         pieces, _ = self.curve()
         return max((held + inside for _, held, inside in pieces), default=0)

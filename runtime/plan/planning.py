@@ -1,4 +1,4 @@
-"""How a graph is cut into the steps of a plan: what is taken together, who owns what, and what is copied where."""
+"""Plan construction: segmentation of graphs into steps, storage ownership, and copies between IPUs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ cores, and would be kept waiting by the host."""
 
 
 class Life(NamedTuple):
-    """A value between pieces: where it is, its bytes, and the numbers of the pieces that make it and use it last."""
+    """Live range of a value between segments: IPU, bytes, and numbers of its defining and last using segments."""
 
     tensor: Tensor
     place: int
@@ -35,7 +35,7 @@ class Life(NamedTuple):
 
 
 class Steps:
-    """What the host does for one graph, in order.
+    """Host steps of one graph, in order.
 
     Args:
         ops: those of the graph, and what is to be done after them.
@@ -80,7 +80,7 @@ class Steps:
         self.steps = list(self._grouped())
 
     def planned(self) -> Nested[Steps]:
-        """These steps, with all that is inside of them."""
+        """Build these steps, recursively including host-executed graphs."""
         for step in self.steps:
             if isinstance(step, Piece):
                 written = {s for op in step.ops for i in op.modified for s in self._made_of[op.inputs[i]]}
@@ -96,13 +96,13 @@ class Steps:
         return self
 
     def _spelled_out(self, ops: Iterable[Op]) -> Iterator[Op]:
-        """The ops, and before each loop that is entered what makes room for its stacks."""
+        """Ops, with allocations of stacked outputs before each host-executed loop."""
         for op in ops:
             yield from (stack.room for stack in self._stacks.get(op, ()))
             yield op
 
     def _cut(self, ops: Iterable[Op]) -> Iterator[Piece | Entry]:
-        """The pieces and entries: each call that is one, and the ops between, as far as they are in one place.
+        """Split ops into segments and host-executed ops: each segment call, and remaining op ranges on a single IPU.
 
         What follows a call joins its piece, as far as it follows such a call elsewhere too: the update of the weights
         goes with the gradient, say.
@@ -137,7 +137,7 @@ class Steps:
         return structure_of(tuple(self._choice.encoded(ops, self.changed).code))
 
     def _is_fixed(self, t: Tensor) -> bool:
-        """Whether a storage always holds the same numbers: those of a constant that nothing changes."""
+        """Whether a storage is immutable: a constant without modifications."""
         return isinstance(t, Constant) and t not in self.changed
 
     def _entry(self, op: Op) -> Entry:
@@ -155,7 +155,7 @@ class Steps:
         )
 
     def _ways(self, op: Op, stacks: Sequence[Tensor]) -> Iterator[Way]:
-        """The graphs of an op that is entered: of a call or a loop one, of a conditional two."""
+        """Graphs of a host-executed op: one for calls and loops, two for conditionals."""
         kept = tuple((stack, stack) for stack in stacks)
         for run in op.runs:
             given = tuple((t.origin, inner) for t, inner in zip(run.given, run.inputs, strict=False))
@@ -176,7 +176,7 @@ class Steps:
         return Piece(reads, tuple(made), place=place, ops=tuple(ops), size=size, encoding=encoding)
 
     def _find_last_uses(self, needed: set[Tensor]) -> None:
-        """What each step makes, and what nobody needs after it.
+        """Determine each step's results, and its last uses of storages.
 
         Pieces of one structure all make what any of them has to, so that they are compiled once.
         """
@@ -193,7 +193,7 @@ class Steps:
                 step.frees = tuple(t for t in step.frees if t in step.reads or t in step.makes)
 
     def _grouped(self) -> Iterator[Piece | Entry]:
-        """The steps, with those taken together that come again and again in the same order.
+        """Merge steps that repeat in the same order.
 
         All that the pieces make is made by the group too, needed or not, so that programs share it: values between
         them live until its end.
@@ -204,7 +204,7 @@ class Steps:
             yield self._group(self.steps[first : first + count]) if count > 1 else self.steps[first]
 
     def _group(self, pieces: Sequence[Any]) -> Piece:
-        """Pieces that follow each other, as one."""
+        """Merge consecutive segments into one."""
         piece = self._piece([op for piece in pieces for op in piece.ops])
         piece.makes = tuple(dict.fromkeys(t for each in pieces for t in each.makes))
         piece.frees = tuple(dict.fromkeys(t for each in pieces for t in each.frees))
@@ -217,20 +217,20 @@ class Steps:
         return self._place if self._is_whole else self._choice.place(op)
 
     def _touch(self, t: Tensor, place: int) -> int:
-        """Where a storage is; in this place, if nothing has been said of it yet."""
+        """IPU of a storage, defaulting to `place` on first use."""
         if t not in self.at:
             self.at[t] = self.starts[t] = place
         return self.at[t]
 
     def _bring(self, step: Step, wanted: Mapping[Tensor, int]) -> None:
-        """Have a step find storages where it wants them."""
+        """Insert copies of storages to a step's required IPUs."""
         missing = [(t, p) for t, p in wanted.items() if self._touch(t, p) != p and p not in self._copies[t]]
         for t, p in missing:
             self._copies[t].add(p)
         step.fetches += tuple(missing)
 
     def _leave(self, step: Step, ends: dict[Tensor, int]) -> None:
-        """Note where what a step makes is afterwards. Copies of what it overwrites are of no use any more."""
+        """Record result locations after a step, and drop outdated copies of overwritten storages."""
         step.ends = ends
         self.at.update(ends)
         stale = [(t, p) for t in dict.fromkeys((*ends, *step.frees)) for p in sorted(self._copies.pop(t, ()))]
@@ -239,7 +239,7 @@ class Steps:
     # Entries
 
     def _enter(self, step: Entry) -> Nested[None]:
-        """Plan what an entry goes through, and have that find what is passed to it."""
+        """Plan the graphs of a host-executed op, and route its arguments."""
         owned = set(self.owned)
         for way in step.ways:
             yield self._go(step, way, owned)
@@ -290,7 +290,7 @@ class Steps:
                 self.owned.discard(t)
 
     def _bring_to(self, step: Entry, way: Way) -> None:
-        """Have the steps of an entry find what is passed to them where they need it, in each turn."""
+        """Insert copies of arguments to the IPUs required by a host-executed graph, for every iteration."""
         starts, at = way.inside.starts, way.inside.at
         keys: list[Key] = []
         for origin, t in way.given:
@@ -305,7 +305,7 @@ class Steps:
             way.returns = tuple((t, starts[t]) for t in way.again if t in starts and at[way.again[t]] != starts[t])
 
     def all(self) -> Iterator[tuple[Piece | Entry, int]]:
-        """All steps, those inside of entries too, each with how often it is done."""
+        """All steps, including nested steps, with execution counts."""
         waiting = [(step, 1) for step in reversed(self.steps)]
         while waiting:
             step, times = waiting.pop()
@@ -315,11 +315,11 @@ class Steps:
                 waiting += [(inner, times * step.turns) for inner in reversed(inside)]
 
     def pieces(self) -> tuple[Piece, ...]:
-        """The pieces, in the order in which they first run."""
+        """Segments, ordered by first execution."""
         return tuple(step for step, _ in self.all() if isinstance(step, Piece))
 
     def homes(self) -> dict[Channel, int]:
-        """Where each stream and buffer is: with the piece that uses it first."""
+        """IPU of each stream and buffer: that of its first using segment."""
         homes: dict[Channel, int] = {}
         for piece in self.pieces():
             for c in piece.channels:
@@ -327,7 +327,7 @@ class Steps:
         return homes
 
     def is_worthwhile(self) -> bool:
-        """Whether the pieces are large enough to be in several places on CPUs."""
+        """Whether segments are large enough for distribution over several CPU devices."""
         pieces = [(step, times) for step, times in self.all() if isinstance(step, Piece)]
         copies = sum(len(step.fetches) * times for step, times in self.all())
         copies += sum(sum(p != step.place for p in step.ends.values()) * times for step, times in pieces)
@@ -335,7 +335,7 @@ class Steps:
         return numbers >= WORTHWHILE * (copies + sum(times for _, times in pieces))
 
     def prepare(self, terms_at: Mapping[int, Terms], place: int) -> None:
-        """Put the numbers with which constants begin to where the steps find them. Nobody owns these arrays."""
+        """Upload initial values of modified constants to their IPUs. These arrays are never donated."""
         self._begin = {
             t: terms_at[self.starts.get(t, place)].replicas.put(to_device(t.data, t.dtype)) for t in self.changed
         }
@@ -350,9 +350,9 @@ class Steps:
                 yield step.running(values, run)
 
     def curve(self, copies: int) -> Nested[tuple[list[tuple[Piece, int, int]], list[Life]]]:
-        """The pieces in order, each with bytes that are in use in its place while it runs, besides what goes into the
-        steps: of values that were made before, and of what it makes and needs by itself. Then the values that are held
-        between pieces. `copies` are there of each value."""
+        """Memory curve: segments in order, each with bytes in use on its IPU besides step inputs, split into earlier
+        values and its own results and temporaries. Also returns values live between segments. Each value counts
+        `copies` times."""
         alive: dict[Tensor, tuple[int, int, int]] = {}
         curve: list[tuple[Piece, int, int]] = []
         lives: list[Life] = []

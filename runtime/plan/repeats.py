@@ -1,4 +1,4 @@
-"""Which steps of a plan are taken together: those that come again and again in the same order.
+"""Grouping of repeated plan steps into larger segments.
 
 A dispatch costs the host some time, and compiling the same steps once more costs more. So steps that are repeated are
 one piece, as many at a time as leaves the fewest over.
@@ -22,7 +22,7 @@ SMALL = 300
 
 
 def spans(forms: Sequence[Hashable], sizes: Sequence[int], places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """All steps, taken together where that pays: the first of each piece, and how many they are.
+    """Group steps where beneficial: yields index of first step and step count per segment.
 
     Args:
         forms: of each step; equal ones are compiled once.
@@ -45,8 +45,8 @@ def spans(forms: Sequence[Hashable], sizes: Sequence[int], places: Sequence[int]
 
 
 def _repeat(forms: Sequence[Hashable], sizes: Sequence[int], places: Sequence[int], first: int) -> tuple[int, int]:
-    """How many steps from here on are repeated, and how often they come: the most steps in all, in the shortest period.
-    (1, 1), if nothing is repeated that is worth it."""
+    """Period and repetition count of steps starting at `first`: maximal total steps, then shortest period. (1, 1)
+    without a worthwhile repetition."""
     best = (1, 1)
     for period in range(1, min(LONGEST, (len(forms) - first) // FEWEST) + 1):
         last = first + period

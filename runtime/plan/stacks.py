@@ -1,4 +1,4 @@
-"""What a loop stacks, where the host goes through its turns: values that are carried, and written a part at a time.
+"""Stacked outputs of host-executed loops: carried arrays, updated slice by slice.
 
 A loop of XLA stacks by itself. Where the turns are steps of the host, two ops that no graph has do it: one makes room
 before the loop; the other, at the end of each turn, writes what that turn gives. They run where that is.
@@ -27,7 +27,7 @@ turn_kind = OpKind(
 
 
 class Stack(NamedTuple):
-    """A result of a loop in which those of all turns are stacked, and the ops for it."""
+    """Stacked loop output over all iterations, with the ops for allocation and writing."""
 
     result: Tensor
     room: Op
@@ -53,7 +53,7 @@ def stacks_of(loop: Op, home: Callable[[Tensor], int]) -> tuple[Stack, ...]:
 def _beside(
     loop: Op, ipu: int, kind: OpKind, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], **attributes: Any
 ) -> Op:
-    """An op that is in no graph, in the name of a loop."""
+    """Create an op outside of any graph, attributed to a loop."""
     return Op.restore(
         kind,
         loop.graph,

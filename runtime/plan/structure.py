@@ -1,4 +1,4 @@
-"""What a piece of a program is, whatever its tensors are called: pieces of equal structure share one executable.
+"""Structural identity of segments, independent of tensor names: segments of equal structure share one executable.
 
 A structure is found once and compared by identity: that of a graph stands for its whole content. Equal graphs have the
 same one, also if they belong to different programs.
@@ -27,7 +27,7 @@ from popxl.streams import Stream
 
 
 class Structure:
-    """The content of a graph or of a run of ops. There is one object for each content.
+    """Interned content of a graph or op sequence, with one object per distinct content.
 
     Attributes:
         executable: what the content was compiled to, once it has been.
@@ -47,7 +47,7 @@ _lock = threading.RLock()  # threads share what is known
 
 
 def structure_of(code: tuple[Any, ...]) -> Structure:
-    """The one structure with this content. It lives as long as somebody holds it."""
+    """Interned structure of `code`. Weakly referenced: lives while referenced elsewhere."""
     with _lock:
         found = _known.get(code)
         if found is None:
@@ -61,7 +61,7 @@ def forget() -> None:
 
 
 class _Same:
-    """Stands for an object that is equal to itself only."""
+    """Wrapper comparing an object by identity."""
 
     __slots__ = ("value",)
 
@@ -76,7 +76,7 @@ class _Same:
 
 
 class Structures:
-    """The structures of the graphs of one program, each found once."""
+    """Memoized structures of one program's graphs."""
 
     def __init__(self, main: Graph) -> None:
         self.of = cache(self._graph)
@@ -96,7 +96,7 @@ class Structures:
         return structure_of(tuple(encoding.code))
 
     def _size(self, graph: Graph) -> int:
-        """How many ops XLA sees of a graph, where no call is kept."""
+        """Number of ops in a graph after inlining all calls."""
         return sum(1 + sum(map(self.size, op.called_graphs)) for op in graph.ops)
 
     def _calls(self, graph: Graph) -> Counter[Structure]:
@@ -146,12 +146,12 @@ class Encoding:
                         self.add(t, t.spec)
 
     def operand(self, t: Tensor) -> int:
-        """The number of a tensor, or of the tensor that it is an alias of."""
+        """Number of a tensor, after resolving aliases."""
         t = t.origin
         return self.numbers[t] if t in self.numbers else done(self._met(t))
 
     def _met(self, t: Tensor) -> Nested[int]:
-        """The number of a tensor that is met for the first time. A view comes after what it is a view of."""
+        """Assign a number to a new tensor. Views are numbered after their bases."""
         producer = t.producer
         if producer is not None and producer.kind.view is not None:
             bases = [base.origin for base in producer.inputs]
@@ -169,7 +169,7 @@ class Encoding:
         return tuple((name, self._token(value)) for name, value in op.attributes.items())
 
     def _token(self, value: Any) -> Any:
-        """A value as something that is equal for equal values only: 1, 1.0 and True are three."""
+        """Hashable key of a value, equal only for equal values of equal type: 1, 1.0 and True are distinct."""
         if isinstance(value, Graph):
             return self._structures.of(value)
         if isinstance(value, tuple | list):

@@ -1,4 +1,4 @@
-"""`Terms`: on what terms ops are compiled."""
+"""`Terms`: compile options of ops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.targets.replicas import Replicas
 
 @dataclass(frozen=True)
 class Terms:
-    """On what terms ops are compiled: for which destination, and what the Ir asks of all of them.
+    """Compile options of ops: destination, and options of the Ir.
 
     Attributes:
         destination: what is compiled for.
@@ -27,19 +27,19 @@ class Terms:
 
     @cached_property
     def replicas(self) -> Replicas:
-        """The replicas that run the program."""
+        """Replicas running the program."""
         return self.destination.replicas
 
     @cached_property
     def slots(self) -> Any:
-        """Where the arrays of remote buffers are: beside other arrays, or in the host's memory."""
+        """Sharding of remote buffer arrays: device memory or host memory."""
         where = self.options.remoteBuffers
         is_beside = where == "device" or (where == "auto" and self.destination.platform == "cpu")
         return self.replicas.sharding() if is_beside else self.destination.on_host
 
     @property
     def has_slots_on_host(self) -> bool:
-        """Whether the arrays of remote buffers are in a memory of their own."""
+        """Whether remote buffer arrays reside in a separate host memory."""
         return self.destination.platform != "cpu" and self.slots.memory_kind == HOST
 
     def key(self) -> tuple[Any, ...]:
@@ -50,7 +50,7 @@ class Terms:
 
     @property
     def inlines(self) -> bool:
-        """Whether calls within a piece are as if they had been written out: XLA for GPUs fuses nothing in calls that it
-        keeps, and XLA for TPUs keeps none."""
+        """Whether calls within a segment are inlined: XLA for GPUs fuses nothing inside kept calls, XLA for TPUs keeps
+        no calls."""
         asked = self.options.calledGraphs
         return asked == "inlined" or (asked != "kept" and self.destination.platform != "cpu")

@@ -1,4 +1,4 @@
-"""An order of the ops of a graph in which what belongs to one turn of a loop stands together.
+"""Op clustering: an order of a graph's ops that makes each loop iteration's ops contiguous.
 
 Programs often say all gradients first, and then all updates. Nothing is changed by an update being made as soon as its
 gradient is there, and everything before it that reads the weight. So of the ops that could be next, this order takes
@@ -134,8 +134,7 @@ def _in_order(
 
 
 def _needs(ops: Sequence[Op], signatures: OpSignatures) -> dict[Op, set[Op]]:
-    """Dependencies of each op: last writers of its inputs, readers of storages that it modifies, users of shared
-    resources."""
+    """Op dependencies: last writers of inputs, readers of modified storages, and users of shared resources."""
     needs: dict[Op, set[Op]] = {}
     changed: dict[object, Op] = {}
     readers: defaultdict[Tensor, set[Op]] = defaultdict(set)

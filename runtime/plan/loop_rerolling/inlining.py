@@ -1,4 +1,4 @@
-"""Graphs that are called once are part of the graph that calls them, as far as loops are looked for.
+"""Inlining of graphs with a single call site, before searching for loops.
 
 The gradient of a model whose layers are called is a graph: its updates come after it, in the graph that calls it.
 Taken as one, each update may share the turn of its gradient.
@@ -42,7 +42,7 @@ class InlinedGraphs:
                 waiting += [callee for op in self.graphs[graph] for callee in op.called_graphs]
 
     def _ops(self, graph: Graph) -> Iterator[Op]:
-        """Ops of a graph, with ops of inlined graphs in place of calls."""
+        """Ops of a graph, replacing calls of inlined graphs by their ops."""
         entered = [iter(graph.ops)]
         while entered:
             op = next(entered[-1], None)
@@ -57,8 +57,8 @@ class InlinedGraphs:
                 yield op
 
     def _is_inlined(self, op: Op) -> bool:
-        """Whether a call is inlined: the only call of a graph with calls, without copies: by-reference modified inputs,
-        outputs from its own ops."""
+        """Whether a call is inlined: sole call site of a graph with calls, requiring no copies: modified inputs passed
+        by reference, outputs computed by its own ops."""
         if not is_call(op) or self._sites[op.called_graphs[0]] > 1 or not op.runs[0].is_bound:
             return False
         (run,) = op.runs

@@ -1,4 +1,4 @@
-"""The loops of one graph: of the spans of its ops that repeat themselves, those that can be turns."""
+"""Loops of one graph: periodic spans of its ops, filtered for valid iterations."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class _Sequence:
         self._last_read = last_uses(read, returned)
 
     def items(self) -> tuple[Item, ...]:
-        """Ops and loops: largest saving first, then recursively before and after it."""
+        """Ops and loops, choosing loops greedily: largest saving first, then recursively before and after it."""
         found: dict[int, tuple[RerolledLoop, int]] = {}
         waiting = [(0, len(self._ops))]
         while waiting:
@@ -112,7 +112,7 @@ class _Sequence:
         return self._signatures[place] if place < len(self._signatures) else None
 
     def _describe(self, place: int) -> str:
-        """Describe an op with its source line."""
+        """Describe an op, including its source line."""
         if place >= len(self._ops):
             return "nothing"
         op = self._ops[place]

@@ -1,4 +1,4 @@
-"""What the turns of a loop take and make: found by laying the ops of all turns side by side."""
+"""Inputs and outputs of loop iterations, derived by aligning the ops of all iterations."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class _Alignment:
 
 
 def _storages(turn: Sequence[Op], roots: Roots) -> Iterator[Tensor]:
-    """Storages that an iteration reads and creates, in order, with duplicates."""
+    """Storages read or created by an iteration, in order, with duplicates."""
     for op in turn:
         for t in op.inputs:
             yield from roots(t)

@@ -1,4 +1,4 @@
-"""What has to be equal in all turns of a loop: the form of an op, which leaves open what the op is given."""
+"""Op signatures: op properties required to match across loop iterations, independent of operands."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OpSignatures:
         self._seen: dict[Tensor, tuple[int, tuple[Tensor, ...]]] = {}
 
     def signature(self, op: Op) -> int:
-        """The signature of an op; unique for composite ops and ops with checks."""
+        """Signature number of an op; unique for composite ops and ops with checks."""
         if op.parts != (op,) or op.kind.requirements:
             return self._number(id(op))
         made = tuple(t.spec for t in op.outputs)

@@ -1,4 +1,4 @@
-"""Where a sequence repeats itself: spans of it that are one turn after another, all of the same signatures."""
+"""Periodic spans of a signature sequence: candidates for loop iterations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OFTEN = 16
 
 
 class Span(NamedTuple):
-    """A periodic range of a sequence: elements from `first` to `end` equal those one `period` earlier."""
+    """Periodic range of a sequence: elements from `first` to `end` equal those one `period` earlier."""
 
     first: int
     end: int

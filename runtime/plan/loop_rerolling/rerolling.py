@@ -1,4 +1,4 @@
-"""The loops of a program: where its graphs are rolled, what is left alone and why, and which variables lie together."""
+"""Loops of a program: rerolled graphs, ops left unrolled and reasons, and variables packed together."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Rerolling(ProgramOrder):
         self.gathered = walk.gathered()
 
     def schedule(self, graph: Graph) -> Sequence[Item]:
-        """The schedule of a graph: ops and loops."""
+        """Schedule of a graph: ops and loops."""
         return self._schedules.get(graph, graph.ops)
 
     @property
@@ -114,7 +114,7 @@ def _has_products(loop: RerolledLoop) -> bool:
 
 
 def _prepares_operand(op: Op) -> bool:
-    """Whether an op has one operand and one result of equal shape, such as a cast, or communicates."""
+    """Whether an op communicates between replicas, or has one operand and one result of equal shape, such as a cast."""
     if len(op.inputs) != 1 or len(op.outputs) != 1 or op.runs or op.kind.view or op.kind.exchange or op.kind.effect:
         return False
     return op.kind.between_replicas or op.inputs[0].shape == op.outputs[0].shape
@@ -262,7 +262,7 @@ def _group_adjacent(
 
 
 def _roles(group: Sequence[Tensor], requests: Sequence[_PackingRequest]) -> object:
-    """Roles of variables in loops: equal for groups that may be adjacent."""
+    """Variable roles in loops: equal for groups that may be adjacent."""
     first = group[0]
     in_each = all(len(request.variables) == len(request.loop.iterations) == len(group) for request in requests)
     if first.nelms * first.dtype.itemsize > NARROW or not in_each or len({w.loop for w in requests}) < len(requests):

@@ -1,4 +1,4 @@
-"""PyTorch models as explicit graphs: wrap a `torch.nn.Module`, and it is trained or run as one compiled program.
+"""PyTorch models as explicit graphs: wrapped `torch.nn.Module`s train or run as single compiled programs.
 
     model = poptorch.trainingModel(module, options, optimizer)
     output, loss = model(input, target)

@@ -12,7 +12,7 @@ from popxl.extend.processes import exit_on_broken_pipe
 
 @exit_on_broken_pipe
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the page that the command line asks for."""
+    """Print the documentation page selected on the command line."""
     parser = argparse.ArgumentParser(prog="python -m poptorch", description=__doc__)
     parser.add_argument("page", choices=["options"], metavar="options", help="the page to print")
     parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Names with an underscore that packages on top of PopTorch import, and what they do. New programs need none of them.
+"""Underscore-prefixed names imported by packages built on PopTorch. New programs need none of them.
 
 `poptorch._utils` and `poptorch._poplar_executor` hand on what is here. The public equivalents stand beside each.
 """
@@ -25,11 +25,11 @@ __all__ = [
 
 
 class _OverwriteContextManager:
-    """Where packages on top say what to replace while models are captured."""
+    """Registry of capture-time substitutions, used by packages built on PopTorch."""
 
     @staticmethod
     def registerSubsitutionManager(manager: type[Substitution]) -> None:
-        """Have `replace()` of a new instance of a class called before each capture of a model, `restore()` after it.
+        """Register a class instantiated for each model capture: `replace()` is called before, `restore()` after.
 
         Args:
             manager: the class. Several are called in the order of their registration, and restore in reverse.
@@ -41,7 +41,7 @@ class _OverwriteContextManager:
 
 
 def combine_batch_tensors_gen(batches: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Join batches along the first axis; `poptorch.DataLoader(..., batch_sampler=...)` does it by itself.
+    """Join batches along the first axis; `poptorch.DataLoader(..., batch_sampler=...)` does this automatically.
 
     Args:
         batches: for each batch its tensors, in the same order.
@@ -59,7 +59,7 @@ def combine_batch_tensors_gen(batches: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def unwrapModelIfNecessary(model: Any) -> Any:
-    """Give a module that is being trained the class back that it had, to save it. Its weights come home before.
+    """Restore a trained module's original class, for saving. Weights are copied back from the device first.
 
     Saving a wrapped module as it is does the same: `torch.save(module)`.
 
@@ -74,7 +74,7 @@ def unwrapModelIfNecessary(model: Any) -> Any:
 
 
 def rewrapModelIfNecessary(model: Any) -> Any:
-    """Have a module bring its weights home again when it is read, after `unwrapModelIfNecessary`.
+    """Re-enable lazy copying of weights from the device on reads, after `unwrapModelIfNecessary`.
 
     Args:
         model: the module, or its wrapper. One that nobody trains is left as it is.

@@ -1,4 +1,4 @@
-"""The errors of poptorch. Wrong arguments of setters stay what Python calls them, `AssertionError` and `ValueError`."""
+"""Exception types of poptorch. Setters raise Python's `AssertionError` and `ValueError` for invalid arguments."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["Error", "RecoverableError", "UnrecoverableError", "createPoptorchErr
 
 
 class Error(Exception):
-    """A model, or a use of one, that does not work out; what a running program meets on its device, too.
+    """Invalid models, invalid model usage, and device errors of running programs.
 
     Args:
         message: what happened, and what to do.
@@ -32,7 +32,7 @@ class Error(Exception):
 
 
 class RecoverableError(Error):
-    """A failure of the device that is likely to pass.
+    """A probably transient device failure.
 
     Args:
         message: what happened.
@@ -52,11 +52,11 @@ class RecoverableError(Error):
 
 
 class UnrecoverableError(Error):
-    """A failure of the device that will come again."""
+    """A permanent device failure: retrying will not help."""
 
 
 def createPoptorchError(msg: str) -> Error:
-    """An `Error` of Python code, to be raised.
+    """Create an `Error` attributed to Python code.
 
     Example:
         >>> raise createPoptorchError("The model has no parameters.")

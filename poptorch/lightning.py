@@ -1,4 +1,4 @@
-"""Lightning's `Trainer` for models that run as poptorch's programs: `Trainer(accelerator="ipu")`.
+"""Lightning `Trainer` support for models running as poptorch programs: `Trainer(accelerator="ipu")`.
 
     import lightning
     import poptorch.lightning
@@ -54,48 +54,48 @@ _ONE_FACTOR = "Set one factor for all epochs, `Trainer(accumulate_grad_batches=4
 
 
 class IPUAccelerator(Accelerator):
-    """The devices that poptorch's programs run on. `Trainer(accelerator="ipu", devices=4)` makes four replicas."""
+    """Devices running poptorch's programs. `Trainer(accelerator="ipu", devices=4)` makes four replicas."""
 
     def setup_device(self, device: torch.device) -> None:
-        """Nothing: a device is attached when the first step is compiled."""
+        """No-op: a device is attached when the first step is compiled."""
 
     def teardown(self) -> None:
-        """Nothing: the strategy lets the devices go."""
+        """No-op: the strategy releases devices."""
 
     @staticmethod
     def parse_devices(devices: int | str | Sequence[int]) -> int:
-        """How many devices are meant by the argument of the trainer."""
+        """Number of devices requested by the trainer's argument."""
         if isinstance(devices, str):
             devices = [int(each) for each in devices.split(",")] if "," in devices else int(devices)
         return devices if isinstance(devices, int) else len(devices)
 
     @staticmethod
     def get_parallel_devices(devices: int) -> list[torch.device]:
-        """The host, as often as there are devices."""
+        """The host device, repeated once per requested device."""
         return [_HOST] * devices
 
     @staticmethod
     def auto_device_count() -> int:
-        """One: more of them take larger batches."""
+        """One device: additional devices would increase batch sizes."""
         return 1
 
     @staticmethod
     def is_available() -> bool:
-        """Always: programs run on the CPU where there is nothing else."""
+        """Always true: programs fall back on the CPU."""
         return True
 
     @staticmethod
     def name() -> str:
-        """The name for `Trainer(accelerator=...)`."""
+        """Accelerator name, for `Trainer(accelerator=...)`."""
         return "ipu"
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
-        """Whether there is one. What a program needs is in `poptorch.sessionOf(strategy.training).cost()`."""
+        """Device availability. Program resource requirements: `poptorch.sessionOf(strategy.training).cost()`."""
         return {"accelerator": float(ipuHardwareIsAvailable())}
 
 
 class IPUStrategy(SingleDeviceStrategy):
-    """How a `Trainer` runs the steps of a module: each as a program of poptorch, which follows the same weights.
+    """Trainer strategy running each step of a module as a separate poptorch program; all programs share weights.
 
     A batch of the trainer is what one call takes: loaders give `batch_size` rows for each replica, each device
     iteration and each pass of gradient accumulation. `Trainer(accumulate_grad_batches=8)` is gradient accumulation
@@ -174,17 +174,17 @@ class IPUStrategy(SingleDeviceStrategy):
 
     @property
     def replication_factor(self) -> int:
-        """The number of replicas, in the stage that runs."""
+        """Number of replicas in the current stage."""
         return self._options(self._is_training).replication_factor
 
     @property
     def training_opts(self) -> Options:
-        """The options of training."""
+        """Training options."""
         return self._options(True)
 
     @property
     def inference_opts(self) -> Options:
-        """The options of validation, tests and predictions."""
+        """Options used for validation, testing and prediction."""
         return self._options(False)
 
     def _options(self, is_training: bool) -> Options:
@@ -211,12 +211,12 @@ class IPUStrategy(SingleDeviceStrategy):
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        """True: accumulation is a part of the program."""
+        """True: gradient accumulation happens inside the program."""
         return True
 
     @property
     def precision_plugin(self) -> Precision:
-        """Which dtypes the module has."""
+        """Precision plugin, determining the module's dtypes."""
         return super().precision_plugin
 
     @precision_plugin.setter
@@ -232,7 +232,7 @@ class IPUStrategy(SingleDeviceStrategy):
         self._precision_plugin = precision_plugin
 
     def setup_environment(self) -> None:
-        """Take over what the trainer says of gradients, before loaders are made."""
+        """Apply the trainer's gradient settings, before loaders are created."""
         super().setup_environment()
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
@@ -247,7 +247,7 @@ class IPUStrategy(SingleDeviceStrategy):
             trainer.accumulate_grad_batches = 1  # for the trainer, a batch is what a call takes
 
     def _take_accumulation(self, factor: int, what: str) -> None:
-        """Have a factor of gradient accumulation be a part of the program."""
+        """Move a gradient accumulation factor into the program."""
         if self._given[True] is not None and factor != 1:
             raise createPoptorchError(
                 f"Trainer: {what} is set beside `training_opts`. Leave it out, and set "
@@ -256,7 +256,7 @@ class IPUStrategy(SingleDeviceStrategy):
         self._accumulation = factor
 
     def _take_schedulers(self, trainer: Trainer) -> None:
-        """Take over the one factor of a `GradientAccumulationScheduler`, which then sets 1 in each epoch."""
+        """Extract the single factor from a `GradientAccumulationScheduler`, which then sets 1 every epoch."""
         for each in trainer.callbacks:
             if isinstance(each, GradientAccumulationScheduler):
                 last = math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs
@@ -271,7 +271,7 @@ class IPUStrategy(SingleDeviceStrategy):
                 each.scheduling = dict.fromkeys(each.scheduling, 1)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Make the optimizer. (Lightning refuses a second one.)"""
+        """Create the optimizer. (Lightning refuses a second one.)"""
         module = self.lightning_module
         assert module is not None
         if not module.automatic_optimization:
@@ -282,7 +282,7 @@ class IPUStrategy(SingleDeviceStrategy):
         super().setup_optimizers(trainer)
 
     def teardown(self) -> None:
-        """Bring the weights home, and let the devices go."""
+        """Copy weights back to the host, then release all devices."""
         self._forget()
         for each, scheduling in self._schedulers.items():
             each.scheduling = scheduling
@@ -294,11 +294,13 @@ class IPUStrategy(SingleDeviceStrategy):
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Bring the weights home."""
+        """Copy weights back to the host."""
         self._forget()
 
     def _end_training(self) -> None:
-        """Bring the weights home, and have all programs made anew, with what the module has then."""
+        """After training has begun, copy weights back and discard all programs, forcing recompilation from the module's
+        current state.
+        """
         if self.training is not None:
             self._forget()
 
@@ -311,7 +313,7 @@ class IPUStrategy(SingleDeviceStrategy):
     # Data -------------------------------------------------------------------------------------------------------------
 
     def process_dataloader(self, dataloader: object) -> object:
-        """A loader of PyTorch, as one of poptorch with the options of the stage; others as they are."""
+        """Convert a PyTorch loader to a poptorch loader using the stage's options; return other loaders unchanged."""
         if not isinstance(dataloader, torch.utils.data.DataLoader) or isinstance(dataloader, DataLoader):
             return dataloader
         return _loader(dataloader, self._options(self._is_training), self._is_training)
@@ -319,7 +321,7 @@ class IPUStrategy(SingleDeviceStrategy):
     # Steps ------------------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run as many steps of training as a call takes."""
+        """Run one call's training steps."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         with self.precision_plugin.train_step_context():
@@ -333,26 +335,26 @@ class IPUStrategy(SingleDeviceStrategy):
             return self._run("training_step", args, kwargs, trains=True)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch of validation."""
+        """Run a validation batch."""
         with self.precision_plugin.val_step_context():
             return self._run("validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch of a test."""
+        """Run a test batch."""
         with self.precision_plugin.test_step_context():
             return self._run("test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch of predictions."""
+        """Run a prediction batch."""
         with self.precision_plugin.predict_step_context():
             return self._run("predict_step", args, kwargs)
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Nothing: the program has done it."""
+        """No-op: the program includes the backward pass."""
         return closure_loss
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Run the training step, of which the optimizer is a part.
+        """Run the training step, including the optimizer step.
 
         So what comes between the gradient and the optimizer elsewhere comes before both: there are no gradients to look
         at, and learning rates may be set.
@@ -372,7 +374,7 @@ class IPUStrategy(SingleDeviceStrategy):
         return closure()
 
     def _run(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], trains: bool = False) -> Any:
-        """Run a step: as a program for tensors of these shapes, which is made where there is none yet.
+        """Run a step, compiling a program for new tensor shapes.
 
         Args:
             name: which step.
@@ -414,7 +416,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _without_optimizer(options: Options) -> Options:
-    """Options with which the same rows are seen in the same micro-batches, by a program that only runs the module."""
+    """Options for an inference-only program that processes identical rows in identical micro-batches."""
     options = options.clone()
     options.deviceIterations(options.device_iterations * options.Training.gradient_accumulation)
     options.Training.gradientAccumulation(1)
@@ -422,13 +424,13 @@ def _without_optimizer(options: Options) -> Options:
 
 
 def _shapes(inputs: Any) -> tuple[Any, ...]:
-    """What a program is made for: how tensors are arranged, their shapes and dtypes, and what else is there."""
+    """Program cache key: input structure, tensor shapes and dtypes, non-tensor values."""
     leaves, structure = pytree.tree_flatten(inputs)
     return structure, *((tuple(each.shape), each.dtype) if isinstance(each, torch.Tensor) else each for each in leaves)
 
 
 def _loader(loader: torch.utils.data.DataLoader[Any], options: Options, is_training: bool) -> DataLoader:
-    """The same elements in the same order, in batches for a whole call.
+    """Rebuild a loader with identical elements and order, batched for complete calls.
 
     Training leaves out what remains at the end where a call takes several micro-batches.
     """
@@ -458,7 +460,7 @@ def _loader(loader: torch.utils.data.DataLoader[Any], options: Options, is_train
 
 
 def _sampler(loader: torch.utils.data.DataLoader[Any], sampler: Any) -> Any:
-    """A sampler of a loader; `None` for an iterable data set, which has its order."""
+    """A loader's sampler; `None` for iterable data sets, which define their own order."""
     return None if isinstance(loader.dataset, IterableDataset) else sampler
 
 
@@ -471,7 +473,7 @@ _choose_strategy = _AcceleratorConnector._choose_strategy
 
 
 def _choose(connector: _AcceleratorConnector) -> Any:
-    """Lightning's choice of a strategy where the user has named none; for its own accelerators, as before."""
+    """Select a default strategy when users specify none; Lightning's own accelerators keep its choice."""
     if isinstance(connector.accelerator, IPUAccelerator):
         return IPUStrategy.strategy_name
     return _choose_strategy(connector)

@@ -1,4 +1,4 @@
-"""The errors under the name that programs catch them by, `poptorch.poptorch_core.Error`."""
+"""Exception types under their PopTorch names, such as `poptorch.poptorch_core.Error`."""
 
 from poptorch.errors import Error, RecoverableError, UnrecoverableError
 

@@ -1,4 +1,4 @@
-"""Spans of time with names, for profiles."""
+"""Named time spans for profiles."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 class Channel:
-    """Names spans of time under the name of a part of a program. They show in a profile that JAX takes; else they do
-    nothing.
+    """A namespace of time spans. Spans appear in JAX profiles, and otherwise have no effect.
 
     Args:
         name: the part, which comes before the names of its spans.
@@ -32,11 +31,11 @@ class Channel:
         self._name = name
 
     def tracepoint(self, name: str) -> AbstractContextManager[Any]:
-        """A span: the time that the `with` block takes."""
+        """Context manager recording its block's duration as a span."""
         return TraceAnnotation(f"{self._name}: {name}")
 
     def instrument(self, obj: Instrumented, *methods: str) -> Instrumented:
-        """Make every call of some methods of an object a span.
+        """Record each call of an object's named methods as a span.
 
         Args:
             obj: the object; it is changed.
@@ -62,7 +61,7 @@ class Channel:
 
 
 def spanned(channel: Channel, name: str, call: Call) -> Call:
-    """A function whose every call is a span of that name."""
+    """Wrap a function, recording each call as a named span."""
 
     @wraps(call)
     def in_span(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Comparing what models return."""
+"""Comparison of model outputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["allclose"]
 
 
 def allclose(expected: Any, actual: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> bool:
-    """Whether two results are equal but for rounding: `torch.allclose`, in tuples and lists of any depth.
+    """Whether two results agree within rounding tolerance: `torch.allclose` on nested tuples and lists.
 
     Args:
         expected, actual: tensors, or tuples or lists of them.

@@ -1,4 +1,4 @@
-"""Data, loaded aside. `DataLoader` and `AsynchronousDataAccessor` are names of `poptorch`.
+"""Asynchronous data loading. `DataLoader` and `AsynchronousDataAccessor` are exported from `poptorch`.
 
 Nothing is imported here: a worker process that loads data has to start without JAX.
 """

@@ -1,4 +1,4 @@
-"""Batches that another process prepares while this one computes: `AsynchronousDataAccessor`.
+"""`AsynchronousDataAccessor`: prefetching of batches in a separate process, concurrently with computation.
 
 The worker process iterates over the data set and copies the tensors of each batch into the next slot of a ring of
 shared memory. What travels through the pipe between the processes is only the news that a slot is filled, or free
@@ -49,7 +49,7 @@ from popxl.extend.processes import jax_runs
 
 
 class _Lease(NamedTuple):
-    """A slot whose memory tensors of the program may refer to.
+    """A slot whose memory may be referenced by the program's tensors.
 
     Attributes:
         slot: its number.
@@ -61,7 +61,7 @@ class _Lease(NamedTuple):
 
 
 class AsynchronousDataAccessor:
-    """Iterates over a data set in a process of its own, ahead of the program.
+    """Iterates over a data set in a separate process, prefetching batches.
 
     If a loop is left, the next one begins at the start of the data set.
 
@@ -143,11 +143,11 @@ class AsynchronousDataAccessor:
         self._first = self._start(strategy, load_indefinitely, early_preload)
 
     def __len__(self) -> int:
-        """The number of batches, if the data set knows it."""
+        """Number of batches, if known by the data set."""
         return len(self._dataset)  # type: ignore[arg-type]
 
     def __iter__(self) -> AsynchronousDataAccessor:
-        """Begin at the start of the data set; there is one iterator, which is the accessor itself."""
+        """Restart iteration at the data set's beginning. The accessor itself is the only iterator."""
         self._check_alive()
         if self._position != "start":
             self._release()
@@ -183,7 +183,7 @@ class AsynchronousDataAccessor:
                 raise StopIteration
 
     def terminate(self) -> None:
-        """End the worker process. Batches that were returned stay; there are no further ones."""
+        """Stop the worker process. Returned batches remain valid; no further batches follow."""
         if self._terminate is not None:
             self._terminate()
 
@@ -191,7 +191,7 @@ class AsynchronousDataAccessor:
         self.terminate()
 
     def _start(self, strategy: SharingStrategy, load_indefinitely: bool, early_preload: bool) -> Filled:
-        """Start the worker and wait for its first batch."""
+        """Start the worker process, and wait for its first batch."""
         with tempfile.TemporaryDirectory() as folder:
             data = Parcel(self._dataset, strategy, Path(folder))
             self._process, self._connection = launch(strategy, data, len(self._buffers), load_indefinitely)
@@ -248,14 +248,14 @@ class AsynchronousDataAccessor:
         return Unpickler(message.structure, tensors).load().rebuild(tensors)
 
     def _release(self) -> None:
-        """Free the slots of batches that are gone, but for one: the worker is not to be further ahead than allowed."""
+        """Free slots of released batches except one, limiting how far the worker runs ahead."""
         for lease in [lease for lease in self._leases if lease.memory() is None][: len(self._leases) - 1]:
             self._leases.remove(lease)
             self._send(Free(lease.slot))
 
 
 class Rebatched:
-    """The rows of batches of any size, in batches of one size. Dimension 0 counts rows; a 0-d tensor is one.
+    """Regroups batches of any size into fixed-size batches. Dimension 0 counts rows; a 0-d tensor is one row.
 
     What else a batch of a registered type holds is that of the first of its parts.
 

@@ -1,4 +1,4 @@
-"""`DataLoader`: PyTorch's, with batches that hold the rows of a whole call of a wrapped model.
+"""`DataLoader`: PyTorch's data loader, with batches sized for complete calls of wrapped models.
 
 It decides which elements make a batch; loading is PyTorch's, and that ahead of time and in another process is
 `AsynchronousDataAccessor`'s, in `accessor.py`.
@@ -25,7 +25,7 @@ _channel = Channel("DataLoader")
 
 
 class DataLoader(torch.utils.data.DataLoader):
-    """Loads the rows that one call of a wrapped model takes, as its options say.
+    """Loads batches sized for single calls of a wrapped model, according to its options.
 
     A batch holds `batch_size` times device iterations, groups of replicas that share inputs, and gradient accumulation.
     If the options are those of one of several processes, each takes its own share of a map-style data set.
@@ -137,27 +137,27 @@ class DataLoader(torch.utils.data.DataLoader):
 
     @property
     def combinedBatchSize(self) -> int | None:
-        """The number of elements that one call of the model takes; None if it is the data set that makes batches."""
+        """Number of elements consumed per model call; `None` if the data set itself creates batches."""
         return self._combined_batch_size
 
     @property
     def options(self) -> Options:
-        """The options that were given."""
+        """The options passed to the constructor."""
         return self._options
 
     def __len__(self) -> int:
-        """The number of batches in an epoch. For an iterable data set with several workers, an estimate."""
+        """Number of batches per epoch: an estimate for iterable data sets with several workers."""
         return super().__len__()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Begin an epoch. An asynchronous loader has one iterator: a new one ends the epoch of the one before."""
+        """Begin an epoch. Asynchronous loaders have a single iterator: a new epoch ends the previous epoch."""
         if self._accessor is not None:
             return _Traced(iter(self._accessor), self)
         with forking():
             return _Traced(super().__iter__(), self)
 
     def terminate(self) -> None:
-        """End the process of an asynchronous loader, after which there are no further batches. No effect on others."""
+        """Stop an asynchronous loader's process: no further batches follow. Synchronous loaders are unaffected."""
         if self._accessor is not None:
             self._accessor.terminate()
 
@@ -165,7 +165,7 @@ class DataLoader(torch.utils.data.DataLoader):
         self.terminate()
 
     def _warn(self, divides: bool) -> None:
-        """Say what the user may not have meant; `divides`: a function of theirs may divide the data set."""
+        """Warn about probably unintended settings; `divides`: a user function may divide the data set."""
         iterable = isinstance(self.dataset, IterableDataset)
         if iterable and self.num_workers > 1 and not divides:
             logger.warning(
@@ -197,7 +197,7 @@ class DataLoader(torch.utils.data.DataLoader):
 
 
 class _Traced:
-    """An iterator whose waits for the next batch show in profiles. It keeps its loader, which else would end them."""
+    """Iterator recording waits for batches in profiles. Keeps its loader alive, whose deletion would end iteration."""
 
     def __init__(self, batches: Iterator[Any], loader: DataLoader) -> None:
         self._batches = batches
@@ -212,7 +212,7 @@ class _Traced:
 
 
 def _check_no_other_order(batch_size: int | None, shuffle: bool | None, processes: int) -> None:
-    """Raise if anything but a batch sampler decides on batches, too."""
+    """Raise an `Error` if other arguments conflict with a batch sampler."""
     for argument, given, instead in (
         ("batch_size", batch_size != 1, "Leave it out: the batch sampler decides."),
         ("shuffle", bool(shuffle), "Leave it out, and let the batch sampler shuffle."),
@@ -227,7 +227,7 @@ def _check_no_other_order(batch_size: int | None, shuffle: bool | None, processe
 
 
 def _share(options: Options, dataset: Any, multiple: int | None, shuffle: bool | None) -> Share:
-    """What this process takes of the data set."""
+    """Sampler for this process's share of a data set."""
     if isinstance(dataset, IterableDataset):
         raise AssertionError(
             "DataLoader: an iterable data set cannot be shared out among processes. Let it give each process its part, "
@@ -245,7 +245,7 @@ def _share(options: Options, dataset: Any, multiple: int | None, shuffle: bool |
 def _rebatched(
     dataset: Any, combined: int | None, worker_size: int | None, drop_last: bool, loading: dict[str, Any]
 ) -> Rebatched:
-    """Batches that are put together after workers have loaded parts of them."""
+    """Combine partial batches loaded by workers into full batches."""
     if combined is None:
         raise createPoptorchError(
             "DataLoader: DataLoaderMode.AsyncRebatched makes batches of a given size. Give a `batch_size`, or use "

@@ -1,4 +1,4 @@
-"""Which elements of a data set a loader takes: the share of one process, and batches that the user has put together."""
+"""Samplers: per-process shares of data sets, and combination of user-defined batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 
 
 class Share(Sampler[int]):
-    """The elements that one of several processes takes, all of which make this sampler with the same arguments.
+    """Sampler of one process's share of a data set. All processes create it with identical arguments.
 
     Each takes a contiguous block, the first process the first. With a seed, the blocks are of a shuffled order, which
     is the same in all processes and another one in each epoch.
@@ -62,7 +62,7 @@ class Share(Sampler[int]):
 
 
 class JoinedBatches(Sampler[list[Any]]):
-    """Batches of indices, of which several make one.
+    """Batch sampler concatenating several index batches into one.
 
     Args:
         batches: a batch sampler.

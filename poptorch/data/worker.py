@@ -1,4 +1,4 @@
-"""The process that loads batches for an `AsynchronousDataAccessor`: how it starts and ends, what it does, what it says.
+"""Worker process of `AsynchronousDataAccessor`: startup, shutdown, loading, messages.
 
 A process that is not forked from the program imports what the program imports, which takes seconds. So there is at most
 one of them: what it starts itself, the workers of a loader, are forked from it.
@@ -62,19 +62,19 @@ _PATIENCE = 5
 
 
 class Begin(NamedTuple):
-    """To the worker: the program has begun this epoch, and wants nothing from earlier ones."""
+    """Message to the worker: the program has begun this epoch, making earlier epochs obsolete."""
 
     epoch: int
 
 
 class Free(NamedTuple):
-    """To the worker: this slot may be filled."""
+    """Message to the worker: this slot may be filled."""
 
     slot: int
 
 
 class _Place(NamedTuple):
-    """Where in its slot a tensor lies; `start` in bytes."""
+    """A tensor's location within its slot; `start` in bytes."""
 
     start: int
     shape: tuple[int, ...]
@@ -82,7 +82,7 @@ class _Place(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """From the worker: a batch. `buffer` is the memory of the slot from now on, or None if that has not changed."""
+    """Message from the worker: a filled slot. `buffer`: the slot's new memory, or `None` if unchanged."""
 
     epoch: int
     slot: int
@@ -92,13 +92,13 @@ class Filled(NamedTuple):
 
 
 class Over(NamedTuple):
-    """From the worker: this epoch has no further batches."""
+    """Message from the worker: this epoch has no further batches."""
 
     epoch: int
 
 
 class Failure(NamedTuple):
-    """From the worker, as its last words; or in its place, if it had none."""
+    """Final error message from the worker, or a substitute if it died without sending any."""
 
     text: str
     unsupported: bool = False
@@ -108,7 +108,7 @@ class Failure(NamedTuple):
 
 
 def _work(connection: Connection, data: Parcel, seed: int, slots: int, load_indefinitely: bool) -> None:
-    """What the worker process does."""
+    """Main function of the worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program decides what an interrupt means
     signal.signal(signal.SIGTERM, _leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
@@ -137,7 +137,7 @@ def _work(connection: Connection, data: Parcel, seed: int, slots: int, load_inde
 
 
 def _leave_with_program() -> None:
-    """Wait for the end of the program, and end the worker, too, even if the data set keeps it busy."""
+    """Wait until the parent process ends, then terminate the worker, even if busy in the data set."""
     _wait_for_program()
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
     time.sleep(_PATIENCE)
@@ -145,7 +145,7 @@ def _leave_with_program() -> None:
 
 
 def _wait_for_program() -> None:
-    """Wait for the end of the process that has started this one."""
+    """Wait until the parent process ends."""
     program = multiprocessing.parent_process()
     assert program is not None
     wait([program.sentinel])
@@ -158,7 +158,7 @@ def _leave(*signal_and_frame: object) -> None:
 
 
 class EndsWithProgram:
-    """A `worker_init_fn` with which the workers of a loader end when the process that has started them does, however.
+    """A `worker_init_fn` that terminates loader workers when their parent process ends, for whatever reason.
 
     PyTorch's look for it every few seconds, and not while the data set keeps them busy.
 
@@ -181,7 +181,7 @@ class EndsWithProgram:
 
 
 class _Worker:
-    """Fills slots with the batches of one epoch after the other.
+    """Fills slots with batches, epoch by epoch.
 
     It is at most one epoch ahead of the program, so that an epoch without batches does not keep it busy.
     """
@@ -213,7 +213,7 @@ class _Worker:
             self._send(self._fill(slot, epoch, batch))
 
     def _next_slot(self, epoch: int) -> int | None:
-        """A free slot, as soon as there is one; None if the program has gone on to a later epoch."""
+        """Wait for a free slot; return `None` if the program has advanced to a later epoch."""
         while self._connection.poll() or (not self._free and self._wanted <= epoch):
             self._receive()
         return self._free.popleft() if self._wanted <= epoch else None
@@ -248,16 +248,16 @@ class _Worker:
 
 
 def elements(dataset: Any) -> Iterable[Any]:
-    """What a data set holds; a map-style one need not end by itself when iterated over."""
+    """Iterate over a data set's elements; map-style data sets need not support iteration with proper termination."""
     return dataset if hasattr(type(dataset), "__iter__") else (dataset[i] for i in range(len(dataset)))
 
 
 class _Unsupported(Exception):
-    """The batches are of a type that cannot be sent."""
+    """Raised for batches of unsupported types."""
 
 
 def supported_structure(batch: Any) -> Structure:
-    """The structure of a batch, if it is of a supported type."""
+    """A batch's structure; raises `_Unsupported` for unsupported types."""
     if custom_types.parser_of(batch) is None:
         if isinstance(batch, dict):
             tensors = list(batch.values()) if all(isinstance(key, str) for key in batch) else [None]
@@ -284,7 +284,7 @@ def _described(batch: Any) -> str:
 
 
 def _layout(tensors: list[torch.Tensor]) -> tuple[list[_Place], int]:
-    """Places for tensors, one after the other, and their size in bytes."""
+    """Compute consecutive tensor locations, and total size in bytes."""
     layout, end = [], 0
     for tensor in tensors:
         layout.append(_Place(end, tuple(tensor.shape), tensor.dtype))
@@ -293,7 +293,7 @@ def _layout(tensors: list[torch.Tensor]) -> tuple[list[_Place], int]:
 
 
 def views(buffer: torch.Tensor, layout: list[_Place]) -> list[torch.Tensor]:
-    """The tensors that lie in a buffer of bytes."""
+    """Tensor views into a byte buffer."""
     return [
         buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
         for start, shape, dtype in layout
@@ -301,7 +301,7 @@ def views(buffer: torch.Tensor, layout: list[_Place]) -> list[torch.Tensor]:
 
 
 class _Pickler(ForkingPickler):
-    """Pickles tensors as values: shared ones would take a file descriptor each, of which few can be sent.
+    """Pickles tensors by value: each shared tensor would require a file descriptor, of which few can be sent.
 
     Args:
         file: what to write to.
@@ -322,7 +322,7 @@ class _Pickler(ForkingPickler):
 
 
 class Unpickler(pickle.Unpickler):
-    """Reads what a `_Pickler` has written, with other tensors."""
+    """Reads `_Pickler` output, substituting different tensors."""
 
     def __init__(self, data: bytes, places: list[torch.Tensor]) -> None:
         super().__init__(io.BytesIO(data))
@@ -347,7 +347,7 @@ def _can_be_pickled(value: Any) -> bool:
 
 
 class Parcel:
-    """Something on its way to a worker process, by a sharing strategy; it is unpacked there by `open`.
+    """An object transferred to a worker process using a sharing strategy, and unpacked there by `open`.
 
     It is pickled only while a process starts: then locks and other things can be sent that cannot be at other times.
     The parsers of registered types go with it; without those that cannot be pickled, as then their types cannot either.
@@ -390,7 +390,7 @@ class Parcel:
 
 @contextmanager
 def forking() -> Iterator[None]:
-    """Where processes are forked that load data: JAX's warning of forks is not for them, as they do not enter JAX."""
+    """Context manager suppressing JAX's fork warning for data loading processes, which do not use JAX."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
         yield
@@ -398,7 +398,7 @@ def forking() -> Iterator[None]:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Hold back SIGINT, and so in a process that is started, until that says how it takes interrupts."""
+    """Context manager blocking SIGINT, also in processes started within, until these set their own handling."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -407,7 +407,7 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def launch(strategy: SharingStrategy, data: Parcel, *how: Any) -> tuple[BaseProcess, Connection]:
-    """Start a worker process; with this side of the pipe to it."""
+    """Start a worker process. Return it, and the local pipe connection."""
     context: Any = multiprocessing.get_context(_START_METHODS[strategy])
     if strategy is SharingStrategy.ForkServer:
         context.set_forkserver_preload([__name__])  # has an effect before the first start only
@@ -429,7 +429,7 @@ def launch(strategy: SharingStrategy, data: Parcel, *how: Any) -> tuple[BaseProc
 
 
 def stop(process: BaseProcess, connection: Connection) -> None:
-    """End a worker process and the connection to it."""
+    """Terminate a worker process, and close its connection."""
     connection.close()
     process.terminate()
     if _exit_code(process) is None:
@@ -438,7 +438,7 @@ def stop(process: BaseProcess, connection: Connection) -> None:
 
 
 def _exit_code(process: BaseProcess) -> int | None:
-    """Wait for the end of a process, but not for those that it has forked, as `join` does; None if that takes long."""
+    """Wait for a process to exit, ignoring its forked children, unlike `join`; return `None` on timeout."""
     deadline = time.monotonic() + _PATIENCE
     while process.exitcode is None and time.monotonic() < deadline:
         process.join(0.05)
@@ -446,7 +446,7 @@ def _exit_code(process: BaseProcess) -> int | None:
 
 
 def cause_of_death(process: BaseProcess) -> str:
-    """What is known of a worker process that has ended by itself."""
+    """Describe why a worker process ended unexpectedly."""
     code = _exit_code(process)
     if code is not None and code < 0:
         how = f"by {signal.Signals(-code).name}"

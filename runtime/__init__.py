@@ -1,4 +1,4 @@
-"""The machine: from a finished Ir to a JAX program, and what happens while it runs.
+"""Runtime: translation of a finished Ir to a JAX program, and its execution.
 
 Reading order: `lower`, one loop that turns a graph into a function of arrays; `effects`, what crosses to the host;
 `program`, an Ir compiled for a device; `targets`, which device that is; `host_arrays`, what goes in and comes out;

@@ -1,4 +1,4 @@
-"""What the command `popxl` does: `show`, `report`, `fit` and `--version`. `popxl.__main__` starts it."""
+"""Subcommands of `popxl`: `show`, `report`, `fit` and `--version`. Invoked by `popxl.__main__`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _REMOVED = {
 
 @exit_on_broken_pipe
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command with these arguments, by default those of the command line. Returns its exit code."""
+    """Run the command line with `arguments`, by default `sys.argv`. Returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in _REMOVED:
         return _fail(f"`{arguments[0]}` was removed: {_REMOVED[arguments[0]]}.", 2)
@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _target_of(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """The target among the arguments of a program, if they begin with it, and the others."""
+    """Split a leading `--target` option off a program's arguments: target, remaining arguments."""
     if arguments[:1] == ["--target"] and len(arguments) > 1:
         return arguments[1], arguments[2:]
     if arguments and arguments[0].startswith("--target="):
@@ -145,7 +145,7 @@ def _target_of(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a command is to look at, and what it is to write.
+    """Arguments of a command: program and outputs.
 
     Attributes:
         file, arguments: the program.
@@ -160,7 +160,7 @@ class Asked:
     target: Target | None = None
 
     def write(self, record: OnPage, memory: Memory, name: str) -> None:
-        """Write the picture and the page that are wanted."""
+        """Write the requested picture and page."""
         if self.pictures is not None:
             memory.picture().save(self.pictures / f"{name}.svg")
         if self.pages is not None:
@@ -168,8 +168,8 @@ class Asked:
 
 
 def show(asked: Asked) -> int:
-    """Print the graphs of each Ir that a program builds, and their memory. Nothing is run; nor compiled, but for a
-    target: then what it costs there is printed, too.
+    """Print each Ir built by a program, with its memory. Runs nothing; compiles only for a target, then also printing
+    the cost.
 
     Returns:
         The exit code: that of the program, if it fails; 1, if it builds no Ir.
@@ -201,8 +201,7 @@ def show(asked: Asked) -> int:
 
 
 def report(asked: Asked) -> int:
-    """Run a program, and print the report of each session that it has made. For a target, the program is run as far as
-    its first `session.run`.
+    """Run a program, and print a report of each session. With a target, execution stops at the first `session.run`.
 
     Returns:
         The exit code: that of the program, if it fails; 1, if it makes no session.
@@ -224,7 +223,7 @@ def report(asked: Asked) -> int:
 
 
 def fit_into(asked: Asked) -> int:
-    """Compile a program with each combination of its choices, and print what fits a target and what is fastest there.
+    """Compile a program for each combination of its choices; print combinations that fit a target, and the fastest.
 
     Returns:
         The exit code: 1, if nothing fits, or there is nothing to choose; 130 after Ctrl-C, as of other commands.
@@ -288,8 +287,8 @@ class _Watching(Machine):
 
 
 class _Trying(_Watching):
-    """Remembers programs that compile; one that does not compile ends the user's program, and leaves the problem. So
-    does one whose variables and feeds alone need more memory than a chip has: that is known without compiling.
+    """Records compiled programs; a failed compilation stops the user's program and stores the problem. So does a
+    program whose variables and feeds alone exceed a chip's memory, without compiling.
 
     Attributes:
         problem: why a program could not be compiled.
@@ -332,7 +331,7 @@ def _watching(machine: Machine, irs: dict[Ir, None] | None = None) -> Iterator[N
 
 
 def _run(file: Path, arguments: Sequence[str]) -> tuple[str, int]:
-    """Run a file as Python would.
+    """Run a Python file as `__main__`.
 
     Returns:
         Where it was stopped, because what comes next would have to be run, and its exit code. If it fails, what it
@@ -367,6 +366,6 @@ def _is_of(frame: TracebackType, file: Path) -> bool:
 
 
 def _last_line(frames: TracebackType | None, file: Path) -> str:
-    """The line of the program at which it was stopped."""
+    """Source line at which the program was stopped."""
     found = [frame for frame in traceback.extract_tb(frames) if Path(frame.filename) == file]
     return f"`{found[-1].line}` ({file}:{found[-1].lineno})"

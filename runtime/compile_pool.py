@@ -92,7 +92,7 @@ class CompilePool:
         self._settings = settings_of_this_thread()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run a job in a thread. `result()` of its future waits, and raises its exception."""
+        """Run a job in a thread. Its future's `result()` waits, and raises the job's exception."""
         future: Future[T] = Future()
         self._futures.append(future)
         self._jobs.put((future, work))

@@ -1,4 +1,4 @@
-"""`export`: a program as a file of JAX, which whoever has JAX loads and calls, without popxl."""
+"""`export`: serialize a program with `jax.export`, for use without popxl."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def export(
     weights: Literal["inside", "beside"] = "inside",
     platforms: Sequence[str] | None = None,
 ) -> jax.export.Exported:
-    """Write a program to a file that needs JAX alone: StableHLO, as `jax.export` writes it.
+    """Export a program to a file for plain JAX: StableHLO, serialized by `jax.export`.
 
     Loaded, it is a function of dicts of arrays by the names that `popxl.to_jax(ir.main_graph)` has: of the input
     streams, to the output streams. It can be called, compiled by `jax.jit`, and be part of other programs. It stays
@@ -111,7 +111,7 @@ def export(
 
 
 def _taken_from(program: Any) -> tuple[Ir, Mapping[Any, np.ndarray]]:
-    """The Ir of a program, and of a session the present values of the variables."""
+    """Ir of a program; for sessions, also current variable values."""
     if isinstance(program, Session):
         program._check_unchanged("export")
         wanted = (v for v in program.ir.main_graph.variables if not v.location_info.isRemote())
@@ -122,7 +122,7 @@ def _taken_from(program: Any) -> tuple[Ir, Mapping[Any, np.ndarray]]:
 
 
 def _function(ir: Ir, platforms: Sequence[str] | None) -> MainFunction:
-    """The main graph as a function, whose kernels have forms for these platforms."""
+    """Main graph as a function, with kernels for the given platforms."""
     if platforms is None:
         return main_function(ir.main_graph, "export", checks=False)  # JAX cannot write what `checkify` is told
     alone = platforms[0] if len(platforms) == 1 else ""
@@ -135,7 +135,7 @@ def _exported(function: Any, platforms: Sequence[str] | None, *specs: Any) -> ja
 
 
 def _as_file(values: Mapping[str, Any]) -> bytes:
-    """Arrays as the content of a safetensors file."""
+    """Serialize arrays to safetensors bytes."""
     arrays = {name: np.array(value, order="C") for name, value in values.items()}
     if unknown := [name for name, array in arrays.items() if str(array.dtype).startswith("float8")]:
         raise PopxlError(

@@ -1,4 +1,5 @@
-"""Which choices of a program fit a machine, and which of them is the fastest: each is compiled, and nothing is run."""
+"""Tuning of a program's choices for a machine: compiles each combination without running it; selects the fastest that
+fits."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class _Part(BaseModel):
 
 
 class Tried(_Part):
-    """A combination of choices, and what its compiled program needs on a chip.
+    """Combination of choices, with compiled memory and time requirements on a chip.
 
     Attributes:
         choices: the value of each choice.
@@ -42,18 +43,18 @@ class Tried(_Part):
 
     @property
     def seconds_a_unit(self) -> float:
-        """What is compared: the time of a run, by how much it does."""
+        """Ranking criterion: run time per unit of work."""
         return float("inf") if self.seconds is None else self.seconds / self.units
 
     def line(self) -> str:
-        """The choices and what came of them, in a line."""
+        """One-line summary of the choices and their outcome."""
         memory = "not compiled" if self.memory_bytes is None else bytes_text(self.memory_bytes)
         seconds = "" if self.seconds is None else f", {seconds_text(self.seconds)} a run, estimated"
         return f"{as_text(self.choices)}: {memory}{seconds}, {'fits' if self.fits else 'does not fit'}"
 
 
 class Fit(OnPage, _Part):
-    """What was tried, in the order of the options, and what is best.
+    """Tuning result: tried combinations in option order, and the best.
 
     Attributes:
         target: the machine.
@@ -69,7 +70,7 @@ class Fit(OnPage, _Part):
 
     @property
     def best(self) -> Tried | None:
-        """The fastest that fits, the first of equals; `None` if none fits."""
+        """Fastest fitting combination, first among equals; `None` if nothing fits."""
         return min((t for t in self.tried if t.fits), key=lambda t: t.seconds_a_unit, default=None)
 
     def page(self) -> Page:
@@ -112,7 +113,7 @@ class Compiled(NamedTuple):
 
 
 def fit(compiled: Callable[[], Compiled], told: Callable[[str], object]) -> Fit:
-    """Compile a program with each combination of its choices. Ctrl-C returns those that were tried before it.
+    """Compile a program for each combination of its choices. Ctrl-C returns the combinations tried so far.
 
     Args:
         compiled: runs the program as far as its first run on a device.

@@ -13,7 +13,7 @@ from popxl.utils import narrowed
 
 
 def host_value(t: Variable | Constant, values_of_all: Mapping[Variable, np.ndarray]) -> np.ndarray:
-    """The numbers of a variable or constant on the host; of a variable that is read from all replicas, a row for each.
+    """Host value of a variable or constant; one row per replica for variables retrieved from all replicas.
 
     Args:
         t: the variable or constant.
@@ -43,7 +43,7 @@ def write_host_values(data: Mapping[Variable, np.ndarray], copy: bool = True) ->
 
 
 def new_data(v: Variable, data: Any) -> np.ndarray:
-    """What a user gives a variable, as an array of its dtype and shape on the host; see `Session.write_variable_data`.
+    """Convert user data to an array of a variable's host dtype and shape; see `Session.write_variable_data`.
 
     Raises:
         TypeError: for another dtype, or a complex number for a real variable.

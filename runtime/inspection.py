@@ -1,4 +1,4 @@
-"""A compiled program, looked at: what its `Report` says is read off its graphs, its layout and its executables."""
+"""Construction of a `Report` from a compiled program's graphs, layout and executables."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from runtime.report import (
 
 
 def report_of(ir: Ir, program: CompiledProgram, runner: Runner | None = None) -> Report:
-    """The report of a compiled program, and of the runs of its runner. See `Session.report`."""
+    """Report of a compiled program and its runner's runs. See `Session.report`."""
     main, runs = ir.main_graph, runs_of(ir.main_graph)
     ops = _stood_for(main)
     memory = memory_of_program(ir, program)
@@ -91,7 +91,7 @@ def _written_out(program: CompiledProgram) -> dict[str, str]:
 
 
 def _target(program: CompiledProgram, memory: Memory) -> TargetReport | None:
-    """The machine that the program was compiled for, if that is not here."""
+    """Offline target of the program; `None` if compiled for a local device."""
     target = program.device.target
     if target is None:
         return None
@@ -117,7 +117,7 @@ _MULTIPLYING = {
 
 
 def _precision(level: str, platform: str) -> str | None:
-    """How float32 numbers are multiplied, in a sentence or two."""
+    """Description of float32 product precision in a sentence or two; `None` on platforms without reduced precision."""
     if platform not in _MULTIPLYING:
         return None
     ways = _MULTIPLYING[platform]
@@ -128,7 +128,7 @@ def _precision(level: str, platform: str) -> str | None:
 
 
 def _stood_for(main: Graph) -> dict[Graph, int]:
-    """For each graph, how many ops it stands for."""
+    """Number of ops represented by each graph, including called graphs."""
     ops: dict[Graph, int] = {}
     for graph in callees_first(main):
         ops[graph] = sum(_stands_for(op, ops) for op in graph.ops)
@@ -145,7 +145,7 @@ def _graph(graph: Graph, runs: int) -> GraphReport:
 
 
 def _parts(runs: Counter[Graph]) -> Iterator[tuple[Op, int]]:
-    """The ops that a program carries out, each with how often a run does."""
+    """Executed ops of a program, with executions per run."""
     return ((part, count) for graph, count in runs.items() for op in graph.ops for part in op.parts)
 
 
@@ -187,7 +187,7 @@ _CALL = re.compile(r"\bcall @([\w.$-]+|\"[^\"]*\")\(")
 
 
 def _text_written_out(text: str) -> int | None:
-    """The length of a lowered text with each call replaced by what it calls; `None` for text of another kind."""
+    """Text length of a lowered program after inlining all calls; `None` for unrecognized text."""
     bodies = {match[1]: match[0] for match in _FUNCTION.finditer(text)}
     if "main" not in bodies:
         return None
@@ -281,7 +281,7 @@ def _pieces(main: Graph, program: CompiledProgram, ops: dict[Graph, int]) -> tup
 
 
 def _sizes(executable: Any) -> dict[str, Any]:
-    """What XLA says of an executable."""
+    """Memory sizes of an executable, from XLA's memory analysis."""
     found = executable.memory_analysis()
     host = (found.host_argument_size_in_bytes, found.host_output_size_in_bytes, found.host_temp_size_in_bytes)
     return {

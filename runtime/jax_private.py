@@ -1,5 +1,5 @@
-"""What JAX keeps to itself, or says differently from version to version, in one place: whatever a new JAX moves, it
-moves here. The texts that XLA writes are read in `runtime.costs.hlo`, and traces in `popxl.core.tracing`.
+"""Private and version-dependent JAX APIs, isolated in one module: adapt this file to new JAX versions. XLA texts are
+parsed in `runtime.costs.hlo`, traces in `popxl.core.tracing`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NEWEST_TESTED = (0, 12)
 
 @cache
 def warn_if_untested() -> None:
-    """Warn, once, of a JAX that is newer than those with which the tests have passed."""
+    """Warn once about JAX versions newer than tested."""
     if tuple(map(int, re.findall(r"\d+", jax.__version__)[:2])) > NEWEST_TESTED:
         tested = ".".join(map(str, NEWEST_TESTED))
         _log.warn(
@@ -49,22 +49,22 @@ HAS_TPUS = running_in_cloud_tpu_vm
 
 
 def jax_runs() -> bool:
-    """Whether JAX has started on a device, and with that threads of its own."""
+    """Whether JAX backends are initialized, and so JAX threads are running."""
     return xla_bridge.backends_are_initialized()
 
 
 def schedulers() -> dict[str, Any]:
-    """The schedulers that JAX knows, by its names of them."""
+    """Cluster environments known to JAX, keyed by class name."""
     return {kind.__name__: kind for kind in ClusterEnv._cluster_types}
 
 
 def service() -> Any:
-    """What `jax.distributed.initialize` has connected this process by: values by keys, and barriers."""
+    """Client of `jax.distributed.initialize`: key-value store and barriers."""
     return distributed.global_state.client
 
 
 def exchange_on(address: str) -> None:
-    """Have the CPUs of all processes exchange their data at an address.
+    """Make CPU collectives of all processes communicate over `address`.
 
     JAX leaves it to gloo, which takes what the name of the machine stands for: often an address of a network.
     """
@@ -77,15 +77,15 @@ def exchange_on(address: str) -> None:
 
 
 def prepared(function: Any) -> tuple[Any, int] | None:
-    """What a compiled function is called by, and for how many kinds of arguments JAX has prepared it: for these, it is
-    C alone that calls it. `None`, if it is always Python that does."""
+    """C fast path of a compiled function, and number of cached argument signatures: calls with these run entirely in C.
+    `None` if calls always go through Python."""
     call: Any = getattr(function, "_call", None)
     return (call, call._cache_size()) if hasattr(call, "_cache_size") else None
 
 
 def settings_of_this_thread() -> Callable[[], None]:
-    """What makes the settings of another thread those that this one has now: of `jax.enable_x64(True)`, say, or
-    `jax.default_matmul_precision("float32")`, whose blocks are a thread's."""
+    """Function copying this thread's current JAX settings to another thread: thread-local contexts such as
+    `jax.enable_x64(True)` or `jax.default_matmul_precision("float32")`."""
     known = {id(each): each for each in (*config.config_states.values(), *vars(config).values())}
     settings = [each for each in known.values() if isinstance(each, config.config_ext.Config)]
     values = [(each, value) for each in settings if (value := each.get_local()) is not config.config_ext.unset]
@@ -101,7 +101,7 @@ def settings_of_this_thread() -> Callable[[], None]:
 
 
 def copied(array: jax.Array, sharding: Any) -> jax.Array:
-    """A copy of an array on as many other devices, which nobody waits for.
+    """Copy an array asynchronously to an equal number of other devices.
 
     So does `jax.device_put`, but it takes 50 us of the host's time, and this takes 8. Of an array of several processes
     each copies what it has.
@@ -124,7 +124,7 @@ def copied(array: jax.Array, sharding: Any) -> jax.Array:
 
 
 class Contents(NamedTuple):
-    """A compiled function, taken apart, but for the trees of its arguments and results.
+    """Decomposed compiled function, excluding argument and result trees.
 
     Attributes:
         name: the name of the function.
@@ -142,8 +142,8 @@ class Contents(NamedTuple):
 
 
 def contents(compiled: Any) -> tuple[Contents, bool]:
-    """What `jax.jit(function).lower(...).compile()` gave, taken apart, and whether that is all: it is not, if it calls
-    back into Python, or holds on to something else of this process."""
+    """Decompose a function compiled by `jax.jit(function).lower(...).compile()`; also returns whether decomposition is
+    complete. Python callbacks or references to process state make it incomplete."""
     unloaded = compiled._executable._unloaded_executable
     kept_out = (unloaded.host_callbacks, unloaded.keepalive, unloaded.ordered_effects, unloaded.unordered_effects)
     is_all = not any(kept_out) and unloaded.mut is None and not compiled._params.const_args
@@ -161,7 +161,7 @@ def contents(compiled: Any) -> tuple[Contents, bool]:
 
 
 def loaded(found: Contents, content: bytes, into: Any, out_of: Any) -> Any:
-    """The compiled function of these contents.
+    """Reconstruct a compiled function from its contents.
 
     Args:
         found: its contents.

@@ -1,4 +1,4 @@
-"""`Machine`: where sessions run, and what compiles and runs them. A tool may assign its own to `Session.machine`."""
+"""`Machine`: device lookup, compilation and execution for sessions. Tools may replace `Session.machine`."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class Machine:
     """Finds devices, and compiles and runs programs."""
 
     def device(self, description: str | Device | Target, ir: Ir) -> Device:
-        """The device for a description: see `runtime.targets.devices.find_device`."""
+        """Device for a description: see `runtime.targets.devices.find_device`."""
         return find_device(description, ir)
 
     def program(self, ir: Ir, device: Device, known: Precompiled | None) -> CompiledProgram:
-        """Compile a program for a device, in the best way, unless that is known."""
+        """Compile a program for a device, selecting the best compilation mode unless known."""
         return best(ir, device) if known is None else compile_program(ir, device, known)
 
     def runner(self, program: CompiledProgram) -> Runner | None:
-        """What runs a compiled program; `None` if its device is not here."""
+        """Runner of a compiled program; `None` for offline targets."""
         return Runner(program, VariableStore(program.layout)) if program.device.target is None else None
 
     def refusal(self, what: str, device: Device) -> BaseException:
-        """The error of a method of a session that has no runner.
+        """Error for session methods that require a runner.
 
         Args:
             what: the method.
@@ -49,7 +49,7 @@ class Machine:
 
 
 class NothingRuns(BaseException):
-    """A session was asked for what has to be run, or compiled, where a tool does neither: it ends the user's program.
+    """Raised when a session requires execution or compilation under a tool that does neither; ends the user's program.
 
     It is no `Exception`, so that programs which handle those end, too.
     """
@@ -66,7 +66,7 @@ class _IdleMachine(Machine):
 
 
 class PlannedProgram(CompiledProgram):
-    """A program that is laid out and not compiled. Asking for more than its layout ends the user's program."""
+    """Laid out, uncompiled program. Access beyond its layout ends the user's program."""
 
     def __init__(self, device: Device, layout: Layout) -> None:
         vars(self).update(device=device, layout=layout, reason=layout.decision.reason)
@@ -91,7 +91,7 @@ class PlanningMachine(_IdleMachine):
 
 
 class TargetMachine(_IdleMachine):
-    """Compiles all programs for one machine that is not here, whichever device they ask for, and runs nothing.
+    """Machine compiling all programs for one offline target, ignoring requested devices; runs nothing.
 
     Args:
         target: the machine.

@@ -1,4 +1,4 @@
-"""The kernels that say when a value is available and in which memory it is, for devices with a memory of their own."""
+"""Kernels controlling value availability and memory space, for devices with separate memory."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from popxl.ops.kernels.kernel import Kernel, KernelImpl
 
 
 def available_after(value: Any, other: Any) -> Any:
-    """`value` behind a barrier that it passes together with `other`."""
+    """Order `value` after `other` with an optimization barrier."""
     return lax.optimization_barrier((value, other))[0]
 
 
 def in_host_memory(value: Any) -> Any:
-    """A copy of `value` in pinned memory of the host."""
+    """Copy `value` to pinned host memory."""
     return jax.device_put(value, jax.memory.Space.Host)
 
 
 def in_device_memory(value: Any) -> Any:
-    """A copy in the memory of the device."""
+    """Copy `value` to device memory."""
     return jax.device_put(value, jax.memory.Space.Device)
 
 

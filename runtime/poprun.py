@@ -1,4 +1,4 @@
-"""`poprun`: start several instances of a program, which run it together, and look after them until they have ended.
+"""`poprun`: launch and supervise several instances of a distributed program.
 
 What may stand on its command line is in `runtime.poprun_options`.
 """
@@ -45,7 +45,7 @@ for a machine that is busy with something else."""
 
 @exit_on_broken_pipe
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run poprun with these arguments, by default those of the command line. Returns its exit code."""
+    """Run poprun with `arguments`, by default `sys.argv`. Returns the exit code."""
     command_line = parser()
     options = command_line.parse_args(arguments)
     try:
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _scheduled(options: argparse.Namespace) -> Instance | None:
-    """The instance that this process is to be, if a scheduler has started several of poprun itself."""
+    """Instance assigned to this process, if a scheduler started several poprun processes."""
     is_asked = options.num_instances is None and options.host is None
     options.num_instances, options.host = options.num_instances or 1, options.host or "localhost"
     if not is_asked or options.scheduler == "none":
@@ -70,7 +70,7 @@ def _scheduled(options: argparse.Namespace) -> Instance | None:
 
 
 class _Started:
-    """Lines in which JAX's collectives on CPUs say that they have started, by several threads through each other.
+    """Filter for startup lines of JAX's CPU collectives, interleaved by several threads.
 
     They are not shown. With the beginning of one in the middle of another, what is left of that comes later.
     """
@@ -82,7 +82,7 @@ class _Started:
         self._left = 0
 
     def have(self, line: bytes) -> bool:
-        """Whether a line of output is one of these, given all lines before it."""
+        """Whether an output line is a startup message, given all earlier lines."""
         left = self._left + line.count(self._BEGIN)
         is_one = left > 0 and self._PIECES.fullmatch(line) is not None
         if is_one:
@@ -91,13 +91,13 @@ class _Started:
 
 
 def _not_started(command: Sequence[str], problem: OSError) -> str:
-    """Why a program cannot be started, and what to do where that is known."""
+    """Error message for a program that cannot be started, including a remedy if known."""
     remedy = f" Write `python` before it: poprun … python {shlex.join(command)}" if command[0].endswith(".py") else ""
     return f"{command[0]!r} cannot be started: {problem.strerror}.{remedy}"
 
 
 class _End(NamedTuple):
-    """How all instances have ended: the exit code, what there is to say, and whether one failed by itself."""
+    """Outcome of all instances: exit code, message, and whether an instance failed on its own."""
 
     code: int
     message: str
@@ -105,7 +105,7 @@ class _End(NamedTuple):
 
 
 class Launch:
-    """The start of a program, and as many more as it may have if it fails.
+    """Launch of a program, including restarts after failures.
 
     Args:
         options: those of the command line.
@@ -147,7 +147,7 @@ class Launch:
         self._lock = threading.Lock()
 
     def become(self, instance: Instance) -> int:
-        """Run the program in place of this process, as one of the instances that a scheduler has started."""
+        """Replace this process with the program, as one instance of a scheduler."""
         variables = _for_instance(instance) | self._variables | instance.environment()
         if self._options.verbose:
             _say(f"instance {instance.instance_index} of {instance.num_instances}: {shlex.join(self._command)}")
@@ -158,7 +158,7 @@ class Launch:
             return 127
 
     def run(self) -> int:
-        """Start the instances, and wait until they have ended; again, if one fails, as often as it may be.
+        """Start all instances and wait for their end; restart after failures, up to the limit.
 
         Returns:
             The exit code.
@@ -177,12 +177,12 @@ class Launch:
         return end.code
 
     def _next_count(self) -> int:
-        """How many instances to start again: fewer, if that may be and they can share out replicas and machines."""
+        """Instance count for a restart: fewer, if permitted and divisible by replicas and machines."""
         fewer = range(self._count - 1, self._least - 1, -1)
         return next((n for n in fewer if not self._replicas % n and not n % len(self._hosts)), self._count)
 
     def _once(self, restart: int) -> _End:
-        """Start the instances, and wait until they have ended."""
+        """Start all instances and wait for their end."""
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._token = secrets.token_hex(16)
         self._variables["POPRUN_RESTARTS"] = str(restart)
@@ -215,7 +215,7 @@ class Launch:
                 signal.signal(number, handler)
 
     def _watch(self, rendezvous: RendezvousServer, ends: Ends) -> _End:
-        """Wait for the instances to end, or for the first to fail."""
+        """Wait for all instances to end, or the first failure."""
         for number_of_ended in range(self._count):
             try:
                 index, code = ends.get(timeout=self._options.timeout if number_of_ended else None)
@@ -242,7 +242,8 @@ class Launch:
         return _End(0, "")
 
     def _say_who_runs_on(self) -> None:
-        """An instance may have work of its own to do, so this is no failure."""
+        """Report instances still running after other instances ended. Not a failure: an instance may have separate
+        work."""
         running = {i for i, process in self._processes.items() if process.returncode is None}
         ended = self._processes.keys() - running
         _say(
@@ -253,7 +254,7 @@ class Launch:
         )
 
     def _first_to_fail(self, rendezvous: RendezvousServer, index: int, code: int | None) -> tuple[int, int]:
-        """The instance that failed first, and how. `index` has ended first, or says that it is about to.
+        """Index and exit code of the first failed instance. Instance `index` ended first, or announced its end.
 
         It may have died of the end of another one, which takes longer. That one is left to end by itself, and so is
         instance 0, without which it could not. JAX aborts processes that have lost instance 0.
@@ -321,7 +322,7 @@ class Launch:
         return readers
 
     def _forward(self, index: int, source: IO[bytes], target: int, ends: Ends) -> None:
-        """Copy the output of an instance to a file descriptor, with its number at the beginning of each line."""
+        """Copy an instance's output to a file descriptor, prefixing each line with its number."""
         with source:
             try:
                 self._tag(index, source, target)
@@ -351,7 +352,7 @@ class Launch:
     # Stopping -------------------------------------------------------------------------------------------------------
 
     def _stop(self, but: Collection[int] = ()) -> None:
-        """End all instances, but for some, and what they have started."""
+        """Terminate all instances and their children, except `but`."""
         stopped = [process for index, process in self._processes.items() if index not in but]
         for process in stopped:
             if process.stdin is not None:
@@ -366,7 +367,7 @@ class Launch:
 
 
 def _for_instance(instance: Instance) -> dict[str, str]:
-    """The environment variables that say how an instance is to run."""
+    """Environment variables controlling an instance's execution."""
     # More than it takes: each has a thread, and those that wait for other instances leave some to say so.
     devices = str(max(8, instance.num_local_replicas * instance.num_ipus_per_replica))
     return {"PYTHONUNBUFFERED": "1", "POPXL_CPU_DEVICES": os.environ.get("POPXL_CPU_DEVICES", devices)}
@@ -378,7 +379,7 @@ def _send(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def _over_ssh(host: str, command: Sequence[str], variables: dict[str, str]) -> list[str]:
-    """A command that runs another one on another machine, and ends it when the standard input is closed.
+    """SSH command that runs `command` on another machine, and ends it when standard input closes.
 
     It reads the token from there, as others on either machine may see what a command says.
     """

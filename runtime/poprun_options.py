@@ -1,4 +1,4 @@
-"""The command line of `poprun`: its options, and what its help says. What is done with them, see `runtime.poprun`."""
+"""Command line of `poprun`: options and help texts. `runtime.poprun` implements these."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ _WITHOUT_MEANING = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """Takes values of options that begin with a dash, too: `--mpi-global-args --tag-output`."""
+    """Parser accepting option values with a leading dash: `--mpi-global-args --tag-output`."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         return super().parse_args(self._with_values(sys.argv[1:] if args is None else args), namespace)
 
     def _with_values(self, arguments: Sequence[str]) -> list[str]:
-        """The arguments, with a value that begins with a dash in one with its option. Those of the program stay."""
+        """Join options with dash-prefixed values into single arguments. Program arguments stay unchanged."""
         left, found = list(arguments), []
         while left and left[0].startswith("-"):
             name = left.pop(0)
@@ -200,7 +200,7 @@ def _seconds(text: str) -> float:
 
 
 def variables_of(options: argparse.Namespace) -> dict[str, str]:
-    """The environment variables that instances are to have; an unset one is an error."""
+    """Environment variables for instances; raises an error for unset variables."""
     asked = list(options.env)
     for arguments in (options.mpi_global_args, options.mpi_local_args):
         words = shlex.split(arguments)

@@ -43,7 +43,7 @@ _CONNECT_TIMEOUT = 60  # seconds for JAX to connect processes that are all waiti
 
 
 class LauncherConnection:
-    """A connection from an instance to its launcher.
+    """Connection of an instance to its launcher.
 
     Args:
         instance: this process, as described by the launcher.
@@ -84,7 +84,7 @@ class LauncherConnection:
 
     @staticmethod
     def _end() -> NoReturn:
-        """Kill this process and its children; its main thread may hang in a collective."""
+        """Kill this process and its children; the main thread may hang in a collective."""
         if os.getpgrp() == os.getpid():  # as poprun starts an instance: what that starts is in its group
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
@@ -132,12 +132,12 @@ _connections: list[LauncherConnection | Service] = []  # none before this proces
 
 
 def has_joined() -> bool:
-    """Whether this process has joined other instances."""
+    """Whether this process joined other instances."""
     return bool(_connections)
 
 
 def join() -> None:
-    """Connect this process with other instances, if any, and wait for them. Later calls do nothing.
+    """Connect this process to other instances, if any, and wait for them. Subsequent calls do nothing.
 
     Raises:
         PopxlError: if JAX runs already: it cannot be connected later.
@@ -245,7 +245,7 @@ class KeyValueStore:
     _POLL_INTERVAL = 1000  # milliseconds, after which a waiting thread can be interrupted
 
     def set(self, name: str, text: str) -> None:
-        """Set a key's text, visible to all instances."""
+        """Wait for a key's text. If another instance dies meanwhile, this process ends too."""
         service().key_value_set(f"{self._FOLDER}/{name}", text)
 
     def get(self, name: str) -> str:

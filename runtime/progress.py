@@ -1,4 +1,4 @@
-"""How far a compilation is: told to whoever asked, and shown where somebody waits for it at a terminal.
+"""Compilation progress: callbacks, and a progress line on terminals.
 
 Nothing is shown before a compilation has taken some seconds, and nothing where standard error is no terminal. The
 environment variable `POPXL_PROGRESS` changes that: `off` shows nothing; `on` shows it there too, line by line.
@@ -25,7 +25,7 @@ INTERVALS = {True: 1.0, False: 10.0}
 
 @dataclass(frozen=True)
 class CompilationProgress:
-    """How far the compilation of a program is.
+    """Progress of a program's compilation.
 
     Attributes:
         done, total: how many executables have been compiled, and how many there are to compile; a program that is
@@ -51,7 +51,7 @@ _callback: ContextVar[Callback | None] = ContextVar("compilation_progress", defa
 
 @contextmanager
 def compilation_progress(callback: Callback) -> Iterator[None]:
-    """Have a function called as compilations go on, while a block lasts, in place of the line on the terminal.
+    """Call a function with compilation progress while a block runs, replacing the terminal's progress line.
 
     It is called in the thread that makes the session: before each executable that is compiled, and at the end. What
     has been compiled before, or comes from a file, is not counted; if nothing is left, only the end is told.
@@ -85,7 +85,7 @@ class Watch:
         self._line: threading.Thread | None = None
 
     def begins(self, what: str, done: int, total: int) -> None:
-        """Something is being compiled now, after so many of all."""
+        """Report the start of compilation `what`, after `done` of `total` compilations."""
         self._now = CompilationProgress(done, total, what, 0.0)
         if self._callback is not None:
             self._callback(self._timed())
@@ -108,7 +108,7 @@ class Watch:
             self._callback(self._timed())
 
     def _show(self) -> None:
-        """Show the state now and then, until it is over. On a terminal it is one line, which is gone at the end."""
+        """Print progress periodically until compilation ends. Terminals show a single line, cleared at the end."""
         stream = sys.stderr
         on_terminal = stream.isatty()
         begin, end = ("\r\x1b[K", "") if on_terminal else ("", "\n")

@@ -1,4 +1,5 @@
-"""The rendezvous server of a launcher: barriers of the instances of a program; the clients are in `runtime.processes`.
+"""Rendezvous server of a launcher, providing barriers between program instances; `runtime.processes` contains the
+clients.
 
 An instance sends its token first; a connection that begins otherwise is closed. Then both sides send JSON, one object a
 line. An instance sends `{"index": 1, "place": "...", "payload": ...}` when it reaches a barrier. The answer is

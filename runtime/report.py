@@ -1,4 +1,4 @@
-"""`Report`: what a user wants to know of a compiled program, as a page, as JSON, and as a picture of its memory.
+"""`Report`: description of a compiled program as a page, JSON, and a memory picture.
 
 Nearly all of it is known before the program runs. What runs when is in a `runtime.timeline.Timeline`, which is on the
 page if there is one. `runtime.inspection` makes the report of a program.
@@ -118,7 +118,7 @@ class GraphReport(Record):
 
 
 class LoopReport(Record):
-    """Calls that are turns of a loop, with what comes with them.
+    """Calls rerolled into loop iterations, with accompanying ops.
 
     Attributes:
         graph: the graph that they are in; the name of the main graph is empty.
@@ -136,7 +136,7 @@ class LoopReport(Record):
 
 
 class WorkReport(Record):
-    """The ops of one type, those of all graphs together.
+    """Ops of one type, summed over all graphs.
 
     Attributes:
         op: the type.
@@ -150,7 +150,7 @@ class WorkReport(Record):
 
 
 class SizeReport(Record):
-    """How large the program is, and how large it would be if nothing were outlined: every call written out.
+    """Program size, with outlining and with every call inlined.
 
     Attributes:
         ops: ops of all graphs, each graph counted once.
@@ -166,7 +166,7 @@ class SizeReport(Record):
 
 
 class PieceReport(Record):
-    """Something that was compiled. Its sizes are what XLA says of the executable, in bytes on one device.
+    """One compiled executable. Sizes are XLA's, in bytes on one device.
 
     Attributes:
         name: what it does.
@@ -194,7 +194,7 @@ class PieceReport(Record):
 
 
 class TargetReport(Record):
-    """The machine that a program was compiled for, which is not here.
+    """Offline target of a compiled program.
 
     Attributes:
         description: how it was described.
@@ -240,7 +240,7 @@ class TargetReport(Record):
 
 
 class Report(OnPage, Record):
-    """What a compiled program consists of and needs. Sizes are bytes on one device.
+    """Contents and requirements of a compiled program. Sizes are bytes on one device.
 
     Called with a path, it is written there, as one HTML page.
 
@@ -311,14 +311,14 @@ class Report(OnPage, Record):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def flops(self) -> int:
-        """Floating point operations of one run, on one replica."""
+        """Floating point operations per run and replica."""
         return sum(each.flops for each in self.work)
 
     def __repr__(self) -> str:
         return f"Report[{self.program} on {self.device}]"
 
     def __call__(self, path: str | os.PathLike[str]) -> None:
-        """Write the report to a file, as one HTML page that loads nothing from elsewhere. `save` is the same.
+        """Write the report to a file, as one self-contained HTML page. Same as `save`.
 
         Example:
             >>> session = popxl.Session(ir)
@@ -463,13 +463,13 @@ _WAYS = {
 
 
 def _section(title: str, columns: list[str], rows: Iterable[list[str]]) -> list[Page]:
-    """A part of the page; none, if there is nothing to say."""
+    """Page section with a table; empty list without rows."""
     table = Table.first_rows(columns, rows)
     return [Page(title, table)] if table else []
 
 
 def _listed(devices: Sequence[str]) -> str:
-    """Names of devices; of many, the first and the last."""
+    """Device names; for many devices, only first and last."""
     return ", ".join(devices) if len(devices) <= 4 else f"{devices[0]} to {devices[-1]}"
 
 

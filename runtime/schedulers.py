@@ -1,4 +1,4 @@
-"""Schedulers that have started this process as one of several: Slurm, Kubernetes, Open MPI, and those of TPU pods.
+"""Detection of schedulers that started this process among several: Slurm, Kubernetes, Open MPI, TPU pods.
 
 JAX knows how each of them tells a process who it is. Nothing is asked of them unless a program or `poprun` wants to
 know. There is no launcher then; processes meet by JAX's own service, which the first of them has.
@@ -35,7 +35,7 @@ TIMEOUT = 300.0
 def scheduled(
     num_replicas: int | None = None, ipus_per_replica: int = 1, timeout: float = TIMEOUT, name: str | None = None
 ) -> Instance | None:
-    """Who this process is, as a scheduler says; `None` if there is none, or it has started one process only.
+    """Instance description from a scheduler; `None` without a scheduler, or for a single process.
 
     Args:
         num_replicas: how many replicas all processes drive together; by default one each.
@@ -80,7 +80,7 @@ def scheduled(
 
 
 def _present(wanted: str) -> str | None:
-    """The name of the scheduler that has started this process; `None` if none has, or none is to be asked."""
+    """Name of the scheduler that started this process; `None` if absent or disabled."""
     if wanted == "none":
         return None
     if wanted not in ("auto", *NAMES):
@@ -95,13 +95,13 @@ def _present(wanted: str) -> str | None:
 
 
 def ask_scheduler(num_replicas: int | None) -> None:
-    """Note what a scheduler says of this process where `poprun` would have noted it: in the environment."""
+    """Store the scheduler's description of this process in environment variables, as `poprun` does."""
     if launched() is None and (instance := scheduled(num_replicas)) is not None:
         os.environ.update(instance.environment())
 
 
 class Service:
-    """The line of a process to the others, where no launcher has started them: JAX's service.
+    """Connection to other processes through JAX's service, for processes started without a launcher.
 
     Args:
         instance: this process.
@@ -136,7 +136,7 @@ class Service:
         return [each for _, each in found]
 
     def leave(self, is_first: bool, failed: bool) -> None:
-        """At the end of the program. The first process, which has the service, waits for the others.
+        """Leave at the end of the program. The first process hosts the service, and waits for all other processes.
 
         After a failure of its own it does not, as they may be waiting for it in a collective. Where all fail it does:
         the end of the service would end them before they have said why.

@@ -1,4 +1,4 @@
-"""`Session`: an Ir that is compiled and run. A finished Ir goes in; arrays go in and out at each run.
+"""`Session`: compilation and execution of an Ir. Takes a finished Ir; each run maps input arrays to output arrays.
 
 Programs import it as `popxl.Session`. Its reports are in `runtime.session_inspection`, and what reads and writes its
 variables in `runtime.session_variables`.
@@ -37,7 +37,7 @@ __all__ = ["Session"]
 
 
 class Session(SessionInspection, SessionVariables):
-    """A compiled Ir, with its variables, ready to run as often as you like.
+    """Compiled Ir with variables, ready for any number of runs.
 
     Threads may share a session, or have sessions of one Ir: their calls take turns. Sessions of one Ir share the host
     copies of the variables. What interrupts a call, as Ctrl-C does, leaves the variables as they were before it or as
@@ -124,13 +124,13 @@ class Session(SessionInspection, SessionVariables):
 
     @property
     def ir(self) -> Ir:
-        """The Ir that the session runs."""
+        """The session's Ir."""
         return self._ir
 
     # In a file ------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the compiled program to a file, with its Ir and the present values of its variables.
+        """Save the compiled program to a file, including its Ir and current variable values.
 
         `Session.load` makes a session of it, in another process, that runs without tracing or compiling. Nothing in the
         file is read as a Python object; but it holds machine code, so load it only if you trust who wrote it. A program
@@ -171,7 +171,7 @@ class Session(SessionInspection, SessionVariables):
         device_desc: str | Device | Target | None = None,
         weights_to_host_on_exit: bool = True,
     ) -> Self:
-        """A session from a file that `save` has written. Its Ir is `session.ir`; streams are found there.
+        """Load a session from a file written by `save`. Its Ir is `session.ir`, which provides the streams.
 
         Args:
             path: the file.
@@ -189,7 +189,7 @@ class Session(SessionInspection, SessionVariables):
         return session
 
     def _look_at_edits(self) -> None:
-        """Check that the Ir is unchanged, unless some session has been made of it as it is."""
+        """Check that the Ir is unchanged, unless a newer session was created from its current state."""
         if self._ir.edits.count != self._ir.edits.known:
             self._check_unchanged("run")
         self._known_edits = self._ir.edits.count
@@ -225,12 +225,12 @@ class Session(SessionInspection, SessionVariables):
                 self.detach()
 
     def detach(self) -> None:
-        """Release the device. The values of the variables there are lost unless they were copied to the host."""
+        """Release the device. Variable values on the device are lost unless copied to the host."""
         with self._lock:
             self._device.detach()
 
     def _set_device(self, device: Device) -> None:
-        """Use another device object, which must stand for the devices that the program was compiled for."""
+        """Replace the device object by one for the same JAX devices."""
         if device.jax_devices != self._device.jax_devices:
             raise ValueError(
                 f"Session._set_device: the program was compiled for {self._device}, which {device} is not. Make "
@@ -290,7 +290,7 @@ class Session(SessionInspection, SessionVariables):
         outputs: Mapping[DeviceToHostStream, np.ndarray] | None = None,
         downcast_inputs: bool = True,
     ) -> None:
-        """Run the program once, and fill arrays with what it stores.
+        """Run the program once, storing results in the given arrays.
 
         Args:
             inputs, downcast_inputs: as for `run`.
@@ -308,18 +308,18 @@ class Session(SessionInspection, SessionVariables):
         self._host_arrays.fill(arrays, self.run(inputs, downcast_inputs))
 
     def create_host_outputs(self) -> dict[DeviceToHostStream, np.ndarray]:
-        """A new array for each stream that the program stores to, for `run_with_outputs`."""
+        """New array for each output stream, for use with `run_with_outputs`."""
         return self._host_arrays.new_outputs()
 
     def expected_inputs(self) -> set[HostToDeviceStream]:
-        """The streams that the program loads from: the keys that `run` expects."""
+        """Input streams of the program: keys expected by `run`."""
         return set(self.program.layout.inputs)
 
     def _expected_outputs(self) -> set[DeviceToHostStream]:
         return set(self._output_streams)
 
     def host_shape(self, shape: Iterable[int] | Stream) -> tuple[int, ...]:
-        """The shape of the host array of a stream, with the leading dimensions that `run` expects.
+        """Host array shape of a stream, including leading dimensions expected by `run`.
 
         Args:
             shape: the stream; or the shape of one that has no number of transfers of its own.
@@ -341,7 +341,7 @@ class Session(SessionInspection, SessionVariables):
     # Variables of other sessions --------------------------------------------------------------------------------------
 
     def use_variables_of(self, other: Session, variables: Mapping[Variable, Variable]) -> None:
-        """Have variables in common with another session, without a copy.
+        """Share variables of another session without copying.
 
         From now on the other session has them. Each run of this one finds there what the last run of either has left,
         and leaves there what it changes. So a program that generates text follows one that trains, run by run.
@@ -392,7 +392,7 @@ class Session(SessionInspection, SessionVariables):
             self._owners |= {mine: (other, theirs) for mine, theirs in variables.items()}
 
     def owner_of(self, variable: Variable) -> tuple[Session, Variable]:
-        """The session that has a variable of this program on its device, and which of its variables that is.
+        """Session owning a variable of this program on its device, and the corresponding variable there.
 
         Raises:
             TypeError: for something else than a variable.

@@ -1,4 +1,4 @@
-"""What a session says of its compiled program, and how it watches its runs. A part of `runtime.session.Session`."""
+"""Inspection methods of `runtime.session.Session`: reports on the compiled program, recordings of runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from runtime.traces import traced
 
 
 class SessionInspection(NotCopyable):
-    """Reports on the program of a session, and recordings of its runs."""
+    """Reports on a session's program, and recordings of its runs."""
 
     if TYPE_CHECKING:  # of `Session`
         _ir: Ir
@@ -37,8 +37,8 @@ class SessionInspection(NotCopyable):
 
     @property
     def report(self) -> Report:
-        """What the program consists of and what it needs: its schedule, its size with and without outlining, what was
-        compiled and why, memory, operations, variables, streams, replicas, remote traffic, times.
+        """Report on the program: schedule, size with and without outlining, compiled executables and reasons, memory,
+        operations, variables, streams, replicas, remote traffic, times.
 
         It prints as a page, notebooks show it with pictures, and `model_dump_json()` has all numbers. Called with a
         path, it is written there as one HTML page that needs nothing else. Nothing has to have run; what has is on it.
@@ -53,7 +53,7 @@ class SessionInspection(NotCopyable):
         return report_of(self._ir, self.program, self.runner)
 
     def memory(self) -> Memory:
-        """The memory that the compiled program needs, in bytes on each device and on the host.
+        """Memory required by the compiled program, in bytes per device and on the host.
 
         Temporaries, code and what executables need on the host is what XLA says of them; variables, arguments and
         outputs have the sizes of their shapes. `ir.memory()` is a count of the same before anything is compiled.
@@ -67,8 +67,8 @@ class SessionInspection(NotCopyable):
         return memory_of_program(self._ir, self.program)
 
     def cost(self) -> Cost:
-        """What the compiled program costs on one chip: bytes, operations, kernels, what chips send each other, and an
-        estimate of the time of a run. All of it is read off what was compiled; nothing is measured, and nothing runs.
+        """Cost of the compiled program on one chip: bytes, operations, kernels, traffic between chips, and estimated
+        run time. Derived from the compiled code, without measurements or execution.
 
         So two programs compiled for one target can be compared exactly, on any machine.
 
@@ -80,8 +80,8 @@ class SessionInspection(NotCopyable):
         return cost_of(self.program)
 
     def communication(self) -> Sent:
-        """What the chips send each other in a run, as it was compiled, beside what the program says it sends:
-        `ir.communication()`. Nothing runs.
+        """Traffic between chips per run, as compiled, compared with the program's own, `ir.communication()`. Runs
+        nothing.
 
         Example:
             >>> sent = popxl.Session(ir, "tpu v5e:2x4").communication()
@@ -91,7 +91,7 @@ class SessionInspection(NotCopyable):
         return sent_by(self._ir, self.program)
 
     def hlo(self) -> dict[str, str]:
-        """The text of each compiled program, as XLA gives it: one, named "the program", or the pieces of a plan.
+        """XLA's text of each executable, keyed by name: "the program", or the pieces of a plan.
 
         Example:
             >>> for name, text in popxl.Session(ir, "gpu h100").hlo().items():
@@ -100,7 +100,7 @@ class SessionInspection(NotCopyable):
         return texts(self.program)
 
     def recording(self, folder: str | os.PathLike[str] | None = None) -> AbstractContextManager[Timeline]:
-        """Note when what runs on which device, while a block lasts. The timeline is complete at its end.
+        """Record executions on each device while a block runs. The timeline is complete when the block ends.
 
         Recorded runs may be slower: before an executable overwrites something, the host waits until it is there.
 
@@ -123,7 +123,7 @@ class SessionInspection(NotCopyable):
         return timeline if folder is None else traced(folder, timeline, lambda: self.hlo().values())
 
     def debugging(self, infinities: bool = True) -> AbstractContextManager[None]:
-        """Run op by op while a block lasts, and stop at the first op that makes a NaN or an infinity.
+        """Run op by op while a block lasts, stopping at the first op that produces NaN or infinity.
 
         The same ops run on the same numbers as in the compiled program, each by itself, with all the graphs that are
         called, loops and replicas. Results agree with it but for rounding, as nothing is fused. It is slow, and needs
@@ -160,7 +160,7 @@ class SessionInspection(NotCopyable):
         return self.runner
 
     def _check_unchanged(self, what: str) -> None:
-        """`PopxlError` if the Ir has changed since the session was made."""
+        """Raise `PopxlError` if the Ir changed after the session's creation."""
         if changes := self._made_of.changes():
             raise PopxlError(
                 f"Session.{what}: {self._ir!r} has changed since this session was made, and the compiled program has "

@@ -1,5 +1,4 @@
-"""The variables of a session: reading and writing them, and copying them to the device and back. A part of
-`runtime.session.Session`."""
+"""Variable methods of `runtime.session.Session`: reading, writing, uploads and downloads."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ _log = Logger("session")
 
 
 class SessionVariables:
-    """Access to the variables of a session, on the host and on the device."""
+    """Access to a session's variables on host and device."""
 
     if TYPE_CHECKING:  # of `Session`
         _ir: Ir
@@ -42,12 +41,12 @@ class SessionVariables:
 
     @property
     def is_attached(self) -> bool:
-        """Whether the device is attached, and the program can run: inside a `with session:` block."""
+        """Whether the device is attached, allowing runs: true inside a `with session:` block."""
         return self._device.isAttached
 
     def _attached_store(self, what: str) -> VariableStore:
-        """The variables on the device. `ValueError` if the session is not attached; the machine's error if nothing can
-        run on its device."""
+        """Store of device variables. Raises `ValueError` if the session is not attached; the machine's error if its
+        device cannot run programs."""
         if self.store is None:
             raise self.machine.refusal(what, self._device)
         if not self.is_attached:
@@ -55,7 +54,7 @@ class SessionVariables:
         return self.store
 
     def _loaded_store(self, what: str) -> VariableStore:
-        """The same; the variables are uploaded if the device was attached, or detached, by hand."""
+        """Store of device variables, after uploading them if necessary (after a manual attach or detach)."""
         store = self._attached_store(what)
         if not store.is_loaded:
             self._upload(store)
@@ -68,7 +67,7 @@ class SessionVariables:
     # Copying ------------------------------------------------------------------------------------------------------
 
     def weights_from_host(self) -> None:
-        """Copy the host values of all variables to the device. `ValueError` if the session is not attached.
+        """Copy host values of all variables to the device; raises `ValueError` if the session is not attached.
 
         If several processes run the program, all have to do this, with the same values.
         """
@@ -76,7 +75,7 @@ class SessionVariables:
             self._upload(self._attached_store("weights_from_host"))
 
     def weights_to_host(self) -> None:
-        """Copy the values of all variables from the device to the host. `ValueError` if the session is not attached.
+        """Copy values of all variables from device to host; raises `ValueError` if the session is not attached.
 
         If several processes run the program, all have to do this: then each has the values of all replicas. It is part
         of leaving a `with session:` block, and of `get_tensor_data` after a run.
@@ -90,11 +89,11 @@ class SessionVariables:
 
     @property
     def _is_read_only(self) -> bool:
-        """Whether any host copy is a memory map that cannot be written."""
+        """Whether any host copy is a read-only memory map."""
         return any(v.is_read_only for v in self._ir.main_graph.variables)
 
     def get_tensor_data(self, tensor: Variable | Constant) -> np.ndarray:
-        """The numbers of a variable or constant: the host copy, fetched from the device first if that is ahead.
+        """Value of a variable or constant: the host copy, downloaded first if the device has newer values.
 
         The array changes when the host copy does; copy it to keep it. If several processes run the program, all have to
         ask, as for `weights_to_host`; one may then be the one that saves it.
@@ -106,7 +105,7 @@ class SessionVariables:
         return self.get_tensors_data([tensor])[tensor]
 
     def get_tensors_data(self, tensors: Iterable[Variable | Constant]) -> dict[Variable | Constant, np.ndarray]:
-        """As `get_tensor_data`, for several tensors, with one transfer at most."""
+        """Like `get_tensor_data` for several tensors, with at most one transfer."""
         if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
             raise TypeError(
                 f"Session.get_tensors_data: expected a list of tensors; got {tensors!r} ({type(tensors).__name__})."
@@ -122,7 +121,8 @@ class SessionVariables:
         return self.values_of(wanted)
 
     def values_of(self, tensors: Iterable[Variable | Constant]) -> dict[Variable | Constant, np.ndarray]:
-        """As `get_tensors_data`, also for variables of int8, uint8 and complex128, which PopXL refuses to read back.
+        """Like `get_tensors_data`, but including variables of int8, uint8 and complex128, which PopXL refuses to read
+        back.
 
         Example:
             >>> ir = popxl.Ir()
@@ -154,7 +154,7 @@ class SessionVariables:
         self._check_own("get_tensors_data", t)
 
     def _device_is_ahead(self) -> bool:
-        """Whether values are to be read from the device. Warns if they are ahead there, and cannot be."""
+        """Whether reading requires a download. Warns if the device has newer values that are inaccessible."""
         store = self.store
         if store is None:
             return False
@@ -175,12 +175,12 @@ class SessionVariables:
         return self.program.layout.divided is not None
 
     def _meet(self, place: str, payload: Any) -> list[Any]:
-        """Wait until all processes that run the program are at a place. Returns what each has said there."""
+        """Wait for all processes running the program at barrier `place`. Returns their payloads."""
         return self.program.layout.replicas.barrier(place, self._attached_store(place).run_count, payload)
 
     def _own_parts(self, variables: Collection[Variable]) -> dict[Variable, list[Part]]:
-        """What this process is to save of variables, if each process that runs the program saves a part: see
-        `State.own_parts`. Meet before: with unequal numbers of runs, one would wait for ever."""
+        """Variable parts saved by this process, if every process saves its own: see `VariableStore.own_parts`. Requires
+        a barrier first: unequal run counts would cause a deadlock."""
         for v in variables:
             self._check_readable(v)
         with self._lock, self._ir.host_copies.lock:
@@ -193,8 +193,8 @@ class SessionVariables:
         return parts
 
     def _write_parts(self, tensors: Given) -> None:
-        """As `write_variables_data`, of values that are asked for in parts: each process asks for what its devices
-        hold. All that run the program have to do this.
+        """Like `write_variables_data`, but reading values in parts: each process reads only parts held by its devices.
+        A collective operation of all processes.
 
         What the program changes is on the devices only, as after a run. Of the rest, there are host copies.
         """
@@ -212,7 +212,7 @@ class SessionVariables:
         return owner.values_of([theirs])[theirs]
 
     def write_variable_data(self, tensor: Variable, data: Any) -> None:
-        """Give a variable new numbers, on the host and, if the session is attached, on the device.
+        """Write a variable's value on the host and, if attached, on the device.
 
         The device gets the host values of *all* variables: call `weights_to_host` first to keep what it changed.
 
@@ -229,12 +229,13 @@ class SessionVariables:
         self.write_variables_data({tensor: data})
 
     def write_variables_data(self, tensors: Mapping[Variable, Any]) -> None:
-        """As `write_variable_data`, for several variables, with one transfer. Nothing is written if one is refused."""
+        """Like `write_variable_data` for several variables, with one transfer. Writes nothing if any value is
+        refused."""
         check_type(tensors, Mapping, "Session.write_variables_data: `tensors`", "a mapping from variables to numbers")
         self._write_variables(tensors)
 
     def _write_variables(self, tensors: Mapping[Variable, Any], copy: bool = True) -> None:
-        """See `write_variables_data`. Arrays that are not copied may become the host copies."""
+        """Implementation of `write_variables_data`. Arrays that are not copied may become host copies."""
         checked: dict[Variable, np.ndarray] = {}
         for t, data in tensors.items():
             self._check_writable(t)
@@ -256,7 +257,7 @@ class SessionVariables:
                 self.weights_from_host()
 
     def _warn_of_reverted(self, written: Collection[Variable]) -> None:
-        """Warn if an upload takes variables back to what they were before the last runs, besides those `written`."""
+        """Warn if an upload reverts variables changed by runs, except `written`."""
         layout = self.program.layout
         changed = [layout.held[t] for t in layout.changed]
         changed += [v for b in layout.stored_to for v in layout.in_buffers[b]]
@@ -272,7 +273,7 @@ class SessionVariables:
             )
 
     def _check_own(self, what: str, t: Tensor) -> None:
-        """`ValueError` for a tensor of another program, whose names may be the same."""
+        """Raise `ValueError` for a tensor of another program, even with matching names."""
         if t.ir is not self._ir:
             raise ValueError(
                 f"Session.{what}: {t!r} is of {t.ir!r}, another program than this session's, {self._ir!r}. Pass this "

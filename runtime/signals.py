@@ -30,7 +30,7 @@ _pending: list[tuple[int, Any]] = []
 
 
 def deliver_pending_signals() -> None:
-    """Run the handler of the first deferred signal, which may raise; a no-op outside `defer_signals`."""
+    """Run the handler of the first deferred signal, which may raise an exception; no-op outside `defer_signals`."""
     if _pending and threading.current_thread() is threading.main_thread():
         number, handler = _pending.pop(0)
         handler(number, sys._getframe())

@@ -1,4 +1,4 @@
-"""A recorded run: when each executable ran on each device.
+"""Recorded timeline of a run: execution times per executable and device.
 
 Work is queued and goes on while the host does other things, so times are taken where it ends: for each device there is
 a thread that waits for the results of one executable after the other. Work begins when it has been queued, what it
@@ -43,7 +43,7 @@ class Span(Record):
 
 
 class Timeline(OnPage, BaseModel):
-    """What ran when, and on which device. It is complete when the recording is over; see `Session.recording`.
+    """Execution times of executables per device. Complete when the recording ends; see `Session.recording`.
 
     Attributes:
         spans: in the order in which they ended on each device.
@@ -63,16 +63,16 @@ class Timeline(OnPage, BaseModel):
         return f"Timeline[{len(self.spans)} spans]"
 
     def devices(self) -> list[str]:
-        """The devices on which something ran."""
+        """Devices with recorded executions."""
         return list(dict.fromkeys(span.device for span in self.spans))
 
     @property
     def seconds(self) -> float:
-        """From the first start to the last end."""
+        """Seconds from first start to last end."""
         return max((s.end for s in self.spans), default=0.0) - min((s.start for s in self.spans), default=0.0)
 
     def page(self) -> Page:
-        """What `print` and notebooks show: for each device what ran there, how often, and for how long."""
+        """Page for `print` and notebooks: executables of each device, with counts and durations."""
         times: dict[tuple[str, str], list[float]] = defaultdict(list)
         for span in self.spans:
             times[span.device, span.name].append(span.end - span.start)
@@ -87,7 +87,7 @@ class Timeline(OnPage, BaseModel):
         return Page(title, [Table(columns, rows), *([self.picture()] if self.spans else [])])
 
     def picture(self) -> Picture:
-        """A lane for each device, a bar for each executable that ran there."""
+        """Timeline picture: one lane per device, one bar per execution."""
         begin = min((span.start for span in self.spans), default=0.0)
         spans = sorted(self.spans, key=lambda span: span.device)
         return bars("Timeline", ((s.device, s.name, s.start - begin, s.end - begin) for s in spans))
@@ -110,7 +110,7 @@ class Recorder:
         self._pending: dict[int, tuple[Array, Mapping[Any, Future[float]]]] = {}
 
     def __call__(self, name: str, executable: Any, *arguments: Any) -> Any:
-        """Call an executable. Waits only for what it gives up, which could not be waited for afterwards."""
+        """Call an executable. Waits only for donated arguments, as these are unavailable afterwards."""
         infos, arrays = jax.tree.leaves(executable.args_info), jax.tree.leaves(arguments)
         reads = []
         for info, array in zip(infos, arrays, strict=True):
@@ -126,7 +126,7 @@ class Recorder:
         return results
 
     def copy(self, array: Array, sharding: Any) -> Array:
-        """Copy an array to other devices."""
+        """Copy an array to other devices, recording the copy."""
         known, ends = self._pending.get(id(array), (None, {}))
         start = perf_counter()
         copy = copied(array, sharding)
@@ -134,7 +134,7 @@ class Recorder:
         return copy
 
     def _watch(self, name: str, start: float, reads: list[Mapping[Any, Future[float]]], results: list[Array]) -> None:
-        """Have the results waited for, those on each device by themselves."""
+        """Watch results in background threads, separately for each device."""
         parts: dict[Any, list[Array]] = defaultdict(list)
         for array in results:
             for shard in array.addressable_shards:
@@ -150,13 +150,13 @@ class Recorder:
             end.add_done_callback(lambda _: self._forget(ends, results))
 
     def _forget(self, ends: Mapping[Any, Future[float]], results: list[Array]) -> None:
-        """Let go of arrays that are there: nobody who reads them waits for them."""
+        """Forget completed arrays: their readers need not wait."""
         if all(end.done() for end in ends.values()):
             for array in results:
                 self._pending.pop(id(array), None)
 
     def _end(self, lane: Any, name: str, start: float, needs: list[Future[float]], waited: list[Array]) -> float:
-        """Wait for arrays on a device, and note when they were there. Returns that time."""
+        """Wait for arrays on a device, and record their completion. Returns the completion time."""
         jax.block_until_ready(waited)
         end = perf_counter()
         start = min(max([start, self._ends.get(lane, start), *(need.result() for need in needs)]), end)
@@ -167,7 +167,7 @@ class Recorder:
         return end
 
     def finish(self) -> None:
-        """Wait for all that was called."""
+        """Wait for completion of all calls."""
         for lane in self._lanes.values():
             lane.shutdown()
         sys.setswitchinterval(self._interval)

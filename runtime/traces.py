@@ -1,4 +1,4 @@
-"""Traces of what devices do, by JAX's profiler: for XProf as they are, and for Perfetto under the user's names."""
+"""Device traces from JAX's profiler: unmodified for XProf, with user names for Perfetto."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OP = re.compile(r"(?:^|/)(\w+ \[[^\[\]]*\])(?=/|$)")  # as `runtime.lowering.sc
 def traced(
     folder: str | os.PathLike[str], recording: AbstractContextManager[T], texts: Callable[[], Iterable[str]]
 ) -> Iterator[T]:
-    """Trace what devices do while a block lasts, to a folder. See `Session.recording`.
+    """Write a device trace to a folder while a block runs. See `Session.recording`.
 
     Args:
         folder: where to.
@@ -52,8 +52,8 @@ def _written(folder: str | os.PathLike[str]) -> set[Path]:
 
 
 def _names(texts: Iterable[str]) -> dict[tuple[str, str], str]:
-    """What instructions do, in the user's words, by the names of module and instruction. Where modules of one name
-    have different instructions of one name, nobody knows which one ran."""
+    """User names of instructions, keyed by module name and instruction name. Omits ambiguous keys, shared by different
+    modules."""
     found: dict[tuple[str, str], str | None] = {}
     for text in texts:
         module = text.partition("HloModule ")[2].partition(",")[0].split()[0]
@@ -65,7 +65,7 @@ def _names(texts: Iterable[str]) -> dict[tuple[str, str], str]:
 
 
 def user_name(scope: str) -> str:
-    """The op that an instruction belongs to, with its line and its graph; "" if it belongs to none.
+    """User name of an instruction's op, with source line and graph; "" without an op.
 
     Example:
         >>> user_name("jit(step)/{layer_subgraph(0)}/MatMul [train.py:12]/dot_general")
@@ -77,7 +77,7 @@ def user_name(scope: str) -> str:
 
 
 def _renamed(events: Iterable[dict[str, Any]], names: Mapping[tuple[str, str], str]) -> Iterator[dict[str, Any]]:
-    """The events of a trace, those of instructions under the user's names; without the marks at their ends."""
+    """Trace events, with instructions renamed to user names; without end markers."""
     for event in events:
         arguments = event.get("args") or {}
         name = names.get((arguments.get("hlo_module", ""), arguments.get("hlo_op", "")))

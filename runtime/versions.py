@@ -1,4 +1,4 @@
-"""What a report of a problem should say: the versions of what programs run with, and the devices that JAX sees."""
+"""Version information for problem reports: installed packages, and devices visible to JAX."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PACKAGES = re.compile(r"jax|jaxlib|jax[-_].*|libtpu|numpy|torch")
 
 
 class ShowVersions(argparse.Action):
-    """An option of a command, which prints `versions()` and ends the command."""
+    """Command line option that prints `versions()` and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str) -> None:
         what = "print the versions of what programs run with, and the devices that JAX sees"
@@ -37,7 +37,7 @@ class ShowVersions(argparse.Action):
 
 
 def versions() -> str:
-    """The versions of what programs run with, and the devices that JAX sees, such as `1 gpu (NVIDIA H200), 8 cpu`.
+    """Versions of installed packages, and devices visible to JAX, such as `1 gpu (NVIDIA H200), 8 cpu`.
 
     JAX is started, if it does not run yet.
 
@@ -58,7 +58,7 @@ def versions() -> str:
 
 
 def _devices(packages: Container[str]) -> tuple[str, list[str]]:
-    """The devices that JAX sees, the best first, and a sentence for each kind that cannot be used."""
+    """Devices visible to JAX, best first, and one sentence per unusable platform."""
     ask_for_cpu_devices()
     with _heard(logging.INFO if "libtpu" in packages else logging.WARNING) as said:  # it is looked for in any case
         try:
@@ -78,7 +78,7 @@ def _counted(found: Sequence[jax.Device]) -> str:
 
 @contextmanager
 def _heard(level: int) -> Iterator[list[str]]:
-    """What JAX logs of devices that it cannot use, in a sentence each, in place of its tracebacks."""
+    """Collect JAX log messages about unusable devices as sentences, replacing tracebacks."""
     sentences: list[str] = []
 
     class Listener(logging.Handler):
@@ -98,5 +98,5 @@ def _heard(level: int) -> Iterator[list[str]]:
 
 
 def _sentence(text: str) -> str:
-    """The first line of a message."""
+    """First line of a message."""
     return text.strip().partition("\n")[0]

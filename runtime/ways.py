@@ -1,4 +1,4 @@
-"""Which way of compiling called graphs is best: what comes into question is compiled, and its cost is read off."""
+"""Selection of the best compilation mode for called graphs: compiles candidate modes and compares their costs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAUNCH = 1e-6
 
 
 def best(ir: Ir, device: Device) -> CompiledProgram:
-    """Compile a program in the way that is the fastest of those that fit into memory, by an estimate.
+    """Compile a program with the fastest mode that fits into memory, by estimate.
 
     Which ways come into question is in the layout of a program; see `runtime.plan.decision`. Where a cache is on, it
     keeps what was found. On CPUs, and where several processes run a program, nothing is compared.
@@ -63,7 +63,7 @@ def best(ir: Ir, device: Device) -> CompiledProgram:
 
 
 def _tried(ir: Ir, device: Device, known: Precompiled | None = None) -> CompiledProgram | Exception:
-    """The compiled program; or why it does not fit, as far as a compiler says so."""
+    """Compiled program; or the compiler's error if it does not fit."""
     try:
         return compile_program(ir, device, known)
     except DoesNotFit as problem:
@@ -81,7 +81,7 @@ def _made(found: CompiledProgram | Exception) -> CompiledProgram:
 
 
 def _fits(ir: Ir, program: CompiledProgram | Exception) -> bool:
-    """Whether a program has the memory that it needs, as far as is known of its chip."""
+    """Whether a program fits its chip's memory; true for unknown chips."""
     if isinstance(program, Exception):
         return False
     figures = chip_of(program)
@@ -89,7 +89,7 @@ def _fits(ir: Ir, program: CompiledProgram | Exception) -> bool:
 
 
 def estimated(program: CompiledProgram) -> tuple[float, str]:
-    """What a run costs, to be compared with what others cost on the same chip; and in words."""
+    """Run cost, comparable between programs on the same chip, and its description."""
     cost = cost_of(program)
     if cost.cycles is not None:
         return cost.cycles, f"{count_text(cost.cycles)} cycles a run"

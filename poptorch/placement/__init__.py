@@ -1,1 +1,1 @@
-"""Where ops are placed: blocks, strategies, and what is around an op while a model is captured."""
+"""Placement of ops: blocks, strategies, annotations during capture."""

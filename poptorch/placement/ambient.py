@@ -1,4 +1,4 @@
-"""What holds for the operation that is being captured: its block, its scopes.
+"""Annotation state during capture: current block and scopes.
 
 The tracer opens one `Ambient` for each capture (`capturing`) and asks it for the `Site` of every operation that
 arrives. The annotations in `poptorch.placement.blocks` change it; outside a capture they find none (`current`) and do
@@ -20,7 +20,7 @@ from poptorch.placement.strategies import BlockId, Place, _IExecutionStrategy
 
 @dataclass(frozen=True)
 class Site:
-    """Where one operation was made.
+    """Origin of one operation.
 
     Args:
         block: the id of its block; None before the first.
@@ -42,7 +42,7 @@ class Site:
 
 
 class Ambient:
-    """The state of one capture that annotations change and operations are stamped with.
+    """Annotation state of one capture: modified by annotations, stamped on operations.
 
     Args:
         strategy: decides where blocks run.
@@ -65,7 +65,7 @@ class Ambient:
         self._convolutions: int | None = None  # those in the open MultiConv
 
     def site(self) -> Site:
-        """The site of an operation that arrives now.
+        """Site of the next operation.
 
         Raises:
             Error: if no block is active, in a model that has closed one.
@@ -121,7 +121,7 @@ class Ambient:
 
     @contextmanager
     def block(self, user_id: BlockId | None, ipu_id: int | None) -> Iterator[None]:
-        """A block that ends; then that around it is the active one, or none."""
+        """Open a scoped block; on exit, the enclosing block becomes active, or none."""
         self._open_blocks.append(self.begin_block(user_id, ipu_id))
         try:
             yield
@@ -139,7 +139,7 @@ class Ambient:
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:
-        """A scope that puts `name` before the names of its operations; for modules, and for `NameScope`."""
+        """Open a scope that prefixes operation names with `name`, for modules and `NameScope`."""
         self._scopes.append(name)
         try:
             yield
@@ -148,7 +148,7 @@ class Ambient:
 
     @contextmanager
     def attributed(self, attributes: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
-        """A scope that attaches attributes to its operations."""
+        """Open a scope that attaches attributes to operations."""
         self._attributes.append(attributes)
         try:
             yield
@@ -157,7 +157,7 @@ class Ambient:
 
     @contextmanager
     def multi_conv(self) -> Iterator[None]:
-        """A scope whose convolutions are one multi-convolution.
+        """Open a scope that merges convolutions into one multi-convolution.
 
         Raises:
             Error: if it is within another, or ends without a convolution.
@@ -179,7 +179,7 @@ class Ambient:
             self._convolutions = None
 
     def count_convolution(self) -> None:
-        """To be told of every convolution that is captured: a `MultiConv` needs at least one."""
+        """Count a captured convolution: a `MultiConv` needs at least one."""
         if self._convolutions is not None:
             self._convolutions += 1
 
@@ -193,7 +193,7 @@ _captures = _Captures()
 
 
 def current() -> Ambient | None:
-    """The state of the innermost capture in this thread; None if nothing is captured."""
+    """Annotation state of this thread's innermost capture; None outside captures."""
     return _captures.open[-1] if _captures.open else None
 
 
@@ -209,7 +209,7 @@ def isRunningOnIpu() -> bool:
 
 @contextmanager
 def capturing(strategy: _IExecutionStrategy) -> Iterator[Ambient]:
-    """Capture with a state of its own, until the block is left, by an exception, too.
+    """Capture with separate annotation state until exit, including exit by exception.
 
     What is captured within the same program, such as the body of a loop, shares the state: it does not call this.
 

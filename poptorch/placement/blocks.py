@@ -1,4 +1,4 @@
-"""Annotations within a model: which block an operation belongs to, its name scopes and attributes, multi-convolutions.
+"""Model annotations: blocks, name scopes, attributes, multi-convolutions.
 
 They speak to the capture that is going on (`poptorch.placement.ambient`). On a plain CPU run there is none, and they do
 nothing.
@@ -26,7 +26,7 @@ Layer = TypeVar("Layer", bound=Callable[..., Any])
 
 
 class _Scope:
-    """A `with` statement that annotates what is captured within it."""
+    """A `with` statement that annotates captured operations."""
 
     def _open(self, ambient: Ambient) -> AbstractContextManager[None]:
         raise NotImplementedError
@@ -45,7 +45,7 @@ class _Scope:
 
 
 class Block(_Scope, torch.nn.Module):
-    """A part of a model: everything within the `with` statement is on one unit, in one stage.
+    """A model block: all operations inside the `with` statement run on one unit, in one stage.
 
     Args:
         user_id: the id of the block, by which stages list it; the next number, `"0"`, `"1"`, ..., if None. Blocks with
@@ -85,7 +85,7 @@ class Block(_Scope, torch.nn.Module):
 
     @staticmethod
     def useAutoId() -> None:
-        """Number blocks without an id from `"0"` again; to be called at the top of `forward`."""
+        """Restart automatic block ids at `"0"`; call this at the top of `forward`."""
         if (ambient := current()) is not None:
             ambient.number_blocks_anew()
 
@@ -104,7 +104,7 @@ def _check_ids(what: str, user_id: object, ipu_id: object) -> None:
 
 
 class _BlockHook:
-    """A forward-pre-hook that begins a block. A class, so that modules with it can be copied and pickled."""
+    """Forward-pre-hook that begins a block. A class, so that hooked modules support copying and pickling."""
 
     def __init__(self, user_id: BlockId | int | None, ipu_id: int | None) -> None:
         self.user_id = user_id
@@ -118,7 +118,7 @@ class _BlockHook:
 
 
 class _ScopeHook(_BlockHook):
-    """The same for a block that ends with the module: by `end`, a forward-hook."""
+    """Hooks for a block that ends with its module: `end` is the forward-hook."""
 
     def __init__(self, user_id: BlockId | int | None, ipu_id: int | None) -> None:
         super().__init__(user_id, ipu_id)
@@ -136,7 +136,7 @@ class _ScopeHook(_BlockHook):
 
 
 class _Annotated:
-    """A function in a block. A class, so that modules that keep one can be copied and pickled."""
+    """A function in a block. A class, so that modules referencing it support copying and pickling."""
 
     def __init__(self, function: Callable[..., Any], user_id: BlockId | int | None, ipu_id: int | None) -> None:
         update_wrapper(self, function)
@@ -162,7 +162,7 @@ class _Annotated:
 
 
 class _BeginBlock(_Annotated):
-    """A function with which a block begins."""
+    """A function that begins a block."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         function, user_id, ipu_id = self._of
@@ -171,7 +171,7 @@ class _BeginBlock(_Annotated):
 
 
 class _BlockFunction(_Annotated):
-    """A function that is a block."""
+    """A function as a block."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         function, user_id, ipu_id = self._of
@@ -180,7 +180,7 @@ class _BlockFunction(_Annotated):
 
 
 def _hooks(module: torch.nn.Module) -> dict[int, _BlockHook]:
-    """The hooks of this module itself that begin blocks, by their keys; at most one."""
+    """Block hooks of this module itself, by hook key; at most one."""
     return {key: hook for key, hook in module._forward_pre_hooks.items() if isinstance(hook, _BlockHook)}
 
 
@@ -193,7 +193,7 @@ def _check_without_block(what: str, module: torch.nn.Module) -> None:
 
 
 def BeginBlock(layer_to_call: Layer, user_id: BlockId | int | None = None, ipu_id: int | None = None) -> Layer:
-    """Let a block begin with a module: it and all that follows are in it, until the next block begins.
+    """Begin a block with a module; subsequent operations belong to it until the next block.
 
     Parameters and the state dictionary of the module keep their names; copies and pickles keep the block. Of several
     forward-pre-hooks of a module, those registered before run outside the block.
@@ -231,7 +231,7 @@ def BeginBlock(layer_to_call: Layer, user_id: BlockId | int | None = None, ipu_i
 
 
 def BlockFunction(user_id: BlockId | int | None = None, ipu_id: int | None = None) -> Callable[[Layer], Layer]:
-    """A decorator that makes all that a function does a block; for the arguments see `Block`.
+    """Decorator that turns all operations of a function into a block; arguments as for `Block`.
 
     A module stays what it is, with the same parameters; copies and pickles of it keep the block.
 
@@ -257,7 +257,7 @@ def BlockFunction(user_id: BlockId | int | None = None, ipu_id: int | None = Non
 
 
 def removeBlocks(module: torch.nn.Module) -> None:
-    """Remove what `BeginBlock` and `BlockFunction` have added to a module and to those within it.
+    """Remove `BeginBlock` and `BlockFunction` hooks from a module and its submodules.
 
     Example:
         >>> import torch
@@ -279,7 +279,7 @@ def _is_end(hook: Any) -> bool:
 
 
 def module_repr(m: torch.nn.Module) -> str:
-    """The text of a module, with its blocks: `BeginBlock(user_id=..., ipu_id=...)` before the name of a class.
+    """Text representation of a module with blocks: `BeginBlock(user_id=..., ipu_id=...)` precedes class names.
 
     Example:
         >>> import torch
@@ -300,13 +300,13 @@ def module_repr(m: torch.nn.Module) -> str:
 
 
 def print(*values: object, **how: Any) -> None:
-    """Python's `print`; modules are shown with their blocks, as `module_repr` does."""
+    """Python's `print`, with modules formatted by `module_repr`."""
     shown = (module_repr(value) if isinstance(value, torch.nn.Module) else value for value in values)
     builtins.print(*shown, **how)
 
 
 class NameScope(_Scope):
-    """A name that comes before those of the operations within.
+    """Name prefix for operations inside the `with` statement.
 
     Args:
         name: the name.
@@ -357,12 +357,12 @@ class Attribute(_Scope):
 
 
 def _one_or_each(valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Accepts one value, or a list or tuple of values."""
+    """Validator for one value, or a list or tuple of values."""
     return lambda given: all(map(valid, given if isinstance(given, (list, tuple)) else [given]))
 
 
 class MultiConv(_Scope, OptionsDict):
-    """The convolutions within are one multi-convolution, which may run at the same time.
+    """Merge convolutions inside the `with` statement into one multi-convolution, which may run them concurrently.
 
     What is set here never changes a number. A scope holds at least one convolution, and no other such scope: else the
     capture ends with an `Error`.
@@ -426,19 +426,19 @@ class MultiConv(_Scope, OptionsDict):
         return ambient.multi_conv()
 
     def availableMemoryProportions(self, value: float | list[float]) -> Self:
-        """The part of the memory, from 0 to below 1, for temporary values; one, or one for each convolution."""
+        """Memory proportion for temporary values, from 0 to below 1; one value, or one per convolution."""
         return self._set(available_memory_proportions=value)
 
     def cycleBackOff(self, value: float) -> Self:
-        """How many more cycles a plan may take to save memory, from 0 to 1."""
+        """Proportion of extra cycles that a plan may spend on saving memory, from 0 to 1."""
         return self._set(cycle_back_off=value)
 
     def enableConvDithering(self, value: bool | list[bool]) -> Self:
-        """Whether convolutions are laid out from different tiles; one, or one for each convolution."""
+        """Enable layout of convolutions from different tiles; one value, or one per convolution."""
         return self._set(conv_dithering=value)
 
     def partialsTypes(self, value: torch.dtype | list[torch.dtype]) -> Self:
-        """The type to accumulate in, `torch.float` or `torch.half`; one, or one for each convolution.
+        """Accumulation dtype, `torch.float` or `torch.half`; one value, or one per convolution.
 
         Raises:
             AssertionError: if it is another.
@@ -446,9 +446,9 @@ class MultiConv(_Scope, OptionsDict):
         return self._set(partials_types=value)
 
     def perConvReservedTiles(self, value: int) -> Self:
-        """The number of tiles set aside for each convolution."""
+        """Number of tiles reserved per convolution."""
         return self._set(per_conv_reserved_tiles=value)
 
     def planType(self, value: MultiConvPlanType) -> Self:
-        """Whether the convolutions run at the same time or one after the other."""
+        """Parallel or serial execution of convolutions."""
         return self._set(plan_type=value)

@@ -1,4 +1,4 @@
-"""Which blocks of a model run where and when: stages, phases, and the four strategies made of them.
+"""Execution strategies: assignment of blocks to stages, phases and units, with four schedules.
 
 No strategy changes a number. What is here is plain data and its rules; where an operation is put while a model is
 captured is found in `poptorch.placement.ambient`.
@@ -32,7 +32,7 @@ BlockId = str
 
 @dataclass(frozen=True)
 class Place:
-    """Where the operations of a block run: on which unit, in which stage of which phase (if there are phases)."""
+    """Block placement: unit, stage, and phase (in phased execution)."""
 
     unit: int
     stage: int
@@ -40,7 +40,7 @@ class Place:
 
 
 class Stage:
-    """Blocks that run on one unit.
+    """Blocks that share a unit.
 
     Args:
         block_ids: the `user_id`s of the blocks.
@@ -62,7 +62,7 @@ class Stage:
 
     @property
     def blocks(self) -> list[BlockId]:
-        """The ids of the blocks of this stage."""
+        """Ids of this stage's blocks."""
         return list(self._blocks)
 
     def ipu(self, ipu: int) -> Stage:
@@ -78,7 +78,7 @@ class Stage:
 
 
 class Phase:
-    """Stages that run at the same time, in phased execution.
+    """Concurrent stages of phased execution.
 
     Args:
         arg: stages, or lists of ids of blocks, each of which is one; or ids of blocks, which then are one stage.
@@ -94,7 +94,7 @@ class Phase:
         self.stages: list[Stage] = _stages_of_phase(arg)
 
     def stage(self, idx: int) -> Stage:
-        """The stage with the index `idx`.
+        """Stage at index `idx`.
 
         Raises:
             AssertionError: if there is none.
@@ -102,7 +102,7 @@ class Phase:
         return _at(self.stages, idx, "Phase.stage")
 
     def ipus(self, *ipus: int) -> Phase:
-        """Run the stages on these units, in this order; returns the phase itself.
+        """Assign stages to units, in order; returns the phase itself.
 
         Raises:
             AssertionError: if there are not as many units as stages.
@@ -118,7 +118,7 @@ class Phase:
 
 
 def _at(items: Sequence[_Item], index: int, what: str) -> _Item:
-    """One of the stages or phases that `what` is asked for."""
+    """Stage or phase by checked index; `what` names the caller in errors."""
     if not isinstance(index, int) or not -len(items) <= index < len(items):
         raise AssertionError(f"{what}: the index is {index!r}; expected a number from 0 to {len(items) - 1}.")
     return items[index]
@@ -133,11 +133,11 @@ def _stages_of_phase(given: Sequence[Any]) -> list[Stage]:
 
 
 class _IExecutionStrategy(ABC):
-    """What all strategies can be asked."""
+    """Interface of all execution strategies."""
 
     @abstractmethod
     def places(self) -> Iterator[tuple[BlockId, Stage, int, int | None]]:
-        """For every block that is listed: its id, its stage, the number of this, and that of its phase."""
+        """Listed blocks: block id, stage, stage number, phase number."""
 
     @property
     def first_phase(self) -> int | None:
@@ -145,7 +145,7 @@ class _IExecutionStrategy(ABC):
         return None
 
     def stage(self, block_id: BlockId) -> Stage:
-        """The stage that a block belongs to.
+        """Stage containing a block.
 
         Raises:
             AssertionError: if the strategy does not list the block.
@@ -156,7 +156,7 @@ class _IExecutionStrategy(ABC):
         raise AssertionError(self._unknown(block_id))
 
     def place(self, block_id: BlockId, ipu_id: int | None, begun: int) -> Place:
-        """Where a block runs.
+        """Placement of a block.
 
         Args:
             block_id: the id of the block.
@@ -198,7 +198,7 @@ class _IExecutionStrategy(ABC):
 
 
 class PipelinedExecution(_IExecutionStrategy):
-    """Stages work at the same time, each at another micro-batch. The strategy of models whose options name no other.
+    """Concurrent stages, each processing a different micro-batch; the default strategy.
 
     Args:
         args: nothing, or one `AutoStage`, which says how blocks become stages (`SameAsIpu` if nothing); or the stages
@@ -268,7 +268,7 @@ def _is_list_of_stages(given: object) -> bool:
 
 
 class ShardedExecution(PipelinedExecution):
-    """Stages work one after the other, each on its unit; the arguments are those of `PipelinedExecution`.
+    """Sequential stages, each on its unit; arguments as for `PipelinedExecution`.
 
     Example:
         >>> ShardedExecution(AutoStage.AutoIncrement)
@@ -280,7 +280,7 @@ class ShardedExecution(PipelinedExecution):
 
 
 class _IPhasedExecution(_IExecutionStrategy):
-    """Phases run one after the other; between them tensors may leave the device.
+    """Sequential phases; tensors may leave the device between phases.
 
     Args:
         phases: `Phase`s; or what a phase is made of: a `Stage`; the id of a block; or a list of `Stage`s, of lists of
@@ -324,7 +324,7 @@ class _IPhasedExecution(_IExecutionStrategy):
         return 0
 
     def phase(self, phase: int) -> Phase:
-        """The phase with the index `phase`.
+        """Phase at index `phase`.
 
         Raises:
             AssertionError: if there is none.
@@ -332,7 +332,7 @@ class _IPhasedExecution(_IExecutionStrategy):
         return _at(self.phases, phase, f"{type(self).__name__}.phase")
 
     def useSeparateBackwardPhase(self, use: bool = True) -> _IPhasedExecution:
-        """Let the backward pass begin in a phase of its own, rather than in the last of the forward pass.
+        """Begin the backward pass in a separate phase, rather than in the last forward phase.
 
         Args:
             use: whether to do so; at first it is not done.
@@ -396,7 +396,7 @@ class ParallelPhasedExecution(_IPhasedExecution):
 
 
 class SerialPhasedExecution(_IPhasedExecution):
-    """Phases run one after the other on one group of units.
+    """Sequential phases on one group of units.
 
     Args:
         phases: `Phase`s, or what they are made of: `Stage`s, ids of blocks, or lists of them, as for `Phase`.

@@ -1,4 +1,4 @@
-"""What the blocks of a whole program ask for, and whether the options allow it."""
+"""Check requirements of a program's blocks against the options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_UNITS = 64
 
 @dataclass(frozen=True)
 class Placement:
-    """What the blocks of a program ask for.
+    """Resources required by a program's blocks.
 
     Args:
         units: the number of units of one replica.
@@ -37,12 +37,12 @@ class Placement:
 
     @property
     def pipelined(self) -> bool:
-        """Whether several stages work at the same time."""
+        """Whether several stages run concurrently."""
         return self.stages > 1
 
 
 def check_placement(sites: Sequence[Site], options: Options, training: bool) -> Placement:
-    """Whether the options allow what the blocks of a program ask for.
+    """Check block requirements against the options, and return them.
 
     Args:
         sites: those of the operations of `forward`, in their order.
@@ -128,7 +128,7 @@ def _phase_count(strategy: _IPhasedExecution) -> int:
 
 
 def check_overlapped_io(options: Options, output_mode: OutputMode) -> None:
-    """Whether the options allow a model that asks for overlapped transfers (`set_overlap_for_input`, `..._output`).
+    """Check that the options allow overlapped transfers (`set_overlap_for_input`, `..._output`).
 
     Args:
         options: those of the model.

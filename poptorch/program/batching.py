@@ -1,4 +1,4 @@
-"""How the rows of a call are dealt to steps, micro-batches and replicas, and how those of results are put together."""
+"""Distribution of batch rows over steps, micro-batches and replicas, and reassembly of results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from poptorch.options import Options
 
 @dataclass(frozen=True)
 class Batching:
-    """How the rows of a call are dealt to its micro-batches, and how those of results are put together.
+    """Distribution of batch rows over micro-batches, and reassembly of results.
 
     Rows are ordered by device iteration, then accumulation step, then group of replicas, then within the micro-batch.
 
@@ -43,7 +43,7 @@ class Batching:
 
     @classmethod
     def of(cls, options: Options, training: bool) -> Batching:
-        """The batching that options ask for."""
+        """Batching specified by options."""
         accumulation = options.Training.gradient_accumulation if training else 1
         return cls(options.device_iterations, accumulation, options.input_groups)
 
@@ -58,7 +58,7 @@ class Batching:
         return self.micro_batches * self.groups.count
 
     def of_fewer(self, rows: int, micro_batch: int, training: bool) -> list[tuple[int, Batching]]:
-        """How rows are dealt that are fewer than those of a whole run: how many, and how, one run after the other.
+        """Split the rows of an incomplete run into consecutive smaller runs: row count and batching of each.
 
         They make up as many whole device iterations as they can. The rest is one more, whose micro-batches are of equal
         size, and in training at most twice as large as others. Where it does not make up all groups of replicas, one
@@ -87,7 +87,7 @@ class Batching:
         return runs
 
     def micro_batch_shape(self, shape: Sequence[int], name: str) -> tuple[int, ...]:
-        """The shape of what `forward` sees of a tensor.
+        """Shape of a tensor within one micro-batch, as seen by `forward`.
 
         Args:
             shape: of the tensor given to a call. Without dimensions it counts as one row.
@@ -111,7 +111,7 @@ class Batching:
         return (rows // factor, *shape[1:])
 
     def deal(self, array: np.ndarray) -> np.ndarray:
-        """The rows of a call, dealt to micro-batches and replicas.
+        """Distribute batch rows over micro-batches and replicas.
 
         Args:
             array: rows for all micro-batches, of a shape that `micro_batch_shape` accepts.
@@ -128,7 +128,7 @@ class Batching:
 
     @staticmethod
     def join(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-        """The rows of a result, in the order in which `deal` takes rows.
+        """Reassemble result rows in the row order of `deal`.
 
         Args:
             array: the results of micro-batches and replicas, with leading dimensions as `deal` makes them.
@@ -144,7 +144,7 @@ class Batching:
         return array.reshape(n * (shape[0] if len(shape) else 1), *shape[1:])
 
     def returned(self, mode: OutputMode, period: int = 1) -> int:
-        """How many results of each replica a run returns.
+        """Number of results per replica and run.
 
         Args:
             mode: the output mode, other than `Default`.
@@ -167,7 +167,7 @@ class Batching:
 
 
 class Feeder:
-    """Turns the tensors of calls into the arrays that a program is fed with. An executor keeps one, for its warnings.
+    """Convert call arguments to program input arrays. Each executor owns one, to warn once.
 
     Args:
         batching: how rows are dealt.
@@ -184,7 +184,7 @@ class Feeder:
         self._warned: set[str] = set()
 
     def arrays(self, tensors: Iterable[torch.Tensor], names: Iterable[str]) -> list[np.ndarray]:
-        """The arrays for one run, in the types of the device; see `Batching.deal`. They may share memory with tensors.
+        """Device-dtype arrays for one run, arranged by `Batching.deal`; may share memory with tensors.
 
         Warns, once, of tensors that are not contiguous, and of ones that require a gradient.
 
@@ -222,7 +222,7 @@ class Feeder:
 
 
 def _check_readable(tensor: torch.Tensor, name: str) -> None:
-    """Check that the device can be given the numbers of an argument as they are."""
+    """Check that an argument's numbers are representable on the device."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         what = "has no numbers: it is on the device meta" if tensor.is_meta else f"has the layout {tensor.layout}"
         advice = "Make it on the CPU" if tensor.is_meta else "Give `tensor.to_dense()`"

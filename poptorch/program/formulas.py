@@ -1,4 +1,4 @@
-"""Optimisers as formulas, one function each: it gives the new contents of a parameter and its state.
+"""Optimiser formulas, one function each: new contents of a parameter and its state.
 
 What a formula takes besides are the numbers of a parameter group, under torch's names and with torch's defaults; those
 after the star shape it and cannot be variable. `poptorch.program.rules` makes ops of them. In a program everything is
@@ -30,7 +30,7 @@ def _moving(average: Array, value: Array, beta: Number) -> Array:
 
 
 def _correction(beta: Number, t: Array) -> Array:
-    """1 - beta ** t, in a form that keeps its digits where beta is close to 1."""
+    """1 - beta ** t, accurate for beta near 1."""
     return -minus_correction(beta, t)
 
 
@@ -239,13 +239,13 @@ def radam(
 
 
 def _decayed(w: Array, g: Array, lr: Number, weight_decay: Number, decoupled: bool) -> tuple[Array, Array]:
-    """The parameter, and its gradient: one of them with the weight decay."""
+    """Parameter and gradient after weight decay, which modifies one of them."""
     return (_plus(w, -lr * weight_decay, w), g) if decoupled else (w, _plus(g, weight_decay, w))
 
 
 def averaged(beta: float, t: Array) -> Array:
-    """How many steps a moving average with bias correction is of: 2 / (1 - β) - 1 - 2t βᵗ / (1 - βᵗ), in a form that
-    keeps its digits where β is close to 1.
+    """Effective sample size of a bias-corrected moving average: 2 / (1 - β) - 1 - 2t βᵗ / (1 - βᵗ), evaluated
+    accurately for β near 1.
 
     With y = -t ln β / 2 that is a constant, which is close to 0, and t (1 - coth y + 1 / y).
     """

@@ -1,4 +1,4 @@
-"""`Program`: a captured model as an `Ir`, and all that goes into it and comes out of it.
+"""`Program`: a captured model as an `Ir`, with its inputs, outputs and state.
 
     main graph                  load the rows of a run; store the results
       device iteration × D        reduce gradients over replicas; step of the optimiser
@@ -52,7 +52,7 @@ GRADIENT, UPDATED = "Gradient___", "UpdatedVar___"
 
 @dataclass(frozen=True)
 class Returned:
-    """A result of a program.
+    """A program result.
 
     Attributes:
         value: what is returned of each micro-batch; or the name of a tensor, one of `Program.names`.
@@ -66,7 +66,7 @@ class Returned:
 
 @dataclass
 class _Model:
-    """The graph of a model.
+    """Graph of a model.
 
     Attributes:
         graph: the graph.
@@ -86,7 +86,7 @@ class _Model:
         self.emission = Emission(lambda: self.input(RANDOM, popxl.TensorSpec((2,), popxl.uint32)), self.placed)
 
     def input(self, key: str, spec: popxl.TensorSpec) -> popxl.Tensor:
-        """An input of the graph: a new one, or one that it has."""
+        """Get or create a graph input."""
         if key not in self.inputs:
             with self.graph:
                 self.inputs[key] = popxl.graph_input(spec.shape, spec.dtype, key.lstrip("/"))
@@ -94,7 +94,7 @@ class _Model:
 
 
 class Program:
-    """A captured model as a program.
+    """A captured model compiled as a program.
 
     Args:
         ir: an empty Ir, of whose replicas this process has as many as `batching` says.
@@ -195,7 +195,7 @@ class Program:
 
     @property
     def _replicas(self) -> int:
-        """The number of replicas of all processes; rows are dealt to, and results come from, those of this process."""
+        """Number of replicas in all processes; this process feeds and returns rows of its own replicas only."""
         return self.ir.replication_factor
 
     # The model ------------------------------------------------------------------------------------------------------
@@ -233,13 +233,13 @@ class Program:
         return model
 
     def _asked_within(self) -> list[str]:
-        """Names of tensors that are asked for, and that ops of the model make."""
+        """Names of requested tensors computed by ops inside the model."""
         asked = [r.value for r in self._returned if isinstance(r.value, str)]
         others = {"loss", *self._captured.state, *map(_name_of, self._leaves)}
         return [name for name in asked if name not in others and not name.startswith((GRADIENT, UPDATED))]
 
     def _anchor(self, model: _Model) -> None:
-        """Make outputs of the tensors of the model that are to be returned by name."""
+        """Add graph outputs for model tensors requested by name."""
         named = {_name_of(key): t for key, t in model.inputs.items() if not key.startswith("//")}
         if self.loss is not None:
             named["loss"] = model.emission.tensor(self.loss)
@@ -255,7 +255,7 @@ class Program:
                 model.anchored[result.value] = t
 
     def _differentiated(self) -> GradGraphInfo | None:
-        """The gradient of the loss by the parameters that are trained; `None` if there is nothing to train."""
+        """Gradient graph of the loss by all trainable parameters; `None` without any."""
         if self._update is None or self.loss is None:
             return None
         loss = self._model.emission.tensor(self.loss)
@@ -272,12 +272,12 @@ class Program:
         return popxl.transforms.autodiff(self._model.graph, [loss], required, called_graphs_transform=self._recomputed)
 
     def _recomputed(self, gradient: GradGraphInfo) -> GradGraphInfo:
-        """The gradient of a graph that the model calls: it takes no activations from a region that is recomputed."""
+        """Rewrite the gradient of a called graph to recompute activations of recomputed regions."""
         kept = self._model.emission.recomputed.get(gradient.forward_graph)
         return gradient if kept is None else recompute_activations(gradient, kept, ())[0]
 
     def _name_trained(self) -> None:
-        """Complete `names` by those of what training makes, and check that there are all that are asked for."""
+        """Add names of gradients and updated parameters to `names`, and check that all requested names exist."""
         trained = self._trained() if self._gradient is not None else ()
         self.names += tuple(prefix + name for prefix in (GRADIENT, UPDATED) for name in trained)
         for result in self._returned:
@@ -292,7 +292,7 @@ class Program:
     # The main graph -------------------------------------------------------------------------------------------------
 
     def _declared(self, host: Mapping[str, np.ndarray], count: int, seed: int) -> Tensors:
-        """Streams and variables; what the loops work with."""
+        """Declare streams and variables: the working tensors of all loops."""
         tensors = self._loaded() | self._on_device(host)
         if self._update is not None:
             trained = self._trained() if self._gradient is not None else ()
@@ -317,11 +317,11 @@ class Program:
 
     @property
     def _each_its_own(self) -> popxl.ReplicaGrouping | None:
-        """The grouping of what each replica has a value of its own of."""
+        """Replica grouping for per-replica values."""
         return self.ir.replica_grouping(group_size=1) if self._replicas > 1 else None
 
     def _loaded(self) -> Tensors:
-        """The inputs of the model, for all micro-batches."""
+        """Model inputs for all micro-batches."""
         tensors: Tensors = {}
         micro_batches = self._batching.micro_batches
         for number, (leaf, value) in enumerate(zip(self._leaves, self._captured.inputs, strict=True)):
@@ -340,7 +340,7 @@ class Program:
         return tensors
 
     def _on_device(self, host: Mapping[str, np.ndarray]) -> Tensors:
-        """Variables with the values of parameters and buffers: of those that are used, or overwritten."""
+        """Variables initialised from parameters and buffers, limited to used or overwritten tensors."""
         each_its_own = self._each_its_own
         for name, data in host.items():
             if name in self._model.inputs or name in self.written:
@@ -358,7 +358,7 @@ class Program:
         return [tensors[f"//output{number}"] for number in range(len(self._returned))]
 
     def _loop(self, count: int, name: str, turn: Callable[[Tensors], Any], tensors: Tensors) -> None:
-        """Run something several times on these tensors, all of them by reference."""
+        """Run a loop body `count` times on tensors passed by reference."""
         if count == 1:
             turn(tensors)
             return
@@ -414,14 +414,14 @@ class Program:
                 self._keep(result, t, tensors[f"//output{number}"], slot)
 
     def count(self, result: Returned) -> int:
-        """How many of a result each replica returns."""
+        """Number of values of a result per replica."""
         count = self._batching.returned(result.mode, result.period)
         if _is_updated(result) and result.mode not in _SINGLE:  # of each device iteration, there is one
             count //= self._batching.gradient_accumulation
         return count
 
     def spec(self, result: Returned) -> popxl.TensorSpec:
-        """Shape and dtype of what is returned of one micro-batch."""
+        """Shape and dtype of one micro-batch's result."""
         if isinstance(result.value, Value):
             return spec_of(result.value)
         if result.value in self._model.anchored:
@@ -431,14 +431,14 @@ class Program:
         return popxl.TensorSpec(t.shape, t.dtype)
 
     def _trained(self) -> dict[str, popxl.Tensor]:
-        """The parameters that have a gradient, as inputs of the model."""
+        """Parameters with a gradient, as model inputs."""
         assert self._gradient is not None and self._update is not None
         wanted = set(self._gradient.outputs)
         return {name: t for name in self._update.names if (t := self._model.inputs.get(name)) in wanted}
 
     @cached_property
     def _halves(self) -> frozenset[str]:
-        """The parameters whose gradients are computed in float16, where the loss scale is adjusted to these."""
+        """Parameters with float16 gradients, which drive automatic loss scaling."""
         if self._update is None or self._gradient is None or not self._update.adjusts:
             return frozenset()
         made_of = {
@@ -486,13 +486,13 @@ class Program:
         return results, gradients
 
     def _outputs(self) -> list[Value]:
-        """The values that the graph of the model returns."""
+        """Values returned by the model graph."""
         loss = [] if self.loss is None else [self.loss]
         results = [r.value for r in self._returned if isinstance(r.value, Value)]
         return [*results, *self.written.values(), *loss]
 
     def _argument(self, key: str, tensors: Tensors) -> popxl.Tensor:
-        """What the model is given for one of its inputs."""
+        """Operand for one model input."""
         if key == RANDOM:
             following, seed = ops.split_random_seed(tensors[RANDOM])
             ops.var_updates.copy_var_update_(tensors[RANDOM], following)
@@ -504,13 +504,13 @@ class Program:
         return t
 
     def _slot(self, result: Returned, turn: popxl.Tensor) -> popxl.Tensor:
-        """Where the result of a micro-batch goes, where several are returned."""
+        """Index of a micro-batch's result among several returned results."""
         if result.mode is not OutputMode.EveryN:
             return turn
         return _slot(turn, micro_batches=self._batching.gradient_accumulation, period=result.period)
 
     def _keep(self, result: Returned, t: popxl.Tensor, kept: popxl.Tensor, slot: popxl.Tensor) -> None:
-        """Have a result among those that are returned."""
+        """Store a result in its output tensor: add, overwrite, or write one slot."""
         if result.mode is OutputMode.Sum:
             ops.add_(kept, t)
         elif result.mode is OutputMode.Final:
@@ -521,12 +521,12 @@ class Program:
     # Gradients ------------------------------------------------------------------------------------------------------
 
     def _summed_in(self, parameter: popxl.Tensor) -> popxl.dtype:
-        """The type in which gradients of a parameter are summed."""
+        """Accumulation dtype for gradients of a parameter."""
         assert self._update is not None
         return parameter.dtype if parameter.dtype.is_complex else self._update.accumulation_dtype
 
     def _loss_gradient(self, loss: popxl.Tensor, tensors: Tensors) -> popxl.Tensor:
-        """What the gradient of the loss begins with: the loss scale, for each of its elements."""
+        """Initial gradient of the loss: the loss scale, for each loss element."""
         assert self._update is not None
         scale = self._update.loss_scale(tensors.get(VALUES), self._state_on_chip(tensors))
         if self._strategy is MeanReductionStrategy.PostAndLoss:
@@ -537,14 +537,14 @@ class Program:
 
     @property
     def _strategy(self) -> MeanReductionStrategy | None:
-        """When the mean is taken; `None` for a sum."""
+        """Mean reduction strategy; `None` for a sum."""
         training = self._options.Training
         if training.accumulation_and_replication_reduction_type is ReductionType.Sum:
             return None
         return training.mean_accumulation_and_replication_reduction_strategy
 
     def _accumulate(self, tensors: Tensors) -> None:
-        """A micro-batch whose gradients are added to those before."""
+        """Run a micro-batch and accumulate its gradients."""
         turn = tensors[TURN]
         number = None
         if self._strategy is MeanReductionStrategy.Running:
@@ -562,7 +562,7 @@ class Program:
                 ops.var_updates.accumulate_mean_(total, gradient, number)
 
     def _reduced(self, name: str, gradient: popxl.Tensor) -> popxl.Tensor:
-        """The gradient of a parameter over all replicas that share it."""
+        """Gradient of a parameter, reduced over all replicas sharing it."""
         strategy, accumulation, replicas = self._strategy, self._batching.gradient_accumulation, self._replicas
         divisor = {
             None: 1,
@@ -577,7 +577,7 @@ class Program:
 
 
 def _name_of(key: str) -> str:
-    """What users call an input of the model: a parameter or buffer by its own name, others `"input..."`."""
+    """Public name of a model input: own names for parameters and buffers, `"input..."` otherwise."""
     name = key.removeprefix("/")
     return name if key == name or name.startswith("input") else f"input/{name}"
 
@@ -591,7 +591,7 @@ def _is_updated(result: Returned) -> bool:
 
 
 def _noise(spec: popxl.TensorSpec, number: int) -> popxl.Tensor:
-    """An input that the device makes: normal noise; zeros, where that would be no number to count with."""
+    """Synthetic input generated on device: normal noise for floats; zeros for other dtypes."""
     if not spec.dtype.is_floating_point:
         return ops.init(spec.shape, spec.dtype, "synthetic", "zero")
     seed = popxl.constant(np.array([number, 0]), popxl.uint32, "synthetic_seed")

@@ -1,4 +1,4 @@
-"""What options say of recomputation: which regions a model has besides those of its own."""
+"""Recomputation options: regions added to a model's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OF_LAYERS = (RecomputationType.Standard, RecomputationType.NormOnly)
 
 
 class Recomputation:
-    """The regions of a model that is trained.
+    """Recomputed regions of a model in training.
 
     Args:
         options: the options.
@@ -32,7 +32,7 @@ class Recomputation:
         self._kind = options._Popart.recomputation
 
     def before_outlining(self, nodes: Sequence[Node]) -> list[Node]:
-        """All ops, in regions that modules need not know of."""
+        """All ops, with regions added that require no module information."""
         if self._kind in (None, RecomputationType.Pipeline):
             return between_checkpoints(nodes, self._by_stage)
         if self._kind is RecomputationType.RecomputeAll:
@@ -42,7 +42,7 @@ class Recomputation:
         return list(nodes)
 
     def leave_out(self, nodes: Sequence[Node], names: Sequence[str]) -> None:
-        """Tell that nothing is recomputed, if anything would be, as tensors within the model are asked for."""
+        """Warn about disabled recomputation, if any was configured, because tensors inside the model are requested."""
         if self._kind in _OF_LAYERS or any(node.regions for node in self.before_outlining(nodes)):
             logger.warning(
                 "anchorTensor asks for %s, within the model, so that no activations are recomputed in the backward "
@@ -51,7 +51,7 @@ class Recomputation:
             )
 
     def after_outlining(self, nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
-        """All ops, with those of regions as calls."""
+        """All ops, with recomputed regions replaced by calls."""
         if self._kind in _OF_LAYERS:
             nodes = layers(nodes)
         return as_calls(nodes, wanted)

@@ -1,5 +1,4 @@
-"""Optimisers as rules: of each its formula as an op, what it keeps, the numbers that it takes, and what an optimiser
-says of them."""
+"""Optimiser rules: formula as an op, state tensors, hyperparameters, and their values in an optimiser."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ Key = tuple[int | None, str]  # a number of a parameter group, or (`None`) of th
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor that an optimiser keeps for each parameter.
+    """Optimiser state tensor, one per parameter.
 
     Attributes:
         operand: what the formula calls it.
@@ -61,7 +60,7 @@ class Kept:
 
 
 class Rule:
-    """An optimiser: its name, its formula as an op that works in place, what it keeps, and the numbers it takes.
+    """An optimiser rule: name, formula as an in-place op, state tensors, hyperparameters.
 
     Attributes:
         numbers: numbers of a parameter group that the formula takes, with their defaults.
@@ -108,8 +107,9 @@ def op_kind(name: str, lowering: Callable[..., Any], **settings: Any) -> popxl.O
 
 
 def _in_float32(formula: Callable[..., tuple[Array | None, ...]], changed: tuple[str, ...]) -> Callable[..., Any]:
-    """The formula with all arrays as float32; the gradient is multiplied by `scale`, and negated with `maximize`. Of
-    what the formula returns, what is kept."""
+    """Wrap a formula to compute in float32. The gradient is multiplied by `scale`, and negated with `maximize`; results
+    without a state operand are dropped.
+    """
     own = list(inspect.signature(formula).parameters.values())
     scale = inspect.Parameter("scale", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=1.0)
     maximize = inspect.Parameter("maximize", inspect.Parameter.KEYWORD_ONLY, default=False)
@@ -130,7 +130,7 @@ def _in_float32(formula: Callable[..., tuple[Array | None, ...]], changed: tuple
 
 
 def in_parts(x: Array) -> Array:
-    """An array in float32. What is complex has two numbers each, of which optimisers know nothing more."""
+    """An array in float32. Complex numbers become pairs, since optimisers treat real and imaginary parts separately."""
     return jnp.stack([x.real, x.imag], -1) if jnp.iscomplexobj(x) else x.astype(jnp.float32)
 
 
@@ -207,7 +207,7 @@ CYCLED = "base_momentum"
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
-    """The rule of an optimiser's class, after a look at what none supports.
+    """Optimiser rule by class, after checks for options without any support.
 
     Raises:
         AssertionError: for another class, or parameter groups that differ in `centered`.
@@ -227,7 +227,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
 
 
 def numbers_of(optimizer: torch.optim.Optimizer, rule: Rule) -> dict[Key, Any]:
-    """All that an optimiser says, by group (`None` for the whole) and name."""
+    """All hyperparameters of an optimiser, by group (`None` for global values) and name."""
     found: dict[Key, Any] = {(None, name): _plain(getattr(optimizer, name, None), d) for name, d in WHOLE.items()}
     combined = found[None, "use_combined_accum"]
     for i, group in enumerate(optimizer.param_groups):
@@ -243,24 +243,24 @@ def numbers_of(optimizer: torch.optim.Optimizer, rule: Rule) -> dict[Key, Any]:
 
 
 def _plain(value: Any, default: Any) -> Any:
-    """A number (tensors, too, may say it), flag or type; the default for `None`."""
+    """Hyperparameter as float (also from tensors), flag or dtype; the default for `None`."""
     if value is None:
         return default
     return value if isinstance(value, bool | torch.dtype) else float(value)
 
 
 def attribute_of(number: str) -> str:
-    """The attribute of an optimiser that a number of a formula is from."""
+    """Optimiser attribute containing a hyperparameter."""
     return "betas" if number in BETAS else number
 
 
 def classes_of(rule: Rule) -> tuple[type[torch.optim.Optimizer], ...]:
-    """The classes of an optimiser: torch's and poptorch's, where there are such."""
+    """Classes of an optimiser in torch and poptorch, if existing."""
     return tuple(kind for module in (torch.optim, optim) if (kind := getattr(module, rule.name, None)) is not None)
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
-    """Names of the attributes of an optimiser, by what a message calls them."""
+    """Attribute names of an optimiser, by category for messages."""
     return {
         "optimizer attribute": {name for name in vars(optimizer) if not name.startswith("_")},
         "default group variable": set(optimizer.defaults),
@@ -269,7 +269,7 @@ def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
 
 
 def usual_attributes(kind: str, rule: Rule) -> set[str]:
-    """Names of attributes that optimisers of a rule have, in poptorch or torch."""
+    """Known attribute names of a rule's optimisers, in poptorch or torch."""
     if kind == "optimizer attribute":
         usual = {"param_groups", "defaults", "state", "variable_attrs", "device"}
         return usual.union(*(inspect.signature(own).parameters for own in classes_of(rule)))

@@ -1,4 +1,4 @@
-"""An optimiser as popxl ops: what a training program needs of it.
+"""Optimiser updates as popxl ops, for training programs.
 
 Python code of an optimiser is never run in a program. An `Update` reads what an optimiser says (poptorch's or torch's),
 and gives
@@ -95,7 +95,7 @@ LOSS_SCALE_FACTOR = "lossScaleUpdateFactor"
 
 
 def _summary(name: str, each: Callable[[Array], Array], combine: Callable[[list[Array]], Array]) -> popxl.OpKind:
-    """Declare an op that makes one number of any number of tensors."""
+    """Declare an op that reduces any number of tensors to one number."""
     return op_kind(name, lambda *ts: combine([each(in_parts(t)) for t in ts]))
 
 
@@ -109,7 +109,7 @@ _number = op_kind("Number", lambda values, *, index: values[index])
 
 
 def _for_true_units(loss_scale: Number = 1.0, squares: Array | None = None, limit: Number = math.inf) -> Array:
-    """What a gradient is multiplied by: it is unscaled, and clipped where the norm of all is greater than `limit`."""
+    """Gradient scale factor: undo loss scaling, and clip global norms greater than `limit`."""
     if squares is None:
         return 1 / loss_scale
     return jnp.minimum(1, limit / (jnp.sqrt(squares) / loss_scale + 1e-6)) / loss_scale  # as torch's clip_grad_norm_
@@ -122,7 +122,7 @@ _LOSS_SCALES = 2.0**-15, 2.0**15
 
 
 def _adjusted(factor: Array, largest: Array, loss_scaling: Number = 1.0) -> tuple[Array]:
-    """Double the loss scale while gradients are well within float16's range; halve it where one is not, or is NaN."""
+    """Double the loss scale while gradients stay well within float16's range; halve it on overflow or NaN."""
     scale = factor * loss_scaling
     scale = jnp.clip(jnp.where(largest <= _TOO_LARGE, scale * 2, scale / 2), *_LOSS_SCALES)
     return (scale / loss_scaling,)
@@ -135,7 +135,7 @@ _adjust = op_kind(
 
 @dataclass(frozen=True)
 class State:
-    """A tensor that an optimiser keeps.
+    """Optimiser state tensor.
 
     Attributes:
         name: its key in `ipu_state`, and the name of its variable: `"Accl1___fc.weight"`.
@@ -150,7 +150,7 @@ class State:
 
 
 class Update:
-    """An optimiser, as the program that was made with it has it.
+    """Optimiser state and updates of one compiled program.
 
     Args:
         optimizer: one of `poptorch.optim`, or one of torch's of which `poptorch.program.rules` has a rule.
@@ -219,18 +219,18 @@ class Update:
 
     @property
     def accumulation_dtype(self) -> popxl.dtype:
-        """The type in which gradients are to be summed over micro-batches: `accum_type`."""
+        """Accumulation dtype for gradients over micro-batches: `accum_type`."""
         half = self._numbers[None, "accum_type"] == torch.float16 and not self._numbers[None, "use_combined_accum"]
         return popxl.float16 if half else popxl.float32
 
     # On the host ----------------------------------------------------------------------------------------------------
 
     def is_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimiser is of the class that it was made of."""
+        """Whether an optimiser matches the compiled optimiser's rule."""
         return rule_of(optimizer) is self._rule
 
     def values(self, optimizer: torch.optim.Optimizer) -> np.ndarray:
-        """The variable numbers as an optimiser has them now: an array of float32, in the order the program knows.
+        """Current values of all variable hyperparameters: a float32 array in the program's order.
 
         Args:
             optimizer: the one the program was made with, or another of the same class with as many groups.
@@ -256,7 +256,7 @@ class Update:
         return np.array([numbers[key] for key in self._slots], np.float32)
 
     def named_values(self, values: np.ndarray) -> dict[str, float]:
-        """The numbers of each parameter, as dictionaries of state have them (`ipu_param`).
+        """Hyperparameters per parameter, under the names used in state dictionaries (`ipu_param`).
 
         Args:
             values: what `values` returned.
@@ -284,7 +284,7 @@ class Update:
     def as_torch(
         self, state: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], values: np.ndarray
     ) -> dict[str, dict[str, torch.Tensor]]:
-        """What `optimizer.state` holds for each parameter, by its name, where a program has state for it.
+        """Program state converted to `optimizer.state` entries by parameter name; parameters without state are omitted.
 
         Args:
             state: the state of the program, by name.
@@ -311,7 +311,7 @@ class Update:
         values: np.ndarray,
         wanted: Container[str],
     ) -> dict[str, torch.Tensor]:
-        """The state of a program, of what `optimizer.state` holds; what is not there is as it is at first.
+        """Program state converted from `optimizer.state`; missing entries keep initial values.
 
         Args:
             state: `optimizer.state`.
@@ -341,7 +341,7 @@ class Update:
         return found | self._counted(steps)
 
     def counted(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """State of a program that may count the steps of other parameters by themselves, with the counts of this one.
+        """Convert step counts of a program state to this program's counters, which may be shared differently.
 
         Raises:
             Error: as `from_torch` does.
@@ -355,7 +355,7 @@ class Update:
         return others | self._counted(steps)
 
     def _counted(self, steps: Mapping[str, Mapping[str, float]]) -> dict[str, torch.Tensor]:
-        """The counts, of the steps that parameters have made that share one."""
+        """Shared step counters, from the steps of each parameter."""
         for made in steps.values():
             if not self.counts_alike(made):
                 shown = ", ".join(f"{made[name]:g} for {name}" for name in sorted(made, key=made.__getitem__))
@@ -366,20 +366,21 @@ class Update:
         return {count: torch.tensor(max(made.values())) for count, made in steps.items() if self._rule.counts}
 
     def counts_alike(self, steps: Mapping[str, float]) -> bool:
-        """Whether a program can go on where parameters have made so many steps: those whose steps it counts together
-        have made as many, or that makes no difference."""
+        """Whether a program can continue from these step counts: parameters sharing a counter must agree, unless counts
+        have no effect.
+        """
         counts = {(self._counts[name], made) for name, made in steps.items()}
         return len(counts) == len({count for count, _ in counts}) or not self._step_matters
 
     @property
     def _step_matters(self) -> bool:
-        """Whether a step depends on how many there were before."""
+        """Whether an update depends on the number of previous steps."""
         keys = ((group, self._rule.count_needs) for group in range(self.groups))
         makes_none = self._rule.count_needs and not any(key in self._slots or self._numbers[key] for key in keys)
         return self._rule.takes_count and not makes_none
 
     def _state_scale(self, kept: Kept, parameter: str, values: np.ndarray) -> float:
-        """What a program's state is multiplied by: a velocity may have a scale of its own."""
+        """Scale factor of program state: velocities may have their own scale."""
         if kept is not VELOCITY:
             return 1.0
         key = self._key(parameter, "velocity_scaling")
@@ -390,7 +391,7 @@ class Update:
     def create_state(
         self, trained: Container[str] | None = None, off_chip: Callable[[int], bool] = lambda elements: False
     ) -> dict[str, Variable]:
-        """Variables of the main graph, the current one, for all that the optimiser keeps, by name.
+        """Variables of the main graph (the current graph) for all optimiser state, by name.
 
         Args:
             trained: names of the parameters that have a gradient; others need no state. By default all have one.
@@ -415,11 +416,11 @@ class Update:
 
     @property
     def off_chip(self) -> Collection[str]:
-        """Names of the state of `create_state` that is in remote buffers."""
+        """Names of `create_state` entries stored in remote buffers."""
         return self._buffers
 
     def loss_scale(self, values: popxl.Tensor | None, state: Tensors) -> float | popxl.Tensor:
-        """What the gradient of the loss starts at: a number, or a float32 tensor of one element where it can change.
+        """Initial gradient of the loss: a number, or a float32 tensor of one element if variable.
 
         Args:
             values: the vector of numbers, in the current graph.
@@ -429,12 +430,12 @@ class Update:
         return state[LOSS_SCALE_FACTOR] * scale if self._automatic else scale
 
     def largest(self, gradients: Tensors) -> popxl.Tensor:
-        """The largest magnitude in gradients, a float32 tensor of one element; infinite where there is NaN."""
+        """Largest gradient magnitude, a float32 tensor of one element; infinite if any NaN."""
         return self._combined(_largest, gradients, "max")
 
     @property
     def adjusts(self) -> bool:
-        """Whether the loss scale is adjusted to gradients in float16."""
+        """Whether float16 gradients adjust the loss scale."""
         return self._automatic
 
     def __call__(
@@ -445,7 +446,7 @@ class Update:
         state: Tensors,
         largest: popxl.Tensor | None = None,
     ) -> None:
-        """Add the ops of one step to the current graph. They overwrite the parameters and the state.
+        """Add the ops of one step to the current graph; they overwrite parameters and state.
 
         Args:
             parameters: by name, those in `names` at least; in a subgraph, inputs by reference.
@@ -483,7 +484,7 @@ class Update:
         read: Callable[[Key], Any],
         state: Tensors,
     ) -> None:
-        """The op that updates one parameter."""
+        """Add the update op of one parameter."""
         kept = {k.operand: f"{k.name}___{name}" for k in self._rule.kept}
         remote = {operand: self._buffers[full] for operand, full in kept.items() if full in self._buffers}
         others: dict[str, Any] = {operand: state.get(full) for operand, full in kept.items()}
@@ -498,7 +499,7 @@ class Update:
     def _gradient_scale(
         self, gradients: Tensors, read: Callable[[Key], Any], loss_scale: float | popxl.Tensor
     ) -> float | popxl.Tensor:
-        """What brings the gradients to their true units, and clips them."""
+        """Factor that unscales and clips gradients."""
         limit = read((None, "max_grad_norm"))
         clips = isinstance(limit, popxl.Tensor) or limit < math.inf
         if not clips and isinstance(loss_scale, float):
@@ -507,7 +508,9 @@ class Update:
         return _gradient_scale(loss_scale, squares, limit)
 
     def _combined(self, kind: popxl.OpKind, tensors: Tensors, over_groups: Any) -> popxl.Tensor:
-        """One number of many tensors, the same on all replicas, where some tensors differ between groups of them."""
+        """Reduce many tensors to one number, equal on all replicas, even for tensors that differ between replica
+        groups.
+        """
         sizes = {name: self._groupings[name].group_size if name in self._groupings else None for name in tensors}
         parts = []
         for size in dict.fromkeys(sizes.values()):
@@ -519,7 +522,7 @@ class Update:
         return functools.reduce(ops.add if over_groups == "add" else ops.maximum, parts)
 
     def _number(self, key: Key, values: popxl.Tensor | None) -> Any:
-        """A number: an element of the vector, or a constant."""
+        """Hyperparameter: an element of the value vector, or a constant."""
         if key not in self._slots:
             return self._numbers[key]
         group, name = key
@@ -532,7 +535,7 @@ class Update:
     # What is kept, and what varies ------------------------------------------------------------------------------------
 
     def _kept(self, name: str, parameter: torch.Tensor) -> Iterator[State]:
-        """What belongs to one parameter."""
+        """Optimiser state of one parameter."""
         combined = self._numbers[None, "use_combined_accum"]
         for kept in self._rule.kept:
             needs = self._key(name, kept.needs)
@@ -548,12 +551,12 @@ class Update:
             yield State(f"{kept.name}___{name}", numbers, name)
 
     def _rows(self, name: str) -> tuple[int, ...]:
-        """What the host has more of a parameter than replicas: a row for each group of them."""
+        """Leading host dimension of a grouped parameter: one row per replica group, if several."""
         grouping = self._groupings.get(name)
         return () if grouping is None or grouping.num_groups == 1 else (grouping.num_groups,)
 
     def _common(self) -> Iterator[State]:
-        """What there is one of."""
+        """Optimiser state shared by all parameters."""
         if self._rule.counts:
             yield from (
                 State(count, np.zeros((), np.float32)) for count in dict.fromkeys([STEP, *self._counts.values()])
@@ -562,8 +565,9 @@ class Update:
             yield State(LOSS_SCALE_FACTOR, np.ones((), np.float32))
 
     def _varies(self, optimizer: torch.optim.Optimizer, key: Key) -> bool:
-        """Whether a number is variable: by what a poptorch optimiser says, else where it is not torch's default. The
-        first of the betas is, too, where a scheduler cycles it."""
+        """Whether a hyperparameter is variable: as declared by poptorch optimisers, otherwise if different from torch's
+        default. Schedulers that cycle `beta1` make it variable, too.
+        """
         group, name = key
         if self._automatic and name == "loss_scaling":
             return True
@@ -580,7 +584,7 @@ class Update:
         return name == "lr" or (name not in ("alpha", "nesterov", *BETAS) and self._numbers[key] != default)
 
     def _tell_unknown(self, optimizer: torch.optim.Optimizer) -> None:
-        """Tell, once, of attributes that nothing was known of at first: they have no effect."""
+        """Warn once about unexpected attributes, which have no effect."""
         tell = logger.debug if self._relaxed else logger.warning
         for kind, names in attributes_of(optimizer).items():
             known = self._known.setdefault(kind, usual_attributes(kind, self._rule))
@@ -590,7 +594,7 @@ class Update:
 
 
 def _beside(t: popxl.Tensor, readers: Readers) -> AbstractContextManager[Any]:
-    """The IPU that reads a tensor first, if one does; else where it is, if that is known."""
+    """Place ops on the first IPU that reads a tensor; otherwise on its own IPU, if known."""
     ipu = next(iter(readers.get(t, ())), t.location[0])
     return nullcontext() if ipu is None else popxl.ipu(ipu)
 

@@ -1,4 +1,4 @@
-"""`poptorch_geometric`: loaders whose batches of graphs all have the same size, so that one program runs them all.
+"""`poptorch_geometric`: data loaders with fixed-size graph batches, so one compiled program runs all batches.
 
 Compiled programs have fixed shapes, and graphs have different numbers of nodes and edges. These loaders fill each
 batch with a padding graph, up to sizes that are chosen once, and mask what is real.

@@ -1,4 +1,4 @@
-"""From lists of graphs to batches of a fixed size."""
+"""Collate lists of graphs into fixed-size batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["CombinedBatchingCollater", "FixedSizeCollater"]
 
 
 class FixedSizeCollater:
-    """Makes a batch of graphs, which always has the same size.
+    """Collater for fixed-size graph batches.
 
     After the graphs come empty ones, where there are fewer than `num_graphs - 1`, and last the padding graph: it has
     the nodes and edges that are missing.
@@ -48,7 +48,7 @@ class FixedSizeCollater:
         self._follow, self._exclude = list(follow_batch or ()), list(exclude_keys or ())
 
     def __call__(self, graphs: Sequence[Any]) -> Any:
-        """The batch of graphs, each a `Data` or `HeteroData`; at most `num_graphs - 1` of them."""
+        """Collate up to `num_graphs - 1` graphs (`Data` or `HeteroData`) into one fixed-size batch."""
         if not 0 < len(graphs) < self._options.num_graphs:
             raise ValueError(
                 f"FixedSizeCollater: a batch has 1 to {self._options.num_graphs - 1} graphs and a padding graph; "
@@ -75,7 +75,7 @@ class FixedSizeCollater:
         return batch
 
     def _fitting(self, graphs: list[Any], budget: Sizes) -> list[Any]:
-        """The graphs, trimmed or fewer where they are too large."""
+        """Trim or drop oversized graphs."""
         if self._over_size is OverSizeStrategy.Skip:
             kept: list[Any] = []
             for graph in graphs:
@@ -99,7 +99,7 @@ class FixedSizeCollater:
         return graphs
 
     def _padding(self, like: Sequence[Any], sizes: Sizes) -> Any:
-        """A graph of these sizes with the attributes of others."""
+        """Padding graph with given sizes and the attributes of `like`."""
         padding = like[0].__class__()
         for index, store in enumerate(like[0].stores):
             kind = store._key
@@ -133,7 +133,7 @@ class FixedSizeCollater:
         return padding
 
     def _default(self, name: str, value: Any) -> Any:
-        """What the padding graph has in place of a value that is no tensor."""
+        """Padding graph's value for a non-tensor attribute."""
         defaults = self._options.pad_graph_defaults or {}
         if name in defaults:
             return defaults[name]
@@ -148,7 +148,7 @@ class FixedSizeCollater:
 
 
 def _all_have(graphs: Sequence[Any], index: int, name: str, dim: Any, count: str) -> bool:
-    """Whether a tensor has a row for each node, or edge, in all graphs."""
+    """Whether a tensor has one row per node or edge in all graphs."""
     return all(
         (value := graph.stores[index][name]).dim() and value.size(dim) == getattr(graph.stores[index], count)
         for graph in graphs
@@ -157,7 +157,7 @@ def _all_have(graphs: Sequence[Any], index: int, name: str, dim: Any, count: str
 
 
 class CombinedBatchingCollater:
-    """Makes the batch of a whole call: the tensors of several batches, each made alone, one after the other.
+    """Collater for a whole call: collates several batches separately, then concatenates their tensors.
 
     A call takes as many as device iterations, replicas and gradient accumulation say; the model sees one at a time.
 
@@ -170,7 +170,7 @@ class CombinedBatchingCollater:
         self._size, self._collater = mini_batch_size, collater
 
     def __call__(self, elements: Sequence[Any]) -> Any:
-        """The batch of all elements."""
+        """Collate all elements into one batch."""
         size = self._size
         parts = elements if size is None else [elements[i : i + size] for i in range(0, len(elements), size)]
         batches = [self._collater(part) for part in parts]
@@ -188,7 +188,7 @@ class CombinedBatchingCollater:
 
 
 def _joined(values: list[Any]) -> Any:
-    """The tensors of several batches one after the other, within dictionaries and lists; of others, the first."""
+    """Concatenate tensors of several batches, within dictionaries and lists; other values come from the first batch."""
     first = values[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(values)

@@ -1,4 +1,4 @@
-"""Loaders of graphs, for wrapped models: `poptorch.DataLoader`, with batches of PyTorch Geometric."""
+"""Graph data loaders for wrapped models: `poptorch.DataLoader` with PyTorch Geometric batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["DataLoader", "FixedSizeDataLoader"]
 
 
 class DataLoader(poptorch.DataLoader):
-    """Loads batches of `Data` or `HeteroData`, as `torch_geometric.loader.DataLoader` does.
+    """Data loader for `Data` or `HeteroData` batches, like `torch_geometric.loader.DataLoader`.
 
     Their sizes are those of the graphs: a model is compiled once more for each other size. If a call takes several
     batches, these must be of the same size, such as those of graphs that `torch_geometric.transforms.Pad` has padded.
@@ -51,7 +51,7 @@ class DataLoader(poptorch.DataLoader):
 
 
 class FixedSizeDataLoader(poptorch.DataLoader):
-    """Loads batches of `Data` or `HeteroData` that all have the same number of nodes, edges and graphs.
+    """Data loader for fixed-size `Data` or `HeteroData` batches: equal numbers of nodes, edges and graphs.
 
     A model is compiled once for them. `batch.num_graphs` is a number of Python's.
 
@@ -114,7 +114,7 @@ class FixedSizeDataLoader(poptorch.DataLoader):
 
 
 class _Packs(Dataset[list[Any]]):
-    """A data set whose elements are lists of graphs."""
+    """Data set of graph lists."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset

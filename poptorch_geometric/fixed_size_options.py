@@ -1,4 +1,4 @@
-"""`FixedSizeOptions`: the sizes that all batches have, and the values of what is padding."""
+"""`FixedSizeOptions`: sizes shared by all batches, and padding values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["FixedSizeOptions"]
 
 @dataclass
 class FixedSizeOptions:
-    """The number of nodes, edges and graphs of each batch, padding included, and the values of the padding.
+    """Number of nodes, edges and graphs per batch, including padding, and padding values.
 
     Args:
         num_nodes: number of nodes; for heterogeneous graphs a dictionary by type of node, or one number for all types.
@@ -52,21 +52,21 @@ class FixedSizeOptions:
                 raise ValueError(f"FixedSizeOptions: `{name}` should be at least {least}; got {value}.")
 
     def is_hetero(self) -> bool:
-        """Whether the sizes are given by type."""
+        """Whether sizes are given per type."""
         return isinstance(self.num_nodes, dict) or isinstance(self.num_edges, dict)
 
     @property
     def total_num_nodes(self) -> int:
-        """The number of nodes, of all types."""
+        """Number of nodes, over all types."""
         return sum(self.num_nodes.values()) if isinstance(self.num_nodes, dict) else self.num_nodes
 
     @property
     def total_num_edges(self) -> int:
-        """The number of edges, of all types."""
+        """Number of edges, over all types."""
         return sum(self.num_edges.values()) if isinstance(self.num_edges, dict) else self.num_edges or 0
 
     def budget(self, like: Sizes) -> Sizes:
-        """The sizes of a batch by type, for the types that a graph has.
+        """Batch sizes by type, for types present in a graph.
 
         Raises:
             ValueError: if there is no size for some type.
@@ -103,7 +103,7 @@ class FixedSizeOptions:
 
     @classmethod
     def from_loader(cls, loader: Iterable[Any], sample_limit: int | None = None, **values: Any) -> FixedSizeOptions:
-        """Sizes that the batches of a loader fit into, which are as those that it gives in one epoch.
+        """Sizes that fit all batches of a loader, assuming future batches resemble one epoch's.
 
         Args:
             loader: gives `Batch`, such as a `torch_geometric.loader.DataLoader`, or single graphs.
@@ -116,7 +116,7 @@ class FixedSizeOptions:
 
     @classmethod
     def _of(cls, most: Sizes, num_graphs: int, values: dict[str, Any]) -> FixedSizeOptions:
-        """Options with a node more of each type than there are, to which padding edges belong."""
+        """Options with one extra node per type, as an endpoint of padding edges."""
         if not most.nodes:
             raise ValueError("FixedSizeOptions: there is no graph to take sizes from.")
         nodes = {kind: count + 1 for kind, count in most.nodes.items()}
@@ -126,5 +126,5 @@ class FixedSizeOptions:
 
 
 def _elements(dataset: Any) -> Iterable[Any]:
-    """The elements of a data set, which may only have `__getitem__` and `__len__`."""
+    """Iterate over a data set, even one with only `__getitem__` and `__len__`."""
     return dataset if hasattr(dataset, "__iter__") else (dataset[i] for i in range(len(dataset)))

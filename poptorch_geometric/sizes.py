@@ -1,4 +1,4 @@
-"""Numbers of nodes and edges of graphs, by type, and what fits into a batch of a fixed size."""
+"""Node and edge counts of graphs by type, and fit into fixed-size batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EdgeType = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many nodes and edges there are of each type; the one type of a homogeneous graph is `None`.
+    """Node and edge counts by type; homogeneous graphs use the type `None`.
 
     Args:
         nodes: by type of node.
@@ -27,7 +27,7 @@ class Sizes:
         return Sizes(_sums(self.nodes, other.nodes), _sums(self.edges, other.edges))
 
     def excess_nodes(self, budget: Sizes) -> dict[Any, int]:
-        """How many nodes are too many, by type, for those types of which there are. Padding edges need a node."""
+        """Excess node counts by type, omitting types without excess. Padding edges require one node."""
         excess = {}
         for kind, count in self.nodes.items():
             needs = any(
@@ -39,11 +39,11 @@ class Sizes:
         return excess
 
     def excess_edges(self, budget: Sizes) -> dict[Any, int]:
-        """How many edges are too many, by type, for those types of which there are."""
+        """Excess edge counts by type, omitting types without excess."""
         return {kind: more for kind, n in self.edges.items() if (more := n - budget.edges.get(kind, 0)) > 0}
 
     def fits(self, budget: Sizes) -> bool:
-        """Whether a batch of this size can be filled up to the budget."""
+        """Whether padding can fill a batch of this size up to the budget."""
         return not self.excess_nodes(budget) and not self.excess_edges(budget)
 
 
@@ -52,7 +52,7 @@ def _sums(a: dict[Any, int], b: dict[Any, int]) -> dict[Any, int]:
 
 
 def sizes_of(graph: Any) -> Sizes:
-    """The size of a `Data` or `HeteroData`."""
+    """Size of a `Data` or `HeteroData`."""
     if hasattr(graph, "node_types"):
         return Sizes(
             {kind: int(graph[kind].num_nodes) for kind in graph.node_types},
@@ -62,7 +62,7 @@ def sizes_of(graph: Any) -> Sizes:
 
 
 def largest(sizes: Iterable[Sizes]) -> Sizes:
-    """The greatest number of each type."""
+    """Maximum count of each type."""
     nodes: dict[Any, int] = {}
     edges: dict[Any, int] = {}
     for each in sizes:

@@ -1,4 +1,4 @@
-"""`StreamPackingSampler`: which graphs make a batch, if as many are taken as fit."""
+"""`StreamPackingSampler`: greedy packing of graphs into batches, in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["StreamPackingSampler"]
 
 
 class StreamPackingSampler(Sampler[list[int]]):
-    """Lists of indices of graphs that fit into a batch, one after the other as they come.
+    """Sampler of index lists: graphs packed greedily into batches, in stream order.
 
     Args:
         data_source: a map-style data set of graphs.

@@ -1,4 +1,4 @@
-"""Graphs without some of their nodes or edges: those of the largest graphs go first, and of each the last ones."""
+"""Node and edge trimming: largest graphs first, from the end of each graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["without_edges", "without_nodes"]
 
 
 def without_nodes(graphs: Sequence[Any], excess: dict[Any, int]) -> list[Any]:
-    """The graphs without so many nodes, by type, and without the edges of those nodes."""
+    """Remove excess nodes by type, along with their edges."""
     result = list(graphs)
     for kind, count in excess.items():
         kept = _kept([sizes_of(graph).nodes.get(kind, 0) for graph in result], count)
@@ -25,7 +25,7 @@ def without_nodes(graphs: Sequence[Any], excess: dict[Any, int]) -> list[Any]:
 
 
 def without_edges(graphs: Sequence[Any], excess: dict[Any, int]) -> list[Any]:
-    """The graphs without so many edges, by type."""
+    """Remove excess edges by type."""
     result = list(graphs)
     for kind, count in excess.items():
         kept = _kept([sizes_of(graph).edges.get(kind, 0) for graph in result], count)
@@ -41,7 +41,7 @@ def without_edges(graphs: Sequence[Any], excess: dict[Any, int]) -> list[Any]:
 
 
 def _kept(counts: list[int], excess: int) -> list[int]:
-    """How many each keeps, if so many go."""
+    """Remaining counts after removing `excess` elements from the largest."""
     kept = list(counts)
     for _ in range(min(excess, sum(counts))):
         kept[kept.index(max(kept))] -= 1

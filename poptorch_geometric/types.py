@@ -1,4 +1,4 @@
-"""How graphs become batches of a fixed size, and what is done with graphs that do not fit."""
+"""Batching options for fixed-size graph batches, and strategies for oversized graphs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class FixedSizeStrategy(enum.Enum):
 
 
 class OverSizeStrategy(enum.Enum):
-    """What is done with graphs that do not fit into a batch."""
+    """Strategy for graphs that do not fit into a batch."""
 
     Error = "Error"
     """Raise an error."""

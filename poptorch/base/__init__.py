@@ -1,1 +1,1 @@
-"""What every part of poptorch may use, and what knows nothing of models: messages, types, structures, replicas."""
+"""Utilities for all poptorch modules, independent of models: messages, dtypes, structures, replicas."""

@@ -1,4 +1,4 @@
-"""What a model gives back when it is captured: its result, and what it has set on the objects that it was given."""
+"""Outputs of a captured model: its result, and attributes set on its arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from poptorch.base.structures import Leaf, Parts, Structure, given_objects, stru
 
 
 class Changes:
-    """What becomes of the attributes of objects while a function runs.
+    """Attribute changes of objects during a function call.
 
     Args:
         objects: the objects, as they are before it.
@@ -35,7 +35,7 @@ class Changes:
         self._before = [{key: _kept(value) for key, value in attributes(each).items()} for each in self._objects]
 
     def found(self) -> dict[int, dict[str, Any]]:
-        """By number of an object, the attributes that have been set, or whose lists hold something else now.
+        """Changed attributes by object number, including lists with new contents.
 
         What has been written to a tensor does not count: it is the same one. What was deleted is `Changes.GONE`.
         """
@@ -52,7 +52,7 @@ class Changes:
 
     @staticmethod
     def make(found: Mapping[int, Mapping[str, Any]], objects: Sequence[Any]) -> None:
-        """Have the same become of other objects."""
+        """Apply recorded changes to other objects."""
         for i, changed in found.items():
             for key, value in changed.items():
                 if value is Changes.GONE:
@@ -62,7 +62,7 @@ class Changes:
 
 
 def _kept(value: Any) -> Any:
-    """A list or dictionary as it is now; others are the same later, or others."""
+    """Copy lists and dictionaries recursively, to detect later changes; return other values unchanged."""
     if type(value) in (list, tuple):
         return type(value)(_kept(each) for each in value)
     return {key: _kept(each) for key, each in value.items()} if type(value) is dict else value
@@ -79,7 +79,7 @@ def _is_same(before: Any, now: Any) -> bool:
 
 
 class Answer(Structure):
-    """The structure of what a captured model has returned, and of what has become of the objects that it was given.
+    """Structure of a captured model's result, with attribute changes of its arguments.
 
     A value of it is a pair of these; what is built is the result alone, and the objects given have changed by then.
 

@@ -1,4 +1,4 @@
-"""The search for the most likely labels of connectionist temporal classification, as a function of JAX.
+"""Beam search for connectionist temporal classification, as a JAX function.
 
 It is computed by programs, and on the host by `poptorch.ctc_beam_search_decoder`.
 """
@@ -16,7 +16,7 @@ IMPOSSIBLE = -1e30
 
 
 def beam_search(log_probs: Any, lengths: Any, *, blank: int, beam_width: int, top_paths: int) -> tuple[Any, Any, Any]:
-    """The most likely labels, as far as a search of `beam_width` beginnings at a time finds them.
+    """Most likely label sequences, approximated by beam search with `beam_width` prefixes.
 
     Args:
         log_probs: `[time, batch, classes]`.
@@ -51,7 +51,7 @@ def _search(log_probs: Any, time: Any, blank: int, width: int, paths: int) -> tu
 
 
 def _extended(beams: Any, step: Any, blank: int) -> Any:
-    """The best beginnings after one more time: those there are, and those with one more label."""
+    """Extend beams by one time step: best prefixes among current ones and one-label extensions."""
     labels, sizes, with_blank, with_label = beams
     width, steps = labels.shape
     classes = step.shape[0]

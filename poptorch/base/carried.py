@@ -1,4 +1,5 @@
-"""Values beside tensors that a model only hands on, such as texts and ids: they may be others in each call.
+"""Pass-through values beside tensors, such as texts and ids: a model only forwards them, so each call may supply new
+ones.
 
 While a model is captured something stands for each of them, `Hidden`, which knows its class and nothing else. A model
 that looks at it is captured once more, with the value: that one is a part of the program.
@@ -13,7 +14,7 @@ from poptorch.base.introspection import CONTAINERS, is_a, items
 
 
 class LookedAt(BaseException):
-    """A model looks at a value that is hidden. No `except Exception` of its own is to stop this.
+    """Signal of access to a hidden value; a `BaseException`, to escape `except Exception` clauses in the model.
 
     Args:
         name: of the value.
@@ -31,12 +32,12 @@ class LookedAt(BaseException):
 
 
 def numbers_of(argument: str) -> str:
-    """A name for all numbers of an argument."""
+    """Collective name for all numbers of an argument."""
     return f"{argument}.*"
 
 
 class Hidden:
-    """Stands for a value. It says of which class that is, and raises `LookedAt` for all else.
+    """Placeholder for a value: reveals its class, and raises `LookedAt` on all other access.
 
     Args:
         name: how messages call the value.
@@ -80,7 +81,7 @@ for _name in _LOOKS - _KEPT:
 
 
 def may_be_carried(value: object, is_beside_tensors: bool) -> bool:
-    """Whether a value is one that a model may only hand on: a text, a number, or a container of such.
+    """Whether a value may pass through a model: a text, a number, or a container of both.
 
     Args:
         value: the value.
@@ -92,7 +93,7 @@ def may_be_carried(value: object, is_beside_tensors: bool) -> bool:
 
 
 def _simple(value: object) -> list[object] | None:
-    """The texts and numbers in a value; `None` if there is anything else in it."""
+    """Texts and numbers inside a value; `None` if it contains anything else."""
     if type(value) in CONTAINERS:
         inside = [_simple(each) for _, each in items(value)]
         keys = list(value) if type(value) is dict else []

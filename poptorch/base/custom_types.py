@@ -1,4 +1,4 @@
-"""Types of the user's own, and how the tensors in their objects are found."""
+"""User-defined types: extraction and replacement of tensors in their objects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from poptorch.errors import createPoptorchError
 
 
 class ICustomArgParser(ABC):
-    """How to find the tensors in an object of a type of your own, and how to make such an object of other tensors.
+    """Parser for objects of a user-defined type: extracts their tensors, and rebuilds objects from new tensors.
 
     Once registered with `registerCustomArgParser`, the type may be used for arguments and results of wrapped models and
     for the items of asynchronous loaders.
@@ -36,7 +36,7 @@ class ICustomArgParser(ABC):
 
     @abstractmethod
     def yieldTensors(self, struct: Any) -> Iterable[torch.Tensor]:
-        """The tensors of an object, in an order that is always the same.
+        """Tensors of an object, in deterministic order.
 
         Args:
             struct: an object of the registered type.
@@ -44,7 +44,7 @@ class ICustomArgParser(ABC):
 
     @abstractmethod
     def reconstruct(self, original_structure: Any, tensor_iterator: Iterator[torch.Tensor]) -> Any:
-        """A new object that is like another one, but has other tensors.
+        """Rebuild an object like the original, with new tensors.
 
         Args:
             original_structure: an object of the registered type. It must not be changed.
@@ -56,7 +56,7 @@ _parsers: dict[type, ICustomArgParser] = {}
 
 
 def registerCustomArgParser(arg_data_type: type, arg_parser: ICustomArgParser | None) -> None:
-    """Say how tensors are found in objects of a type, from now on and in the whole process.
+    """Register a tensor parser for a type, process-wide.
 
     An object is handled by the parser of exactly its type, else by the first one registered for a base of it.
 
@@ -83,7 +83,7 @@ def registerCustomArgParser(arg_data_type: type, arg_parser: ICustomArgParser | 
 
 
 def parser_of(value: object) -> ICustomArgParser | None:
-    """The registered parser for an object, if there is one."""
+    """Registered parser for an object, if any."""
     if not _parsers:
         return None
     exact = _parsers.get(type(value))
@@ -91,5 +91,5 @@ def parser_of(value: object) -> ICustomArgParser | None:
 
 
 def parsers() -> dict[type, ICustomArgParser]:
-    """All registered parsers, in the order of their registration; for processes that are to know the same types."""
+    """All registered parsers, in registration order; for sharing with other processes."""
     return dict(_parsers)

@@ -1,4 +1,4 @@
-"""The types of numbers that a device has, and torch tensors as arrays of them.
+"""Device dtypes, and conversion between torch tensors and arrays.
 
 What comes to the device as 64-bit numbers is narrowed. What comes back keeps the type that it had on the device:
 results that torch would give as int64 are int32. Arrays of bfloat16 are of `ml_dtypes`, as NumPy has no such type.
@@ -29,7 +29,7 @@ _DEVICE_DTYPES = {
 
 
 def device_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type that numbers of a type have on the device.
+    """Device dtype corresponding to a torch dtype.
 
     Args:
         dtype: a type of the host.
@@ -54,7 +54,7 @@ def device_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def fitted(tensor: torch.Tensor, what: str) -> torch.Tensor:
-    """Integers that are a part of a model in the 32 bits that int64 has on the device; other tensors as they are.
+    """Convert a model's int64 constants to 32 bits, as on the device; return other tensors unchanged.
 
     The largest and the smallest int64 stand for more and for less than any number: they become those of int32. What
     fits in 32 bits without a sign keeps its bits, on which hash functions count, and that is told.
@@ -88,7 +88,7 @@ def fitted(tensor: torch.Tensor, what: str) -> torch.Tensor:
 
 @cache
 def _tell_of_bits(what: str, number: int) -> None:
-    """Tell, once, of a number that is another one on the device."""
+    """Warn once about a number whose value changes on the device."""
     logger.warning(
         "%s has the number %d, which does not fit in int32, which int64 is on the device. It keeps its 32 bits, so it "
         "is %d there.",
@@ -99,7 +99,7 @@ def _tell_of_bits(what: str, number: int) -> None:
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor as an array of the type that it has on the device. It shares memory where no conversion is needed.
+    """Convert a tensor to an array in its device dtype, sharing memory unless conversion is necessary.
 
     Integers that do not fit in 32 bits wrap around; see `fitted`.
 
@@ -116,7 +116,7 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:
-    """An array of numbers of a device as a tensor, which shares its memory.
+    """Convert a device array to a tensor, sharing memory.
 
     Example:
         >>> from_numpy(to_numpy(torch.ones(2, dtype=torch.bfloat16))).dtype

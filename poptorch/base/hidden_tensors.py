@@ -1,4 +1,4 @@
-"""Tensors in objects that are not taken apart: they are looked for, so that the user is told of them."""
+"""Detection of tensors inside opaque objects, for error messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from poptorch.errors import createPoptorchError
 
 
 def hidden_problem(what: str, constant: Any) -> Exception:
-    """The error for an object that holds tensors where they are not found; `what` begins the message."""
+    """Error for an object with undetected tensors; `what` begins the message."""
     kind = type(constant).__name__
     return createPoptorchError(
         f"{what} is a {kind} that holds tensors, which are not found there. Put tensors into tuples, lists, "
@@ -20,8 +20,9 @@ def hidden_problem(what: str, constant: Any) -> Exception:
 
 
 def holds_tensor(value: Any, kind: type | tuple[type, ...]) -> bool:
-    """Whether a tensor of some kind, or what stands for a value, can be reached from an object, however that keeps it:
-    a set, an attribute."""
+    """Whether a tensor of some kind, or a placeholder, is reachable from an object through any reference: sets,
+    attributes.
+    """
     seen: set[int] = set()
     left = [value]
     while left:

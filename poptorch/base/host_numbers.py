@@ -1,4 +1,4 @@
-"""`HostNumbers`: numbers of Python that `forward` changes, such as `self.step += 1`, computed on the host for each run.
+"""`HostNumbers`: Python numbers changed by `forward`, such as `self.step += 1`, computed on the host for each run.
 
 A capture notes each step of what Python computes with them, up to where a tensor is given the result. These steps are
 replayed for each micro-batch of a run, and their results are inputs of the program.
@@ -38,7 +38,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class NumberPath:
-    """What `forward` does with numbers between one choice of Python's and the next, to the end.
+    """One control-flow path of `forward` through its number arithmetic, up to a return or error.
 
     Attributes:
         steps: the names of functions, and what these are given.
@@ -53,7 +53,7 @@ class NumberPath:
     problem: str = ""
 
     def follow(self, numbers: Sequence[Number]) -> tuple[list[Number], list[Number]] | None:
-        """The numbers of the slots, and at the end, for those at the beginning; `None` if choices lead elsewhere.
+        """Numbers of all slots, and final numbers, computed from initial numbers; `None` if branches take another path.
 
         Raises:
             poptorch.Error: if `forward` raises something.
@@ -75,7 +75,7 @@ class NumberPath:
 
 
 class HostNumbers:
-    """The numbers of a module that `forward` changes. Threads may share them.
+    """A module's numbers changed by `forward`. Thread-safe.
 
     Args:
         first: what they begin with, by path and name.
@@ -100,7 +100,7 @@ class HostNumbers:
         self._turn = threading.Lock()
 
     def advance(self, count: int) -> list[np.ndarray]:
-        """What `forward` computes in this many calls, for each slot.
+        """Numbers computed by `forward` over `count` calls, one array per slot.
 
         Raises:
             poptorch.Error: if it raises something in one of them, or an integer has more than 32 bits.

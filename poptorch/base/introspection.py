@@ -1,4 +1,4 @@
-"""Looks into objects of the user's that run none of their code.
+"""Introspection of user objects without executing their code.
 
 `isinstance` and `vars` ask an object for its `__class__` and `__dict__`. A weak proxy answers for another object or
 raises `ReferenceError`, and so does a class with a `__getattribute__` of its own.
@@ -16,7 +16,7 @@ CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 
 
 def is_a(value: object, kinds: type | tuple[type, ...]) -> bool:
-    """Whether an object is an instance of a class, whatever it says of itself.
+    """Whether an object is an instance of a class, ignoring `__class__` overrides.
 
     Example:
         >>> import weakref
@@ -30,7 +30,7 @@ def is_a(value: object, kinds: type | tuple[type, ...]) -> bool:
 
 
 def attributes(value: object) -> dict[str, Any]:
-    """The attributes of an object, itself and not a copy; empty for one without a `__dict__`."""
+    """Attribute dictionary of an object, uncopied; empty without a `__dict__`."""
     try:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -39,7 +39,7 @@ def attributes(value: object) -> dict[str, Any]:
 
 
 def slots(value: object) -> dict[str, MemberDescriptorType]:
-    """What reads and sets each attribute of an object that its class names in `__slots__`, of those that are set."""
+    """Member descriptors of an object's set `__slots__` attributes, by name."""
     found = {
         name: slot
         for kind in reversed(type(value).__mro__)
@@ -58,7 +58,7 @@ def _is_set(slot: MemberDescriptorType, value: object) -> bool:
 
 
 def items(container: Any) -> Iterator[tuple[Any, Any]]:
-    """The pairs of keys and values of a container; keys are numbers, but for dictionaries."""
+    """Key-value pairs of a container; except for dictionaries, keys are indices."""
     if is_a(container, dict):
         return iter(tuple(dict.items(container)))
     base = next(kind for kind in CONTAINERS if is_a(container, kind))

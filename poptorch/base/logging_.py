@@ -1,4 +1,4 @@
-"""What poptorch says while it works: Python's logger `poptorch::python`, and how much of it is shown.
+"""Logging: Python's logger `poptorch::python` and its levels.
 
 The environment variable `POPTORCH_LOG_LEVEL` gives the first level, `setLogLevel` changes it. Messages go to the
 handlers of the program if it has some (`logging.basicConfig`); else to stderr.
@@ -28,7 +28,7 @@ logger = logging.getLogger("poptorch::python")
 
 
 def setLogLevel(level: str | int) -> None:
-    """Show the messages of `level` and above.
+    """Show messages at `level` and above.
 
     Args:
         level: `"TRACE"`, `"DEBUG"`, `"INFO"`, `"WARN"` (the level at first), `"ERR"` or `"OFF"`; also `"TRACE_ALL"` and
@@ -59,7 +59,7 @@ def trace(message: str, *args: object) -> None:
 
 
 class _Stderr(logging.StreamHandler):
-    """Writes to what `sys.stderr` is at the time, unless the program listens with handlers of its own."""
+    """Handler that writes to the current `sys.stderr`, unless the application configures its own handlers."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:

@@ -1,4 +1,4 @@
-"""Which replicas share a value: groups of replicas, for inputs as for parameters that differ between replicas."""
+"""Replica groups: sets of replicas sharing a value, for inputs and per-group parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from poptorch.errors import createPoptorchError
 
 @dataclass(frozen=True)
 class ReplicaGroups:
-    """All replicas, in groups of equal size that each have one value.
+    """Partition of all replicas into equal-sized groups, each sharing one value.
 
     Neighbours within a group are always `stride` replicas apart; `popxl.Ir.replica_grouping(stride, size)` means the
     same groups in the same order.
@@ -40,7 +40,7 @@ class ReplicaGroups:
 
     @classmethod
     def of(cls, group_type: CommGroupType, size: int, replicas: int) -> ReplicaGroups:
-        """The groups that a type stands for.
+        """Replica groups specified by a `CommGroupType`.
 
         Args:
             group_type: `All`: one group; `NoGrouping`: one for each replica; `Consecutive`: neighbours form a group;
@@ -71,14 +71,14 @@ class ReplicaGroups:
 
     @property
     def assignment(self) -> tuple[int, ...]:
-        """The group of each replica."""
+        """Group index of each replica."""
         block = self.stride * self.size
         return tuple(r % self.stride + self.stride * (r // block) for r in range(self.replicas))
 
 
 @dataclass(frozen=True)
 class GroupedParameter:
-    """A parameter with a value for each group of replicas: on the host they are the rows of its first dimension.
+    """A parameter with one value per replica group, stacked along the first dimension on the host.
 
     Attributes:
         groups: the groups. `forward` sees, on each replica, the row of its group.
@@ -97,7 +97,7 @@ class GroupedParameter:
     retrieval: VariableRetrievalMode = VariableRetrievalMode.OnePerGroup
 
     def to_device(self, array: np.ndarray) -> np.ndarray:
-        """The data of the `popxl.variable`: a row for each group, or if there is one group, its value.
+        """Data for the `popxl.variable`: one row per group; with a single group, its value.
 
         Args:
             array: the host's value, with a row for each group; or for each replica, if that is what comes back.
@@ -108,13 +108,13 @@ class GroupedParameter:
         return array if self.groups.count > 1 else array[0]
 
     def to_host(self, array: np.ndarray) -> np.ndarray:
-        """The host's value, of the data of the variable; the inverse of `to_device`."""
+        """Host value from variable data; the inverse of `to_device`."""
         rows = array if self.groups.count > 1 else array[None]
         return rows[list(self.groups.assignment)] if self.retrieval == VariableRetrievalMode.AllReplicas else rows
 
 
 class ParameterProxy:
-    """A parameter as an attribute of a wrapped model: the parameter itself, and how replicas share it.
+    """A parameter as an attribute of a wrapped model: the parameter itself, with its replica grouping.
 
     Args:
         parameter: the parameter, which does all that tensors do.
@@ -142,7 +142,7 @@ class ParameterProxy:
     def replicaGrouping(
         self, comm_group_type: CommGroupType, shards: int, variable_retrieval_mode: VariableRetrievalMode
     ) -> None:
-        """Give groups of replicas values of their own. To be called before the model is compiled.
+        """Assign separate values to replica groups. Call this before compilation.
 
         The parameter has a leading dimension, with a row for each group; `forward` sees the row of its group.
 

@@ -1,4 +1,4 @@
-"""Values taken apart into tensors, and put together again: what goes into a model, what comes out, what is loaded.
+"""Flattening of values into tensors, and reconstruction: for model inputs, outputs and data loading.
 
 A structure is learnt once: which tensors a value holds, where, of which shape and type, and what else. A later value
 must fit; then all that is left of it is a list of tensors. The same structures put results together.
@@ -32,7 +32,7 @@ from poptorch.errors import createPoptorchError
 
 
 class Structure(ABC):
-    """An arrangement of tensors and other values, without the tensors. Made by `structure_of`.
+    """Nested arrangement of tensors and other values, without the tensors. Created by `structure_of`.
 
     Attributes:
         name: how messages call it, such as `x[0]['mask']`.
@@ -48,7 +48,7 @@ class Structure(ABC):
 
     @abstractmethod
     def collect(self, value: Any, into: list[torch.Tensor]) -> None:
-        """Append the tensors of a value that is arranged like this one.
+        """Append tensors of a value with this structure.
 
         Raises:
             Error: if it is not: another type, length, key, dtype, shape or constant.
@@ -56,24 +56,24 @@ class Structure(ABC):
 
     @abstractmethod
     def build(self, parts: Parts) -> Any:
-        """A new value with the next tensors of `parts`."""
+        """Build a new value from the next tensors of `parts`."""
 
     @abstractmethod
     def leaves(self) -> Iterator[Leaf]:
-        """The places of the tensors, in the order of `collect` and `build`."""
+        """Tensor leaves, in `collect` and `build` order."""
 
     @abstractmethod
     def constants(self) -> Iterator[tuple[str, Any]]:
-        """What is not taken apart, and stays the same in all values that are built, with what messages call it."""
+        """Opaque values, identical in all rebuilt values, with their names for messages."""
 
     def tensors(self, value: Any) -> list[torch.Tensor]:
-        """The tensors of a value that is arranged like this one; see `collect`."""
+        """Tensors of a value with this structure; see `collect`."""
         found: list[torch.Tensor] = []
         self.collect(value, found)
         return found
 
     def rebuild(self, tensors: Iterable[torch.Tensor], given: Sequence[Any] = ()) -> Any:
-        """A new value with other tensors, one for each of `leaves()`; they may have any shape and type.
+        """Rebuild a value with new tensors, one per item of `leaves()`, of any shape and dtype.
 
         Args:
             tensors: the tensors.
@@ -82,7 +82,7 @@ class Structure(ABC):
         return self.build(Parts(iter(tensors), given))
 
     def objects(self, value: Any) -> Iterator[Any]:
-        """The objects of plain classes in a value that is arranged like this one, in an order that is always the same.
+        """Plain-class objects in a value with this structure, in deterministic order.
 
         They are those that a function may change for its caller, by setting their attributes.
         """
@@ -90,7 +90,7 @@ class Structure(ABC):
 
 
 class Parts:
-    """What a value is built of: tensors that are taken one by one, and objects that are known by number.
+    """Components for building a value: an iterator of tensors, and known objects by number.
 
     Attributes:
         given: the objects.
@@ -110,7 +110,7 @@ class Parts:
 
 
 class Known(dict[int, "Structure"]):
-    """Structures of objects that are known, by their identity; and which other values are carried.
+    """Structures of known objects by identity, and a rule for pass-through values.
 
     Args:
         structures: the structures.
@@ -170,12 +170,12 @@ def structure_of(value: Any, name: str, known: Known | None = None) -> Structure
 
 
 def given_objects(objects: Sequence[Any]) -> Known:
-    """What `structure_of` is told so that these objects stand for themselves: as `given[i]` of `Structure.rebuild`."""
+    """Argument for `structure_of` that makes objects represent themselves, as `given[i]` of `Structure.rebuild`."""
     return Known({id(each): _Given(f"object {i}", i) for i, each in enumerate(objects)})
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether an object is what its attributes are, whatever these are: its class has no other ideas."""
+    """Whether attributes fully define an object: its class customises neither copying, pickling nor equality."""
     kind = type(value)
     return (
         _is_of_python(kind)
@@ -188,7 +188,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_of_python(kind: type) -> bool:
-    """Whether objects of a class can be made by setting their attributes."""
+    """Whether objects of a class can be reconstructed by setting attributes."""
     return kind is SimpleNamespace or (
         (kind.__new__ is object.__new__ or isinstance(kind.__new__, FunctionType))
         and all(each is object or each.__flags__ & _OF_PYTHON for each in kind.__mro__)
@@ -200,7 +200,7 @@ _OF_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 @dataclass(frozen=True, slots=True)
 class Leaf(Structure):
-    """The place of a tensor.
+    """Position of a tensor.
 
     Attributes:
         name: how messages call it.
@@ -269,7 +269,7 @@ class _Constant(Structure):
 
 @dataclass(frozen=True, slots=True)
 class _Given(Structure):
-    """An object that is known when others are put together. It stands for itself."""
+    """A known object, which represents itself during reconstruction."""
 
     name: str
     number: int
@@ -289,7 +289,7 @@ class _Given(Structure):
 
 @dataclass(frozen=True, slots=True)
 class _Carried(Structure):
-    """A value that is carried around a program: another one of its class fits, too. It counts as an object."""
+    """A pass-through value outside the program: any value of its class fits. Counts as an object."""
 
     name: str
     value: Any
@@ -312,7 +312,7 @@ class _Carried(Structure):
 
 @dataclass(frozen=True, slots=True)
 class _Enclosing(Structure):
-    """An object within itself: whatever stands for the object is found there again."""
+    """Self-reference of an object, replaced by the rebuilt object."""
 
     name: str
     structure: Structure
@@ -332,21 +332,21 @@ class _Enclosing(Structure):
 
 @dataclass(frozen=True, slots=True)
 class _WeakReference(_Enclosing):
-    """A weak reference to an object within it."""
+    """Weak self-reference of an object."""
 
     def build(self, parts: Parts) -> Any:
         return weakref.ref(self.structure.build(parts))
 
 
 class _Composite(Structure):
-    """Something that is taken apart into values with structures of their own, which are in `_children`."""
+    """A container of values, whose structures are `_children`."""
 
     _type: type
     _children: Sequence[Structure]
 
     @abstractmethod
     def _apart(self, value: Any) -> Iterable[Any]:
-        """The values in another one of this type, one for each child.
+        """Child values of another instance of this type, one per child.
 
         Raises:
             Error: if there are others, or more, or fewer.
@@ -386,8 +386,7 @@ class _Sequence(_Composite):
 
 
 class _Mapping(_Composite):
-    """A dictionary, subclasses included, also those whose items are attributes, too. The order of its keys is that of
-    the first one."""
+    """A dictionary or subclass, including those with items as attributes. Keys keep the order of the original."""
 
     def __init__(self, name: str, value: dict[Any, Any], known: Known) -> None:
         self.name = name
@@ -437,7 +436,7 @@ class _Mapping(_Composite):
 
 
 class _Fields(_Composite):
-    """A dataclass. Its fields are set one by one, so it may be frozen; `__init__` is not called for others like it."""
+    """A dataclass. Fields are set individually, even if frozen; rebuilding skips `__init__`."""
 
     def __init__(self, name: str, value: Any, known: Known) -> None:
         self.name = name
@@ -464,7 +463,7 @@ class _Fields(_Composite):
 
 
 class _Node(_Composite):
-    """An object of a type that `torch.utils._pytree` takes apart, and puts together."""
+    """A `torch.utils._pytree` node."""
 
     def __init__(self, name: str, value: Any, known: Known) -> None:
         self.name = name
@@ -488,8 +487,9 @@ class _Node(_Composite):
 
 
 class _Object(_Composite):
-    """An object of a class written in Python, which is what its attributes are. `__init__` is not called for others
-    like it. Where it can be reached from itself there is the one that is built."""
+    """An object of a Python class, defined by its attributes. Rebuilding skips `__init__`; self-references become
+    references to the rebuilt object.
+    """
 
     def __init__(self, name: str, value: Any, known: Known) -> None:
         self.name = name
@@ -524,12 +524,12 @@ class _Object(_Composite):
 
 
 def _state(value: Any) -> dict[str, Any]:
-    """The attributes of an object, in its dictionary and in slots."""
+    """Attributes of an object, from both `__dict__` and `__slots__`."""
     return attributes(value) | {name: slot.__get__(value) for name, slot in slots(value).items()}
 
 
 class _Bound(_Composite):
-    """A partial function, or a method: a function, and what it is bound to."""
+    """A partial function or method: its function and bound values."""
 
     def __init__(self, name: str, value: Any, known: Known) -> None:
         self.name = name
@@ -556,7 +556,7 @@ _BOUND: Mapping[type, tuple[Sequence[str], Callable[..., Any]]] = {
 
 
 class _Custom(_Composite):
-    """An object of a registered type. It is kept, with its tensors: its parser makes others in its likeness."""
+    """An object of a registered type. Stored with its tensors: its parser rebuilds objects from this original."""
 
     def __init__(self, name: str, value: Any, parser: ICustomArgParser, known: Known) -> None:
         self.name = name
@@ -616,7 +616,7 @@ class _Custom(_Composite):
         return built
 
     def _likeness(self, parts: Parts) -> Any:
-        """The object, with what is carried beside its tensors."""
+        """The original object, with new pass-through values."""
         if not self._beside:
             return self._value
         likeness = copy.copy(self._value)
@@ -642,7 +642,7 @@ def _check_type(name: str, expected: type, value: Any) -> None:
 
 
 def _of_length(name: str, expected: int, values: Sequence[Any], what: str = "") -> Sequence[Any]:
-    """The values, if there are as many as expected."""
+    """Return values, after checking their count."""
     if len(values) != expected:
         raise _mismatch(f"Length mismatch for {name}: expected {expected}{what} but got {len(values)}")
     return values

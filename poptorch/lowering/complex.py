@@ -29,7 +29,7 @@ def view_as_complex(input: popxl.Tensor) -> popxl.Tensor:
 
 @lowers("aten._conj", "aten._conj_physical", "aten.conj_physical")
 def conj(input: popxl.Tensor) -> popxl.Tensor:
-    """PyTorch's derivatives ask for those of real numbers, too."""
+    """Complex conjugate; PyTorch's derivatives apply it to real numbers, too."""
     return conjugate(input)
 
 

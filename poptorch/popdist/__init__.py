@@ -1,1 +1,1 @@
-"""The modules of `popdist` that need torch: `popdist.horovod` and `popdist.poptorch`."""
+"""Modules of `popdist` that require torch: `popdist.horovod` and `popdist.poptorch`."""

@@ -1,4 +1,4 @@
-"""`popdist.horovod`: tensors of the host, exchanged between the instances that `poprun` has started.
+"""`popdist.horovod`: collectives on host tensors between instances started by `poprun`.
 
 Names and arguments are those of `horovod.torch`. A rank is the index of an instance, not of a replica. Every instance
 has to make the same calls in the same order, with tensors of the same dtype. Gradients need nothing of this: a model
@@ -57,7 +57,7 @@ __all__ = [
 
 
 class ReduceOp(enum.Enum):
-    """How `allreduce` combines the tensors of all instances. Its members are also names of this module."""
+    """Reduction operator of `allreduce`. Members are also available as module attributes."""
 
     Average = "Average"
     Sum = "Sum"
@@ -78,31 +78,31 @@ _COMBINE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
 
 
 def init() -> None:
-    """Join the other instances, as `popdist.init` does. Nothing happens if that was done before."""
+    """Join other instances through `popdist.init`; does nothing if already joined."""
     popdist.init()
 
 
 def shutdown() -> None:
-    """Do nothing: instances leave each other when the program ends."""
+    """Do nothing: instances disconnect at program exit."""
 
 
 def is_initialized() -> bool:
-    """Whether this instance has joined the others; it has, if it is the only one."""
+    """Whether this instance has joined; always true for a single instance."""
     return processes.has_joined() or size() == 1
 
 
 def size() -> int:
-    """The number of instances."""
+    """Number of instances."""
     return popdist.getNumInstances()
 
 
 def rank() -> int:
-    """The index of this instance, from 0."""
+    """Index of this instance, starting at 0."""
     return popdist.getInstanceIndex()
 
 
 def local_rank() -> int:
-    """The index of this instance among those on the same machine, from 0."""
+    """Index of this instance on its machine, starting at 0."""
     return popdist.getLocalInstanceIndex()
 
 
@@ -114,7 +114,7 @@ def barrier() -> None:
 def allreduce(
     tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None
 ) -> torch.Tensor:
-    """The tensors of all instances, reduced element by element.
+    """Reduce tensors elementwise across all instances.
 
     Args:
         tensor: of the same shape and dtype on all instances.
@@ -148,7 +148,7 @@ def allreduce_(
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
-    """The tensors of all instances, concatenated along the first dimension, in the order of the ranks.
+    """Concatenate tensors of all instances along the first dimension, in rank order.
 
     Args:
         tensor: with at least one dimension; only the first one may differ between instances.
@@ -162,7 +162,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
 
 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
-    """A copy of the tensor of one instance.
+    """Copy the tensor of one instance.
 
     Args:
         tensor: of the same shape and dtype on all instances.
@@ -184,7 +184,7 @@ def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) ->
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]], root_rank: int = 0) -> None:
-    """Overwrite the tensors of a model with those of one instance.
+    """Overwrite model tensors with those of one instance.
 
     Args:
         params: `model.state_dict()` or `model.named_parameters()`. What is not a tensor is left alone.
@@ -200,18 +200,18 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[tuple[str, torch.T
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
-    """Give an optimizer the state and the options that the one of another instance has."""
+    """Load the optimizer state and options of another instance."""
     optimizer.load_state_dict(broadcast_object(optimizer.state_dict(), root_rank))
 
 
 def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
-    """The object of one instance, pickled there; other instances may leave `obj` out."""
+    """Broadcast a picklable object from one instance; other instances may omit `obj`."""
     _check_rank("broadcast_object", root_rank)
     return _objects("broadcast_object", obj if rank() == root_rank else None)[root_rank]
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """The objects of all instances, pickled there, in the order of the ranks."""
+    """Gather picklable objects of all instances, in rank order."""
     return _objects("allgather_object", obj)
 
 
@@ -223,13 +223,13 @@ def _check_rank(function: str, root_rank: int) -> None:
 
 
 def _objects(function: str, obj: Any) -> list[Any]:
-    """The objects of all instances."""
+    """Gather pickled objects of all instances."""
     text = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
     return [pickle.loads(each.numpy().tobytes()) for each in _gather(function, text, same_shape=False)]
 
 
 def _gather(function: str, tensor: torch.Tensor, same_shape: bool) -> list[torch.Tensor]:
-    """Copies of the tensors of all instances. If they need not have the same shape, the first dimension may differ."""
+    """Gather copies of all instances' tensors. Unless `same_shape`, the first dimension may differ."""
     own = tensor.detach().to("cpu", copy=True).contiguous()
     if not same_shape and not own.dim():
         raise ValueError(

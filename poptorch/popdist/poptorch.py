@@ -1,4 +1,4 @@
-"""`popdist.poptorch`: options of a PyTorch program that `poprun` has started in several processes.
+"""`popdist.poptorch`: options of a distributed PyTorch program started by `poprun`.
 
 Each process runs the program on its share of the rows, with its share of the replicas. The model is one: gradients are
 reduced over the replicas of all processes. Results are those of the process's own replicas. Every process has to begin
@@ -30,15 +30,15 @@ __all__ = ["Options"]
 
 
 class _Processes(_DistributedOptions):
-    """Which of the processes this is, as `poprun` says; `options.Distributed`."""
+    """`options.Distributed` with process ids determined by `poprun`."""
 
     def configureProcessId(self, process_id: int, num_processes: int) -> NoReturn:
-        """`RuntimeError`: `poprun` says it. The same for `setEnvVarNames` and `disable`."""
+        """Raises `RuntimeError`: `poprun` determines process ids. `setEnvVarNames` and `disable` do likewise."""
         raise _set_by_poprun("Distributed")
 
 
 class Options(poptorch.Options):
-    """`poptorch.Options` whose number of replicas, and whose share of the rows, are what `poprun` says.
+    """`poptorch.Options` with replica count and data shard determined by `poprun`.
 
     The number of rows of a call is that of this process's replicas. It joins the other processes, and waits for them.
 
@@ -75,15 +75,15 @@ class Options(poptorch.Options):
 
     @property
     def replication(self) -> int | Literal["popdist"]:
-        """What the program is told: that there are other processes, if there are."""
+        """Replication argument of the program: `"popdist"` with several processes."""
         return "popdist" if self.Distributed.numProcesses > 1 else self.replication_factor
 
     def replicationFactor(self, replication_factor: int) -> NoReturn:
-        """`RuntimeError`: `poprun --num-replicas` says it."""
+        """Raises `RuntimeError`: `poprun --num-replicas` determines the replication factor."""
         raise _set_by_poprun("replicationFactor")
 
     def useIpuId(self, ipu_id: int) -> NoReturn:
-        """`RuntimeError`: each process has devices of its own."""
+        """Raises `RuntimeError`: each process owns separate devices."""
         raise _set_by_poprun("useIpuId")
 
 

@@ -1,1 +1,1 @@
-"""What `poptorch.options` is made of."""
+"""Building blocks of `poptorch.options`."""

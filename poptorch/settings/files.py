@@ -1,4 +1,4 @@
-"""Options read from files and from JSON: calls of their methods, and nothing else.
+"""Options from files and JSON, restricted to calls of option methods.
 
 A line of a file is parsed, never executed: what may be in it is written out in `_value`.
 """
@@ -15,11 +15,11 @@ from typing import Any
 
 
 class ConfigFileError(Exception):
-    """A line of a file of options that is wrong. The message has the kind of error, the line, and its number."""
+    """Error in a line of an options file. The message contains error type, line text and line number."""
 
 
 def run_lines(options: object, filepath: str | os.PathLike[str], names: Mapping[str, Any]) -> None:
-    """Call what each line of a file says on `options`.
+    """Execute each line of a file as a method call on `options`.
 
     Args:
         options: what the calls are made on.
@@ -43,7 +43,7 @@ def run_lines(options: object, filepath: str | os.PathLike[str], names: Mapping[
 
 
 def _call(line: str) -> ast.expr:
-    """A line as a call of a method of `options`."""
+    """Parse a line as a method call on `options`."""
     parsed = ast.parse(f"options.{line}", mode="eval").body
     if not isinstance(parsed, ast.Call):
         raise SyntaxError("expected a call of a method of the options, such as `deviceIterations(4)`")
@@ -51,7 +51,7 @@ def _call(line: str) -> ast.expr:
 
 
 def _value(node: ast.expr, scope: Mapping[str, Any]) -> Any:
-    """The value of an expression made of literals, names in `scope`, their public attributes, and calls of these."""
+    """Evaluate an expression of literals, names in `scope`, their public attributes, and calls of these."""
     match node:
         case ast.Constant():
             return node.value
@@ -92,7 +92,7 @@ def _literal(node: ast.expr | None) -> Any:
 
 
 def run_calls(options: object, text: str, enums: Mapping[str, Any]) -> None:
-    """Call on `options` what a JSON object says: `{"Training.gradientAccumulation": 4}`.
+    """Call methods of `options` named in a JSON object: `{"Training.gradientAccumulation": 4}`.
 
     Args:
         options: what the calls are made on.
@@ -121,7 +121,7 @@ def run_calls(options: object, text: str, enums: Mapping[str, Any]) -> None:
 
 
 def _named(owner: Any, name: str, what: str) -> Any:
-    """An attribute that `what` in a text asks for. An `AttributeError` says what is there instead."""
+    """Attribute requested by a text, with `what` for messages; an `AttributeError` lists alternatives."""
     if not hasattr(owner, name):
         near = list(getattr(owner, "__members__", ())) or difflib.get_close_matches(name, dir(owner))
         hint = f"; expected {' or '.join(near)}." if near else "."
@@ -130,6 +130,6 @@ def _named(owner: Any, name: str, what: str) -> Any:
 
 
 def _member(value: Any, enums: Mapping[str, Any]) -> Any:
-    """The member of an enum that a string names; else the value itself."""
+    """Enum member named by a string; any other value unchanged."""
     kind, dot, member = value.removeprefix("poptorch.").partition(".") if isinstance(value, str) else ("", "", "")
     return _named(enums[kind], member, f"Options.from_json: {value!r}") if dot and kind in enums else value

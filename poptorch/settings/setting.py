@@ -1,4 +1,4 @@
-"""What groups of options are made of: settings, each declared once with its default, what it accepts and its effect.
+"""Building blocks of option groups: settings declared with default, validation and effect.
 
 `poptorch.options` declares them; its methods only store. From the declarations come the checks, `repr`, freezing,
 copies, and the page of all options.
@@ -17,7 +17,7 @@ NO_EFFECT = "no effect here"
 
 
 class Setting:
-    """One setting of a group, declared in the body of its class: `device_iterations: int = setting(1, ...)`.
+    """One setting of a group, declared in its class body: `device_iterations: int = setting(1, ...)`.
 
     Values lie in the `__dict__` of each group, where they stand before this declaration.
 
@@ -67,7 +67,7 @@ class Setting:
         self.name = name
 
     def check(self, value: Any, owner: str) -> None:
-        """Raise if the setting of the group `owner` does not accept this value."""
+        """Raise an error unless this setting of group `owner` accepts the value."""
         if isinstance(value, self.kind) and (self.valid is None or self.valid(value)):
             return
         raise self.error(f"{self.words}{owner}.{self.by}: `{self.name}` is {value!r}; expected {self.expects}.")
@@ -77,7 +77,7 @@ setting: Any = Setting  # of any type, so that a class can say which type its va
 
 
 class Group:
-    """A group within options, declared in the body of their class; each object has one of its own.
+    """Nested option group, declared in a class body; each object owns one instance.
 
     Args:
         kind: the class of the group.
@@ -96,7 +96,7 @@ group: Any = Group
 
 
 class OptionsDict:
-    """Settings with names and defaults, which can be frozen.
+    """Named settings with defaults, optionally frozen.
 
     Settings are read as attributes. What has the same settings is equal. To set one of another name raises
     `AttributeError`, to set one to a value of another type than it has raises `AssertionError`.
@@ -116,7 +116,7 @@ class OptionsDict:
 
     @classmethod
     def _declared(cls) -> dict[str, Setting | Group]:
-        """The settings and groups that this class and those above it declare, in this order."""
+        """Settings and groups declared by this class and its base classes, base classes first."""
         return {
             name: declared
             for above in reversed(cls.__mro__)
@@ -128,7 +128,7 @@ class OptionsDict:
         return {name: vars(self)[name] for name in self._declared()}
 
     def _set(self, **values: Any) -> Self:
-        """Check all of these settings, then set them."""
+        """Validate all given settings, then set them."""
         self._check(**values)
         vars(self).update({name: _own(value) for name, value in values.items()})
         return self
@@ -164,7 +164,7 @@ class OptionsDict:
                 value._mark(frozen)
 
     def exists(self, name: str) -> bool:
-        """Whether there is a setting of this name.
+        """Whether a setting of this name exists.
 
         Example:
             >>> import poptorch
@@ -174,7 +174,7 @@ class OptionsDict:
         return isinstance(self._declared().get(name), Setting)
 
     def update(self, other: Mapping[str, Any]) -> Self:
-        """Set all that a dictionary says, by the names of settings, as `toDict` gives them.
+        """Update settings from a dictionary by name, in `toDict` format.
 
         Raises:
             AttributeError: if there is no setting of a name, or the options are frozen. Nothing is set then.
@@ -198,17 +198,17 @@ class OptionsDict:
         return {name: _own(value) for name, value in self._values().items()}
 
     def freeze(self) -> None:
-        """Refuse all changes from now on. What uses options freezes them, so that they say what was used."""
+        """Reject further changes. Users of options freeze them, to preserve the values used."""
         self._mark(True)
 
     def clone(self) -> Self:
-        """A deep copy of these settings that is not frozen."""
+        """An unfrozen deep copy."""
         cloned = copy.deepcopy(self)
         cloned._mark(False)
         return cloned
 
     def _adopt(self, other: OptionsDict) -> None:
-        """Take over the settings of `other`, of the same class; groups stay the same objects."""
+        """Copy settings from `other`, of the same class; group objects keep their identity."""
         for name, value in other._values().items():
             if isinstance(self._declared()[name], Group):
                 vars(self)[name]._adopt(value)
@@ -225,24 +225,24 @@ class OptionsDict:
 
 
 def _own(value: Any) -> Any:
-    """A value that changes with nothing outside: what is set may be frozen, while its user's lists go on."""
+    """Copy of a value, independent of later changes by its user; unfrozen for settings."""
     if isinstance(value, OptionsDict):
         return value.clone()
     return copy.copy(value) if isinstance(value, (list, dict)) else value
 
 
 def positive(value: int) -> bool:
-    """Whether a number may be set that has to be positive."""
+    """Whether a number is positive."""
     return value > 0
 
 
 def strings(value: Iterable[object]) -> bool:
-    """Whether there are strings only."""
+    """Whether all values are strings."""
     return all(isinstance(each, str) for each in value)
 
 
 def table(group: type[OptionsDict], title: str, path: str) -> str:
-    """The settings of one group as a table in Markdown: its name, what sets it, its default, and its effect here."""
+    """Markdown table of a group's settings: name, setter, default, effect."""
     settings = [declared for declared in group._declared().values() if isinstance(declared, Setting)]
     rows = [
         f"| `{each.name}` | `{path}{each.by}` | {_cell(each.shown)} | {_sentence(each.here)} |" for each in settings
@@ -261,6 +261,6 @@ def _sentence(text: str) -> str:
 
 
 def in_words(kind: Any) -> str:
-    """What values of some types are called where one is expected."""
+    """Description of acceptable types for error messages."""
     kinds = getattr(kind, "__args__", None) or (kind if isinstance(kind, tuple) else (kind,))
     return "a value of " + " or ".join("None" if each is type(None) else each.__name__ for each in kinds)

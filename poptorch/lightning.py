@@ -298,9 +298,7 @@ class IPUStrategy(SingleDeviceStrategy):
         self._forget()
 
     def _end_training(self) -> None:
-        """After training has begun, copy weights back and discard all programs, forcing recompilation from the module's
-        current state.
-        """
+        """After training, copy weights back and discard all programs, so that they are recompiled."""
         if self.training is not None:
             self._forget()
 

@@ -1,5 +1,4 @@
-"""Serialization: conversion between Python values and JSON data. Deserialization creates only value types written out
-here.
+"""Serialization: Python values to JSON data and back. Deserialization creates only types listed here.
 
 Named tuples, dataclasses, and subclasses of tuples, lists and dictionaries are written with the names of their classes.
 They come back as these if the program that reads them has imported them; then they are filled without being called. No
@@ -90,9 +89,7 @@ def to_data(value: Any, name: str) -> Any:
 
 
 def _of_class(value: Any, bases: Sequence[type], items: list[Any], fields: Sequence[str] = ()) -> dict[str, Any]:
-    """Serialize a container's contents under the name of its first matching base class; subclasses add their class
-    name.
-    """
+    """Serialize a container under the name of its first matching base class; subclasses add their class name."""
     kind, base = type(value), next(base for base in bases if isinstance(value, base))
     data = {_CONTAINERS[base]: items}
     return data if kind is base else data | {"class": f"{kind.__module__}:{kind.__qualname__}", "fields": list(fields)}
@@ -176,9 +173,7 @@ def _like_class(path: str, fields: list[str], held: tuple[Any, Any]) -> Any:
 
 
 def _imported(path: str, base: type) -> type | None:
-    """Look up an already imported class by name. Standard-library classes are excluded, since some do more than store
-    data.
-    """
+    """Look up an already imported class by name, except standard-library classes: some do more than store data."""
     module, _, names = path.partition(":")
     if module.partition(".")[0] in sys.stdlib_module_names:
         return None
@@ -233,7 +228,7 @@ _OF_THE_PROCESS = ("Distributed.",)  # what the environment says
 def options_to_data(options: Options) -> dict[str, Any]:
     """Serialize options. The execution strategy is omitted: the program already contains block placement.
 
-    Nor are options that touch the machine: they are for who runs the model.
+    Options of the machine are omitted, too: they belong to the process that runs the model.
     """
     return {
         name: to_data(_without_the_run(value) if name == _OF_SESSIONS else value, f"options.{name}")

@@ -49,8 +49,7 @@ def captured_model(
     has_fewer_rows: bool = False,
     counts: Collection[str] | None = None,
 ) -> tuple[Captured, Answer]:
-    """Capture a model for arguments with given tensor layouts, and check that it can be compiled. Return the capture
-    and its output structure.
+    """Capture a model for given tensor layouts, and check that it can be compiled. Return capture and output structure.
 
     Args:
         places: where in memory the tensors of a micro-batch are; see `places_of`.
@@ -128,7 +127,7 @@ _Capture = tuple[Captured, Answer, Ambient]
 def _counting(plain: Captured, capture: Callable[[Tape], _Capture], counts: Collection[str] | None) -> _Capture | None:
     """The capture with `forward`'s changing numbers computed on the host, if otherwise equivalent; else `None`.
 
-    There is one for each way that Python may choose by these numbers. Those that cannot be carried are left out.
+    Each Python branch on these numbers needs a capture of its own. Numbers that cannot be carried are left out.
     """
     first, refused, left = plain.changed, set[str](), _MOST_CAPTURES
     while first:

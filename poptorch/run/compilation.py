@@ -190,8 +190,7 @@ def carries(
     options: Options,
     training: bool,
 ) -> bool:
-    """Extend a program to accept new non-tensor argument values, provided `forward` only passes them through. Return
-    whether it does.
+    """Extend a program to new non-tensor argument values, if `forward` only passes them through. Return success.
 
     Args:
         model: the model.

@@ -25,8 +25,8 @@ def ipuHardwareVersion() -> int:
 
 
 def chosen_device(options: Options) -> str | popart.DeviceInfo:
-    """The device selected by options, in `popxl.Session`'s format: `"ipu_model"` means CPU, `"ipu_hw"` the best
-    available device; or an offline target machine.
+    """The device selected by options, for `popxl.Session`: a name, a device, or an offline target. `"ipu_model"` is the
+    CPU, `"ipu_hw"` the best available device.
 
     Raises:
         poptorch.Error: if there is none with the number that they name.

@@ -215,9 +215,7 @@ class PoplarExecutor:
             return smaller(runs, self._compiled_for, None if self._trainer is None else self._trainer.numbers)
 
     def _take_changes(self) -> None:
-        """Synchronize weights trained by other wrappers; discard the program if the model or optimiser has structurally
-        changed since compilation.
-        """
+        """Synchronize weights trained by other wrappers; discard the program after structural changes."""
         with self._lock:
             if self._compiled is None:
                 return
@@ -231,9 +229,7 @@ class PoplarExecutor:
                 self._give_up(_ANOTHER_FORM)
 
     def _give_up(self, reason: str) -> None:
-        """Discard the program, forcing recompilation at the next call, unless `reason` is empty. Weights, optimiser
-        state and random state are preserved.
-        """
+        """Discard the program unless `reason` is empty. Weights, optimiser state and random state are preserved."""
         if reason:
             logger.info("The model is compiled again at its next call: %s.", reason)
             if isinstance(self._compiled, Compiled):
@@ -378,7 +374,7 @@ class PoplarExecutor:
 
     @property
     def _may_be_compiled_for_fewer_rows(self) -> bool:
-        """Whether smaller batches may run: excluded with several processes, whose batch sizes may differ, and with
+        """Whether smaller batches may run: not with several processes, whose batch sizes may differ, nor with
         per-replica parameters, which require all replicas.
         """
         options = self._options
@@ -661,8 +657,7 @@ class PoplarExecutor:
 
     @_traced("setOptimizer")
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Train with this optimiser's current settings from now on. Changing the optimiser class requires a new
-        wrapper.
+        """Train with this optimiser's current settings from now on. Another optimiser class needs another wrapper.
 
         Nothing is transferred but numbers; if it has other parameters, or other groups of them, the next call compiles
         the model again. If it is another object than before, that one's state comes home; and the
@@ -963,9 +958,7 @@ _HANDING_OUT = frozenset({"modules", "named_modules", "children", "named_childre
 
 
 def _changed_weights(compiled: Compiled | InParts, training: bool) -> dict[str, np.ndarray]:
-    """Parameters and buffers possibly changed by a program: everything in training, overwritten tensors only in
-    inference.
-    """
+    """Tensors possibly changed by a program: all in training, only those it overwrites in inference."""
     return compiled.weights(None if training else compiled.ends.written)
 
 

@@ -1,6 +1,7 @@
 """Detection of user changes to a module after compilation: hooks, methods, attribute contents.
 
-A program is what `forward` did before, so it is told. Parameters, buffers and layers are looked at in `weights.py`.
+A program is what `forward` did before, so the user is warned. Parameters, buffers and layers are looked at in
+`weights.py`.
 """
 
 from __future__ import annotations
@@ -113,8 +114,8 @@ def _counts_in_module(kind: type, text: str, before: Any, now: Any) -> bool:
 
 
 def _counts(before: Any, now: Any, place: HolderSnapshot) -> bool:
-    """Whether a changed container item or object attribute was probably intended to take effect. Added or removed
-    layers and functions count; numbers and texts are more likely hook records.
+    """Whether a changed item of a container or object was probably intended to take effect. Added or removed layers and
+    functions count; numbers and texts are more likely hook records.
     """
     if now is GROWS:
         known = {id(each): each for each in place.before}

@@ -96,9 +96,7 @@ class HostModel:
         return weights.tensors_of(self.module)
 
     def form(self) -> tuple[tuple[str, Any], ...]:
-        """Structure that a program depends on, excluding values: modules, parameter names and buffer names. Tied
-        tensors appear under their first name.
-        """
+        """Model structure that a program depends on: modules, parameter and buffer names (first names of tied ones)."""
         if self.module is None:
             return ()
         modules, first = dict(torch.nn.Module.named_modules(self.module)), dict[int, str]()

@@ -140,8 +140,7 @@ class Places:
 
 
 class InParts:
-    """A model compiled as several subgraphs. Provides `Compiled`'s interface where it does not require a single
-    program.
+    """A model compiled as several subgraphs, with `Compiled`'s interface where that needs no single program.
 
     Args:
         capture: captures the model once more: for these tensors, and what was made at the first cuts.
@@ -198,7 +197,7 @@ class InParts:
     def _grow(self, way: Way) -> bool:
         """Extend the subgraph tree with an execution path. Return whether an existing program needs additional outputs.
 
-        Each is made when a run comes to it: what the host will make on the rest of the way is a guess so far.
+        Each program is compiled when a run reaches it: host results further along the path are guesses so far.
         """
         if self._holds_buffers and (others := way.captured.written.keys() - self._held.keys()):
             raise createPoptorchError(
@@ -253,7 +252,7 @@ class InParts:
     ) -> list[Content]:
         """Partition ops into subgraph contents, each computing only values not computed earlier.
 
-        What is the same in every run each part makes by itself.
+        Each subgraph recomputes run-invariant values itself.
 
         Args:
             way: the way.
@@ -287,9 +286,7 @@ class InParts:
         return found[::-1]
 
     def _made(self, way: Way, places: Places, content: Content, number: int = 0) -> Compiled:
-        """Compile a subgraph. Its number offsets the random seed, so that it draws different random numbers than
-        earlier programs.
-        """
+        """Compile a subgraph. Its number offsets the seed: earlier programs draw different random numbers."""
         nodes = content.nodes
         values = [places.value[place] for place in content.given]
         wanted = [places.value[place] for place in content.wanted]

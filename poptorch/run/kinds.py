@@ -1,7 +1,7 @@
 """`ByArguments`: a signature cache, with one program per argument signature.
 
-`generate` of `transformers` is such a caller: a prompt goes through the model at once, and then one token after the
-other. Its loop runs on the host; `calls_of` has each call that it makes of the module go to the device.
+It serves `generate` of `transformers`: a prompt goes through the model at once, and then one token after the other.
+Its loop runs on the host; `calls_of` has each call that it makes of the module go to the device.
 """
 
 from __future__ import annotations
@@ -87,8 +87,7 @@ _DOOR = "_compiled_call_impl"  # which `Module.compile` sets
 
 
 def with_lasting_cache(module: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Add a static-cache request to `generate` arguments, provided the model comes from `transformers` and no cache is
-    specified.
+    """Request a static cache in `generate` arguments, if the model is from `transformers` and specifies none.
 
     A cache that grows is of another shape for each token.
     """

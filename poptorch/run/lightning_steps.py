@@ -116,8 +116,7 @@ _WHERE_TRACED = {"_enable_grad": True, "validate_args": False}
 
 
 class _OfMetric:
-    """A metric method's return value within a step: the deferred call's result on the host, else the traced
-    computation.
+    """A metric's return value within a step: on the host, the deferred call's result; else the traced computation.
 
     Most steps only log it, or leave it. If anything else is done to it, the metric becomes a part of the program.
 

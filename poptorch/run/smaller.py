@@ -1,7 +1,7 @@
 """`SmallerBatches`: programs for batches with fewer rows than a model was compiled for.
 
-The last batch of a data set is one. Each program has variables of its own: it is given what the model's has, runs, and
-gives back what it leaves.
+A typical case is the last batch of a data set. Each program has variables of its own: it is given what the model's has,
+runs, and gives back what it leaves.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class SmallerBatches:
         self._has_told = False
 
     def runs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Run]:
-        """Split a smaller batch into runs; empty if arguments differ from full batches in anything besides row counts.
+        """Split a smaller batch into runs; empty if tensors differ from full batches in more than row counts.
 
         What is no tensor may be other than it was: the programs are compiled for what there is.
         """
@@ -88,8 +88,8 @@ class SmallerBatches:
         return runs
 
     def padded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-        """A function running the full-batch program on padded arguments, returning only real rows' results; `None` if
-        padding is disabled in the options, or padded rows would affect results.
+        """A function running the full-batch program on padded arguments, which returns only real rows' results; `None`
+        if options disable padding, or padded rows would affect results.
         """
         whole, options = self._whole, self._options
         may_pad = options.partial_batch is PartialBatch.Pad and options.output_mode is OutputMode.All
@@ -170,9 +170,7 @@ class SmallerBatches:
 
     @contextmanager
     def _handed_on(self, program: Program) -> Iterator[None]:
-        """Context manager transferring persistent state from the main program to a smaller one before its run, and back
-        afterwards.
-        """
+        """Context manager moving persistent state to a smaller program before its run, and back afterwards."""
         ends = program.ends
         changes = self._training or bool(ends.written) or bool(program.counted) or ends.random is not None
         if changes or self._versions.get(id(program)) != self._whole.version:

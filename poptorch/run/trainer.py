@@ -140,8 +140,8 @@ class Trainer:
         return steps
 
     def outgrown(self, optimizer: torch.optim.Optimizer) -> str:
-        """Why the program is incompatible with an optimiser, or an empty string: trained parameters, their
-        hyperparameter groups and shared step counters are compiled in.
+        """Why the program does not fit an optimiser: different trained parameters, groups or shared step counts; empty
+        if it fits.
 
         Raises:
             poptorch.Error: if the optimiser trains nothing of the model.
@@ -178,8 +178,7 @@ class Trainer:
         return wanted <= Counter(shapes)
 
     def connect(self, compiled: Compiled | TrainedInParts, offline: bool = False) -> None:
-        """Connect a new program, which owns the state from now on. Preloaded optimiser state is uploaded before its
-        next run.
+        """Connect a new program, which owns the state from now on. Preloaded state is uploaded before its next run.
 
         Args:
             compiled: the program.
@@ -451,9 +450,7 @@ def _said(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[dict[str, A
 
 
 def _says(optimizer: torch.optim.Optimizer, said: tuple[list[Any], list[dict[str, Any]], list[int]]) -> bool:
-    """Whether an optimiser's hyperparameters match a snapshot. Takes a microsecond: parameter lists are compared as
-    identical objects.
-    """
+    """Whether hyperparameters match a snapshot. Takes a microsecond: parameter lists are identical objects."""
     groups = optimizer.param_groups
     return groups == said[1] and _own_numbers(optimizer) == said[0] and list(map(_size, groups)) == said[2]
 

@@ -58,8 +58,7 @@ def tensors_of(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
 
 
 def check_apart(tensors: Mapping[str, torch.Tensor], written: Container[str]) -> None:
-    """Check that tensors overwritten by a program share no memory with other parameters or buffers, which would not
-    change with them.
+    """Check that tensors overwritten by a program share no memory with other tensors, which would not change too.
 
     Args:
         tensors: parameters and buffers by name; those that are the same object have one name.
@@ -151,7 +150,7 @@ def _check_names(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> N
 class Instrumented:
     """A module with device-modified parameters and buffers, which are copied back on first read.
 
-    It holds until `destroy`, or until the last reference to this object is gone; the module has none.
+    Instrumentation lasts until `destroy`, or until the last reference to this object is gone; the module has none.
 
     Args:
         module: the module. It and the tensors that the device changes get other classes, of the same types as before
@@ -260,7 +259,7 @@ class Instrumented:
             raise hook_problem("A module of the model")
 
     def tell_of_gradients(self, asker: str) -> None:
-        """Warn code reading `p.grad`, which is `None`, how to access gradients.
+        """Warn code that reads `p.grad`, which is `None`, about accessing gradients.
 
         Raises:
             Error: if it is a function of PyTorch that changes gradients.
@@ -281,8 +280,7 @@ class Instrumented:
             )
 
     def to_host(self, fetch: Callable[[], Mapping[str, np.ndarray]] | None = None) -> None:
-        """Copy device values back, stale or not, into the tensors originally uploaded, even if the module has since
-        replaced them.
+        """Copy device values back, stale or not, into the tensors last uploaded, even if replaced in the module since.
 
         Args:
             fetch: gives them; by default, those of what the device changes.
@@ -325,9 +323,7 @@ class Instrumented:
             self.host = before
 
     def destroy(self) -> None:
-        """Restore original classes of the module, its parameters and buffers. Device values not yet copied back are
-        lost.
-        """
+        """Restore original classes of module, parameters and buffers. Values not yet copied back are lost."""
         self._undo()
         if self in _trainings:
             _trainings.remove(self)
@@ -452,14 +448,14 @@ class HostWrites:
         self._holders, self._keys, self._held = zip(*self._places.values(), strict=True) if self._places else ((),) * 3
 
     def names(self) -> list[str]:
-        """Names of tensors modified since. Every model call checks, so this must be fast."""
+        """Names of tensors modified since `forget`. Every model call checks, so this must be fast."""
         now = self._now()
         if now == self._versions:
             return []
         return [name for name, version in now.items() if version != self._versions[name]]
 
     def replaced(self) -> list[str]:
-        """Names of replaced or added parameters, buffers and modules. Equally fast."""
+        """Names of replaced or added parameters, buffers and modules since `forget`. Equally fast."""
         grown = [home for home in self._homes if len(home[1]) > home[2]]
         if not grown and all(map(is_, map(dict.get, self._holders, self._keys), self._held)):
             return []

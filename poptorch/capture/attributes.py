@@ -1,5 +1,4 @@
-"""Snapshots of module attributes: values from wrapping time, in force during a capture; the others return
-afterwards."""
+"""Snapshots of module attributes: captures run with values from wrapping time, and restore current ones afterwards."""
 
 from __future__ import annotations
 
@@ -82,7 +81,7 @@ class Attributes:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Install this snapshot on the modules during a block, and the previous attributes afterwards."""
+        """Install this snapshot on the modules during a block, then reinstall the previous attributes."""
         before = [(namespace, dict(namespace)) for namespace, _ in self._values]
         try:
             _set(self._values)
@@ -118,8 +117,7 @@ class Attributes:
 
 
 def _is_setting(name: str, value: Any) -> bool:
-    """Whether an attribute looks like a user setting, such as a temperature: a public number. (NaN never equals
-    itself.)"""
+    """Whether an attribute looks like a number that users set, such as a temperature. (NaN never equals itself.)"""
     return type(value) in (bool, int, float) and not name.startswith("_") and name != "training" and value == value
 
 
@@ -158,7 +156,7 @@ def noting() -> Iterator[list[tuple[torch.nn.Module, str]]]:
 def not_rebound(
     module: torch.nn.Module | None, is_made: Callable[[str, torch.Tensor], bool] = lambda name, t: False
 ) -> Iterator[None]:
-    """Check that a block leaves every parameter and buffer in place, and restore all of them in any case.
+    """Check that a block leaves every parameter and buffer in place, and restore them in any case.
 
     What is new is removed. Batch norms may do what they like. What a module is moved to (`self.layer.half()`) it has
     for the rest of the block.

@@ -123,8 +123,7 @@ def _trilinear(
     sumdim: Sizes,
     unroll_dim: int = 1,
 ) -> torch.Tensor:
-    """Sum, over some dimensions, of products of three tensors; each lacks some dimensions and is broadcast along
-    them."""
+    """Sum, over some dimensions, of products of three tensors, each broadcast along dimensions that it lacks."""
     dims = range(i1.dim() + len(expand1))
     first, second, third, out = ([d for d in dims if d not in lacks] for lacks in (expand1, expand2, expand3, sumdim))
     return torch.einsum(i1, first, i2, second, i3, third, out)

@@ -25,7 +25,7 @@ def _flex_attention(
     score_mod_other_buffers: tuple[Any, ...] = (),
     mask_mod_other_buffers: tuple[Any, ...] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention with a user function that modifies scores, and another one that masks them.
+    """Attention with user functions that modify and mask scores.
 
     They are written for one score at one place, and are called once for all, with places that broadcast. Blocks only
     say which scores a kernel need not compute.
@@ -141,7 +141,7 @@ _TURNS = 64
 
 
 def in_turns(op: torch._ops.OpOverload, t: torch.Tensor) -> Callable[..., torch.Tensor] | None:
-    """Sequential form of an in-place op for a self-overlapping tensor; `None` if unnecessary, or if it is too long.
+    """Sequential form of an in-place op for a self-overlapping tensor; `None` if unnecessary or too long.
 
     Where several elements are one number, PyTorch changes it by one after the other. (Ops of one element at a time it
     does not let change what has been expanded.)

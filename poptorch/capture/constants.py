@@ -153,7 +153,7 @@ def _of_whole(node: Node, given: Mapping[str, Any]) -> list[Any]:
 
 
 def _with(function: Callable[..., Any], signature: inspect.Signature, arguments: dict[str, Any]) -> Any:
-    """Call a function by argument names, as its caller did; it may have fewer parameters than its variants."""
+    """Call a function by argument names, as in its original call; some variants have fewer parameters."""
     own: Mapping[str, inspect.Parameter] = {}
     try:
         own = inspect.signature(function).parameters

@@ -148,8 +148,7 @@ class Cuts:
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
-        """Continue random draws where the previous graph break ended: otherwise, loops waiting for a number never
-        terminate."""
+        """Continue random draws after the previous graph break; otherwise, loops waiting for a number never end."""
         generator = torch.default_generator
         with without_modes():
             before = generator.get_state()
@@ -198,7 +197,7 @@ def _has_floats(leaf: Any) -> bool:
 
 
 def _comes_of(values: Sequence[Value], others: Collection[Value]) -> bool:
-    """Whether any of these values depends on any of `others`."""
+    """Whether values depend, directly or indirectly, on any of `others`."""
     waiting, seen = list(values), set[int]()
     while waiting:
         value = waiting.pop()

@@ -34,7 +34,7 @@ LIKE_ANOTHER = frozenset([torch.Tensor.to, torch.Tensor.type_as])
 
 
 def on_cpu(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any, bool]:
-    """A PyTorch function and its arguments, `ipu` replaced by the CPU; and whether any device was replaced."""
+    """A PyTorch function and its arguments, with CPU replacing `ipu`; and whether any device was replaced."""
     if function is torch.Tensor.ipu:  # type: ignore[attr-defined]
         return torch.Tensor.to, (args[0], "cpu"), {}, True
     is_to = function is torch.Tensor.to

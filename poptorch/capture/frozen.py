@@ -109,7 +109,7 @@ _Part = tuple[Any, Any, Any, str]
 
 
 def _place(t: torch.Tensor, roots: Iterable[_Part], own: Collection[int]) -> tuple[_Part, bool] | None:
-    """Locate a tensor among objects and their members; and whether one of the modules `own` contains it."""
+    """Locate a tensor among objects and their members; and whether any module `own` contains it."""
     waiting = deque((part, False) for part in roots)
     known: set[int] = set()
     while waiting and len(known) < _MOST:

@@ -1,4 +1,4 @@
-"""Changes that `forward` makes to host objects. A program carries none from run to run: they are detected and undone.
+"""Changes that `forward` makes to host objects. No program carries these between runs: they are detected and undone.
 
 Looked at are the attributes of modules, what functions name (variables of files and of functions around), and the
 containers and objects of the user's that can be reached from there.
@@ -329,7 +329,7 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def _defaults(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Parameters of a function that have default values, with these values."""
+    """Parameters of a function with default values, paired with these defaults."""
     code, defaults = function.__code__, function.__defaults__ or ()
     yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
     yield from (function.__kwdefaults__ or {}).items()
@@ -395,7 +395,7 @@ def _overwrites(code: CodeType, name: str) -> Iterator[int]:
 
 
 def _mentions(code: CodeType, name: str) -> Iterator[int]:
-    """Source lines that mention a name at all, as in `setattr(self, "name", 1)`."""
+    """Source lines mentioning a name, as in `setattr(self, "name", 1)`."""
     return (_line(instruction) for instruction in _instructions(code) if instruction.argval == name)
 
 

@@ -1,4 +1,4 @@
-"""Numbers that tell the tensors of a program apart while it is captured."""
+"""Identifiers of tensor contents during capture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from poptorch.errors import createPoptorchError
 
 
 def getIpuTensorId(tensor: torch.Tensor) -> int:
-    """A number for what a tensor holds at this moment of a model's `forward`: the same as long as nothing writes to it.
+    """Identifier of a tensor's current contents within a model's `forward`, constant until the tensor is overwritten.
 
     Args:
         tensor: a tensor of a model that is being captured.

@@ -1,4 +1,4 @@
-"""`getitem` and `setitem`: indexing where tensors of shape [] say which rows, and only a run knows their numbers.
+"""`getitem` and `setitem`: dynamic indexing by integer tensors of shape [], whose contents are known only at run time.
 
 PyTorch would read them, as it does with Python's numbers. Here the rows are taken by `index_select`, and put back by
 `index_copy_`; all other indices do what they always do. How many rows there are has to be known: `x[i : i + 2]`.
@@ -14,17 +14,17 @@ from poptorch.errors import createPoptorchError
 
 
 class Numbers(Protocol):
-    """What is known of the numbers in tensors."""
+    """Protocol for queries about constant tensor contents."""
 
     def is_known(self, t: torch.Tensor) -> bool:
-        """Whether they can be read."""
+        """Whether tensor contents are readable during capture."""
 
     def distance(self, start: torch.Tensor, stop: torch.Tensor) -> int | None:
-        """How much greater one number is than another, if that is the same in every run."""
+        """Difference `stop - start` of two scalars, if constant across runs; otherwise `None`."""
 
 
 def getitem(t: torch.Tensor, index: Any, numbers: Numbers) -> torch.Tensor:
-    """`t[index]`. Tensors of which it is known what they are PyTorch can read."""
+    """`t[index]`. Index tensors with known contents are left to PyTorch."""
     found = _first_unknown(t, index, numbers)
     if found is None:
         return t[index]
@@ -45,7 +45,7 @@ def setitem(t: torch.Tensor, index: Any, value: Any, numbers: Numbers) -> None:
 
 
 def _first_unknown(t: torch.Tensor, index: Any, numbers: Numbers) -> tuple[int, torch.Tensor, tuple[Any, ...]] | None:
-    """The first dimension of which tensors say the rows, these rows, and the index once they are taken."""
+    """First dimension with a run-time index, its row numbers, and the remaining index; `None` if absent."""
     indices = index if isinstance(index, tuple) else (index,)
     taken = [_dims(each) for each in indices]
     dim = 0
@@ -63,7 +63,7 @@ def _first_unknown(t: torch.Tensor, index: Any, numbers: Numbers) -> tuple[int, 
 
 
 def _rows(part: slice, size: int, numbers: Numbers) -> torch.Tensor | None:
-    """The rows of a slice between two tensors; `None` for one that PyTorch can take, or is to complain about.
+    """Row numbers of a slice between two scalar tensors; `None` if PyTorch should handle the slice, or raise an error.
 
     Raises:
         poptorch.Error: if there are none, or their number does not divide that of all.
@@ -92,7 +92,7 @@ def _from_the_front(row: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _dims(index: Any) -> int:
-    """How many dimensions an index is for."""
+    """Number of dimensions that an index consumes."""
     if index is None or index is Ellipsis or isinstance(index, bool):
         return 0
     return index.dim() if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) else 1

@@ -1,4 +1,4 @@
-"""Which value of a trace is the loss."""
+"""Identification of a trace's loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MARKED = frozenset({*LOSSES, "poptorch.identity_loss"})
 
 
 def final_loss(trace: Trace) -> Value:
-    """The one loss that no other is made of.
+    """The single loss on which no other loss depends.
 
     Of several, those do not count that nothing is made of that the function returns, if one of them is left.
 
@@ -61,7 +61,7 @@ _SAME = frozenset(
 
 
 def tell_of_another(trace: Trace, loss: Value) -> None:
-    """Warn if the function returns something that looks like what it should be trained by, and is not the loss.
+    """Warn if the function returns a value that resembles a training objective but differs from the loss.
 
     That is a number that is made of the loss and of something else that gradients flow through; or of the loss alone,
     if that is not returned.
@@ -88,7 +88,7 @@ def tell_of_another(trace: Trace, loss: Value) -> None:
 
 
 def _has_the_same_sum(node: Node) -> bool:
-    """Whether the gradients of the one number that an op makes, or of their sum, are those of what it is made of."""
+    """Whether an op preserves the sum of its input elements, and therefore their gradients."""
     if node.op == "aten.mean":
         return all(prod(value.shape) == 1 for value in node.inputs)
     return node.op in _SAME

@@ -1,4 +1,4 @@
-"""`capture`: run a function on tensors without numbers, and write down what it does.
+"""`capture`: trace a function by running it on fake tensors, which have shapes and dtypes but no contents.
 
 Afterwards its module is as it was before. Hooks on gradients are found, and what cannot be captured is an error that
 says where.
@@ -51,7 +51,7 @@ from popxl.extend.source import SourceLocation
 
 @dataclass(frozen=True)
 class Captured:
-    """A module's `forward`, written down.
+    """Result of capturing a module's `forward`.
 
     Attributes:
         trace: what it does; its inputs are those given, then the tensors of the module.
@@ -102,7 +102,7 @@ def capture(
     function: Callable[..., Any] | None = None,
     tape: Tape | None = None,
 ) -> Captured:
-    """Write down what a function does.
+    """Trace a function by running it on fake tensors.
 
     One that has PyTorch make gradients runs twice: the second time all is written down op by op, of which PyTorch knows
     the derivatives.
@@ -151,7 +151,7 @@ def _capture(
     function: Callable[..., Any] | None,
     tape: Tape | None,
 ) -> Captured:
-    """See `capture`. What surrounds `forward` restores the module, and objects of the host that it changes."""
+    """Implementation of `capture`. Context managers around `forward` restore the module and changed host objects."""
     recorder = tracer.recorder
 
     def is_made(name: str, t: torch.Tensor) -> bool:  # by every run alike, and none asks for what was there
@@ -243,7 +243,7 @@ def _check_buffers(
     starts: Mapping[str, Value],
     ends: Mapping[str, Value],
 ) -> None:
-    """Raise if a buffer whose numbers are a part of the program is overwritten, or one has another shape at the end."""
+    """Raise an error if a constant-folded buffer is overwritten, or if any tensor of the module changes shape."""
     for key, where in recorder.read.items():
         if ends[key] is not starts[key]:
             raise createPoptorchError(
@@ -256,14 +256,14 @@ def _check_buffers(
 
 
 def _count(module: torch.nn.Module, tape: Tape) -> None:
-    """Have a module hold counters in place of the numbers that a tape has."""
+    """Replace the tape's numbers in module attributes by counters."""
     tape.begin()
     for place, (namespace, key) in enumerate(_holding(module, tape.first)):
         namespace[key] = tape.counter(place)
 
 
 def _end(module: torch.nn.Module, tape: Tape, changed: Iterable[str]) -> None:
-    """Have a tape note what the numbers are, and the module hold no counter of its own."""
+    """Record final numbers on the tape, and remove counters from the module."""
     names = list({*tape.first, *changed})
     for name, (namespace, key) in zip(names, _holding(module, names), strict=True):
         tape.end(name, namespace.pop(key, None))
@@ -271,7 +271,7 @@ def _end(module: torch.nn.Module, tape: Tape, changed: Iterable[str]) -> None:
 
 
 def _holding(module: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple[dict[str, Any], str]]:
-    """What holds each number of such a path and name, and its name there."""
+    """Attribute dictionary and key of each number, from its module path and name."""
     modules = dict(torch.nn.Module.named_modules(module))
     for name in names:
         path, _, key = name.rpartition(".")
@@ -300,7 +300,7 @@ def _reshaped(name: str, t: torch.Tensor, before: Value, after: Value, where: So
 
 @contextmanager
 def _told(recorder: Recorder) -> Iterator[None]:
-    """Have errors of a function that is captured say where, and what to do where that is known."""
+    """Add source lines, and known remedies, to errors raised by a captured function."""
     try:
         yield
     except UNREADABLE as problem:
@@ -318,12 +318,12 @@ def _told(recorder: Recorder) -> Iterator[None]:
 
 
 def _as_eager_says(text: Any) -> Any:
-    """A part of an error of PyTorch, which names the types of what it was given."""
+    """Error argument from PyTorch, with fake tensor types renamed to real ones."""
     return text.replace("FakeTensor", "Tensor") if isinstance(text, str) else text
 
 
 def _last_frame(problem: BaseException) -> FrameType | None:
-    """Where something was raised."""
+    """Innermost frame of an exception's traceback; `None` without a traceback."""
     last = problem.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -349,7 +349,7 @@ def _first_row(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors_of(module: torch.nn.Module | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, then buffers: a tied one under each of its names, those of a module used twice under its first."""
+    """Parameters, then buffers, by name: tied tensors under every name, tensors of shared modules under their first."""
     modules = dict(torch.nn.Module.named_modules(module)) if module is not None else {}
     for kind in ("_parameters", "_buffers"):
         for path, each in modules.items():
@@ -360,7 +360,7 @@ def _tensors_of(module: torch.nn.Module | None) -> Iterator[tuple[str, torch.Ten
 
 @contextmanager
 def _scopes(module: torch.nn.Module, scopes: list[str]) -> Iterator[None]:
-    """Keep a list of the paths of the modules that are running."""
+    """Maintain a list of paths of running modules within a block."""
     paths = {each: path for path, each in module.named_modules()}
     entered: list[bool] = []
 

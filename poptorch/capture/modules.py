@@ -1,4 +1,4 @@
-"""Modules of PyTorch that look at the numbers in tensors, or at their dtypes, made not to."""
+"""Patches for PyTorch modules that read tensor contents or check dtypes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 
 def averaging() -> AbstractContextManager[None]:
-    """Have batch norms without a momentum average over all batches with one that is a tensor.
+    """Give batch norms without momentum a tensor-valued momentum, to average over all batches.
 
     It is one over the number of batches, which they would read: `momentum=None` stands for the plain average.
     """
@@ -32,7 +32,7 @@ def averaging() -> AbstractContextManager[None]:
 
 
 def recurrent_in_any_dtype() -> AbstractContextManager[None]:
-    """Have recurrent modules take an input of another dtype than their weights': the functions that they call do."""
+    """Let recurrent modules accept inputs whose dtype differs from their weights, as the underlying functions do."""
 
     def before(module: torch.nn.Module) -> None:
         if isinstance(module, torch.nn.RNNBase):
@@ -49,7 +49,7 @@ def recurrent_in_any_dtype() -> AbstractContextManager[None]:
 def _around_forward(
     before: Callable[[torch.nn.Module], None], after: Callable[[torch.nn.Module], None]
 ) -> Iterator[None]:
-    """Have all modules do something before their `forward`, and after it whatever has happened."""
+    """Run callbacks before and after `forward` of every module within a block, even if `forward` raises an error."""
     handles = (
         register_module_forward_pre_hook(lambda module, args: before(module)),
         register_module_forward_hook(lambda module, args, result: after(module), always_call=True),

@@ -1,4 +1,4 @@
-"""Modules of a model that do the same become calls of one function.
+"""Outlining: equivalent modules of a model become calls of one function.
 
 Twelve equal layers of an encoder are captured as twelve runs of ops. What tells that they are equal is their form: the
 ops with all they are given, where values from outside are numbered as they come. Of each form that occurs often enough
@@ -33,7 +33,7 @@ SMALLEST = 8
 
 @dataclass(frozen=True)
 class _Run:
-    """The ops of a module, one after the other.
+    """Contiguous ops of one module.
 
     Attributes:
         path: of the module.
@@ -49,7 +49,7 @@ class _Run:
 
 
 def outlined(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
-    """Ops, of which those of modules that do the same are calls of one trace.
+    """Replace ops of equivalent modules by calls of one shared trace.
 
     Args:
         nodes: all ops, in order.
@@ -72,7 +72,7 @@ def outlined(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
 
 
 def _runs(nodes: Sequence[Node]) -> list[_Run]:
-    """The runs of all modules whose ops follow each other: those that run once, and without others in between."""
+    """Op ranges of outlining candidates: modules that run exactly once, with contiguous ops."""
     found: dict[str, list[_Run]] = {}
     seeding = {position for position, node in enumerate(nodes) if node.op in SEEDING}
     for position, node in enumerate(nodes):
@@ -89,7 +89,7 @@ def _runs(nodes: Sequence[Node]) -> list[_Run]:
 
 
 def _keeps_in_larger_region(nodes: Sequence[Node], run: _Run) -> bool:
-    """Whether ops of a run are kept in a region that has other ops, too: it could not keep results within a call."""
+    """Whether a region saves results of a run, and extends beyond it: calls cannot save inner results."""
     own = nodes[run.start : run.stop]
     beside = [*nodes[max(run.start - 1, 0) : run.start], *nodes[run.stop : run.stop + 1]]
     around = set(_regions_around(own))
@@ -97,7 +97,7 @@ def _keeps_in_larger_region(nodes: Sequence[Node], run: _Run) -> bool:
 
 
 def form_of(nodes: Sequence[Node], known: dict[int, Hashable] | None = None) -> Hashable:
-    """What some ops do, whatever they do it to: equal for runs of which one can stand for the other.
+    """Structural key of ops, independent of their inputs: equal for interchangeable runs.
 
     Args:
         nodes: the ops.
@@ -119,7 +119,7 @@ def form_of(nodes: Sequence[Node], known: dict[int, Hashable] | None = None) -> 
 
 
 def _regions_around(nodes: Sequence[Node]) -> tuple[int, ...]:
-    """The regions that all of these ops are in."""
+    """Recomputation regions that enclose all of these ops."""
     around = nodes[0].regions
     for node in nodes:
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(around, node.regions, strict=False)))
@@ -147,7 +147,7 @@ def _leaf(leaf: Any, known: dict[int, Hashable]) -> Hashable:
 
 
 def from_outside(nodes: Sequence[Node]) -> list[Value]:
-    """The values that ops take from outside, in the order in which they are first taken."""
+    """External inputs of ops, in order of first use."""
     made = {id(r) for node in nodes for r in node.results}
     return list({id(v): v for node in nodes for v in node.inputs if id(v) not in made}.values())
 
@@ -178,7 +178,7 @@ def _with_calls(nodes: Sequence[Node], chosen: list[list[_Run]], wanted: set[int
 
 
 def used_outside(nodes: Sequence[Node], stop: int, last: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Which results of ops are used from a position on: by number of the op, and of its result."""
+    """Results used at or after position `stop`, as pairs: op number, result number."""
     return [
         (number, k)
         for number, node in enumerate(nodes)
@@ -188,7 +188,7 @@ def used_outside(nodes: Sequence[Node], stop: int, last: Mapping[int, int]) -> l
 
 
 def _within(nodes: Sequence[Node], path: str) -> list[Node]:
-    """Ops whose paths begin in a module."""
+    """Ops with scopes and regions relative to a module."""
     depth = len(_regions_around(nodes))
     return [
         replace(node, scope=node.scope.removeprefix(path).lstrip("."), regions=node.regions[depth:]) for node in nodes
@@ -196,7 +196,7 @@ def _within(nodes: Sequence[Node], path: str) -> list[Node]:
 
 
 def call(nodes: Sequence[Node], trace: Trace, returned: Sequence[tuple[int, int]], path: str) -> Node:
-    """A call of a trace in place of some ops that do the same.
+    """Call of a trace that replaces equivalent ops.
 
     Args:
         nodes: the ops.

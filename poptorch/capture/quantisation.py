@@ -1,4 +1,4 @@
-"""What ops of quantisation-aware training are made of that observe their input, and simulate its quantisation."""
+"""Decompositions for ops of quantisation-aware training that observe their input and simulate quantisation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _moving_average(
     per_row_fake_quant: bool = False,
     symmetric_quant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers as so many steps of a scale, and which are in its range. The range follows what comes."""
+    """Fake quantisation with a moving-average range observer: quantised numbers, and a mask of in-range elements."""
     channels = input.shape[ch_axis] if per_row_fake_quant else 1
     if running_min.numel() != channels:
         raise createPoptorchError(
@@ -57,7 +57,7 @@ def _moving_average(
 def _affine(
     low: torch.Tensor, high: torch.Tensor, quant_min: int, quant_max: int, is_symmetric: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scale for a range, and the integer that stands for 0: exactly, so the range is one that has it."""
+    """Affine quantisation parameters: scale and zero point. The range is extended to represent zero exactly."""
     low, high = low.clamp(max=0), high.clamp(min=0)
     has_both = (low < 0) & (high > 0)
     if is_symmetric:

@@ -1,4 +1,4 @@
-"""Which parts of a model are recomputed in the backward pass, and each of them as a call of one function.
+"""Activation recomputation: selected regions of a model, each a call of a function that the backward pass recomputes.
 
 Three things make regions: checkpoints of `torch.utils.checkpoint`, which the tracer records; what stands between the
 tensors of `poptorch.recomputationCheckpoint`; and the option `autoRecomputation`, which pipelines have by default. A
@@ -27,7 +27,7 @@ _NORMS = frozenset(
 
 
 def between_checkpoints(nodes: Sequence[Node], by_stage: bool, to_the_end: bool = False) -> list[Node]:
-    """Ops, in regions that end where tensors are kept.
+    """Assign ops to recomputation regions that end at saved tensors.
 
     Args:
         nodes: all ops, in order. Those in regions of their own stay as they are.
@@ -54,7 +54,7 @@ def between_checkpoints(nodes: Sequence[Node], by_stage: bool, to_the_end: bool 
 
 
 def keeping_all_but_norms(nodes: Iterable[Node]) -> list[Node]:
-    """Ops, of which all are kept but norms, and the ops that read nothing else."""
+    """Mark all ops as saved, except norms and ops whose single input is unsaved."""
     result, lost = list[Node](), set[int]()
     for node in nodes:
         is_norm = node.op in _NORMS or len(node.inputs) == 1 and id(node.inputs[0]) in lost
@@ -65,7 +65,7 @@ def keeping_all_but_norms(nodes: Iterable[Node]) -> list[Node]:
 
 
 def layers(nodes: Sequence[Node]) -> list[Node]:
-    """Ops, with a region for each layer that is outlined, and for pieces of what is between them.
+    """Assign each outlined layer to a recomputation region, and divide ops between layers into regions.
 
     Of n ops between, pieces have about √n each. They end where the values that go on are smallest.
     """
@@ -88,7 +88,7 @@ def layers(nodes: Sequence[Node]) -> list[Node]:
 
 
 def _crossing(nodes: Sequence[Node]) -> list[int]:
-    """Elements of the values that ops before each position make, and ops from there on read."""
+    """Live elements at each position: produced by earlier ops, and read from this position onwards."""
     change = [0] * (len(nodes) + 2)
     made = {id(value): (i, value) for i, node in enumerate(nodes) for value in node.results}
     last = last_uses(map(id, node.inputs) for node in nodes)
@@ -100,7 +100,7 @@ def _crossing(nodes: Sequence[Node]) -> list[int]:
 
 
 def as_calls(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
-    """Ops, of which those of regions are calls of traces, the same one for regions that do the same.
+    """Replace recomputation regions by calls of traces; equivalent regions share one trace.
 
     Args:
         nodes: all ops, in order.
@@ -137,7 +137,7 @@ def _as_calls(
 
 
 def _within_call(node: Node, known: dict[Hashable, Trace], done: dict[Trace, Trace]) -> Node:
-    """An op; of one that calls a trace, with the regions in there as calls."""
+    """A node; for calls of traces, regions inside the trace become calls."""
     if node.op != CALL:
         return node
     trace: Trace = node.arguments["trace"]
@@ -147,13 +147,13 @@ def _within_call(node: Node, known: dict[Hashable, Trace], done: dict[Trace, Tra
 
 
 def _module(part: Sequence[Node]) -> str:
-    """Path of the module that all of these ops are in."""
+    """Longest common module path of these ops."""
     paths = [node.scope.split(".") for node in part]
     return ".".join(names[0] for names in takewhile(lambda names: len({*names}) == 1, zip(*paths, strict=False)))
 
 
 def _trace(part: Sequence[Node], returned: Sequence[tuple[int, int]], known: Any, done: Any) -> Trace:
-    """The ops of a region, whose gradient computes them again."""
+    """Trace of a region's ops, recomputed for its gradient."""
     if len(part) == 1 and part[0].op == CALL:
         called: Trace = part[0].arguments["trace"]
         return replace(called, outputs=[called.outputs[k] for _, k in returned], is_recomputed=True)

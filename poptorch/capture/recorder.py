@@ -1,4 +1,4 @@
-"""`Recorder`: writes ops down in functional form while they happen.
+"""`Recorder`: records ops in functional form during execution.
 
 PyTorch has storages that tensors look at and write to; a `Trace` has values that are made once. What links the two is a
 *cell* for each storage, which holds the value that the storage has now, and for each tensor a *lens*: the views that
@@ -39,7 +39,7 @@ __all__ = ["APPLICATION", "LOOKED_AT", "Data", "Recorder", "View", "below"]
 
 @dataclass(eq=False)
 class _Cell:
-    """A storage: what it holds now, as a tensor in which place, and how often it was overwritten. It keeps it alive."""
+    """A storage: current value, its layout, and a version count. Holds a strong reference to the base tensor."""
 
     base: torch.Tensor
     place: TensorLayout
@@ -51,7 +51,7 @@ class _Cell:
     """Values of tensors that look at it, of which it is not known yet whether gradients flow through them."""
 
     def settle(self) -> None:
-        """Note whether gradients flow through values. PyTorch knows as soon as their op is done, until the next."""
+        """Record whether gradients flow through values: PyTorch knows this once their op ends, until the next op."""
         for value, t, says_no in self.unsettled:
             value.requires_grad = t.requires_grad or (False if says_no else None)
             if value.requires_grad and value.made_by is not None and value.made_by.op == "aten.detach":
@@ -71,7 +71,7 @@ APPLICATION = "_poptorch_application"
 
 
 def _undo_detach(node: Node, t: torch.Tensor) -> None:
-    """Have a result that PyTorch kept for its backward pass, which is made by `detach`, be the result again."""
+    """Turn a `detach`, inserted by PyTorch to save a result for its backward pass, into an alias of this result."""
     if t.grad_fn is None:  # the user's, with `requires_grad_`
         return
     (value,) = node.inputs
@@ -82,7 +82,7 @@ def _undo_detach(node: Node, t: torch.Tensor) -> None:
 
 @cache
 def _tell_of_function(function: type) -> None:
-    """Tell, once, of a function that brings its own derivative. Those of PyTorch bring the one that there is anyway."""
+    """Warn once about an ignored custom derivative. PyTorch's own functions are exempt: their derivatives agree."""
     if issubclass(function, torch.autograd.Function) and not function.__module__.startswith("torch."):
         logger.warning(
             "%s.backward has no effect in a wrapped model: what `forward` computes is differentiated. Where it should "
@@ -93,7 +93,7 @@ def _tell_of_function(function: type) -> None:
 
 @dataclass(eq=False)
 class _Seen:
-    """A tensor: the storage that it looks at, through which views, and the value that it had when last read."""
+    """A tensor: its storage, views into this storage, and the value at its last read."""
 
     tensor: torch.Tensor
     cell: _Cell
@@ -106,7 +106,7 @@ class _Seen:
 
 @dataclass(eq=False)
 class _Frame:
-    """A trace that is being written, and which values belong to it."""
+    """Trace under construction, and values that belong to it."""
 
     trace: Trace = field(default_factory=Trace)
     own: dict[int, Value] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class _Frame:
 
 
 class Recorder:
-    """The ops of a function, as they happen.
+    """Recorder of a function's ops during execution.
 
     Args:
         ambient: what holds for ops that arrive: the block they are in, and so on.
@@ -164,16 +164,16 @@ class Recorder:
 
     @property
     def trace(self) -> Trace:
-        """The function that is being recorded: the innermost one."""
+        """Innermost function under recording."""
         return self._frames[-1].trace
 
     @property
     def is_inside(self) -> bool:
-        """Whether it is a function within another one that is being recorded."""
+        """Whether a nested function is under recording."""
         return len(self._frames) > 1
 
     def new_input(self, t: torch.Tensor, name: str = "", numbers: torch.Tensor | None = None) -> Value:
-        """A new argument of the function: what a tensor holds at the beginning; of a buffer, the host's numbers."""
+        """Add a function input for a tensor's initial contents; `numbers` gives host contents of a buffer."""
         value = self._new(Value(tuple(t.shape), t.dtype, name, of_buffer=numbers is not None))
         if numbers is not None:
             self._numbers[value] = numbers
@@ -182,7 +182,7 @@ class Recorder:
         return value
 
     def value_of(self, t: torch.Tensor) -> Value:
-        """The value that a tensor has now, in the function that is being recorded."""
+        """Current value of a tensor within the innermost function."""
         seen = self._seen.get(id(t))
         if seen is None:
             seen = self._unknown(t)
@@ -194,11 +194,11 @@ class Recorder:
         return value
 
     def is_constant(self, t: torch.Tensor) -> bool:
-        """Whether a tensor has the same numbers now in every run, whatever buffers hold."""
+        """Whether current contents of a tensor are constant across runs, independent of buffers."""
         return self.value_of(t).is_constant
 
     def overwritten(self) -> Iterator[str]:
-        """What a model calls the tensors of the host that it reads, and overwrites or replaces by what a run brings."""
+        """Display names of host tensors that a model reads, and overwrites or replaces by run-dependent tensors."""
         for frozen in self.frozen:
             t = frozen.tensor()
             seen = None if t is None else self._seen.get(id(t))
@@ -206,30 +206,30 @@ class Recorder:
                 yield frozen.text
 
     def is_of_run(self, each: object) -> bool:
-        """Whether an object is a tensor that each run makes anew, or is given."""
+        """Whether an object is a run-dependent tensor: computed, or an input."""
         if not isinstance(each, FakeTensor) or id(each) not in self._seen:
             return False
         value = self.value_of(each)
         return not value.is_constant and not (value.made_by is None and value.name)
 
     def uses(self, value: Value | None) -> bool:
-        """Whether anything has been made of a value."""
+        """Whether any recorded op reads a value."""
         return value is not None and any(value in node.inputs for node in self.trace.nodes)
 
     def numbers_of(self, t: torch.Tensor) -> torch.Tensor | None:
-        """The numbers that a tensor has now, not to be overwritten; `None` if a run decides on them."""
+        """Current contents of a tensor, read-only; `None` if they depend on a run."""
         value = self.value_of(t)
         for name in value.made_of or ():
             self.read.setdefault(name, self.source())
         return numbers_of(value, self._numbers)
 
     def distance(self, start: torch.Tensor, stop: torch.Tensor) -> int | None:
-        """How much greater one whole number is than another, if it is the other and known numbers."""
+        """Difference `stop - start` of two integers, if both are known offsets from one value; otherwise `None`."""
         (begin, before), (end, after) = self._without_known(start), self._without_known(stop)
         return after - before if begin is end else None
 
     def _without_known(self, t: torch.Tensor) -> tuple[Value, int]:
-        """A number as a sum: of a value that is none itself, and what is added to it."""
+        """Decompose an integer into a base value and a known offset."""
         value, added = self.value_of(t), 0
         while (node := value.made_by) is not None and not value.dtype.is_floating_point:
             given = node.arguments
@@ -251,19 +251,19 @@ class Recorder:
         return None if numbers is None else int(numbers)
 
     def new_constant(self, t: torch.Tensor, numbers: torch.Tensor) -> Node:
-        """Note that a tensor has these numbers, which nobody else writes to."""
+        """Record a constant with these contents, which callers must not modify, as a tensor's value."""
         node = self.node("poptorch.constant", "", {"data": Data(numbers)})
         self._introduce(t, self.result(node, tuple(t.shape), t.dtype))
         return node
 
     def new_made(self, t: torch.Tensor) -> Value:
-        """A value that is there from here on, and that nothing in the program makes: the host has made it."""
+        """New value without a producing op, for a tensor computed on the host."""
         value = self._new(Value(tuple(t.shape), t.dtype))
         self._introduce(t, value)
         return value
 
     def write(self, t: torch.Tensor, value: Value) -> None:
-        """Have a tensor, and all that look at the same storage, hold a new value."""
+        """Write a new value into a tensor, visible through all views of its storage."""
         self.value_of(t)  # makes it known
         seen = self._seen[id(t)]
         cell = seen.cell
@@ -289,7 +289,7 @@ class Recorder:
         self._await(cell, value, t)
 
     def rebind(self, t: torch.Tensor, before: Value, content: Value) -> None:
-        """Note that a tensor has a storage of its own now, with other numbers. It is differentiated as before."""
+        """Give a tensor new storage and contents, with unchanged autograd history."""
         self._check_own(t, before)
         self._introduce(t, self._with_history_of(before, content))
 
@@ -298,7 +298,7 @@ class Recorder:
         return self.result(node, content.shape, content.dtype)
 
     def _check_own(self, t: torch.Tensor, value: Value) -> None:
-        """Check that the function that is being recorded has made what a tensor holds."""
+        """Check that a tensor's value belongs to the function under recording."""
         if not self._is_own(value):
             raise createPoptorchError(
                 f"A body of a loop or of a conditional overwrites a tensor from outside of it, {tuple(t.shape)} of "
@@ -306,14 +306,14 @@ class Recorder:
             )
 
     def track(self, t: torch.Tensor, requires_grad: bool = True) -> None:
-        """Note that a tensor is about to be one that gradients flow to, or to be none, in what is made of it next."""
+        """Record an imminent change of `requires_grad`, which applies to later reads of the tensor."""
         seen = self._seen.get(id(t))
         if seen is not None and t.requires_grad != requires_grad:
             seen.cell.settle()
             seen.is_frozen = not requires_grad
 
     def moved(self, t: torch.Tensor) -> None:
-        """Note that a tensor now looks at another place of a storage (`transpose_`), or at another storage."""
+        """Record that a tensor now views other elements of its storage (`transpose_`), or another storage."""
         self.reshaped[id(t)] = self.source()
         self._seen.pop(id(t), None)
 
@@ -325,7 +325,7 @@ class Recorder:
         return id(value) in self._frames[-1].own
 
     def _here(self, value: Value) -> Value:
-        """A value, as the function that is being recorded has it: as an input, if it comes from outside."""
+        """A value within the innermost function: captured as an input if it originates outside."""
         home = next(i for i, frame in enumerate(self._frames) if id(value) in frame.own)
         for frame in self._frames[home + 1 :]:
             inside = frame.taken.get(id(value))
@@ -338,7 +338,7 @@ class Recorder:
         return value
 
     def _looked_at(self, cell: _Cell, lens: Sequence[View]) -> list[Value]:
-        """What a storage holds, and then what each view on the way to a tensor sees."""
+        """Value of a storage, followed by results of each view in a lens."""
         values = [self._here(cell.value)]
         for view in lens:
             node = self.node(view.op, view.overload, _replaced(view.arguments, LOOKED_AT, values[-1]))
@@ -347,7 +347,7 @@ class Recorder:
         return values
 
     def _introduce(self, t: torch.Tensor, value: Value, says_no: bool = True) -> None:
-        """Make a tensor known that has a storage of its own."""
+        """Register a tensor that owns its storage."""
         storage = self._storage(t)
         cell = self._cells[storage] = _Cell(t, TensorLayout.of(t), value, says_no)
         self._all_cells.append(cell)
@@ -355,7 +355,7 @@ class Recorder:
         self._await(cell, value, t)
 
     def _store(self, cell: _Cell) -> None:
-        """Have a storage hold each of its numbers once, where the tensor that it was introduced by overlaps itself."""
+        """Deduplicate the elements of a storage whose base tensor overlaps itself."""
         self._check_own(cell.base, cell.value)
         whole = cell.place
         offsets, first = np.unique(offsets_of(whole.shape, whole.stride), return_index=True)
@@ -378,7 +378,7 @@ class Recorder:
                 seen.lens = (*views_between(cell.place, whole), *seen.lens)
 
     def _await(self, cell: _Cell, value: Value, t: torch.Tensor, says_no: bool = True) -> None:
-        """Have it noted later whether gradients flow through a value, if PyTorch is to know that.
+        """Schedule a gradient-flow check for a value, if PyTorch tracks it.
 
         Args:
             cell: the storage of the tensor.
@@ -390,7 +390,7 @@ class Recorder:
             cell.unsettled.append((value, t, says_no and cell.says_no))
 
     def _unknown(self, t: torch.Tensor) -> _Seen:
-        """A tensor that no op has made: one that was there before, or another look at a storage (`t.data`, strides)."""
+        """Register a tensor without a recorded op: preexisting, or another view of storage (`t.data`, strides)."""
         cell = self._cells.get(self._storage(t))
         if cell is None:
             if isinstance(t, FakeTensor):
@@ -416,7 +416,7 @@ class Recorder:
         return seen
 
     def _storage(self, t: torch.Tensor) -> int:
-        """What is the same for tensors that share their storage."""
+        """Storage key, equal for tensors with shared storage."""
         if t.layout is not torch.strided:
             raise createPoptorchError(
                 f"A tensor of {tuple(t.shape)} is sparse ({t.layout}, {self.source()}). Tensors of a program have all "
@@ -426,20 +426,20 @@ class Recorder:
         return storage_key(t)
 
     def is_on_host(self, t: torch.Tensor) -> bool:
-        """Whether the model has a tensor on the host: it was there before, or is made of such tensors alone."""
+        """Whether the model sees a tensor on the host: it existed before capture, or derives from host tensors only."""
         if not isinstance(t, FakeTensor):
             return not getattr(t, _MADE_IN_CAPTURE, False)
         seen = self._seen.get(id(t))
         return seen is not None and (seen.value if seen.version == seen.cell.version else seen.cell.value).is_on_host
 
     def move(self, t: torch.Tensor, moved: torch.Tensor) -> None:
-        """Note that a tensor is one of the host, moved to the device: a constant of the program, and meant to be."""
+        """Record an explicit move of a host tensor to the device: an intended program constant."""
         node = self.node("aten.alias", "default", {"input": t})
         node.is_on_host = False
         self.results(node, moved)
 
     def _meet(self, node: Node) -> None:
-        """Note that an op has been given tensors of the host beside others, if it has.
+        """Record the first use of host tensors among inputs of a device op.
 
         Raises:
             poptorch.Error: if one is an index that `forward` has made there.
@@ -457,7 +457,7 @@ class Recorder:
             self._leave_host(value)
 
     def _leave_host(self, value: Value) -> None:
-        """Note where tensors of the host are first used on the device, of those that this value is made of there."""
+        """Record the first device use of host tensors from which a value derives."""
         for origin in _origins(value):
             frozen = self._of_host.get(origin)
             if frozen is not None and frozen.met is None:
@@ -473,7 +473,7 @@ class Recorder:
         has_effect: bool = False,
         written: Iterable[torch.Tensor] = (),
     ) -> Node:
-        """Write an op down. Its arguments may hold tensors; they are read. Others may be written to."""
+        """Record an op. Tensors among its arguments are read; `written` lists overwritten tensors."""
         keeps, self.keeps = self.keeps, False
         values = pytree.tree_map_only(torch.Tensor, self._read, dict(arguments))
         values = with_values(values, self._here)
@@ -492,7 +492,7 @@ class Recorder:
         return node
 
     def _read(self, t: torch.Tensor) -> Value:
-        """The value that a tensor has now, for an op to read. No gradients pass it while the tensor is frozen."""
+        """Current value of a tensor as an op input; frozen tensors pass no gradients."""
         value = self.value_of(t)
         if not self._seen[id(t)].is_frozen:
             return value
@@ -501,13 +501,13 @@ class Recorder:
         return stop
 
     def result(self, node: Node, shape: tuple[int, ...], dtype: torch.dtype) -> Value:
-        """One more result of an op."""
+        """Add a result value to an op."""
         value = self._new(Value(shape, dtype, made_by=node))
         node.results.append(value)
         return value
 
     def results(self, node: Node, tensors: Any, says_no: bool = True) -> None:
-        """The tensors that an op has made, each with a storage of its own.
+        """Add op results for tensors, each with separate storage.
 
         Args:
             node: the op.
@@ -521,7 +521,7 @@ class Recorder:
                     self._introduce(t, value, says_no)
 
     def views(self, node: Node, arguments: Mapping[str, Any], tensors: Any) -> bool:
-        """Note that the results look at the storage of an argument, if they do. The arguments hold tensors."""
+        """Record results as views, if they share storage with a tensor argument; returns whether they do."""
         results = [t for t in pytree.tree_leaves(tensors) if isinstance(t, torch.Tensor)]
         given = [t for t in pytree.tree_leaves(dict(arguments)) if isinstance(t, torch.Tensor)]
         looked_at = next((t for t in given if results and self._storage(t) == self._storage(results[0])), None)
@@ -542,14 +542,14 @@ class Recorder:
         return True
 
     def keep(self, t: torch.Tensor) -> None:
-        """Note that a tensor, which an op has just made, is kept for the backward pass."""
+        """Mark a newly computed tensor as saved for the backward pass."""
         node = self.value_of(t).made_by
         assert node is not None
         node.is_kept = True
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        """Record a region whose activations are recomputed for the backward pass."""
+        """Record ops of a block as a region with recomputed activations."""
         before = self.regions
         self._region_count += 1
         self.regions = (*before, self._region_count)
@@ -560,7 +560,7 @@ class Recorder:
 
     @contextmanager
     def parts(self) -> Iterator[list[torch.Tensor]]:
-        """Record what an op is made of. PyTorch tracks no gradients within: those to be listed, its results, alone."""
+        """Record a decomposition. PyTorch tracks no gradients within, except for results that the caller lists."""
         whole: list[torch.Tensor] = []
         self._parts += 1
         try:
@@ -572,7 +572,7 @@ class Recorder:
             self._await(self._seen[id(t)].cell, value, t)
 
     def source(self, frame: FrameType | None = None) -> SourceLocation:
-        """The line of the user's that is running, or was in a frame."""
+        """User source line that is currently running, or active in a frame."""
         frame = frame or sys._getframe(1)
         outermost = None
         while frame is not None:
@@ -588,7 +588,7 @@ class Recorder:
 
     @contextmanager
     def beside(self, node: Node) -> Iterator[None]:
-        """Record where an op of before is: in its block, and for its module."""
+        """Record ops with the placement and module scope of an earlier op."""
         self._beside = node
         self.scopes.append(node.scope)
         try:
@@ -599,7 +599,7 @@ class Recorder:
 
     @contextmanager
     def inside(self) -> Iterator[Trace]:
-        """Record a function that an op of the present one runs."""
+        """Record a nested function for an op of the current function."""
         frame = _Frame()
         self._frames.append(frame)
         try:
@@ -609,12 +609,12 @@ class Recorder:
         frame.trace.inputs += [frame.taken[id(value)] for value in frame.trace.outer]
 
     def settle(self) -> None:
-        """Note of all values whether gradients flow through them."""
+        """Record gradient flow for all values."""
         for cell in self._all_cells:
             cell.settle()
 
     def finish(self, is_trained: bool = False) -> Trace:
-        """The whole function. Nothing can be recorded after that.
+        """Complete and return the function; no recording is possible afterwards.
 
         Args:
             is_trained: whether it is to be differentiated. It is told what is ignored then.
@@ -628,7 +628,7 @@ class Recorder:
 
     @contextmanager
     def leaving_numbers(self) -> Iterator[None]:
-        """After a block, in which it is recorded, give tensors that somebody keeps their numbers, if these are known.
+        """Materialise still-referenced tensors with known contents after a recorded block.
 
         A function that makes a mask once for all times gives the next one who asks a mask, and not a tensor that only
         this capture knows. Others become stand-ins, which say where they were made. The recorder forgets all tensors.
@@ -657,7 +657,7 @@ class Recorder:
                     become(t, StandIn.of(t, "" if made_by is None else str(made_by.source)))
 
     def _is_constant(self, seen: _Seen) -> bool:
-        """Whether a tensor has numbers that are known, and is none of a body of a loop."""
+        """Whether tensor contents are known, and do not belong to a loop body."""
         return all(self._is_own(v) and v.is_constant for v in (seen.value, seen.cell.value))
 
 
@@ -683,7 +683,7 @@ _KINDS = {
 
 
 def _origins(value: Value) -> Iterator[Node]:
-    """The ops that have made tensors of the host, of those that this value is made of there."""
+    """Host ops from which a value derives."""
     waiting, known = [value], set()
     while waiting:
         node = waiting.pop().made_by
@@ -694,7 +694,7 @@ def _origins(value: Value) -> Iterator[Node]:
 
 
 def _is_in_own_derivative() -> bool:
-    """Whether the `forward` of a `torch.autograd.Function` is running, in which PyTorch tracks nothing at any rate.
+    """Whether a `torch.autograd.Function` is running `forward`, where PyTorch tracks no gradients.
 
     `Function.apply` leaves no frame of its own from PyTorch 2.15 on; what it calls has one in each version.
     """
@@ -706,7 +706,7 @@ def _is_in_own_derivative() -> bool:
 
 
 def below(base: type[Any]) -> Iterator[type[Any]]:
-    """The classes that derive from one, at any depth."""
+    """All subclasses of a class, direct and indirect."""
     for derived in base.__subclasses__():
         yield derived
         yield from below(derived)
@@ -721,7 +721,7 @@ def _replaced(arguments: Any, one: Any, by: Any) -> Any:
 
 
 def _stop_gradients(trace: Trace) -> None:
-    """Note where the gradients of a trace stop: where something that could have one has none, of something that has.
+    """Mark op results that stop gradients: differentiable results without gradients, from inputs that have gradients.
 
     Within a function that brings its own derivative (`torch.autograd.Function`) PyTorch tracks nothing, though its
     results have gradients; what such results are made of is differentiated as if it had been written out.

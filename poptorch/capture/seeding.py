@@ -1,4 +1,4 @@
-"""`seeding`: what a model says of PyTorch's generator of random numbers, written down.
+"""`seeding`: recorded operations of a model on PyTorch's random number generator.
 
     torch.manual_seed(0)                  # in `forward`: what is drawn after it is the same in every run
     state = torch.get_rng_state()
@@ -30,14 +30,14 @@ _torch_generator: Any = torch.Generator
 
 
 class _Kind(type(_torch_generator)):  # type: ignore[misc]
-    """What is an instance of `torch.Generator` is one of `Remade`, too, which takes its place."""
+    """Metaclass of `Remade`, which replaces `torch.Generator`: any generator counts as an instance."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _torch_generator)
 
 
 class Remade(_torch_generator, metaclass=_Kind):
-    """A generator that `forward` makes anew in each run. There is none of the device's but that of PyTorch."""
+    """Generator created anew by `forward` in each run. The device has only PyTorch's default generator."""
 
     def __new__(cls, device: Any = None) -> Any:
         return super().__new__(cls)
@@ -47,14 +47,14 @@ class Remade(_torch_generator, metaclass=_Kind):
 
     @staticmethod
     def at(state: torch.Tensor) -> torch.Generator:
-        """Another one, in this state."""
+        """New generator in this state."""
         made: torch.Generator = _torch_generator()
         made.set_state(state)
         return made
 
 
 class _Generator:
-    """Stands for the generator of PyTorch."""
+    """Proxy for PyTorch's default generator that records seeding."""
 
     def __init__(self, generator: torch.Generator, recorder: Recorder) -> None:
         self._generator, self._recorder = generator, recorder
@@ -99,7 +99,7 @@ class _Generator:
 
 
 class _OfThisThread:
-    """One generator for the thread in which this is made, and another one for all others."""
+    """Generator proxy: the creating thread uses one generator, other threads use another."""
 
     def __init__(self, own: _Generator, others: torch.Generator) -> None:
         self._thread, self._own, self._others = threading.get_ident(), own, others
@@ -110,7 +110,7 @@ class _OfThisThread:
 
 @contextmanager
 def seeding(recorder: Recorder) -> Iterator[None]:
-    """Have a recorder hear of what is done to the generator in a block."""
+    """Record operations on the default generator within a block."""
     functions: Any = torch.random
     before = functions.default_generator
     with without_modes():

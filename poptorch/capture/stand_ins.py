@@ -1,4 +1,4 @@
-"""What is left of a tensor without numbers, where an object of the user's keeps it after a capture."""
+"""Stand-ins for fake tensors that user objects still reference after a capture."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _ANSWERED = frozenset(
 
 
 class StandIn(torch.Tensor):
-    """A tensor that has a shape and a dtype, and says where it was made, if anything else is asked of it."""
+    """Tensor with metadata only, such as shape and dtype; any other use raises an error that names its origin."""
 
     _where: str
 
     @staticmethod
     def of(t: torch.Tensor, where: str) -> StandIn:
-        """What stands for a tensor from now on."""
+        """New stand-in for a tensor created at source line `where`."""
         made: StandIn = torch.empty(t.shape, dtype=t.dtype, device="meta").as_subclass(StandIn)
         made._where = where
         return made

@@ -1,4 +1,4 @@
-"""`TensorLayout`, that of a tensor in its storage, and `views_between`, the views that lead from one layout to another.
+"""`TensorLayout`, the layout of a tensor in its storage, and `views_between`, the views from one layout to another.
 
 PyTorch knows of each tensor which numbers of its storage it looks at. A value of a trace has numbers, and no storage: a
 view of it is an op that arranges its numbers as a tensor elsewhere in the storage sees them.
@@ -19,13 +19,13 @@ from poptorch.errors import createPoptorchError
 
 
 def offsets_of(size: Sequence[int], stride: Sequence[int]) -> np.ndarray:
-    """Where in the storage the elements of a tensor are, counted from its first one; in its shape."""
+    """Storage offsets of tensor elements relative to the first element, as an array of the tensor's shape."""
     steps = zip(np.indices(size, sparse=True), stride, strict=True)
     return sum((index * step for index, step in steps), start=np.zeros(size, np.int64))
 
 
 def overlaps(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements of a tensor may be one number of its storage, as the steps of a dimension lie within another."""
+    """Whether tensor elements may share storage elements, because one dimension strides within another's extent."""
     if 0 in size:
         return False
     extent = 1
@@ -37,7 +37,7 @@ def overlaps(size: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def written_last(size: Sequence[int], stride: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Which elements of a tensor that may overlap itself stay when all are written, and where in the storage they are.
+    """Surviving elements after a complete write to a possibly self-overlapping tensor, and their storage offsets.
 
     PyTorch writes with the dimension of the longest step outermost, and of two with equal steps the longer one.
 
@@ -50,7 +50,8 @@ def written_last(size: Sequence[int], stride: Sequence[int]) -> tuple[np.ndarray
 
 
 def turns(size: Sequence[int], stride: Sequence[int]) -> list[np.ndarray]:
-    """The turns in which PyTorch changes, in place, a tensor that may overlap itself: each number once a turn at most.
+    """Passes of PyTorch's in-place update on a possibly self-overlapping tensor: each updates a storage element at most
+    once.
 
     Returns:
         For each turn and each element, the element that changes the number that both are; -1 where none does.
@@ -67,13 +68,13 @@ def turns(size: Sequence[int], stride: Sequence[int]) -> list[np.ndarray]:
 
 
 def _order(size: Sequence[int], stride: Sequence[int]) -> np.ndarray:
-    """The elements of a tensor in the order in which PyTorch writes them."""
+    """Element numbers of a tensor in PyTorch's write order."""
     dims = sorted(range(len(size)), key=lambda d: (-stride[d], -size[d], d))
     return np.arange(prod(size)).reshape(size).transpose(dims).ravel()
 
 
 def overwrite(t: torch.Tensor, numbers: torch.Tensor) -> None:
-    """Write numbers into a tensor, also where `copy_` refuses to, as the tensor overlaps itself."""
+    """Write numbers into a tensor, even if it overlaps itself, where `copy_` raises an error."""
     if not overlaps(t.shape, t.stride()):
         t.copy_(numbers)
         return
@@ -84,7 +85,7 @@ def overwrite(t: torch.Tensor, numbers: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """The layout of a tensor in its storage: which of its numbers are those of the tensor.
+    """Layout of a tensor in its storage: shape, strides, offset and element type.
 
     Attributes:
         shape: of the tensor.
@@ -107,12 +108,12 @@ class TensorLayout:
 
     @property
     def overlaps(self) -> bool:
-        """Whether elements may be one number of the storage."""
+        """Whether tensor elements may share storage elements."""
         return overlaps(self.shape, self.stride)
 
 
 def views_between(base: TensorLayout, seen: TensorLayout) -> tuple[View, ...]:
-    """The views that lead from the tensor in one place to a tensor in another place of the same storage.
+    """Views that convert between two tensor layouts of one storage.
 
     Args:
         base: the place of what is looked at. It does not overlap itself.
@@ -147,8 +148,7 @@ def _view(op: str, how: Mapping[str, Any], shape: Sequence[int], dtype: torch.dt
 
 
 def _taken_for(base: TensorLayout, dtype: torch.dtype) -> tuple[list[View], TensorLayout]:
-    """The views that take what is in a place, in the order in which it is in memory, for elements of another dtype, as
-    far as there are such; and its place then."""
+    """Views that reinterpret a tensor in memory order as another dtype, where possible; and the resulting layout."""
     views = []
     shape, stride, offset = base.shape, base.stride, base.offset
     if base.dtype.is_complex and not dtype.is_complex:
@@ -166,13 +166,13 @@ def _taken_for(base: TensorLayout, dtype: torch.dtype) -> tuple[list[View], Tens
 
 
 def _is_of_pairs(base: TensorLayout) -> bool:
-    """Whether the numbers in a place, in the order in which they are in memory, are pairs without gaps."""
+    """Whether elements of a layout, in memory order, form pairs without gaps."""
     *outer, innermost = base.stride
     return innermost == 1 and not any(n % 2 for n in (base.shape[-1], base.offset, *outer))
 
 
 def _strided(base: TensorLayout, seen: TensorLayout) -> View | None:
-    """What is in another place, as a view of what is in the order in which it is in memory; `None` if not all is."""
+    """View with another layout, strided over elements in memory order; `None` if `base` lacks some elements."""
     stride, offset = list(seen.stride), 0
     if 0 not in seen.shape:
         blocks = _blocks(base)
@@ -190,9 +190,8 @@ def _strided(base: TensorLayout, seen: TensorLayout) -> View | None:
 
 
 def _blocks(base: TensorLayout) -> list[tuple[int, int, int]]:
-    """Dimensions as they are in memory, outermost first, those without gaps between them as one: the number of
-    elements, the step in memory from one to the next, and the step where there are no gaps at all. The last has a step
-    of 1."""
+    """Dimensions in memory order, outermost first, with contiguous ones merged: number of elements, memory stride, and
+    stride without gaps. The last memory stride is 1."""
     blocks = [(1, 1, 1)]
     for size, stride in zip(reversed(base.shape), reversed(base.stride), strict=True):
         count, step, dense = blocks[-1]
@@ -206,7 +205,7 @@ def _blocks(base: TensorLayout) -> list[tuple[int, int, int]]:
 
 
 def _steps(offset: int, blocks: Sequence[tuple[int, int, int]]) -> list[int]:
-    """A way in memory, in steps of each of the blocks."""
+    """Decompose a memory offset into numbers of steps per block."""
     steps = []
     for _, step, _ in blocks:
         steps.append(offset // step)

@@ -1,4 +1,4 @@
-"""What capturing needs of torch that torch does not promise to keep. If torch moves, this file follows."""
+"""Private PyTorch APIs used by capture. If torch moves, this file follows."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException, Unsuppo
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode in which tensors have shapes and dtypes and no numbers; real ones are taken for such where they come.
+    """Mode with fake tensors, which have shapes and dtypes but no contents; real tensors are converted on use.
 
     `export` has them have none at all: from PyTorch 2.15 on, what is made of a real scalar otherwise answers `item()`.
     """
@@ -81,7 +81,7 @@ def fake_mode() -> FakeTensorMode:
 
 @contextmanager
 def unlogged_errors() -> Iterator[None]:
-    """Have fake tensors not log, with a traceback of their own, what they raise anyway: shapes that do not fit, say."""
+    """Suppress logged tracebacks for errors that fake tensors raise anyway, such as shape mismatches."""
     log = logging.getLogger(FakeTensorMode.__module__)
     before, log.disabled = log.disabled, True
     try:
@@ -92,7 +92,7 @@ def unlogged_errors() -> Iterator[None]:
 
 @contextmanager
 def unvalidated_distributions() -> Iterator[None]:
-    """Have `torch.distributions` not look at the numbers that they are given."""
+    """Disable argument validation of `torch.distributions`, which would read tensor contents."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -103,7 +103,7 @@ def unvalidated_distributions() -> Iterator[None]:
 
 @contextmanager
 def one_by_one() -> Iterator[None]:
-    """Have functions run ops that PyTorch can take apart, and differentiate.
+    """Make functions run as ops that PyTorch can decompose and differentiate.
 
     Functions of `torch.jit.script` run as the Python that they were made of, and those of `torch.jit.trace` as they are
     at first: later they derive by themselves, and what they detach is not heard of. Recurrent layers and attention are
@@ -128,7 +128,7 @@ def one_by_one() -> Iterator[None]:
 
 
 def uncompiled(model: Any) -> Any:
-    """What a user has given to `torch.compile`; others as they are."""
+    """Original argument of `torch.compile`; other objects are returned unchanged."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # takes a second to import: only `torch.compile` does
     if dynamo is not None and isinstance(model, dynamo.OptimizedModule):
         return model._orig_mod
@@ -137,7 +137,7 @@ def uncompiled(model: Any) -> Any:
 
 @contextmanager
 def without_compile() -> Iterator[None]:
-    """Have what `torch.compile` has made run the Python that it was made of."""
+    """Run the original Python code of `torch.compile` results within a block."""
     from torch._dynamo.eval_frame import OptimizedModule  # here, as it takes a second
 
     kind: Any = OptimizedModule
@@ -152,7 +152,7 @@ def without_compile() -> Iterator[None]:
 
 @contextmanager
 def checkpoints_run_by(region: Callable[[Any], AbstractContextManager[None]]) -> Iterator[None]:
-    """Have checkpoints of `torch.utils.checkpoint` run what they are given once, within a region.
+    """Make checkpoints of `torch.utils.checkpoint` run their function once, within a region.
 
     PyTorch's own run it again in the backward pass: with `use_reentrant=True` below what it differentiates, so that
     derivatives within would not count. As in PyTorch, no gradients flow through that kind if none does into it.
@@ -190,8 +190,8 @@ def checkpoints_run_by(region: Callable[[Any], AbstractContextManager[None]]) ->
 
 
 def saving_policy(context: Any) -> Callable[..., bool] | None:
-    """Whether a checkpoint saves the results of an op, as its context says of the op and its arguments; `None` if the
-    context says nothing of ops."""
+    """Predicate on an op's results, op and arguments: whether a checkpoint saves the results, by its context's policy;
+    `None` if the context has no policy."""
     if not isinstance(context, torch.utils.checkpoint._CachingTorchDispatchMode):
         return None
     saved = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
@@ -207,7 +207,7 @@ def saving_policy(context: Any) -> Callable[..., bool] | None:
 
 @contextmanager
 def derivable_attention() -> Iterator[None]:
-    """Have `flex_attention` take tensors that need a gradient, which PyTorch has no kernel for on CPUs."""
+    """Allow `flex_attention` on tensors that require gradients, for which PyTorch has no CPU kernel."""
     private: Any = flex_attention
     before, private._validate_device = private._validate_device, lambda query, key, value: None
     try:
@@ -217,13 +217,13 @@ def derivable_attention() -> Iterator[None]:
 
 
 def is_wrapped(t: torch.Tensor) -> bool:
-    """Whether a tensor is one of a function that `torch.func` transforms, which stands for others."""
+    """Whether a tensor is a `torch.func` wrapper around other tensors."""
     return torch._C._functorch.is_functorch_wrapped_tensor(t)
 
 
 @contextmanager
 def answering_for_devices(device_of: Callable[[torch.Tensor, FrameType], torch.device | None]) -> Iterator[None]:
-    """Have a function say where tensors without numbers are, to who asks in a frame, where it gives a device."""
+    """Override `device` of fake tensors by a function of tensor and calling frame, where it returns a device."""
     kind: Any = FakeTensor
     before = kind.device
     kind.device = property(lambda t: device_of(t, sys._getframe(1)) or before.fget(t))
@@ -234,18 +234,17 @@ def answering_for_devices(device_of: Callable[[torch.Tensor, FrameType], torch.d
 
 
 def hears_functions(mode: TorchFunctionMode) -> bool:
-    """Whether a mode hears of the function that this thread calls next."""
+    """Whether a mode intercepts this thread's next function call."""
     return torch._C._is_torch_function_mode_enabled() and mode in _get_current_function_mode_stack()
 
 
 def in_transform() -> bool:
-    """Whether a function is running that `torch.func` transforms: its tensors stand for others, and have no storage."""
+    """Whether a `torch.func` transform is active: its tensors are wrappers without storage."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def with_weight(function: Callable[..., Any], named: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a function by name, as its caller wrote them: `l1_loss` keeps its `weight` from modes
-    (PyTorch 2.13)."""
+    """Named function arguments, as passed by the caller: `l1_loss` hides its `weight` from modes (PyTorch 2.13)."""
     if function is not torch.nn.functional.l1_loss or "weight" in named:
         return named
     frame: FrameType | None = sys._getframe()
@@ -255,12 +254,12 @@ def with_weight(function: Callable[..., Any], named: dict[str, Any]) -> dict[str
 
 
 def storage_key(t: torch.Tensor) -> int:
-    """The same for tensors that share their storage, as long as one of them lives."""
+    """Key shared by tensors with common storage, valid while one tensor lives."""
     return int(t.untyped_storage()._cdata)
 
 
 def shares_storage(t: Any, given: Any) -> bool:
-    """Whether something is a tensor that shares its storage with one of those that are given, in any structure."""
+    """Whether an object is a tensor that shares storage with any tensor in a nested structure."""
     if not _has_storage(t):
         return False
     return any(_has_storage(each) and storage_key(each) == storage_key(t) for each in pytree.tree_leaves(given))
@@ -271,7 +270,7 @@ def _has_storage(t: Any) -> bool:
 
 
 def become(t: torch.Tensor, other: torch.Tensor) -> bool:
-    """Have a tensor be another one, for all who have it. Returns whether that could be done.
+    """Replace a tensor in place by another, for all references; returns whether this succeeded.
 
     It cannot be done to what PyTorch itself holds, for views of it or for a backward pass.
     """
@@ -284,7 +283,7 @@ def become(t: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def forget_history(t: torch.Tensor) -> None:
-    """Have PyTorch not know any more what a tensor without numbers was made of, nor keep that for a backward pass."""
+    """Drop the autograd history of a fake tensor, including tensors saved for its backward pass."""
     if not isinstance(t, FakeTensor) or not t.requires_grad:
         return
     if t._is_view():  # which `detach_` refuses
@@ -310,7 +309,7 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def decomposition(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
-    """A function that does the same as an op, made of simpler ones; `None` if there is none."""
+    """Decomposition of an op into simpler ones; `None` if unavailable."""
     if op.namespace == "torchvision":
         return OF_TORCHVISION.get(op._opname)
     if (each := for_each(op)) is not None:
@@ -325,6 +324,6 @@ def decomposition(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
 
 @cache
 def written_arguments(op: torch._ops.OpOverload) -> tuple[str, ...]:
-    """Names of the arguments that an op writes to; `input` for what PyTorch calls `self`."""
+    """Names of arguments that an op overwrites, with `input` for PyTorch's `self`."""
     written = (a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
     return tuple("input" if name == "self" else name for name in written)

@@ -1,4 +1,4 @@
-"""What the ops of torchvision's library are made of, and its choices. It need not be there: they are found by name.
+"""Decompositions for torchvision ops, and patches for its random choices. It is optional: ops are found by name.
 
 Boxes that are thrown out (`nms`) are no op of a program. How many are left depends on numbers, so the host does that.
 """
@@ -23,7 +23,7 @@ def _roi_align(
     sampling_ratio: int,
     aligned: bool,
 ) -> torch.Tensor:
-    """Means of what is in the bins of boxes. Each bin is looked at in a grid of places, between four pixels each.
+    """Average pixels within bins of boxes, sampled on a grid per bin, with bilinear interpolation between four pixels.
 
     Without `sampling_ratio` a grid has about a place for each pixel. Then the size of the largest is looked at.
     """
@@ -43,7 +43,7 @@ def _roi_align(
 def _neighbours(
     begin: torch.Tensor, end: torch.Tensor, bins: int, size: int, sampling_ratio: int, aligned: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Along one dimension, the pixels that the bins of boxes look at, and with what share: box, bin, pixel."""
+    """Pixel indices and interpolation weights along one dimension, each with axes box, bin, pixel."""
     length = end - begin if aligned else (end - begin).clamp_min(1)
     each = length / bins
     counts = torch.full_like(each, sampling_ratio) if sampling_ratio > 0 else each.ceil()  # of an empty box, none
@@ -75,7 +75,7 @@ def _deform_conv2d(
     offset_groups: int,
     use_mask: bool,
 ) -> torch.Tensor:
-    """A convolution each of whose looks at a pixel is moved, by an offset that it is given."""
+    """Deformable convolution: a given offset displaces each sampled pixel."""
     rows, channels, height, width = input.shape
     kernel_h, kernel_w = weight.shape[2:]
     taps, (high, wide) = kernel_h * kernel_w, offset.shape[2:]
@@ -106,7 +106,7 @@ OF_TORCHVISION: Mapping[str, Callable[..., torch.Tensor]] = {
 
 @contextmanager
 def choosing() -> Iterator[None]:
-    """Have detectors that are trained draw which size an image gets as an integer.
+    """Make detectors choose image sizes for training by random integers.
 
     They read a float that they have drawn, and round it. A program would be for that float, which never comes again.
     """

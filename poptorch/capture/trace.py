@@ -1,4 +1,4 @@
-"""A `Trace`: a captured PyTorch function in functional form. Every value is made once, and nothing is overwritten."""
+"""`Trace`: a captured PyTorch function in functional form, with single-assignment values and no mutation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from popxl.extend.source import SourceLocation
 
 @dataclass(eq=False)
 class Value:
-    """A tensor of the program, at one time.
+    """Immutable tensor value of the program.
 
     Attributes:
         shape, dtype: as PyTorch sees it.
@@ -37,30 +37,30 @@ class Value:
 
     @property
     def made_of(self) -> frozenset[str] | None:
-        """Names of the buffers that its numbers come of; `None` if they come of anything else that a run brings."""
+        """Names of buffers on which its contents depend; `None` if they depend on other run-time data."""
         if self.of_buffer:
             return frozenset([self.name])
         return self.made_by.made_of if self.made_by is not None else None
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the model has it on the host: it is of tensors that are there alone, and not moved to the device."""
+        """Whether the model sees this value on the host: derived from host tensors only, and never moved."""
         return self.made_by is not None and self.made_by.is_on_host
 
     @property
     def is_constant(self) -> bool:
-        """Whether its numbers are the same in every run."""
+        """Whether its contents are constant across runs."""
         return self.made_of == frozenset()
 
     @property
     def is_differentiable(self) -> bool:
-        """Whether its dtype has gradients."""
+        """Whether its dtype supports gradients."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
 
 @dataclass(frozen=True)
 class Data:
-    """The numbers of a constant."""
+    """Contents of a constant."""
 
     tensor: torch.Tensor
 
@@ -71,7 +71,7 @@ LOOKED_AT = object()
 
 @dataclass(frozen=True)
 class View:
-    """One step of a lens: the op that makes views of `LOOKED_AT`, and which of these it is.
+    """One step of a lens: a view op applied to `LOOKED_AT`, with a result position.
 
     Attributes:
         repeats: whether the view overlaps itself, so that it has numbers of what it looks at more than once.
@@ -123,7 +123,7 @@ class Node:
 
     @property
     def inputs(self) -> list[Value]:
-        """The values that it reads, those that its traces take from outside included."""
+        """Values that the op reads, including external values of its traces."""
         found = list(values_in(self.arguments))
         for trace in self.traces:
             found += trace.outer
@@ -131,7 +131,7 @@ class Node:
 
     @property
     def traces(self) -> list[Trace]:
-        """The functions that it runs."""
+        """Functions that the op runs."""
         return [leaf for leaf in pytree.tree_leaves(self.arguments) if isinstance(leaf, Trace)]
 
     def __str__(self) -> str:
@@ -161,7 +161,7 @@ class Trace:
     is_part: bool = False
 
     def is_like(self, other: Trace) -> bool:
-        """Whether another function does the same, with the same numbers; but for functions that ops of it run."""
+        """Whether another trace performs equal ops on equal numbers, disregarding nested functions."""
         return self._form() == other._form()
 
     def _form(self) -> list[Any]:
@@ -170,7 +170,7 @@ class Trace:
 
     @staticmethod
     def form_of(described: Any) -> list[Any]:
-        """What tells ops apart: values by their order, shapes and dtypes, and the numbers of constants."""
+        """Structural key of ops: values by order, shape and dtype, and contents of constants."""
         numbers: dict[Value, int] = {}
 
         def plain(leaf: Any) -> Any:
@@ -183,7 +183,7 @@ class Trace:
         return [plain(leaf) for leaf in pytree.tree_leaves(described)]
 
     def without_unused(self, wanted: Sequence[Value], with_effects: bool = True) -> list[Node]:
-        """The nodes that these values need, and effects, if they are to be kept."""
+        """Nodes on which the wanted values depend, plus nodes with side effects unless excluded."""
         needed, kept = set(map(id, wanted)), []
         for node in reversed(self.nodes):
             if node.has_effect and with_effects or any(id(result) in needed for result in node.results):
@@ -193,7 +193,7 @@ class Trace:
 
 
 def values_in(arguments: Any) -> Iterator[Value]:
-    """The values among arguments, in order."""
+    """Values among arguments, in order."""
     return (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Value))
 
 

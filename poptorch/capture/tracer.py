@@ -1,4 +1,4 @@
-"""`Tracer`: what PyTorch does is heard, and written down.
+"""`Tracer`: intercepts PyTorch functions and ops, and records them.
 
 Two modes of PyTorch listen. One hears of each op, after PyTorch has worked out dtypes, broadcasting and autograd; one,
 above it, of the functions that are better kept whole: losses, norms, recurrent layers, whatever has a name of its own
@@ -82,7 +82,7 @@ _NARROWED = frozenset({"torch.linear", "torch.matmul", "torch.scaled_dot_product
 
 
 def autocast_dtype() -> torch.dtype | None:
-    """The type that `torch.autocast` computes products in, if it is on."""
+    """Dtype in which `torch.autocast` computes products; `None` if autocast is off."""
     return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
 
 
@@ -91,7 +91,7 @@ def _narrowed(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Tracer:
-    """A capture that is going on.
+    """A capture in progress.
 
     Attributes:
         recorder: where ops are written down.
@@ -123,11 +123,11 @@ class Tracer:
         self._ops, self._functions = _Ops(self), _Functions(self)
 
     def fake(self, t: torch.Tensor) -> torch.Tensor:
-        """A tensor like another one, without numbers; the same one for the same tensor."""
+        """Fake counterpart of a tensor; repeated calls return an identical object."""
         return self._fake.from_tensor(t)
 
     def fake_in(self, place: TensorLayout) -> torch.Tensor:
-        """A tensor without numbers, in some place of a storage of its own."""
+        """Fake tensor with a given layout in separate storage."""
         steps = zip(place.shape, place.stride, strict=True)
         extent = place.offset + 1 + sum((size - 1) * stride for size, stride in steps)
         with self._fake:
@@ -136,7 +136,7 @@ class Tracer:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Hear of all ops."""
+        """Intercept all ops within a block."""
         with ExitStack() as stack:
             for mode in (torch.enable_grad(), self._fake, self._ops, self._functions):
                 stack.enter_context(mode)
@@ -144,7 +144,7 @@ class Tracer:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Write nothing down."""
+        """Suspend recording within a block."""
         before, self._suspended = self._suspended, True
         try:
             yield
@@ -152,24 +152,24 @@ class Tracer:
             self._suspended = before
 
     def hears(self, given: Any) -> bool:
-        """Whether what is done now to what is given is written down: another thread may do something else."""
+        """Whether operations on these arguments are recorded: another thread may run unrelated ones."""
         is_own = any(isinstance(t, FakeTensor) and t.fake_mode is self._fake for t in pytree.tree_leaves(given))
         return is_own and not self._suspended and not in_transform()
 
     # Where tensors are ----------------------------------------------------------------------------------------------
 
     def device_of(self, t: torch.Tensor, frame: FrameType) -> torch.device | None:
-        """Where a tensor is, for whoever asks in a frame; `None` where PyTorch is to say it."""
+        """Device of a tensor, as reported to user code in a frame; `None` if PyTorch should answer."""
         is_heard = hears_functions(self._functions) and not self._suspended
         return self.to_model(t) if is_heard and is_users(frame) else None
 
     def to_model(self, t: torch.Tensor) -> torch.device:
-        """Where a tensor is, to the model."""
+        """Device of a tensor from the model's perspective."""
         return HOST if not is_wrapped(t) and self.recorder.is_on_host(t) else IPU
 
     @contextmanager
     def making(self, args: Any, kwargs: Any) -> Iterator[None]:
-        """Have what a function makes on the way be on the host, if all that it is given is there."""
+        """Place intermediate tensors of a function on the host, if all tensor arguments are host tensors."""
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         before = self.recorder.makes_on_host
         self.recorder.makes_on_host = bool(tensors) and all(self.to_model(t) == HOST for t in tensors)
@@ -179,7 +179,7 @@ class Tracer:
             self.recorder.makes_on_host = before
 
     def on_device(self, t: torch.Tensor) -> torch.Tensor:
-        """A tensor of the host, moved to the device; another one as it is."""
+        """Move a host tensor to the device; return other tensors unchanged."""
         if self._suspended or self.to_model(t) == IPU:
             return t
         with self.suspended():
@@ -192,7 +192,7 @@ class Tracer:
     def record(
         self, op: str, compute: Callable[..., Any], arguments: Mapping[str, Any], has_effect: bool = False
     ) -> Any:
-        """Write one op down, whatever it is made of.
+        """Record a computation as a single op, regardless of its constituent ops.
 
         Args:
             op: its name, for its lowering.
@@ -207,7 +207,7 @@ class Tracer:
         return results
 
     def function_of(self, body: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> tuple[Trace, list[torch.Tensor]]:
-        """What a function of tensors does that an op is to run, and tensors like its results. It gets copies."""
+        """Trace a function body for a control-flow op, on copies of its inputs; returns fake results, too."""
         with self.recorder.inside() as trace:
             with self.suspended():
                 copies = [t.clone() for t in inputs]
@@ -224,7 +224,7 @@ class Tracer:
         return trace, results
 
     def function(self, whole: Whole, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A function of PyTorch that is kept whole, if functions are."""
+        """Record a preserved PyTorch function as one op, or run it op by op if preserving is disabled."""
         narrow = autocast_dtype()
         if self._keeps_whole and narrow is not None and whole.op in _NARROWED:
             args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: _narrowed(t, narrow), (args, kwargs))
@@ -259,13 +259,13 @@ class Tracer:
         return results
 
     def detach_(self, t: torch.Tensor) -> torch.Tensor:
-        """`Tensor.detach_`, which is no op of PyTorch."""
+        """Record `Tensor.detach_`, which PyTorch does not dispatch as an op."""
         node = self.recorder.node("aten.detach", "default", {"input": t})
         self.recorder.write(t, self.recorder.result(node, tuple(t.shape), t.dtype))
         return t.detach_()
 
     def set_data(self, t: torch.Tensor, data: torch.Tensor) -> None:
-        """`t.data = data`, which is no op of PyTorch either: other numbers, and no change to what it differentiates.
+        """Record `t.data = data`, which PyTorch does not dispatch as an op: new contents, unchanged autograd history.
 
         They are copied: what is written to `data` afterwards does not show in `t`. What looked at the numbers of `t`
         before still looks at those.
@@ -282,7 +282,7 @@ class Tracer:
         self.recorder.rebind(t, before, content)
 
     def read(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a function gives that reads the numbers of a tensor."""
+        """Result of a function that reads tensor contents."""
         numbers = None if in_transform() else self.recorder.numbers_of(args[0])
         if numbers is None and function not in _NEVER_CUT and self._may_cut:
             return self._made_by_host(function, args, kwargs)
@@ -301,7 +301,7 @@ class Tracer:
         return memo[id(t)]
 
     def differentiate(self, is_forward: bool) -> None:
-        """PyTorch is to differentiate what was done: of what functions that were kept whole are made it knows nothing.
+        """Ensure that PyTorch can differentiate recorded functions: preserved ones hide their ops from autograd.
 
         Args:
             is_forward: whether it is what is done from now on, together with that (`torch.autograd.forward_ad`).
@@ -313,15 +313,15 @@ class Tracer:
             raise Again
 
     def is_known(self, t: torch.Tensor) -> bool:
-        """Whether the numbers of a tensor are the same in every run."""
+        """Whether the contents of a tensor are constant across runs."""
         return not in_transform() and self.recorder.is_constant(t)
 
     def distance(self, start: torch.Tensor, stop: torch.Tensor) -> int | None:
-        """How much greater one number is than another, if that is the same in every run."""
+        """Difference `stop - start` of two scalars, if constant across runs; otherwise `None`."""
         return self.recorder.distance(start, stop)
 
     def check_classes(self, input: torch.Tensor, num_classes: int = -1) -> None:
-        """Check that the number of classes of a `one_hot` is given, or known.
+        """Check that `one_hot` receives a number of classes, or can read its input.
 
         Raises:
             poptorch.Error: if it is not: the shape of the result is made from it.
@@ -333,11 +333,11 @@ class Tracer:
             )
 
     def loss(self, x: torch.Tensor) -> Any:
-        """A tensor, marked as a loss."""
+        """Mark a tensor as a loss."""
         return self.record("poptorch.identity_loss", lambda x, reduction: x.clone(), {"x": x, "reduction": "none"})
 
     def op(self, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
-        """An op of PyTorch."""
+        """Record an op of PyTorch."""
         if self._suspended or op.namespace == "prim":
             return op(*args, **kwargs)
         if op._opname in ("index_put", "index_put_") and _is_mixed(args[1]) and (places := self._places(args[1])):
@@ -399,7 +399,7 @@ class Tracer:
     def _record_written(
         self, name: str, overload: str, given: Mapping[str, Any], written: Mapping[str, Any], results: Any
     ) -> None:
-        """Write down an op that overwrites some of its arguments: their new values are results of it."""
+        """Record an op that overwrites arguments: their new values become results."""
         read = {"input"} if name not in _OVERWRITING else set()
         inputs = {key: value for key, value in given.items() if key not in written or key in read}
         tensors = [t for t in pytree.tree_leaves(dict(written)) if isinstance(t, torch.Tensor)]
@@ -410,7 +410,7 @@ class Tracer:
             self.recorder.write(t, self.recorder.result(node, tuple(t.shape), t.dtype))
 
     def _drawn(self, op: torch._ops.OpOverload, generator: torch.Generator, args: Any, kwargs: Any) -> Any:
-        """What an op draws from a generator of the user's: on the host, whenever the program comes there.
+        """Draw from a user's generator, on the host, each time the program reaches this op.
 
         One that `forward` makes is another one in each run, and the same as ever: it gives constants.
         """
@@ -444,7 +444,7 @@ class Tracer:
         return args[0].copy_(made) if is_in_place else made
 
     def _known(self, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
-        """What an op gives that reads numbers; `None` if these are not known before the model runs."""
+        """Result of an op that reads tensor contents; `None` if these are unknown before a run."""
         if op in (torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default):
             return self._at_known_places(*args)
         leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -458,11 +458,11 @@ class Tracer:
 
     @property
     def _may_cut(self) -> bool:
-        """Whether the program may end here, for the host to look."""
+        """Whether a graph break is allowed at this point."""
         return self._cuts is not None and not (self.recorder.is_inside or in_transform())
 
     def _made_by_host(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a function makes whose result depends on numbers that a run decides on: the program is cut here."""
+        """Insert a graph break for a function with run-dependent results; returns these results."""
         assert self._cuts is not None
         leaves, structure = pytree.tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -496,7 +496,7 @@ class Tracer:
         return t
 
     def _at_known_places(self, t: torch.Tensor, indices: Any) -> Any:
-        """Index with masks of which it is known where they are true; `None` if one is not known."""
+        """Index by masks with known contents; `None` if a mask is unknown and no graph break is allowed."""
         if isinstance(indices, torch.Tensor):
             with self._ops:
                 t, indices = torch.broadcast_tensors(t, indices)
@@ -505,7 +505,7 @@ class Tracer:
         return None if places is None else self.op(torch.ops.aten.index.Tensor, (t, places), {})
 
     def _places(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
-        """Indices with places for masks; `None` if it is not known where one is true."""
+        """Convert masks among indices to integer indices; `None` if a mask is unknown and no graph break is allowed."""
         places: list[torch.Tensor | None] = []
         for index in indices:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -523,7 +523,7 @@ class Tracer:
         return places
 
     def _on_stand_ins(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, plain: Sequence[torch.Tensor]) -> Any:
-        """Run an op that overwrites tensors of the user that do not belong to the model: these keep their numbers."""
+        """Run an op that overwrites user tensors outside the model on fake copies, so that they keep their contents."""
         for t in plain:
             self.recorder.value_of(t)  # as it is now
         others = {id(t): self.fake(t) for t in plain}
@@ -537,7 +537,7 @@ _IRRELEVANT = frozenset({"device", "layout", "pin_memory", "memory_format", "non
 
 
 def _by_name(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an op by name. What PyTorch calls `self` is called `input`, as in its functions."""
+    """Relevant op arguments by name, with `input` for PyTorch's `self`, as in its functions."""
     names = ("input" if a.name == "self" else a.name for a in op._schema.arguments)
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
     return {name: value for name, value in given.items() if name not in _IRRELEVANT}
@@ -616,8 +616,8 @@ class _Functions(TorchFunctionMode):
 
 
 def _as_pytorch_says(loss: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """A loss that is refused for tensors without numbers: what it raises for tensors with numbers, which says what is
-    wrong in its own words. Labels in small integers are refused for the former alone."""
+    """Retry a loss that fake tensors reject: with real tensors, for PyTorch's own error message, then with fake ones
+    again. Labels of dtype uint8, which only fake tensors reject, are widened."""
 
     def zeros(t: torch.Tensor) -> torch.Tensor:
         return torch.zeros((), dtype=t.dtype).expand(t.shape)
@@ -645,13 +645,13 @@ _NEVER_CUT = (torch.Tensor.data_ptr, torch.Tensor.__format__)
 
 
 def _is_mixed(indices: Sequence[torch.Tensor | None]) -> bool:
-    """Whether a mask stands beside other indices."""
+    """Whether indices combine a mask with other indices."""
     dtypes = [index.dtype for index in indices if index is not None]
     return len(dtypes) > 1 and (torch.bool in dtypes or torch.uint8 in dtypes)
 
 
 def _places_of(mask: torch.Tensor) -> list[torch.Tensor]:
-    """Where a mask is true, along each of its dimensions."""
+    """Coordinates of true elements, as one index tensor per dimension of a mask."""
     return [numbers.contiguous() for numbers in mask.nonzero().unbind(1)]
 
 
@@ -661,7 +661,7 @@ _MAKE_DUAL = torch._VF._make_dual
 
 
 class Again(BaseException):
-    """A capture has to begin anew, with nothing kept whole. No `except Exception` of a model's is to stop it."""
+    """Request to restart a capture without preserved functions. Models' `except Exception` must not catch it."""
 
 
 @cache
@@ -687,13 +687,13 @@ _tracers: list[Tracer] = []
 
 
 def current() -> Tracer | None:
-    """The capture that is going on; `None` if there is none."""
+    """Innermost capture in progress; `None` outside captures."""
     return _tracers[-1] if _tracers else None
 
 
 @contextmanager
 def going_on(tracer: Tracer) -> Iterator[None]:
-    """Have `current` give this capture, during a block."""
+    """Make this capture `current` within a block."""
     _tracers.append(tracer)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The functions of PyTorch that are captured as a whole: each becomes one op, with the name that users know it by."""
+"""PyTorch functions that capture preserves: each becomes one op, under its public name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from poptorch.errors import createPoptorchError
 
 @dataclass(frozen=True)
 class Whole:
-    """A function that is kept whole.
+    """Preserved function: a PyTorch function captured as one op.
 
     Attributes:
         op: name of the op: that of the function, after `torch.`.
@@ -41,7 +41,7 @@ class Whole:
     otherwise: Callable[..., Any] | None = None
 
     def arguments(self, function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any] | None:
-        """The arguments by name, defaults too; `None` if the function is not to be kept whole with them."""
+        """Named arguments, including defaults; `None` if the function is not preserved with these arguments."""
         bound = _signature(self.like or function).bind(*args, **kwargs)
         bound.apply_defaults()
         given = dict(bound.arguments)
@@ -58,7 +58,7 @@ def _whole(*functions: Callable[..., Any], **settings: Any) -> Whole:
 
 
 def _along_a_dim(function: Callable[..., Any], *others: Callable[..., Any]) -> tuple[Whole, Whole]:
-    """A function that needs a `dim`, and other forms of it."""
+    """Preserved forms of a function that needs `dim`, and of its variants."""
     return (
         _whole(function, applies=lambda given: given["dim"] is not None),
         Whole(f"torch.{function.__name__}", others, like=lambda input, dim, dtype=None: None),
@@ -66,7 +66,7 @@ def _along_a_dim(function: Callable[..., Any], *others: Callable[..., Any]) -> t
 
 
 def _statistics(given: Mapping[str, Any]) -> list[torch.Tensor]:
-    """What a batch norm overwrites: its running statistics, while training."""
+    """Running statistics that a norm overwrites in training mode."""
     learns = given["training"] if "training" in given else given["use_input_stats"]
     return [t for t in (given["running_mean"], given["running_var"]) if learns and t is not None]
 
@@ -92,8 +92,7 @@ _LOSSES = (
 
 
 def _shaped_as_margin(function: Callable[..., Any]) -> Callable[..., torch.Tensor]:
-    """A loss of several classes; that of a vector, where fake tensors are of other shapes than real ones, is a number
-    for each target."""
+    """Shape function of a multi-class margin loss; corrects vector inputs, where fake tensors have wrong shapes."""
 
     def shaped(input: torch.Tensor, target: torch.Tensor, reduction: str, **others: Any) -> torch.Tensor:
         if input.dim() > 1:
@@ -192,12 +191,12 @@ def _recurrent(
 
 
 def _with_rows(given: Mapping[str, Any]) -> bool:
-    """Whether a recurrent layer has been given a tensor, and not a packed sequence."""
+    """Whether a recurrent layer received a plain tensor rather than a packed sequence."""
     return isinstance(given["has_biases"], bool)
 
 
 def _shaped_as_recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A recurrent layer of one time, whose output is repeated: PyTorch goes through all times, op by op."""
+    """Shape function of a recurrent layer: repeats one time step's output, as PyTorch runs all steps op by op."""
 
     def shaped(input: torch.Tensor, batch_first: bool, **given: Any) -> tuple[torch.Tensor, ...]:
         time = 1 if batch_first else 0
@@ -256,7 +255,7 @@ def _shaped_as_grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The product, of any dtype: PyTorch's own, without numbers, knows that of its fastest kernel alone."""
+    """Shape function of `grouped_mm` for any dtype: PyTorch's own covers only its fastest kernel."""
     if bias is not None:
         raise createPoptorchError("grouped_mm: `bias` is not supported, as in PyTorch. Add it to the result.")
     if mat_a.dim() == mat_b.dim() == 2:
@@ -269,7 +268,7 @@ def _shaped_as_grouped_mm(
 def _shaped_as_lstsq(
     input: torch.Tensor, b: torch.Tensor, rcond: float | None = None, *, driver: str | None = None
 ) -> Any:
-    """The results for a matrix of full rank: no other has residuals. Which results there are depends on the driver."""
+    """Results for a matrix of full rank, as only this case has residuals. The driver determines which results exist."""
     vectors = b.dim() == input.dim() - 1
     solution, none = torch.matmul(input.mT, b.unsqueeze(-1) if vectors else b), input.new_empty(0)
     has_residuals = driver not in (None, "gelsy") and input.shape[-2] > input.shape[-1]
@@ -383,7 +382,7 @@ _OF_QUERY_KEY_AND_VALUE = (F.multi_head_attention_forward, F.scaled_dot_product_
 
 
 def _named(names: str, *owners: Any) -> tuple[Callable[..., Any], ...]:
-    """The functions of these names that some modules or classes have."""
+    """Functions with these names in modules or classes, where present."""
     return tuple(getattr(owner, name) for name in names.split() for owner in owners if hasattr(owner, name))
 
 
@@ -403,7 +402,7 @@ _IN_PLACE = _named(" ".join(f"{name}_" for name in f"{_PRODUCTS} {_UPDATES}".spl
 
 
 def as_activation(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Arguments of a function; for those that want one dtype of all tensors, cast to that in which they compute."""
+    """Function arguments; where all tensors must share one dtype, cast to the computation dtype."""
     deciding = [t for t in pytree.tree_leaves(_deciding(function, args, kwargs)) if _is_float(t)]
     if not deciding:
         return args, kwargs
@@ -413,7 +412,7 @@ def as_activation(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
 
 def _deciding(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments that decide in which dtype a function computes; none, if it can do with several."""
+    """Arguments that determine a function's computation dtype; none if it accepts mixed dtypes."""
     if any(function is each for each in (*_OF_THE_ACTIVATION, *_IN_PLACE)):
         return args[0] if args else kwargs["input1" if function is F.bilinear else "input"]
     if any(function is each for each in _OF_QUERY_KEY_AND_VALUE):
@@ -439,7 +438,7 @@ _MASKS: dict[Any, tuple[int, str]] = {
 
 
 def with_masks_of_bools(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Arguments of a function; masks of dtype uint8, which PyTorch takes for masks, made such of bools."""
+    """Function arguments, with uint8 masks, which PyTorch accepts, converted to bool."""
     position, name = _MASKS.get(function, (None, "")) if getattr(function, "__hash__", None) else (None, "")
     if position is None:
         return args, kwargs
@@ -449,7 +448,7 @@ def with_masks_of_bools(function: Callable[..., Any], args: tuple[Any, ...], kwa
 
 
 def with_plain_sizes(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Arguments of a function; numbers of PyTorch in lists of sizes, `F.pad(x, (0, n))`, made such of Python.
+    """Function arguments, with scalar tensors in lists of sizes, as in `F.pad(x, (0, n))`, converted to integers.
 
     PyTorch reads them, and the op that is written down has to hold what was read.
     """

@@ -258,7 +258,7 @@ def _fail(message: str, code: int) -> int:
 
 
 class _Watching(Machine):
-    """Remembers what another machine makes.
+    """Machine wrapper recording programs and runners created by another machine.
 
     Attributes:
         programs: the programs, and the Irs that they are of.
@@ -314,7 +314,7 @@ class _Trying(_Watching):
 
 @contextmanager
 def _watching(machine: Machine, irs: dict[Ir, None] | None = None) -> Iterator[None]:
-    """Have sessions use this machine, and note the Irs that get ops."""
+    """Make sessions use `machine`, recording Irs that receive ops."""
 
     def note(op: Op) -> None:
         if irs is not None:

@@ -74,7 +74,7 @@ class Fit(OnPage, _Part):
         return min((t for t in self.tried if t.fits), key=lambda t: t.seconds_a_unit, default=None)
 
     def page(self) -> Page:
-        """What `print` and notebooks show."""
+        """Page for `print` and notebooks."""
         names = [*dict.fromkeys(name for t in self.tried for name in t.choices)]
         rows = []
         for t in self.tried:
@@ -101,7 +101,7 @@ class Fit(OnPage, _Part):
 
 
 class Compiled(NamedTuple):
-    """What became of a program.
+    """Compilation outcome of a program.
 
     Attributes:
         programs: those that were compiled, with their Irs.

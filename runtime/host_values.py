@@ -1,4 +1,4 @@
-"""The host copies of variables: reading them, and checking and writing new values."""
+"""Host copies of variables: reading, validating and writing values."""
 
 from __future__ import annotations
 

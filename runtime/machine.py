@@ -56,7 +56,7 @@ class NothingRuns(BaseException):
 
 
 class _IdleMachine(Machine):
-    """Runs nothing. Whatever would have to be run ends the user's program."""
+    """Machine without execution: attempting to run anything ends the user's program."""
 
     def runner(self, program: CompiledProgram) -> None:
         return None
@@ -78,7 +78,7 @@ class PlannedProgram(CompiledProgram):
 
 
 class PlanningMachine(_IdleMachine):
-    """Runs and compiles nothing, and asks for no hardware but the CPU."""
+    """Machine without compilation and execution; requires no hardware except the CPU."""
 
     def device(self, description: str | Device | Target, ir: Ir) -> Device:
         if isinstance(description, Device):

@@ -279,7 +279,7 @@ class Launch:
     # Starting -------------------------------------------------------------------------------------------------------
 
     def _start(self, index: int, here: str, launcher: str, ends: Ends) -> list[threading.Thread]:
-        """Start an instance. Returns what reads its output."""
+        """Start an instance. Returns threads that read its output."""
         share = self._count // len(self._hosts)
         host = self._hosts[index // share]
         instance = Instance(

@@ -84,7 +84,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """What understands it."""
+    """Argument parser of `poprun`."""
     parser = _Parser(
         "poprun",
         usage="poprun [options] program [arguments of the program]",

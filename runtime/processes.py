@@ -245,11 +245,11 @@ class KeyValueStore:
     _POLL_INTERVAL = 1000  # milliseconds, after which a waiting thread can be interrupted
 
     def set(self, name: str, text: str) -> None:
-        """Wait for a key's text. If another instance dies meanwhile, this process ends too."""
+        """Set a key's text, visible to all instances."""
         service().key_value_set(f"{self._FOLDER}/{name}", text)
 
     def get(self, name: str) -> str:
-        """Wait for a key's text. If another instance dies meanwhile, this one ends too.
+        """Wait for a key's text. If another instance dies meanwhile, this process ends too.
 
         Raises:
             PopxlRuntimeError: if the instances are no longer connected.

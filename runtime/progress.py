@@ -75,7 +75,7 @@ def compilation_progress(callback: Callback) -> Iterator[None]:
 
 
 class Watch:
-    """A compilation under way: `with Watch() as watch: watch.begins("the program", 0, 1); ...`."""
+    """Context of a running compilation: `with Watch() as watch: watch.begins("the program", 0, 1); ...`."""
 
     def __init__(self) -> None:
         self._start = perf_counter()

@@ -84,7 +84,7 @@ class StreamReport(Record):
 
 
 class CollectiveReport(Record):
-    """What the replicas do together.
+    """Collectives between replicas, of one kind.
 
     Attributes:
         op: the type of the ops.
@@ -221,7 +221,7 @@ class TargetReport(Record):
     cost: Cost
 
     def page(self) -> Page:
-        """What reports show of it."""
+        """Section shown in reports."""
         fits = "The program fits." if self.fits else "The program does not fit."
         rows = [
             ["a chip has", bytes_text(self.capacity)],
@@ -305,7 +305,7 @@ class Report(OnPage, Record):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def dispatches(self) -> int:
-        """How many executables one run queues."""
+        """Number of executables queued per run."""
         return sum(piece.runs for piece in self.pieces)
 
     @computed_field  # type: ignore[prop-decorator]
@@ -327,7 +327,7 @@ class Report(OnPage, Record):
         self.save(path)
 
     def page(self) -> Page:
-        """What `print`, notebooks and browsers show."""
+        """Page for `print`, notebooks and browsers."""
         replicas = "1 replica" if self.replicas == 1 else f"{self.replicas} replicas"
         count = f"{len(self.devices)} device{'s' * (len(self.devices) > 1)}"
         where = f"{replicas} on {count} ({self.device}): {_listed(self.devices)}."

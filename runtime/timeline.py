@@ -28,7 +28,7 @@ COPY = "copied here"
 
 
 class Span(Record):
-    """An executable at work.
+    """Execution span of one executable.
 
     Attributes:
         device: where.
@@ -94,7 +94,7 @@ class Timeline(OnPage, BaseModel):
 
 
 class Recorder:
-    """Calls executables, and takes their times.
+    """Recorder that calls executables and measures their times.
 
     Args:
         timeline: where the spans go, by `finish`.

@@ -88,7 +88,7 @@ class Sent(OnPage, Record):
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """What differs, in sentences."""
+        """Unexpected differences, as sentences."""
         return tuple(
             f"{e.kind} in groups of {e.group_size}: the program says {e.said} of {bytes_text(e.said_bytes)} in all, "
             f"and {e.compiled} of {bytes_text(e.compiled_bytes)} were compiled{_again(e)}."
@@ -97,7 +97,7 @@ class Sent(OnPage, Record):
         )
 
     def page(self) -> Page:
-        """What `print` and notebooks show."""
+        """Page for `print` and notebooks."""
         title = f"Communication of {self.said.name}, as it was compiled"
         if not self.is_sent:
             where = "on one device" if self.copied is None else "on the same devices"
@@ -130,7 +130,7 @@ def _again(exchange: Exchange) -> str:
 
 
 def sent_by(ir: Ir, program: CompiledProgram) -> Sent:
-    """What a compiled program sends, beside what its Ir says. See `Session.communication`."""
+    """Compare a compiled program's traffic with its Ir. See `Session.communication`."""
     said, count = communication_of(ir), program.layout.replicas.count
     copied = _copied(said, program)
     if program.layout.replicas.mesh is None:

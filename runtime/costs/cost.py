@@ -125,7 +125,7 @@ class Cost(OnPage, Record):
     precisions: Mapping[str, PrecisionCost] = {}
 
     def page(self) -> Page:
-        """What `print` and notebooks show."""
+        """Page for `print` and notebooks."""
         sizes = ("code", "argument", "temporary", "alias", "host")
         found = ((name, getattr(self, f"{name}_bytes")) for name in sizes)
         rows = [[name, bytes_text(count)] for name, count in found if count is not None]
@@ -201,7 +201,7 @@ class Cost(OnPage, Record):
 
 
 def cost_of(program: CompiledProgram) -> Cost:
-    """What a compiled program costs. See `Session.cost`."""
+    """Compute a compiled program's cost. See `Session.cost`."""
     account, parts = _accounts(program)
     figures = chip_of(program)
     host = _host_traffic(program)

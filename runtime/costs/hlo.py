@@ -34,7 +34,7 @@ class Shape:
 
 
 def _bits(dtype: str) -> int:
-    """Of one element: `pred` and names without digits are a byte, tokens nothing."""
+    """Bits per element: 8 for `pred` and names without digits, 0 for tokens."""
     if dtype in ("token", "opaque"):
         return 0
     found = re.match(r"(?:bf|[a-z])(\d+)", dtype)
@@ -129,12 +129,12 @@ class Computation:
 
     @cached_property
     def parameters(self) -> dict[int, Instruction]:
-        """By their numbers."""
+        """Parameter instructions, keyed by number."""
         return {int(i.operands[0]): i for i in self.instructions.values() if i.opcode == "parameter"}
 
     @cached_property
     def root(self) -> Instruction:
-        """What it gives."""
+        """Root instruction."""
         return next(i for i in reversed(self.instructions.values()) if i.is_root)
 
     def users(self, name: str) -> Iterator[Instruction]:
@@ -149,7 +149,7 @@ class Computation:
 
 @dataclass(frozen=True)
 class Module:
-    """A compiled program.
+    """Compiled program: computations and entry.
 
     Attributes:
         computations: by their names.
@@ -214,7 +214,7 @@ def read(text: str) -> Module:
 
 
 def _instruction(text: str, name: str, is_root: bool) -> Instruction:
-    """One line, from behind the sign of equality: type, opcode, operands in brackets, attributes."""
+    """Parse an instruction's text after the equals sign: type, opcode, operands in parentheses, attributes."""
     end = _closing(text) + 1 if text[0] == "(" else text.index(" ")
     opcode, _, rest = text[end:].strip().partition("(")
     inside = _closing("(" + rest) - 1
@@ -223,7 +223,7 @@ def _instruction(text: str, name: str, is_root: bool) -> Instruction:
 
 
 def shapes(text: str) -> Iterator[Shape]:
-    """All arrays of a type."""
+    """Parse all array shapes in a type."""
     for dtype, dimensions, layout in _SHAPE.findall(text):
         memory = _MEMORY.search(layout)
         yield Shape(dtype, tuple(map(int, re.findall(r"\d+", dimensions))), int(memory[1]) if memory else 0)

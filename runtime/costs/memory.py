@@ -23,7 +23,7 @@ from runtime.program.layout import Layout
 
 
 def memory_of_program(ir: Ir, program: CompiledProgram) -> Memory:
-    """What a compiled program needs. See `Session.memory`."""
+    """Memory required by a compiled program. See `Session.memory`."""
     parts = {ipu: _of_ipu(ir, program, ipu) for ipu in program.layout.ipus}
     per_replica = [*parts.values()]
     devices = tuple(

@@ -73,7 +73,7 @@ def _sent(collective: Collective, all_replicas: int) -> int:
 
 
 def graphs_of(account: Account, host: Mapping[str, int], figures: Chip | None, all_replicas: int) -> list[GraphCost]:
-    """The graphs, the longest first."""
+    """Cost of each graph, longest first."""
     sent: defaultdict[str, int] = defaultdict(int)
     for each in account.collectives:
         sent[each.graph] += _sent(each, all_replicas)

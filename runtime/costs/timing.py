@@ -24,7 +24,7 @@ LONGEST = 64
 
 @dataclass
 class Timing:
-    """How long a run takes.
+    """Timing of one run.
 
     Attributes:
         seconds: from the start of the first piece to the end of the last.

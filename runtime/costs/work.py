@@ -39,7 +39,7 @@ _SLICES = frozenset({"dynamic-slice", "slice", "gather"})
 
 
 class Collective(NamedTuple):
-    """What chips do together.
+    """Collective between chips.
 
     Attributes:
         kind: what it is: "all-reduce".
@@ -93,7 +93,7 @@ class Work:
 
     @property
     def flops(self) -> int:
-        """Operations of both kinds."""
+        """Total operations, including products."""
         return sum(self.products.values()) + self.others
 
     def add(self, more: Work, times: int = 1) -> None:

@@ -178,7 +178,7 @@ def _sharding(placement: Placement | None, devices: Sequence[jax.Device]) -> Any
 
 
 def _plain(tree: Any) -> Any:
-    """The tree that `_tree` wrote."""
+    """Decode a tree structure encoded by `_tree`."""
     if not isinstance(tree, dict):
         return tree
     ((kind, content),) = tree.items()

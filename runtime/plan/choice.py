@@ -124,7 +124,7 @@ class Choice:
         return sum(map(self._numbers_of, ops))
 
     def size(self, ops: Iterable[Op]) -> int:
-        """How many ops XLA sees."""
+        """Number of ops visible to XLA."""
         return sum(1 + sum(map(self._structures.size, op.called_graphs)) for op in ops)
 
     def _numbers_of(self, op: Op) -> int:

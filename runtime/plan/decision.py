@@ -35,7 +35,7 @@ WITHOUT_PRODUCTS = 2000
 
 
 class Decision(NamedTuple):
-    """How a program is compiled.
+    """Compilation decision for a program.
 
     Attributes:
         calls: how called graphs are: see the option `calledGraphs`. "dispatched" is a plan.

@@ -72,14 +72,14 @@ class Run:
         return executable(*arguments) if lock is None else lock.run_exclusive(executable, *arguments)
 
     def put(self, array: Array, place: int) -> Array:
-        """An array, in another place."""
+        """Copy an array to another IPU."""
         return self._put(array, self._terms_at[place].replicas.sharding())
 
     def _put(self, array: Array, sharding: Any) -> Array:
         return copied(array, sharding) if self._recorder is None else self._recorder.copy(array, sharding)
 
     def number(self, value: Any, place: int) -> Array:
-        """A number of the host."""
+        """Host scalar as an array of all replicas on an IPU."""
         return self._terms_at[place].replicas.put(np.asarray(value))
 
     def channels(self, place: int, shared: Iterable[Channel] = ()) -> Channels:
@@ -99,7 +99,7 @@ class Run:
 
 @dataclass
 class Step:
-    """Something that the host does.
+    """One step of the host.
 
     Attributes:
         reads: the storages that it reads, the ones that it overwrites among them.
@@ -326,7 +326,7 @@ class Way:
         self.inside.prepare(terms_at, place)
 
     def begun(self, values: Values) -> Values:
-        """What the steps get."""
+        """Initial values of the steps."""
         inner = dict(self._constants)
         inner.update((t, values[key]) for (_, t), key in zip(self.given, self.keys, strict=True) if t not in inner)
         return inner
@@ -339,7 +339,7 @@ class Way:
         return inner
 
     def finish(self, inner: Values, values: Values, run: Run) -> None:
-        """Hand out what they made."""
+        """Store results in the outer values, with copies to their final IPUs."""
         values.update((t, inner[result]) for t, result in self.returned)
         for t, place in self.sent:
             values[t] = run.put(values[t], place)
@@ -371,7 +371,7 @@ class Entry(Step):
         self._numbered = tuple((t, starts[t]) for t in self.extra if t in starts)
 
     def running(self, values: Values, run: Run) -> Nested[None]:
-        """Do what the op does."""
+        """Execute the op."""
         self.fetch(values, run)
         way = self.ways[0]
         if self.condition is not None and not np.asarray(values[self.condition]).item():

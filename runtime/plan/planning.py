@@ -213,7 +213,7 @@ class Steps:
     # Places
 
     def _place_of(self, op: Op) -> int:
-        """Where an op runs."""
+        """IPU of an op."""
         return self._place if self._is_whole else self._choice.place(op)
 
     def _touch(self, t: Tensor, place: int) -> int:
@@ -252,7 +252,7 @@ class Steps:
         self._leave(step, ends)
 
     def _go(self, step: Entry, way: Way, owned_before: set[Tensor]) -> Nested[None]:
-        """Plan one graph that an entry goes through. Two storages may hold one array afterwards: neither is then owned.
+        """Plan one graph of a host-executed op. If two storages share one array afterwards, neither is owned.
 
         What another way leaves with somebody else is not owned either.
         """
@@ -341,7 +341,7 @@ class Steps:
         }
 
     def running(self, values: Values, run: Run) -> Nested[None]:
-        """Do the steps."""
+        """Execute the steps."""
         values.update(self._begin)
         for step in self.steps:
             if isinstance(step, Piece):

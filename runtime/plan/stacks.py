@@ -35,7 +35,7 @@ class Stack(NamedTuple):
 
 
 def stacks_of(loop: Op, home: Callable[[Tensor], int]) -> tuple[Stack, ...]:
-    """What a loop stacks.
+    """Stacked outputs of a loop.
 
     Args:
         loop: the loop.

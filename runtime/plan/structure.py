@@ -56,7 +56,7 @@ def structure_of(code: tuple[Any, ...]) -> Structure:
 
 
 def forget() -> None:
-    """Let nobody find the structures that are known: what is compiled next is compiled anew."""
+    """Clear the structure cache, forcing subsequent compilations to start anew."""
     _known.clear()
 
 
@@ -100,7 +100,7 @@ class Structures:
         return sum(1 + sum(map(self.size, op.called_graphs)) for op in graph.ops)
 
     def _calls(self, graph: Graph) -> Counter[Structure]:
-        """How often running a graph calls each structure. What loops and conditionals call is theirs."""
+        """Calls of each structure per graph execution, excluding calls in loops and conditionals."""
         counts: Counter[Structure] = Counter()
         for op in graph.ops:
             if is_call(op):
@@ -111,7 +111,7 @@ class Structures:
 
 
 class Encoding:
-    """Ops written down with numbers in place of tensors.
+    """Structural encoding of ops, with numbers in place of tensors.
 
     Attributes:
         code: what is written down.
@@ -130,13 +130,13 @@ class Encoding:
         self._passed = passed
 
     def add(self, t: Tensor, code: Any) -> int:
-        """Give a tensor the next number."""
+        """Assign the next number to a tensor."""
         self.code.append(code)
         number = self.numbers[t] = len(self.numbers)
         return number
 
     def op(self, op: Op) -> None:
-        """Write down an op. Views are written down where they are looked through."""
+        """Encode an op. Views are encoded at their uses."""
         if op.kind.view is None:
             for part in op.parts:
                 inputs = tuple(map(self.operand, part.inputs))
@@ -191,7 +191,7 @@ _LARGE = 4096  # bytes; larger arrays are equal to themselves only
 
 
 def encoded(ops: Iterable[Op], structures: Structures, passed: Container[Tensor] = ()) -> Encoding:
-    """A run of ops, written down; see `Encoding`."""
+    """Encode an op sequence; see `Encoding`."""
     encoding = Encoding(structures, passed)
     for op in ops:
         encoding.op(op)

@@ -43,7 +43,7 @@ class Terms:
         return self.destination.platform != "cpu" and self.slots.memory_kind == HOST
 
     def key(self) -> tuple[Any, ...]:
-        """What makes a difference."""
+        """Key of options that affect compilation."""
         replicas = (self.replicas.count, self.replicas.sharding())
         options = (self.options.throwIfLog2ScaleTensorNotInRange, self.options.precision, self.inlines)
         return (*replicas, self.slots, *options, self.wide)

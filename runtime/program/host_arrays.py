@@ -33,7 +33,7 @@ class Outputs(UserDict[DeviceToHostStream, np.ndarray], dict[DeviceToHostStream,
         return repr(dict(self.items()))
 
     def wait(self) -> None:
-        """Return once the run has ended. Nothing is fetched."""
+        """Wait until the run ends, without fetching arrays."""
         jax.block_until_ready(list(self.data.values()))
 
     def __reversed__(self) -> Iterator[DeviceToHostStream]:
@@ -220,7 +220,7 @@ def _narrowed(stream: Stream, array: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def _check_streams(what: str, expected: Iterable[Stream], given: Mapping[Any, Any]) -> None:
-    """`ValueError` that names every missing and unexpected stream at once."""
+    """Raise `ValueError` naming all missing and unexpected streams."""
     wanted = dict.fromkeys(expected)
     missing = [str(s) for s in wanted if s not in given]
     unexpected = [repr(s) for s in given if not isinstance(s, Stream) or s not in wanted]

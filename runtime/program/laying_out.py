@@ -35,7 +35,7 @@ def layout_for(ir: Ir, device: Device, calls: str | None = None) -> Layout:
 
 
 def lay_out(ir: Ir, destination: Destination, calls: str | None = None) -> Layout:
-    """As `layout_for`, for a destination."""
+    """Lay out a program for a compile target; see `layout_for`."""
     main = ir.main_graph
     held, written = held_variables(main), written_tensors(main)
     changed = tuple(t for t in held if t in written)

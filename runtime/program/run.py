@@ -34,7 +34,7 @@ _KEPT_OFF: set[Runner] = set()
 
 
 class Runner:
-    """Runs a compiled program on its variables, as often as you like.
+    """Runner of a compiled program on its variables, reusable for any number of runs.
 
     Args:
         program: the compiled program.
@@ -123,8 +123,8 @@ class Runner:
         return fetches
 
     def _call_whole(self, changing: tuple[Array, ...], feeds: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Call the executable where that takes steps of Python: JAX has to prepare something, or the host carries out a
-        plan. Meanwhile signals wait. Returns what is fetched."""
+        """Call the executable through Python, with signals deferred: calls that JAX must prepare, and host-executed
+        plans. Also runs op-by-op debugging. Returns fetches."""
         store = self.store
         if self._by_ops is not None:
             with self._layout.precision():
@@ -214,7 +214,7 @@ class Runner:
 
     @contextlib.contextmanager
     def debugging(self, infinities: bool) -> Iterator[None]:
-        """While the block lasts, run op by op; see `Session.debugging`."""
+        """Run op by op while the block lasts; see `Session.debugging`."""
         if self._divided is not None:
             raise NotImplementedError(
                 f"Session.debugging: the program runs on {self._divided}, and what other processes compute cannot be "
@@ -227,7 +227,7 @@ class Runner:
             self._by_ops = before
 
     def _op_by_op(self, changing: Sequence[Array], feeds: Sequence[Array], infinities: bool) -> Any:
-        """What the executable does, without giving anything up."""
+        """Run op by op, equivalent to the executable, without donation."""
         layout, held = self._layout, self.store.constant or ()
         replicas, count = layout.replicas, layout.replicas.count
         devices = [replicas.device] * count if replicas.mesh is None else list(replicas.mesh.devices.flat)

@@ -112,7 +112,7 @@ class Gpu(Chip):
 
     @property
     def device_kind(self) -> str:
-        """What JAX calls it."""
+        """JAX device kind."""
         return self.name
 
     def for_xla(self) -> str:

@@ -129,7 +129,7 @@ def _missing(what: str, extra: str) -> PopxlError:
 
 
 def _set(**variables: str) -> None:
-    """Set environment variables that a compiler reads, unless the user has."""
+    """Set environment variables of a compiler, keeping values set by the user."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
 

@@ -33,7 +33,7 @@ PLATFORMS = ("gpu", "cuda", "rocm", "tpu")
 
 
 def ask_for_cpu_devices() -> None:
-    """Have JAX divide the CPU into several devices, unless it runs already, or has been told how many to make.
+    """Configure JAX to divide the CPU into several devices, unless JAX already runs or has a configured device count.
 
     JAX cannot be asked for them later. Up to the number of cores they cost next to nothing where they are not used.
     With more, JAX starts a thread for each, and all that runs is divided among too many, even if it runs on one device.
@@ -130,11 +130,11 @@ class Device:
 
     @property
     def isAttached(self) -> bool:
-        """Whether the device is attached: programs may run on it."""
+        """Whether the device is attached, allowing programs to run."""
         return self._attached
 
     def attach(self) -> bool:
-        """Attach the device. Always possible, and so always true: JAX's devices are shared."""
+        """Attach the device. Returns true always, as JAX devices are shared."""
         self._attached = True
         return True
 

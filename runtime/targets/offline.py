@@ -78,7 +78,7 @@ class Target:
 
     @property
     def count(self) -> int:
-        """How many chips there are."""
+        """Number of chips."""
         return math.prod(self.layout)
 
     @cached_property

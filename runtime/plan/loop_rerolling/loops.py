@@ -98,7 +98,7 @@ class _Sequence:
         return tuple(items)
 
     def _note_reason(self, places: Sequence[int]) -> None:
-        """Note why equal calls are in no loop: their successors differ."""
+        """Record why equal calls form no loop: differing successors."""
         for a, b in itertools.pairwise(places):
             n = next((n for n in range(b - a) if self._signature_at(a + n) != self._signature_at(b + n)), None)
             if n is not None:

@@ -212,7 +212,7 @@ class _PackingAnalysis:
                 sources.update((t, (stack, n)) for n, t in enumerate(made.rows))
 
     def _note_packing(self, loop: RerolledLoop, taken: LoopInput, sources: dict[Tensor, Source]) -> None:
-        """Note values of one loop input for packing."""
+        """Register one loop input's values for packing."""
         storages = [*dict.fromkeys(taken.by_iteration)]
         found = [sources.get(t) for t in storages]
         variables = [source for source in found if isinstance(source, Tensor)]

@@ -85,7 +85,7 @@ class FixedSizeOptions:
     def from_dataset(
         cls, dataset: Iterable[Any], batch_size: int, sample_limit: int | None = None, **values: Any
     ) -> FixedSizeOptions:
-        """Sizes that any `batch_size - 1` graphs of a data set fit into.
+        """Sizes sufficient for any `batch_size - 1` graphs of a data set.
 
         Args:
             dataset: `Data` or `HeteroData`.

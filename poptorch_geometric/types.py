@@ -8,7 +8,7 @@ __all__ = ["FixedSizeStrategy", "OverSizeStrategy"]
 
 
 class FixedSizeStrategy(enum.Enum):
-    """Which graphs make a batch."""
+    """Selection of graphs for a batch."""
 
     PadToMax = "PadToMax"
     """Always the same number of graphs, one less than `batch_size`."""

@@ -54,7 +54,7 @@ def setLogLevel(level: str | int) -> None:
 
 
 def trace(message: str, *args: object) -> None:
-    """Say something of the level `TRACE`, which Python's loggers have no method for: steps within steps."""
+    """Log at level `TRACE`, for which Python's loggers lack a method: fine-grained steps."""
     logger.log(LEVELS["TRACE"], message, *args)
 
 

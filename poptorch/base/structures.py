@@ -369,7 +369,7 @@ class _Composite(Structure):
 
 
 class _Sequence(_Composite):
-    """A tuple or list, named tuples and other subclasses included."""
+    """A tuple or list, including named tuples and other subclasses."""
 
     def __init__(self, name: str, value: Sequence[Any], known: Known) -> None:
         self.name = name
@@ -616,7 +616,7 @@ class _Custom(_Composite):
         return built
 
     def _likeness(self, parts: Parts) -> Any:
-        """The original object, with new pass-through values."""
+        """The original object, or a copy with new pass-through values."""
         if not self._beside:
             return self._value
         likeness = copy.copy(self._value)
@@ -666,7 +666,7 @@ MAY_BE_THE_LAST = (
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two constants are equal, NaN being equal to itself."""
+    """Whether two constants are equal; NaN equals itself."""
     if isinstance(a, np.ndarray):
         return a.shape == b.shape and bool(np.all((a == b) | ((a != a) & (b != b))))
     return bool(a == b) or bool(a != a and b != b)

@@ -31,7 +31,7 @@ Function = Callable[..., Any]
 
 
 def floating(t: popxl.Tensor) -> popxl.Tensor:
-    """The tensor; integers and bools as float32, which PyTorch takes functions of."""
+    """Promote integers and bools to float32, as PyTorch does for floating-point functions."""
     return t if t.dtype.is_inexact else ops.cast(t, popxl.float32)
 
 
@@ -139,7 +139,7 @@ def round(input: popxl.Tensor, decimals: int = 0) -> popxl.Tensor:
 
 
 def _rounded(input: Any, *, decimals: int) -> Any:
-    """Numbers rounded to some decimals, half to even."""
+    """Round to a number of decimals, half to even."""
     if decimals < 0:  # as PyTorch: dividing by a power of ten is not multiplying by its inverse
         return jnp.round(input / 10.0**-decimals) * 10.0**-decimals
     return jnp.round(input * 10.0**decimals) / 10.0**decimals if decimals else jnp.round(input)
@@ -285,7 +285,7 @@ def pow(input: Operand, exponent: Operand) -> popxl.Tensor:
 
 @jax_op(title="IntegerPow", shape=broadcast, gradient=None)
 def _integer_pow(base: Any, exponent: Any) -> Any:
-    """Powers of integers. A negative exponent gives the reciprocal, rounded towards zero."""
+    """Integer powers. Negative exponents give reciprocals, rounded towards zero."""
     power = base ** jnp.maximum(exponent, 0)
     sign = jnp.where(exponent % 2 == 0, 1, base)
     return jnp.where(exponent >= 0, power, jnp.where(jnp.abs(base) == 1, sign, 0))

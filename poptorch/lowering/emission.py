@@ -62,7 +62,7 @@ def spec_of(value: Value) -> popxl.TensorSpec:
 
 
 class Emission:
-    """Writes nodes of a trace into the current graph, and knows which tensor each value has become.
+    """Writer of trace nodes into the current graph, with a mapping from values to tensors.
 
     Args:
         seed: a seed tensor for ops that need random numbers, or a function that makes one; needed only if some do.
@@ -125,7 +125,7 @@ class Emission:
         self._fixed, self._drawn = popxl.constant(words, popxl.uint32, "manual_seed"), 0
 
     def keep_random_state(self, number: int) -> None:
-        """Remember which seeds come next."""
+        """Save the random state under a number, for `restore_random_state`."""
         self._random_states[number] = self._fixed, self._drawn
 
     def restore_random_state(self, number: int) -> None:
@@ -161,7 +161,7 @@ class Emission:
         then: tuple[Trace, Sequence[popxl.Tensor]],
         otherwise: tuple[Trace, Sequence[popxl.Tensor]],
     ) -> Sequence[popxl.Tensor]:
-        """Run one of two traces."""
+        """Run one of two traces, selected by `condition`."""
         functions, given = [], []
         for (trace, inputs), name in ((then, "then"), (otherwise, "else")):
             function = self._function(trace, name)

@@ -1,4 +1,4 @@
-"""The ops of poptorch itself."""
+"""Lowerings of poptorch's own ops."""
 
 from __future__ import annotations
 

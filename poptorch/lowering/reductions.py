@@ -270,7 +270,7 @@ def cdist(x1: Any, x2: Any, *, p: float, compute_mode: int | None = None) -> Any
 @jax_op("aten._euclidean_dist", title="EuclideanDistance")
 @round_once
 def euclidean_distance(x1: Any, x2: Any) -> Any:
-    """Distances by a matrix product: less exact, and much quicker."""
+    """Euclidean distances by a matrix product: less accurate, much faster."""
     lengths = jnp.sum(x1 * x1, -1)[..., :, None] + jnp.sum(x2 * x2, -1)[..., None, :]
     return _root(jnp.maximum(lengths - 2 * jnp.matmul(x1, jnp.swapaxes(x2, -1, -2)), 0))
 
@@ -299,7 +299,7 @@ _running("logcumsumexp", lax.cumlogsumexp)
 
 
 def _running_extreme(name: str, is_beyond: Callable[[Any, Any], Any]) -> None:
-    """Declare a running extreme. Of equal elements the last one counts, and NaN is beyond all numbers."""
+    """Declare a cumulative maximum or minimum. Ties choose the last element; NaN exceeds all numbers."""
 
     def later(first: Any, second: Any) -> Any:
         wins = jnp.isnan(second[0]) | (is_beyond(second[0], first[0]) & ~jnp.isnan(first[0]))

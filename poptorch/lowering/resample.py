@@ -88,7 +88,7 @@ class Axis:
 
 
 def _cubic(distance: Any, slope: float, where: Callable[..., Any] = np.where) -> Any:
-    """The cubic kernel of Keys."""
+    """Keys' cubic convolution kernel."""
     x = abs(distance)
     near = ((slope + 2) * x - (slope + 3)) * x * x + 1
     far = ((slope * x - 5 * slope) * x + 8 * slope) * x - 4 * slope
@@ -96,7 +96,7 @@ def _cubic(distance: Any, slope: float, where: Callable[..., Any] = np.where) ->
 
 
 def resampled(input: popxl.Tensor, axes: Sequence[Axis]) -> popxl.Tensor:
-    """A tensor whose last axes are made anew."""
+    """Resample the last axes of a tensor."""
     return _resample(input, axes=tuple(axes))
 
 
@@ -110,7 +110,7 @@ def _read(input: Any, *, axes: tuple[Axis, ...]) -> Any:
 
 
 def _read_bytes(input: Any, axes: tuple[Axis, ...]) -> Any:
-    """Images of bytes as PyTorch blends them: factors of at most 15 bits, the last axis first, each axis rounded."""
+    """Resample uint8 images as PyTorch does: factors of at most 15 bits, last axis first, rounding after each axis."""
     out = input
     for i, axis in reversed(list(enumerate(axes, input.ndim - len(axes)))):
         taps = axis.taps()
@@ -203,7 +203,7 @@ def grid_sample(input: Any, grid: Any, *, interpolation_mode: int, padding_mode:
 
 
 def _inside(size: int, padding_mode: int, align_corners: bool) -> Callable[[Any], Any]:
-    """Brings coordinates from beyond the edges back."""
+    """Map out-of-range coordinates into the image, by padding mode."""
     if padding_mode == 0:
         return lambda x: x
     low, high = (0.0, size - 1.0) if align_corners else (-0.5, size - 0.5)

@@ -66,7 +66,7 @@ binary("igammac", binary_op("igammac", special.gammaincc), of_floats=True)
 
 
 def hurwitz(s: Any, q: Any) -> Any:
-    """The sum of (q + k)^-s for k = 0, 1, ...; JAX's series is right above 0 alone, the terms before are added here."""
+    """Hurwitz zeta function, Σ (q + k)^-s for k = 0, 1, ...; JAX's series is correct for q > 0 only."""
     s, q = jnp.broadcast_arrays(s, q)
     pole = (q <= 0) & (q == jnp.floor(q))
 

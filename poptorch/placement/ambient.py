@@ -91,7 +91,7 @@ class Ambient:
     # Blocks
 
     def begin_block(self, user_id: BlockId | None, ipu_id: int | None) -> BlockId:
-        """Make a block the active one until the next begins.
+        """Activate a block until the next begins.
 
         Args:
             user_id: its id; the next number if None.
@@ -132,7 +132,7 @@ class Ambient:
                 self._block = self._open_blocks[-1]
 
     def number_blocks_anew(self) -> None:
-        """Give the next block without an id the id `"0"`."""
+        """Restart automatic block ids at `"0"`."""
         self._next_id = 0
 
     # Scopes
@@ -198,7 +198,7 @@ def current() -> Ambient | None:
 
 
 def isRunningOnIpu() -> bool:
-    """Whether a wrapped model's `forward` is being captured; false while models are made, and on plain CPU runs.
+    """Whether a wrapped model's `forward` is being captured; false during model construction and plain CPU runs.
 
     Example:
         >>> isRunningOnIpu()

@@ -329,7 +329,7 @@ class NameScope(_Scope):
 
 
 class Attribute(_Scope):
-    """Attributes of the operations within.
+    """Attributes for operations inside the `with` statement.
 
     Args:
         kwargs: dictionaries from names to strings, numbers or bools.

@@ -66,7 +66,7 @@ class Stage:
         return list(self._blocks)
 
     def ipu(self, ipu: int) -> Stage:
-        """Run on unit `ipu`, whatever the blocks say; returns the stage itself."""
+        """Run on unit `ipu`, overriding units of blocks; returns the stage itself."""
         if not isinstance(ipu, int) or ipu < 0:
             raise AssertionError(f"Stage.ipu: `ipu` is {ipu!r}; expected the number of a unit, from 0.")
         self.unit = ipu
@@ -141,7 +141,7 @@ class _IExecutionStrategy(ABC):
 
     @property
     def first_phase(self) -> int | None:
-        """The phase of operations before any block; None without phases."""
+        """Phase of operations before any block; None without phases."""
         return None
 
     def stage(self, block_id: BlockId) -> Stage:
@@ -194,7 +194,7 @@ class _IExecutionStrategy(ABC):
 
     @abstractmethod
     def backendOptions(self) -> dict[str, Any]:
-        """The facts about this strategy that `Options.toDict` lists."""
+        """Strategy description for `Options.toDict`."""
 
 
 class PipelinedExecution(_IExecutionStrategy):
@@ -368,7 +368,7 @@ def _tell_of_memory(strategy: _IPhasedExecution, method: str) -> None:
 
 
 class ParallelPhasedExecution(_IPhasedExecution):
-    """Phases alternate between two groups of units: even phases run on even units, odd ones on odd units.
+    """Phases alternating between two groups of units: even phases on even units, odd phases on odd units.
 
     A stage that asks for no unit runs on the next one of its group.
 
@@ -413,7 +413,7 @@ class SerialPhasedExecution(_IPhasedExecution):
     """
 
     def setTensorsLiveness(self, liveness: Liveness) -> SerialPhasedExecution:
-        """How long tensors stay on the device; returns the strategy itself.
+        """Set the liveness of tensors on the device; returns the strategy itself.
 
         Raises:
             AssertionError: if it is not a `Liveness`.

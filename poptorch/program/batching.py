@@ -49,12 +49,12 @@ class Batching:
 
     @property
     def micro_batches(self) -> int:
-        """How many micro-batches each replica goes through in a run."""
+        """Number of micro-batches per replica and run."""
         return self.device_iterations * self.gradient_accumulation
 
     @property
     def factor(self) -> int:
-        """How many micro-batches the rows given to a call make up."""
+        """Number of micro-batches in the rows of a call."""
         return self.micro_batches * self.groups.count
 
     def of_fewer(self, rows: int, micro_batch: int, training: bool) -> list[tuple[int, Batching]]:
@@ -222,7 +222,7 @@ class Feeder:
 
 
 def _check_readable(tensor: torch.Tensor, name: str) -> None:
-    """Check that an argument's numbers are representable on the device."""
+    """Check that an argument has strided data, with integers in the device's range."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         what = "has no numbers: it is on the device meta" if tensor.is_meta else f"has the layout {tensor.layout}"
         advice = "Make it on the CPU" if tensor.is_meta else "Give `tensor.to_dense()`"

@@ -21,7 +21,7 @@ Number = Any  # a plain number, or an array of one element
 
 
 def _plus(x: Array, factor: Number, y: Array) -> Array:
-    """x + factor y, where nothing is added for the plain number 0."""
+    """x + factor y; omits the addition for the plain number 0."""
     return x if isinstance(factor, float) and factor == 0 else x + factor * y
 
 

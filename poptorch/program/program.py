@@ -94,7 +94,7 @@ class _Model:
 
 
 class Program:
-    """A captured model compiled as a program.
+    """Program of a captured model.
 
     Args:
         ir: an empty Ir, of whose replicas this process has as many as `batching` says.
@@ -351,7 +351,7 @@ class Program:
         return dict(self.variables)
 
     def _all_iterations(self, tensors: Tensors) -> Sequence[popxl.Tensor | None]:
-        """The loop over device iterations. Returns the results."""
+        """Loop over device iterations; returns the results."""
         if self._batching.micro_batches == 1:
             return self._device_iteration(tensors)
         self._loop(self._batching.device_iterations, "device_iteration", self._device_iteration, tensors)
@@ -400,7 +400,7 @@ class Program:
         return {name: tensors[f"//{name}"] for name in self.state if f"//{name}" in tensors}
 
     def _return_updated(self, tensors: Tensors, results: list[popxl.Tensor | None]) -> None:
-        """Have updated parameters among the results."""
+        """Store updated parameters as results."""
         for number, result in enumerate(self._returned):
             if _is_updated(result):
                 t = tensors[str(result.value).removeprefix(UPDATED)]
@@ -438,7 +438,7 @@ class Program:
 
     @cached_property
     def _halves(self) -> frozenset[str]:
-        """Parameters with float16 gradients, which drive automatic loss scaling."""
+        """Parameters with float16 gradients, for automatic loss scaling; empty without it."""
         if self._update is None or self._gradient is None or not self._update.adjusts:
             return frozenset()
         made_of = {
@@ -460,8 +460,9 @@ class Program:
     # One micro-batch ------------------------------------------------------------------------------------------------
 
     def _micro_batch(self, tensors: Tensors) -> tuple[list[popxl.Tensor | None], Tensors]:
-        """Take rows, run the model, keep its results and what it writes. Returns results (`None` for what comes later)
-        and gradients."""
+        """Run one micro-batch: slice inputs, call the model, store results and written buffers. Returns results (`None`
+        if not yet available) and gradients.
+        """
         site = ops.call_with_info(self._model.graph, *(self._argument(key, tensors) for key in self._model.inputs))
         found: dict[int | str, popxl.Tensor] = {
             id(value): site.graph_to_parent(self._model.emission.tensor(value)) for value in self._outputs()

@@ -98,7 +98,7 @@ class Rule:
 
 
 def op_kind(name: str, lowering: Callable[..., Any], **settings: Any) -> popxl.OpKind:
-    """Declare an op without a gradient, by default one that makes a float32 number of tensors anywhere."""
+    """Declare an op without a gradient; by default its result is a float32 scalar, its operands have any location."""
     common: dict[str, Any] = {
         "shape": lambda *operands, **attributes: popxl.TensorSpec((), popxl.float32),
         "traits": [Colocated()],

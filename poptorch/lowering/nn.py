@@ -155,7 +155,7 @@ def embedding_bag(
 
 @jax_op(title="BagOf")
 def _bag_of(offsets: Any, *, count: int) -> Any:
-    """Bag number of each row. Offsets mark bag starts; the last bag extends to the end."""
+    """Bag number of each row. Offsets mark bag starts; rows after a trailing end offset belong to no bag."""
     return jnp.searchsorted(offsets, jnp.arange(count), side="right").astype(jnp.int32) - 1
 
 

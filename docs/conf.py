@@ -73,6 +73,7 @@ CHANGELOG
 :caption: Inside
 
 docs/contributing
+docs/terms
 popxl/README
 runtime/README
 popxl_addons/README

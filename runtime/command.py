@@ -23,7 +23,7 @@ from popxl.errors import PopxlError
 from popxl.ir import Ir
 from runtime.costs.cost import cost_of
 from runtime.costs.memory import least_memory_of, memory_of_program
-from runtime.fitting import Compiled, fit
+from runtime.fitting import CompiledTrial, fit
 from runtime.inspection import report_of
 from runtime.machine import Machine, NothingRuns, PlanningMachine, TargetMachine
 from runtime.pipes import exit_on_broken_pipe, is_broken_pipe
@@ -231,13 +231,13 @@ def fit_into(asked: Asked) -> int:
     target = asked.target
     assert target is not None  # the command line has it
 
-    def compiled() -> Compiled:
+    def compiled() -> CompiledTrial:
         machine = _Trying(TargetMachine(target))
         with _watching(machine), redirect_stdout(StringIO()):
             _, code = _run(asked.file, asked.arguments)
         if code and not machine.problem:
             raise PopxlError(f"{asked.file} ended with the exit code {code}.")
-        return Compiled(machine.programs, machine.problem)
+        return CompiledTrial(machine.programs, machine.problem)
 
     try:
         found = fit(compiled, lambda line: print(line, file=sys.stderr, flush=True))

@@ -18,11 +18,11 @@ from runtime.program.compiled import CompiledProgram
 from runtime.report import TargetReport
 
 
-class _Part(BaseModel):
+class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
 
 
-class Tried(_Part):
+class Tried(_Frozen):
     """Combination of choices, with compiled memory and time requirements on a chip.
 
     Attributes:
@@ -53,7 +53,7 @@ class Tried(_Part):
         return f"{as_text(self.choices)}: {memory}{seconds}, {'fits' if self.fits else 'does not fit'}"
 
 
-class Fit(OnPage, _Part):
+class Fit(OnPage, _Frozen):
     """Tuning result: tried combinations in option order, and the best.
 
     Attributes:
@@ -100,7 +100,7 @@ class Fit(OnPage, _Part):
         return any(t.units != 1 for t in self.tried)
 
 
-class Compiled(NamedTuple):
+class CompiledTrial(NamedTuple):
     """Compilation outcome of a program.
 
     Attributes:
@@ -112,7 +112,7 @@ class Compiled(NamedTuple):
     problem: str = ""
 
 
-def fit(compiled: Callable[[], Compiled], told: Callable[[str], object]) -> Fit:
+def fit(compiled: Callable[[], CompiledTrial], told: Callable[[str], object]) -> Fit:
     """Compile a program for each combination of its choices. Ctrl-C returns the combinations tried so far.
 
     Args:
@@ -153,7 +153,7 @@ def fit(compiled: Callable[[], Compiled], told: Callable[[str], object]) -> Fit:
 
 
 def _tried(
-    compiled: Callable[[], Compiled], taken: Mapping[str, Any]
+    compiled: Callable[[], CompiledTrial], taken: Mapping[str, Any]
 ) -> tuple[Choices, tuple[Tried, TargetReport | None]]:
     with choosing(taken) as choices:
         programs, problem = compiled()

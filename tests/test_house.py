@@ -127,3 +127,19 @@ def test_private_files_of_poptorch_stand_in_a_folder() -> None:
     """A file directly under `poptorch/` is a path that users import."""
     files = {path.stem for path in (ROOT / "poptorch").glob("*.py")} - {"__init__", "__main__"}
     assert files == {path for path in POPTORCH if "." not in path} | {"lightning"}
+
+
+@pytest.mark.parametrize("package", ["popxl", "popxl_addons", "runtime", "poptorch", "poptorch_geometric"])
+def test_no_class_name_stands_twice_in_a_package(package: str) -> None:
+    """But for `Options` of PopTorch and of PopDist, which are both names of programs."""
+    found: dict[str, list[str]] = {}
+    for file in sorted((ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and node.name != "Options":
+                found.setdefault(node.name, []).append(str(file.relative_to(ROOT)))
+    assert {name: files for name, files in found.items() if len(files) > 1} == {}
+
+
+def test_terms_name_files_that_exist() -> None:
+    named = re.findall(r"\| `([a-z_/]+\.py)` \|", (ROOT / "docs" / "terms.md").read_text(encoding="utf-8"))
+    assert len(named) >= 50 and [file for file in named if not (ROOT / file).is_file()] == []

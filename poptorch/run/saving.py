@@ -172,7 +172,7 @@ class _Tensor(_Part):
     persistent: bool = True
 
 
-class _Model(_Part):
+class _SavedModel(_Part):
     """Saved snapshot of the module and its optimiser."""
 
     training: bool
@@ -201,7 +201,7 @@ class _About(_Part, _Stamp):
     grouped: dict[str, tuple[int, int, int, int]]
     seed: int | None
     optimizer: OptimizerData | None
-    model: _Model | None
+    model: _SavedModel | None
     counting: _Counting | None = None
 
 
@@ -282,9 +282,9 @@ def _call(compiled: Compiled) -> tuple[_Call, dict[str, torch.Tensor]]:
     return call, tensors
 
 
-def _model(module: torch.nn.Module | None, optimizer: OptimizerData | None) -> _Model:
+def _model(module: torch.nn.Module | None, optimizer: OptimizerData | None) -> _SavedModel:
     if module is None:
-        return _Model(training=True, tensors={}, optimizer=optimizer)
+        return _SavedModel(training=True, tensors={}, optimizer=optimizer)
     first = {id(t): name for name, t in weights.tensors_of(module).items()}
     parameters = torch.nn.Module.named_parameters(module, remove_duplicate=False)
     buffers = torch.nn.Module.named_buffers(module, remove_duplicate=False)
@@ -295,7 +295,7 @@ def _model(module: torch.nn.Module | None, optimizer: OptimizerData | None) -> _
     }
     tensors = {n: _Tensor(of=first[id(p)], parameter=True, requires_grad=p.requires_grad) for n, p in parameters}
     tensors |= {n: _Tensor(of=first[id(b)], parameter=False, persistent=n not in transient) for n, b in buffers}
-    return _Model(training=module.training, tensors=tensors, optimizer=optimizer)
+    return _SavedModel(training=module.training, tensors=tensors, optimizer=optimizer)
 
 
 def _session(session: popxl.Session) -> bytes:

@@ -21,11 +21,11 @@ from popxl.errors import PopxlError
 from runtime.jax_private import Contents, contents, loaded
 
 
-class _Part(BaseModel):
+class _Saved(BaseModel):
     model_config = ConfigDict(extra="forbid", defer_build=True)
 
 
-class Placement(_Part):
+class Placement(_Saved):
     """Device placement of an array: unsharded on the first device, or sharded along mesh axes over all devices.
 
     Attributes:
@@ -39,7 +39,7 @@ class Placement(_Part):
     spec: list[list[str]]
 
 
-class Array(_Part):
+class Array(_Saved):
     """An argument or a result."""
 
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class Array(_Part):
     placement: Placement | None
 
 
-class Executable(_Part):
+class Executable(_Saved):
     """JAX metadata of an executable.
 
     Attributes:

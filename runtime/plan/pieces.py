@@ -125,7 +125,7 @@ class Step:
             values[t, place] = run.put(values[t], place)
 
 
-class Compiled(NamedTuple):
+class CompiledSegment(NamedTuple):
     """XLA executable of a segment, its input text, and compilation time in seconds."""
 
     executable: Any
@@ -191,7 +191,7 @@ class Piece(Step):
         self._lock = hooks_for(terms.destination.platform).collective_lock if meets else None
         self.structure = self.found(terms)
 
-    def lowered(self, terms: Terms) -> Callable[[], Compiled]:
+    def lowered(self, terms: Terms) -> Callable[[], CompiledSegment]:
         """Trace the ops. Returns a function that compiles them with XLA, callable from any thread."""
         start = perf_counter()
         buffers = [c for c in self.channels if isinstance(c, RemoteBuffer)]
@@ -211,18 +211,18 @@ class Piece(Step):
         lowered = lower(lambda: terms.destination.lower(donating(spread, 0, 3), *self._arguments(terms)))
         traced = perf_counter() - start
 
-        def compile() -> Compiled:
+        def compile() -> CompiledSegment:
             start = perf_counter()
             executable = terms.destination.compile(lowered)
             if buffers and terms.has_slots_on_host:
                 remote.check_places(
                     executable.as_text(), self._results(lowered.out_info), self.ops[0].graph.ir.main_graph
                 )
-            return Compiled(executable, lowered.as_text, traced + perf_counter() - start)
+            return CompiledSegment(executable, lowered.as_text, traced + perf_counter() - start)
 
         return compile
 
-    def take(self, compiled: Compiled) -> None:
+    def take(self, compiled: CompiledSegment) -> None:
         """Store compilation results for all segments of the same structure."""
         self.structure.executable, self.structure.text = compiled.executable, compiled.text
         self.seconds = compiled.seconds

@@ -14,7 +14,7 @@ from runtime.lowering.rerolled_loops import RerolledLoop
 from runtime.plan.loop_rerolling.clustering import cluster_iterations
 from runtime.plan.loop_rerolling.match_iterations import NotRerollable, reroll
 from runtime.plan.loop_rerolling.op_signatures import OpSignatures
-from runtime.plan.loop_rerolling.patterns import FEWEST, Span, spans
+from runtime.plan.loop_rerolling.patterns import FEWEST, PeriodicRange, spans
 
 TRIED = 8
 """How many spans of a sequence are tried before it is left alone."""
@@ -134,7 +134,7 @@ class _Sequence:
             for op in self._ops[span.first : span.first + span.period]:
                 self._reasons.update((callee, problem or "") for callee in op.called_graphs)
 
-    def _alignments(self, span: Span) -> Iterator[tuple[int, int]]:
+    def _alignments(self, span: PeriodicRange) -> Iterator[tuple[int, int]]:
         """Candidate starts of the first iteration, with repetition counts: those with least carried data first; first
         or last iteration may be special."""
         for start in sorted(

@@ -14,7 +14,7 @@ OFTEN = 16
 """How often a form that is looked for may come in a turn."""
 
 
-class Span(NamedTuple):
+class PeriodicRange(NamedTuple):
     """Periodic range of a sequence: elements from `first` to `end` equal those one `period` earlier."""
 
     first: int
@@ -32,7 +32,7 @@ class Span(NamedTuple):
         return range(self.first, self.end - self.repetitions * self.period + 1)
 
 
-def spans(signatures: Sequence[int], sizes: Sequence[int], first: int, end: int) -> list[Span]:
+def spans(signatures: Sequence[int], sizes: Sequence[int], first: int, end: int) -> list[PeriodicRange]:
     """The longest periodic spans between `first` and `end`, largest saving first.
 
     Args:
@@ -41,10 +41,10 @@ def spans(signatures: Sequence[int], sizes: Sequence[int], first: int, end: int)
 
     Example:
         >>> spans([7, 1, 2, 1, 2, 1, 2, 1], [0, 5, 0, 5, 0, 5, 0, 5], 0, 8)
-        [Span(first=1, end=8, period=2)]
+        [PeriodicRange(first=1, end=8, period=2)]
     """
     total = [0, *accumulate(sizes)]
-    found: defaultdict[int, list[Span]] = defaultdict(list)
+    found: defaultdict[int, list[PeriodicRange]] = defaultdict(list)
     known: defaultdict[int, set[int]] = defaultdict(set)  # places in spans of a period, but for their last turns
     for place, period in _repeats(signatures, sizes, first, end):
         if place not in known[period]:
@@ -53,10 +53,10 @@ def spans(signatures: Sequence[int], sizes: Sequence[int], first: int, end: int)
                 start -= 1
             while last < end and signatures[last] == signatures[last - period]:
                 last += 1
-            found[period].append(Span(start, last, period))
+            found[period].append(PeriodicRange(start, last, period))
             known[period].update(range(start, last - period))
 
-    def saved(span: Span) -> int:
+    def saved(span: PeriodicRange) -> int:
         return (span.repetitions - 1) * (total[span.first + span.period] - total[span.first])
 
     long_enough = (span for of_period in found.values() for span in of_period if span.repetitions >= FEWEST)

@@ -15,7 +15,7 @@ from popxl.__main__ import main
 from popxl.base.choices import as_text, choosing
 from popxl.errors import PopxlError
 from runtime.costs.memory import least_memory_of, memory_of_program
-from runtime.fitting import Compiled, Fit, Tried, fit
+from runtime.fitting import CompiledTrial, Fit, Tried, fit
 from runtime.program.compiled import compile_program
 from runtime.program.laying_out import layout_for
 from runtime.targets.devices import model_device
@@ -108,7 +108,7 @@ def test_choices_that_depend_on_others() -> None:
         recompute = popxl.choice("recompute", [True, False])
         every = popxl.choice("every", [1, 2]) if recompute else None
         seen.append((recompute, every, popxl.choice("rows", [4, 8] if recompute else [16])))
-        return Compiled([], "there is no compiler")
+        return CompiledTrial([], "there is no compiler")
 
     with pytest.raises(PopxlError, match="no combination of its choices can be compiled. there is no compiler"):
         fit(compiled, told.append)

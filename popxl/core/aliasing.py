@@ -6,6 +6,7 @@ from collections.abc import Container, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from popxl.core.tensor import Tensor
+from popxl.core.traits import is_call
 
 if TYPE_CHECKING:
     from popxl.core.recording import Op
@@ -64,6 +65,14 @@ def callees_first(graph: Graph, without: Container[Graph] = ()) -> tuple[Graph, 
             waiting.append((new, True))
             waiting += [(callee, False) for callee in new.called_graphs if callee not in without]
     return tuple(found)
+
+
+def through_calls(t: Tensor) -> Iterator[Tensor]:
+    """A tensor; if a call returns it, the output of the called graph that it stands for, and so on inwards."""
+    yield t
+    while (op := t.producer) is not None and is_call(op):
+        t = op.called_graphs[0].outputs[op.outputs.index(t)]
+        yield t
 
 
 def has_effect(op: Op) -> bool:

@@ -13,7 +13,7 @@ from popxl.analysis.estimate import estimate_of
 from popxl.analysis.flops import Flops, own_flops
 from popxl.analysis.placement import Readers, reading_ipus
 from popxl.base.liveness import last_uses
-from popxl.core.aliasing import has_effect, reachable, storages, written_inputs
+from popxl.core.aliasing import has_effect, reachable, storages, through_calls, written_inputs
 from popxl.core.binding import is_input
 from popxl.core.printing import schedule
 from popxl.core.traits import is_call
@@ -41,5 +41,6 @@ __all__ = [
     "reading_ipus",
     "schedule",
     "storages",
+    "through_calls",
     "written_inputs",
 ]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from popxl.core.aliasing import through_calls
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
-from popxl.core.traits import is_call
 from popxl.ops.kernels import memory
 from popxl.values.shapes import like_first
 
@@ -28,11 +28,8 @@ _reload = OpKind(
 
 def is_offloaded(t: Tensor) -> bool:
     """Whether `offload` makes a tensor, in its graph or in one that is called there."""
-    op = t.producer
-    while op is not None and is_call(op):
-        t = op.called_graphs[0].outputs[op.outputs.index(t)]
-        op = t.producer
-    return op is not None and op.kind is _offload
+    *_, inner = through_calls(t)
+    return inner.producer is not None and inner.producer.kind is _offload
 
 
 def available_after(t: Tensor, other: Tensor) -> Tensor:
@@ -45,7 +42,7 @@ def available_after(t: Tensor, other: Tensor) -> Tensor:
 
     Args:
         t: tensor of any shape and dtype.
-        other: tensor of any shape with at least one element.
+        other: tensor of any shape. One without elements is always there.
 
     Returns:
         A tensor like `t`. Its gradient is that of `t`; none flows to `other`.

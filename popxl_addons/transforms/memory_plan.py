@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 import popxl
 from popxl.extend.files import replace_file
-from popxl.extend.graphs import has_effect, is_call, own_flops
+from popxl.extend.graphs import has_effect, own_flops, through_calls
 from popxl.extend.pages import OnPage, Page, Table, bytes_text
 from popxl.transforms import GradGraphInfo
 
@@ -115,16 +115,11 @@ def activations_of(info: GradGraphInfo) -> list[Activation]:
 
 
 def _origin(t: popxl.Tensor) -> tuple[popxl.Op, str]:
-    """Producing op inside called graphs, with a path of tensor names."""
-    inner, names, made_by = t, list[str](), t.producer
-    while (op := inner.producer) is not None:
-        made_by = op
-        if not is_call(op):
-            break
-        names.append(op.called_graphs[0].name.partition("_subgraph")[0])
-        inner = op.called_graphs[0].outputs[op.outputs.index(inner)]
-    assert made_by is not None, "an input of the graph is no activation"
-    return made_by, ".".join([*names, inner.path])
+    """The op that computes a tensor, within graphs that are called, and the tensor's path after their names."""
+    within = list(through_calls(t))
+    producers = [each.producer for each in within if each.producer is not None]  # the last one may be an input
+    names = [each.graph.name.partition("_subgraph")[0] for each in within[1:]]
+    return producers[-1], ".".join([*names, within[-1].path])
 
 
 class PlannedActivation(BaseModel):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import get_args
 
 import popxl
@@ -43,9 +43,11 @@ class PlannedGradients:
             raise ValueError(f"memory: expected a MemoryPlan, or one of {policies}; got {memory!r}.")
         self.memory = memory
         self.model = model
-        calls = Counter(_called_from(model, 1)) or Counter({model: 1})
-        self.calls = dict(calls)
-        self.names = _names(list(calls))
+        self.calls = Counter[popxl.Graph]()
+        _count_calls(model, 1, self.calls)
+        if not self.calls:
+            self.calls[model] = 1
+        self.names = _names(self.calls)
         self._found: dict[popxl.Graph, GraphPlan] = {}
         if isinstance(memory, MemoryPlan):
             self._check_graphs(memory)
@@ -56,7 +58,7 @@ class PlannedGradients:
         return MemoryPlan(graphs=tuple(self._found[graph] for graph in self.names if graph in self._found))
 
     def __call__(self, info: GradGraphInfo) -> GradGraphInfo:
-        """Gradient of a called graph according to plan."""
+        """The gradient of a called graph, with the treatments of its plan."""
         graph = info.forward_graph
         if graph not in self.names:
             return info
@@ -66,7 +68,7 @@ class PlannedGradients:
         for each in known:
             by_treatment[treatments[each.path]].append(each.tensor)
         read = {e.fwd_tensor for e in info.expected_inputs if e.is_activation}
-        _, taken = ops_again(graph, read, {*by_treatment["keep"], *by_treatment["offload"]})
+        _, taken = ops_again(info, {*by_treatment["keep"], *by_treatment["offload"]})
         shown = read | {*taken}
         self._found[graph] = GraphPlan(
             graph=self.names[graph],
@@ -101,18 +103,18 @@ class PlannedGradients:
             )
 
 
-def _called_from(graph: popxl.Graph, times: int) -> Iterator[popxl.Graph]:
-    """Call counts of graphs called directly, in loops or branches."""
+def _count_calls(graph: popxl.Graph, times: int, counts: Counter[popxl.Graph]) -> None:
+    """Count the calls that a graph makes by itself, in its loops and in its branches, if it runs some times."""
     for op in graph.ops:
         for called in op.called_graphs:
             if is_call(op):
-                yield from [called] * times
+                counts[called] += times
             else:
-                yield from _called_from(called, times * int(op.attributes.get("repeat_count", 1)))
+                _count_calls(called, times * op.attributes.get("repeat_count", 1), counts)
 
 
-def _names(graphs: list[popxl.Graph]) -> dict[popxl.Graph, str]:
-    """Program-independent name for each graph."""
+def _names(graphs: Iterable[popxl.Graph]) -> dict[popxl.Graph, str]:
+    """A name for each graph that does not depend on what else the program has."""
     names: dict[popxl.Graph, str] = {}
     for graph in graphs:
         plain = graph.name.partition("_subgraph")[0]

@@ -41,8 +41,9 @@ def recompute_graph(
     ``"inlined"``, XLA does: it sees through calls there.
 
     Its inputs are the gradients and the forward inputs that `grad_graph` expects, in its order; the other forward
-    inputs, sorted by name; what is kept and offloaded; and the further inputs of `grad_graph`, such as accumulators,
-    sorted by name. `args` holds inputs under the same names as before.
+    inputs, sorted by name; and the further inputs of `grad_graph`, such as accumulators, sorted by name. With `keep` or
+    `offload`, the forward inputs are those that are read, in the order of the forward graph, and what is kept and
+    offloaded comes after them. `args` holds inputs under the same names as before.
 
     Args:
         grad_graph: the gradient graph that takes activations.
@@ -50,12 +51,12 @@ def recompute_graph(
             itself; or paths of such, in which `*` stands for any characters; or a policy: `"everything"`, `"products"`,
             `"products_without_batch"`, `"nothing"`. Results of ops with effects are kept in any case.
         offload: what the forward call copies to the memory of the host, to be copied back for the backward call:
-            tensors or paths.
+            tensors or paths. It wins over `keep`.
 
     Raises:
         AttributeError: if `grad_graph` is no gradient graph.
         ValueError: if the forward graph uses host streams, as loading again would load something else; if a path
-            matches no activation, or a tensor is not of the forward graph; for an unknown policy.
+            matches no activation, or a tensor is none of the forward graph; for an unknown policy.
 
     Example:
         >>> ir = popxl.Ir()
@@ -130,10 +131,11 @@ def recompute_activations(
         (t, e.fwd_tensor) for t, e in zip(grad.inputs, info.expected_inputs, strict=False) if not e.is_activation
     ]
     read = {t: e.fwd_tensor for t, e in zip(grad.inputs, info.expected_inputs, strict=False) if e.is_activation}
-    again, taken = ops_again(forward, read.values(), {*keep, *offload})
-    away = {t: _offloaded(t) for t in offload if t in taken}
+    again, taken = ops_again(info, {*keep, *offload})
+    inputs, outputs = {*forward.inputs}, {*forward.outputs}
+    away = {t: _offloaded(t) for t in sorted(offload, key=lambda t: t.id) if t in taken}
     for t in taken:
-        if t not in forward.inputs and t not in away and t not in forward.outputs:
+        if t not in inputs and t not in away and t not in outputs:
             forward.add_output(t)
     graph = forward.ir.create_empty_graph(suffix_graph_name(grad.name, "recomp"))
     with graph, popxl.in_sequence(False):
@@ -141,7 +143,7 @@ def recompute_activations(
         first = next(iter(bound.values()))
         of: _Bound = {}
         expected = [(of_t, FwdGrad) for _, of_t in gradients]
-        for t in sorted(taken, key=lambda t: (t not in forward.inputs, t.id)):
+        for t in taken:
             source = away.get(t, t)
             expected.append((source, Fwd))
             given = graph.add_input_like(source)
@@ -151,11 +153,12 @@ def recompute_activations(
         waiting: set[popxl.Tensor] = set()
         for op in again:
             # One operand that waits is enough for the results to wait.
-            if waiting.isdisjoint(op.inputs) and op.inputs:
-                t = next((u for u in op.inputs if u not in forward.inputs), op.inputs[0])
-                held[t] = ops.available_after(_forward_tensor(t, of), first)
-                waiting.add(t)
-            copy = op.clone([held[u] if u in held else _forward_tensor(u, of) for u in op.inputs])
+            with get_current_context().set(ipu_id=op.ipu, io_tile_set=op.io_tiles):
+                if waiting.isdisjoint(op.inputs) and op.inputs:
+                    t = next((u for u in op.inputs if u not in inputs), op.inputs[0])
+                    held[t] = ops.available_after(_forward_tensor(t, of), first)
+                    waiting.add(t)
+                copy = op.clone([held[u] if u in held else _forward_tensor(u, of) for u in op.inputs])
             of |= dict(zip(op.outputs, copy.outputs, strict=False))
             waiting.update(op.outputs)
         bound |= {t: _forward_tensor(of_t, of) for t, of_t in read.items()}
@@ -171,23 +174,29 @@ def _forward_tensor(t: popxl.Tensor, of: _Bound) -> popxl.Tensor:
     return of[t]
 
 
-def ops_again(
-    forward: popxl.Graph, read: Iterable[popxl.Tensor], given: Collection[popxl.Tensor]
-) -> tuple[list[Op], list[popxl.Tensor]]:
-    """Ops to repeat for some forward tensors, and required existing tensors."""
-    missing, taken, again = set(read), set[popxl.Tensor](), list[Op]()
-    for op in reversed(forward.ops):
-        wanted = [t for t in op.outputs if t in missing]
-        if not wanted:
-            continue
-        if all(t in given for t in wanted) or has_effect(op) or op.modified:
-            taken.update(wanted)
-        else:
-            taken.update(t for t in wanted if t in given)
+def ops_again(info: GradGraphInfo, given: Collection[popxl.Tensor]) -> tuple[list[Op], list[popxl.Tensor]]:
+    """The ops to run again for what a gradient reads, and the forward tensors to take instead.
+
+    Args:
+        info: of the gradient graph.
+        given: tensors of the forward graph to take. Outputs whose gradients are provided are taken, too, as the caller
+            has them, and what ops with effects make.
+
+    Returns:
+        The ops in order; and the tensors: the inputs of the forward graph, then what it computes.
+    """
+    missing = {e.fwd_tensor for e in info.expected_inputs if e.is_activation}
+    known = {*given, *(e.fwd_tensor for e in info.expected_inputs if not e.is_activation)}
+    taken, again = list[popxl.Tensor](), list[Op]()
+    for op in reversed(info.forward_graph.ops):
+        wanted = missing.intersection(op.outputs)
+        found = wanted if has_effect(op) or op.modified else wanted & known
+        taken += found
+        if found < wanted:
             again.append(op)
             missing.update(op.inputs)
-    taken.update(t for t in missing if t in forward.inputs)
-    return again[::-1], list(taken)
+    inputs = [t for t in info.forward_graph.inputs if t in missing]
+    return again[::-1], inputs + sorted(taken, key=lambda t: t.id)
 
 
 def _offloaded(t: popxl.Tensor) -> popxl.Tensor:
@@ -213,12 +222,13 @@ def _chosen(
         return {each.tensor for each in known if is_kept_by_policy(policy, each)}
     check_type(given, Iterable, f"recompute_graph: `{name}`", "a list of tensors and paths")
     chosen: set[popxl.Tensor] = set()
+    tensors = {a.tensor for a in known} | {*info.forward_graph.inputs, *info.forward_graph.outputs}
     for each in given:
         if isinstance(each, popxl.Tensor):
-            if each.graph is not info.forward_graph:
+            if each not in tensors:
                 raise ValueError(
                     f"recompute_graph: {each!r} in `{name}` is not a tensor of {info.forward_graph.title}, the forward "
-                    "graph. Name one of those that `activations_of` lists."
+                    "graph, that the gradient needs. Name one of those that `activations_of` lists."
                 )
             chosen.add(each)
             continue

@@ -8,5 +8,5 @@ from runtime.fake_dependency import with_fake_dependency
 
 
 def available_after(value: Any, other: Any) -> Any:
-    """`value`, unchanged, with a fake dependency on `other`."""
-    return with_fake_dependency(value, other[(0,) * other.ndim] != 0)
+    """`value`, unchanged, with a fake dependency on the first element of `other`, if it has one."""
+    return value if not other.size else with_fake_dependency(value, other[(0,) * other.ndim] != 0)

@@ -14,6 +14,7 @@ import popxl_addons as addons
 from popxl import ops
 from popxl_addons import optimizers
 from popxl_addons.transforms.memory_plan import activations_of
+from popxl_addons.transforms.planned_gradients import PlannedGradients
 
 POLICIES = ("everything", "products", "products_without_batch", "nothing")
 
@@ -179,6 +180,47 @@ def test_policies_of_one_graph(layer: tuple[Any, ...], evaluate: Any, policy: An
         np.testing.assert_array_equal(found, expected)
 
 
+def test_what_runs_again_is_where_it_ran_before(ir: popxl.Ir) -> None:
+    def build(x: popxl.Tensor) -> popxl.Tensor:
+        with popxl.ipu(0):
+            h = ops.ipu_copy(ops.tanh(ops.sin(x)), 1)
+        with popxl.ipu(1):
+            return ops.exp(ops.sin(h)) * 2.0
+
+    graph = addons.GraphWithNamedArgs(ir.create_graph(build, popxl.TensorSpec((3,), popxl.float32)))
+    again = addons.recompute_graph(graph.autodiff(), keep="nothing").graph.ops[:-1]
+    assert [(op.op_type, op.ipu) for op in again if "Copy" not in op.op_type] == [
+        ("AvailableAfter", 0), ("Sin", 0), ("Tanh", 0), ("Sin", 1), ("Exp", 1)
+    ]  # fmt: skip
+
+
+def test_what_is_loaded_and_what_the_caller_has_is_not_computed_again(ir: popxl.Ir) -> None:
+    stream = popxl.h2d_stream((3,), popxl.float32, "s")
+    spec = popxl.TensorSpec((3,), popxl.float32)
+    graph = addons.GraphWithNamedArgs(ir.create_graph(lambda x: ops.exp(ops.sin(x * ops.host_load(stream))), spec))
+    again = addons.recompute_graph(graph.autodiff(), keep="nothing").graph
+    assert [op.op_type for op in again.ops] == ["AvailableAfter", "Mul", "Call"]
+    assert {"s_hostload", "exp_out"} <= {t.name for t in again.inputs}
+
+
+def test_gradients_without_elements(ir: popxl.Ir, evaluate: Any) -> None:
+    x = popxl.variable(np.ones((0, 3)), popxl.float32)
+    graph = addons.GraphWithNamedArgs(ir.create_graph(lambda x: ops.exp(ops.sin(x)) * 2.0, x))
+    again = addons.recompute_graph(graph.autodiff(), keep="nothing")
+    site = graph.call_with_info(x)
+    (dx,) = evaluate(*again.call(site.outputs[0], args=again.grad_graph_info.inputs_dict(site)))
+    assert dx.shape == (0, 3)
+
+
+def test_calls_in_loops_are_counted(ir: popxl.Ir) -> None:
+    spec = popxl.TensorSpec((3,), popxl.float32)
+    layer = ir.create_graph(lambda x: ops.exp(ops.tanh(x)) * 0.5, spec)
+    model = ir.create_graph(lambda x: ops.sum(*ops.repeat(layer, 10**9, x)), spec)
+    planned = PlannedGradients(model, "nothing")
+    addons.autodiff(addons.GraphWithNamedArgs(model), memory=planned)
+    assert [graph.calls for graph in planned.plan.graphs] == [10**9]
+
+
 def test_activations(layer: tuple[Any, ...]) -> None:
     found = activations_of(layer[2].autodiff().grad_graph_info)
     sizes = {each.path: each.nbytes for each in found}
@@ -204,5 +246,5 @@ def test_activations(layer: tuple[Any, ...]) -> None:
 def test_what_recomputation_refuses(layer: tuple[Any, ...], how: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         addons.recompute_graph(layer[2].autodiff(), **how)
-    with pytest.raises(ValueError, match=r"in `keep` is not a tensor of .*the forward graph"):
+    with pytest.raises(ValueError, match=r"in `keep` is not a tensor of .*the forward graph, that the gradient needs"):
         addons.recompute_graph(layer[2].autodiff(force=True), keep=[layer[0]])

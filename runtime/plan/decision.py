@@ -28,7 +28,8 @@ count, and no clock, so that all processes of a program decide alike."""
 
 LONGEST = 6000
 """Seconds that XLA may take by that count for what is written out, where nothing is compared: beyond, loops are taken.
-Where both were compiled, loops took 1.2 to 2.2 times as long in a run, and never less: see `docs/costs.md`."""
+A limit of patience, not a measured one. Where both were compiled, loops took 1.2 to 2.2 times as long in a run, and
+never less: see `docs/costs.md`."""
 
 WITHOUT_PRODUCTS = 2000
 """A loop without products is made there if it saves so many: it has more kernels than what is written out."""

@@ -10,13 +10,15 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 import popxl
+from popxl.extend.arguments import check_type
 from popxl.extend.files import replace_file
 from popxl.extend.graphs import has_effect, own_flops, through_calls
 from popxl.extend.pages import OnPage, Page, Table, bytes_text
@@ -143,11 +145,11 @@ class PlannedActivation(BaseModel):
 
 
 class GraphPlan(BaseModel):
-    """The plan of one forward graph.
+    """The plan of one forward graph, or of a group of its calls.
 
     Attributes:
         graph: the name of the graph.
-        calls: how often a step calls it.
+        calls: how often a step calls it: where a plan has several groups of calls of one graph, those of the group.
         activations: its activations, in the order of the graph.
     """
 
@@ -165,6 +167,16 @@ class GraphPlan(BaseModel):
         """Paths of activations with a given treatment."""
         return tuple(each.path for each in self.activations if each.treatment == treatment)
 
+    def with_treatment(self, treatment: Treatment, patterns: Iterable[str]) -> Self:
+        """Copy of the plan with a new treatment for the activations whose paths match one of some patterns."""
+        lines = [
+            each.model_copy(update={"treatment": treatment})
+            if any(fnmatch.fnmatchcase(each.path, pattern) for pattern in patterns)
+            else each
+            for each in self.activations
+        ]
+        return self.model_copy(update={"activations": tuple(lines)})
+
 
 class MemoryPlan(OnPage, BaseModel):
     """Treatment of every activation in called graphs, with JSON form.
@@ -172,7 +184,8 @@ class MemoryPlan(OnPage, BaseModel):
     `train_step` applies one and returns it; edit the JSON, or `with_treatments`, and apply the result in its place.
 
     Attributes:
-        graphs: the plans of the graphs, in the order of their first calls.
+        graphs: the plans of the graphs, in the order of their first calls. Several plans of one graph are of groups of
+            its calls: the first is of its first calls, the next of those that follow.
 
     Example:
         >>> line = PlannedActivation(path="scores", treatment="keep", bytes=64, line="model.py:3")
@@ -187,6 +200,9 @@ class MemoryPlan(OnPage, BaseModel):
         <BLANKLINE>
           activation   line         bytes   treatment   operations to recompute it
           scores       model.py:3    64 B   recompute                            0
+        >>> plan = plan.with_treatments("keep", "scores", calls=slice(-1, None))
+        >>> [(each.calls, each.paths("keep")) for each in plan.graphs]
+        [(1, ()), (1, ('scores',))]
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -209,45 +225,71 @@ class MemoryPlan(OnPage, BaseModel):
         """Bytes of the activations of all calls of all graphs that have a treatment."""
         return sum(graph.bytes(treatment) for graph in self.graphs)
 
-    def with_treatments(self, treatment: Treatment, *patterns: str) -> Self:
+    def with_treatments(self, treatment: Treatment, *patterns: str, calls: slice = slice(None)) -> Self:  # noqa: B008
         """Copy of the plan with new treatments for some activations.
 
         Args:
             treatment: `"keep"`, `"recompute"` or `"offload"`.
             *patterns: paths of activations, as the plan prints them; `*` and `?` stand for any characters.
+            calls: for which calls of each graph, in the order in which a step makes them: `slice(8)` is the first
+                eight, `slice(-1, None)` the last one. By default for all.
 
         Raises:
-            ValueError: for a pattern that matches no activation.
+            TypeError: if `calls` is no slice.
+            ValueError: for a pattern that matches no activation, and for `calls` with a step.
         """
-        matched: set[str] = set()
-        graphs = []
+        check_type(calls, slice, "with_treatments: `calls`", "a slice, such as `slice(8)` for the first eight calls")
+        if calls.step not in (None, 1):
+            raise ValueError(f"with_treatments: `calls` is {calls}; expected calls that follow each other, so no step.")
+        known = [each.path for graph in self.graphs for each in graph.activations]
+        if missing := [pattern for pattern in patterns if not fnmatch.filter(known, pattern)]:
+            raise ValueError(matches_nothing("with_treatments", missing, known))
+        totals, done = self._calls(), Counter[str]()
+        graphs: list[GraphPlan] = []
         for graph in self.graphs:
-            lines = []
-            for each in graph.activations:
-                found = [pattern for pattern in patterns if fnmatch.fnmatchcase(each.path, pattern)]
-                matched.update(found)
-                lines.append(each.model_copy(update={"treatment": treatment}) if found else each)
-            graphs.append(graph.model_copy(update={"activations": tuple(lines)}))
-        if missing := [pattern for pattern in patterns if pattern not in matched]:
-            raise ValueError(matches_nothing("with_treatments", missing, self._paths()))
-        return self.model_copy(update={"graphs": tuple(graphs)})
+            first, last = done[graph.graph], done[graph.graph] + graph.calls
+            start, stop, _ = calls.indices(totals[graph.graph])
+            done[graph.graph] = last
+            bounds = sorted({first, last, *(bound for bound in (start, stop) if first < bound < last)})
+            for begin, end in pairwise(bounds):
+                part = graph.model_copy(update={"calls": end - begin})
+                part = part.with_treatment(treatment, patterns) if start <= begin < stop else part
+                graphs.append(part)
+        return self.model_copy(update={"graphs": tuple(_merged(graphs))})
 
-    def _paths(self) -> list[str]:
-        return [each.path for graph in self.graphs for each in graph.activations]
+    def _calls(self) -> Counter[str]:
+        """Calls of each graph, those of all its groups."""
+        totals = Counter[str]()
+        for graph in self.graphs:
+            totals[graph.graph] += graph.calls
+        return totals
 
     def page(self) -> Page:
         """What `print` and notebooks show."""
         parts: list[str | Table] = []
+        totals, done = self._calls(), Counter[str]()
         for graph in self.graphs:
+            total, first = totals[graph.graph], done[graph.graph] + 1
+            done[graph.graph] += graph.calls
+            if graph.calls == total:
+                calls = "called once" if total == 1 else f"called {total} times"
+            else:
+                numbers = f"call {first}" if graph.calls == 1 else f"calls {first} to {done[graph.graph]}"
+                calls = f"{numbers} of {total}"
             kept, again, away = (bytes_text(graph.bytes(each)) for each in get_args(Treatment))
-            times = "once" if graph.calls == 1 else f"{graph.calls} times"
-            parts.append(f"{graph.graph}, called {times}: {kept} kept, {again} recomputed, {away} offloaded")
+            parts.append(f"{graph.graph}, {calls}: {kept} kept, {again} recomputed, {away} offloaded")
             rows = [
                 [each.path, each.line, bytes_text(each.bytes), each.treatment, str(each.operations)]
                 for each in graph.activations
             ]
             parts.append(Table(["activation", "line", "bytes", "treatment", "operations to recompute it"], rows))
         return Page("Memory plan", parts or ["The gradients read no activations that could be recomputed."])
+
+
+def _merged(groups: Iterable[GraphPlan]) -> Iterator[GraphPlan]:
+    """Groups of calls, with those that follow each other and have the same treatments as one."""
+    for (graph, activations), same in groupby(groups, key=lambda each: (each.graph, each.activations)):
+        yield GraphPlan(graph=graph, calls=sum(each.calls for each in same), activations=activations)
 
 
 def matches_nothing(who: str, missing: Sequence[str], known: Sequence[str]) -> str:

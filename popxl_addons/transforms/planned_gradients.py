@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from typing import get_args
 
 import popxl
-from popxl.extend.graphs import is_call, own_flops
+from popxl.extend.graphs import own_flops
 from popxl.transforms import GradGraphInfo
 from popxl_addons.patterns import apply_patterns
+from popxl_addons.transforms.call_groups import calls_in, divide_calls
 from popxl_addons.transforms.memory_plan import (
     Activation,
     GraphPlan,
@@ -32,6 +33,8 @@ class PlannedGradients:
     The graphs that are planned are those that the model calls by itself or in its loops: layers, usually. The graphs
     that these call are parts of them. A model that calls none is planned as a whole: call this with its gradient.
 
+    Where the plan divides the calls of a graph into groups, each group but the first calls a copy of it from now on.
+
     Args:
         model: the graph that is differentiated.
         memory: a plan, which names each planned graph; or a policy for all of them.
@@ -44,13 +47,15 @@ class PlannedGradients:
         self.memory = memory
         self.model = model
         self.calls = Counter[popxl.Graph]()
-        _count_calls(model, 1, self.calls)
+        for op, times in calls_in(model):
+            self.calls[op.called_graphs[0]] += times
         if not self.calls:
             self.calls[model] = 1
         self.names = _names(self.calls)
+        self._stated: dict[popxl.Graph, GraphPlan] = {}
         self._found: dict[popxl.Graph, GraphPlan] = {}
         if isinstance(memory, MemoryPlan):
-            self._check_graphs(memory)
+            self._divide(memory)
 
     @property
     def plan(self) -> MemoryPlan:
@@ -84,7 +89,7 @@ class PlannedGradients:
     def _treatments(self, graph: popxl.Graph, activations: list[Activation]) -> dict[str, Treatment]:
         if not isinstance(self.memory, MemoryPlan):
             return {each.path: "keep" if is_kept_by_policy(self.memory, each) else "recompute" for each in activations}
-        planned = next((each for each in self.memory.graphs if each.graph == self.names[graph]), None)
+        planned = self._stated.get(graph)
         if planned is None:  # no gradient flowed through the graph where the plan was made
             return {each.path: "keep" for each in activations}
         known = [each.path for each in activations]
@@ -93,24 +98,28 @@ class PlannedGradients:
         stated: dict[str, Treatment] = {each.path: each.treatment for each in planned.activations}
         return {path: stated.get(path, "recompute") for path in known}
 
-    def _check_graphs(self, plan: MemoryPlan) -> None:
-        planned, called = [each.graph for each in plan.graphs], [*self.names.values()]
-        if not set(planned) <= set(called):
+    def _divide(self, plan: MemoryPlan) -> None:
+        """Give each group of calls that the plan has a graph of its own."""
+        stated: dict[str, list[GraphPlan]] = {}
+        for each in plan.graphs:
+            stated.setdefault(each.graph, []).append(each)
+        if not stated.keys() <= {*self.names.values()}:
             raise ValueError(
-                f"memory: the plan is of the graphs {planned}, and {self.model.title} calls {called}. A plan fits the "
-                "program that it was made for: build that with a policy, such as memory='everything', and take the "
-                "plan that it returns."
+                f"memory: the plan is of the graphs {[*stated]}, and {self.model.title} calls "
+                f"{[*self.names.values()]}. A plan fits the program that it was made for: build that with a policy, "
+                "such as memory='everything', and take the plan that it returns."
             )
-
-
-def _count_calls(graph: popxl.Graph, times: int, counts: Counter[popxl.Graph]) -> None:
-    """Count the calls that a graph makes by itself, in its loops and in its branches, if it runs some times."""
-    for op in graph.ops:
-        for called in op.called_graphs:
-            if is_call(op):
-                counts[called] += times
-            else:
-                _count_calls(called, times * op.attributes.get("repeat_count", 1), counts)
+        names: dict[popxl.Graph, str] = {}
+        for graph, name in self.names.items():
+            groups, graphs = stated.get(name, []), [graph]
+            if len(groups) > 1:
+                counts = [each.calls for each in groups]
+                graphs = divide_calls(self.model, graph, counts)
+                for part, count in zip(graphs, counts, strict=True):
+                    self.calls[part] = count
+            names.update(dict.fromkeys(graphs, name))
+            self._stated.update(zip(graphs, groups, strict=False))
+        self.names = names
 
 
 def _names(graphs: Iterable[popxl.Graph]) -> dict[popxl.Graph, str]:

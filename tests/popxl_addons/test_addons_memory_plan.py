@@ -125,10 +125,57 @@ def test_a_plan_is_data(plain: tuple[Any, ...], tmp_path: Path) -> None:
     assert "Layer, called 4 times" in str(plan) and "offload" in str(plan)
 
 
+def test_treatments_of_some_calls(plain: tuple[Any, ...], tmp_path: Path) -> None:
+    everything = trained("everything")[2]
+    plan = everything.with_treatments("recompute", "*", calls=slice(1, -1)).with_treatments(
+        "offload", "tanh_out", calls=slice(1)
+    )
+    assert [(each.calls, bool(each.paths("keep")), each.paths("offload")) for each in plan.graphs] == [
+        (1, True, ("tanh_out",)), (2, False, ()), (1, True, ()),
+    ]  # fmt: skip
+    lines = [each.partition(":")[0].strip() for each in str(plan).splitlines() if "Layer" in each]
+    assert lines == ["Layer, call 1 of 4", "Layer, calls 2 to 3 of 4", "Layer, call 4 of 4"]
+    assert sum(map(plan.bytes, ("keep", "recompute", "offload"))) == everything.bytes("keep")
+    plan.write_json(tmp_path / "plan.json")
+    found = trained(addons.MemoryPlan.read_json(tmp_path / "plan.json"))
+    assert_same(found, plain)
+    assert found[2] == plan and plan.with_treatments("keep", "*") == everything
+    kept, some, none = (trained(each, way="inlined")[3] for each in ("everything", plan, "nothing"))
+    assert none < some < kept
+
+
+def test_calls_in_loops_have_one_plan(ir: popxl.Ir) -> None:
+    spec = popxl.TensorSpec((3,), popxl.float32)
+
+    def planned(memory: Any) -> addons.MemoryPlan:
+        layer = ir.create_graph(lambda x: ops.exp(ops.tanh(x)) * 0.5, spec)
+
+        def build(x: popxl.Tensor) -> popxl.Tensor:
+            (x,) = ops.repeat(layer, 3, *ops.call(layer, x))
+            return ops.sum(*ops.call(layer, x))
+
+        model = ir.create_graph(build, spec)
+        applied = PlannedGradients(model, memory)
+        addons.autodiff(addons.GraphWithNamedArgs(model), memory=applied)
+        return applied.plan
+
+    plan = planned("everything")
+    with pytest.raises(ValueError, match=r"groups of \[2, 3\], and a loop makes 3 of them \(.*:\d+\).*where loops end"):
+        planned(plan.with_treatments("recompute", "*", calls=slice(2)))
+    with pytest.raises(ValueError, match=r"groups of \[1, 3\] calls of .*, 4 together, and .* makes 5"):
+        planned(addons.MemoryPlan(graphs=tuple(plan.graphs[0].model_copy(update={"calls": n}) for n in (1, 3))))
+    some = plan.with_treatments("recompute", "*", calls=slice(1, None))
+    assert planned(some) == some
+
+
 def test_what_a_plan_refuses(tmp_path: Path) -> None:
     plan = trained("everything")[2]
     with pytest.raises(ValueError, match=r"'softmax\*' match no activation\. There are .*tanh_out"):
         plan.with_treatments("keep", "softmax*")
+    with pytest.raises(TypeError, match=r"`calls` must be a slice, such as `slice\(8\)`.*got 8"):
+        plan.with_treatments("keep", "*", calls=8)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"expected calls that follow each other"):
+        plan.with_treatments("keep", "*", calls=slice(None, None, 2))
     with pytest.raises(ValueError, match=r"the plan is of the graphs \['Layer'\].*calls \['Flat'\]"):
         trained(plan, Flat)
     other = plan.model_copy(update={"graphs": (plan.graphs[0].model_copy(update={

@@ -1,11 +1,12 @@
-"""Lists of dtypes, for tests that go through all of them."""
+"""For tests: a program of many replicas beside the same of one, and lists of dtypes to go through."""
 
 from __future__ import annotations
 
 from popxl import dtypes
 from popxl.dtypes import dtype
+from runtime.comparison import Comparison, Difference, compare
 
-__all__ = ["get_all_dtypes", "get_all_int_dtypes", "get_all_supported_dtypes"]
+__all__ = ["Comparison", "Difference", "compare", "get_all_dtypes", "get_all_int_dtypes", "get_all_supported_dtypes"]
 
 
 def get_all_int_dtypes(include_signed: bool = True, include_unsigned: bool = True) -> list[dtype]:

@@ -1,0 +1,400 @@
+"""Proof by experiment that a program of many replicas is the program of one: both run on the CPU, and are compared.
+
+Both get the same global batch and begin with the same variables. What replicas hold in pieces is put together first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from popxl.core.aliasing import reachable, storages
+from popxl.core.recording import Op
+from popxl.core.tensor import Tensor, Variable
+from popxl.graph import Graph
+from popxl.ir import Ir
+from popxl.streams import Stream
+from runtime.session import Session
+
+Array = np.ndarray
+Axes = Mapping[str, int]
+Feeds = Mapping[str, Any]
+
+DRAWS = 17
+"""Seed of the feeds that are drawn."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A number that differs between a program of many replicas and that of one.
+
+    Attributes:
+        what: the variable or the output stream, by name.
+        step: the first step after which it differs, from 1; 0 if it differs before the first.
+        found, expected: the first elements that differ, of many replicas and of one.
+        index: where they are, in the value that was put together.
+        line: the line that last writes the variable or stores the output; empty if nothing writes it.
+        collective: the line of the last collective on the way to what is written there; empty if there is none.
+    """
+
+    what: str
+    step: int
+    found: float
+    expected: float
+    index: tuple[int, ...]
+    line: str = ""
+    collective: str = ""
+
+    def __str__(self) -> str:
+        when = f"after step {self.step}" if self.step else "before the first step"
+        places = "".join(f"[{i}]" for i in self.index)
+        text = f"{self.what}{places} is {self.found:.6g} {when}, and on one replica {self.expected:.6g}."
+        text += f" It is written at {self.line}." if self.line else " Nothing writes it."
+        return text + (f" The last collective on the way is at {self.collective}." if self.collective else "")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came of running a program on many replicas beside the same on one.
+
+    Attributes:
+        axes: those of the many replicas.
+        steps: how many steps were run.
+        differences: for each variable and output that differs, where it does so first; the earliest come first.
+        compared: names of the variables and outputs that were compared.
+        left_out: those that were not, with the reason.
+    """
+
+    axes: Axes
+    steps: int
+    differences: Sequence[Difference] = ()
+    compared: Sequence[str] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differences
+
+    def __str__(self) -> str:
+        axes = " × ".join(f"{name} {size}" for name, size in self.axes.items())
+        lines = [f"{axes} beside one replica, {self.steps} steps: {len(self.compared)} variables and outputs compared"]
+        lines += [f"  {each}" for each in self.differences] or ["  no difference"]
+        lines += [f"  not compared: {name}: {why}" for name, why in self.left_out.items()]
+        return "\n".join(lines)
+
+    def check(self) -> None:
+        """Raise `AssertionError`, with the report, if anything differs."""
+        if self.differences:
+            raise AssertionError(str(self))
+
+
+def compare(
+    program: Callable[[dict[str, int]], Ir],
+    *,
+    axes: Axes,
+    feeds: Feeds | None = None,
+    steps: int = 3,
+    divided: Mapping[str, Sequence[str]] | None = None,
+    tolerance: float | None = None,
+) -> Comparison:
+    """Run a program with its axes of replicas, and with all of them of size one, and compare what they compute.
+
+    Both begin with the variables of the latter and get the same global batch in each step. A stream or variable whose
+    shape is smaller on many replicas is a piece: its batch or value is cut among the replicas along the axes whose
+    sizes make up for it, the outermost that do unless `divided` says which. All others get the whole. A variable with a
+    `group_axis` is put together along that. Each replica's copy of a whole variable is compared; but copies that differ
+    with the mean of one replica, such as sums of gradients before they are reduced, are left out if nothing else
+    differs in several steps. Outputs of one element are compared by their mean over replicas.
+
+    Args:
+        program: builds the program for the axes that it is given, as `popxl.Ir(axes=axes)` does, and returns its `Ir`.
+        axes: sizes by name.
+        feeds: global batches of the streams by name, with the steps as first dimension and then what a session of one
+            replica takes. By default they are drawn: floats from a normal distribution, and integers from 0 and 1.
+        steps: how many times both are run.
+        divided: axes along which streams are cut, by the names of the streams, where sizes do not tell.
+        tolerance: what may be missing of the largest element. By default 1e-4, and 2e-2 of half precision.
+
+    Raises:
+        TypeError: for a program that returns no `Ir`, or steps that are no integer.
+        ValueError: for axes that are empty or all of one replica, for steps below 1, for feeds of other names or
+            shapes, and for streams that the axes cannot cut.
+
+    Example:
+        >>> def program(axes: dict[str, int]) -> popxl.Ir:
+        ...     ir = popxl.Ir(axes=axes)
+        ...     with ir.main_graph:
+        ...         x = ops.host_load(popxl.h2d_stream((8 // axes["data"],), popxl.float32, "x"))
+        ...         w = popxl.variable(1.0, name="w")
+        ...         ops.scaled_add_(w, ops.collectives.replicated_all_reduce(ops.mean(x)), b=0.1)
+        ...     return ir
+        >>> report = compare(program, axes={"data": 4}, steps=1)
+        >>> bool(report), [each.what for each in report.differences]  # a sum where a mean was meant
+        (False, ['w'])
+    """
+    if not axes or math.prod(axes.values()) < 2:
+        raise ValueError(f"compare: `axes` is {axes!r}; expected sizes by name, of several replicas together.")
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise TypeError(f"compare: `steps` must be an integer; got {steps!r} ({type(steps).__name__}).")
+    if steps < 1:
+        raise ValueError(f"compare: `steps` is {steps}; expected 1 or more.")
+    one, many = _built(program, dict.fromkeys(axes, 1)), _built(program, dict(axes))
+    if many.replication_factor != math.prod(axes.values()) or one.replication_factor != 1:
+        raise ValueError(
+            f"compare: `program` builds an Ir of {many.replication_factor} replicas for the `axes` {axes}, and of "
+            f"{one.replication_factor} where all are of size one. Make it with `popxl.Ir(axes=axes)`."
+        )
+    return _Experiment(one, many, axes, divided or {}, tolerance).run(feeds, steps)
+
+
+def _built(program: Callable[[dict[str, int]], Ir], axes: dict[str, int]) -> Ir:
+    ir = program(axes)
+    if not isinstance(ir, Ir):
+        raise TypeError(f"compare: `program` must return the Ir that it builds; got {ir!r} ({type(ir).__name__}).")
+    return ir
+
+
+class _Experiment:
+    """Both programs, with what they have in common by name."""
+
+    def __init__(
+        self, one: Ir, many: Ir, axes: Axes, divided: Mapping[str, Sequence[str]], tolerance: float | None
+    ) -> None:
+        self.one, self.many, self.axes, self.tolerance = one, many, axes, tolerance
+        self.divided = {name: (given,) if isinstance(given, str) else tuple(given) for name, given in divided.items()}
+        self.left_out: dict[str, str] = {}
+        self.inputs = self._pairs(_by_name(one.get_all_h2d_streams()), _by_name(many.get_all_h2d_streams()))
+        if unknown := self.divided.keys() - self.inputs.keys():
+            raise ValueError(f"compare: `divided` names {sorted(unknown)}; the input streams are {[*self.inputs]}.")
+        self.outputs = self._pairs(_by_name(one.get_all_d2h_streams()), _by_name(many.get_all_d2h_streams()))
+        self.variables = self._pairs(_by_name(one.main_graph.variables), _by_name(many.main_graph.variables))
+        for _, v in self.variables.values():
+            if v.piece is None and not v.location_info.isRemote() and v.replica_grouping.group_size > 1:
+                v.retrieval_mode = "all_replicas"  # copies that drift apart are seen
+
+    def _pairs(self, ones: Mapping[str, Any], manys: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        for name in ones.keys() ^ manys.keys():
+            self.left_out[name] = f"only the program of {'one replica' if name in ones else 'many replicas'} has it"
+        return {name: (t, manys[name]) for name, t in ones.items() if name in manys}
+
+    def run(self, feeds: Feeds | None, steps: int) -> Comparison:
+        batches = self._batches(feeds, steps)
+        found: dict[str, Difference] = {}
+        compared: dict[str, None] = {}
+        off: set[str] = set()  # variables whose mean over copies is not the value of one replica
+        self._begin_alike()
+        with Session(self.one, "ipu_model") as first, Session(self.many, "ipu_model") as second:
+            for step in range(steps):
+                whole = {name: array[step] for name, array in batches.items()}
+                got = first.run({self.inputs[name][0]: array for name, array in whole.items()})
+                fed = {self.inputs[name][1]: self._cut(name, array, second) for name, array in whole.items()}
+                also_got = second.run(fed)
+                for name, expected, others in self._compared(first, second, got, also_got):
+                    compared.setdefault(name)
+                    if self._differs(np.mean([np.asarray(each) for each in others], 0), expected) is not None:
+                        off.add(name)
+                    for other in others if name not in found else ():
+                        if name not in found and (place := self._differs(other, expected)) is not None:
+                            found[name] = self._difference(name, step + 1, place, other, expected)
+        if off.isdisjoint(found) and found.keys() <= self.variables.keys() and steps > 1:
+            self.left_out |= dict.fromkeys(found, "each replica has its own, whose mean is the value of one replica")
+            compared = {name: None for name in compared if name not in found}
+            found = {}
+        return Comparison(dict(self.axes), steps, tuple(found.values()), tuple(compared), self.left_out)
+
+    # Feeds
+
+    def _batches(self, feeds: Feeds | None, steps: int) -> dict[str, Array]:
+        """Global batches by the name of the stream, with the steps first."""
+        if feeds is not None and feeds.keys() != self.inputs.keys():
+            raise ValueError(f"compare: `feeds` are of {sorted(feeds)}; the input streams are {sorted(self.inputs)}.")
+        rng, batches = np.random.default_rng(DRAWS), {}
+        for name, (stream, _) in self.inputs.items():
+            shape = (steps, *((stream.num_host_transfers,) * (stream.num_host_transfers > 1)), *stream.shape)
+            if feeds is None:
+                is_float = stream.dtype.is_floating_point
+                array = rng.normal(size=shape) if is_float else rng.integers(0, 2, shape)
+            else:
+                array = np.asarray(feeds[name])
+            if array.shape != shape:
+                raise ValueError(f"compare: `feeds[{name!r}]` has the shape {array.shape}; expected {shape}.")
+            batches[name] = array.astype(stream.dtype.as_numpy())
+        return batches
+
+    def _cut(self, name: str, array: Array, session: Session) -> Array:
+        """A global batch as the session of many replicas takes it."""
+        one, many = self.inputs[name]
+        along = self._along(name, one.shape, many.shape)
+        rows = array.reshape(-1, *one.shape)
+        parts = [rows[(slice(None), *self._slices(replica, many.shape, along))] for replica in self._replicas()]
+        return np.stack(parts, 1).reshape(session.host_shape(many))
+
+    def _along(self, name: str, one: Sequence[int], many: Sequence[int]) -> list[tuple[str, ...]]:
+        """For each dimension, the axes along which it is cut."""
+        taken: set[str] = set()
+        found: list[tuple[str, ...]] = []
+        for dim, (size, part) in enumerate(zip(one, many, strict=True)):
+            ratio = size // part if part else 1
+            names = [each for each in self.divided.get(name, tuple(self.axes)) if each not in taken]
+            if size == part:
+                found.append(())
+                continue
+            subsets = (c for n in range(1, len(names) + 1) for c in combinations(names, n))
+            fitting = next((c for c in subsets if math.prod(self.axes[each] for each in c) == ratio), None)
+            if fitting is None or part * ratio != size:
+                raise ValueError(
+                    f"compare: dimension {dim} of {name!r} has {size} elements on one replica, and {part} on each of "
+                    f"many; the axes {dict(self.axes)} do not divide it like this. Let `program` divide by them."
+                )
+            taken.update(fitting)
+            found.append(fitting)
+        return found
+
+    def _replicas(self) -> Iterator[dict[str, int]]:
+        """Positions of each replica along the axes."""
+        for place in np.ndindex(*self.axes.values()):
+            yield dict(zip(self.axes, place, strict=True))
+
+    def _slices(
+        self, replica: Mapping[str, int], shape: Sequence[int], along: Sequence[Sequence[str]]
+    ) -> tuple[slice, ...]:
+        slices = []
+        for size, names in zip(shape, along, strict=True):
+            place = 0
+            for name in names:
+                place = place * self.axes[name] + replica[name]
+            slices.append(slice(place * size, (place + 1) * size) if names else slice(None))
+        return tuple(slices)
+
+    # Variables
+
+    def _begin_alike(self) -> None:
+        """Give the variables of many replicas the initial values of one, before a session has them."""
+        for name, (v, w) in [*self.variables.items()]:
+            value, groups, axis = v.numbers(), w.replica_grouping.num_groups, _axis(v, w)
+            if v.shape != w.shape and (axis is None or w.shape[axis] * groups != v.shape[axis]):
+                self.left_out[name] = f"shapes {v.shape} and {w.shape} do not tell how {groups} groups divide it"
+                del self.variables[name]
+            elif groups > 1:
+                w.data = np.stack([value] * groups if axis is None else np.split(value, groups, axis))
+            else:
+                w.data = value
+
+    def _compared(
+        self, first: Session, second: Session, got: Mapping[Any, Array], also_got: Mapping[Any, Array]
+    ) -> Iterator[tuple[str, Array, Sequence[Array]]]:
+        """Values by name: of one replica, and of many put together, each copy of them."""
+        values = first.values_of(v for v, _ in self.variables.values())
+        others = second.values_of(w for _, w in self.variables.values())
+        for name, (v, w) in self.variables.items():
+            yield name, values[v], [*_whole(v, w, others[w])]
+        for name, (s, t) in self.outputs.items():
+            if s.shape == t.shape and math.prod(s.shape) == 1:
+                rows = np.asarray(also_got[t], np.float64).reshape(t.num_host_transfers, -1)
+                yield name, np.asarray(got[s], np.float64).reshape(-1), [rows.mean(1)]
+            else:
+                self.left_out[name] = "outputs of several elements are not put together; store a number"
+
+    def _differs(self, found: Array, expected: Array) -> tuple[int, ...] | None:
+        """The first place where numbers differ."""
+        if not np.issubdtype(expected.dtype, np.number) or np.issubdtype(expected.dtype, np.integer):
+            wrong = found != expected
+        else:
+            half = expected.dtype.itemsize < 4
+            tolerance = (2e-2 if half else 1e-4) if self.tolerance is None else self.tolerance
+            x, y = (each.astype(np.complex128) for each in (found, expected))
+            largest = max(float(np.abs(y[np.isfinite(y)]).max(initial=0)), 1e-3)
+            wrong = ~np.isclose(x, y, tolerance, tolerance * largest, equal_nan=True)
+        places = np.argwhere(wrong)
+        return tuple(int(i) for i in places[0]) if len(places) else None
+
+    def _difference(self, name: str, step: int, place: tuple[int, ...], found: Array, expected: Array) -> Difference:
+        main = self.many.main_graph
+        if name in self.variables:
+            v = self.variables[name][1]
+            writer = _last_writer(main, {v, *((v.piece,) if v.piece is not None else ())})
+        else:
+            writer = _last_storing(main, self.outputs[name][1])
+        lines = ("", "") if writer is None else (str(writer.source), _last_collective(main, writer))
+        return Difference(name, step, _number(found[place]), _number(expected[place]), place, *lines)
+
+
+# Lines --------------------------------------------------------------------------------------------------------------
+
+
+def _last_writer(graph: Graph, wanted: Set[Tensor]) -> Op | None:
+    """The last op to change one of some tensors; of a called graph, if that changes it."""
+    made_of = storages(graph.ops)
+    for op in reversed(graph.ops):
+        for i in sorted(op.modified):
+            if wanted.isdisjoint(made_of.get(op.inputs[i], (op.inputs[i],))):
+                continue
+            for run in op.runs:
+                bound = zip(run.inputs, run.given, strict=False)
+                inner = {t for t, given in bound if given is op.inputs[i]}
+                if inner and (found := _last_writer(run.graph, inner)) is not None:
+                    return found
+            return op
+    return None
+
+
+def _last_storing(main: Graph, stream: Stream) -> Op | None:
+    """The last op to store to a stream."""
+    storing = [op for g in reachable(main) for op in g.ops if op.attributes.get("stream") is stream]
+    return storing[-1] if storing else None
+
+
+def _last_collective(main: Graph, writer: Op) -> str:
+    """The line of the last collective among what an op needs, in its graph and then in the main one."""
+    for graph in dict.fromkeys((writer.graph, main)):
+        is_own = graph is writer.graph
+        needed = {*writer.inputs} if is_own else {t for op in graph.ops for t in op.outputs}
+        before = graph.ops[: graph.ops.index(writer)] if is_own else graph.ops
+        for op in reversed(before):
+            if needed.isdisjoint(op.outputs) and needed.isdisjoint(op.inputs[i] for i in op.modified):
+                continue
+            if op.kind.between_replicas:
+                return str(op.source)
+            needed.update(op.inputs)
+    return ""
+
+
+def _number(value: Any) -> float:
+    return float(np.real(value))
+
+
+def _by_name(things: Any) -> dict[str, Any]:
+    return {each.tensor.name if isinstance(each, Stream) else each.name: each for each in things}
+
+
+def _axis(one: Variable, many: Variable) -> int | None:
+    """The axis along which groups of replicas divide a value; `None` if each has all of it."""
+    if one.shape == many.shape:
+        return None
+    if many.group_axis is not None:
+        return many.group_axis
+    differing = [i for i, (a, b) in enumerate(zip(one.shape, many.shape, strict=False)) if a != b]
+    return differing[0] if len(differing) == 1 and len(one.shape) == len(many.shape) else None
+
+
+def _whole(one: Variable, many: Variable, data: Array) -> Iterator[Array]:
+    """Whole values of a variable of many replicas: of each replica that has a copy, as far as these are read."""
+    grouping, axis = many.replica_grouping, _axis(one, many)
+    is_of_all = many.retrieval_mode == "all_replicas" and grouping.group_size > 1
+    if not is_of_all:
+        rows = [*data] if grouping.num_groups > 1 else [data]
+        yield from rows if axis is None else [np.concatenate(rows, axis)]
+        return
+    if axis is None:
+        yield from data
+        return
+    members: dict[int, list[Array]] = {}
+    for group, row in zip(grouping.assignment, data, strict=True):
+        members.setdefault(group, []).append(row)
+    for rows in zip(*(members[group] for group in sorted(members)), strict=True):
+        yield np.concatenate(rows, axis)

@@ -1,0 +1,98 @@
+"""`popxl.testing.compare`: a program of many replicas beside the same program of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+
+import popxl
+import popxl_addons as addons
+from popxl import ops
+from popxl.testing import compare
+from popxl_addons import optimizers
+
+C = ops.collectives
+F32 = popxl.float32
+Reduced = Callable[[popxl.Tensor], popxl.Tensor]
+
+
+class Net(addons.Module):
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        w = self.add_variable_input("w", partial(np.random.normal, size=(6, 5)), x.dtype)
+        y = ops.gelu(x @ w)
+        return ops.mean(y * y)
+
+
+def trained(axes: dict[str, int], **settings: object) -> popxl.Ir:
+    ir = popxl.Ir(axes=axes)
+    with ir.main_graph:
+        x = popxl.h2d_stream((8 // axes["data"], 6), F32, "x")
+        training = addons.train_step(Net(), x, optimizer=partial(optimizers.sgd, lr=0.1), **settings)  # type: ignore[arg-type]
+        ops.host_store(popxl.d2h_stream((), F32, "loss"), training.loss)
+    return ir
+
+
+@pytest.mark.parametrize("settings", [{}, {"sharded": True}, {"accumulate": 2}], ids=str)
+def test_the_kit_trains_as_one_replica(settings: dict[str, object]) -> None:
+    report = compare(partial(trained, **settings), axes={"data": 2}, steps=2)
+    report.check()
+    assert report and "loss" in report.compared and "no difference" in str(report)
+
+
+def own(axes: dict[str, int], reduced: Reduced) -> popxl.Ir:
+    """A variable that is divided along an axis, and one that is changed by what is reduced."""
+    ir = popxl.Ir(axes=axes)
+    with ir.main_graph, popxl.in_sequence():
+        x = ops.host_load(popxl.h2d_stream((8 // axes["data"], 6), F32, "x"))
+        parts = axes["tensor"]
+        v = popxl.variable(np.ones((*(parts,) * (parts > 1), 6 // parts)), F32, "v", replica_grouping="data")
+        w = popxl.variable(np.ones(6), F32, "w")
+        ops.scaled_add_(v, v, b=-0.5)
+        gradient = reduced(ops.mean(x * (x @ w).reshape((-1, 1)), 0))
+        ops.scaled_add_(w, gradient, b=-0.1)
+    return ir
+
+
+AXES = {"data": 2, "tensor": 3}
+
+
+def test_pieces_are_put_together() -> None:
+    report = compare(partial(own, reduced=lambda g: C.replicated_all_reduce(g, "mean")), axes=AXES)
+    assert report and sorted(report.compared) == ["v", "w"]
+
+
+def test_a_difference_names_variable_step_and_lines() -> None:
+    report = compare(partial(own, reduced=lambda g: C.replicated_all_reduce(g, "add", "data")), axes=AXES)
+    (found,) = report.differences
+    assert (found.what, found.step) == ("w", 1) and found.found != pytest.approx(found.expected)
+    assert found.line.startswith("test_comparison.py") and found.collective.startswith("test_comparison.py")
+    with pytest.raises(AssertionError, match=r"w\[0\] is .* after step 1, and on one replica"):
+        report.check()
+
+
+def test_copies_that_drift_apart_are_seen() -> None:
+    report = compare(partial(own, reduced=lambda g: g), axes=AXES)
+    assert [each.what for each in report.differences] == ["w"] and not report.differences[0].collective
+
+
+def test_what_is_wrong_with_arguments_is_said() -> None:
+    right = partial(own, reduced=lambda g: C.replicated_all_reduce(g, "mean"))
+    with pytest.raises(ValueError, match="`axes` is {'data': 1}"):
+        compare(right, axes={"data": 1})
+    with pytest.raises(TypeError, match="`steps` must be an integer; got '2'"):
+        compare(right, axes=AXES, steps="2")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`steps` is 0"):
+        compare(right, axes=AXES, steps=0)
+    with pytest.raises(TypeError, match="`program` must return the Ir"):
+        compare(lambda axes: None, axes=AXES)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ValueError, match="Ir of 1 replicas for the `axes`"):
+        compare(lambda axes: popxl.Ir(), axes=AXES)
+    with pytest.raises(ValueError, match=r"`feeds` are of \['y'\]; the input streams are \['x'\]"):
+        compare(right, axes=AXES, feeds={"y": 1})
+    with pytest.raises(ValueError, match=r"`feeds\['x'\]` has the shape \(8, 6\); expected \(3, 8, 6\)"):
+        compare(right, axes=AXES, feeds={"x": np.ones((8, 6))})
+    with pytest.raises(ValueError, match=r"`divided` names \['z'\]"):
+        compare(right, axes=AXES, divided={"z": "data"})

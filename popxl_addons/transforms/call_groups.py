@@ -99,7 +99,7 @@ def _redirect(call: Op, to: popxl.Graph) -> None:
     def again(*inputs: popxl.Tensor) -> tuple[popxl.Tensor, ...]:
         operands, attributes = call.kind.arguments(call, inputs)
         with get_current_context().set(debug_record=call.debug_record):
-            (name,) = call.kind.graphs
+            name = next(iter(call.kind.graphs))
             twin = call.kind.record(*operands, results=[t.name for t in call.outputs], **{**attributes, name: to})
         twin.edit(modified=call.modified)
         return twin.outputs

@@ -37,8 +37,7 @@ def recompute_graph(
     is kept to what the gradient reads.
 
     What is computed again waits for the first incoming gradient (`ops.available_after`), so that XLA does not merge it
-    with the forward pass. With neither `keep` nor `offload`, on CPUs and with the session option `calledGraphs` at
-    ``"inlined"``, XLA does: it sees through calls there.
+    with the forward pass.
 
     Its inputs are the gradients and the forward inputs that `grad_graph` expects, in its order; the other forward
     inputs, sorted by name; and the further inputs of `grad_graph`, such as accumulators, sorted by name. With `keep` or

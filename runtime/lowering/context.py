@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
 import jax
-from jax import lax
 
 from popxl.base.arrays import Array
 from popxl.graph import Graph
+from popxl.ops.kernels import memory
 from runtime.lowering.channels import Channels
 from runtime.lowering.packed_arrays import PackedSlot
 
@@ -50,7 +50,7 @@ class Context:
         return replace(self, channels=channels, inputs=(), in_loop=True, rows=self.rows * rows)
 
     def prevent_cse(self, graph: Graph, inputs: Sequence[Array | PackedSlot]) -> Sequence[Array | PackedSlot]:
-        """Pass a graph's inputs through a barrier, if it has run on the same inputs before.
+        """Make a graph's inputs other values for the compiler, if it has run on the same inputs before.
 
         What a program computes twice is computed twice, and only when what it is computed for is there: all inputs of
         the graph around it, such as gradients. By common subexpression elimination, XLA would do it once and keep the
@@ -63,4 +63,4 @@ class Context:
             self.first_runs[key] = inputs[0]
             return inputs
         around = [value for value in self.inputs if not isinstance(value, PackedSlot)]
-        return lax.optimization_barrier((*inputs, *around))[: len(inputs)]
+        return memory.all_available_after(inputs, around)

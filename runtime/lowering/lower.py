@@ -220,7 +220,9 @@ class Lowering:
     def _inline(
         self, graph: Graph, inputs: Sequence[Array | PackedSlot], context: Context, sharing: Sharing
     ) -> Results:
-        values, same = bind_inputs(graph, context.prevent_cse(graph, inputs), sharing)
+        with overriding_kernels(self.replicas.platform, self.hooks.overrides):
+            separate = context.prevent_cse(graph, inputs)
+        values, same = bind_inputs(graph, separate, sharing)
         with of_graph(graph, context.depth):
             ops = self.scheduling.schedule(graph)
             environment = self.lower_ops(ops, values, context.in_graph(inputs), same)

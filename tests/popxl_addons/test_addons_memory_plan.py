@@ -98,6 +98,28 @@ def test_recomputed_activations_are_not_kept(way: str) -> None:
     assert nothing < 0.7 * everything
 
 
+@pytest.mark.parametrize("way", ["kept", "inlined", "rolled", "auto"])
+def test_forward_graphs_that_run_again_are_not_merged(way: str) -> None:
+    def temporaries(again: bool) -> int:
+        ir = popxl.Ir()
+        ir.options.calledGraphs = way
+        with ir.main_graph, popxl.in_sequence():
+            h = ops.host_load(popxl.h2d_stream((3, 32, 16), popxl.float32, "x"))
+            facts, graph = Layer().create_graph(h)
+            grad = addons.recompute_graph(graph.autodiff()) if again else graph.autodiff()
+            sites = []
+            for _ in range(4):
+                sites.append(graph.bind(facts.init()).call_with_info(h))
+                h = sites[-1].outputs[0]
+            for site in reversed(sites):
+                h, dw = grad.call(h, args=grad.grad_graph_info.inputs_dict(site))
+                addons.host_store(ops.sum(dw))
+        with popxl.Session(ir, "cpu") as session:
+            return session.program.temporaries()
+
+    assert temporaries(again=True) < 0.6 * temporaries(again=False)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_model_that_calls_no_graphs(accumulate: int) -> None:
     found = trained("nothing", Flat, accumulate=accumulate)

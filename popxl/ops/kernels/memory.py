@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+from jax import lax
 
 from popxl.ops.kernels.kernel import Kernel
 
@@ -11,6 +14,12 @@ from popxl.ops.kernels.kernel import Kernel
 def available_after(value: Any, other: Any) -> Any:
     """`value`, which the compiler must not take to be available before `other`, nor to equal any earlier value."""
     return value
+
+
+@Kernel
+def all_available_after(values: Sequence[Any], others: Sequence[Any]) -> Sequence[Any]:
+    """The same for several values, which become available together, after all of `others`."""
+    return lax.optimization_barrier((*values, *others))[: len(values)]
 
 
 @Kernel

@@ -33,9 +33,7 @@ _Job = tuple[Future[Any], Callable[[], Any]]
 
 def lower(traced: Callable[[], Any]) -> Any:
     """Call a function that traces and lowers, with signals delivered between ops or afterwards."""
-    lowered: list[Any] = []
-    defer_signals(lambda: lowered.append(traced()))
-    return lowered[0]
+    return defer_signals(traced)
 
 
 _compiling: set[threading.Thread] = set()

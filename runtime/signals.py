@@ -2,7 +2,7 @@
 
 Python runs signal handlers between any two of its own steps, in the main thread, and handlers may raise: Ctrl-C raises
 `KeyboardInterrupt`. A run donates the memory of the variables that it changes; an exception in its middle would lose
-them.
+them. And JAX compares the keys of its caches in Python, called from C++, which makes a `ValueError` of any exception.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 DEFERRED = tuple(
     int(getattr(signal, name))
@@ -36,11 +38,11 @@ def deliver_pending_signals() -> None:
         handler(number, sys._getframe())
 
 
-def defer_signals(work: Callable[[], object]) -> None:
-    """Call a function; deliver signals that arrive meanwhile right afterwards.
+def defer_signals(work: Callable[[], T]) -> T:
+    """Call a function and return what it returns; deliver signals that arrive meanwhile right afterwards.
 
-    Signal handlers may raise then, so the function has to store its results itself. It should be short, or call
-    `deliver_pending_signals` where an exception does no harm.
+    Signal handlers may raise then, so the function itself has to store what must not be lost. It should be short, or
+    call `deliver_pending_signals` where an exception does no harm.
 
     Example:
         >>> import signal
@@ -55,8 +57,7 @@ def defer_signals(work: Callable[[], object]) -> None:
         interrupted, but all of it
     """
     if threading.current_thread() is not threading.main_thread():  # there are no signals in others
-        work()
-        return
+        return work()
     before: dict[int, Any] = {}
     is_working = True
 
@@ -72,19 +73,38 @@ def defer_signals(work: Callable[[], object]) -> None:
             if callable(handler):  # it is in Python
                 before[number] = handler
                 _signal.signal(number, defer)
-        work()
+        return work()
     finally:
-        is_working = False
+        try:
+            _restore(before, defer)
+        finally:
+            is_working = False
+            _deliver_all()
+
+
+def _restore(before: Mapping[int, Any], defer: Any) -> None:
+    """Handle signals as before where `defer` does, also if one comes meanwhile whose handler is back, and raises."""
+    try:
         for number, handler in before.items():
-            _signal.signal(number, handler)
-        came = dict.fromkeys(number for number, _ in _pending)
-        _pending.clear()
-        for number in came:  # not raised anew: who reads what `signal.set_wakeup_fd` writes, as asyncio, has been told
-            handler = _signal.getsignal(number)  # one of those before may have set another one
-            if callable(handler):
-                handler(number, sys._getframe())
-            else:
-                _signal.raise_signal(number)
+            if _signal.getsignal(number) is defer:
+                _signal.signal(number, handler)
+    except BaseException:
+        _restore(before, defer)
+        raise
+
+
+def _deliver_all() -> None:
+    """Run the handlers of all deferred signals, once each, up to the first that raises an exception."""
+    try:
+        came = dict.fromkeys([number for number, _ in _pending])
+    finally:
+        _pending.clear()  # also if another signal, which is handled as ever, raises here: an exception is on its way
+    for number in came:  # not raised anew: who reads what `signal.set_wakeup_fd` writes, as asyncio, has been told
+        handler = _signal.getsignal(number)  # one of those before may have set another one
+        if callable(handler):
+            handler(number, sys._getframe())
+        else:
+            _signal.raise_signal(number)
 
 
 @contextmanager

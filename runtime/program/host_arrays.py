@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import jax
@@ -17,6 +18,7 @@ from popxl.utils import downcast_np_dtypes, narrowed, to_numpy
 from runtime.lowering.channels import encode_transfer
 from runtime.lowering.platform_hooks import hooks_for
 from runtime.program.layout import Layout
+from runtime.signals import defer_signals
 
 
 class Outputs(UserDict[DeviceToHostStream, np.ndarray], dict[DeviceToHostStream, np.ndarray]):  # type: ignore[misc]
@@ -111,7 +113,7 @@ class HostArrays:
         """Convert a feed that is not an array of the exact expected kind, shape and dtype."""
         array = self._fitted(stream, _array(stream, value, downcast), shape)
         if isinstance(array, jax.Array):
-            array = jax.device_put(array, self._layout.feed_sharding(stream))
+            array = defer_signals(partial(jax.device_put, array, self._layout.feed_sharding(stream)))
         host_dtype = stream.dtype.as_numpy()
         if array.dtype == dtype:
             return array

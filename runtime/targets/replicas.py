@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from popxl.base.arrays import Array
 from runtime import processes
 from runtime.noinline import noinline
+from runtime.signals import defer_signals, deliver_pending_signals
 
 AXIS = "replicas"
 """Name of the axis, for `jax.lax` collectives inside of a spread function, unless a mesh has several dimensions."""
@@ -176,7 +177,7 @@ class Replicas:
 
     def place(self, array: np.ndarray, sharding: Any) -> Array:
         """Transfer an array of all replicas from the host to devices."""
-        return jax.device_put(array, sharding)
+        return defer_signals(partial(jax.device_put, array, sharding))
 
     def made(self, shape: tuple[int, ...], part: Callable[[int], np.ndarray], where: Any = None) -> Array:
         """Build an array of all replicas on a mesh, calling `part` for each local replica.
@@ -189,19 +190,21 @@ class Replicas:
         share = shape[0] // self.count  # in the host's memory, a replica has several rows
 
         def rows(index: Any) -> np.ndarray:
+            deliver_pending_signals()
             return part((index[0].start or 0) // share).reshape(share, *shape[1:])
 
-        return jax.make_array_from_callback(shape, self.sharding() if where is None else where, rows)
+        where = self.sharding() if where is None else where
+        return defer_signals(partial(jax.make_array_from_callback, shape, where, rows))
 
     def fetched(self, array: Array) -> np.ndarray:
         """Copy an array of all replicas, with leading replica dimension, to the host."""
-        return np.asarray(array)
+        return defer_signals(partial(np.asarray, array))
 
     def fetched_once(self, array: Array) -> np.ndarray:
         """Copy a replicated array to the host as rows of numbers, reading only one local device."""
         if self.count == 1:
-            return np.asarray(array).reshape(1, -1)
-        first = np.asarray(array.addressable_shards[0].data)[:1]
+            return self.fetched(array).reshape(1, -1)
+        first = defer_signals(lambda: np.asarray(array.addressable_shards[0].data)[:1])
         return np.broadcast_to(first.reshape(1, -1), (self.count, first.size))
 
     def joined(self, array: Array, shape: tuple[int, ...], axis: int) -> Array:
@@ -244,7 +247,7 @@ class DividedReplicas(Replicas):
         return f"{self.count} replicas on as many devices, {self.local_count} of them of this process"
 
     def place(self, array: np.ndarray, sharding: Any) -> Array:
-        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+        return defer_signals(partial(jax.make_array_from_callback, array.shape, sharding, array.__getitem__))
 
     def fetched(self, array: Array) -> np.ndarray:
         """Copy an array of all replicas to every process's host; a collective operation.
@@ -255,13 +258,17 @@ class DividedReplicas(Replicas):
         step = max(1, min(size, _PIECE // (len(array) * array.dtype.itemsize)))
         whole = np.empty((len(array), size), array.dtype)
         for start in (min(first, size - step) for first in range(0, size, step)):
-            whole[:, start : start + step] = _piece(array, start, step, everywhere).addressable_data(0)
+            whole[:, start : start + step] = defer_signals(
+                partial(_piece, array, start, step, everywhere)
+            ).addressable_data(0)
         return whole.reshape(array.shape)
 
     def fetched_here(self, array: Array, which: Collection[int]) -> dict[int, np.ndarray]:
         """Copy the shards of some local replicas from an array of all replicas to the host, without other processes."""
         share = len(array) // self.count  # of what is in the host's memory, a replica has several rows
-        shards = {(shard.index[0].start or 0) // share: shard.data for shard in array.addressable_shards}
+        shards = defer_signals(
+            lambda: {(shard.index[0].start or 0) // share: shard.data for shard in array.addressable_shards}
+        )
         return {replica: np.array(shards[replica]) for replica in which}
 
     def barrier(self, place: str, runs: int, payload: Any = None) -> list[Any]:

@@ -439,6 +439,35 @@ def test_signals_wait():
     assert done == [True, False]
 
 
+def test_signals_are_handled_as_before_whenever_one_comes(interrupted):
+    """In each moment of deferring, in which Python calls something: its handler raises, and no other one stays lost."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGALRM)]
+    later = 0
+
+    def come(*_):
+        nonlocal later
+        later -= 1
+        if later == 0:
+            signal.raise_signal(signal.SIGALRM)
+
+    def work():
+        sys.setprofile(come)
+        try:
+            defer_signals(lambda: None)
+        finally:
+            sys.setprofile(None)
+
+    moment = 0
+    while later <= 0:
+        moment += 1
+        later = moment
+        interrupted(1000, work)
+        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGALRM)] == before, moment
+        with pytest.raises(KeyboardInterrupt):
+            defer_signals(lambda: signal.raise_signal(signal.SIGINT))
+    assert moment > 10
+
+
 # Given anything -------------------------------------------------------------------------------------------------------
 
 

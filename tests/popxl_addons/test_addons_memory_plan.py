@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,14 @@ def trained(memory: Any, model: Any = Deep, way: str = "auto", accumulate: int =
         return losses, [weights[t] for t in step.variables.tensors], step.memory, session.program.temporaries()
 
 
-def assert_same(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
-    for a, b in zip(found[0] + found[1], expected[0] + expected[1], strict=True):
+def assert_close(found: Sequence[Any], expected: Sequence[Any]) -> None:
+    """Up to rounding: XLA fuses what is computed again in other ways, which differ between its versions."""
+    for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+def assert_same(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+    assert_close(found[0] + found[1], expected[0] + expected[1])
 
 
 @pytest.fixture(scope="module")
@@ -236,8 +242,7 @@ def test_only_what_is_needed_runs_again(layer: tuple[Any, ...], evaluate: Any) -
     assert kinds.count("Reload") == 1 and kinds[-1] == "Call"
     assert {"tanh_out", "exp_out_offloaded"} <= {t.name for t in again.graph.inputs}
     values = evaluate(*gradients(*layer, grad), *gradients(*layer, again))
-    for found, expected in zip(values[2:], values[:2], strict=True):
-        np.testing.assert_array_equal(found, expected)
+    assert_close(values[2:], values[:2])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -245,8 +250,7 @@ def test_policies_of_one_graph(layer: tuple[Any, ...], evaluate: Any, policy: An
     grad = layer[2].autodiff()
     again = addons.recompute_graph(grad, keep=policy)
     values = evaluate(*gradients(*layer, grad), *gradients(*layer, again))
-    for found, expected in zip(values[2:], values[:2], strict=True):
-        np.testing.assert_array_equal(found, expected)
+    assert_close(values[2:], values[:2])
 
 
 def test_what_runs_again_is_where_it_ran_before(ir: popxl.Ir) -> None:

@@ -52,6 +52,34 @@ def merge_called_graphs(*infos: CalledGraphsGradInfoLike | None) -> dict[popxl.G
     return {as_graph(graph): as_grad_graph_info(grad) for info in given for graph, grad in info.items()}
 
 
+def remap_grad_info(grad_info: GradGraphInfoLike, forward_graph: GraphLike, backward_graph: GraphLike) -> GradGraphInfo:
+    """Connections of `grad_info` for another forward graph with equal input and output positions.
+
+    `KeyError` if a connection has no counterpart in `forward_graph`.
+
+    Example:
+        >>> ir = popxl.Ir()
+        >>> f, g = (ir.create_graph(lambda x: x + x, popxl.TensorSpec((), popxl.float32)) for _ in range(2))
+        >>> info = popxl.transforms.autodiff(f)
+        >>> remap_grad_info(info, g, info.graph).outputs == g.inputs
+        True
+    """
+    info, forward = as_grad_graph_info(grad_info), as_graph(forward_graph)
+    old = info.forward_graph
+    counterpart = dict(zip(old.outputs, forward.outputs, strict=False))
+    counterpart.update(zip(old.inputs, forward.inputs, strict=False))
+    if missing := [tensor.name for tensor in (*info.inputs, *info.outputs) if tensor not in counterpart]:
+        raise KeyError(
+            f"remap_grad_info: `{forward.name}` has no input or output in the place of {missing} of `{old.name}`."
+        )
+    return make_grad_graph_info(
+        forward,
+        as_graph(backward_graph),
+        [(counterpart[expected.fwd_tensor], expected.connection_type) for expected in info.expected_inputs],
+        [counterpart[expected.fwd_tensor] for expected in info.expected_outputs],
+    )
+
+
 class CalledGraphs:
     """The gradient graphs known for the graphs that a module calls, with those that its submodules know (a live link).
 

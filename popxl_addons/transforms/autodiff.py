@@ -13,10 +13,9 @@ import popxl
 from popxl import initial, ops
 from popxl.extend.arguments import check_type
 from popxl.replica_grouping import Groups
-from popxl.transforms import GradGraphInfo
 from popxl.transforms.autodiff import make_grad_graph_info
 from popxl_addons.dot_tree import sanitise
-from popxl_addons.grad_info import as_grad_graph_info, as_graph
+from popxl_addons.grad_info import as_graph, merge_called_graphs, remap_grad_info
 from popxl_addons.graph import GraphWithNamedArgs
 from popxl_addons.named_replica_grouping import NamedReplicaGrouping
 from popxl_addons.named_tensors import NamedTensors
@@ -25,7 +24,7 @@ from popxl_addons.utils import duplicate_items
 from popxl_addons.variable_factory import NamedVariableFactories, add_variable_input
 
 if TYPE_CHECKING:
-    from popxl_addons.graph_common import CalledGraphsGradInfoLike, GradGraphInfoLike, GraphLike
+    from popxl_addons.graph_common import CalledGraphsGradInfoLike, GraphLike
 
 __all__ = ["autodiff", "autodiff_with_accumulation", "remap_grad_info"]
 
@@ -46,8 +45,9 @@ def autodiff(
 
     `called_graphs_grad_info` says which gradient graphs to use for the graphs that `graph` calls; its entries win over
     those that `graph` brings along. `memory`, a policy or a plan, says which activations of the graphs that `graph`
-    calls are kept, recomputed or offloaded. Errors are those of `popxl.transforms.autodiff`. The patterns of
-    `popxl_addons.patterns` are applied to the gradient graphs that are made.
+    calls are kept, recomputed or offloaded, also for those whose gradient graphs are given. Errors are those of
+    `popxl.transforms.autodiff`. The patterns of `popxl_addons.patterns` are applied to the gradient graphs that are
+    made.
 
     Example:
         >>> ir = popxl.Ir()
@@ -63,6 +63,9 @@ def autodiff(
     """
     named = graph if isinstance(graph, GraphWithNamedArgs) else GraphWithNamedArgs(as_graph(graph))
     planned = _planned(named, memory)
+    if planned is not None:
+        given = merge_called_graphs(named.called_graphs_grad_info, called_graphs_grad_info)
+        called_graphs_grad_info = merge_called_graphs(called_graphs_grad_info, planned.of_given(given))
     grad = named.differentiate(grads_provided, grads_required, called_graphs_grad_info, planned)
     return grad if planned is None else GraphWithNamedArgs.from_grad_graph(planned(grad.grad_graph_info))
 
@@ -176,31 +179,3 @@ def _by_name(graph: GraphWithNamedArgs, tensors: list[popxl.Tensor]) -> NamedTen
             f"{same}. Give the graph's inputs other names."
         )
     return NamedTensors.pack(names, tensors)
-
-
-def remap_grad_info(grad_info: GradGraphInfoLike, forward_graph: GraphLike, backward_graph: GraphLike) -> GradGraphInfo:
-    """Connections of `grad_info` for another forward graph with equal input and output positions.
-
-    `KeyError` if a connection has no counterpart in `forward_graph`.
-
-    Example:
-        >>> ir = popxl.Ir()
-        >>> f, g = (ir.create_graph(lambda x: x + x, popxl.TensorSpec((), popxl.float32)) for _ in range(2))
-        >>> info = popxl.transforms.autodiff(f)
-        >>> remap_grad_info(info, g, info.graph).outputs == g.inputs
-        True
-    """
-    info, forward = as_grad_graph_info(grad_info), as_graph(forward_graph)
-    old = info.forward_graph
-    counterpart = dict(zip(old.outputs, forward.outputs, strict=False))
-    counterpart.update(zip(old.inputs, forward.inputs, strict=False))
-    if missing := [tensor.name for tensor in (*info.inputs, *info.outputs) if tensor not in counterpart]:
-        raise KeyError(
-            f"remap_grad_info: `{forward.name}` has no input or output in the place of {missing} of `{old.name}`."
-        )
-    return make_grad_graph_info(
-        forward,
-        as_graph(backward_graph),
-        [(counterpart[expected.fwd_tensor], expected.connection_type) for expected in info.expected_inputs],
-        [counterpart[expected.fwd_tensor] for expected in info.expected_outputs],
-    )

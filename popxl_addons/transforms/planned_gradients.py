@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import get_args
 
 import popxl
 from popxl.extend.graphs import own_flops
 from popxl.transforms import GradGraphInfo
+from popxl_addons.grad_info import remap_grad_info
 from popxl_addons.patterns import apply_patterns
 from popxl_addons.transforms.call_groups import calls_in, divide_calls
 from popxl_addons.transforms.memory_plan import (
@@ -54,6 +55,7 @@ class PlannedGradients:
         self.names = _names(self.calls)
         self._stated: dict[popxl.Graph, GraphPlan] = {}
         self._found: dict[popxl.Graph, GraphPlan] = {}
+        self._given: set[popxl.Graph] = set()
         if isinstance(memory, MemoryPlan):
             self._divide(memory)
 
@@ -82,9 +84,20 @@ class PlannedGradients:
         )
         if all(treatments[each.path] == "keep" for each in known if each.tensor in read):
             return info
-        apply_patterns([info.graph])
+        if graph not in self._given:
+            apply_patterns([info.graph])
         planned, _ = recompute_activations(info, by_treatment["keep"], by_treatment["offload"])
         return planned
+
+    def of_given(self, given: Mapping[popxl.Graph, GradGraphInfo]) -> dict[popxl.Graph, GradGraphInfo]:
+        """Gradients that are known before, such as hand-written ones, with the treatments of their plans."""
+        first = {name: graph for graph, name in reversed(self.names.items())}
+        found = {}
+        for graph, name in self.names.items():
+            if (info := given.get(first[name])) is not None:
+                self._given.add(graph)
+                found[graph] = self(info if graph is first[name] else remap_grad_info(info, graph, info.graph))
+        return found
 
     def _treatments(self, graph: popxl.Graph, activations: list[Activation]) -> dict[str, Treatment]:
         if not isinstance(self.memory, MemoryPlan):

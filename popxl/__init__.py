@@ -74,13 +74,14 @@ from popxl.op import Op, OpKind
 from popxl.random_seed import create_seeds
 from popxl.remote_buffer import RemoteBuffer, remote_buffer
 from popxl.replica_grouping import ReplicaGrouping
-from popxl.session import GraphFunction, Session, Target, export, to_jax
+from popxl.session import Analysis, GraphFunction, Session, Target, analyze, export, to_jax
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, d2h_stream, h2d_stream
 from popxl.tensorlocation import ExecutionContext, ReplicatedTensorSharding, TensorLocation, TensorStorage, TileSet
 from popxl.transforms.from_jax import from_jax
 from popxl.values.spec import TensorByRef, TensorSpec
 
 __all__ = [
+    "Analysis",
     "DeviceToHostStream",
     "ExecutionContext",
     "Graph",
@@ -101,6 +102,7 @@ __all__ = [
     "TensorSpec",
     "TensorStorage",
     "TileSet",
+    "analyze",
     "bfloat16",
     "bool",
     "complex64",

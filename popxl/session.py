@@ -8,17 +8,20 @@ import numpy as np
 from popxl.core.tensor import HostScalarTensor
 from popxl.streams import DeviceToHostStream, HostToDeviceStream
 from runtime.export import export
+from runtime.jax_analysis import Analysis, analyze
 from runtime.lowering.to_jax import GraphFunction, to_jax
 from runtime.progress import CompilationProgress, compilation_progress
 from runtime.session import Session
 from runtime.targets.offline import Target
 
 __all__ = [
+    "Analysis",
     "CompilationProgress",
     "GraphFunction",
     "Session",
     "StreamBufferMaps",
     "Target",
+    "analyze",
     "compilation_progress",
     "d2hStreamBufferMaps",
     "export",

@@ -8,12 +8,14 @@ import runpy
 import sys
 import textwrap
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import wraps
 from io import StringIO
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from popxl.analysis.memory import Memory
 from popxl.base.pages import OnPage, bytes_text
@@ -25,13 +27,14 @@ from runtime.costs.cost import cost_of
 from runtime.costs.memory import least_memory_of, memory_of_program
 from runtime.fitting import CompiledTrial, fit
 from runtime.inspection import report_of
+from runtime.jax_analysis import Analysis, analyze
 from runtime.machine import Machine, NothingRuns, PlanningMachine, TargetMachine
 from runtime.pipes import exit_on_broken_pipe, is_broken_pipe
 from runtime.program.compiled import CompiledProgram, Precompiled
 from runtime.program.laying_out import layout_for
 from runtime.program.run import Runner
 from runtime.session import Session
-from runtime.targets.devices import Device
+from runtime.targets.devices import Device, ask_for_cpu_devices
 from runtime.targets.offline import FORMS, Target
 from runtime.versions import ShowVersions
 
@@ -43,6 +46,7 @@ examples:
   popxl report --pages pages train.py       the same, with the reports as HTML pages in the folder pages
   popxl show train.py --target "tpu v5e"    compile it for a TPU that need not be here, and print what it needs there
   popxl report train.py --target "gpu h100:8"   the same for eight GPUs, with the reports
+  popxl report train_jax.py:step --target "gpu h100:8"   the first call of a JAX function of the program
   popxl fit train.py --target "tpu v5e:4x4"     try the choices of the program, and print which fit, and the fastest
   popxl --version                           what programs run with here: for a report of a problem
 
@@ -59,7 +63,10 @@ Compile a program with each combination of its choices, `popxl.choice(name, opti
 here, and print which fit into its memory, and which of these is the fastest by the estimate. Nothing is run.
 """
 
-_REPORT = "Run a program, and print the report of each session that it has made."
+_REPORT = """\
+Run a program, and print the report of each session that it has made. FILE.py:NAME runs it as far as the first call of
+its JAX function NAME, and prints what that needs, sends and costs, for arguments of these shapes and shardings.
+"""
 
 _REMOVED = {
     "foresee": "`popxl report FILE.py --target MACHINE` compiles the program and prints the exact memory that a chip "
@@ -77,12 +84,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.target is None:
         options.target, options.args = _target_of(options.args)
-    file = Path(options.file)
+    name, function = _function_of(options.file) if options.command == "report" else (options.file, "")
+    file = Path(name)
     if not file.is_file():
         why = "is a folder" if file.is_dir() else "does not exist"
-        return _fail(f"{options.file!r} {why}; expected a Python file.", 2)
+        return _fail(f"{name!r} {why}; expected a Python file.", 2)
     try:
         target = None if options.target is None else Target(options.target)
+        if function and target is not None:
+            ask_for_cpu_devices(target.count)  # where the program puts its arrays
         if target is not None:
             target.devices  # noqa: B018  # that there is no compiler is said now
     except (ValueError, PopxlError) as problem:
@@ -97,7 +107,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "fit" and target is None:
         return _fail(f"fit: `--target` is missing; expected {FORMS}.", 2)
     run = {"show": show, "report": report, "fit": fit_into}[options.command]
-    return run(Asked(file, options.args, options.pictures, options.pages, target))
+    return run(Asked(file, options.args, options.pictures, options.pages, target, function))
+
+
+def _function_of(description: str) -> tuple[str, str]:
+    """Split `FILE.py:NAME` into file and function name; the latter is "" without a colon."""
+    file, colon, name = description.rpartition(":")
+    return (file, name) if colon and file.endswith(".py") and name.isidentifier() else (description, "")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -151,6 +167,7 @@ class Asked:
         file, arguments: the program.
         pictures, pages: folders for pictures of the memory, and for pages.
         target: the machine to compile for, if it is not this one.
+        function: the JAX function of the program to report on; "" for its sessions.
     """
 
     file: Path
@@ -158,6 +175,7 @@ class Asked:
     pictures: Path | None = None
     pages: Path | None = None
     target: Target | None = None
+    function: str = ""
 
     def write(self, record: OnPage, memory: Memory, name: str) -> None:
         """Write the requested picture and page."""
@@ -206,6 +224,8 @@ def report(asked: Asked) -> int:
     Returns:
         The exit code: that of the program, if it fails; 1, if it makes no session.
     """
+    if asked.function:
+        return _report_function(asked)
     machine = _Watching(Machine() if asked.target is None else TargetMachine(asked.target))
     with _watching(machine):
         stopped, code = _run(asked.file, asked.arguments)
@@ -220,6 +240,49 @@ def report(asked: Asked) -> int:
             f"{asked.file} makes no session: there is nothing to report. `popxl show` prints what it builds.", 1
         )
     return code
+
+
+def _report_function(asked: Asked) -> int:
+    """Print the analysis of a program's JAX function, for the arguments of its first call, where the program stops.
+
+    Returns:
+        The exit code: that of the program, if it fails; 1, if it does not call the function.
+    """
+    program = _WithFunction(asked.function, asked.target)
+    try:
+        stopped, code = _run(asked.file, asked.arguments, program)
+    except PopxlError as problem:
+        return _fail(str(problem), 1)
+    if program.found is None:
+        said = f"{asked.file} does not call a function {asked.function!r} of its own: there is nothing to report."
+        return code or _fail(said, 1)
+    print(f"\n=== {asked.function} ===\n\n{program.found}\n\nStopped at {stopped}: it is not run.")
+    asked.write(program.found, program.found.memory, asked.function)
+    return code
+
+
+class _WithFunction(dict[str, Any]):
+    """Names of a program, in which the first call of one function is analyzed, and ends the program.
+
+    Attributes:
+        found: the analysis.
+    """
+
+    def __init__(self, name: str, target: Target | None) -> None:
+        super().__init__(__name__="__main__", __builtins__=__builtins__)
+        self._name, self._target = name, target
+        self.found: Analysis | None = None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, self._analyzed(value) if name == self._name and callable(value) else value)
+
+    def _analyzed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def analyzed(*args: Any, **kwargs: Any) -> Any:
+            self.found = analyze(function, *args, target=self._target, **kwargs)
+            raise NothingRuns
+
+        return analyzed
 
 
 def fit_into(asked: Asked) -> int:
@@ -330,8 +393,12 @@ def _watching(machine: Machine, irs: dict[Ir, None] | None = None) -> Iterator[N
         context.remove_op_created_hook(hook)
 
 
-def _run(file: Path, arguments: Sequence[str]) -> tuple[str, int]:
+def _run(file: Path, arguments: Sequence[str], names: dict[str, Any] | None = None) -> tuple[str, int]:
     """Run a Python file as `__main__`.
+
+    Args:
+        file, arguments: the program.
+        names: where its names are kept, by default where Python keeps them.
 
     Returns:
         Where it was stopped, because what comes next would have to be run, and its exit code. If it fails, what it
@@ -340,7 +407,11 @@ def _run(file: Path, arguments: Sequence[str]) -> tuple[str, int]:
     argv, path = sys.argv, sys.path
     sys.argv, sys.path = [str(file), *arguments], [os.fspath(file.resolve().parent), *path]
     try:
-        runpy.run_path(os.fspath(file), run_name="__main__")
+        if names is None:
+            runpy.run_path(os.fspath(file), run_name="__main__")
+        else:
+            names["__file__"] = os.fspath(file)
+            exec(compile(file.read_bytes(), os.fspath(file), "exec"), names)
     except NothingRuns as stop:
         return _last_line(stop.__traceback__, file), 0
     except SystemExit as end:

@@ -101,7 +101,7 @@ class Memory(OnPage, DeviceMemory):
     Attributes:
         name: whose memory it is: "Ir[id=0], each replica".
         source: where `temporaries` comes from: "graph", counted op by op; "pieces" and "program", what XLA says of each
-            piece of a plan, or of the one program.
+            piece of a plan, or of the one program; "schedule", the same of a JAX function, whose steps are kernels.
         devices: the devices, if they are known.
         buffers_on_host: remote buffers that are in the host's memory.
         variables_on_host: the host copies of the variables, and what the variables of remote buffers begin with.
@@ -116,7 +116,7 @@ class Memory(OnPage, DeviceMemory):
         >>> ir.memory().picture().save("memory.svg")
     """
 
-    source: Literal["graph", "pieces", "program"]
+    source: Literal["graph", "pieces", "program", "schedule"]
     devices: tuple[DeviceMemory, ...] = ()
     buffers_on_host: int
     variables_on_host: int
@@ -193,6 +193,7 @@ _SOURCES = {
     "graph": "Counted op by op: XLA, which fuses ops, needs less as a rule.",
     "pieces": "Temporaries are what XLA says of each piece, and the values between pieces.",
     "program": "Temporaries are what XLA says of the whole; steps are counted op by op.",
+    "schedule": "Temporaries are what XLA allocates; steps are its kernels, loops once.",
 }
 
 # Of an Ir ------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from popxl.analysis.flops import moved
 from popxl.analysis.memory import runs_of
 from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, flops_text, seconds_text
 from popxl.base.records import Record
-from runtime.costs.hlo import read
+from runtime.costs.hlo import Module, read
 from runtime.costs.seconds import LEVELS, GraphCost, PrecisionCost, graphs_of, limited, precisions_of, seconds_of
 from runtime.costs.timing import Timing, timing_of
 from runtime.costs.work import Account, Collective, account_of
@@ -246,6 +246,49 @@ def cost_of(program: CompiledProgram) -> Cost:
         seconds=seconds(LEVELS[0]) if figures is not None else None,
         ipus=ipus,
         precisions={} if figures is None else precisions_of(account, figures, seconds),
+    )
+
+
+def cost_of_executable(
+    name: str, module: Module, sizes: Any, figures: Chip | None, devices: int, seconds: float, kind: str
+) -> Cost:
+    """Compute the cost of one executable that is no Ir's.
+
+    Args:
+        name: what it is.
+        module: its HLO.
+        sizes: XLA's memory analysis of it.
+        figures: those of the chip, if they are known.
+        devices: how many it runs on.
+        seconds: how long compiling took.
+        kind: what JAX calls its devices.
+    """
+    account = account_of(module)
+    total = account.total
+    graphs = tuple(graphs_of(account, {}, figures, devices))
+
+    def run_seconds(level: str) -> float:
+        return seconds_of(limited(level, account), {}, figures, devices)
+
+    return Cost(
+        name=name,
+        chip=figures.name if figures is not None else kind,
+        code_bytes=sizes.generated_code_size_in_bytes or None,
+        argument_bytes=sizes.argument_size_in_bytes,
+        temporary_bytes=sizes.temp_size_in_bytes,
+        alias_bytes=sizes.alias_size_in_bytes,
+        host_bytes=sizes.host_argument_size_in_bytes + sizes.host_temp_size_in_bytes,
+        flops=total.flops,
+        bytes_accessed=total.bytes,
+        kernels=total.kernels,
+        copies=total.copies,
+        collectives=_by_kind(account.collectives),
+        uses=_by_line(account.collectives, devices),
+        cycles=total.cycles if isinstance(figures, Tpu) else None,
+        compile_seconds=seconds,
+        graphs=graphs,
+        seconds=run_seconds(LEVELS[0]) if figures is not None else None,
+        precisions={} if figures is None else precisions_of(account, figures, run_seconds),
     )
 
 

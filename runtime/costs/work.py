@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple
@@ -125,13 +125,22 @@ class Account:
         self.collectives += (each._replace(runs=each.runs * times) for each in more.collectives)
 
 
-def account_of(module: Module) -> Account:
-    """Account of one run of a compiled program."""
+def _graph_of(instruction: Instruction) -> str:
+    return graph_of(instruction.scope)
+
+
+def account_of(module: Module, key: Callable[[Instruction], str] = _graph_of) -> Account:
+    """Account of one run of a compiled program.
+
+    Args:
+        module: the program.
+        key: what the account's entries are of, in place of graphs.
+    """
     account = Account()
     for computation, instruction, times in module.runs():
         if _is_nothing(instruction) or instruction.opcode.endswith(("-done", "-update")):
             continue
-        graph = graph_of(instruction.scope)
+        graph = key(instruction)
         is_meanwhile = instruction.opcode.endswith("-start") and instruction.kind not in COLLECTIVES
         is_kernel = not (is_meanwhile or _is_number(instruction))
         work = Work(is_kernel, int(instruction.kind == "copy"), instruction.cycles)
@@ -365,7 +374,7 @@ def _collective(computation: Computation, instruction: Instruction, graph: str, 
         instruction.kind,
         _exchanged(computation, instruction),
         instruction.group_size,
-        source_of(instruction.scope),
+        source_of(instruction.scope) or instruction.line,
         graph,
         times,
         re.search(r"\.remat\d*$", instruction.name) is not None,

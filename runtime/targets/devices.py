@@ -32,17 +32,21 @@ PLATFORMS = ("gpu", "cuda", "rocm", "tpu")
 """Kinds of hardware that may be named, as JAX names them."""
 
 
-def ask_for_cpu_devices() -> None:
+def ask_for_cpu_devices(count: int | None = None) -> None:
     """Configure JAX to divide the CPU into several devices, unless JAX already runs or has a configured device count.
 
     JAX cannot be asked for them later. Up to the number of cores they cost next to nothing where they are not used.
     With more, JAX starts a thread for each, and all that runs is divided among too many, even if it runs on one device.
+
+    Args:
+        count: how many, also where the environment or somebody else has said how many; by default about as many as
+            there are cores.
     """
     by_flag = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if by_flag or jax.config.values["jax_num_cpu_devices"] != -1:
+    if count is None and (by_flag or jax.config.values["jax_num_cpu_devices"] != -1):
         return
     with contextlib.suppress(RuntimeError):  # JAX runs already
-        jax.config.update("jax_num_cpu_devices", _wanted_cpu_devices())
+        jax.config.update("jax_num_cpu_devices", _wanted_cpu_devices() if count is None else count)
 
 
 def _wanted_cpu_devices() -> int:

@@ -14,6 +14,9 @@ from functools import cached_property
 from pathlib import Path
 
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh
 
 from runtime.targets import chip, compilers
 from runtime.targets.chip import Chip, Gpu, Tpu
@@ -133,6 +136,29 @@ class Target:
             )
         name = re.sub(r"\W+", "_", f"{Path(self._part('name')).stem}_{self.count}")
         return compilers.gpu_devices(name, self.chip.for_xla(), hosts, per_host)[:count]
+
+    def mesh(self, **axes: int) -> Mesh:
+        """Mesh of the target's chips, for `jax.jit`, `jax.shard_map` and shardings of plain JAX functions.
+
+        Args:
+            axes: size of each axis, outermost first. Neighbours along the last one are neighbours in the machine.
+
+        Raises:
+            ValueError: if the sizes do not multiply to the number of chips.
+
+        Example:
+            >>> popxl.Target("gpu h100:8").mesh(data=4, tensor=2).shape
+            OrderedDict({'data': 4, 'tensor': 2})
+        """
+        if math.prod(axes.values()) != self.count or not axes:
+            raise ValueError(
+                f"Target.mesh: the sizes of the axes must multiply to the {self.count} chips of {self.description!r}; "
+                f"got {axes}."
+            )
+        devices = self.devices
+        if self.kind == "tpu":
+            return Mesh(mesh_utils.create_device_mesh((*axes.values(),), devices), (*axes,))
+        return Mesh(np.asarray(devices).reshape((*axes.values(),)), (*axes,))
 
     def slice_of(self, count: int) -> int:
         """Size of the slice that contains the first `count` chips."""

@@ -1,0 +1,206 @@
+"""Liveness of the buffers of a compiled program over its schedule, from its HLO text.
+
+XLA has ordered the instructions; a buffer is live from the instruction that writes it to the last one that reads it.
+Loops are walked once: what they carry stays in place. XLA may place buffers with gaps, so it allocates a little more
+than what is live at the peak.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from popxl.analysis.memory import LiveTensor, Moment
+from runtime.costs.hlo import Computation, Instruction, Module, Shape
+
+_ALIASES = frozenset("bitcast tuple opt-barrier optimization-barrier add-dependency domain".split())
+"""Instructions whose results are their operands."""
+
+
+@dataclass(eq=False)
+class Buffer:
+    """Buffer on the device.
+
+    Attributes:
+        name: what it is, with its line, dtype and shape.
+        bytes: how many it needs; 0 if it is elsewhere: in the host's memory, or on the chip itself.
+        first: the step that writes it; -1 for the program's arguments.
+        last: the last step that reads it.
+    """
+
+    name: str
+    bytes: int
+    first: int
+    last: int
+
+
+@dataclass
+class Schedule:
+    """Steps of a compiled program, with the buffers live during each.
+
+    Attributes:
+        steps: the instructions, in order.
+        buffers: what they write. Neither arguments nor results of the program are among them.
+    """
+
+    steps: list[Instruction] = field(default_factory=list)
+    buffers: list[Buffer] = field(default_factory=list)
+
+    def live_at(self, step: int) -> list[Buffer]:
+        """Buffers live during a step, the largest first."""
+        return sorted((b for b in self.buffers if b.first <= step <= b.last), key=lambda b: -b.bytes)
+
+    def live_bytes(self) -> list[int]:
+        """Bytes live during each step."""
+        changes = [0] * (len(self.steps) + 1)
+        for buffer in self.buffers:
+            changes[buffer.first] += buffer.bytes
+            changes[buffer.last + 1] -= buffer.bytes
+        found, now = [], 0
+        for change in changes[:-1]:
+            now += change
+            found.append(now)
+        return found
+
+    def moments(self) -> tuple[Moment, ...]:
+        """The steps, as a report of memory has them."""
+        made = [0] * len(self.steps)
+        for buffer in self.buffers:
+            made[buffer.first] += buffer.bytes
+        return tuple(
+            Moment(name=described(step), held=live - own, inside=own)
+            for step, live, own in zip(self.steps, self.live_bytes(), made, strict=True)
+        )
+
+    def tensors(self) -> tuple[LiveTensor, ...]:
+        """The buffers that later steps read, as a report of memory has them."""
+        return tuple(
+            LiveTensor(name=b.name, bytes=b.bytes, first=b.first, last=b.last)
+            for b in self.buffers
+            if b.bytes and b.last > b.first
+        )
+
+
+def schedule_of(module: Module) -> Schedule:
+    """Schedule of a compiled program."""
+    walk = _Walk(module)
+    entry = module.computations[module.entry]
+    arguments = {number: _arguments(each) for number, each in entry.parameters.items()}
+    results = walk.computation(entry, arguments)
+    given = {id(buffer) for each in (*arguments.values(), results) for buffer in each}
+    walk.schedule.buffers = [b for b in walk.schedule.buffers if id(b) not in given and b.bytes]
+    return walk.schedule
+
+
+def described(instruction: Instruction) -> str:
+    """Short description of an instruction: its operation, as JAX names it, and its source line."""
+    operation = instruction.scope.rpartition("/")[2] or instruction.kind
+    return f"{operation} ({instruction.line})" if instruction.line else operation
+
+
+def _arguments(parameter: Instruction) -> list[Buffer]:
+    return [Buffer(parameter.scope or parameter.name, shape.bytes, -1, -1) for shape in parameter.results]
+
+
+class _Walk:
+    """Walk through the computations of a module in execution order."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self.schedule = Schedule()
+
+    def computation(self, computation: Computation, arguments: dict[int, list[Buffer]]) -> list[Buffer]:
+        """Add the steps of a computation; returns the buffers of its result."""
+        values: dict[str, list[Buffer]] = {}
+        for instruction in computation.instructions.values():
+            if instruction.opcode == "parameter":
+                values[instruction.name] = arguments.get(int(instruction.operands[0]), [])
+                continue
+            operands = [values.get(name, []) for name in instruction.operands]
+            values[instruction.name] = self._results(computation, instruction, operands)
+        results = values[computation.root.name]
+        self._read(results)
+        return results
+
+    def _read(self, buffers: Sequence[Buffer]) -> None:
+        for buffer in buffers:
+            buffer.last = len(self.schedule.steps) - 1
+
+    def _results(
+        self, computation: Computation, instruction: Instruction, operands: list[list[Buffer]]
+    ) -> list[Buffer]:
+        """Buffers of an instruction's results, after adding its steps."""
+        opcode, flat = instruction.opcode, [buffer for each in operands for buffer in each]
+        if opcode in _ALIASES:
+            return flat
+        if opcode == "get-tuple-element":
+            index = int(instruction.attribute("index") or 0)
+            return [flat[index]] if index < len(flat) and len(instruction.results) == 1 else flat
+        if opcode.endswith(("-done", "-update")):
+            self._step(instruction, flat)
+            return _with_shapes(flat, instruction.results)
+        if opcode == "while":
+            self.computation(self.module.computations[instruction.attribute("body").lstrip("%")], {0: flat})
+            self._read(flat)
+            return flat
+        if opcode == "call":
+            (callee,) = instruction.called
+            return self.computation(self.module.computations[callee], dict(enumerate(operands)))
+        overwritten = _overwritten(self.module, computation, instruction)
+        found: list[Buffer] = []
+        self._step(instruction, flat)
+        for i, shape in enumerate(instruction.results):
+            place = overwritten.get(i)
+            if place is not None and place < len(operands) and len(operands[place]) == 1:
+                found += operands[place]
+            else:
+                found.append(self._written(instruction, shape))
+        return found
+
+    def _step(self, instruction: Instruction, operands: Sequence[Buffer]) -> None:
+        self.schedule.steps.append(instruction)
+        self._read(operands)
+
+    def _written(self, instruction: Instruction, shape: Shape) -> Buffer:
+        now = len(self.schedule.steps) - 1
+        name = f"{described(instruction)}: {shape.dtype}[{', '.join(map(str, shape.dimensions))}]"
+        buffer = Buffer(name, shape.bytes if shape.memory == 0 else 0, now, now)
+        self.schedule.buffers.append(buffer)
+        return buffer
+
+
+def _with_shapes(buffers: list[Buffer], results: Sequence[Shape]) -> list[Buffer]:
+    """The buffers of an asynchronous instruction that are its results: the last ones, as operands come first."""
+    return buffers[-len(results) :]
+
+
+_ALIASING = re.compile(r"\{(\d*)\}: ?\((\d+), ?\{\}")
+
+
+def _overwritten(module: Module, computation: Computation, instruction: Instruction) -> dict[int, int]:
+    """Operands that an instruction overwrites with its results: number of the operand, by that of the result."""
+    if instruction.kind == "dynamic-update-slice":
+        return {0: 0}
+    if stated := instruction.text.partition("output_to_operand_aliasing=")[2]:
+        inside = stated[: stated.find("}}") + 1]
+        return {int(result or 0): int(operand) for result, operand in _ALIASING.findall(inside)}
+    if instruction.kind != "fusion":
+        return {}
+    body = module.computations[instruction.called[0]]
+    roots = body.root.operands if body.root.opcode == "tuple" else (body.root.name,)
+    found = {}
+    for i, name in enumerate(roots):
+        root = _through_bitcasts(body, name)
+        if root is not None and root.opcode == "dynamic-update-slice":
+            target = _through_bitcasts(body, root.operands[0])
+            if target is not None and target.opcode == "parameter":
+                found[i] = int(target.operands[0])
+    return found
+
+
+def _through_bitcasts(computation: Computation, name: str) -> Instruction | None:
+    found = computation.instructions.get(name)
+    while found is not None and found.opcode == "bitcast":
+        found = computation.instructions.get(found.operands[0])
+    return found

@@ -1,0 +1,268 @@
+"""`analyze`: what a jitted JAX function needs, sends and costs on a machine, compiled by that machine's compiler."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from popxl.analysis.memory import Memory
+from popxl.base.pages import OnPage, Page, Picture, Table, bytes_text, count_text, flops_text, seconds_text
+from popxl.base.records import Record
+from popxl.errors import PopxlError
+from runtime.costs.cost import Cost, cost_of_executable
+from runtime.costs.hlo import Module, read
+from runtime.costs.schedule import Buffer, Schedule, schedule_of
+from runtime.costs.work import account_of
+from runtime.targets import chip
+from runtime.targets.offline import Target
+
+
+class LineMemory(Record):
+    """Buffers written at one source line that are live at the peak.
+
+    Attributes:
+        line: the line, `train.py:12`; "" for buffers whose line XLA does not say.
+        bytes: of all of them.
+        buffers: what they are, the largest first.
+    """
+
+    line: str
+    bytes: int
+    buffers: tuple[str, ...]
+
+
+class LineCost(Record):
+    """Work of the kernels of one source line in one run, on one chip. A fusion counts at the line of its result.
+
+    Attributes:
+        line: the line, `train.py:12`; "" for kernels whose line XLA does not say.
+        kernels: how many are run.
+        flops: floating point operations.
+        bytes_accessed: bytes that they read and write.
+    """
+
+    line: str
+    kernels: int
+    flops: int
+    bytes_accessed: int
+
+
+class Analysis(OnPage, Record):
+    """What a compiled JAX function needs, sends and costs on one chip. Nothing was run or measured.
+
+    Attributes:
+        name: the function.
+        target: the machine, as it was described; "" for devices that are here.
+        devices: how many chips it uses.
+        capacity: memory of a chip, in bytes; `None` where it is not known.
+        memory: memory over the schedule.
+        live: what is live at the peak of temporaries, by source lines, most bytes first.
+        cost: bytes, operations, kernels, collectives by line, and estimated time.
+        lines: the same work by source lines, most bytes first.
+    """
+
+    name: str
+    target: str
+    devices: int
+    capacity: int | None
+    memory: Memory
+    live: tuple[LineMemory, ...]
+    cost: Cost
+    lines: tuple[LineCost, ...]
+
+    def __repr__(self) -> str:
+        return f"Analysis[{self.name} on {self.target or self.cost.chip}: {bytes_text(self.memory.device)}]"
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits into the memory of a chip; `None` where that is not known."""
+        return None if self.capacity is None else self.memory.device <= self.capacity
+
+    def picture(self) -> Picture:
+        """Memory over the schedule, as a picture."""
+        return self.memory.picture()
+
+    def page(self) -> Page:
+        """Page for `print`, notebooks and browsers."""
+        on = "1 chip" if self.devices == 1 else f"{self.devices} chips"
+        fits = {True: " It fits.", False: " It does not fit.", None: ""}[self.fits]
+        has = "" if self.capacity is None else f" One {self.cost.chip} has {bytes_text(self.capacity)}."
+        needed = f"{self.name} needs {bytes_text(self.memory.device)} on each of {on}.{has}{fits} Nothing was run."
+        live = [[each.line or "unknown", bytes_text(each.bytes), each.buffers[0]] for each in self.live]
+        costs = [
+            [each.line or "unknown", str(each.kernels), flops_text(each.flops), bytes_text(each.bytes_accessed)]
+            for each in self.lines
+        ]
+        seconds = [] if self.cost.seconds is None else [["a run, estimated", seconds_text(self.cost.seconds)]]
+        cycles = [] if self.cost.cycles is None else [["cycles, estimated by XLA", count_text(self.cost.cycles)]]
+        total = Table(
+            ["of each chip", ""],
+            [
+                ["arguments", bytes_text(self.cost.argument_bytes)],
+                ["overwritten with results", bytes_text(self.cost.alias_bytes)],
+                ["temporaries", bytes_text(self.cost.temporary_bytes)],
+                ["in the host's memory", bytes_text(self.cost.host_bytes)],
+                ["kernels", str(self.cost.kernels)],
+                ["operations", flops_text(self.cost.flops)],
+                ["read and written", bytes_text(self.cost.bytes_accessed)],
+                *cycles,
+                *seconds,
+                ["compiled in", seconds_text(self.cost.compile_seconds)],
+            ],
+        )
+        parts: list[str | Page] = [
+            self.memory.page(),
+            Page("Live at the peak", [*Table.first_rows(["line", "bytes", "largest"], live)]),
+            Page("Work by lines", [*Table.first_rows(["line", "kernels", "operations", "read and written"], costs)]),
+        ]
+        where = self.target or self.cost.chip
+        return Page(f"Analysis of {self.name} on {where}", [needed, total, *parts, *self.cost.details()])
+
+
+def analyze(function: Callable[..., Any], *args: Any, target: Target | str | None = None, **kwargs: Any) -> Analysis:
+    """Compile a JAX function for a machine that need not be here, and report what it needs, sends and costs there.
+
+    The function stays as it is: scans, `jax.checkpoint`, donated arguments and shardings are the compiler's to see.
+
+    Args:
+        function: a jitted function; another one is jitted.
+        args, kwargs: what it is called with, trees of arrays or of `jax.ShapeDtypeStruct`. For several chips, with
+            shardings on a mesh of the target, `popxl.Target(...).mesh(...)`; what has none is on all chips, or where
+            the function's own `in_shardings` say.
+        target: the machine: a description such as `"gpu h100:8"`, or a `popxl.Target`. By default the devices that
+            are here.
+
+    Raises:
+        TypeError: if `function` cannot be called, or `target` is neither.
+        PopxlError: if the shardings are of other devices than the target's.
+
+    Example:
+        >>> target = popxl.Target("gpu h100:8")
+        >>> mesh = target.mesh(data=4, tensor=2)
+        >>> x = jax.ShapeDtypeStruct((64, 512), "float32", sharding=NamedSharding(mesh, PartitionSpec("data")))
+        >>> found = popxl.analyze(step, parameters, x, target=target)
+        >>> print(found)
+        >>> found.fits, found.memory.device, found.cost.collectives
+    """
+    if not callable(function):
+        raise TypeError(f"analyze: `function` must be a function; got {function!r} ({type(function).__name__}).")
+    if isinstance(target, str):
+        target = Target(target)
+    if not (target is None or isinstance(target, Target)):
+        raise TypeError(
+            f"analyze: `target` must be a description such as 'gpu h100:8', or a popxl.Target; got {target!r} "
+            f"({type(target).__name__})."
+        )
+    jitted = function if hasattr(function, "trace") else jax.jit(function)
+    executable, seconds = _compiled(jitted, args, kwargs, target)
+    return _analysis(getattr(function, "__name__", repr(function)), executable, seconds, target)
+
+
+def _compiled(jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: Target | None) -> tuple[Any, float]:
+    """Compile a jitted function for a target. Returns the executable, and the seconds it took."""
+    start = time.perf_counter()
+    if target is None:
+        return jitted.trace(*args, **kwargs).lower().compile(), time.perf_counter() - start
+    args, kwargs = jax.tree.map(lambda leaf: _on_target(leaf, target), (args, kwargs))
+    platform = "cuda" if target.kind == "gpu" else target.kind
+    try:
+        with jax.default_device(target.devices[0]):
+            lowered = jitted.trace(*args, **kwargs).lower(lowering_platforms=(platform,))
+            return lowered.compile(), time.perf_counter() - start
+    except ValueError as problem:
+        if not re.search("incompatible devices|device_assignment", str(problem)):
+            raise
+        raise PopxlError(
+            f"analyze: a sharding in the function is of other devices than those of {target}; make its mesh by "
+            f"`popxl.Target({str(target)!r}).mesh(...)`. JAX says: {problem}"
+        ) from problem
+
+
+def _on_target(leaf: Any, target: Target) -> Any:
+    """An argument as a type; one that is sharded over devices of another machine, over the same places of the target.
+
+    Other arguments, static ones among them, are taken as they are.
+    """
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return leaf
+    sharding = leaf.sharding
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        devices, found = target.devices, sharding.mesh.devices
+        if found.size > len(devices):
+            raise PopxlError(f"analyze: an argument is on {found.size} devices, and {target} has {len(devices)}.")
+        if not {*found.flat} <= {*devices}:
+            places = np.arange(found.size).reshape(found.shape)
+            mesh = Mesh(np.asarray(devices)[places], sharding.mesh.axis_names, axis_types=sharding.mesh.axis_types)
+            sharding = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    elif isinstance(leaf, jax.Array):
+        sharding = None  # a device that is here
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
+
+
+def _analysis(name: str, executable: Any, seconds: float, target: Target | None) -> Analysis:
+    """Analysis of a compiled function."""
+    module, sizes = read(executable.as_text()), executable.memory_analysis()
+    leaves = jax.tree.leaves((executable.input_shardings, executable.output_shardings))
+    devices = max((len(each.device_set) for each in leaves), default=1)
+    kind = leaves[0]._device_assignment[0].device_kind if leaves else jax.devices()[0].device_kind
+    figures = chip.of_device(kind) if target is None else target.chip
+    schedule = schedule_of(module)
+    memory = Memory(
+        name=f"{name}, on each device" if devices > 1 else name,
+        source="schedule",
+        variables=0,
+        buffers=0,
+        arguments=sizes.argument_size_in_bytes,
+        outputs=sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
+        constants=0,
+        temporaries=sizes.temp_size_in_bytes,
+        code=sizes.generated_code_size_in_bytes or None,
+        buffers_on_host=0,
+        variables_on_host=sizes.host_argument_size_in_bytes,
+        temporaries_on_host=sizes.host_temp_size_in_bytes,
+        moments=schedule.moments(),
+        tensors=schedule.tensors(),
+    )
+    return Analysis(
+        name=name,
+        target="" if target is None else str(target),
+        devices=devices,
+        capacity=None if figures is None else figures.memory_bytes,
+        memory=memory,
+        live=_live(schedule),
+        cost=cost_of_executable(name, module, sizes, figures, devices, seconds, kind),
+        lines=_lines(module),
+    )
+
+
+def _live(schedule: Schedule) -> tuple[LineMemory, ...]:
+    """Buffers live at the peak, by the lines that write them, most bytes first."""
+    live = schedule.live_bytes()
+    if not live:
+        return ()
+    by_line: defaultdict[str, list[Buffer]] = defaultdict(list)
+    for buffer in schedule.live_at(live.index(max(live))):
+        by_line[schedule.steps[buffer.first].line].append(buffer)
+    found = [
+        LineMemory(line=line, bytes=sum(b.bytes for b in alike), buffers=tuple(b.name for b in alike))
+        for line, alike in by_line.items()
+    ]
+    return tuple(sorted(found, key=lambda each: -each.bytes))
+
+
+def _lines(module: Module) -> tuple[LineCost, ...]:
+    """Work of each source line, most bytes first."""
+    account = account_of(module, lambda instruction: instruction.line)
+    found = (
+        LineCost(line=line, kernels=work.kernels, flops=work.flops, bytes_accessed=work.bytes)
+        for line, work in account.graphs.items()
+        if work.kernels
+    )
+    return tuple(sorted(found, key=lambda each: -each.bytes_accessed))

@@ -1,0 +1,189 @@
+"""`popxl.analyze`: what a function of JAX needs, sends and costs, without a change to it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import popxl
+from popxl.__main__ import main
+from runtime.costs.hlo import read
+from runtime.costs.schedule import schedule_of
+
+LAYERS, ROWS, WIDTH = 5, 64, 48
+
+
+def loss(weights: Any, x: Any) -> Any:
+    def turn(x: Any, w: Any) -> tuple[Any, None]:
+        return jnp.tanh(x @ w), None
+
+    return jnp.sum(jax.lax.scan(turn, x, weights)[0])
+
+
+@partial(jax.jit, donate_argnums=0)
+def step(weights: Any, x: Any) -> tuple[Any, Any]:
+    value, gradients = jax.value_and_grad(loss)(weights, x)
+    return weights - 0.1 * gradients, value
+
+
+def specs(*shapes: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+
+SHAPES = specs((LAYERS, WIDTH, WIDTH), (ROWS, WIDTH))
+
+
+def test_sizes_and_operations() -> None:
+    found = popxl.analyze(step, *SHAPES)
+    weights, rows = 4 * LAYERS * WIDTH**2, 4 * ROWS * WIDTH
+    assert found.cost.argument_bytes == weights + rows and found.cost.alias_bytes == weights
+    products = 3 * 2 * ROWS * WIDTH**2 * LAYERS  # forward, and the gradients of both factors
+    assert products <= found.cost.flops <= 1.1 * products + 10 * LAYERS * (weights + rows)
+    assert found.memory.temporaries >= LAYERS * rows  # what the backward loop reads
+    assert found.devices == 1 and "step needs" in str(found)
+
+
+def test_live_buffers_are_told_by_lines() -> None:
+    found = popxl.analyze(step, *SHAPES)
+    first = step.__wrapped__.__code__.co_firstlineno
+    gradient = f"test_jax_analysis.py:{first + 2}"
+    scan = f"test_jax_analysis.py:{loss.__code__.co_firstlineno + 4}"
+    lines = {each.line: each for each in found.live}
+    assert {scan, gradient} & lines.keys()
+    assert sum(each.bytes for each in found.live) <= 1.1 * found.memory.temporaries
+    assert sum(each.kernels for each in found.lines) == found.cost.kernels
+    assert "Live at the peak" in str(found) and "svg" in found.picture()
+
+
+@pytest.mark.parametrize("turns", [3, 9])
+def test_what_loops_stack_is_live(turns: int) -> None:
+    """Forward results that the backward loop reads are live as a whole; recomputed ones are not."""
+    shapes = specs((turns, WIDTH, WIDTH), (ROWS, WIDTH))
+
+    def live(function: Callable[..., Any]) -> int:
+        executable = jax.jit(jax.grad(function)).lower(*shapes).compile()
+        return max(schedule_of(read(executable.as_text())).live_bytes())
+
+    kept = live(lambda w, x: jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]))
+    assert kept >= 4 * turns * ROWS * WIDTH
+
+
+def test_a_function_that_is_not_jitted_and_static_arguments() -> None:
+    def scaled(x: Any, *, by: int) -> Any:
+        return x * by
+
+    found = popxl.analyze(jax.jit(scaled, static_argnames="by"), np.ones((3, 4), np.float32), by=2)
+    assert found.cost.argument_bytes == 48
+    assert popxl.analyze(jnp.sin, *specs((3, 4))).cost.argument_bytes == 48
+
+
+def test_arguments_on_several_devices() -> None:
+    mesh = Mesh(np.asarray(jax.devices("cpu")[:2]), ("data",))
+    x = jax.ShapeDtypeStruct((8, 6), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    found = popxl.analyze(lambda x: jnp.sum(jnp.sin(x)), x)
+    assert found.devices == 2 and found.cost.argument_bytes == 4 * 24
+    (use,) = found.cost.uses
+    assert (use.kind, use.replicas, use.count, use.bytes) == ("all-reduce", 2, 1, 4)
+    assert use.source.startswith("test_jax_analysis.py:")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "kind", "said"),
+    [
+        ((3,), {}, TypeError, "`function` must be a function; got 3"),
+        ((jnp.sin,), {"target": 4}, TypeError, "`target` must be a description such as 'gpu h100:8'"),
+        ((jnp.sin,), {"target": "h100"}, ValueError, "'h100' describes no machine"),
+    ],
+)
+def test_bad_input(arguments: Any, options: Any, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        popxl.analyze(*arguments, **options)
+
+
+def test_a_mesh_of_another_size_than_the_target() -> None:
+    with pytest.raises(ValueError, match=r"must multiply to the 8 chips of 'gpu h100:8'; got {'data': 3}"):
+        popxl.Target("gpu h100:8").mesh(data=3)
+
+
+PROGRAM = """
+    import sys
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.asarray(jax.devices("cpu")[:2]), ("data",))
+
+    @jax.jit
+    def step(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+
+    def train():
+        x = jax.device_put(np.ones((8, 6), np.float32), NamedSharding(mesh, PartitionSpec("data")))
+        w = jax.device_put(np.ones((6, 4), np.float32), NamedSharding(mesh, PartitionSpec()))
+        print("before", *sys.argv[1:])
+        step(w, x)
+        print("after")
+
+    if __name__ == "__main__":
+        train()
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(PROGRAM), encoding="utf-8")
+    return path
+
+
+def test_report_of_a_function_in_a_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", f"{file}:step", "5"]) == 0
+    out = capsys.readouterr().out
+    assert "before 5" in out and "after" not in out
+    assert "Analysis of step" in out and "all-reduce" in out and "train.py:13" in out
+    assert "Stopped at `step(w, x)`" in out
+
+
+def test_report_of_a_function_that_is_not_called(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", f"{file}:other"]) == 1
+    assert "does not call a function 'other' of its own" in capsys.readouterr().err
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("machine", ["gpu h100:2", "tpu v5e:1x2"])
+def test_functions_are_compiled_for_machines_that_are_not_here(
+    machine: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mesh = popxl.Target(machine).mesh(data=2)
+    w, x = specs((6, 4), (8, 6))
+    w, x = (
+        jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+        for each, spec in ((w, ()), (x, ("data",)))
+    )
+    found = popxl.analyze(lambda w, x: jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w), w, x, target=machine)
+    assert found.fits and found.devices == 2 and found.cost.collectives["all-reduce"].bytes >= 96
+    assert found.cost.seconds is not None and any(each.line for each in found.lines)
+    assert main(["report", "--target", machine, f"{file}:step"]) == 0
+    assert f"Analysis of step on {machine}" in capsys.readouterr().out
+
+
+@pytest.mark.targets
+def test_shardings_of_other_devices_are_told() -> None:
+    mesh = Mesh(np.asarray(jax.devices("cpu")[:2]), ("data",))
+
+    def split(x: Any) -> Any:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec("data")))
+
+    with pytest.raises(popxl.errors.PopxlError, match=r"make its mesh by `popxl.Target\('gpu h100:2'\).mesh"):
+        popxl.analyze(split, *specs((8, 6)), target="gpu h100:2")

@@ -1,6 +1,6 @@
 """The default beside the best way to compile called graphs, over a grid of models, sizes, dtypes, replicas and targets.
 
-    python -m tests.targets.grid [--only "llama|bert"] [--every 4]
+    python -m tests.targets.grid [--only "llama|bert"] [--every 4] [--into grid.md]
 
 Each point is a training step as users write it, by the kit or by `poptorch`, compiled for its target with calls written
 out and with calls rolled. It prints a table: what the default takes, and its estimated time beside that of the faster
@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -31,7 +32,8 @@ from runtime.plan.choice import Choice
 from runtime.program.compiled import CompiledProgram, Precompiled, compile_program
 from runtime.program.laying_out import layout_for
 from runtime.targets.devices import Device
-from tests.targets.steps import Loss, Sizes, line
+from tests.targets.steps import Loss, Sizes
+from tests.targets.tables import Table
 
 HEAD = f"""\
 Written by `python -m tests.targets.grid`, with popxl {VERSION} and jax {jax.__version__}.
@@ -244,14 +246,13 @@ def _comparing(results: list[Found]) -> Iterator[None]:
         yield
 
 
-def row(point: Point, result: Found) -> str:
-    """A line of the table."""
+def cells(result: Found) -> list[str]:
+    """What was found, as cells of the table."""
     costs = [
         result.costs[way][1].removesuffix(" a run") if way in result.costs else "–" for way in ("inlined", "rolled")
     ]
     seconds = [f"{result.seconds[way]:.0f}" if way in result.seconds else "–" for way in ("inlined", "rolled")]
-    about = [point.model, str(point.layers), str(point.width), point.dtype, str(point.replicas), point.chip]
-    return line([*about, result.default, str(result.ops), *costs, f"{result.ratio:.2f}", *seconds])
+    return [result.default, str(result.ops), *costs, f"{result.ratio:.2f}", *seconds]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -259,12 +260,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m tests.targets.grid", description="The default beside the best way.")
     parser.add_argument("--only", metavar="PATTERN", default="", help="points in whose text this pattern is found")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="take each Nth of them")
+    parser.add_argument(
+        "--into", type=Path, metavar="FILE", help="keeps the rows; those that it has are not made again"
+    )
     given = parser.parse_args(arguments)
     points = [p for p in POINTS if re.search(given.only, " ".join(map(str, p)), re.IGNORECASE)]
-    print(HEAD, flush=True)
+    table = Table(HEAD, given.into)
     for point in points[:: given.every]:
         if importlib.util.find_spec(point.package) is not None:
-            print(row(point, found(point)), flush=True)
+            table.add([*map(str, point)], lambda point=point: cells(found(point)))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
 """What a step of training costs on TPUs and GPUs, as users write it: a language model of the kit in mixed precision.
 
     python -m tests.targets.steps [--layers 8 16] [--width 1024] [--targets "gpu h100" "tpu v5e"] [--ways auto unrolled]
+                                  [--into steps.md]
 
 It prints a table: of each way to compile called graphs, of the default, and of the same in plain JAX with Optax, what
-XLA for the target says. Nothing runs.
+XLA for the target says. Nothing runs. A file given with `--into` keeps the rows: a table may be made in several runs.
 The sizes are a Llama's of the width: heads of 128 channels, a SwiGLU of 11/4 the width, 8192 tokens, 4 texts of 512.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -27,6 +29,7 @@ from popxl_addons.layers import LanguageConfig, LanguageModel
 from runtime.costs.hlo import read
 from runtime.costs.work import account_of
 from tests.targets import llama_in_jax
+from tests.targets.tables import Table
 
 TARGETS = ("gpu h100", "tpu v5e")
 WAYS = ("auto", "inlined", "rolled", "dispatched")
@@ -34,8 +37,8 @@ IN_JAX = ("unrolled", "scan", "scan, checkpoint")
 HEAD = f"""\
 Written by `python -m tests.targets.steps`, with popxl {VERSION} and jax {jax.__version__}.
 
-| | layers | way | compiled | GB moved | kernels | million cycles | temporaries, MB | compile seconds |
-|---|---|---|---|---|---|---|---|---|"""
+| | layers | width | way | compiled | GB moved | kernels | million cycles | temporaries, MB | compile seconds |
+|---|---|---|---|---|---|---|---|---|---|"""
 
 
 class Sizes(NamedTuple):
@@ -130,20 +133,15 @@ def in_jax(sizes: Sizes, way: str, target: str) -> Found:
     return Found("JAX", work.bytes, work.kernels, work.cycles, compiled.memory_analysis().temp_size_in_bytes)
 
 
-def row(sizes: Sizes, way: str, target: str, **how: Any) -> list[str]:
-    """A line of the table."""
+def costs(sizes: Sizes, way: str, target: str, **how: Any) -> list[str]:
+    """What it costs, as cells of the table."""
     begun = perf_counter()
     found = in_jax(sizes, way, target) if way in IN_JAX else ours(sizes, way, target, **how)
-    cycles = f"{found.cycles / 1e6:.1f}" if found.cycles else ""
+    cycles = f"{found.cycles / 1e6:.1f}" if found.cycles else "–"
     return [
-        *(target, str(sizes.layers), way, found.compiled, f"{found.bytes / 1e9:.1f}", str(found.kernels), cycles),
+        *(found.compiled, f"{found.bytes / 1e9:.1f}", str(found.kernels), cycles),
         *(f"{found.temporaries / 1e6:.0f}", f"{perf_counter() - begun:.0f}"),
     ]
-
-
-def line(cells: Iterable[str]) -> str:
-    """A line of a table of Markdown."""
-    return f"| {' | '.join(cells)} |"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -155,13 +153,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ways", nargs="+", choices=(*WAYS, *IN_JAX), default=(*WAYS, *IN_JAX))
     parser.add_argument("--replicas", type=int, default=1, help="those of the kit's; JAX's has one")
     parser.add_argument("--clip", type=float, help="the norm that the kit clips gradients to")
+    parser.add_argument(
+        "--into", type=Path, metavar="FILE", help="keeps the rows; those that it has are not made again"
+    )
     given = parser.parse_args(arguments)
-    print(HEAD, flush=True)
+    table = Table(HEAD, given.into)
     for target in given.targets:
         for layers in given.layers:
             for way in given.ways:
                 sizes = Sizes(layers, given.width, max(1, given.width // 128), given.width * 11 // 4)
-                print(line(row(sizes, way, target, replicas=given.replicas, clip=given.clip)), flush=True)
+                made = partial(costs, sizes, way, target, replicas=given.replicas, clip=given.clip)
+                table.add((target, str(layers), str(given.width), way), made)
 
 
 if __name__ == "__main__":

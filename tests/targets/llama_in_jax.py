@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from popxl_addons.layers import LanguageConfig
 
@@ -32,6 +33,13 @@ def parameters(config: LanguageConfig, stacked: bool) -> Any:
     """Parameters in float32, as types."""
     found = shapes(config, stacked)
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), found, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def partition(shape: tuple[int, ...], devices: int) -> PartitionSpec:
+    """How an array is divided among devices: along the longest of its last two dimensions that they can share."""
+    shared = [d for d in range(len(shape))[-2:] if shape[d] % devices == 0] if devices > 1 else []
+    longest = max(shared, key=shape.__getitem__, default=None)
+    return PartitionSpec(*("data" if d == longest else None for d in range(len(shape))))
 
 
 def norm(x: Array, weight: Array, eps: float) -> Array:
@@ -59,9 +67,18 @@ def block(x: Array, p: Tree, config: LanguageConfig) -> Array:
     return x + (jax.nn.silu(y @ p["gate"]) * (y @ p["up"])) @ p["down"]
 
 
-def step(config: LanguageConfig, way: str) -> Callable[..., Any]:
-    """A step of AdamW in bfloat16, of float32 parameters: in `way` "unrolled", "scan", or "scan, checkpoint"."""
-    turn: Callable[..., Array] = lambda x, p: block(x, p, config)  # noqa: E731  # it is wrapped
+def step(config: LanguageConfig, way: str, rows: NamedSharding) -> Callable[..., Any]:
+    """A step of AdamW in bfloat16, of float32 parameters.
+
+    Args:
+        config: the model.
+        way: "unrolled", "scan", or "scan, checkpoint".
+        rows: how the texts of a batch are divided among devices, and what layers make of them.
+    """
+
+    def turn(x: Array, p: Tree) -> Array:
+        return block(jax.lax.with_sharding_constraint(x, rows), p, config)
+
     turn = jax.checkpoint(turn) if "checkpoint" in way else turn
 
     def loss(parameters: Tree, tokens: Array) -> Array:

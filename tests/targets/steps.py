@@ -5,13 +5,15 @@
 
 It prints a table: of each way to compile called graphs, of the default, and of the same in plain JAX with Optax, what
 XLA for the target says. Nothing runs. A file given with `--into` keeps the rows: a table may be made in several runs.
+On a target of several devices, such as "gpu h100:8", each has 4 texts, and a part of the parameters and of the
+optimiser's state: in JAX by shardings.
 The sizes are a Llama's of the width: heads of 128 channels, a SwiGLU of 11/4 the width, 8192 tokens, 4 texts of 512.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -19,7 +21,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import popxl
 import popxl_addons as addons
@@ -27,7 +30,7 @@ from popxl.base.version import VERSION
 from popxl_addons import optimizers
 from popxl_addons.layers import LanguageConfig, LanguageModel
 from runtime.costs.hlo import read
-from runtime.costs.work import account_of
+from runtime.costs.work import Collective, account_of
 from tests.targets import llama_in_jax
 from tests.targets.tables import Table
 
@@ -37,8 +40,8 @@ IN_JAX = ("unrolled", "scan", "scan, checkpoint")
 HEAD = f"""\
 Written by `python -m tests.targets.steps`, with popxl {VERSION} and jax {jax.__version__}.
 
-| | layers | width | way | compiled | GB moved | kernels | million cycles | temporaries, MB | compile seconds |
-|---|---|---|---|---|---|---|---|---|---|"""
+| | layers | width | way | compiled | GB moved | kernels | M cycles | temporaries, MB | GB sent | compile seconds |
+|---|---|---|---|---|---|---|---|---|---|---|"""
 
 
 class Sizes(NamedTuple):
@@ -84,20 +87,21 @@ class Loss(addons.Module):
 
 
 def program(sizes: Sizes, replicas: int = 1, clip: float | None = None) -> popxl.Ir:
-    """A step in bfloat16, of float32 variables."""
+    """A step in bfloat16, of float32 variables. Replicas share these out."""
     ir = popxl.Ir(replication=replicas)
     with ir.main_graph:
         tokens = popxl.h2d_stream((sizes.texts, sizes.length + 1), popxl.int32, "tokens")
         optimizer = partial(optimizers.adamw, lr=3e-4, weight_decay=0.1, clip_norm=clip)
         bfloat16 = addons.MixedPrecision(popxl.bfloat16)
-        step = addons.train_step(Loss(sizes.config), tokens, optimizer=optimizer, precision=bfloat16)
+        how = {"optimizer": optimizer, "precision": bfloat16, "sharded": replicas > 1}
+        step = addons.train_step(Loss(sizes.config), tokens, **how)
         addons.host_store(step.loss)
     return ir
 
 
 def session_of(sizes: Sizes, calls: Any, target: str, **how: Any) -> popxl.Session:
     """The step, compiled for a machine with called graphs in some way."""
-    ir = program(sizes, **how)
+    ir = program(sizes, replicas=len(popxl.Target(target).devices), **how)
     ir.options.calledGraphs = calls
     return popxl.Session(ir, target)
 
@@ -110,27 +114,40 @@ class Found(NamedTuple):
     kernels: int
     cycles: int
     temporaries: int
+    sent: int
+
+
+def sent_in(collectives: Iterable[Collective]) -> int:
+    """The bytes that one device gives to collectives, or takes."""
+    return sum(each.bytes * each.runs for each in collectives)
 
 
 def ours(sizes: Sizes, calls: Any, target: str, **how: Any) -> Found:
     """The kit's."""
     session = session_of(sizes, calls, target, **how)
     cost = session.cost()
-    return Found(session.report.calls, cost.bytes_accessed, cost.kernels, cost.cycles or 0, cost.temporary_bytes)
+    sent = sum(sent_in(account_of(read(text)).collectives) for text in session.hlo().values())
+    return Found(session.report.calls, cost.bytes_accessed, cost.kernels, cost.cycles or 0, cost.temporary_bytes, sent)
 
 
 def in_jax(sizes: Sizes, way: str, target: str) -> Found:
     """That of `llama_in_jax`."""
-    (device,) = popxl.Target(target).devices
-    tokens = jax.ShapeDtypeStruct((sizes.texts, sizes.length + 1), jnp.int32)
-    types = (llama_in_jax.state(sizes.config, way), tokens)
-    where = SingleDeviceSharding(device)
-    given = jax.tree.map(lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=where), types)
-    jitted = jax.jit(llama_in_jax.step(sizes.config, way), donate_argnums=0)
-    platform = "cuda" if device.platform == "gpu" else device.platform
+    devices = popxl.Target(target).devices
+    mesh = Mesh(np.asarray(devices), ("data",))
+    tokens = jax.ShapeDtypeStruct((len(devices) * sizes.texts, sizes.length + 1), jnp.int32)
+    whole = llama_in_jax.state(sizes.config, way)
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    shardings = jax.tree.map(lambda t: NamedSharding(mesh, llama_in_jax.partition(t.shape, len(devices))), whole)
+    given = jax.tree.map(
+        lambda t, where: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=where), (whole, tokens), (shardings, rows)
+    )
+    step = llama_in_jax.step(sizes.config, way, rows)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())))
+    platform = "cuda" if devices[0].platform == "gpu" else devices[0].platform
     compiled = jitted.trace(*given).lower(lowering_platforms=(platform,)).compile()
-    work = account_of(read(compiled.as_text())).total
-    return Found("JAX", work.bytes, work.kernels, work.cycles, compiled.memory_analysis().temp_size_in_bytes)
+    account = account_of(read(compiled.as_text()))
+    work, temporaries = account.total, compiled.memory_analysis().temp_size_in_bytes
+    return Found("JAX", work.bytes, work.kernels, work.cycles, temporaries, sent_in(account.collectives))
 
 
 def costs(sizes: Sizes, way: str, target: str, **how: Any) -> list[str]:
@@ -140,7 +157,8 @@ def costs(sizes: Sizes, way: str, target: str, **how: Any) -> list[str]:
     cycles = f"{found.cycles / 1e6:.1f}" if found.cycles else "–"
     return [
         *(found.compiled, f"{found.bytes / 1e9:.1f}", str(found.kernels), cycles),
-        *(f"{found.temporaries / 1e6:.0f}", f"{perf_counter() - begun:.0f}"),
+        *(f"{found.temporaries / 1e6:.0f}", f"{found.sent / 1e9:.1f}" if found.sent else "–"),
+        f"{perf_counter() - begun:.0f}",
     ]
 
 
@@ -151,7 +169,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--targets", nargs="+", default=TARGETS)
     parser.add_argument("--ways", nargs="+", choices=(*WAYS, *IN_JAX), default=(*WAYS, *IN_JAX))
-    parser.add_argument("--replicas", type=int, default=1, help="those of the kit's; JAX's has one")
     parser.add_argument("--clip", type=float, help="the norm that the kit clips gradients to")
     parser.add_argument(
         "--into", type=Path, metavar="FILE", help="keeps the rows; those that it has are not made again"
@@ -162,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for layers in given.layers:
             for way in given.ways:
                 sizes = Sizes(layers, given.width, max(1, given.width // 128), given.width * 11 // 4)
-                made = partial(costs, sizes, way, target, replicas=given.replicas, clip=given.clip)
+                made = partial(costs, sizes, way, target, clip=given.clip)
                 table.add((target, str(layers), str(given.width), way), made)
 
 

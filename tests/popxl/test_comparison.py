@@ -13,6 +13,7 @@ import popxl_addons as addons
 from popxl import ops
 from popxl.testing import compare
 from popxl_addons import optimizers
+from popxl_addons.layers import MLP, Attention, LayerNorm, Linear
 
 C = ops.collectives
 F32 = popxl.float32
@@ -96,3 +97,56 @@ def test_what_is_wrong_with_arguments_is_said() -> None:
         compare(right, axes=AXES, feeds={"x": np.ones((8, 6))})
     with pytest.raises(ValueError, match=r"`divided` names \['z'\]"):
         compare(right, axes=AXES, divided={"z": "data"})
+
+
+class Drawn(addons.Module):
+    """Layers of drawn kinds: whole ones, norms, and such as replicas along an axis divide."""
+
+    def __init__(self, seed: int, tensor: str | None) -> None:
+        super().__init__()
+        rng = np.random.default_rng(seed)
+        kinds: list[Callable[[], addons.Module]] = [
+            lambda: Linear(8),
+            LayerNorm,
+            lambda: MLP(8, tensor=tensor),
+            lambda: Attention(4, tensor=tensor, causal=False),
+        ]
+        self.layers = addons.Module.from_list([kinds[rng.integers(4)]() for _ in range(rng.integers(1, 4))])
+        self.gate = bool(rng.integers(2))
+
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        for layer in self.layers:
+            y = layer(x)
+            x = x + ops.tanh(y) if self.gate else y
+        w = self.add_variable_input("w", partial(np.linspace, 0.5, 1.5, 8), x.dtype)
+        y = x * w
+        return ops.mean(y * y)
+
+
+def random_program(seed: int, axes: dict[str, int]) -> popxl.Ir:
+    rng = np.random.default_rng(seed)
+    np.random.seed(seed)
+    ir = popxl.Ir(axes=axes)
+    rules = (partial(optimizers.sgd, lr=0.05), partial(optimizers.sgd, lr=0.05, momentum=0.9))
+    with ir.main_graph:
+        x = popxl.h2d_stream((4 // axes["data"], 3, 8), F32, "x")
+        training = addons.train_step(
+            Drawn(seed, "tensor"),
+            x,
+            optimizer=rules[rng.integers(len(rules))],
+            accumulate=int(rng.integers(1, 3)),
+            sharded=bool(rng.integers(2)),
+        )
+        ops.host_store(popxl.d2h_stream((), F32, "loss"), training.loss)
+    return ir
+
+
+@pytest.mark.thorough(but_each=20)
+@pytest.mark.parametrize("seed", range(40))
+def test_random_right_programs(seed: int, recwarn: pytest.WarningsRecorder) -> None:
+    """They are right by experiment, and no session warns."""
+    axes = {"data": (1, 2, 4)[seed % 3], "tensor": (2, 1, 2, 4)[seed % 4]}
+    if axes == {"data": 1, "tensor": 1}:
+        axes["data"] = 2
+    compare(partial(random_program, seed), axes=axes, tolerance=1e-3).check()
+    assert not recwarn.list

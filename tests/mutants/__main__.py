@@ -1,0 +1,169 @@
+"""Mutation testing: right programs are made wrong by one edit each, run beside the originals, and checked.
+
+python -m tests.mutants [--programs "by hand" "kit, experts"] [--kinds "drop a collective"] [--missed FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 " + os.environ.get("XLA_FLAGS", "")
+
+import numpy as np
+
+import popxl
+from popxl.analysis.lints import run_lints
+from popxl.errors import PopxlError
+from tests.devices import one_device
+from tests.mutants.mutations import Mutation, mutations
+from tests.mutants.programs import ALIKE, PROGRAMS
+
+STEPS = 2
+
+Numbers = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A program that was made wrong, and what became of it.
+
+    Attributes:
+        program: that it was made of.
+        kind, what: the edit.
+        changed: whether its numbers are others.
+        findings: what the checker finds.
+        at_line: whether one of these is at a right line.
+        where: the graph and the op.
+    """
+
+    program: str
+    kind: str
+    what: str
+    changed: bool
+    findings: tuple[str, ...]
+    at_line: bool
+    where: tuple[int, int]
+
+
+def found_in(ir: popxl.Ir) -> list[tuple[str, str]]:
+    """What is found in a program before it runs: the lines, and the categories."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run_lints(ir.main_graph)
+    return [(f"{Path(each.filename).name}:{each.lineno}", each.category.__name__) for each in told]
+
+
+def numbers(name: str, ir: popxl.Ir) -> Numbers:
+    """All variables on all replicas, and all that is stored, after some steps."""
+    for v in ir.main_graph.variables:
+        if v.piece is None and not v.location_info.isRemote() and v.replica_grouping.group_size > 1:
+            v.retrieval_mode = "all_replicas"
+    rng = np.random.default_rng(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with popxl.Session(ir, one_device(ir.replication_factor)) as session:
+            found: dict[str, np.ndarray] = {}
+            for step in range(STEPS):
+                feeds = {}
+                for stream in sorted(ir.get_all_h2d_streams(), key=lambda each: each.tensor.name):
+                    shape = (stream.num_host_transfers, ir.replication_factor, *stream.shape)
+                    array = rng.normal(size=shape) if stream.dtype.is_floating_point else rng.integers(0, 8, shape)
+                    if name.startswith(ALIKE):  # replicas along the last axis have the same data
+                        array[:, 1::2] = array[:, ::2]
+                    feeds[stream] = array.astype(stream.dtype.as_numpy()).reshape(session.host_shape(stream))
+                stored = session.run(feeds)
+                found |= {f"{s.tensor.name} {step}": np.asarray(each) for s, each in stored.items()}
+            values = session.values_of(ir.main_graph.variables)
+            return found | {v.name: np.array(each) for v, each in values.items()}
+
+
+def differ(found: Numbers, expected: Numbers) -> bool:
+    """Whether numbers of two programs are others. Copies on replicas may be fewer in one."""
+    for name, value in expected.items():
+        other = found[name]
+        if other.shape != value.shape:
+            return True
+        scale = float(np.abs(value).max(initial=0)) or 1.0
+        if not np.allclose(other, value, 1e-4, 1e-4 * scale, equal_nan=True):
+            return True
+    return False
+
+
+def made(name: str, mutation: Mutation, expected: Numbers) -> Mutant | None:
+    """A mutant, run and checked; `None` where the edit makes no program."""
+    ir = PROGRAMS[name]()
+    try:
+        lines, what = mutation.on(ir)
+        findings = found_in(ir)
+        changed = differ(numbers(name, ir), expected)
+    except (PopxlError, ValueError, TypeError, NotImplementedError) as problem:
+        print(f"no program: {name}, {mutation.kind} {mutation.where}: {str(problem)[:160]}", file=sys.stderr)
+        return None
+    at_line = any(line in lines for line, _ in findings)
+    texts = tuple(f"{category} ({line})" for line, category in findings)
+    return Mutant(name, mutation.kind, what, changed, texts, at_line, mutation.where)
+
+
+def all_mutants(programs: list[str], kinds: list[str]) -> Iterator[Mutant]:
+    for name in programs:
+        ir = PROGRAMS[name]()
+        for line, category in found_in(ir):
+            print(f"found in the original: {name}: {category} ({line})", file=sys.stderr)
+        edits = [each for each in mutations(ir) if not kinds or each.kind in kinds]
+        expected = numbers(name, ir)
+        for mutation in edits:
+            if (mutant := made(name, mutation, expected)) is not None:
+                yield mutant
+
+
+def table(mutants: list[Mutant]) -> Iterator[str]:
+    """In Markdown: for each kind of edit, how many were made, changed numbers, were found, and at the right line."""
+    yield "| | made | change numbers | found | at the right line | change nothing | of these, found |"
+    yield "|---|---|---|---|---|---|---|"
+    by_kind: dict[str, list[Mutant]] = defaultdict(list)
+    for each in mutants:
+        by_kind[each.kind].append(each)
+    for kind, some in [*sorted(by_kind.items()), ("all", mutants)]:
+        changed, same = [e for e in some if e.changed], [e for e in some if not e.changed]
+        found = [each for each in changed if each.findings]
+        at_line = [each for each in found if each.at_line]
+        warned = [each for each in same if each.findings]
+        counts = (len(some), len(changed), len(found), len(at_line), len(same), len(warned))
+        yield f"| {kind} | {' | '.join(map(str, counts))} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--programs", nargs="*", default=[""], help="how names begin")
+    parser.add_argument("--kinds", nargs="*", default=[])
+    parser.add_argument("--missed", type=Path, help="write those that were not found there")
+    options = parser.parse_args()
+    programs = [name for name in PROGRAMS if name.startswith(tuple(options.programs))]
+    mutants = list(all_mutants(programs, options.kinds))
+    print("\n".join(table(mutants)))
+    missed = [f"- missed: {m.program}: {m.kind}: {m.what} {m.where}" for m in mutants if m.changed and not m.findings]
+    missed += [
+        f"- elsewhere: {m.program}: {m.kind}: {m.what}: {'; '.join(m.findings)}"
+        for m in mutants
+        if m.changed and m.findings and not m.at_line
+    ]
+    missed += [
+        f"- false: {m.program}: {m.kind}: {m.what}: {'; '.join(m.findings)}"
+        for m in mutants
+        if not m.changed and m.findings
+    ]
+    print("\n" + "\n".join(missed))
+    if options.missed is not None:
+        options.missed.write_text("\n".join(missed) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

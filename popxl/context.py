@@ -156,6 +156,12 @@ class Context(threading.local):
 
     # Hooks ----------------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Settings as of a new thread, to build another Ir while one is being built."""
+        with self.set(_graphs=[], _name_scopes=[], scope_prefix="", sequence=Sequencer(), ipu_id=0, io_tile_set=False):
+            yield
+
     def register_op_created_hook(self, fn: Fn, graph: Graph | None = None) -> int:
         """Call `fn(op)` after op creation, optionally only in `graph`. Returns a removal handle."""
         handle = next(_hook_handles)

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
 
 import popxl
 from popxl import ops
+from popxl.context import get_current_context
 from popxl.extend.arguments import integer
 from popxl.extend.collectives import shard_count
+from popxl.extend.memory import asked_memory, bytes_of
 from popxl.extend.ops import cast_if_needed
 from popxl.tensor import Variable
 from popxl_addons.graph import GraphWithNamedArgs
 from popxl_addons.module import Module
 from popxl_addons.named_tensors import NamedTensors
+from popxl_addons.ops import host_store
 from popxl_addons.optimizers.loss_scaling import DynamicLossScaling, LossScale
 from popxl_addons.precision import MixedPrecision
 from popxl_addons.rts import gather_replica_sharded_tensor
 from popxl_addons.transforms.autodiff import autodiff, autodiff_with_accumulation
+from popxl_addons.transforms.memory_budget import is_budget, plan_memory
 from popxl_addons.transforms.memory_plan import MemoryPlan, MemoryPolicy
 from popxl_addons.transforms.planned_gradients import PlannedGradients
 
@@ -53,7 +59,7 @@ def train_step(
     loss_scaling: Scaling | None = None,
     sharded: bool = False,
     variables: NamedTensors | None = None,
-    memory: MemoryPlan | MemoryPolicy | None = None,
+    memory: MemoryPlan | MemoryPolicy | str | None = None,
     **settings: Any,
 ) -> Training:
     """Add a step of training to the main graph: run the session once for each step.
@@ -79,7 +85,10 @@ def train_step(
         variables: those of the model, if there are some already, whole or in pieces; otherwise they are made.
         memory: which activations of the model's layers the step keeps for the gradient, recomputes or offloads to the
             memory of the host: a policy (`"everything"`, `"products"`, `"products_without_batch"`, `"nothing"`) or a
-            `MemoryPlan`, such as that of a step that was made with a policy. By default all are kept.
+            `MemoryPlan`, such as that of a step that was made with a policy. Or a budget, such as `"14 GB"` of a
+            device: the step is built and compiled apart for the devices of this host, up to three times, for a plan
+            within it; see `plan_memory`, which takes other targets and what a program does besides. By default all are
+            kept.
         **settings: further arguments of `build`.
 
     Returns:
@@ -89,7 +98,8 @@ def train_step(
         TypeError: for an `accumulate` that is no integer, or another `module`, `precision` or kind of `inputs`.
         ValueError: for an `accumulate` below 1, or above 1 of inputs that are no streams; for a module with
             placeholders that are pieces or that nothing reads, or whose loss is no scalar; for `sharded` beside
-            `variables`, and as the optimiser does.
+            `variables`, a budget that is malformed or stands beside `variables`, and as the optimiser does.
+        PopxlError: if no plan within a budget is found.
 
     Example:
         >>> from functools import partial
@@ -116,6 +126,18 @@ def train_step(
     if not isinstance(precision, MixedPrecision | None):
         raise TypeError(f"train_step: `precision` is {precision!r}; expected `MixedPrecision(...)`, or None.")
     ir = popxl.gir()
+    asked = asked_memory()
+    if memory is None or is_budget(memory):  # left open
+        if asked is not None:
+            memory = asked.memory
+        elif memory is not None:
+            if variables is not None or any(isinstance(each, popxl.Tensor) for each in (*inputs, loss_scaling)):
+                raise ValueError(
+                    "train_step: a budget as `memory` builds the step apart, from streams and variables of its own, "
+                    "and there are tensors among the arguments. Take the plan of `plan_memory` as `memory`."
+                )
+            how = {"accumulate": accumulate, "precision": precision, "loss_scaling": loss_scaling, "sharded": sharded}
+            memory = _planned_apart(module, streams, str(memory), optimizer=optimizer, **how, **settings)
     if loss_scaling is None:
         loss_scaling = DynamicLossScaling() if precision and precision.dtype is popxl.float16 else 1.0
     with popxl.in_sequence():
@@ -134,7 +156,7 @@ def train_step(
         scale = loss_scaling.init() if isinstance(loss_scaling, DynamicLossScaling) else loss_scaling
         batches = ([_loaded(each, precision) for each in inputs] for _ in range(accumulate))
         weights = variables if precision is None else precision.cast(variables, forward.args)
-        planned = None if memory is None else PlannedGradients(forward.graph, memory)
+        planned = None if memory is None else PlannedGradients(forward.graph, cast(Any, memory))
         mean, found = _gradients(forward, _gather_weights(weights, variables), batches, accumulate, scale, planned)
         gradients = {name: _mean_gradient(g, variables[name]) for name, g in found.to_dict().items()}
         if ir.replication_factor > 1:
@@ -142,6 +164,34 @@ def train_step(
         trained = NamedTensors.from_dict({name: variables[name] for name in gradients})
         state = optimizer(trained, gradients, loss_scaling=scale)
     return Training(mean, variables, state, None if planned is None else planned.plan)
+
+
+def _planned_apart(
+    module: Module, streams: Sequence[popxl.HostToDeviceStream], budget: str, **arguments: Any
+) -> MemoryPlan:
+    """The plan within a budget for a step that is built in an Ir of its own."""
+    outer = popxl.gir()
+    drawn = np.random.get_state()
+
+    def build(memory: MemoryPlan | MemoryPolicy) -> popxl.Ir:
+        np.random.set_state(drawn)  # initial values are those that the step has itself
+        ir = popxl.Ir(outer.replication_factor, outer.axes or None)
+        ir.options = outer.options.model_copy(deep=True)
+        ir.num_host_transfers = outer.num_host_transfers
+        with get_current_context().apart(), ir.main_graph:
+            alike = [
+                popxl.h2d_stream(each.spec.shape, each.spec.dtype, num_host_transfers=each.num_host_transfers)
+                for each in streams
+            ]
+            training = train_step(module, *alike, memory=memory, **arguments)
+            host_store(training.loss)
+        return ir
+
+    try:
+        plan: MemoryPlan = plan_memory(build, bytes_of(budget, "train_step: `memory`")).plan
+    finally:
+        np.random.set_state(drawn)
+    return plan
 
 
 def _checked_streams(module: Any, inputs: Sequence[Any]) -> list[popxl.HostToDeviceStream]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from popxl.base.sequence import Sequencer
 from popxl.context import get_current_context
 from popxl.core.recording import Op
 from popxl.graph import Graph
@@ -47,11 +46,7 @@ def _build_rule_graph(op: Op) -> RuleGraph:
     ir = Ir()
     graph = ir.create_empty_graph(f"{op.op_type}_bwd")
     given = tuple(k for k, t in enumerate(op.outputs) if t.dtype.is_inexact)
-    # In a context of its own: somebody may be building another Ir around this.
-    with (
-        get_current_context().set(_graphs=[], scope_prefix="", sequence=Sequencer(), ipu_id=0, io_tile_set=False),
-        graph,
-    ):
+    with get_current_context().apart(), graph:
         copies = {t: graph.add_input(t.spec, "t") for t in dict.fromkeys((*op.inputs, *op.outputs))}
         arrived = {k: graph.add_input(op.outputs[k].spec, "g") for k in given}
         follows = {t for i, t in enumerate(op.inputs) if passes(op, i) and t.dtype.is_inexact}

@@ -15,6 +15,7 @@ from popxl_addons.transforms.batch_serialisation import (
     batch_serialise_non_overlapped,
     batch_serialise_overlapped,
 )
+from popxl_addons.transforms.memory_budget import plan_memory
 from popxl_addons.transforms.memory_plan import (
     Activation,
     GraphPlan,
@@ -51,6 +52,7 @@ __all__ = [
     "disable_fc_pass",
     "enable_fc_pass",
     "pipelined_execution",
+    "plan_memory",
     "recompute_graph",
     "remap_grad_info",
     "set_available_memory_proportion_by_ipu",

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import get_args
 
 import popxl
-from popxl.extend.graphs import own_flops
+from popxl.extend.graphs import Flops, own_flops
+from popxl.extend.memory import GraphNeeds, OpNeeds, Treatments, asked_memory
 from popxl.transforms import GradGraphInfo
 from popxl_addons.grad_info import remap_grad_info
 from popxl_addons.patterns import apply_patterns
@@ -44,7 +45,10 @@ class PlannedGradients:
     def __init__(self, model: popxl.Graph, memory: MemoryPlan | MemoryPolicy) -> None:
         if not isinstance(memory, MemoryPlan) and memory not in get_args(MemoryPolicy):
             policies = ", ".join(map(repr, get_args(MemoryPolicy)))
-            raise ValueError(f"memory: expected a MemoryPlan, or one of {policies}; got {memory!r}.")
+            raise ValueError(
+                f"memory: expected a MemoryPlan, or one of {policies}; got {memory!r}. `train_step` takes a "
+                "budget, too, such as '14 GB'."
+            )
         self.memory = memory
         self.model = model
         self.calls = Counter[popxl.Graph]()
@@ -56,13 +60,34 @@ class PlannedGradients:
         self._stated: dict[popxl.Graph, GraphPlan] = {}
         self._found: dict[popxl.Graph, GraphPlan] = {}
         self._given: set[popxl.Graph] = set()
+        self._infos: dict[popxl.Graph, GradGraphInfo] = {}
         if isinstance(memory, MemoryPlan):
             self._divide(memory)
+        if (asked := asked_memory()) is not None:
+            asked.applied.append(self)
 
     @property
     def plan(self) -> MemoryPlan:
         """The plan that was applied."""
         return MemoryPlan(graphs=tuple(self._found[graph] for graph in self.names if graph in self._found))
+
+    @property
+    def needs(self) -> tuple[GraphNeeds, ...]:
+        """What the planned graphs need in memory and time: what a plan within a budget is computed from."""
+        return tuple(
+            _graph_needs(self._infos[graph], self.names[graph], self.calls[graph])
+            for graph in self.names
+            if graph in self._infos
+        )
+
+    def plan_with(self, treatments: Treatments) -> MemoryPlan:
+        """A plan for the same model, with treatments by graph and path."""
+        graphs = []
+        for graph, info in self._infos.items():
+            chosen = treatments[self.names[graph]]
+            lines = tuple(_line(each, chosen[each.path]) for each in candidates(info))
+            graphs.append(GraphPlan(graph=self.names[graph], calls=self.calls[graph], activations=lines))
+        return MemoryPlan(graphs=tuple(graphs))
 
     def __call__(self, info: GradGraphInfo) -> GradGraphInfo:
         """The gradient of a called graph, with the treatments of its plan."""
@@ -70,6 +95,7 @@ class PlannedGradients:
         if graph not in self.names:
             return info
         known = candidates(info)
+        self._infos[graph] = info
         treatments = self._treatments(graph, known)
         by_treatment: dict[Treatment, list[popxl.Tensor]] = {each: [] for each in get_args(Treatment)}
         for each in known:
@@ -143,6 +169,36 @@ def _names(graphs: Iterable[popxl.Graph]) -> dict[popxl.Graph, str]:
         number = sum(name.partition("#")[0] == plain for name in names.values())
         names[graph] = f"{plain}#{number + 1}" if number else plain
     return names
+
+
+def _graph_needs(info: GradGraphInfo, name: str, calls: int) -> GraphNeeds:
+    """The candidates of a gradient graph, and the ops that compute them."""
+    known = {each.tensor: each for each in candidates(info)}
+    ops = []
+    for op in info.forward_graph.ops:
+        if any(t in known for t in op.outputs):
+            ops.append(
+                OpNeeds(
+                    operands=tuple({known[t].path: None for t in op.inputs if t in known}),
+                    results=tuple(known[t].path for t in op.outputs if t in known),
+                    products=_flops(op).products,
+                    bytes=sum(t.nelms * t.dtype.itemsize for t in (*op.inputs, *op.outputs)),
+                    dtype=op.inputs[0].dtype.name if op.inputs else op.outputs[0].dtype.name,
+                )
+            )
+    read = frozenset(
+        known[e.fwd_tensor].path for e in info.expected_inputs if e.is_activation and e.fwd_tensor in known
+    )
+    return GraphNeeds(name, calls, {each.path: each.nbytes for each in known.values()}, read, tuple(ops))
+
+
+def _flops(op: popxl.Op) -> Flops:
+    """Operations of an op, with those of the graphs that it calls."""
+    found = own_flops(op)
+    for graph in op.called_graphs:
+        for each in graph.ops:
+            found = found.plus(_flops(each), op.attributes.get("repeat_count", 1))
+    return found
 
 
 def _line(activation: Activation, treatment: Treatment) -> PlannedActivation:

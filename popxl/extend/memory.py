@@ -1,0 +1,25 @@
+"""Memory budgets: what a tool asks a program to keep, and the search for a plan within a budget.
+
+Example:
+    >>> from popxl.extend.memory import bytes_of
+    >>> bytes_of("14 GB", "budget")
+    14000000000
+"""
+
+from popxl.base.asked_memory import asked_memory, asking
+from runtime.costs.cost import chip_of
+from runtime.memory_budget import BudgetedPlan, Compiled, bytes_of, plan_within
+from runtime.memory_solver import GraphNeeds, OpNeeds, Treatments
+
+__all__ = [
+    "BudgetedPlan",
+    "Compiled",
+    "GraphNeeds",
+    "OpNeeds",
+    "Treatments",
+    "asked_memory",
+    "asking",
+    "bytes_of",
+    "chip_of",
+    "plan_within",
+]

@@ -1,0 +1,91 @@
+"""A memory budget in place of a plan: the plan is computed, compiled for the machine, and corrected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import popxl
+from popxl.extend.arguments import check_type
+from popxl.extend.memory import BudgetedPlan, Compiled, asking, bytes_of, chip_of, plan_within
+from popxl_addons.transforms.memory_plan import MemoryPlan, MemoryPolicy
+
+__all__ = ["plan_memory"]
+
+
+def plan_memory(
+    build: Callable[[MemoryPlan | MemoryPolicy], popxl.Ir],
+    budget: str | int,
+    target: str | popxl.Target | None = None,
+    told: Callable[[str], object] = lambda line: None,
+) -> BudgetedPlan:
+    """A memory plan with which a program fits into a budget of device memory, and takes least time.
+
+    The plan comes from one integer program over the activations of the graphs that the model calls: sizes, operations
+    and bytes are those of the graphs, times those that the published figures of the target give. The program is then
+    compiled, and the plan corrected by the memory that the compiler says: three compilations at most, the first with
+    everything kept. Nothing is run.
+
+    Args:
+        build: builds the program with the memory plan or policy that it is given, as `train_step(memory=…)` and
+            `autodiff(memory=…)` take it, and returns its Ir. It is called once for each compilation.
+        budget: what a device has for the program, with its variables: text such as `"14 GB"`, or bytes.
+        target: the machine, which need not be here, such as `"gpu h100"`; by default the devices of this host.
+        told: is called with a line after each compilation.
+
+    Returns:
+        The plan, the memory and cost of the compiled program, and those of the program with everything kept. `print`
+        shows them as tables.
+
+    Raises:
+        TypeError: if `build` returns no Ir, or for a budget that is neither text nor an integer.
+        ValueError: for a budget without a known unit, or not above zero; if `build` plans no memory, or that of several
+            models.
+        PopxlError: if no plan within the budget is found; with the least, and what holds it.
+
+    Example:
+        >>> def program(memory):
+        ...     ir = popxl.Ir()
+        ...     with ir.main_graph:
+        ...         x = popxl.variable(np.ones((64, 64)), popxl.float32, "x")
+        ...         model = ir.create_graph(lambda x: popxl.ops.sum(popxl.ops.exp(popxl.ops.tanh(x))), x)
+        ...         graph = addons.GraphWithNamedArgs(model)
+        ...         grad = addons.autodiff(graph, memory=memory)
+        ...         site = graph.call_with_info(x)
+        ...         args = grad.grad_graph_info.inputs_dict(site)
+        ...         (dx,) = grad.call(popxl.constant(1.0), args=args)
+        ...         addons.host_store(dx)
+        ...     return ir
+        >>> found = addons.plan_memory(program, "1 MB")
+        >>> found.peak <= found.budget, found.plan.bytes("recompute")
+        (True, 0)
+    """
+    if not callable(build):
+        raise TypeError(f"plan_memory: `build` is {build!r}; expected a function of a memory plan that returns an Ir.")
+    size = bytes_of(budget, "plan_memory: `budget`")
+
+    def compiled(memory: MemoryPlan | MemoryPolicy) -> Compiled:
+        with asking(memory) as asked:
+            ir = build(memory)
+            check_type(ir, popxl.Ir, "plan_memory: what `build` returns", "the Ir of the program")
+            session = popxl.Session(ir, "ipu_hw" if target is None else target)
+        return compiled_session(session, asked.applied)
+
+    return plan_within(compiled, size, told)
+
+
+def is_budget(memory: Any) -> bool:
+    """Whether `memory` is meant as a budget: text that begins with a number."""
+    return isinstance(memory, str) and memory.strip()[:1] in tuple("0123456789.+-")
+
+
+def compiled_session(session: popxl.Session, applied: list[Any]) -> Compiled:
+    """What the search for a plan needs of a session that was made with a plan."""
+    if len(applied) != 1:
+        raise ValueError(
+            f"plan_memory: the program applies {len(applied)} memory plans; expected one. Give `memory` to the one "
+            "`train_step` or `autodiff` of the program."
+        )
+    chip = chip_of(session.program)
+    may_offload = session.program.layout.destination.platform == "tpu"
+    return Compiled(session.memory(), session.cost(), chip, may_offload, applied[0])

@@ -1,0 +1,216 @@
+"""A program within a memory budget: plan, compile, and correct the plan by what the compiler says of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from popxl.analysis.memory import Memory
+from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, flops_text, seconds_text
+from popxl.errors import PopxlError
+from runtime.costs.cost import Cost
+from runtime.memory_solver import GraphNeeds, Solution, keep_all, solve
+from runtime.targets.chip import Chip
+
+COMPILATIONS = 3
+"""How often a program is compiled at most: with everything kept, with the plan, and with the corrected plan."""
+
+_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_TEXT = re.compile(r"\s*([+-]?[0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def bytes_of(text: str | int, who: str) -> int:
+    """The number of bytes that a budget says.
+
+    Raises:
+        TypeError: for what is neither text nor an integer.
+        ValueError: for text that is no number with a unit, an unknown unit, or nothing above zero.
+
+    Example:
+        >>> bytes_of("14 GB", "budget"), bytes_of("1.5GiB", "budget")
+        (14000000000, 1610612736)
+    """
+    if isinstance(text, bool) or not isinstance(text, str | int):
+        raise TypeError(f"{who} is {text!r} ({type(text).__name__}); expected text such as '14 GB', or bytes.")
+    found = _TEXT.fullmatch(text if isinstance(text, str) else f"{text} B")
+    units = {name.lower(): size for name, size in _UNITS.items()}
+    if found is None or found[2].lower() not in units:
+        reason = f", whose unit is {found[2]!r}" if found is not None and found[2] else ""
+        raise ValueError(f"{who} is {text!r}{reason}; expected a number with one of {', '.join(_UNITS)}: '14 GB'.")
+    count = int(float(found[1]) * units[found[2].lower()])
+    if count <= 0:
+        raise ValueError(f"{who} is {text!r}; expected more than zero bytes.")
+    return count
+
+
+class Compiled(NamedTuple):
+    """A program that was compiled with a plan.
+
+    Attributes:
+        memory, cost: what the compiler says.
+        chip: its published figures, if there are any.
+        may_offload: whether the compiled program has the host's memory apart.
+        applied: what applied the plan: its `needs` are the graphs, its `plan` is what was applied, and
+            `plan_with(treatments)` another plan for the same program.
+    """
+
+    memory: Memory
+    cost: Cost
+    chip: Chip | None
+    may_offload: bool
+    applied: Any
+
+
+@dataclass(frozen=True)
+class BudgetedPlan(OnPage):
+    """A memory plan within a budget, as compiled.
+
+    Attributes:
+        plan: the memory plan.
+        budget: in bytes, of a device.
+        memory: what the compiled program needs.
+        cost: what a run of it costs.
+        everything: what the program needs where all activations are kept, and
+        everything_cost: what that costs.
+        compilations: how often the program was compiled.
+    """
+
+    plan: Any
+    budget: int
+    memory: Memory
+    cost: Cost
+    everything: Memory
+    everything_cost: Cost
+    compilations: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes that a device needs, as compiled."""
+        return self.memory.device
+
+    def page(self) -> Page:
+        """What `print` and notebooks show."""
+        costs = [self.cost, self.everything_cost]
+        rows = [
+            ["memory of a device", bytes_text(self.peak), bytes_text(self.everything.device)],
+            ["of the budget", f"{self.peak / self.budget:.0%}", f"{self.everything.device / self.budget:.0%}"],
+            ["operations", *(flops_text(cost.flops) for cost in costs)],
+            ["bytes read and written", *(bytes_text(cost.bytes_accessed) for cost in costs)],
+        ]
+        if all(cost.seconds is not None for cost in costs):
+            rows.append(["a run, estimated", *(seconds_text(cost.seconds or 0.0) for cost in costs)])
+        if all(cost.cycles is not None for cost in costs):
+            rows.append(["cycles of a run", *(count_text(cost.cycles or 0) for cost in costs)])
+        times = "once" if self.compilations == 1 else f"{self.compilations} times"
+        what = f"The budget is {bytes_text(self.budget)} of a device. The program was compiled {times}."
+        return Page(
+            "Memory within a budget",
+            [what, Table(["as compiled", "this plan", "everything kept"], rows), *self.plan.page().parts],
+        )
+
+
+def plan_within(compiled: Callable[[Any], Compiled], budget: int, told: Callable[[str], object]) -> BudgetedPlan:
+    """Find a plan whose compiled program needs no more than a budget, and adds least time by published figures.
+
+    Args:
+        compiled: builds a program with a plan or policy, and compiles it.
+        budget: in bytes, of a device.
+        told: is called with a line after each compilation.
+
+    Raises:
+        PopxlError: if no plan that was found is within the budget; with the least, and what holds it.
+    """
+    search = _Search(compiled, budget, told)
+    search.try_everything()
+    while not search.is_done and len(search.tried) < COMPILATIONS and search.try_next():
+        pass
+    return search.result()
+
+
+class _Search:
+    """Plans that were tried, with their solutions."""
+
+    def __init__(self, compiled: Callable[[Any], Compiled], budget: int, told: Callable[[str], object]) -> None:
+        self._compiled, self._budget, self._told = compiled, budget, told
+        self.tried: list[tuple[Solution, Compiled]] = []
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the last plan uses the budget, or does without recomputation."""
+        solution, last = self.tried[-1]
+        peak = last.memory.device
+        return peak <= self._budget and (not solution.seconds or peak >= 0.93 * self._budget)
+
+    @property
+    def _graphs(self) -> Sequence[GraphNeeds]:
+        needs: Sequence[GraphNeeds] = self.tried[0][1].applied.needs
+        return needs
+
+    def try_everything(self) -> None:
+        """Compile the program with all activations kept."""
+        first = self._compiled("everything")
+        self._add(keep_all(first.applied.needs), first)
+
+    def try_next(self) -> bool:
+        """Compile the next plan. False if there is none that was not tried."""
+        first = self.tried[0][1]
+        solution = self._solved(self._limit())
+        if solution is None or self._is_known(solution):
+            solution = self._solved(None)
+        if solution is None or self._is_known(solution):
+            return False
+        self._add(solution, self._compiled(first.applied.plan_with(solution.treatments)))
+        return True
+
+    def result(self) -> BudgetedPlan:
+        """The best plan within the budget."""
+        fitting = [each for each in self.tried if each[1].memory.device <= self._budget]
+        if not fitting:
+            raise PopxlError(self._refusal())
+        _, best = min(fitting, key=lambda each: each[0].seconds)
+        first = self.tried[0][1]
+        return BudgetedPlan(
+            best.applied.plan, self._budget, best.memory, best.cost, first.memory, first.cost, len(self.tried)
+        )
+
+    def _add(self, solution: Solution, found: Compiled) -> None:
+        self.tried.append((solution, found))
+        self._told(
+            f"{len(self.tried)}: {bytes_text(found.memory.device)} as compiled, with {bytes_text(solution.bytes)} of "
+            "activations"
+        )
+
+    def _solved(self, limit: float | None) -> Solution | None:
+        first = self.tried[0][1]
+        return solve(self._graphs, limit, first.chip, first.may_offload)
+
+    def _is_known(self, solution: Solution) -> bool:
+        return any(solution.treatments == known.treatments for known, _ in self.tried)
+
+    def _limit(self) -> float:
+        """Bytes of activations for which the peak should be the budget.
+
+        One compiled program says what there is besides activations. Two say also what a byte of them weighs: XLA lays
+        values over each other, so it may be less than one.
+        """
+        (solution, last), (kept, first) = self.tried[-1], self.tried[0]
+        weight = 1.0
+        if solution.bytes != kept.bytes:
+            weight = (first.memory.device - last.memory.device) / (kept.bytes - solution.bytes)
+            weight = min(max(weight, 0.25), 2.0)
+        return solution.bytes + (0.99 * self._budget - last.memory.device) / weight
+
+    def _refusal(self) -> str:
+        _, lowest = min(self.tried, key=lambda each: each[1].memory.device)
+        memory = lowest.memory
+        parts = ("variables", "buffers", "arguments", "outputs", "constants", "code", "temporaries")
+        held = sorted(((getattr(memory, part) or 0, part) for part in parts), reverse=True)
+        told = ", ".join(f"{part} {bytes_text(size)}" for size, part in held if size)
+        return (
+            f"memory: no plan was found within {bytes_text(self._budget)} of a device; the least that was compiled "
+            f"needs {bytes_text(memory.device)}: {told}. State a budget of that or more; smaller micro-batches "
+            "(`accumulate`) have smaller activations, and `sharded=True` divides variables and optimiser state over "
+            "replicas."
+        )

@@ -1,0 +1,209 @@
+"""Plans within a memory budget: as cheap as the best of all plans, and within the budget as compiled."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+import popxl
+import popxl_addons as addons
+from popxl import ops
+from popxl.extend.memory import GraphNeeds, OpNeeds, bytes_of
+from popxl_addons import optimizers
+from popxl_addons.transforms.memory_plan import Treatment
+from runtime.memory_solver import solve
+from runtime.targets.chip import Gpu, shipped
+
+SHAPE = (4, 64, 32)
+
+
+class Layer(addons.Module):
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        w = self.add_variable_input("w", partial(np.random.normal, 0, 0.1, (x.shape[-1], 256)), x.dtype)
+        return ops.sin(ops.gelu(ops.tanh(x @ w))) @ w.T
+
+
+class Deep(addons.Module):
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        facts, graph = Layer().create_graph(x)
+        for i in range(4):
+            (x,) = graph.bind(self.add_variable_inputs(f"layer{i}", facts)).call(x)
+        return ops.mean(x * x)
+
+
+class Counted:
+    """Builds the program, and counts how often."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, memory: Any, **how: Any) -> popxl.Ir:
+        return self.built(memory, **how)[0]
+
+    def built(self, memory: Any, **how: Any) -> tuple[popxl.Ir, Any, Any, Any]:
+        self.count += 1
+        np.random.seed(3)
+        ir = popxl.Ir()
+        ir.options.calledGraphs = "kept"
+        with ir.main_graph:
+            x = popxl.h2d_stream(SHAPE, popxl.float32, "x")
+            step = addons.train_step(Deep(), x, optimizer=partial(optimizers.sgd, lr=0.1), memory=memory, **how)
+            loss = addons.host_store(step.loss)
+        return ir, x, step, loss
+
+
+def losses(memory: Any) -> list[Any]:
+    ir, x, _, loss = Counted().built(memory)
+    rng = np.random.default_rng(1)
+    with popxl.Session(ir, "cpu") as session:
+        return [session.run({x: rng.normal(size=SHAPE).astype(np.float32)})[loss] for _ in range(2)]
+
+
+@pytest.fixture(scope="module")
+def most() -> int:
+    return popxl.Session(Counted()("everything"), "cpu").memory().device
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6])
+def test_the_compiled_program_is_within_the_budget(most: int, share: float) -> None:
+    program, lines = Counted(), list[str]()
+    found = addons.plan_memory(program, round(share * most), told=lines.append)
+    assert found.peak <= found.budget and found.everything.device == most
+    assert program.count == found.compilations == len(lines) <= 3
+    assert found.plan.bytes("recompute") > 0 and found.plan.bytes("offload") == 0
+    again = popxl.Session(program(found.plan), "cpu").memory().device
+    assert again == found.peak
+    assert "everything kept" in str(found) and "Layer, called 4 times" in str(found)
+
+
+def test_enough_memory_keeps_everything(most: int) -> None:
+    found = addons.plan_memory(Counted(), f"{2 * most} B")
+    assert found.compilations == 1 and not found.plan.bytes("recompute")
+    assert found.cost.flops == found.everything_cost.flops
+
+
+def test_a_budget_of_a_training_step(most: int) -> None:
+    budget = f"{0.7 * most / 1e6} MB"
+    ir, _, step, _ = Counted().built(budget)
+    assert step.memory.bytes("recompute") > 0
+    assert popxl.Session(ir, "cpu").memory().device <= bytes_of(budget, "budget")
+    np.testing.assert_array_equal(losses(budget), losses("everything"))
+
+
+def test_too_small_a_budget_says_the_least(most: int) -> None:
+    with pytest.raises(
+        popxl.errors.PopxlError, match=r"within 20 kB of a device; the least .* temporaries .*variables"
+    ):
+        addons.plan_memory(Counted(), "20 kB")
+
+
+@pytest.mark.parametrize(
+    ("budget", "error", "message"),
+    [
+        ("14 XB", ValueError, r"`budget` is '14 XB', whose unit is 'XB'; expected a number with one of B, kB, MB, GB"),
+        ("14", ValueError, r"`budget` is '14'; expected a number with one of"),
+        ("much", ValueError, r"`budget` is 'much'; expected a number"),
+        ("-3 GB", ValueError, r"`budget` is '-3 GB'; expected more than zero bytes"),
+        (0, ValueError, r"`budget` is 0; expected more than zero bytes"),
+        (1.5, TypeError, r"`budget` is 1.5 \(float\); expected text such as '14 GB'"),
+    ],
+)
+def test_what_a_budget_may_not_be(budget: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        addons.plan_memory(Counted(), budget)
+    if isinstance(budget, str) and budget != "much":
+        with pytest.raises(error, match=message.replace("budget", "memory")):
+            Counted()(budget)
+
+
+def test_what_cannot_be_planned() -> None:
+    with pytest.raises(ValueError, match=r"the program applies 0 memory plans; expected one\. Give `memory`"):
+        addons.plan_memory(lambda memory: explicit(), "1 GB")
+    with pytest.raises(TypeError, match=r"what `build` returns must be the Ir of the program"):
+        addons.plan_memory(lambda memory: None, "1 GB")  # type: ignore[arg-type,return-value]
+    with pytest.raises(ValueError, match=r"a budget as `memory` builds the step apart.*Take the plan of `plan_memory`"):
+        with popxl.Ir().main_graph:
+            x = popxl.variable(np.ones(SHAPE), popxl.float32)
+            addons.train_step(Deep(), x, optimizer=partial(optimizers.sgd, lr=0.1), memory="1 GB")
+
+
+def explicit() -> popxl.Ir:
+    ir = popxl.Ir()
+    with ir.main_graph:
+        addons.host_store(popxl.variable(1.0) * 2.0)
+    return ir
+
+
+# The solver ---------------------------------------------------------------------------------------------------------
+
+
+def drawn(seed: int) -> GraphNeeds:
+    """A graph of random ops, of which each reads some values before it."""
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(4, 8))
+    names = [f"t{i}" for i in range(count)]
+    operands = [{names[int(rng.integers(0, i))] for _ in range(2) if rng.random() < 0.8 and i} for i in range(count)]
+    ops_of = tuple(
+        OpNeeds(
+            operands=tuple(sorted(operands[i])),
+            results=(name,),
+            products=int(rng.integers(0, 10**9)),
+            bytes=int(rng.integers(10**5, 10**7)),
+            dtype="float32",
+        )
+        for i, name in enumerate(names)
+    )
+    sizes = {name: int(rng.integers(10**5, 10**7)) for name in names}
+    read = frozenset({names[-1], *(name for name in names if rng.random() < 0.6)})
+    return GraphNeeds("g", int(rng.integers(1, 6)), sizes, read, ops_of)
+
+
+def cost(g: GraphNeeds, treatment: dict[str, Treatment], chip: Gpu) -> tuple[float, float]:
+    """Seconds and bytes of a plan, by the rules that plans are applied by."""
+    makers = {path: op for op in g.ops for path in op.results}
+    again, stack = set(), [*g.read]
+    away = set()
+    while stack:
+        path = stack.pop()
+        if treatment[path] == "recompute" and path not in again:
+            again.add(path)
+            stack += makers[path].operands
+        elif treatment[path] == "offload":
+            away.add(path)
+    kept = sum(g.bytes[path] for path, each in treatment.items() if each == "keep")
+    seconds = sum(makers[path].seconds(chip) for path in again)
+    seconds += sum(2 * g.bytes[path] / chip.host_bandwidth for path in away)
+    return g.calls * seconds, g.calls * kept + sum(g.bytes[path] for path in again | away)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_plans_cost_as_little_as_the_best_of_all(seed: int) -> None:
+    g, chip = drawn(seed), shipped(Gpu, "h100")
+    plans = [
+        cost(g, dict(zip(g.bytes, each, strict=True)), chip)
+        for each in itertools.product(get_args(Treatment), repeat=len(g.bytes))
+    ]
+    least = min(size for _, size in plans)
+    assert solve([g], least - 1000, chip, may_offload=True) is None
+    for share in (0.1, 0.4, 0.8):
+        limit = least + share * (g.calls * sum(g.bytes.values()) - least) + 1000
+        best = min(seconds for seconds, size in plans if size <= limit)
+        found = solve([g], limit, chip, may_offload=True)
+        assert found is not None and found.bytes <= limit + 1000
+        assert found.seconds <= 1.03 * best + 1e-12
+        assert cost(g, dict(found.treatments["g"]), chip)[0] <= 1.03 * best + 1e-12
+
+
+def test_the_least_is_without_regard_to_time() -> None:
+    g, chip = drawn(1), shipped(Gpu, "h100")
+    least = solve([g], None, chip, may_offload=False)
+    assert least is not None
+    plans = (
+        cost(g, dict(zip(g.bytes, each, strict=True)), chip)[1]
+        for each in itertools.product(("keep", "recompute"), repeat=len(g.bytes))
+    )
+    assert least.bytes <= min(plans) * 1.001

@@ -1,12 +1,21 @@
-"""For tests: a program of many replicas beside the same of one, and lists of dtypes to go through."""
+"""For tests: a program of many replicas beside the same of one, budgets of costs, and lists of dtypes."""
 
 from __future__ import annotations
 
 from popxl import dtypes
 from popxl.dtypes import dtype
 from runtime.comparison import Comparison, Difference, compare
+from runtime.cost_budgets import assert_costs
 
-__all__ = ["Comparison", "Difference", "compare", "get_all_dtypes", "get_all_int_dtypes", "get_all_supported_dtypes"]
+__all__ = [
+    "Comparison",
+    "Difference",
+    "assert_costs",
+    "compare",
+    "get_all_dtypes",
+    "get_all_int_dtypes",
+    "get_all_supported_dtypes",
+]
 
 
 def get_all_int_dtypes(include_signed: bool = True, include_unsigned: bool = True) -> list[dtype]:

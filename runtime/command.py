@@ -1,4 +1,4 @@
-"""Subcommands of `popxl`: `show`, `report`, `fit` and `--version`. Invoked by `popxl.__main__`."""
+"""Subcommands of `popxl`: `show`, `report`, `fit`, `diff` and `--version`. Invoked by `popxl.__main__`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from popxl.context import get_current_context
 from popxl.core.recording import Op
 from popxl.errors import PopxlError
 from popxl.ir import Ir
-from runtime.costs.cost import cost_of
+from runtime.cost_budgets import read_budget
+from runtime.costs.changes import changes_of
+from runtime.costs.cost import Cost, cost_of
 from runtime.costs.memory import least_memory_of, memory_of_program
 from runtime.fitting import CompiledTrial, fit
 from runtime.inspection import report_of
@@ -48,6 +50,7 @@ examples:
   popxl report train.py --target "gpu h100:8"   the same for eight GPUs, with the reports
   popxl report train_jax.py:step --target "gpu h100:8"   the first call of a JAX function of the program
   popxl fit train.py --target "tpu v5e:4x4"     try the choices of the program, and print which fit, and the fastest
+  popxl diff costs.json train.py --target "tpu v5e"   what changed in cost since a file of costs was written
   popxl --version                           what programs run with here: for a report of a problem
 
 --target may come right after the file, too; a program that has such an option itself gets the second one.
@@ -68,6 +71,11 @@ Run a program, and print the report of each session that it has made. FILE.py:NA
 its JAX function NAME, and prints what that needs, sends and costs, for arguments of these shapes and shardings.
 """
 
+_DIFF = """\
+Print what changed in memory, bytes, operations, kernels and collectives from one program to another, both compiled for
+one machine. `session.cost().save_budget("costs.json")` writes the cost of a program, which may stand for it.
+"""
+
 _REMOVED = {
     "foresee": "`popxl report FILE.py --target MACHINE` compiles the program and prints the exact memory that a chip "
     "needs; `popxl fit FILE.py --target MACHINE` does so for each of its choices"
@@ -82,6 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in _REMOVED:
         return _fail(f"`{arguments[0]}` was removed: {_REMOVED[arguments[0]]}.", 2)
     options = _parser().parse_args(arguments)
+    if options.command == "diff":
+        return diff(options.old, options.new, options.target)
     if options.target is None:
         options.target, options.args = _target_of(options.args)
     name, function = _function_of(options.file) if options.command == "report" else (options.file, "")
@@ -124,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=ShowVersions)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{show,report,fit}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{show,report,fit,diff}")
     for name, text in (("show", _SHOW), ("report", _REPORT), ("fit", _FIT)):
         runs = name != "fit"  # which runs nothing in any case, and has no schedule to draw
         # Without abbreviations: what looks like several of these options may be one of the program.
@@ -144,6 +154,10 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("file", metavar="FILE.py", help="the program")
         args = command.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the program")
         args.required = False  # or argparse would say that they are missing, too, where the file is
+    command = commands.add_parser("diff", help=_DIFF, description=_DIFF, allow_abbrev=False)
+    command.add_argument("--target", metavar="MACHINE", help=f"compile programs for this machine: {FORMS}")
+    for name in ("old", "new"):
+        command.add_argument(name, metavar=name.upper(), help="FILE.py, FILE.py:NAME, or costs in a JSON file")
     return parser
 
 
@@ -283,6 +297,55 @@ class _WithFunction(dict[str, Any]):
             raise NothingRuns
 
         return analyzed
+
+
+def diff(old: str, new: str, machine: str | None) -> int:
+    """Print what changed in cost from one program to another, session by session.
+
+    Returns:
+        The exit code: 0, also where something changed; 2 for files that cannot be compared.
+    """
+    try:
+        target = None if machine is None else Target(machine)
+        before, after = (_costs(each, target) for each in (old, new))
+        if len(before) != len(after):
+            return _fail(f"diff: {old} makes {len(before)} sessions, and {new} {len(after)}: nothing to compare.", 2)
+        for first, second in zip(before, after, strict=True):
+            print(changes_of(first, second))
+    except (ValueError, PopxlError) as problem:
+        return _fail(f"diff: {problem}", 2)
+    return 0
+
+
+def _costs(description: str, target: Target | None) -> list[Cost]:
+    """Costs of a program's sessions, of its JAX function, or in a file.
+
+    Raises:
+        PopxlError: if there is none.
+    """
+    name, function = _function_of(description)
+    file = Path(name)
+    if not file.is_file():
+        raise PopxlError(f"{name!r} is no file; expected a program, or a JSON file of costs.")
+    if file.suffix == ".json":
+        return [read_budget(file)]
+    if function and target is not None:
+        ask_for_cpu_devices(target.count)
+    with redirect_stdout(StringIO()):
+        if function:
+            program = _WithFunction(function, target)
+            _, code = _run(file, (), program)
+            found = [program.found.cost] if program.found is not None else []
+        else:
+            machine = _Watching(Machine() if target is None else TargetMachine(target))
+            with _watching(machine):
+                _, code = _run(file, ())
+            found = [cost_of(compiled) for _, compiled in machine.programs]
+    if code or not found:
+        raise PopxlError(
+            f"{description} {f'ended with the exit code {code}' if code else 'compiles nothing'}: it has no cost."
+        )
+    return found
 
 
 def fit_into(asked: Asked) -> int:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from popxl.analysis.communication import COPY
 from popxl.analysis.flops import moved
 from popxl.analysis.memory import runs_of
+from popxl.base.files import replace_file
 from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, flops_text, seconds_text
 from popxl.base.records import Record
 from runtime.costs.hlo import Module, read
@@ -135,6 +138,15 @@ class Cost(OnPage, Record):
         rows += [["a run, estimated", seconds_text(self.seconds)]] if self.seconds is not None else []
         rows += [["compiled in", seconds_text(self.compile_seconds)]]
         return Page(f"Cost of {self.name}, on one {self.chip}", [Table(["", "of a run"], rows), *self.details()])
+
+    def save_budget(self, path: str | os.PathLike[str]) -> None:
+        """Write the cost to a JSON file that `popxl.testing.assert_costs` and `popxl diff` read.
+
+        Example:
+            >>> popxl.Session(ir, "gpu h100").cost().save_budget("costs.json")
+        """
+        stable = self.model_copy(update={"compile_seconds": 0.0})  # the same at each compilation
+        replace_file(Path(path), (stable.model_dump_json(indent=2) + "\n").encode())
 
     def details(self) -> list[Page]:
         """Pages about collectives between chips, and about the bound of each graph."""

@@ -19,6 +19,7 @@ from popxl.base.edit_counter import EditCounter
 from popxl.base.host_copies import HostCopies
 from popxl.core.binding import build_graph, graph_name
 from popxl.core.printing import definition
+from popxl.core.rounding import RoundingKey, seed_of
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.options import MOST_REPLICAS, SessionOptions
@@ -34,6 +35,7 @@ from popxl.values.axes import Axes
 from popxl.values.shapes import integer
 
 if TYPE_CHECKING:
+    from popxl.core.tensor import Variable
     from popxl.module import Module
     from popxl.remote_buffer import RemoteBuffer
 
@@ -59,6 +61,7 @@ class Ir(NotCopyable):
         graphs: all graphs, the main graph first.
         remote_buffers: all remote buffers, in the order of their numbers, which start at 1.
         edits: counts the changes of the program.
+        rounding_key: the stream with the key of stochastic rounding, which sessions feed.
         host_copies: what its sessions have to agree on, as they share the host copies of its variables.
 
     Example:
@@ -83,6 +86,7 @@ class Ir(NotCopyable):
         self.counters = {"op_ids": 100, "subgraph_numbers": 0, "suffixes": 0}
         self.graphs: list[Graph] = [Graph._make(self, "")]
         self.remote_buffers: list[RemoteBuffer] = []
+        self.rounding_key = RoundingKey.of(self.main_graph)
         if isinstance(replication, str) and replication == "popdist":
             self._share_replicas()
         else:
@@ -120,6 +124,15 @@ class Ir(NotCopyable):
     def options(self, value: SessionOptions) -> None:
         self._options = value
         value.count_in(self.edits)
+
+    @property
+    def rounding_seed(self) -> Variable | None:
+        """The variable with the seed of stochastic rounding: part of the program's state, as its weights are.
+
+        A session makes it, of the option `stochasticRoundingSeed`, if `enableStochasticRounding` is on. Each run
+        replaces it. `None` without stochastic rounding.
+        """
+        return seed_of(self)
 
     @property
     def main_graph(self) -> Graph:

@@ -111,7 +111,15 @@ class SessionOptions(BaseModel):
         default_factory=dict, description="A program compiled under other engine options is another one to the cache."
     )
     numIOTiles: int = 0
-    enableStochasticRounding: bool = False
+    enableStochasticRounding: bool = Field(
+        default=False,
+        description="In-place ops that write float16 or bfloat16 (variables, their pieces, accumulators) compute in "
+        "float32, and round up or down at random, with the probabilities that make the mean exact. The seed is a "
+        "variable of the program (`Ir.rounding_seed`), which each run replaces. What ops return is rounded to nearest.",
+    )
+    stochasticRoundingSeed: int = Field(
+        default=0, ge=0, description="What the seed of stochastic rounding is made of, by `popxl.create_seeds`."
+    )
     partialsTypeMatMuls: Literal["", "half", "float"] | str = Field(
         default="",
         description="'half': products that `ops.matmul` makes from now on are computed at the precision 'default', "

@@ -59,7 +59,7 @@ class TaskSession(popxl.Session):
         inputs: streams from the host, in the order in which they are wanted; a dictionary of them will do.
         outputs: streams to the host.
         state: the variables that define the task: what is saved and loaded. Constants among them are saved, too, and
-            stay as they are when it is loaded.
+            stay as they are when it is loaded. The seed of stochastic rounding is added, if the program has one.
         max_checkpoints: how many checkpoints of this session to keep. With another one the oldest is deleted.
         *args, **kwargs: those of `popxl.Session`, by keyword: ``ir``, ``device_desc``, ``weights_to_host_on_exit``.
 
@@ -109,6 +109,9 @@ class TaskSession(popxl.Session):
         _check_state(state)
         with timer("PopXL compilation"):
             super().__init__(*args, **kwargs)
+        seed = self.ir.rounding_seed
+        if seed is not None and seed not in state.to_dict().values():
+            state = NamedTensors.from_dict({**state.to_dict(), seed.name: seed})
         self.state = state
         self.inputs = inputs if isinstance(inputs, InputStreams) else InputStreams.from_streams(inputs)
         self.outputs = outputs if isinstance(outputs, OutputStreams) else OutputStreams.from_streams(outputs)

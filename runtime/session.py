@@ -20,11 +20,13 @@ from popxl.analysis.edits import Snapshot
 from popxl.analysis.lints import run_lints, warn_of_crossing_updates
 from popxl.analysis.transfers import warn_of_unused_transfers
 from popxl.base.choices import check_environment
+from popxl.core.rounding import ensure_seed
 from popxl.core.tensor import HostScalarTensor, Variable
 from popxl.errors import PopxlError
 from popxl.ir import Ir
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from runtime.files.session_files import read, write
+from runtime.lowering.channels import channels_of
 from runtime.machine import Machine
 from runtime.program.compiled import Precompiled
 from runtime.program.host_arrays import HostArrays, Outputs
@@ -97,6 +99,8 @@ class Session(SessionInspection, SessionVariables):
         if known is None:
             warn_of_unused_transfers(ir)
             run_lints(ir.main_graph)
+        if ir.rounding_key in channels_of(ir.main_graph):
+            ensure_seed(ir)
         self._ir = ir
         self._device = self.machine.device(device_desc, ir)
         write_checkpoint(ir, "Final")
@@ -275,6 +279,7 @@ class Session(SessionInspection, SessionVariables):
             if self._known_edits != self._ir.edits.count:
                 self._look_at_edits()
             feeds = self._host_arrays.feeds({} if inputs is None else inputs, downcast_inputs)
+            feeds = self._host_arrays.with_rounding_key(feeds)
             if store.device == store.host:
                 check_environment()
                 store.note_run()
@@ -313,7 +318,7 @@ class Session(SessionInspection, SessionVariables):
 
     def expected_inputs(self) -> set[HostToDeviceStream]:
         """Input streams of the program: keys expected by `run`."""
-        return set(self.program.layout.inputs)
+        return {s for s in self.program.layout.inputs if s is not self._ir.rounding_key}
 
     def _expected_outputs(self) -> set[DeviceToHostStream]:
         return set(self._output_streams)

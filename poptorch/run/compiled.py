@@ -238,6 +238,8 @@ class Compiled:
             for each, label in zip(returned, labels, strict=True)
         ]
         ir.options.precision = options.product_precision
+        ir.options.enableStochasticRounding = options.Precision.stochastic_rounding
+        ir.options.stochasticRoundingSeed = options.random_seed or 0  # which all processes have alike
         options._Popart.apply(ir.options)
         if options.executable_cache is not None:
             ir.options.enableEngineCaching, ir.options.cachePath = True, options.executable_cache
@@ -496,23 +498,29 @@ class Compiled:
         return dict(zip(self.ends.counted, given, strict=True))
 
     @property
+    def _random(self) -> dict[tuple[str, str], Variable]:
+        """Variables with the state of random numbers: of the model's ops, and of stochastic rounding."""
+        variables = {("random", ""): self.ends.random, ("rounding", ""): self.session.ir.rounding_seed}
+        return {key: v for key, v in variables.items() if v is not None}
+
+    @property
     def random_state(self) -> list[int]:
         """The seed, followed by the generator's state words if random numbers are used."""
-        random = self.ends.random
-        return [self.seed, *(self._fetched({"": random})[""].ravel().tolist() if random is not None else ())]
+        found = self._fetched(self._random)
+        return [self.seed, *(word for words in found.values() for word in words.ravel().tolist())]
 
     @random_state.setter
     def random_state(self, state: Sequence[int]) -> None:
         seed, *words = state
-        random = self.ends.random
-        wanted = 0 if random is None else int(np.prod(random.shape_on_host))
+        sizes = {v: int(np.prod(v.shape_on_host)) for v in self._random.values()}
+        wanted = sum(sizes.values())
         if len(words) != wanted or not all(0 <= word < 2**32 for word in words):
             raise createPoptorchError(
                 f"rng_state: the state has {len(words)} words after the seed, {words}; this program has {wanted}, from "
                 "0 to 2**32 - 1."
             )
-        if random is not None:
-            self._write({random: np.array(words, np.uint32).reshape(random.shape_on_host)})
+        parts = np.split(np.array(words, np.uint32), np.cumsum([*sizes.values()])[:-1]) if sizes else []
+        self._write({v: part.reshape(v.shape_on_host) for v, part in zip(sizes, parts, strict=True)})
         self.seed = seed
 
     def reseed(self) -> None:
@@ -543,7 +551,7 @@ class Compiled:
         ends = self.ends
         found = {("weight", name): v for name, v in ends.variables.items()}
         found |= {("state", name): v for name, v in ends.state.items()}
-        return found if ends.random is None else {**found, ("random", ""): ends.random}
+        return found | self._random
 
     def _write(self, values: Mapping[Variable, np.ndarray]) -> None:
         self.version += 1

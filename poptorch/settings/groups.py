@@ -282,7 +282,13 @@ class _PrecisionOptions(OptionsDict):
         "negative number), and a comparison of NaN, raises an Error; the program runs op by op for that, which is slow",
         "enableFloatingPointExceptions",
     )
-    stochastic_rounding: bool = setting(False, NO_EFFECT, "enableStochasticRounding")
+    stochastic_rounding: bool = setting(
+        False,
+        "updates of weights, optimizer state and gradient accumulators in float16 or bfloat16 round up or down at "
+        "random, right in the mean, from a seed that `randomSeed` sets and `rng_state` includes; other results are "
+        "rounded to nearest",
+        "enableStochasticRounding",
+    )
     partials_type: torch.dtype = setting(
         torch.float,
         "torch.half lets accelerators multiply float32 numbers with fewer digits, which is quicker; sums are made in "

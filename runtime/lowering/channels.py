@@ -18,10 +18,12 @@ from jax import lax
 from popxl.base.arrays import Array
 from popxl.core.aliasing import lowered_ops, reachable
 from popxl.core.recording import Op
+from popxl.core.rounding import rounds
 from popxl.dtypes import dtype as dtype_
 from popxl.fp8_utils import in_transit
 from popxl.graph import Graph
 from popxl.ops.host import print_tensor_kind
+from popxl.ops.kernels.words import fold_in
 from popxl.ops.remote import remote_store_kind
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
@@ -75,6 +77,15 @@ class Channels:
         if isinstance(position, int):
             return decode_transfer(transfers[min(position, transfers.shape[0] - 1)], stream.dtype)
         return decode_transfer(lax.dynamic_index_in_dim(transfers, position, keepdims=False), stream.dtype)
+
+    def rounding_seed(self, op: Op) -> Array | None:
+        """The seed of an op that rounds stochastically, a different one each time; `None` for other ops."""
+        key = op.graph.ir.rounding_key
+        if key not in self._channels or not rounds(op):
+            return None
+        transfers, position = self._channels[key]
+        self._channels[key] = (transfers, position + 1)
+        return fold_in(transfers[0], position)
 
     def store(self, stream: Stream, value: Array) -> None:
         """Store a value as the next element of a stream."""
@@ -255,6 +266,7 @@ def channels_of_ops(ops: Iterable[Op]) -> tuple[Channel, ...]:
     used: set[Channel] = {thing for thing in things if isinstance(thing, Stream | RemoteBuffer)}
     if any(op.kind.requirements for op in ops):
         used.add(FAILURE)
+    used.update(op.graph.ir.rounding_key for op in ops if rounds(op))
     return tuple(sorted(used, key=_order))
 
 

@@ -24,11 +24,15 @@ from popxl.base.arrays import Array
 from popxl.base.names import identifier
 from popxl.core.aliasing import callees_first, reachable
 from popxl.core.recording import Op
+from popxl.core.rounding import HALVES
 from popxl.core.tensor import Tensor
 from popxl.core.traits import chooses, is_call
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.graph import Graph
 from popxl.ops.kernels.kernel import overriding_kernels
+from popxl.ops.kernels.rounding import round_stochastically
+from popxl.ops.kernels.words import fold_in
+from popxl.ops.precision import is_half, widen
 from popxl.options import SessionOptions
 from runtime.lowering import control_flow, host_ops  # noqa: F401  # they register what ops do
 from runtime.lowering.channels import COLLECTIVES, AnyChannel, Channels, channels_of_ops, has_side_effects
@@ -141,7 +145,12 @@ class Lowering:
                 overriding_kernels(self.replicas.platform, self.hooks.overrides),
                 jax.default_matmul_precision(self._options.precision),
             ):
+                seed = context.channels.rounding_seed(op)
+                if seed is not None and not op.kind.between_replicas:  # these exchange what they are given
+                    operands = [*map(widen, operands)]
                 results = self.apply(op, operands, context.channels)
+                if seed is not None:
+                    results = round_updates(op, results, seed)
         except PopxlError:  # says what it has to say
             raise
         except Exception as problem:
@@ -279,6 +288,17 @@ def written_tensors_of(op: Op) -> list[Tensor]:
     """The tensors that an op's lowering returns: outputs, unless they alias modified inputs, then modified inputs."""
     overwritten = [op.inputs[i] for i in sorted(op.modified)]
     return overwritten if op.kind.aliased else [*op.outputs, *overwritten]
+
+
+def round_updates(op: Op, results: Array | Sequence[Array], seed: Array) -> Sequence[Array]:
+    """Round an op's results stochastically, as far as it writes them to float16 or bfloat16 in place."""
+    values = list(results) if isinstance(results, tuple | list) else [results]
+    overwritten = {op.inputs[i] for i in op.modified}
+    targets = written_tensors_of(op)
+    for i, (t, value) in enumerate(zip(targets, values, strict=False)):  # `store_results` compares their numbers
+        if t in overwritten and t.dtype in HALVES and not is_half(value):
+            values[i] = round_stochastically(value, t.dtype.as_jax(), fold_in(seed, i))
+    return values
 
 
 def store_results(op: Op, results: Array | Sequence[Array], environment: Environment) -> None:

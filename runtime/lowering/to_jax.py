@@ -9,7 +9,7 @@ stopped, and a rule of an op of yours is followed. The other direction, a functi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,11 @@ from jax.experimental import checkify
 from popxl.analysis.edits import Snapshot
 from popxl.analysis.transfers import transfers_of
 from popxl.base.arrays import Array
+from popxl.base.log import Logger
 from popxl.base.names import identifier
 from popxl.core.aliasing import used_storages, written_inputs, written_tensors
 from popxl.core.recording import Op
+from popxl.core.rounding import RoundingKey
 from popxl.core.tensor import Tensor, Variable
 from popxl.core.traits import REFUSED, VJP
 from popxl.errors import PopxlError
@@ -32,10 +34,21 @@ from popxl.graph import Graph
 from popxl.program.rule_graph import RuleGraph, rule_graph
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.values.spec import TensorSpec, brief
-from runtime.lowering.channels import FAILURE, Channel, Channels, Failure, channels_of, decode_transfer, encode_transfer
+from runtime.lowering.channels import (
+    FAILURE,
+    AnyChannel,
+    Channel,
+    Channels,
+    Failure,
+    channels_of,
+    decode_transfer,
+    encode_transfer,
+)
 from runtime.lowering.context import Context
 from runtime.lowering.lower import Lowering, cast_to_declared, raised_recursion_limit
 from runtime.targets.replicas import Replicas
+
+_log = Logger("session")
 
 
 def to_jax(graph: Graph) -> GraphFunction:
@@ -89,7 +102,7 @@ def to_jax(graph: Graph) -> GraphFunction:
     if graph is graph.main_graph:
         return main_function(graph, "to_jax")
     _check_replicas(graph, "to_jax")
-    channels = [channel for channel in channels_of(graph) if channel is not FAILURE]
+    channels = [channel for channel in _channels_of(graph) if channel is not FAILURE]
     if channels:
         raise PopxlError(
             f"to_jax: {graph.title} uses {', '.join(map(str, channels))}, and a function only has its arguments and "
@@ -109,10 +122,15 @@ def main_function(main: Graph, asker: str, replicas: Replicas | None = None, che
         checks: whether `checkify` is told what ops require of their operands.
     """
     _check_replicas(main, asker)
-    others = [channel for channel in channels_of(main) if not isinstance(channel, Stream | Failure)]
+    others = [channel for channel in _channels_of(main) if not isinstance(channel, Stream | Failure)]
     if others:
         raise PopxlError(f"{asker}: {main.title} uses {', '.join(map(str, others))}, which only a Session has.")
     return MainFunction(main, asker, Replicas() if replicas is None else replicas, checks)
+
+
+def _channels_of(graph: Graph) -> tuple[Channel, ...]:
+    """The channels that a function of a graph has to have."""
+    return tuple(c for c in channels_of(graph) if not isinstance(c, RoundingKey))
 
 
 def _check_replicas(graph: Graph, asker: str) -> None:
@@ -147,6 +165,11 @@ class GraphFunction:
         self.graph = graph
         self.__name__ = self.__qualname__ = identifier(graph.id) or "main_graph"
         self._lower()
+        if graph.ir.rounding_key in channels_of(graph):
+            _log.warn(
+                f"to_jax: {graph.title} updates float16 or bfloat16 in place. A session would round these "
+                "stochastically (`enableStochasticRounding`); the function rounds to nearest."
+            )
         computed = (t for g in self._made_of.graphs for op in g.ops for t in (*op.inputs, *op.outputs))
         self._dtypes = {t.dtype for t in (*graph.inputs, *graph.outputs, *computed)}
         self._outputs = graph.outputs
@@ -298,7 +321,7 @@ class MainFunction(GraphFunction):
         used, changed = used_storages(main), written_tensors(main)
         self._variables = tuple(v for v in main.variables if v in used)
         self.written = tuple(v.name for v in self._variables if v in changed)
-        streams: tuple[Channel, ...] = channels_of(main)
+        streams = _channels_of(main)
         self._loads = tuple(s for s in streams if isinstance(s, HostToDeviceStream))
         self._stores = tuple(s for s in streams if isinstance(s, DeviceToHostStream))
         self._room = {s: s.num_host_transfers for s in (*self._loads, *self._stores)}
@@ -363,6 +386,10 @@ def _can_hold(wanted: Any, dtype: Any) -> bool:
 
 class _Differentiable(Lowering):
     """A lowering whose ops have their declared gradients, in forward and reverse mode."""
+
+    def channels_of(self, ops: Iterable[Op]) -> tuple[AnyChannel, ...]:
+        """The channels that ops use, but for the key of stochastic rounding, which only sessions have."""
+        return tuple(c for c in super().channels_of(ops) if not isinstance(c, RoundingKey))
 
     def apply(self, op: Op, operands: Sequence[Array], channels: Channels) -> Any:
         """Compute a differentiable op's results."""

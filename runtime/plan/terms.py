@@ -45,8 +45,9 @@ class Terms:
     def key(self) -> tuple[Any, ...]:
         """Key of options that affect compilation."""
         replicas = (self.replicas.count, self.replicas.sharding())
-        options = (self.options.throwIfLog2ScaleTensorNotInRange, self.options.precision, self.inlines)
-        return (*replicas, self.slots, *options, self.wide)
+        options = self.options
+        said = (options.throwIfLog2ScaleTensorNotInRange, options.precision, options.enableStochasticRounding)
+        return (*replicas, self.slots, *said, self.inlines, self.wide)
 
     @property
     def inlines(self) -> bool:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from popxl.base.arguments import check_type
+from popxl.core.rounding import RoundingKey, next_key, seed_of
 from popxl.errors import PopxlRuntimeError
 from popxl.fp8_utils import in_transit, to_host
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
@@ -66,10 +67,12 @@ class HostArrays:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._copy_feed = hooks_for(layout.destination.platform).copy_feed
-        self._inputs = frozenset(layout.inputs)
+        given = [s for s in layout.inputs if not isinstance(s, RoundingKey)]
+        self._inputs = frozenset(given)
         self._excess = {s: count for s, count in layout.counts.items() if count > layout.room[s]}
-        self._expected = tuple((s, layout.host_shape(s), in_transit(s.dtype)) for s in layout.inputs)
-        self._unread = frozenset(layout.inputs).difference(layout.fed)
+        self._expected = tuple((s, layout.host_shape(s), in_transit(s.dtype)) for s in given)
+        self._unread = self._inputs.difference(layout.fed)
+        self._rounding = next((i for i, s in enumerate(layout.fed) if isinstance(s, RoundingKey)), None)
 
     # In -------------------------------------------------------------------------------------------------------------
 
@@ -85,7 +88,7 @@ class HostArrays:
         if type(inputs) is not dict and not isinstance(inputs, Mapping):  # the second takes longer
             raise TypeError(f"Session.run: `inputs` maps streams to arrays; got {inputs!r} ({type(inputs).__name__}).")
         if inputs.keys() != self._inputs:
-            _check_streams("input", self._layout.inputs, inputs)
+            _check_streams("input", [s for s, *_ in self._expected], inputs)
         arrays = []
         for stream, shape, dtype in self._expected:
             array = inputs[stream]
@@ -97,6 +100,16 @@ class HostArrays:
         if self._unread:
             return tuple(array for (s, *_), array in zip(self._expected, arrays, strict=True) if s not in self._unread)
         return tuple(arrays)
+
+    def with_rounding_key(self, feeds: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The feeds of a run, with the key of stochastic rounding in its place, if the program rounds."""
+        if self._rounding is None:
+            return feeds
+        ir = self._layout.main.ir
+        seed = seed_of(ir)
+        assert seed is not None  # a session has made it
+        key = np.array(np.broadcast_to(next_key(seed), self._layout.host_shape(ir.rounding_key)))
+        return (*feeds[: self._rounding], key, *feeds[self._rounding :])
 
     def _refuse_transfers(self) -> NoReturn:
         """Raise an error because a stream's transfers per run exceed its capacity."""

@@ -1,4 +1,4 @@
-"""Subcommands of `popxl`: `show`, `report`, `fit`, `diff` and `--version`. Invoked by `popxl.__main__`."""
+"""Subcommands of `popxl`: `show`, `report`, `fit`, `plan`, `diff` and `--version`. Invoked by `popxl.__main__`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from popxl.analysis.memory import Memory
+from popxl.base.asked_memory import asking
 from popxl.base.pages import OnPage, bytes_text
 from popxl.context import get_current_context
 from popxl.core.recording import Op
@@ -31,6 +32,7 @@ from runtime.fitting import CompiledTrial, fit
 from runtime.inspection import report_of
 from runtime.jax_analysis import Analysis, analyze
 from runtime.machine import Machine, NothingRuns, PlanningMachine, TargetMachine
+from runtime.memory_budget import Compiled, bytes_of, compiled_program, plan_within
 from runtime.pipes import exit_on_broken_pipe, is_broken_pipe
 from runtime.program.compiled import CompiledProgram, Precompiled
 from runtime.program.laying_out import layout_for
@@ -51,6 +53,7 @@ examples:
   popxl report train_jax.py:step --target "gpu h100:8"   the first call of a JAX function of the program
   popxl fit train.py --target "tpu v5e:4x4"     try the choices of the program, and print which fit, and the fastest
   popxl diff costs.json train.py --target "tpu v5e"   what changed in cost since a file of costs was written
+  popxl plan train.py --target "gpu h100" --budget 40GB   plan what gradients keep, so that it fits into 40 GB
   popxl --version                           what programs run with here: for a report of a problem
 
 --target may come right after the file, too; a program that has such an option itself gets the second one.
@@ -59,6 +62,12 @@ examples:
 _SHOW = """\
 Run a program as far as its first `session.run`, with sessions that compile and run nothing, and print the graphs of
 each Ir that it has built, and the memory that they need.
+"""
+
+_PLAN = """\
+Plan which activations a training step keeps, recomputes or offloads, so that the program needs no more memory of a
+device than a budget, compiled for a machine that need not be here. The plan is for the `train_step` of the program that
+leaves `memory` out, or states a budget there. Nothing is run.
 """
 
 _FIT = """\
@@ -114,8 +123,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             return _fail(f"--{name} {folder}: {problem}", 2)
-    if options.command == "fit" and target is None:
-        return _fail(f"fit: `--target` is missing; expected {FORMS}.", 2)
+    if options.command in ("fit", "plan") and target is None:
+        return _fail(f"{options.command}: `--target` is missing; expected {FORMS}.", 2)
+    if options.command == "plan":
+        try:
+            budget = bytes_of(options.budget, "--budget")
+        except ValueError as problem:
+            return _fail(f"plan: {problem}", 2)
+        return plan(Asked(file, options.args, pages=options.pages, target=target), budget, options.save)
     run = {"show": show, "report": report, "fit": fit_into}[options.command]
     return run(Asked(file, options.args, options.pictures, options.pages, target, function))
 
@@ -134,9 +149,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=ShowVersions)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{show,report,fit,diff}")
-    for name, text in (("show", _SHOW), ("report", _REPORT), ("fit", _FIT)):
-        runs = name != "fit"  # which runs nothing in any case, and has no schedule to draw
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{show,report,fit,plan,diff}")
+    for name, text in (("show", _SHOW), ("report", _REPORT), ("fit", _FIT), ("plan", _PLAN)):
+        runs = name not in ("fit", "plan")  # which runs nothing in any case, and has no schedule to draw
         # Without abbreviations: what looks like several of these options may be one of the program.
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.set_defaults(pictures=None)
@@ -151,6 +166,9 @@ def _parser() -> argparse.ArgumentParser:
             else "the machine, which need not be here"
         )
         command.add_argument("--target", metavar="MACHINE", help=f"{target}: {FORMS}")
+        if name == "plan":
+            command.add_argument("--budget", required=True, help="memory of a device, such as 40GB")
+            command.add_argument("--save", type=Path, metavar="PLAN.json", help="write the plan there, as JSON")
         command.add_argument("file", metavar="FILE.py", help="the program")
         args = command.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the program")
         args.required = False  # or argparse would say that they are missing, too, where the file is
@@ -373,6 +391,37 @@ def fit_into(asked: Asked) -> int:
     if asked.pages is not None:
         found.save(asked.pages / "fit.html")
     return 130 if not found.is_complete else 0 if found.best is not None else 1
+
+
+def plan(asked: Asked, budget: int, save: Path | None) -> int:
+    """Plan what the training step of a program keeps within a budget; print the plan, and its costs as compiled.
+
+    Returns:
+        The exit code: 1, if no plan is within the budget, or there is nothing to plan.
+    """
+    target = asked.target
+    assert target is not None  # the command line has it
+
+    def compiled(memory: Any) -> Compiled:
+        machine = _Watching(TargetMachine(target))
+        with asking(memory) as open_memory, _watching(machine), redirect_stdout(StringIO()):
+            _, code = _run(asked.file, asked.arguments)
+        if code or not machine.programs:
+            why = f"ended with the exit code {code}" if code else "makes no session, so there is nothing to compile"
+            raise PopxlError(f"{asked.file} {why}.")
+        return compiled_program(*machine.programs[0], open_memory.applied)
+
+    try:
+        found = plan_within(compiled, budget, lambda line: print(line, file=sys.stderr, flush=True))
+    except (PopxlError, ValueError) as problem:
+        return _fail(f"plan: {problem}", 1)
+    print(found)
+    if save is not None:
+        found.plan.write_json(save)
+        print(f"\nThe plan is in {save}: train_step(..., memory=addons.MemoryPlan.read_json({str(save)!r}))")
+    if asked.pages is not None:
+        found.save(asked.pages / "plan.html")
+    return 0
 
 
 def _fail(message: str, code: int) -> int:

@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 from popxl.analysis.memory import Memory
 from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, flops_text, seconds_text
 from popxl.errors import PopxlError
-from runtime.costs.cost import Cost
+from popxl.ir import Ir
+from runtime.costs.cost import Cost, chip_of, cost_of
+from runtime.costs.memory import memory_of_program
 from runtime.memory_solver import GraphNeeds, Solution, keep_all, solve
+from runtime.program.compiled import CompiledProgram
 from runtime.targets.chip import Chip
 
 COMPILATIONS = 3
@@ -61,6 +64,25 @@ class Compiled(NamedTuple):
     chip: Chip | None
     may_offload: bool
     applied: Any
+
+
+def compiled_program(ir: Ir, program: CompiledProgram, applied: Sequence[Any]) -> Compiled:
+    """What the search for a plan needs of a program.
+
+    Args:
+        ir, program: the program.
+        applied: what applied memory plans while it was built.
+
+    Raises:
+        ValueError: unless that is one.
+    """
+    if len(applied) != 1:
+        raise ValueError(
+            f"plan_memory: the program applies {len(applied)} memory plans; expected one. Give `memory` to the one "
+            "`train_step` or `autodiff` of the program."
+        )
+    may_offload = program.layout.destination.platform == "tpu"
+    return Compiled(memory_of_program(ir, program), cost_of(program), chip_of(program), may_offload, applied[0])
 
 
 @dataclass(frozen=True)

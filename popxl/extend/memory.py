@@ -7,8 +7,7 @@ Example:
 """
 
 from popxl.base.asked_memory import asked_memory, asking
-from runtime.costs.cost import chip_of
-from runtime.memory_budget import BudgetedPlan, Compiled, bytes_of, plan_within
+from runtime.memory_budget import BudgetedPlan, Compiled, bytes_of, compiled_program, plan_within
 from runtime.memory_solver import GraphNeeds, OpNeeds, Treatments
 
 __all__ = [
@@ -20,6 +19,6 @@ __all__ = [
     "asked_memory",
     "asking",
     "bytes_of",
-    "chip_of",
+    "compiled_program",
     "plan_within",
 ]

@@ -7,7 +7,7 @@ from typing import Any
 
 import popxl
 from popxl.extend.arguments import check_type
-from popxl.extend.memory import BudgetedPlan, Compiled, asking, bytes_of, chip_of, plan_within
+from popxl.extend.memory import BudgetedPlan, Compiled, asking, bytes_of, compiled_program, plan_within
 from popxl_addons.transforms.memory_plan import MemoryPlan, MemoryPolicy
 
 __all__ = ["plan_memory"]
@@ -69,7 +69,7 @@ def plan_memory(
             ir = build(memory)
             check_type(ir, popxl.Ir, "plan_memory: what `build` returns", "the Ir of the program")
             session = popxl.Session(ir, "ipu_hw" if target is None else target)
-        return compiled_session(session, asked.applied)
+        return compiled_program(ir, session.program, asked.applied)
 
     return plan_within(compiled, size, told)
 
@@ -77,15 +77,3 @@ def plan_memory(
 def is_budget(memory: Any) -> bool:
     """Whether `memory` is meant as a budget: text that begins with a number."""
     return isinstance(memory, str) and memory.strip()[:1] in tuple("0123456789.+-")
-
-
-def compiled_session(session: popxl.Session, applied: list[Any]) -> Compiled:
-    """What the search for a plan needs of a session that was made with a plan."""
-    if len(applied) != 1:
-        raise ValueError(
-            f"plan_memory: the program applies {len(applied)} memory plans; expected one. Give `memory` to the one "
-            "`train_step` or `autodiff` of the program."
-        )
-    chip = chip_of(session.program)
-    may_offload = session.program.layout.destination.platform == "tpu"
-    return Compiled(session.memory(), session.cost(), chip, may_offload, applied[0])

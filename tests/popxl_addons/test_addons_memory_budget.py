@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from functools import partial
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 import popxl
 import popxl_addons as addons
 from popxl import ops
+from popxl.__main__ import main
 from popxl.extend.memory import GraphNeeds, OpNeeds, bytes_of
 from popxl_addons import optimizers
 from popxl_addons.transforms.memory_plan import Treatment
@@ -207,3 +210,43 @@ def test_the_least_is_without_regard_to_time() -> None:
         for each in itertools.product(("keep", "recompute"), repeat=len(g.bytes))
     )
     assert least.bytes <= min(plans) * 1.001
+
+
+# The command --------------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+    from functools import partial
+    import numpy as np
+    import popxl
+    import popxl_addons as addons
+    from popxl import ops
+    from popxl_addons import optimizers
+    from tests.popxl_addons.test_addons_memory_budget import Deep
+
+    ir = popxl.Ir()
+    with ir.main_graph:
+        x = popxl.h2d_stream((64, 64, 32), popxl.float32, "x")
+        step = addons.train_step(Deep(), x, optimizer=partial(optimizers.sgd, lr=0.1))
+        addons.host_store(step.loss)
+    print("is not shown")
+    popxl.Session(ir, "ipu_hw").run({})
+    raise AssertionError("nothing is run")
+"""
+
+
+@pytest.mark.targets
+def test_the_command_plans_the_step_that_leaves_memory_open(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(PROGRAM))
+    command = ["plan", "--target", "gpu h100", "--save", str(tmp_path / "plan.json"), "--budget"]
+    assert main([*command, "20 MB", str(tmp_path / "train.py")]) == 0
+    out = capsys.readouterr().out
+    assert "Memory within a budget" in out and "Layer, called 4 times" in out and "is not shown" not in out
+    assert addons.MemoryPlan.read_json(tmp_path / "plan.json").graphs[0].graph == "Layer"
+    assert main([*command, "1 kB", str(tmp_path / "train.py")]) == 1
+    assert "no plan was found within 1 kB of a device; the least" in capsys.readouterr().err
+
+
+def test_what_the_command_refuses(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "train.py").write_text("")
+    assert main(["plan", "--budget", "4 GB", str(tmp_path / "train.py")]) == 2
+    assert "plan: `--target` is missing" in capsys.readouterr().err

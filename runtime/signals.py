@@ -58,7 +58,9 @@ def defer_signals(work: Callable[[], T]) -> T:
     """
     if threading.current_thread() is not threading.main_thread():  # there are no signals in others
         return work()
-    before: dict[int, Any] = {}
+    # What is in Python. Loops that set handlers have no branches: where Python 3.13 jumps back from one, it handles
+    # signals, and an exception that is raised there passes by the `finally`.
+    before: dict[int, Any] = {n: handler for n in DEFERRED if callable(handler := _signal.getsignal(n))}
     is_working = True
 
     def defer(number: int, frame: Any) -> None:
@@ -68,11 +70,8 @@ def defer_signals(work: Callable[[], T]) -> T:
             before[number](number, frame)
 
     try:
-        for number in DEFERRED:
-            handler = _signal.getsignal(number)
-            if callable(handler):  # it is in Python
-                before[number] = handler
-                _signal.signal(number, defer)
+        for each in before:
+            _signal.signal(each, defer)
         return work()
     finally:
         try:
@@ -84,10 +83,10 @@ def defer_signals(work: Callable[[], T]) -> T:
 
 def _restore(before: Mapping[int, Any], defer: Any) -> None:
     """Handle signals as before where `defer` does, also if one comes meanwhile whose handler is back, and raises."""
+    deferred = {number: handler for number, handler in before.items() if _signal.getsignal(number) is defer}
     try:
-        for number, handler in before.items():
-            if _signal.getsignal(number) is defer:
-                _signal.signal(number, handler)
+        for number, handler in deferred.items():
+            _signal.signal(number, handler)
     except BaseException:
         _restore(before, defer)
         raise

@@ -44,6 +44,7 @@ docs/models
 docs/jax
 docs/extending
 docs/running
+docs/checking
 docs/memory
 docs/scaling
 docs/performance

@@ -1,4 +1,4 @@
-"""Subcommands of `popxl`: `show`, `report`, `fit`, `plan`, `diff` and `--version`. Invoked by `popxl.__main__`."""
+"""Subcommands of `popxl`: `show`, `check`, `report`, `fit`, `plan`, `diff`, `--version`. Invoked by `popxl.__main__`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import runpy
 import sys
 import textwrap
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -17,12 +18,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from popxl.analysis.checking import check
 from popxl.analysis.memory import Memory
 from popxl.base.asked_memory import asking
 from popxl.base.pages import OnPage, bytes_text
 from popxl.context import get_current_context
 from popxl.core.recording import Op
-from popxl.errors import PopxlError
+from popxl.errors import DriftingVariableWarning, PopxlError
 from popxl.ir import Ir
 from runtime.cost_budgets import read_budget
 from runtime.costs.changes import changes_of
@@ -46,6 +48,7 @@ _EXAMPLES = """\
 examples:
   popxl show train.py                       print the graphs of the program, and the memory that they need
   popxl show --pictures plots train.py      the same, with pictures of the memory in the folder plots
+  popxl check train.py                      print what its replicas can hardly mean, and how they hold each value
   popxl report train.py --layers 12         run the program; options after the file are its own
   popxl report --pages pages train.py       the same, with the reports as HTML pages in the folder pages
   popxl show train.py --target "tpu v5e"    compile it for a TPU that need not be here, and print what it needs there
@@ -68,6 +71,12 @@ _PLAN = """\
 Plan which activations a training step keeps, recomputes or offloads, so that the program needs no more memory of a
 device than a budget, compiled for a machine that need not be here. The plan is for the `train_step` of the program that
 leaves `memory` out, or states a budget there. Nothing is run.
+"""
+
+_CHECK = """\
+Run a program as far as its first `session.run`, with sessions that compile and run nothing, and print for each Ir that
+it has built what its replicas can hardly mean, such as a sum that is missing, and how they hold the values of each
+graph.
 """
 
 _FIT = """\
@@ -101,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.command == "diff":
         return diff(options.old, options.new, options.target)
-    if options.target is None:
+    if options.target is None and options.command != "check":
         options.target, options.args = _target_of(options.args)
     name, function = _function_of(options.file) if options.command == "report" else (options.file, "")
     file = Path(name)
@@ -131,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ValueError as problem:
             return _fail(f"plan: {problem}", 2)
         return plan(Asked(file, options.args, pages=options.pages, target=target), budget, options.save)
-    run = {"show": show, "report": report, "fit": fit_into}[options.command]
+    run = {"show": show, "check": check_program, "report": report, "fit": fit_into}[options.command]
     return run(Asked(file, options.args, options.pictures, options.pages, target, function))
 
 
@@ -149,12 +158,16 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=ShowVersions)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{show,report,fit,plan,diff}")
-    for name, text in (("show", _SHOW), ("report", _REPORT), ("fit", _FIT), ("plan", _PLAN)):
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{show,check,report,fit,plan,diff}")
+    for name, text in (("show", _SHOW), ("check", _CHECK), ("report", _REPORT), ("fit", _FIT), ("plan", _PLAN)):
         runs = name not in ("fit", "plan")  # which runs nothing in any case, and has no schedule to draw
         # Without abbreviations: what looks like several of these options may be one of the program.
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.set_defaults(pictures=None)
+        if name == "check":  # which compiles nothing, and draws nothing
+            command.set_defaults(target=None, pages=None)
+            _takes_program(command)
+            continue
         if runs:
             command.add_argument(
                 "--pictures", type=Path, metavar="FOLDER", help="write pictures of the memory there, as SVG"
@@ -169,14 +182,18 @@ def _parser() -> argparse.ArgumentParser:
         if name == "plan":
             command.add_argument("--budget", required=True, help="memory of a device, such as 40GB")
             command.add_argument("--save", type=Path, metavar="PLAN.json", help="write the plan there, as JSON")
-        command.add_argument("file", metavar="FILE.py", help="the program")
-        args = command.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the program")
-        args.required = False  # or argparse would say that they are missing, too, where the file is
+        _takes_program(command)
     command = commands.add_parser("diff", help=_DIFF, description=_DIFF, allow_abbrev=False)
     command.add_argument("--target", metavar="MACHINE", help=f"compile programs for this machine: {FORMS}")
     for name in ("old", "new"):
         command.add_argument(name, metavar=name.upper(), help="FILE.py, FILE.py:NAME, or costs in a JSON file")
     return parser
+
+
+def _takes_program(command: argparse.ArgumentParser) -> None:
+    command.add_argument("file", metavar="FILE.py", help="the program")
+    args = command.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the program")
+    args.required = False  # or argparse would say that they are missing, too, where the file is
 
 
 def _target_of(arguments: list[str]) -> tuple[str | None, list[str]]:
@@ -248,6 +265,26 @@ def show(asked: Asked) -> int:
     if not irs and not code:
         return _fail(f"{asked.file} builds no Ir: there is nothing to show.", 1)
     return code
+
+
+def check_program(asked: Asked) -> int:
+    """Print what is found in each Ir that a program builds, and its types. Compiles and runs nothing.
+
+    Returns:
+        The exit code: that of the program, if it fails; 1, if something is certainly wrong, or it builds no Ir.
+    """
+    irs: dict[Ir, None] = {}
+    with _watching(_Watching(PlanningMachine()), irs), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DriftingVariableWarning)  # which are among the findings
+        _, code = _run(asked.file, asked.arguments)
+    certain = False
+    for ir in irs:
+        found = check(ir)
+        certain = certain or any(each.certain for each in found.findings)
+        print(f"\n=== {ir!r} ===\n\n{found}")
+    if not irs and not code:
+        return _fail(f"{asked.file} builds no Ir: there is nothing to check.", 1)
+    return code or int(certain)
 
 
 def report(asked: Asked) -> int:

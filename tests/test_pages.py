@@ -43,6 +43,7 @@ def test_there_are_programs() -> None:
     shown = {page.stem: sum(bool(text) for _, text in programs(page.read_text(encoding="utf-8"))) for page in PAGES}
     assert {page: count for page, count in shown.items() if count} == {
         "README": 1,
+        "checking": 1,
         "extending": 4,
         "jax": 6,
         "memory": 3,

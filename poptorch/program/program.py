@@ -303,6 +303,8 @@ class Program:
             if count:
                 self.numbers = popxl.h2d_stream((count,), popxl.float32, "optimizer")
                 tensors[VALUES] = ops.host_load(self.numbers, "optimizer")
+                if self._replicas > 1:
+                    tensors[VALUES] = ops.collectives.assert_replicated(tensors[VALUES])
         if RANDOM in self._model.inputs:
             seeds = popxl.create_seeds(seed, replicas=self._replicas)
             own = self._each_its_own

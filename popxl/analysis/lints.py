@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from popxl.analysis.placement import crossing_updates
+from popxl.analysis.replication import Report, infer
 from popxl.base.source import SourceLocation, warn_at
 from popxl.context import user_frame
 from popxl.core.aliasing import callees_first, storages
@@ -30,14 +31,14 @@ from popxl.errors import (
 )
 from popxl.graph import Graph
 from popxl.remote_buffer import RemoteBuffer
-from popxl.replica_grouping import ReplicaGrouping
+
+if TYPE_CHECKING:
+    from popxl.ir import Ir
 
 # What a value can depend on besides the inputs of its graph. Bits up to `_INPUTS` are for what replicas do not share.
 _PER_RUN = 1  # something that is not the same in the next run
-_REPLICA_REDUCED = 2  # what other replicas have, or may have put there: whether replicas differ is not known
-_PER_REPLICA = 4  # what the host feeds to each replica
 _INPUTS = 64
-_UNKNOWN = _PER_RUN | _REPLICA_REDUCED
+_UNKNOWN = _PER_RUN
 
 
 def run_lints(main: Graph) -> None:
@@ -58,11 +59,24 @@ def run_lints(main: Graph) -> None:
             told[_NAMED_ANEW, op.source][f"`{op.inputs[0].path}`"] = None
     for op in program.repeated():
         told[_REPEATED, op.source][op.graph.title] = None
-    for v, op in program.drifting():
-        told[_DRIFTING, op.source][f"`{v.name}`"] = None
+    if main.ir.replication_factor > 1:
+        report = infer(main.ir)
+        for v, op, along in program.drifting(report, report.parted):
+            told[_drifting(along), op.source][f"`{v.name}`"] = None
     for found_in, doubt in _misplaced(main):
         told[doubt, SourceLocation.of(user_frame())][found_in] = None
     _warn(told)
+
+
+def drifting(ir: Ir, report: Report) -> Iterator[tuple[bool, Variable, Op, tuple[str, ...], str]]:
+    """Variables that drift apart on replicas that share them: whether that is certain, the variable, the last op to
+    change it, the axes, and a text."""
+    if report.parted or report.unsettled:
+        program = _Program(ir.main_graph)
+        for parted in (report.parted, report.unsettled):
+            for v, op, axes in program.drifting(report, parted):
+                text = _drifting(axes).text.replace(" ({line})", "").format(names=f"`{v.name}`")
+                yield parted is report.parted, v, op, axes, text
 
 
 def warn_of_crossing_updates(main: Graph) -> None:
@@ -131,12 +145,19 @@ _CROSSING = Lint(
     "{names} is read on one IPU and changed on another ({line}), so that each run copies it there and back. Make the "
     "change within `with popxl.ipu(n):` of the IPU that reads it; the optimisers of popxl_addons do so by themselves.",
 )
-_DRIFTING = Lint(
-    DriftingVariableWarning,
-    "Replicas share {names}, and each changes it by a value of its own ({line}), so that it drifts apart. Reduce "
-    "that value first, with `ops.collectives.replicated_all_reduce`; or give each replica its own variable, with "
-    "`replica_grouping=ir.replica_grouping(group_size=1)`.",
-)
+
+
+def _drifting(axes: tuple[str, ...]) -> Lint:
+    """The lint of variables that drift apart along axes."""
+    named = [name for name in axes if name.isidentifier() and name != "replicas"]
+    group = repr(named[0]) if len(named) == 1 else repr(tuple(named))
+    along, over = (f" along {group}", f"(..., group={group})") if named else ("", "")
+    return Lint(
+        DriftingVariableWarning,
+        f"Replicas share {{names}}, and each changes it by a value of its own{along} ({{line}}), so that it drifts "
+        f"apart. Reduce that value first, with `ops.collectives.replicated_all_reduce{over}`; or give each replica its "
+        "own variable, with `replica_grouping=ir.replica_grouping(group_size=1)`.",
+    )
 
 
 def _misplaced(main: Graph) -> Iterator[tuple[str, Lint]]:
@@ -213,26 +234,13 @@ class _Program:
         self.main = main
         # Of a value in a remote buffer, or in pieces, it is not known what it is.
         self.variables = [v for v in main.variables if v.piece is None and not v.location_info.isRemote()]
-        self.groupings: list[ReplicaGrouping] = []
         self.runs: dict[Graph, _Run] = {}
         for graph in callees_first(main):
             held = self.variables if graph is main else graph.inputs
             self.runs[graph] = _Walk(graph, held, self.runs).run
         self.run = self.runs[main]
         # What variables are before a run.
-        self.first = [
-            self._group_bit(v.replica_grouping) | (0 if writer is None else _PER_RUN)
-            for v, writer in zip(self.variables, self.run.writers, strict=True)
-        ]
-
-    def _group_bit(self, grouping: ReplicaGrouping) -> int:
-        """Bit for values shared within replica groups only."""
-        if grouping.num_groups == 1:
-            return 0
-        if grouping not in self.groupings:
-            self.groupings.append(grouping)
-        bit = _PER_REPLICA << (1 + self.groupings.index(grouping))
-        return bit if bit < 1 << _INPUTS else _REPLICA_REDUCED
+        self.first = [0 if writer is None else _PER_RUN for writer in self.run.writers]
 
     def repeated(self) -> Iterator[Op]:
         """Dropout ops that repeat their mask in every run of a stateful program."""
@@ -242,28 +250,27 @@ class _Program:
                 if not again and not _bind(seed, self.first) & _PER_RUN:
                     yield op
 
-    def drifting(self) -> Iterator[tuple[Variable, Op]]:
-        """Variables that drift apart on replicas sharing them, with the last op to change each."""
-        if self.main.ir.replication_factor == 1:
+    def drifting(
+        self, report: Report, parted: Mapping[Variable, tuple[int, ...]]
+    ) -> Iterator[tuple[Variable, Op, tuple[str, ...]]]:
+        """Variables that drift apart on replicas sharing them, with the last op to change each, and the axes.
+
+        Not those whose numbers are reduced, such as sums over micro-batches, nor those that nothing reads before they
+        are written.
+
+        Args:
+            report: the types of the program.
+            parted: variables that a run leaves different, with the axes: those of the report.
+        """
+        if report.mesh is None or not parted:
             return
-        for i, (v, writer) in enumerate(zip(self.variables, self.run.writers, strict=True)):
+        shared = [v for v in self.main.variables if not v.location_info.isRemote()]
+        run = _Walk(self.main, [v if v.piece is None else v.piece for v in shared], self.runs).run
+        for i, (v, writer) in enumerate(zip(shared, run.writers, strict=True)):
             bit = 1 << (_INPUTS + i)
             meant = v.replica_grouping.group_size == 1 or v.retrieval_mode == "all_replicas"
-            if writer is None or meant or self.run.reduced & bit or not self.run.read & bit:
-                continue
-            after = _bind(self.run.contents[i], self.first)
-            if not after & _REPLICA_REDUCED and self._differs(after, v.replica_grouping):
-                yield v, writer
-
-    def _differs(self, bits: int, grouping: ReplicaGrouping) -> bool:
-        """Test whether dependent values differ between replicas of a group."""
-        if bits & _PER_REPLICA:
-            return True
-        of = grouping.assignment
-        for k, other in enumerate(self.groupings):
-            if bits & _PER_REPLICA << (1 + k) and len({*zip(of, other.assignment, strict=True)}) > grouping.num_groups:
-                return True
-        return False
+            if v in parted and writer and not meant and run.read & bit and not run.reduced & bit:
+                yield v, writer, tuple(report.mesh.names[axis] for axis in parted[v])
 
 
 def _bind(bits: int, given: Sequence[int]) -> int:
@@ -378,10 +385,9 @@ class _Walk:
             same |= self.copies(t)
         if kind.exchange:
             stream = op.attributes.get("stream")
-            bits |= _UNKNOWN if stream is None else _PER_RUN | (_PER_REPLICA if stream.tensor.nelms > 1 else 0)
+            bits |= _UNKNOWN if stream is None else _PER_RUN
         if kind.between_replicas and op.attributes.get("group_size") != 1:
             self.run.reduced |= same
-            bits |= _REPLICA_REDUCED
         if kind.drops is not None and op.attributes[kind.drops.ratio]:
             self.run.masks.add((op, self.of(op.inputs[op.operand_names().index(kind.drops.seed)])))
         for i, t in enumerate(op.inputs):

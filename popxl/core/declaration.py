@@ -29,12 +29,15 @@ from popxl.core.tensor import Tensor
 from popxl.core.tracing import abstract_evaluation, trace
 from popxl.core.traits import (
     VJP,
+    Asserts,
     BetweenReplicas,
     Colocated,
     Composite,
+    Contracts,
     Drops,
     Effect,
     Exchange,
+    Makes,
     Mark,
     OnIpus,
     Overwrites,
@@ -147,12 +150,28 @@ class OpKind:
         self.effect = Effect in known
         self.exchange: str = known[Exchange].attribute if Exchange in known else ""
         self.between_replicas = BetweenReplicas in known
+        self.asserts = Asserts in known
+        self.contracts: Contracts | None = known.get(Contracts)
         self.real_only = RealOnly in known
         self.ipus: str = known[OnIpus].attribute if OnIpus in known else ""
         self.drops: Drops | None = known.get(Drops)
         self.aliased = self.overwrites is not None and self.overwrites.aliased
         anywhere = () if self.runs or self.stands_for or self.ipus else None
         self.colocated: tuple[str, ...] | None = known[Colocated].operands if Colocated in known else anywhere
+
+    def exchanged(self, attributes: Mapping[str, Any]) -> Makes:
+        """For an op between replicas, how members of a group hold what it makes."""
+        makes = self._between.makes
+        return makes(attributes) if callable(makes) else makes
+
+    def needs_same_feeds(self, attributes: Mapping[str, Any]) -> bool:
+        """For an op between replicas, whether replicas of its groups have to be fed the same."""
+        asks = self._between.same_feeds
+        return asks is not None and asks(attributes)
+
+    @property
+    def _between(self) -> BetweenReplicas:
+        return next(trait for trait in self.traits if isinstance(trait, BetweenReplicas))
 
     @property
     def is_carried_out_by_others(self) -> bool:

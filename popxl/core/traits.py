@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from popxl.core.declaration import OpKind
@@ -166,6 +166,10 @@ class Requirement(Trait):
         kind.check_operands((self.operand,), "requires something of")
 
 
+Makes = Literal["same", "pieces", "own"] | None
+"""How the members of a group hold what an op between replicas makes."""
+
+
 @dataclass(frozen=True)
 class BetweenReplicas(Trait):
     """Communication with other replicas.
@@ -173,11 +177,37 @@ class BetweenReplicas(Trait):
     `lowering` then has a keyword `group`, the `popxl.ops.collectives.Group` of the replica that runs it, where the op
     itself has the attributes `stride` and `group_size`, which `popxl.ops.collectives.collectives.members` makes of a
     grouping. Such an op states its shape and its gradient.
+
+    Attributes:
+        makes: how the members of a group hold what it makes: `"same"`, one value on all; `"pieces"`, a piece of one
+            value each; `"own"`, as they hold the operands; `None`, it is not known. Where that depends on the
+            attributes of the op, a function of these. If the op has an attribute `op`, that reduction comes first.
+        same_feeds: whether an op with these attributes makes sense only where replicas of a group are fed the same.
     """
+
+    makes: Makes | Callable[[Mapping[str, Any]], Makes] = None
+    same_feeds: Callable[[Mapping[str, Any]], bool] | None = None
 
     def check(self, kind: OpKind) -> None:
         if kind.shape is None or (kind.gradient is VJP and kind.overwrites is None):
             raise TypeError(f"OpKind: {kind.name} talks to other replicas: state its `shape`, and its `gradient`.")
+
+
+@dataclass(frozen=True)
+class Asserts(Trait):
+    """The op returns its operand, and states that it is the same on all replicas of a group, which the attributes
+    `stride` and `group_size` say."""
+
+
+@dataclass(frozen=True)
+class Contracts(Trait):
+    """The op multiplies two operands and sums over a dimension of each.
+
+    Attributes:
+        dimensions: gives these, the first one's and the second one's.
+    """
+
+    dimensions: Callable[[Op], tuple[int, int]]
 
 
 @dataclass(frozen=True, init=False)

@@ -15,6 +15,7 @@ from popxl.core.traits import (
     BetweenReplicas,
     Colocated,
     Composite,
+    Contracts,
     Drops,
     Effect,
     Exchange,
@@ -40,6 +41,7 @@ from popxl.values.shapes import broadcast, broadcast_shapes, like_first, predica
 __all__ = [
     "BetweenReplicas",
     "Colocated",
+    "Contracts",
     "Drops",
     "Effect",
     "Exchange",

@@ -14,7 +14,7 @@ from popxl.context import get_current_context
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.core.tracing import abstract_evaluation
-from popxl.core.traits import REFUSED, Colocated
+from popxl.core.traits import REFUSED, Colocated, Contracts
 from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
@@ -132,7 +132,12 @@ _over_rows = OpKind(
     gradient={"lhs": lambda g, rhs: rhs @ _flipped(g), "rhs": lambda g, lhs: lhs @ g},
 )
 _kind = OpKind(
-    "MatMul", _matmul, shape=_shape, result="matmul_out", gradient={"lhs": _lhs_gradient, "rhs": _rhs_gradient}
+    "MatMul",
+    _matmul,
+    shape=_shape,
+    result="matmul_out",
+    gradient={"lhs": _lhs_gradient, "rhs": _rhs_gradient},
+    traits=[Contracts(lambda op: (op.inputs[0].rank - 1, max(op.inputs[1].rank - 2, 0)))],
 )
 
 

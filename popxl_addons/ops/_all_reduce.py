@@ -29,6 +29,11 @@ _IN_THE_GRADIENT: Mapping[Identical, Identical] = {
 """What is identical where an op is differentiated, by what is identical in the op."""
 
 
+def _makes(attributes: Mapping[str, Any]) -> Literal["same", "own"]:
+    """Nothing is reduced where members have the same already, as was declared."""
+    return "own" if attributes["identical"] in ("inputs", "incoming gradients") else "same"
+
+
 def all_reduces(op_type: str, known: Mapping[str, str]) -> Callable[..., popxl.Tensor]:
     """Declare all-reduce ops and a recording function: `(name, t, op, group, identical="nothing")`.
 
@@ -57,7 +62,7 @@ def all_reduces(op_type: str, known: Mapping[str, str]) -> Callable[..., popxl.T
         shape=lambda t, **attributes: t.spec,
         gradient={"t": gradient},
         result="{t}_all_reduce",
-        traits=[BetweenReplicas()],
+        traits=[BetweenReplicas(_makes, same_feeds=lambda attributes: attributes["identical"] != "nothing")],
     )
 
     @pattern("default")

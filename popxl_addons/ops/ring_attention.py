@@ -107,7 +107,7 @@ _ring_attention = OpKind(
     operands=("queries", "keys", "values"),
     result=("attention_out", "attention_logs"),
     gradient=_gradient,
-    traits=[BetweenReplicas()],
+    traits=[BetweenReplicas("own")],
     key="popxl_addons.RingAttention",
 )
 _ring_attention_grad = OpKind(
@@ -116,7 +116,7 @@ _ring_attention_grad = OpKind(
     shape=lambda g, q, k, v, out, logs, **how: tuple(map(like_first, (q, k, v))),
     result=("attention_queries_grad", "attention_keys_grad", "attention_values_grad"),
     gradient=REFUSED,
-    traits=[BetweenReplicas()],
+    traits=[BetweenReplicas("own")],
     key="popxl_addons.RingAttentionGrad",
 )
 

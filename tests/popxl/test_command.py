@@ -276,7 +276,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert "popxl show" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         main([])
-    assert "{show,report,fit,plan,diff}" in capsys.readouterr().err
+    assert "{show,check,report,fit,plan,diff}" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["show"])
     assert capsys.readouterr().err.endswith("popxl show: error: the following arguments are required: FILE.py\n")

@@ -5,6 +5,7 @@ from popxl.ops.collectives.all_reduce import (
     all_reduce_identical_grad_inputs,
     all_reduce_identical_inputs,
 )
+from popxl.ops.collectives.asserting import assert_replicated
 from popxl.ops.collectives.collectives import CommGroup, CommGroupType
 from popxl.ops.collectives.group import Group as Group
 from popxl.ops.collectives.replicated import (
@@ -24,6 +25,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_identical_grad_inputs",
     "all_reduce_identical_inputs",
+    "assert_replicated",
     "replica_sharded_slice",
     "replicated_all_gather",
     "replicated_all_reduce",

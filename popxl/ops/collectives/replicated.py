@@ -48,7 +48,7 @@ all_reduce_kind = OpKind(
     shape=like_first,
     gradient=REFUSED,
     result="{t}_all_reduce",
-    traits=[BetweenReplicas()],
+    traits=[BetweenReplicas("same")],
 )
 all_reduce_inplace_kind = all_reduce_kind.inplace("ReplicatedAllReduceInplace", "{t}_all_reduce")
 reduce_scatter_kind = OpKind(
@@ -59,7 +59,7 @@ reduce_scatter_kind = OpKind(
     ),
     gradient=REFUSED,
     result="{t}_reduce_scattered",
-    traits=[BetweenReplicas()],
+    traits=[BetweenReplicas("pieces")],
 )
 
 
@@ -193,7 +193,7 @@ all_gather_kind: OpKind = OpKind(
     shape=_gathered,
     gradient={"t": _own_gradient_chunk},
     result="{t}_all_gathered",
-    traits=[BetweenReplicas()],
+    traits=[BetweenReplicas("same")],
 )
 
 
@@ -205,7 +205,7 @@ def _chunk(key: str, result: str, shape: Callable[..., TensorSpec]) -> OpKind:
         shape=shape,
         gradient={"t": _gather_gradient},
         result=result,
-        traits=[BetweenReplicas()],
+        traits=[BetweenReplicas("pieces")],
         key=key,
     )
 
@@ -373,7 +373,7 @@ all_to_all_kind: OpKind = OpKind(
     shape=like_first,
     gradient={"t": _reverse_exchange},
     result="{t}_all_to_all",
-    traits=[BetweenReplicas()],
+    traits=[BetweenReplicas("own")],
 )
 
 
@@ -446,7 +446,7 @@ shift_kind: OpKind = OpKind(
     shape=like_first,
     gradient={"t": _shifted_back},
     result="{t}_shifted",
-    traits=[BetweenReplicas()],
+    traits=[BetweenReplicas("own")],
 )
 
 

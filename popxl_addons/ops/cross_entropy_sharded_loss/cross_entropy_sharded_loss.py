@@ -89,7 +89,7 @@ _cross_entropy_sharded = OpKind(
     shape=_specs,
     gradient=_gradient,
     result=("cross_entropy_loss", "cross_entropy_normalizers"),
-    traits=[BetweenReplicas()],
+    traits=[BetweenReplicas("same")],
 )
 
 

@@ -67,7 +67,7 @@ _layer_norm_distributed_grad = OpKind(
     shape=lambda g, t, w, mean, inverse, **groups: tuple(TensorSpec(x.shape, x.dtype) for x in (t, w, w)),
     gradient=REFUSED,
     result=("layer_norm_t_grad", "layer_norm_w_grad", "layer_norm_b_grad"),
-    traits=[BetweenReplicas()],
+    traits=[BetweenReplicas("own")],
 )
 _layer_norm_distributed = OpKind(
     "LayerNormDistributed",
@@ -75,7 +75,7 @@ _layer_norm_distributed = OpKind(
     shape=_specs,
     gradient=_gradients,
     result=("layer_norm_out", "layer_norm_mean", "layer_norm_inv_std_dev"),
-    traits=[BetweenReplicas()],
+    traits=[BetweenReplicas("own")],
 )
 
 

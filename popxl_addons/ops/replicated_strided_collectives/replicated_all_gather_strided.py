@@ -18,7 +18,7 @@ _all_gather = OpKind(
     shape=all_gather_kind.shape,
     gradient=all_gather_kind.gradient,
     result="{t}_all_gathered",
-    traits=[BetweenReplicas()],
+    traits=[BetweenReplicas("same")],
 )
 
 

@@ -18,7 +18,7 @@ _reduce_scatter = OpKind(
     shape=reduce_scatter_kind.shape,
     gradient=REFUSED,
     result="{t}_reduce_scattered",
-    traits=[BetweenReplicas()],
+    traits=[BetweenReplicas("pieces")],
 )
 
 

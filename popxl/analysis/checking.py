@@ -1,0 +1,37 @@
+"""`check`: what a program with replicas can hardly mean, and how its replicas hold each value."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from popxl.analysis.lints import drifting
+from popxl.analysis.replication import Finding, Report, infer
+
+if TYPE_CHECKING:
+    from popxl.ir import Ir
+
+
+def check(ir: Ir) -> Report:
+    """Infer how replicas hold the values of a program, and find what it can hardly mean.
+
+    Args:
+        ir: the program. Nothing is compiled.
+
+    Returns:
+        Types and findings; printed, all of them as text.
+
+    Example:
+        >>> ir = popxl.Ir(axes={"data": 4})
+        >>> with ir.main_graph:
+        ...     w = popxl.variable(np.ones(3), popxl.float32, "w")
+        ...     ops.add_(w, w * ops.host_load(popxl.h2d_stream((3,), popxl.float32)))
+        >>> [(each.category, each.tensor, each.axes) for each in check(ir).findings]
+        [('drifting variable', 'w', ('data',))]
+    """
+    report = infer(ir)
+    report.findings += [
+        Finding("drifting variable", certain, op, v.path, axes, message)
+        for certain, v, op, axes, message in drifting(ir, report)
+    ]
+    report.findings.sort(key=lambda each: each.op.id)
+    return report

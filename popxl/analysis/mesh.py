@@ -1,0 +1,94 @@
+"""`Mesh`: the axes along which the replicas of a program are told apart, read off its groupings.
+
+A program names its axes, or groups replicas by strides. Where all groups are made of the same dimensions, these are the
+axes, and each group extends along some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from popxl.replica_grouping import ReplicaGrouping
+
+if TYPE_CHECKING:
+    from popxl.core.recording import Op
+    from popxl.ir import Ir
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Axes of replicas, the first one the outermost. All have two replicas or more.
+
+    Attributes:
+        names: their names; those of the Ir, where it has some.
+        strides: how far apart neighbours are along each.
+        sizes: how many replicas there are along each.
+    """
+
+    names: tuple[str, ...]
+    strides: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def along(self, stride: int, size: int) -> tuple[int, ...]:
+        """Positions of the axes that a strided group extends along."""
+        end = stride * size
+        return tuple(i for i, s in enumerate(self.strides) if stride <= s < end)
+
+    def shared(self, grouping: ReplicaGrouping) -> tuple[int, ...] | None:
+        """Positions of the axes that the groups of a grouping extend along; `None` for groups of another form."""
+        if grouping.is_const:
+            return self.along(grouping.stride, grouping.group_size) if grouping.group_size > 1 else ()
+        found = grouping.assignment
+        first = {r for r, group in enumerate(found) if group == found[0]}
+        axes = tuple(i for i, s in enumerate(self.strides) if s in first)
+        kept = [(s, n) for i, (s, n) in enumerate(zip(self.strides, self.sizes, strict=True)) if i not in axes]
+        places: dict[tuple[int, ...], int] = {}
+        alike = [places.setdefault(tuple(r // s % n for s, n in kept), len(places)) for r in range(len(found))]
+        return axes if alike == found else None
+
+    def text(self, axes: Iterable[int]) -> str:
+        """Some axes in a sentence: `` `data` and `tensor` ``."""
+        return " and ".join(f"`{self.names[i]}`" for i in axes)
+
+
+def mesh_of(ir: Ir, collectives: Iterable[Op]) -> Mesh | None:
+    """The mesh of a program, by its ops between replicas; `None` where its groups are not made of the same dimensions.
+
+    Example:
+        >>> mesh_of(popxl.Ir(axes={"data": 2, "tensor": 4}), []).strides
+        (4, 1)
+    """
+    count = ir.replication_factor
+    ends = {1, count}
+    named = ir.named_axes
+    places = {} if named is None else named.places
+    for stride, size in places:
+        ends |= {stride, stride * size}
+    groups = [(op.attributes["stride"], op.attributes["group_size"]) for op in collectives]
+    groups += [(r.stride, r.group_size) for v in ir.main_graph.variables if (r := v.replica_grouping.const_rg)]
+    for stride, size in dict.fromkeys(groups):
+        if size > 1:
+            ends |= {stride, stride * size}
+    found = sorted(ends)
+    if any(larger % smaller for smaller, larger in pairwise(found)):
+        return None
+    dimensions = [(smaller, larger // smaller) for smaller, larger in pairwise(found)][::-1]
+    return Mesh(
+        tuple(_name(places, each, dimensions) for each in dimensions),
+        tuple(stride for stride, _ in dimensions),
+        tuple(size for _, size in dimensions),
+    )
+
+
+def _name(places: dict[tuple[int, int], str], dimension: tuple[int, int], all: Sequence[tuple[int, int]]) -> str:
+    """The name of a dimension: that of an axis, of a part of an axis, or what it is."""
+    stride, size = dimension
+    for (start, count), name in places.items():
+        if start <= stride < start * count:
+            return name if (stride, size) == (start, count) else f"{name} / {stride // start}"
+    if len(all) == 1:
+        return "replicas"
+    return f"{size} replicas" if stride == 1 else f"{size} replicas, {stride} apart"

@@ -1,0 +1,42 @@
+"""Statements of a program about what its replicas have in common: nothing is computed, and `popxl check` reads them."""
+
+from __future__ import annotations
+
+from popxl.core.declaration import OpKind
+from popxl.core.tensor import Tensor
+from popxl.core.traits import Asserts
+from popxl.ops.collectives.collectives import members
+from popxl.replica_grouping import Groups
+from popxl.values.shapes import like_first
+
+_assert_kind = OpKind(
+    "AssertReplicated",
+    lambda t, *, stride, group_size: t,
+    shape=like_first,
+    gradient={"t": lambda g: g},
+    result="{t}_replicated",
+    traits=[Asserts()],
+)
+
+
+def assert_replicated(t: Tensor, group: Groups | None = None) -> Tensor:
+    """State that `t` is the same on all replicas of a group, such as what the host feeds to each of them.
+
+    Nothing is computed, sent or compared. `popxl check` takes it as known from here on, and says where it contradicts
+    what the program computes. Gradients pass unchanged.
+
+    Args:
+        t: tensor of any shape and dtype.
+        group: the replicas that have the same: a grouping, or names of axes; all of them by default.
+
+    Returns:
+        A new tensor: `t`.
+
+    Raises:
+        ValueError: if the replicas of the Ir cannot be grouped like this.
+        NotImplementedError: for a grouping whose members are not always the same distance apart.
+
+    Example:
+        >>> text = ops.collectives.assert_replicated(text, "tensor")
+    """
+    return _assert_kind(t, **members("assert_replicated", group))

@@ -1,0 +1,367 @@
+"""What replicas have in common, as it is inferred: small programs, right and wrong, with what is found in them."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import popxl
+import popxl_addons as addons
+from popxl import ops
+from popxl.analysis.checking import check
+from popxl.errors import DriftingVariableWarning
+from popxl_addons import optimizers
+from popxl_addons.layers import MLP, Attention, TransformerBlock
+from popxl_addons.ops.replicated_all_reduce_TP import (
+    replicated_all_reduce_identical_grad_inputs,
+    replicated_all_reduce_identical_inputs,
+)
+from runtime.command import main
+
+c = ops.collectives
+F32 = popxl.float32
+
+
+def mesh() -> popxl.Ir:
+    return popxl.Ir(axes={"data": 2, "tensor": 4})
+
+
+def fed(*shape: int) -> popxl.Tensor:
+    return ops.host_load(popxl.h2d_stream(shape, F32, "x"))
+
+
+def weight(*shape: int, name: str = "w") -> popxl.Tensor:
+    return popxl.variable(np.ones(shape, np.float32), F32, name)
+
+
+def divided(axis: int, *shape: int, name: str = "w") -> popxl.Tensor:
+    """A weight of which each replica along `tensor` has a part."""
+    w = popxl.variable(np.ones((4, *shape), np.float32), F32, name, replica_grouping="data")
+    w.group_axis = axis
+    return w
+
+
+def gradient() -> tuple[popxl.Tensor, popxl.Tensor]:
+    """A weight that all share, and its gradient for own data."""
+    w = weight(8, 3)
+    x = fed(5, 8)
+    return w, ops.matmul(x.T, x @ w)
+
+
+def update(w: popxl.Tensor, g: popxl.Tensor) -> None:
+    ops.scaled_add_(w, g, b=-0.1)
+
+
+def two_layers(reduction: str = "add", first: int = 1, second: int = 0) -> popxl.Tensor:
+    """The same on all along `tensor`: two layers that are divided along it."""
+    x = replicated_all_reduce_identical_inputs(fed(5, 8), group="tensor")
+    h = ops.gelu(x @ divided(first, 8, 6, name="up"))
+    return c.replicated_all_reduce(h @ divided(second, 6, 8, name="down"), reduction, group="tensor")
+
+
+# Right ----------------------------------------------------------------------------------------------------------------
+
+
+def reduced() -> None:
+    w, g = gradient()
+    update(w, c.replicated_all_reduce(g, "mean"))
+
+
+def reduced_along_one_axis_after_the_other() -> None:
+    w, g = gradient()
+    update(w, c.replicated_all_reduce(c.replicated_all_reduce(g, "mean", group="data"), "add", group="tensor"))
+
+
+def reduced_after_a_cast() -> None:
+    w, g = gradient()
+    update(w, ops.cast(c.replicated_all_reduce(ops.cast(g, popxl.bfloat16), "mean"), F32))
+
+
+def own_along_the_axis() -> None:
+    """Replicas along `tensor` have weights of their own, which only others along `data` share."""
+    x, w = fed(5, 8), divided(1, 8, 3)
+    update(w, c.replicated_all_reduce(x.T @ (x @ w), "mean", group="data"))
+
+
+def fed_the_same() -> None:
+    """The program says that what the host feeds is the same along `tensor`."""
+    w, x = weight(8, 3), c.assert_replicated(fed(5, 8), "tensor")
+    update(w, c.replicated_all_reduce(x.T @ (x @ w), "mean", group="data"))
+
+
+def pieces_that_are_summed() -> None:
+    two_layers()
+
+
+def counted() -> None:
+    w, g = gradient()
+    count = c.replicated_all_reduce(popxl.constant(1.0))
+    update(w, c.replicated_all_reduce(g) / count)
+
+
+def with_numbers_that_all_are_fed() -> None:
+    """A table of learning rates is fed to each replica; the gradient has been reduced."""
+    w, g = gradient()
+    rates = ops.host_load(popxl.h2d_stream((2,), F32, "rates"))
+    update(w, c.replicated_all_reduce(g, "mean") * rates[0])
+
+
+def in_pieces() -> None:
+    g = gradient()[1]
+    _, piece = popxl.replica_sharded_variable(np.ones((8, 3)), F32, "pieces")
+    update(piece, c.replicated_reduce_scatter(g, "mean", None, True))
+
+
+def in_a_loop() -> None:
+    w, x = weight(8, 3), fed(5, 8)
+
+    def turn(x: Any, w: popxl.TensorByRef) -> None:
+        update(w, c.replicated_all_reduce(x.T @ (x @ w), "mean"))
+
+    ops.repeat(w.ir.create_graph(turn, x, w), 3, x, w)
+
+
+def trained(sharded: bool) -> None:
+    class Model(addons.Module):
+        def build(self, x: popxl.Tensor) -> popxl.Tensor:
+            self.block = TransformerBlock(Attention(4, tensor="tensor"), MLP(16, tensor="tensor"))
+            y = self.block(x)
+            return ops.mean(y * y)
+
+    x = popxl.h2d_stream((2, 4, 8), F32, "x")
+    addons.train_step(Model(), x, optimizer=partial(optimizers.adamw, lr=0.1, clip_norm=1.0), sharded=sharded)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        reduced,
+        reduced_along_one_axis_after_the_other,
+        reduced_after_a_cast,
+        own_along_the_axis,
+        fed_the_same,
+        pieces_that_are_summed,
+        counted,
+        in_pieces,
+        in_a_loop,
+        partial(trained, sharded=False),
+        partial(trained, sharded=True),
+    ],
+)
+def test_right_programs(program: Callable[[], None]) -> None:
+    with (ir := mesh()).main_graph:
+        program()
+    report = check(ir)
+    assert not report.findings, report
+    popxl.Session(ir, "ipu_model")
+
+
+def test_what_is_not_certain_is_no_warning() -> None:
+    with (ir := mesh()).main_graph:
+        with_numbers_that_all_are_fed()
+    assert [each.certain for each in check(ir).findings] == [False]
+    popxl.Session(ir, "ipu_model")
+
+
+# Wrong ----------------------------------------------------------------------------------------------------------------
+# The line with the comment is the one that is named.
+
+
+def not_reduced() -> None:
+    w, g = gradient()
+    ops.scaled_add_(w, g, b=-0.1)  # found
+
+
+def reduced_along_one_axis() -> None:
+    w, g = gradient()
+    g = c.replicated_all_reduce(g, "mean", group="tensor")
+    ops.scaled_add_(w, g, b=-0.1)  # found
+
+
+def reduced_along_the_axis_it_is_divided_over() -> None:
+    x, w = fed(5, 8), divided(1, 8, 3)
+    g = c.replicated_all_reduce(x.T @ (x @ w), "mean", group="tensor")
+    ops.scaled_add_(w, g, b=-0.1)  # found
+
+
+def summed_twice() -> None:
+    w, g = gradient()
+    g = c.replicated_all_reduce(g)
+    g = c.replicated_all_reduce(g, group="tensor")  # found
+    update(w, g)
+
+
+def mean_of_terms() -> None:
+    x = replicated_all_reduce_identical_inputs(fed(5, 8), group="tensor")
+    h = ops.gelu(x @ divided(1, 8, 6, name="up"))
+    c.replicated_all_reduce(h @ divided(0, 6, 8, name="down"), "mean", group="tensor")  # found
+
+
+def summed_pieces() -> None:
+    c.replicated_all_reduce(divided(1, 8, 6), group="tensor")  # found
+
+
+def said_to_be_the_same() -> None:
+    x = replicated_all_reduce_identical_inputs(fed(5, 8), group="tensor")
+    h = x @ divided(1, 8, 6)
+    c.assert_replicated(h, "tensor")  # found
+
+
+def not_summed_between_layers() -> None:
+    """A weight after divided layers, without the sum that ends them."""
+    bias = weight(8, name="bias")
+    x = replicated_all_reduce_identical_inputs(fed(5, 8), group="tensor")
+    y = ops.gelu(x @ divided(1, 8, 6, name="up")) @ divided(0, 6, 8, name="down") + bias
+    ops.scaled_add_(bias, c.replicated_all_reduce(ops.sum(y, axis=0), "mean", group="data"), b=0.1)  # found
+
+
+@pytest.mark.parametrize(
+    ("program", "category", "tensor", "axes"),
+    [
+        (not_reduced, "drifting variable", "w", ("data", "tensor")),
+        (reduced_along_one_axis, "drifting variable", "w", ("data",)),
+        (reduced_along_the_axis_it_is_divided_over, "drifting variable", "w", ("data",)),
+        (summed_twice, "repeated reduction", "matmul_out__t0_all_reduce", ("tensor",)),
+        (mean_of_terms, "mean of a sum", "matmul_out__t0", ("tensor",)),
+        (summed_pieces, "reduced pieces", "w", ("tensor",)),
+        (said_to_be_the_same, "contradicted statement", "matmul_out", ("tensor",)),
+        (not_summed_between_layers, "drifting variable", "bias", ("tensor",)),
+    ],
+)
+def test_wrong_programs(program: Callable[[], None], category: str, tensor: str, axes: tuple[str, ...]) -> None:
+    with (ir := mesh()).main_graph:
+        program()
+    (finding,) = check(ir).findings
+    assert (finding.category, finding.tensor, finding.axes) == (category, tensor, axes)
+    lines, first = inspect.getsourcelines(program)
+    (at,) = (first + i for i, line in enumerate(lines) if line.endswith("# found\n"))
+    assert finding.line == f"test_replication.py:{at}"
+    if category == "drifting variable":
+        with pytest.warns(DriftingVariableWarning, match=f"Replicas share `{tensor}`"):
+            popxl.Session(ir, "ipu_model")
+
+
+# Types ----------------------------------------------------------------------------------------------------------------
+
+
+def test_types() -> None:
+    with (ir := mesh()).main_graph:
+        y = two_layers()
+    report = check(ir)
+    assert report.text(y) == "{data: varying}"
+    shown = {t.name: report.text(t) for op in ir.main_graph.ops for t in op.outputs}
+    assert shown["gelu_out"] == "{data: varying, tensor: sharded}"
+    assert shown["matmul_out__t0"] == "{data: varying, tensor: partial}"
+    assert {v.name: report.text(v) for v in ir.main_graph.variables} == {
+        "down": "{tensor: sharded 0}",
+        "up": "{tensor: sharded 1}",
+    }
+
+
+def test_gradients_of_divided_layers() -> None:
+    """What goes back through both ends of divided layers is the same on all of them."""
+    with (ir := mesh()).main_graph:
+        x = popxl.graph_input
+        facts = [divided(1, 8, 6, name="up"), divided(0, 6, 8, name="down")]
+
+        def forward(x: Any, up: Any, down: Any) -> Any:
+            inside = replicated_all_reduce_identical_inputs(x, group="tensor")
+            return replicated_all_reduce_identical_grad_inputs(ops.gelu(inside @ up) @ down, group="tensor")
+
+        x = fed(5, 8)
+        graph = ir.create_graph(forward, x, *facts)
+        info = popxl.transforms.autodiff(graph)
+        site = ops.call_with_info(graph, x, *facts)
+        found = ops.call(info.graph, site.outputs[0], inputs_dict=info.inputs_dict(site))
+    addons.patterns.apply_pre_alias_patterns(ir)
+    report = check(ir)
+    assert [report.text(t) for t in found] == ["{data: varying}"] + ["{data: varying, tensor: sharded}"] * 2
+
+
+def test_groups_that_form_no_mesh() -> None:
+    ir = popxl.Ir(replication=6)
+    with ir.main_graph:
+        x = fed(4)
+        c.replicated_all_reduce(x, group=ir.replica_grouping(group_size=2))
+        c.replicated_all_reduce(x, group=ir.replica_grouping(group_size=3))
+    report = check(ir)
+    assert report.mesh is None
+    assert "do not form a mesh" in str(report)
+
+
+def test_groups_without_names() -> None:
+    ir = popxl.Ir(replication=8)
+    with ir.main_graph:
+        w, g = gradient()
+        ops.scaled_add_(w, c.replicated_all_reduce(g, "mean", group=ir.replica_grouping(stride=2, group_size=4)), b=0.1)
+    (finding,) = check(ir).findings
+    assert finding.axes == ("2 replicas",)
+
+
+def test_an_op_that_does_not_say_what_it_makes() -> None:
+    kind = popxl.OpKind(
+        "Total",
+        lambda t, *, group: group.combined(t, "add"),
+        shape=lambda t, **groups: t.spec,
+        gradient=None,
+        traits=[popxl.op.BetweenReplicas()],
+    )
+    with (ir := mesh()).main_graph:
+        w, g = gradient()
+        update(w, kind(g, stride=1, group_size=8))
+    report = check(ir)
+    assert not report.findings
+    assert "not typed: Total" in str(report)
+
+
+def test_the_statement_computes_nothing() -> None:
+    with (ir := popxl.Ir(replication=2)).main_graph:
+        x = fed(3)
+        y = c.assert_replicated(x)
+        out = popxl.d2h_stream((3,), F32)
+        ops.host_store(out, y)
+    assert not ir.communication().collectives
+    rows = np.arange(6, dtype=np.float32).reshape(2, 3)
+    with popxl.Session(ir, "ipu_model") as session:
+        (stream,) = session.expected_inputs()
+        np.testing.assert_array_equal(session.run({stream: rows})[out], rows)
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import numpy as np
+import popxl
+from popxl import ops
+
+ir = popxl.Ir(axes={"data": 2, "tensor": 4})
+with ir.main_graph:
+    x = ops.host_load(popxl.h2d_stream((4, 8), popxl.float32, "x"))
+    w = popxl.variable(np.ones((8, 3)), popxl.float32, "w")
+    dw = x.T @ (x @ w)
+    dw = ops.collectives.replicated_all_reduce(dw, "mean", group="GROUP")
+    ops.scaled_add_(w, dw, b=-0.1)
+popxl.Session(ir, "ipu_model").run({})
+"""
+
+
+@pytest.mark.parametrize(("group", "code"), [("tensor", 1), ("data", 1)])
+def test_check(group: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(PROGRAM.replace("GROUP", group))
+    assert main(["check", str(file)]) == code
+    out = capsys.readouterr().out
+    other = {"tensor": "data", "data": "tensor"}[group]
+    assert f"Replicas share `w`, and each changes it by a value of its own along '{other}'" in out
+    assert "train.py:12" in out
+
+
+def test_check_of_a_right_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(PROGRAM.replace(', group="GROUP"', ""))
+    assert main(["check", str(file)]) == 0
+    assert "Nothing was found." in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Subcommands of `popxl`: `show`, `check`, `report`, `fit`, `plan`, `diff`, `--version`. Invoked by `popxl.__main__`."""
+"""Subcommands of `popxl`: `show`, `check`, `report`, `fit`, `plan`, `diff`. Invoked by `popxl.__main__`."""
 
 from __future__ import annotations
 

@@ -329,7 +329,7 @@ class TaskSession(popxl.Session):
             raise PopxlRuntimeError(f"TaskSession.save_checkpoint: `{place}` has not been begun. {' '.join(problems)}")
         share = pieces.Share(Path(told[0]["directory"]), number, count, self._key_value_store)
         with share.told():
-            parts = self._own_parts([*divided.values()])
+            parts = self._saved_parts([*divided.values()])
             own = {name: parts[v] for name, v in divided.items()}
         if number > 0:
             return partial(share.write, own, format)

@@ -139,9 +139,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             budget = bytes_of(options.budget, "--budget")
         except ValueError as problem:
             return _fail(f"plan: {problem}", 2)
-        return plan(Asked(file, options.args, pages=options.pages, target=target), budget, options.save)
+        return plan(CommandArgs(file, options.args, pages=options.pages, target=target), budget, options.save)
     run = {"show": show, "check": check_program, "report": report, "fit": fit_into}[options.command]
-    return run(Asked(file, options.args, options.pictures, options.pages, target, function))
+    return run(CommandArgs(file, options.args, options.pictures, options.pages, target, function))
 
 
 def _function_of(description: str) -> tuple[str, str]:
@@ -209,7 +209,7 @@ def _target_of(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class CommandArgs:
     """Arguments of a command: program and outputs.
 
     Attributes:
@@ -234,7 +234,7 @@ class Asked:
             record.save(self.pages / f"{name}.html")
 
 
-def show(asked: Asked) -> int:
+def show(asked: CommandArgs) -> int:
     """Print each Ir built by a program, with its memory. Runs nothing; compiles only for a target, then also printing
     the cost.
 
@@ -267,7 +267,7 @@ def show(asked: Asked) -> int:
     return code
 
 
-def check_program(asked: Asked) -> int:
+def check_program(asked: CommandArgs) -> int:
     """Print what is found in each Ir that a program builds, and its types. Compiles and runs nothing.
 
     Returns:
@@ -287,7 +287,7 @@ def check_program(asked: Asked) -> int:
     return code or int(certain)
 
 
-def report(asked: Asked) -> int:
+def report(asked: CommandArgs) -> int:
     """Run a program, and print a report of each session. With a target, execution stops at the first `session.run`.
 
     Returns:
@@ -311,7 +311,7 @@ def report(asked: Asked) -> int:
     return code
 
 
-def _report_function(asked: Asked) -> int:
+def _report_function(asked: CommandArgs) -> int:
     """Print the analysis of a program's JAX function, for the arguments of its first call, where the program stops.
 
     Returns:
@@ -403,7 +403,7 @@ def _costs(description: str, target: Target | None) -> list[Cost]:
     return found
 
 
-def fit_into(asked: Asked) -> int:
+def fit_into(asked: CommandArgs) -> int:
     """Compile a program for each combination of its choices; print combinations that fit a target, and the fastest.
 
     Returns:
@@ -430,7 +430,7 @@ def fit_into(asked: Asked) -> int:
     return 130 if not found.is_complete else 0 if found.best is not None else 1
 
 
-def plan(asked: Asked, budget: int, save: Path | None) -> int:
+def plan(asked: CommandArgs, budget: int, save: Path | None) -> int:
     """Plan what the training step of a program keeps within a budget; print the plan, and its costs as compiled.
 
     Returns:
@@ -528,13 +528,13 @@ class _Trying(_Watching):
 def _watching(machine: Machine, irs: dict[Ir, None] | None = None) -> Iterator[None]:
     """Make sessions use `machine`, recording Irs that receive ops."""
 
-    def note(op: Op) -> None:
+    def record_ir(op: Op) -> None:
         if irs is not None:
             irs.setdefault(op.graph.ir)
 
     context = get_current_context()
     before, Session.machine = Session.machine, machine
-    hook = context.register_op_created_hook(note)
+    hook = context.register_op_created_hook(record_ir)
     try:
         yield
     finally:
@@ -571,7 +571,7 @@ def _run(file: Path, arguments: Sequence[str], names: dict[str, Any] | None = No
         if isinstance(problem, BrokenPipeError) and is_broken_pipe():
             raise
         frames = problem.__traceback__
-        while frames is not None and not _is_of(frames, file):
+        while frames is not None and not _runs_file(frames, file):
             frames = frames.tb_next  # so that it begins in the program
         traceback.print_exception(problem.with_traceback(frames))
         return "", 1
@@ -581,7 +581,7 @@ def _run(file: Path, arguments: Sequence[str], names: dict[str, Any] | None = No
     return "", 0
 
 
-def _is_of(frame: TracebackType, file: Path) -> bool:
+def _runs_file(frame: TracebackType, file: Path) -> bool:
     return Path(frame.tb_frame.f_code.co_filename) == file
 
 

@@ -80,7 +80,7 @@ def export(
         ) from problem
     if weights not in ("inside", "beside"):
         raise ValueError(f"export: `weights` is {weights!r}; expected 'inside' or 'beside'.")
-    ir, present = _taken_from(program)
+    ir, present = _ir_and_values(program)
     if prints(ir.main_graph):
         raise PopxlError(
             "export: the program prints while it runs, which a file cannot hold. Leave out `print_tensor`."
@@ -110,7 +110,7 @@ def export(
     return exported
 
 
-def _taken_from(program: Any) -> tuple[Ir, Mapping[Any, np.ndarray]]:
+def _ir_and_values(program: Any) -> tuple[Ir, Mapping[Any, np.ndarray]]:
     """Ir of a program; for sessions, also current variable values."""
     if isinstance(program, Session):
         program._check_unchanged("export")

@@ -60,7 +60,7 @@ def report_of(ir: Ir, program: CompiledProgram, runner: Runner | None = None) ->
         collectives=_collectives(runs),
         size=_size(main, program),
         work=_work(runs),
-        pieces=_pieces(main, program, ops),
+        pieces=_segment_reports(main, program, ops),
         precision=_precision(ir.options.precision, program.layout.destination.platform),
         seconds=program.seconds,
         memory=memory,
@@ -144,14 +144,14 @@ def _graph(graph: Graph, runs: int) -> GraphReport:
     return GraphReport(name=graph.name, ops=len(graph.ops), runs=runs, flops=flops, text=definition(graph))
 
 
-def _parts(runs: Counter[Graph]) -> Iterator[tuple[Op, int]]:
+def _op_counts(runs: Counter[Graph]) -> Iterator[tuple[Op, int]]:
     """Executed ops of a program, with executions per run."""
     return ((part, count) for graph, count in runs.items() for op in graph.ops for part in op.parts)
 
 
 def _work(runs: Counter[Graph]) -> tuple[WorkReport, ...]:
     found: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for op, count in _parts(runs):
+    for op, count in _op_counts(runs):
         found[op.op_type].update(runs=count, flops=count * own_flops(op).total)
     work = (WorkReport(op=op, **counts) for op, counts in found.items())
     return tuple(sorted(work, key=lambda each: -each.flops))
@@ -159,7 +159,7 @@ def _work(runs: Counter[Graph]) -> tuple[WorkReport, ...]:
 
 def _collectives(runs: Counter[Graph]) -> tuple[CollectiveReport, ...]:
     found: defaultdict[tuple[str, int], Counter[str]] = defaultdict(Counter)
-    for op, count in _parts(runs):
+    for op, count in _op_counts(runs):
         if op.kind.between_replicas:
             found[op.op_type, op.attributes["group_size"]].update(runs=count, bytes=count * moved(op))
     return tuple(CollectiveReport(op=op, group_size=size, **counts) for (op, size), counts in found.items())
@@ -172,7 +172,7 @@ def _size(main: Graph, program: CompiledProgram) -> SizeReport:
         written_out[graph] = sum(not is_call(op) for op in graph.ops) + sum(inner)
     plan = program.executable if isinstance(program.executable, Plan) else None
     texts = {s: s.text() for s in plan.structures} if plan is not None else {None: program.text()}
-    pieces = [piece.structure for piece in plan.pieces] if plan is not None else [None]
+    pieces = [piece.structure for piece in plan.segments] if plan is not None else [None]
     whole = {structure: _text_written_out(text) for structure, text in texts.items()}
     return SizeReport(
         ops=sum(len(graph.ops) for graph in written_out),
@@ -222,7 +222,7 @@ def _variables(ir: Ir, program: CompiledProgram) -> tuple[VariableReport, ...]:
 
 def _buffers(program: CompiledProgram, runs: Counter[Graph]) -> tuple[BufferReport, ...]:
     traffic: defaultdict[RemoteBuffer, Counter[str]] = defaultdict(Counter)
-    for op, count in _parts(runs):
+    for op, count in _op_counts(runs):
         if op.kind.exchange == "buffer":
             way = "stored" if not op.outputs else "loaded"
             traffic[op.attributes["buffer"]][way] += count * moved(op)
@@ -255,13 +255,13 @@ def _streams(program: CompiledProgram) -> tuple[StreamReport, ...]:
     )
 
 
-def _pieces(main: Graph, program: CompiledProgram, ops: dict[Graph, int]) -> tuple[PieceReport, ...]:
+def _segment_reports(main: Graph, program: CompiledProgram, ops: dict[Graph, int]) -> tuple[PieceReport, ...]:
     if not isinstance(program.executable, Plan):
         (executable,) = program.executables()
         text = len(program.text())
         sizes = _sizes(executable)
         return (PieceReport(name="the program", runs=1, ops=ops[main], text=text, seconds=program.seconds, **sizes),)
-    pieces = program.executable.pieces
+    pieces = program.executable.segments
     runs = program.executable.runs
     compiling: dict[Structure, float] = defaultdict(float)
     for piece in pieces:

@@ -17,7 +17,7 @@ from popxl.base.pages import OnPage, Page, Picture, Table, bytes_text, count_tex
 from popxl.base.records import Record
 from popxl.errors import PopxlError
 from runtime.costs.cost import Cost, cost_of_executable
-from runtime.costs.hlo import Module, read
+from runtime.costs.hlo import Module, parse_hlo
 from runtime.costs.schedule import Buffer, Schedule, schedule_of
 from runtime.costs.work import account_of
 from runtime.targets import chip
@@ -208,7 +208,7 @@ def _on_target(leaf: Any, target: Target) -> Any:
 
 def _analysis(name: str, executable: Any, seconds: float, target: Target | None) -> Analysis:
     """Analysis of a compiled function."""
-    module, sizes = read(executable.as_text()), executable.memory_analysis()
+    module, sizes = parse_hlo(executable.as_text()), executable.memory_analysis()
     leaves = jax.tree.leaves((executable.input_shardings, executable.output_shardings))
     devices = max((len(each.device_set) for each in leaves), default=1)
     kind = leaves[0]._device_assignment[0].device_kind if leaves else jax.devices()[0].device_kind

@@ -81,7 +81,7 @@ class _Started:
     def __init__(self) -> None:
         self._left = 0
 
-    def have(self, line: bytes) -> bool:
+    def is_startup_line(self, line: bytes) -> bool:
         """Whether an output line is a startup message, given all earlier lines."""
         left = self._left + line.count(self._BEGIN)
         is_one = left > 0 and self._PIECES.fullmatch(line) is not None
@@ -150,11 +150,11 @@ class Launch:
         """Replace this process with the program, as one instance of a scheduler."""
         variables = _for_instance(instance) | self._variables | instance.environment()
         if self._options.verbose:
-            _say(f"instance {instance.instance_index} of {instance.num_instances}: {shlex.join(self._command)}")
+            _log(f"instance {instance.instance_index} of {instance.num_instances}: {shlex.join(self._command)}")
         try:
             os.execvpe(self._command[0], self._command, os.environ | variables)
         except OSError as problem:
-            _say(_not_started(self._command, problem))
+            _log(_not_started(self._command, problem))
             return 127
 
     def run(self) -> int:
@@ -168,12 +168,12 @@ class Launch:
             if not end.failed or restart == self._options.max_restarts:
                 break
             self._count = self._next_count()
-            _say(
+            _log(
                 f"{end.message} Starting again, {restart + 1} of {self._options.max_restarts}, with {self._count} "
                 f"instance{'s' * (self._count > 1)}."
             )
         if end.message:
-            _say(end.message)
+            _log(end.message)
         return end.code
 
     def _next_count(self) -> int:
@@ -186,7 +186,7 @@ class Launch:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._token = secrets.token_hex(16)
         self._variables["POPRUN_RESTARTS"] = str(restart)
-        all_here = all(map(_is_here, self._hosts))
+        all_here = all(map(_is_this_machine, self._hosts))
         here = LOOPBACK if all_here else socket.getfqdn()
         ends: Ends = queue.SimpleQueue()
 
@@ -246,7 +246,7 @@ class Launch:
         work."""
         running = {i for i, process in self._processes.items() if process.returncode is None}
         ended = self._processes.keys() - running
-        _say(
+        _log(
             f"instances that have ended: {', '.join(map(str, sorted(ended)))}; that still run, "
             f"{self._options.timeout:g} seconds later: {', '.join(map(str, sorted(running)))}. If these wait for what "
             "only all compute together, it will not come: each instance has to run the program as many times as "
@@ -289,23 +289,23 @@ class Launch:
             num_total_replicas=self._replicas,
             num_ipus_per_replica=self._options.ipus_per_replica,
             launcher=launcher,
-            host=here if _is_here(host) else host,
+            host=here if _is_this_machine(host) else host,
             token=self._token,
         )
         variables = _for_instance(instance)
         if instance.all_are_here:  # of NCCL, by which GPUs meet: it would take an address of a network
             variables["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", "lo")
         variables |= self._variables | instance.environment()
-        command = self._command if _is_here(host) else _over_ssh(host, self._command, variables)
+        command = self._command if _is_this_machine(host) else _over_ssh(host, self._command, variables)
         if self._options.verbose:
-            _say(f"instance {index} on {host}: {shlex.join(command)}")
+            _log(f"instance {index} on {host}: {shlex.join(command)}")
         is_shown = self._options.only_output_from_instance in (None, index)
         is_read = is_shown and self._options.tag_output and self._count > 1
         output = subprocess.PIPE if is_read else None if is_shown else subprocess.DEVNULL
         process = subprocess.Popen(
             command,
             env=os.environ | variables,
-            stdin=subprocess.DEVNULL if _is_here(host) else subprocess.PIPE,
+            stdin=subprocess.DEVNULL if _is_this_machine(host) else subprocess.PIPE,
             stdout=output,
             stderr=output,
             start_new_session=True,  # so that all that it starts can be stopped with it
@@ -338,7 +338,7 @@ class Launch:
         while chunk := os.read(source.fileno(), 1 << 16):
             *ends, rest = re.split(rb"(?<=[\n\r])(?!\n)", chunk)
             lines = [b"".join((*begun, end)) for end in ends[:1]] + ends[1:]
-            self._write(target, b"".join(tag + line for line in lines if not started.have(line)))
+            self._write(target, b"".join(tag + line for line in lines if not started.is_startup_line(line)))
             begun = [*([] if ends else begun), rest]
         if any(begun):
             self._write(target, tag + b"".join(begun) + b"\n")
@@ -393,11 +393,11 @@ def _over_ssh(host: str, command: Sequence[str], variables: dict[str, str]) -> l
     return ["ssh", "-o", "BatchMode=yes", host, script]
 
 
-def _is_here(host: str) -> bool:
+def _is_this_machine(host: str) -> bool:
     return host in ("localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn())
 
 
-def _say(message: str) -> None:
+def _log(message: str) -> None:
     print(f"poprun: {message}", file=sys.stderr, flush=True)
 
 

@@ -171,7 +171,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _read(kind: type[Number], text: str) -> Number:
+def _parse_number(kind: type[Number], text: str) -> Number:
     try:
         return kind(text)
     except ValueError:
@@ -179,21 +179,21 @@ def _read(kind: type[Number], text: str) -> Number:
 
 
 def _positive(text: str) -> int:
-    number = _read(int, text)
+    number = _parse_number(int, text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is below 1")
     return number
 
 
 def _not_negative(text: str) -> int:
-    number = _read(int, text)
+    number = _parse_number(int, text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"{number} is below 0")
     return number
 
 
 def _seconds(text: str) -> float:
-    seconds = _read(float, text)
+    seconds = _parse_number(float, text)
     if not 0 < seconds < threading.TIMEOUT_MAX:
         raise argparse.ArgumentTypeError(f"{text} is no time to wait")
     return seconds

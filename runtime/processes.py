@@ -131,7 +131,7 @@ class LauncherConnection:
 _connections: list[LauncherConnection | Service] = []  # none before this process has joined, and one after
 
 
-def has_joined() -> bool:
+def is_connected() -> bool:
     """Whether this process joined other instances."""
     return bool(_connections)
 
@@ -144,7 +144,7 @@ def join() -> None:
         PopxlRuntimeError: if some instance does not come.
     """
     instance = launched()
-    if instance is None or instance.num_instances == 1 or has_joined():
+    if instance is None or instance.num_instances == 1 or is_connected():
         return
     address = LOOPBACK if instance.all_are_here else ""
     connection: LauncherConnection | Service
@@ -322,7 +322,7 @@ def devices_of_all(own: Sequence[jax.Device], count: int, best: int) -> list[jax
 def warn_if_forgotten() -> None:
     """Warn once if poprun started several instances and this one runs a program for a single process."""
     instance = launched()
-    if instance is not None and instance.num_instances > 1 and not has_joined():
+    if instance is not None and instance.num_instances > 1 and not is_connected():
         _log.warn(
             f"poprun has started {instance.num_instances} instances, and each runs this program by itself: its Ir was "
             "not made with `popxl.Ir(replication='popdist')`. If that is meant, call `popdist.init()`."

@@ -89,7 +89,7 @@ class Watch:
         self._now = CompilationProgress(done, total, what, 0.0)
         if self._callback is not None:
             self._callback(self._timed())
-        elif self._line is None and _is_shown():
+        elif self._line is None and _is_enabled():
             self._line = threading.Thread(target=self._show, name="compilation progress", daemon=True)
             self._line.start()
 
@@ -120,7 +120,7 @@ class Watch:
             print(begin, end="", file=stream, flush=True)
 
 
-def _is_shown() -> bool:
+def _is_enabled() -> bool:
     chosen = os.environ.get("POPXL_PROGRESS") or "auto"
     if chosen not in ("auto", "on", "off"):
         raise ValueError(f"The environment variable POPXL_PROGRESS is {chosen!r}; expected 'auto', 'on' or 'off'.")

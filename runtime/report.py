@@ -330,7 +330,7 @@ class Report(OnPage, Record):
         """Page for `print`, notebooks and browsers."""
         replicas = "1 replica" if self.replicas == 1 else f"{self.replicas} replicas"
         count = f"{len(self.devices)} device{'s' * (len(self.devices) > 1)}"
-        where = f"{replicas} on {count} ({self.device}): {_listed(self.devices)}."
+        where = f"{replicas} on {count} ({self.device}): {_device_names(self.devices)}."
         return Page(
             f"Report of {self.program}",
             [
@@ -417,7 +417,7 @@ class Report(OnPage, Record):
         held = [v for v in self.variables if v.place == "device"]
         changing = sum(v.bytes for v in held if v.changes)
         total = ["in all, on the device", "", bytes_text(sum(v.bytes for v in held)), f"{bytes_text(changing)} change"]
-        shown = [[v.name, v.spec, bytes_text(v.bytes), _place(v) + ", changes" * v.changes] for v in rows]
+        shown = [[v.name, v.spec, bytes_text(v.bytes), _location(v) + ", changes" * v.changes] for v in rows]
         if rows:
             shown.insert(0, total)
         return _section("Variables", ["variable", "shape", "bytes", "place"], shown)
@@ -468,7 +468,7 @@ def _section(title: str, columns: list[str], rows: Iterable[list[str]]) -> list[
     return [Page(title, table)] if table else []
 
 
-def _listed(devices: Sequence[str]) -> str:
+def _device_names(devices: Sequence[str]) -> str:
     """Device names; for many devices, only first and last."""
     return ", ".join(devices) if len(devices) <= 4 else f"{devices[0]} to {devices[-1]}"
 
@@ -477,7 +477,7 @@ def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-def _place(variable: VariableReport) -> str:
+def _location(variable: VariableReport) -> str:
     return variable.place if variable.ipu is None else f"IPU {variable.ipu}"
 
 

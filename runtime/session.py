@@ -25,7 +25,7 @@ from popxl.core.tensor import HostScalarTensor, Variable
 from popxl.errors import PopxlError
 from popxl.ir import Ir
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
-from runtime.files.session_files import read, write
+from runtime.files.session_files import load_session, write
 from runtime.lowering.channels import channels_of
 from runtime.machine import Machine
 from runtime.program.compiled import Precompiled
@@ -111,7 +111,7 @@ class Session(SessionInspection, SessionVariables):
             self._run = self.runner.run
         if known is None and len(self.program.layout.ipus) > 1:
             warn_of_crossing_updates(ir.main_graph)
-        comes_back = self.store is not None and not self._is_read_only
+        comes_back = self.store is not None and not self._is_memory_map
         self.weights_to_host_on_exit = weights_to_host_on_exit and comes_back
         self._made_of = Snapshot(ir.main_graph)
         self._known_edits = ir.edits.known = ir.edits.count
@@ -164,7 +164,7 @@ class Session(SessionInspection, SessionVariables):
                 "all of its own."
             )
         with self._lock, self._ir.host_copies.lock:
-            if self.is_attached and self.store is not None and self.store.has_run and not self._is_read_only:
+            if self.is_attached and self.store is not None and self.store.has_run and not self._is_memory_map:
                 self.weights_to_host()
             write(path, self._ir, self.program)
 
@@ -187,7 +187,7 @@ class Session(SessionInspection, SessionVariables):
             UnreadableFileError: if the file is damaged, or of another kind. It is a `PopxlError` and a `ValueError`.
             PopxlError: if the program was compiled for other devices, or by other versions of popxl or JAX.
         """
-        ir, device, known = read(path, device_desc)
+        ir, device, known = load_session(path, device_desc)
         session = cls.__new__(cls)
         session._prepare(ir, device, weights_to_host_on_exit, known)
         return session

@@ -11,7 +11,7 @@ from popxl.analysis.memory import Memory
 from popxl.base.copies import NotCopyable
 from popxl.errors import PopxlError
 from popxl.ir import Ir
-from runtime.costs.communication import Sent, sent_by
+from runtime.costs.communication import CommunicationReport, communication_of_program
 from runtime.costs.cost import Cost, cost_of, texts
 from runtime.costs.memory import memory_of_program
 from runtime.inspection import report_of
@@ -79,7 +79,7 @@ class SessionInspection(NotCopyable):
         """
         return cost_of(self.program)
 
-    def communication(self) -> Sent:
+    def communication(self) -> CommunicationReport:
         """Traffic between chips per run, as compiled, compared with the program's own, `ir.communication()`. Runs
         nothing.
 
@@ -88,7 +88,7 @@ class SessionInspection(NotCopyable):
             >>> print(sent)
             >>> assert not sent.differences  # nothing is sent that the program does not say
         """
-        return sent_by(self._ir, self.program)
+        return communication_of_program(self._ir, self.program)
 
     def hlo(self) -> dict[str, str]:
         """XLA's text of each executable, keyed by name: "the program", or the pieces of a plan.

@@ -80,7 +80,7 @@ class SessionVariables:
         If several processes run the program, all have to do this: then each has the values of all replicas. It is part
         of leaving a `with session:` block, and of `get_tensor_data` after a run.
         """
-        if self._is_read_only:
+        if self._is_memory_map:
             raise Exception(
                 "Session.weights_to_host: a variable of the program is a read-only memory map, which cannot be written."
             )
@@ -88,7 +88,7 @@ class SessionVariables:
             self._loaded_store("weights_to_host").download()
 
     @property
-    def _is_read_only(self) -> bool:
+    def _is_memory_map(self) -> bool:
         """Whether any host copy is a read-only memory map."""
         return any(v.is_read_only for v in self._ir.main_graph.variables)
 
@@ -178,14 +178,14 @@ class SessionVariables:
         """Wait for all processes running the program at barrier `place`. Returns their payloads."""
         return self.program.layout.replicas.barrier(place, self._attached_store(place).run_count, payload)
 
-    def _own_parts(self, variables: Collection[Variable]) -> dict[Variable, list[Part]]:
-        """Variable parts saved by this process, if every process saves its own: see `VariableStore.own_parts`. Requires
-        a barrier first: unequal run counts would cause a deadlock."""
+    def _saved_parts(self, variables: Collection[Variable]) -> dict[Variable, list[Part]]:
+        """Variable parts saved by this process, if every process saves its own: see `VariableStore.saved_parts`.
+        Requires a barrier first: unequal run counts would cause a deadlock."""
         for v in variables:
             self._check_readable(v)
         with self._lock, self._ir.host_copies.lock:
             own = [v for v in variables if v not in self._owners]
-            parts = self._attached_store("values_of").own_parts(own, self._device_is_ahead()) if own else {}
+            parts = self._attached_store("values_of").saved_parts(own, self._device_is_ahead()) if own else {}
         for v in variables:
             if v in self._owners:
                 owner, theirs = self._owners[v]
@@ -202,7 +202,7 @@ class SessionVariables:
             self._check_writable(v)
         store = self._attached_store("write_variable_data")
         with self._lock, self._ir.host_copies.lock:
-            if self._device_is_ahead() and not self.program.layout.read_back <= tensors.keys():
+            if self._device_is_ahead() and not self.program.layout.downloaded <= tensors.keys():
                 self.weights_to_host()
             self._device.loads(store)
             store.upload_parts(tensors)
@@ -247,7 +247,7 @@ class SessionVariables:
             if store is None:
                 self._ir.host_copies.note()
             else:
-                store.note_written()  # so that a signal that interrupts the upload only delays it
+                store.mark_host_written()  # so that a signal that interrupts the upload only delays it
 
         with self._lock, self._ir.host_copies.lock:
             if store is not None and store.has_run and self.is_attached:

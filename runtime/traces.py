@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import jax
 
 from popxl.base.files import replace_file
-from runtime.costs.hlo import read
+from runtime.costs.hlo import parse_hlo
 from runtime.lowering.scopes import graph_of
 
 T = TypeVar("T")
@@ -38,16 +38,16 @@ def traced(
     """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Python's own calls would be most of the trace
-    before = _written(folder)
+    before = _trace_files(folder)
     with jax.profiler.trace(os.fspath(folder), profiler_options=options), recording as recorded:
         yield recorded
-    for path in sorted(_written(folder) - before):
+    for path in sorted(_trace_files(folder) - before):
         trace = json.loads(gzip.decompress(path.read_bytes()))
         trace["traceEvents"] = list(_renamed(trace["traceEvents"], _names(texts())))
         replace_file(Path(folder) / PERFETTO, gzip.compress(json.dumps(trace).encode(), mtime=0))
 
 
-def _written(folder: str | os.PathLike[str]) -> set[Path]:
+def _trace_files(folder: str | os.PathLike[str]) -> set[Path]:
     return set(Path(folder).glob("plugins/profile/*/*.trace.json.gz"))
 
 
@@ -57,7 +57,7 @@ def _names(texts: Iterable[str]) -> dict[tuple[str, str], str]:
     found: dict[tuple[str, str], str | None] = {}
     for text in texts:
         module = text.partition("HloModule ")[2].partition(",")[0].split()[0]
-        for computation in read(text).computations.values():
+        for computation in parse_hlo(text).computations.values():
             for instruction in computation.instructions.values():
                 key, name = (module, instruction.name), user_name(instruction.scope)
                 found[key] = name if found.get(key, name) == name else None

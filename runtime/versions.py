@@ -60,7 +60,9 @@ def versions() -> str:
 def _devices(packages: Container[str]) -> tuple[str, list[str]]:
     """Devices visible to JAX, best first, and one sentence per unusable platform."""
     ask_for_cpu_devices()
-    with _heard(logging.INFO if "libtpu" in packages else logging.WARNING) as said:  # it is looked for in any case
+    with _captured_log(
+        logging.INFO if "libtpu" in packages else logging.WARNING
+    ) as said:  # it is looked for in any case
         try:
             best = jax.local_devices()
         except (RuntimeError, AssertionError) as problem:  # the latter, if JAX_PLATFORMS names only what is not here
@@ -68,16 +70,16 @@ def _devices(packages: Container[str]) -> tuple[str, list[str]]:
             asked = f" with JAX_PLATFORMS={platforms}" if platforms else ""
             return f"none. JAX does not start{asked}: {_sentence(str(problem)) or 'there is no such device.'}", said
     others = [backend.local_devices() for backend in backends().values() if backend.platform != best[0].platform]
-    return ", ".join(map(_counted, [best, *filter(None, others)])), said
+    return ", ".join(map(_device_count, [best, *filter(None, others)])), said
 
 
-def _counted(found: Sequence[jax.Device]) -> str:
+def _device_count(found: Sequence[jax.Device]) -> str:
     kinds = ", ".join(sorted({each.device_kind for each in found} - {found[0].platform}))
     return f"{len(found)} {found[0].platform}{kinds and f' ({kinds})'}"
 
 
 @contextmanager
-def _heard(level: int) -> Iterator[list[str]]:
+def _captured_log(level: int) -> Iterator[list[str]]:
     """Collect JAX log messages about unusable devices as sentences, replacing tracebacks."""
     sentences: list[str] = []
 

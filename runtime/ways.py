@@ -10,7 +10,7 @@ from popxl.base.pages import bytes_text, count_text, seconds_text
 from popxl.ir import Ir
 from runtime.costs.cost import chip_of, cost_of
 from runtime.costs.memory import memory_of_program
-from runtime.files.cache import keep_way, known_way
+from runtime.files.cache import cached_mode, keep_way
 from runtime.program.compiled import CompiledProgram, Precompiled, compile_program
 from runtime.program.laying_out import layout_for
 from runtime.targets.destination import DoesNotFit
@@ -38,7 +38,7 @@ def best(ir: Ir, device: Device) -> CompiledProgram:
         return compile_program(
             ir, device
         )  # as the layout says: processes would read other costs where kernels were tuned otherwise
-    way = known_way(ir, device)
+    way = cached_mode(ir, device)
     if way is not None:
         program = compile_program(ir, device, Precompiled(way))
         return replace(program, reason="It was the fastest when the program was first compiled; the cache knows.")
@@ -46,7 +46,7 @@ def best(ir: Ir, device: Device) -> CompiledProgram:
     layout = first.layout if isinstance(first, CompiledProgram) else layout_for(ir, device)
     decision = layout.decision
     if not decision.others and not decision.rest:
-        return _made(first)
+        return _raise_if_failed(first)
     tried = {layout.calls: first} | {way: _tried(ir, device, Precompiled(way)) for way in decision.others}
     fitting = {way: program for way, program in tried.items() if _fits(ir, program)}
     for way in decision.rest:
@@ -54,12 +54,12 @@ def best(ir: Ir, device: Device) -> CompiledProgram:
             tried[way] = _tried(ir, device, Precompiled(way))
             fitting = {way: tried[way]} if _fits(ir, tried[way]) else {}
     if not fitting or len(tried) == 1:
-        return _made(first)
-    costs = {way: estimated(_made(program)) for way, program in fitting.items()}
+        return _raise_if_failed(first)
+    costs = {way: estimated(_raise_if_failed(program)) for way, program in fitting.items()}
     way = min(costs, key=lambda way: costs[way][0])
     told = [f"{each}, {costs[each][1]}" if each in costs else f"{each}, too large for the memory" for each in tried]
     keep_way(ir, device, way)
-    return replace(_made(fitting[way]), reason=f"It is the fastest by an estimate: {'; '.join(told)}.")
+    return replace(_raise_if_failed(fitting[way]), reason=f"It is the fastest by an estimate: {'; '.join(told)}.")
 
 
 def _tried(ir: Ir, device: Device, known: Precompiled | None = None) -> CompiledProgram | Exception:
@@ -74,7 +74,7 @@ def _tried(ir: Ir, device: Device, known: Precompiled | None = None) -> Compiled
         return problem
 
 
-def _made(found: CompiledProgram | Exception) -> CompiledProgram:
+def _raise_if_failed(found: CompiledProgram | Exception) -> CompiledProgram:
     if isinstance(found, Exception):
         raise found
     return found

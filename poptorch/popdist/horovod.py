@@ -88,7 +88,7 @@ def shutdown() -> None:
 
 def is_initialized() -> bool:
     """Whether this instance has joined; always true for a single instance."""
-    return processes.has_joined() or size() == 1
+    return processes.is_connected() or size() == 1
 
 
 def size() -> int:

@@ -1,4 +1,5 @@
-"""`Sent`: traffic between the chips of a compiled program, compared with the program's own: `Session.communication`.
+"""`CommunicationReport`: traffic between the chips of a compiled program, compared with its Ir. See
+`Session.communication`.
 
 Where IPUs are devices of their own, these copy from each other what the program copies (`ops.ipu_copy`), and what an op
 reads of another one: both numbers are there, and compared by nobody.
@@ -65,7 +66,7 @@ class Copied(Record):
     compiled_bytes: int
 
 
-class Sent(OnPage, Record):
+class CommunicationReport(OnPage, Record):
     """Communication between chips in a run: as written in the program, and as compiled.
 
     Attributes:
@@ -91,7 +92,7 @@ class Sent(OnPage, Record):
         """Unexpected differences, as sentences."""
         return tuple(
             f"{e.kind} in groups of {e.group_size}: the program says {e.said} of {bytes_text(e.said_bytes)} in all, "
-            f"and {e.compiled} of {bytes_text(e.compiled_bytes)} were compiled{_again(e)}."
+            f"and {e.compiled} of {bytes_text(e.compiled_bytes)} were compiled{_repeated_text(e)}."
             for e in self.exchanges
             if e.verdict == "differs"
         )
@@ -122,19 +123,19 @@ class Sent(OnPage, Record):
         ]
 
 
-def _again(exchange: Exchange) -> str:
+def _repeated_text(exchange: Exchange) -> str:
     if not exchange.repeated_bytes:
         return ""
     again = bytes_text(exchange.repeated_bytes)
     return f"; {again} of these are sent again, as there is not enough memory to keep what has come"
 
 
-def sent_by(ir: Ir, program: CompiledProgram) -> Sent:
+def communication_of_program(ir: Ir, program: CompiledProgram) -> CommunicationReport:
     """Compare a compiled program's traffic with its Ir. See `Session.communication`."""
     said, count = communication_of(ir), program.layout.replicas.count
     copied = _copied(said, program)
     if program.layout.replicas.mesh is None:
-        return Sent(said=said, is_sent=False, exchanges=(), copied=copied)
+        return CommunicationReport(said=said, is_sent=False, exchanges=(), copied=copied)
     totals: dict[tuple[str, int], _Totals] = {}
     added: set[tuple[str, int]] = set()
     for each in said.collectives:
@@ -155,7 +156,7 @@ def sent_by(ir: Ir, program: CompiledProgram) -> Sent:
         Exchange(kind=kind, group_size=size, **vars(of), verdict=_verdict(kind, size, totals, added))
         for (kind, size), of in totals.items()
     )
-    return Sent(said=said, is_sent=True, exchanges=exchanges, copied=copied)
+    return CommunicationReport(said=said, is_sent=True, exchanges=exchanges, copied=copied)
 
 
 def _copied(said: Communication, program: CompiledProgram) -> Copied | None:

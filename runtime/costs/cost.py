@@ -16,7 +16,7 @@ from popxl.analysis.memory import runs_of
 from popxl.base.files import replace_file
 from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, flops_text, seconds_text
 from popxl.base.records import Record
-from runtime.costs.hlo import Module, read
+from runtime.costs.hlo import Module, parse_hlo
 from runtime.costs.seconds import LEVELS, GraphCost, PrecisionCost, graphs_of, limited, precisions_of, seconds_of
 from runtime.costs.timing import Timing, timing_of
 from runtime.costs.work import Account, Collective, account_of
@@ -313,7 +313,7 @@ def _accounts(program: CompiledProgram) -> tuple[Account, dict[Structure, Accoun
     """Account of one run of a program; for a plan, also one account per segment structure."""
     account, parts = Account(), dict[Structure, Account]()
     for structure, executable, times in _runs(program):
-        found = account_of(read(executable.as_text()))
+        found = account_of(parse_hlo(executable.as_text()))
         account.add(found, times)
         if structure is not None:
             parts[structure] = found
@@ -350,7 +350,7 @@ def texts(program: CompiledProgram) -> dict[str, str]:
             found[_unused(f"{name} of IPU {place}" if len(program.layout.ipus) > 1 else name, found)] = (
                 executable.as_text()
             )
-    first = {piece.structure: piece.name for piece in reversed(program.executable.pieces)}
+    first = {piece.structure: piece.name for piece in reversed(program.executable.segments)}
     for structure in program.executable.structures:
         found[_unused(first[structure], found)] = structure.executable.as_text()
     return found

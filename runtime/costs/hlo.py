@@ -170,13 +170,13 @@ class Module:
             computation = self.computations[name]
             for instruction in computation.instructions.values():
                 if instruction.opcode == "while":
-                    waiting.append((instruction.attribute("body").lstrip("%"), times * self.turns(instruction)))
+                    waiting.append((instruction.attribute("body").lstrip("%"), times * self.trip_count(instruction)))
                 elif instruction.opcode in ("call", "conditional", "async-start"):
                     waiting += ((callee, times) for callee in instruction.called)
                 else:
                     yield computation, instruction, times
 
-    def turns(self, loop: Instruction) -> int:
+    def trip_count(self, loop: Instruction) -> int:
         """Trip count of a loop, from XLA's annotation or its condition; 1 if neither is known."""
         if known := re.search(r'"known_trip_count":{"n":"(\d+)"}', loop.text):
             return int(known[1])
@@ -196,7 +196,7 @@ _SHAPE = re.compile(r"([a-z]\w*)\[([\d,<= ]*)\](?:{([^}]*)})?")
 _MEMORY = re.compile(r"S\((\d+)\)")
 
 
-def read(text: str) -> Module:
+def parse_hlo(text: str) -> Module:
     """Parse HLO text into computations.
 
     Example:
@@ -250,7 +250,7 @@ def _instruction(text: str, name: str, is_root: bool) -> Instruction:
     end = _closing(text) + 1 if text[0] == "(" else text.index(" ")
     opcode, _, rest = text[end:].strip().partition("(")
     inside = _closing("(" + rest) - 1
-    operands = tuple(part.rpartition("%")[2].strip() for part in _parts(rest[:inside]) if part.strip())
+    operands = tuple(part.rpartition("%")[2].strip() for part in _split_operands(rest[:inside]) if part.strip())
     return Instruction(name, opcode, tuple(shapes(text[:end])), operands, rest[inside + 1 :], is_root)
 
 
@@ -274,7 +274,7 @@ def _closing(text: str) -> int:
     return len(text)
 
 
-def _parts(text: str) -> list[str]:
+def _split_operands(text: str) -> list[str]:
     """Split operands at top-level commas."""
     found, depth, start = [], 0, 0
     for i, letter in enumerate(text):

@@ -56,14 +56,14 @@ def least_memory_of(layout: Layout) -> int:
 def _arguments(layout: Layout, ipu: int) -> tuple[int, int, int]:
     """Bytes of variables, remote buffers and feeds on an IPU's device."""
 
-    def here(thing: Any) -> bool:
+    def is_on_ipu(thing: Any) -> bool:
         return layout.ipu_of(thing) in (None, ipu)
 
     held, buffers, streams = layout.bytes_of_variables(), layout.bytes_of_buffers(), layout.bytes_of_streams()
     return (
-        sum(bytes for v, (bytes, _) in held.items() if here(v)),
-        sum(bytes for b, (bytes, is_on_host) in buffers.items() if here(b) and not is_on_host),
-        sum(streams[s] for s in layout.inputs if here(s)),
+        sum(bytes for v, (bytes, _) in held.items() if is_on_ipu(v)),
+        sum(bytes for b, (bytes, is_on_host) in buffers.items() if is_on_ipu(b) and not is_on_host),
+        sum(streams[s] for s in layout.inputs if is_on_ipu(s)),
     )
 
 
@@ -76,7 +76,7 @@ def _of_ipu(ir: Ir, program: CompiledProgram, ipu: int) -> DeviceMemory:
     temporaries = max((m.held + m.inside for m in moments), default=0)
     executables = program.executables()
     if isinstance(program.executable, Plan):
-        pieces = {piece.structure: piece for piece in program.executable.pieces if piece.place == ipu}
+        pieces = {piece.structure: piece for piece in program.executable.segments if piece.place == ipu}
         executables = tuple(structure.executable for structure in pieces)
     else:
         temporaries = program.temporaries()

@@ -65,7 +65,7 @@ _SENT = {
 """How much of its bytes a chip sends in a collective of n chips, if each sends to its neighbour only."""
 
 
-def _sent(collective: Collective, all_replicas: int) -> int:
+def _bytes_sent(collective: Collective, all_replicas: int) -> int:
     """Bytes sent by one chip in a run of the collective."""
     count = collective.group_size or all_replicas
     share = _SENT.get(collective.kind, lambda _: 1.0)(count)
@@ -76,7 +76,7 @@ def graphs_of(account: Account, host: Mapping[str, int], figures: Chip | None, a
     """Cost of each graph, longest first."""
     sent: defaultdict[str, int] = defaultdict(int)
     for each in account.collectives:
-        sent[each.graph] += _sent(each, all_replicas)
+        sent[each.graph] += _bytes_sent(each, all_replicas)
     names = dict.fromkeys((*account.graphs, *(name for name, count in host.items() if count)))
     graphs = (_graph(name, account.graphs.get(name, Work()), sent[name], host.get(name, 0), figures) for name in names)
     return sorted(graphs, key=lambda graph: -(graph.seconds or 0))
@@ -140,10 +140,12 @@ def seconds_of(account: Account, host: Mapping[str, int], figures: Chip | None, 
 
 def limited(level: str, account: Account) -> Account:
     """Copy of an account with the precision of float32 products capped at `level`; faster products stay unchanged."""
-    return Account({name: _at_most(level, work) for name, work in account.graphs.items()}, account.collectives)
+    return Account(
+        {name: _with_capped_precision(level, work) for name, work in account.graphs.items()}, account.collectives
+    )
 
 
-def _at_most(level: str, work: Work) -> Work:
+def _with_capped_precision(level: str, work: Work) -> Work:
     """Copy of `work` with the precision of float32 products capped at `level`; faster products stay unchanged."""
     products: Counter[Product] = Counter()
     for key, count in work.products.items():

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from popxl.base.trampoline import Nested, done
 from popxl.core.tensor import Tensor
 from runtime.lowering.channels import Channel
-from runtime.plan.pieces import Entry, Key, Piece, Way
+from runtime.plan.pieces import HostControlFlow, Key, Segment, SubPlan
 from runtime.plan.plan import Plan
-from runtime.plan.planning import Steps
+from runtime.plan.planning import PlanBuilder
 from runtime.plan.structure import Structure
 
 LONGEST = 64
@@ -86,24 +86,27 @@ class _Clock:
         self.links: dict[tuple[int, int], float] = defaultdict(float)
         self.found = Timing()
 
-    def steps(self, steps: Steps, values: dict[Key, _There]) -> Nested[None]:
+    def steps(self, steps: PlanBuilder, values: dict[Key, _There]) -> Nested[None]:
         """Simulate steps; `values` holds the values produced so far."""
         for step in steps.steps:
             for t, place in step.fetches:
                 values[t, place] = self.copied(t, values.get(t, (steps.starts.get(t, step.place), 0.0)), place)
-            if isinstance(step, Piece):
-                self._piece(step, values)
+            if isinstance(step, Segment):
+                self._run_segment(step, values)
             else:
                 yield self._entry(step, values)
             for key in step.drops:
                 values.pop(key, None)
 
-    def _piece(self, piece: Piece, values: dict[Key, _There]) -> None:
+    def _run_segment(self, piece: Segment, values: dict[Key, _There]) -> None:
         keys = (piece.keys.get(t, t) for t in (*piece.donated, *piece.kept))
         begin = max(self.free[piece.place], *(values[key][1] for key in keys if key in values), 0.0)
         for c in piece.shared:
             if self._channels[c][0] != piece.place:
-                self._channels[c] = piece.place, self._sent(self._bytes.get(c, 0), self._channels[c], piece.place)
+                self._channels[c] = (
+                    piece.place,
+                    self._arrival_time(self._bytes.get(c, 0), self._channels[c], piece.place),
+                )
             begin = max(begin, self._channels[c][1])
         seconds = self._seconds(piece.structure)
         end = self.free[piece.place] = begin + seconds
@@ -115,11 +118,11 @@ class _Clock:
             if place != piece.place:
                 values[t] = self.copied(t, values[t], place)
 
-    def _entry(self, entry: Entry, values: dict[Key, _There]) -> Nested[None]:
+    def _entry(self, entry: HostControlFlow, values: dict[Key, _There]) -> Nested[None]:
         for way in entry.ways:  # of a conditional both, as costs count all branches
-            yield self._way(entry, way, values)
+            yield self._run_subplan(entry, way, values)
 
-    def _way(self, entry: Entry, way: Way, values: dict[Key, _There]) -> Nested[None]:
+    def _run_subplan(self, entry: HostControlFlow, way: SubPlan, values: dict[Key, _There]) -> Nested[None]:
         inner: dict[Key, _There] = {
             t: values[key] for (_, t), key in zip(way.given, way.keys, strict=True) if key in values
         }
@@ -139,7 +142,7 @@ class _Clock:
         for t, place in way.sent:
             values[t] = self.copied(t, values.get(t, (entry.place, 0.0)), place)
 
-    def _next(self, way: Way, inner: dict[Key, _There]) -> dict[Key, _There]:
+    def _next(self, way: SubPlan, inner: dict[Key, _There]) -> dict[Key, _There]:
         after: dict[Key, _There] = {t: inner[result] for t, result in way.again.items() if result in inner}
         for t, place in way.returns:
             after[t] = self.copied(t, after.get(t, (way.inside.at.get(way.again[t], place), 0.0)), place)
@@ -160,9 +163,9 @@ class _Clock:
             found.busy[place] += turns * (seconds - before.busy.get(place, 0.0))
 
     def copied(self, t: Tensor, there: _There, place: int) -> _There:
-        return place, self._sent(self._replicas * t.nelms * t.dtype.itemsize, there, place)
+        return place, self._arrival_time(self._replicas * t.nelms * t.dtype.itemsize, there, place)
 
-    def _sent(self, bytes: int, there: _There, place: int) -> float:
+    def _arrival_time(self, bytes: int, there: _There, place: int) -> float:
         """Arrival time of a copy of `bytes` bytes at `place`."""
         source, ready = there
         begin = max(ready, self.links[source, place])

@@ -190,14 +190,16 @@ def _compute(module: Module, computation: Computation, instruction: Instruction,
     elif kind in _EACH:
         work.others += result.elements
     elif kind == "reduce":
-        work.others += operands[0].elements * _of_each(module, instruction)
+        work.others += operands[0].elements * _ops_per_element(module, instruction)
     elif kind == "reduce-window":
-        work.others += result.elements * math.prod(_window(instruction, "size") or [1]) * _of_each(module, instruction)
+        work.others += (
+            result.elements * math.prod(_window(instruction, "size") or [1]) * _ops_per_element(module, instruction)
+        )
     elif kind == "scatter":
-        work.others += operands[-1].elements * _of_each(module, instruction)
+        work.others += operands[-1].elements * _ops_per_element(module, instruction)
 
 
-def _of_each(module: Module, instruction: Instruction) -> int:
+def _ops_per_element(module: Module, instruction: Instruction) -> int:
     """Elementwise operations per element of an instruction: one for a sum."""
     inside = (module.computations[name].instructions.values() for name in instruction.called)
     return sum(each.kind in _EACH for instructions in inside for each in instructions)
@@ -273,8 +275,8 @@ def _traffic(module: Module, computation: Computation, instruction: Instruction)
         inside = module.computations[name]
         for number, shapes in enumerate(operands):
             memory = shapes[0].memory if shapes else 0
-            yield memory, _read(module, inside, inside.parameters[number])
-        for shape, written in zip(results, _written(module, inside, inside.root), strict=False):
+            yield memory, _bytes_read(module, inside, inside.parameters[number])
+        for shape, written in zip(results, _bytes_written(module, inside, inside.root), strict=False):
             yield shape.memory, written
         return
     if instruction.kind in _SLICES:
@@ -298,7 +300,7 @@ def _traffic(module: Module, computation: Computation, instruction: Instruction)
         yield from ((shape.memory, shape.bytes) for shape in (results[:1] if is_of_library else results))
 
 
-def _read(module: Module, inside: Computation, parameter: Instruction) -> int:
+def _bytes_read(module: Module, inside: Computation, parameter: Instruction) -> int:
     """Bytes read by a fusion from one parameter; only the sliced bytes, if all users are slices."""
     whole = sum(shape.bytes for shape in parameter.results)
     count = 0
@@ -309,7 +311,7 @@ def _read(module: Module, inside: Computation, parameter: Instruction) -> int:
         elif user.opcode == "fusion":
             nested = module.computations[user.called[0]]
             numbers = (n for n, name in enumerate(user.operands) if _origin(inside, name) == parameter.name)
-            count += sum(_read(module, nested, nested.parameters[n]) for n in numbers)
+            count += sum(_bytes_read(module, nested, nested.parameters[n]) for n in numbers)
         elif user.opcode != "dynamic-update-slice" or not first:
             return whole
     return min(whole, count)
@@ -322,17 +324,17 @@ def _origin(inside: Computation, name: str) -> str:
     return name
 
 
-def _written(module: Module, inside: Computation, root: Instruction) -> list[int]:
+def _bytes_written(module: Module, inside: Computation, root: Instruction) -> list[int]:
     """Bytes written by a fusion, per result; only the updated slice for in-place updates."""
     root = inside.instructions.get(_origin(inside, root.name), root)
     if root.opcode == "tuple":
         parts = (inside.instructions[name] for name in root.operands)
-        return [sum(_written(module, inside, part)) for part in parts]
+        return [sum(_bytes_written(module, inside, part)) for part in parts]
     if root.opcode == "dynamic-update-slice":
         return [inside.instructions[root.operands[1]].results[0].bytes]
     if root.opcode == "fusion":
         nested = module.computations[root.called[0]]
-        return _written(module, nested, nested.root)
+        return _bytes_written(module, nested, nested.root)
     return [sum(shape.bytes for shape in root.results)]
 
 

@@ -42,7 +42,7 @@ _log = Logger("session")
 
 
 @contextmanager
-def compiling(ir: Ir, device: Device, calls: str, prints: bool = False, can_be_kept: bool = True) -> Iterator[bool]:
+def compiling(ir: Ir, device: Device, calls: str, prints: bool = False, is_serializable: bool = True) -> Iterator[bool]:
     """Use the compilation cache while the block compiles a program: load cached executables, store new executables.
 
     It is on where the option `enableEngineCaching` is set and the device is hardware. Yields whether some executables
@@ -53,19 +53,19 @@ def compiling(ir: Ir, device: Device, calls: str, prints: bool = False, can_be_k
         device: what it is compiled for.
         calls: how called graphs are compiled: each way is kept.
         prints: whether it calls back into Python, so that nothing of it can be kept.
-        can_be_kept: whether other processes could run what is compiled. If not, no cache is asked, and none filled.
+        is_serializable: whether other processes could run what is compiled. If not, no cache is asked, and none filled.
 
     Example:
         >>> with compiling(ir, runtime.find_device("cpu", ir), "kept"):
         ...     executable = jax.jit(jnp.sin).lower(1.0).compile()
     """
-    if not can_be_kept:
+    if not is_serializable:
         _log.debug("Starting compilation")
         with compiling_afresh() as taken:
             yield taken
         return
     path = None if prints else _path(ir, device, calls)
-    found = {} if path is None else _read(path)
+    found = {} if path is None else _load_executables(path)
     if path is None or not found:
         _log.debug("Starting compilation")
     if path is None:
@@ -92,7 +92,7 @@ def compiling_afresh() -> Iterator[bool]:
 # Decisions ----------------------------------------------------------------------------------------------------------
 
 
-def known_way(ir: Ir, device: Device) -> str | None:
+def cached_mode(ir: Ir, device: Device) -> str | None:
     """Cached decision about compiling called graphs of a program; `None` without a valid cache entry."""
     path = _decision(ir, device)
     if path is None or not path.is_file():
@@ -136,7 +136,7 @@ def _path(ir: Ir, device: Device, calls: str) -> Path | None:
     known = {
         "program": program,
         "calls": calls,
-        "made for": Destination(device.jax_devices).made_for.model_dump(),
+        "made for": Destination(device.jax_devices).build_stamp.model_dump(),
         "devices": [each.id for each in device.jax_devices],
         "flags": [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
     }
@@ -144,7 +144,7 @@ def _path(ir: Ir, device: Device, calls: str) -> Path | None:
     return Path(ir.options.cachePath, digest[:32] + SUFFIX)
 
 
-def _read(path: Path) -> dict[str, bytes]:
+def _load_executables(path: Path) -> dict[str, bytes]:
     """Executables in a cache file; empty if missing or invalid."""
     for file in sorted(path.parent.glob(f"*{SUFFIX}")):
         _log.debug(f"PopEF file inferred to have hash {file.stem}: {file}")

@@ -22,8 +22,8 @@ from popxl.errors import PopxlError, UnreadableFileError
 from popxl.ir import Ir
 from popxl.program import reading, writing
 from runtime.files.executables import Executable, described, restored
-from runtime.program.compiled import CompiledProgram, Precompiled, can_be_kept, compile_uncached
-from runtime.targets.destination import VERSIONS, MadeFor, made_for
+from runtime.program.compiled import CompiledProgram, Precompiled, compile_uncached, is_serializable
+from runtime.targets.destination import VERSIONS, BuildStamp, build_stamp
 from runtime.targets.devices import Device, find_device
 from runtime.targets.offline import Target
 
@@ -47,7 +47,7 @@ class About(BaseModel):
 
     model_config = ConfigDict(extra="forbid", defer_build=True)
 
-    target: MadeFor
+    target: BuildStamp
     device: str
     calls: str
     executables: list[Executable]
@@ -61,7 +61,7 @@ def write(path: str | os.PathLike[str], ir: Ir, program: CompiledProgram) -> Non
             "Session.save: the program runs over several processes, and what is compiled for all of them cannot be "
             "kept. Save its Ir, with `ir.save`."
         )
-    keeps = can_be_kept(program.layout)
+    keeps = is_serializable(program.layout)
     if keeps and not program.is_serializable:
         program = compile_uncached(program)
     parts = {_IR: writing.packed(ir)}
@@ -71,7 +71,7 @@ def write(path: str | os.PathLike[str], ir: Ir, program: CompiledProgram) -> Non
         executables.append(about)
         parts[f"{_EXECUTABLE}{number}"] = content
     header = About(
-        target=program.layout.destination.made_for,
+        target=program.layout.destination.build_stamp,
         device=program.device.name if program.device.target is None else program.device.target.kind,
         calls=program.layout.calls,
         executables=executables,
@@ -79,7 +79,7 @@ def write(path: str | os.PathLike[str], ir: Ir, program: CompiledProgram) -> Non
     replace_file(Path(path), pack(KIND, header.model_dump_json(), parts))
 
 
-def read(
+def load_session(
     path: str | os.PathLike[str], device_desc: str | Device | Target | None
 ) -> tuple[Ir, Device, Precompiled | None]:
     """Read a compiled program from a file; see `Session.load`. Executables are `None` if compilation is required."""
@@ -102,7 +102,7 @@ def read(
             f"Session.load: {device.name} is not here, and XLA reads compiled programs back only where they run. Load "
             f"{os.fspath(path)!r} there; to look at the program, compile it again: `popxl.Session(popxl.Ir.load(...))`."
         )
-    if differences := _differences(about.target.model_dump(), made_for(device.jax_devices).model_dump()):
+    if differences := _differences(about.target.model_dump(), build_stamp(device.jax_devices).model_dump()):
         raise PopxlError(_compiled(path, f"for something else than {device}", differences))
     if not contents:
         return ir, device, None

@@ -72,7 +72,7 @@ def call_inputs(
         for i, row in rows.items():
             is_copied = i in by_value or (i in written and i not in op.modified)
             if is_copied or (row in changed and count[row] > 1):
-                places[i] = row.read()
+                places[i] = row.slice_value()
     return places
 
 
@@ -90,7 +90,7 @@ def check_bound(op: Op) -> None:
 def _conditional(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     """Lower a conditional to `lax.cond`, with channels as branch results."""
     check_bound(op)
-    cond, *inputs = (environment.read(t) for t in op.inputs)
+    cond, *inputs = (environment.value_of(t) for t in op.inputs)
     then_branch, else_branch = op.called_graphs
     count = len(then_branch.inputs)
     streams = lowering.channels_of((op,))

@@ -69,7 +69,7 @@ class Environment:
         result = next((t for t in op.outputs if t in self.values), None)
         if result is not None:  # it is no view, say
             for t in op.inputs:
-                self._order.record_read(self._resolve_views(t)[0], result, self.read(result))
+                self._order.record_read(self._resolve_views(t)[0], result, self.value_of(result))
 
     def record_call_reads(self, op: Op, results: Results) -> None:
         """Record the inputs that a called graph has read."""
@@ -80,7 +80,7 @@ class Environment:
         """The packed slot of a tensor, if a slot holds exactly this tensor; otherwise its current value."""
         storage, views = self._resolve_views(t)
         place = None if views else self.values.get(storage)
-        return place if isinstance(place, PackedSlot) else self.read(t)
+        return place if isinstance(place, PackedSlot) else self.value_of(t)
 
     def sharing(self, op: Op) -> Sharing:
         """Find by-reference inputs of a called graph that share storage."""
@@ -98,7 +98,7 @@ class Environment:
         same = {run.inputs[i]: op.inputs[i] for i in sorted(positions)}
         inside = dict.fromkeys(storage for i in sorted(positions) for storage in storages[i])
         written = dict.fromkeys(storage for i in sorted(positions & op.modified) for storage in storages[i])
-        values = {storage: self.read(storage) for storage in inside}
+        values = {storage: self.value_of(storage) for storage in inside}
         return Sharing(positions, {**self._same, **same}, values, tuple(written))
 
     def results(self, graph: Graph, values: Container[Tensor], sharing: Sharing) -> Results:
@@ -112,9 +112,9 @@ class Environment:
         count = Counter(t.origin for t in graph.outputs)
         own = [t.origin not in values and count[t.origin] == 1 for t in graph.outputs]
         return Results(
-            tuple((self.slot_or_value if o else self.read)(t) for t, o in zip(graph.outputs, own, strict=True)),
+            tuple((self.slot_or_value if o else self.value_of)(t) for t, o in zip(graph.outputs, own, strict=True)),
             {i: self.slot_or_value(t) for i in written_inputs(graph) if (t := graph.inputs[i]) in values},
-            {storage: self.read(storage) for storage in sharing.written},
+            {storage: self.value_of(storage) for storage in sharing.written},
             self._order.last_computed(graph.inputs),
         )
 
@@ -131,7 +131,7 @@ class Environment:
                 waiting += reversed(joined.inputs)
         return tuple(found)
 
-    def read(self, t: Tensor) -> Array:
+    def value_of(self, t: Tensor) -> Array:
         """Read the current value of a tensor, through views of its storage."""
         storage, views = self._resolve_views(t)
         value = self._storage(storage)
@@ -167,7 +167,7 @@ class Environment:
                 else:
                     self.values[storage] = value
             else:
-                parts = joined.put([self.read(base) for base in joined.inputs], value)
+                parts = joined.put([self.value_of(base) for base in joined.inputs], value)
                 changes += reversed(list(zip(joined.inputs, parts, strict=True)))
 
     def _storage(self, t: Tensor) -> Array:

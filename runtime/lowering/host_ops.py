@@ -31,13 +31,13 @@ def _host_load(lowering: Lowering, op: Op, environment: Environment, context: Co
 @register_lowering(host_store_kind)
 def _host_store(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     """Store a tensor to an output stream."""
-    context.channels.store(op.attributes["stream"], environment.read(op.inputs[0]))
+    context.channels.store(op.attributes["stream"], environment.value_of(op.inputs[0]))
 
 
 @register_lowering(print_tensor_kind)
 def _print_tensor(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     """Print a tensor to standard error, and return it."""
-    value = environment.read(op.inputs[0])
+    value = environment.value_of(op.inputs[0])
     title, style = op.attributes["title"], op.attributes["style"]
 
     def write(array: Array, running: Array, replica: Array) -> None:
@@ -60,7 +60,7 @@ def _print_tensor(lowering: Lowering, op: Op, environment: Environment, context:
 def _host_call(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
     """Call a Python function on the host."""
     function, specs = op.attributes["function"], op.attributes["specs"]
-    values = [environment.read(t) for t in op.inputs]
+    values = [environment.value_of(t) for t in op.inputs]
     made = [jax.ShapeDtypeStruct(spec.shape, spec.dtype.as_jax()) for spec in specs]
 
     def run(*arrays: Array) -> tuple[np.ndarray, ...]:

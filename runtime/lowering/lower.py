@@ -137,7 +137,7 @@ class Lowering:
             return
         if op.kind.view is not None:  # a view is made when it is read
             return
-        operands = [environment.read(t) for t in op.inputs]
+        operands = [environment.value_of(t) for t in op.inputs]
         try:
             self._check(op, operands, context.channels)
             with (

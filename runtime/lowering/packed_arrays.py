@@ -37,7 +37,7 @@ class PackedSlot(NamedTuple):
     stack: PackedArray
     number: int
 
-    def read(self) -> Array:
+    def slice_value(self) -> Array:
         """Slice the current value."""
         return lax.index_in_dim(self.stack.array, self.number, keepdims=False)
 
@@ -48,7 +48,7 @@ class PackedSlot(NamedTuple):
 
 def load(place: Array | PackedSlot) -> Array:
     """Load a value from a packed slot; pass other values through."""
-    return place.read() if isinstance(place, PackedSlot) else place
+    return place.slice_value() if isinstance(place, PackedSlot) else place
 
 
 def write_back(place: Array | PackedSlot, row: PackedSlot) -> None:

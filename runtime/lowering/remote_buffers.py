@@ -67,7 +67,7 @@ def _store(lowering: Lowering, op: Op, environment: Environment, context: Contex
     buffer, offset = op.attributes["buffer"], _offset(op, environment)
     if is_on_host(channels.slots(buffer)):
         channels.order_store()
-    slots, value = channels.slots(buffer), encode_transfer(environment.read(op.inputs[0]), buffer.tensor_dtype)
+    slots, value = channels.slots(buffer), encode_transfer(environment.value_of(op.inputs[0]), buffer.tensor_dtype)
     room = slots.shape[1:]
     if room != value.shape:  # whole blocks
         value = jnp.pad(value.reshape(-1), (0, math.prod(room) - value.size)).reshape(room)
@@ -104,7 +104,7 @@ def _offset(op: Op, environment: Environment) -> Array:
     for number, place in _known_numbers(offset, op):
         if not 0 <= number < buffer.entries:
             raise PopxlError(f"Session: {_beyond(op, place, number, buffer)} Make `entries` larger.")
-    array = environment.read(offset).reshape(())
+    array = environment.value_of(offset).reshape(())
     if not isinstance(array, jax.core.Tracer) and not 0 <= int(array) < buffer.entries:  # when it runs op by op
         raise PopxlRuntimeError(f"Session.run: {_beyond(op, op, int(array), buffer)} It would get the last one.")
     return array
@@ -328,12 +328,12 @@ def fill_buffer(
     count, size = replicas.count, math.prod(shape)
     if before is None and replicas.mesh is not None:  # nobody makes what other processes have
         empty = (buffer.entries, size // count // buffer.entries)
-        return replicas.made(shape, lambda replica: fill(np.zeros(empty, dtype), replica), where)
+        return replicas.build_array(shape, lambda replica: fill(np.zeros(empty, dtype), replica), where)
     whole = np.zeros(shape, dtype) if before is None else np.array(replicas.fetched(before))
     slots = whole.reshape(count, buffer.entries, -1)  # of the same numbers
     for replica in range(count):
         fill(slots[replica], replica)
-    return replicas.place(whole, where)
+    return replicas.transfer(whole, where)
 
 
 def variable_rows(

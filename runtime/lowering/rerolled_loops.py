@@ -186,7 +186,7 @@ class _ScanBuilder:
         read = [t for t in by_iteration if not t.is_invariant or in_rows[t][0].stack in written]
         alone = [t for t in known if t not in read and t.name not in self._passed]
         self._alone = tuple(t for t in alone if t.is_written)
-        self._fixed = {t.name: environment.read(t.by_iteration[0]) for t in alone if not t.is_written}
+        self._fixed = {t.name: environment.value_of(t.by_iteration[0]) for t in alone if not t.is_written}
         self._outputs = tuple(_allocate_output(made, environment) for made in self._made)
         self._stacks = tuple(dict.fromkeys((*written, *self._outputs)))
         self._reads = tuple(_slices({t.name: in_rows[t] for t in read}))
@@ -197,8 +197,8 @@ class _ScanBuilder:
         self._writes = tuple(_slices({t.name: in_rows[t] for t in read if t.is_written} | made))
         self.rows = tuple(np.asarray(cut.first, np.int32) for cut in (*self._reads, *self._writes))
         self.start = (
-            [environment.read(t.by_iteration[0]) for t in self._alone],
-            [environment.read(t.by_iteration[0]) for t, _ in self._handed],
+            [environment.value_of(t.by_iteration[0]) for t in self._alone],
+            [environment.value_of(t.by_iteration[0]) for t, _ in self._handed],
             [lax.empty(m.name.shape, m.name.dtype.as_jax()) for m in self._last],
             [stack.array for stack in self._stacks],
         )
@@ -214,7 +214,7 @@ class _ScanBuilder:
         values.update((t.name, value) for t, value in zip(self._alone, alone, strict=True))
         values.update((t.name, value) for (t, _), value in zip(self._handed, handed, strict=True))
         for cut, number in zip(self._reads, rows, strict=False):
-            found = cut.read(now.get(cut.stack, cut.stack.array), number)
+            found = cut.slice_values(now.get(cut.stack, cut.stack.array), number)
             is_same = cut.stack.is_given and cut.stack not in now
             values.update((name, self._invariant_row(row, number) if is_same else row) for name, row in found)
         return values
@@ -225,9 +225,9 @@ class _ScanBuilder:
         for cut, row in zip(self._writes, rows[len(self._reads) :], strict=True):
             now[cut.stack] = cut.updated(now[cut.stack], row, after)
         return (
-            [after.read(t.name) for t in self._alone],
-            [after.read(before) for _, before in self._handed],
-            [after.read(m.name) for m in self._last],
+            [after.value_of(t.name) for t in self._alone],
+            [after.value_of(before) for _, before in self._handed],
+            [after.value_of(m.name) for m in self._last],
             [now[stack] for stack in self._stacks],
         )
 
@@ -257,7 +257,7 @@ class _Slice(NamedTuple):
     names: tuple[Tensor, ...]
     first: tuple[int, ...]
 
-    def read(self, array: Array, row: Array) -> Iterator[tuple[Tensor, Array]]:
+    def slice_values(self, array: Array, row: Array) -> Iterator[tuple[Tensor, Array]]:
         """Slice the values of all storages."""
         count = len(self.names)
         rows = lax.dynamic_slice_in_dim(array, row, count, allow_negative_indices=False)
@@ -265,7 +265,7 @@ class _Slice(NamedTuple):
 
     def updated(self, array: Array, row: Array, after: Environment) -> Array:
         """Update the packed array with an iteration's values."""
-        rows = jnp.stack([after.read(name) for name in self.names])
+        rows = jnp.stack([after.value_of(name) for name in self.names])
         return lax.dynamic_update_slice_in_dim(array, rows, row, 0, allow_negative_indices=False)
 
 
@@ -318,5 +318,5 @@ def _allocate_output(made: LoopOutput, environment: Environment) -> PackedArray:
     if is_offloaded(made.name):
         room = in_host_memory(room)
     if made.first is not None:
-        room = lax.dynamic_update_index_in_dim(room, environment.read(made.first), 0, 0)
+        room = lax.dynamic_update_index_in_dim(room, environment.value_of(made.first), 0, 0)
     return PackedArray(room)

@@ -366,7 +366,7 @@ class MainFunction(GraphFunction):
             self._check(channels)
         stored = {s: decode_transfer(channels.transfers(s), s.dtype) for s in self._stores}
         fetched = {s.tensor.name: array.reshape(self._host_shape(s)) for s, array in stored.items()}
-        return fetched, {v.name: environment.read(v) for v in self._variables if v.name in self.written}
+        return fetched, {v.name: environment.value_of(v) for v in self._variables if v.name in self.written}
 
 
 def _on_device(v: Variable, data: np.ndarray) -> Array:

@@ -11,9 +11,9 @@ from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import is_call, is_loop
 from popxl.graph import Graph
-from runtime.plan.placement import Places, can_enter
+from runtime.plan.placement import IpuPlacement, can_enter
 from runtime.plan.stacks import Stack, stacks_of
-from runtime.plan.structure import Encoding, Structure, Structures, encoded
+from runtime.plan.structure import StructuralEncoder, Structure, Structures, encoded
 
 SMALLEST = 16
 """A graph of fewer ops is not worth a dispatch of its own: it is part of the piece that calls it."""
@@ -28,7 +28,7 @@ LARGE = 1_000_000
 of fewer are quicker as turns of a loop, which need no dispatch. (Measured likewise.)"""
 
 
-class Choice:
+class SegmentationPolicy:
     """Selection of calls as segments: calls of sufficiently large graphs with at least two call sites.
 
     Args:
@@ -42,10 +42,10 @@ class Choice:
             out once.
     """
 
-    def __init__(self, main: Graph, smallest: int | None = SMALLEST, places: Places | None = None) -> None:
+    def __init__(self, main: Graph, smallest: int | None = SMALLEST, places: IpuPlacement | None = None) -> None:
         self._structures = Structures(main)
         self._places = places
-        self.lost: defaultdict[Op, set[Tensor]] = defaultdict(set)
+        self.not_owned: defaultdict[Op, set[Tensor]] = defaultdict(set)
         self._numbers_in = cache(lambda graph: self.numbers(graph.ops))
         for graph in () if places is None else callees_first(main)[:-1]:  # so that none has to look far
             self._numbers_in(graph)
@@ -84,17 +84,17 @@ class Choice:
         numbers = sum(count * self.numbers(graph.ops) for graph, count in calls.items())
         return numbers >= LARGE * sum(calls.values())
 
-    def is_piece(self, op: Op) -> bool:
+    def is_segment(self, op: Op) -> bool:
         """Whether an op is a call compiled as a separate segment."""
         is_alike = is_call(op) and self._structures.of(op.called_graphs[0]) in self._pieces
         return is_alike and not self.is_on_several(op) and not shares_by_reference(op)
 
-    def is_entered(self, op: Op) -> bool:
+    def is_host_executed(self, op: Op) -> bool:
         """Whether the host executes a call or loop step by step: its graph contains segments, or its ops span several
         IPUs."""
         if self.is_on_several(op):
             return True
-        if not is_call(op) or self.is_piece(op):
+        if not is_call(op) or self.is_segment(op):
             return False
         return can_enter(op) and not self._pieces.isdisjoint(self._structures.calls(op.called_graphs[0]))
 
@@ -102,11 +102,11 @@ class Choice:
         """Whether an op spans several IPUs."""
         return self._places is not None and self._places.spans(op)
 
-    def place(self, op: Op) -> int:
+    def ipu_of(self, op: Op) -> int:
         """IPU number of an op. For host-executed ops, the default IPU of values that no step touches."""
         if self._places is None:
             return 0
-        return self._places.default(op) if self._places.spans(op) else min(self._places.of(op))
+        return self._places.default(op) if self._places.spans(op) else min(self._places.ipus_of(op))
 
     def stacks(self, op: Op) -> tuple[Stack, ...]:
         """Stacked outputs of a host-executed loop; empty for other ops."""
@@ -115,7 +115,7 @@ class Choice:
         return stacks_of(op, self._places.home)
 
     def landing(self, t: Tensor, place: int) -> int:
-        """Destination IPU of a result computed on IPU `place`."""
+        """Destination IPU of a result computed on IPU `ipu_of`."""
         found = None if self._places is None else self._places.landing(t)
         return place if found is None else found
 
@@ -131,10 +131,10 @@ class Choice:
         own = sum(t.nelms for t in (*op.inputs, *op.outputs))
         return own + sum(run.turns * self._numbers_in(run.graph) for run in op.runs)
 
-    def encoded(self, ops: Iterable[Op], changed: Iterable[Tensor] = ()) -> Encoding:
+    def encoded(self, ops: Iterable[Op], changed: Iterable[Tensor] = ()) -> StructuralEncoder:
         """Structural encoding of ops. Segment calls match regardless of constants passed to them, such as a layer
         index; so do ops with constants `changed` earlier."""
         ops = tuple(ops)
-        given = (t.origin for op in ops if self.is_piece(op) for t in op.inputs)
+        given = (t.origin for op in ops if self.is_segment(op) for t in op.inputs)
         passed = {*changed, *(t for t in given if isinstance(t, Constant))}
         return encoded(ops, self._structures, passed)

@@ -10,9 +10,9 @@ from popxl.base.trampoline import done
 from popxl.core.tensor import Tensor
 from popxl.graph import Graph
 from popxl.options import SessionOptions
-from runtime.plan.choice import REPEATED, SMALLEST, Choice
-from runtime.plan.placement import Places
-from runtime.plan.planning import Steps
+from runtime.plan.choice import REPEATED, SMALLEST, SegmentationPolicy
+from runtime.plan.placement import IpuPlacement
+from runtime.plan.planning import PlanBuilder
 from runtime.targets.destination import Destination
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ class Decision(NamedTuple):
 
     calls: str
     reason: str
-    choice: Choice
-    places: Places | None = None
+    choice: SegmentationPolicy
+    places: IpuPlacement | None = None
     rolling: Rerolling | None = None
     others: tuple[str, ...] = ()
     rest: tuple[str, ...] = ()
@@ -79,41 +79,41 @@ def decide(
     """
     smallest = {"auto": SMALLEST, "kept": SMALLEST, "inlined": None}.get(options.calledGraphs, 1)
     places, of_places = _placement(main, options, destination, changed, smallest)
-    choice = Choice(main, smallest, places)
+    choice = SegmentationPolicy(main, smallest, places)
     if places is not None:
         return Decision("dispatched", of_places, choice, places)
     if calls is not None:
-        return _of_way(main, held, options, destination, calls, "It was so in the file.", choice)
+        return _with_known_mode(main, held, options, destination, calls, "It was so in the file.", choice)
     if options.calledGraphs == "kept" and destination.platform == "tpu":
         reason = "`ir.options.calledGraphs` is 'kept', but XLA for TPUs writes out every call."
         return Decision("inlined", reason + of_places, choice)
     if options.calledGraphs != "auto":
         reason = f"`ir.options.calledGraphs` is {options.calledGraphs!r}.{of_places}"
-        return _of_way(main, held, options, destination, options.calledGraphs, reason, choice)
+        return _with_known_mode(main, held, options, destination, options.calledGraphs, reason, choice)
     if destination.platform != "cpu":
         an_op = SECONDS_AN_OP.get(destination.platform, max(SECONDS_AN_OP.values()))
         return _on_accelerators(main, held, choice, of_places, options.compareSeconds, an_op)
     return _on_cpus(main, held, choice, of_places)
 
 
-def _of_way(
+def _with_known_mode(
     main: Graph,
     held: Collection[Tensor],
     options: SessionOptions,
     destination: Destination,
     calls: str,
     reason: str,
-    choice: Choice,
+    choice: SegmentationPolicy,
 ) -> Decision:
     """Decision for a known compilation mode."""
     if calls != "rolled":
         return Decision(calls, reason, choice)
     automatic = REPEATED if destination.platform == "cpu" else WITHOUT_PRODUCTS
     rolling = _rolled(main, held, automatic if options.calledGraphs == "auto" else 0)
-    return Decision(calls, reason, choice, rolling=rolling, written_out=rolling.left_alone)
+    return Decision(calls, reason, choice, rolling=rolling, written_out=rolling.unrolled_graphs)
 
 
-def _on_cpus(main: Graph, held: Collection[Tensor], choice: Choice, of_places: str) -> Decision:
+def _on_cpus(main: Graph, held: Collection[Tensor], choice: SegmentationPolicy, of_places: str) -> Decision:
     """Decision for CPUs, where XLA keeps calls and compiles each call."""
     if not choice.repeated:
         reason = (
@@ -127,13 +127,13 @@ def _on_cpus(main: Graph, held: Collection[Tensor], choice: Choice, of_places: s
     if not choice.has_large_calls():  # as turns of a loop they cost no dispatch
         rolling = _rolled(main, held, REPEATED)
         if 2 * rolling.saved >= choice.repeated:
-            reason = f"{again}, in calls so small that dispatching them would take time. {rolling.told()}"
-            return Decision("rolled", reason + of_places, choice, rolling=rolling, written_out=rolling.left_alone)
+            reason = f"{again}, in calls so small that dispatching them would take time. {rolling.summary()}"
+            return Decision("rolled", reason + of_places, choice, rolling=rolling, written_out=rolling.unrolled_graphs)
     return Decision("dispatched", f"{again}; a plan pays from {REPEATED} on.{of_places}", choice)
 
 
 def _on_accelerators(
-    main: Graph, held: Collection[Tensor], choice: Choice, of_places: str, limit: float, an_op: float
+    main: Graph, held: Collection[Tensor], choice: SegmentationPolicy, of_places: str, limit: float, an_op: float
 ) -> Decision:
     """Decision for accelerators, where compilers inline calls, or fuse nothing inside kept calls. Plans are the last
     choice: they prevent fusion across segments, and copy values between segments.
@@ -146,7 +146,7 @@ def _on_accelerators(
         an_op: how many of them an op takes.
     """
     rolling = _rolled(main, held, WITHOUT_PRODUCTS)
-    written_out = rolling.left_alone
+    written_out = rolling.unrolled_graphs
     size, again = choice.size(main.ops), rolling.saved
     if again < ROLLED:
         what = f"Loops would save XLA {again} ops that it has compiled already; they are thought of from {ROLLED} on."
@@ -161,7 +161,7 @@ def _on_accelerators(
         told = "Nothing was compared: that would take longer than `ir.options.compareSeconds` says."
         reason, rest = f"{saved}, and nearly always cost more in a run. {told}{of_places}", ("rolled", "dispatched")
         return Decision("inlined", reason, choice, rest=rest, written_out=written_out)
-    reason = f"{rolling.told()} To compile all {size} ops would take hours.{of_places}"
+    reason = f"{rolling.summary()} To compile all {size} ops would take hours.{of_places}"
     rest = ("inlined", "dispatched")
     return Decision("rolled", reason, choice, rolling=rolling, rest=rest, written_out=written_out)
 
@@ -175,10 +175,10 @@ def _rolled(main: Graph, held: Collection[Tensor], from_saved: int = 0) -> Rerol
 
 def _placement(
     main: Graph, options: SessionOptions, destination: Destination, changed: Sequence[Tensor], smallest: int | None
-) -> tuple[Places | None, str]:
+) -> tuple[IpuPlacement | None, str]:
     """IPU placement, if each IPU is a separate device; plus a sentence explaining why or why not."""
     count, found = destination.replicas.count, len(destination.devices)
-    places = Places(main, count)
+    places = IpuPlacement(main, count)
     needed = len(places.ipus) * count
     if len(places.ipus) <= 1:
         return None, ""
@@ -194,7 +194,7 @@ def _placement(
     return None, f" The {len(places.ipus)} IPUs of a replica are all on one device: {why}."
 
 
-def _pays(main: Graph, changed: Sequence[Tensor], smallest: int | None, places: Places) -> bool:
+def _pays(main: Graph, changed: Sequence[Tensor], smallest: int | None, places: IpuPlacement) -> bool:
     """Whether distributing the work over cores makes a CPU faster."""
-    steps: Steps = done(Steps(main.ops, Choice(main, smallest, places), (), changed).planned())
+    steps: PlanBuilder = done(PlanBuilder(main.ops, SegmentationPolicy(main, smallest, places), (), changed).planned())
     return steps.is_worthwhile()

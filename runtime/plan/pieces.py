@@ -30,7 +30,7 @@ from runtime.lowering.collectives import devices_meet
 from runtime.lowering.lower import Lowering
 from runtime.lowering.platform_hooks import CollectiveLock, hooks_for
 from runtime.plan.structure import Structure, structure_of
-from runtime.plan.terms import Terms
+from runtime.plan.terms import CompileOptions
 from runtime.targets.destination import HOST
 from runtime.timeline import Recorder
 
@@ -53,7 +53,7 @@ class Run:
 
     def __init__(
         self,
-        terms_at: Mapping[int, Terms],
+        terms_at: Mapping[int, CompileOptions],
         where: Mapping[Channel, int],
         channels: Mapping[int, Channels],
         recorder: Recorder | None,
@@ -71,16 +71,16 @@ class Run:
             executable = partial(self._recorder, name(), executable)
         return executable(*arguments) if lock is None else lock.run_exclusive(executable, *arguments)
 
-    def put(self, array: Array, place: int) -> Array:
+    def copy_to_ipu(self, array: Array, place: int) -> Array:
         """Copy an array to another IPU."""
-        return self._put(array, self._terms_at[place].replicas.sharding())
+        return self._copy(array, self._terms_at[place].replicas.sharding())
 
-    def _put(self, array: Array, sharding: Any) -> Array:
+    def _copy(self, array: Array, sharding: Any) -> Array:
         return copied(array, sharding) if self._recorder is None else self._recorder.copy(array, sharding)
 
     def number(self, value: Any, place: int) -> Array:
         """Host scalar as an array of all replicas on an IPU."""
-        return self._terms_at[place].replicas.put(np.asarray(value))
+        return self._terms_at[place].replicas.broadcast(np.asarray(value))
 
     def channels(self, place: int, shared: Iterable[Channel] = ()) -> Channels:
         """Channels of IPU `place`, after transferring `shared` channels from other IPUs."""
@@ -91,8 +91,8 @@ class Run:
                 terms = self._terms_at[place]
                 sharding = terms.slots if isinstance(c, RemoteBuffer) else terms.replicas.sharding()
                 array, position = state
-                there = position if isinstance(position, int) else self.put(position, place)
-                here.set_states((c,), [(self._put(array, sharding), there)])
+                there = position if isinstance(position, int) else self.copy_to_ipu(position, place)
+                here.set_states((c,), [(self._copy(array, sharding), there)])
                 self._where[c] = place
         return here
 
@@ -122,7 +122,7 @@ class Step:
     def fetch(self, values: Values, run: Run) -> None:
         """Copy values needed on other IPUs."""
         for t, place in self.fetches:
-            values[t, place] = run.put(values[t], place)
+            values[t, place] = run.copy_to_ipu(values[t], place)
 
 
 class CompiledSegment(NamedTuple):
@@ -134,7 +134,7 @@ class CompiledSegment(NamedTuple):
 
 
 @dataclass
-class Piece(Step):
+class Segment(Step):
     """Segment: ops compiled and executed together.
 
     Attributes:
@@ -156,7 +156,7 @@ class Piece(Step):
     seconds: float = 0.0
 
     @cached_property
-    def form(self) -> Structure:
+    def structure(self) -> Structure:
         """Structure of the ops alone."""
         return structure_of(tuple(self.encoding.code))
 
@@ -170,14 +170,14 @@ class Piece(Step):
         """Streams and buffers used by the ops."""
         return channels_of_ops(self.ops)
 
-    def found(self, terms: Terms) -> Structure:
+    def executable_key(self, terms: CompileOptions) -> Structure:
         """Executable key of the segment: structure of its ops, donated inputs, required results, and compile
         options."""
         number = self.encoding.numbers
         results = (tuple(number[t] for t in self.donated), tuple(number[t] for t in self.makes))
         return structure_of((*self.encoding.code, results, terms.key()))
 
-    def prepare(self, terms_at: Mapping[int, Terms]) -> None:
+    def prepare(self, terms_at: Mapping[int, CompileOptions]) -> None:
         """Determine compilation inputs, and upload constant arguments to the segment's IPU."""
         terms = terms_at[self.place]
         self.feeds = tuple(c for c in self.channels if isinstance(c, HostToDeviceStream))
@@ -185,20 +185,20 @@ class Piece(Step):
         self.new = tuple(t for t in self.makes if t not in self.donated)
         self._given_up, self._given = (tuple(self.keys.get(t, t) for t in ts) for ts in (self.donated, self.kept))
         passed = (t for t in self.kept if isinstance(t, Constant) and t not in self.reads)
-        self._constants = {t: terms.replicas.put(to_device(t.data, t.dtype)) for t in passed}
+        self._constants = {t: terms.replicas.broadcast(to_device(t.data, t.dtype)) for t in passed}
         self._sent = tuple((t, place) for t, place in self.ends.items() if place != self.place)
         meets = devices_meet(self.ops, terms.replicas)
         self._lock = hooks_for(terms.destination.platform).collective_lock if meets else None
-        self.structure = self.found(terms)
+        self.structure = self.executable_key(terms)
 
-    def lowered(self, terms: Terms) -> Callable[[], CompiledSegment]:
+    def lowered(self, terms: CompileOptions) -> Callable[[], CompiledSegment]:
         """Trace the ops. Returns a function that compiles them with XLA, callable from any thread."""
         start = perf_counter()
         buffers = [c for c in self.channels if isinstance(c, RemoteBuffer)]
         in_order = not (buffers and terms.slots.memory_kind == HOST)
         lowering = Lowering(self.ops, terms.options, not terms.inlines, terms.replicas, in_order=in_order)
 
-        def piece(donated: Any, kept: Any, feeds: Any, positions: Any) -> Any:
+        def run_segment(donated: Any, kept: Any, feeds: Any, positions: Any) -> Any:
             channels = Channels({c: (feed, 0) for c, feed in zip(self.feeds, feeds, strict=True)})
             channels.set_carried(self.channels, positions)
             values = dict(zip((*self.donated, *self.kept), (*donated, *kept), strict=True))
@@ -206,8 +206,8 @@ class Piece(Step):
             overwritten, new = ([environment.values[t] for t in ts] for ts in (self.donated, self.new))
             return overwritten, channels.carried(self.channels), new
 
-        piece.__name__ = identifier(self.name) or "piece"  # which is that of the module, too
-        spread = terms.replicas.spread(piece)
+        run_segment.__name__ = identifier(self.name) or "piece"  # which is that of the module, too
+        spread = terms.replicas.vmap_replicas(run_segment)
         lowered = lower(lambda: terms.destination.lower(donating(spread, 0, 3), *self._arguments(terms)))
         traced = perf_counter() - start
 
@@ -231,14 +231,14 @@ class Piece(Step):
         """Remote buffer of each executable result, in order; `None` for other results."""
         overwritten, positions, new = info
 
-        def of(i: int, result: Any) -> Any:
+        def channel_state(i: int, result: Any) -> Any:
             channel = self.channels[i]
             return [channel] if isinstance(channel, RemoteBuffer) else [None] * len(jax.tree.leaves(result))
 
-        carried = [each for i, result in sorted(positions.items()) for each in of(i, result)]
+        carried = [each for i, result in sorted(positions.items()) for each in channel_state(i, result)]
         return [*[None] * len(overwritten), *carried, *[None] * len(new)]
 
-    def _arguments(self, terms: Terms) -> tuple[Any, ...]:
+    def _arguments(self, terms: CompileOptions) -> tuple[Any, ...]:
         def spec(shape: tuple[int, ...], dtype: Any) -> Any:
             return terms.replicas.spec(shape, dtype)
 
@@ -268,7 +268,7 @@ class Piece(Step):
             self.structure.executable,
             self._name,
             [values[key] for key in self._given_up],
-            self._passed(values),
+            self._borrowed_arguments(values),
             [channels.transfers(c) for c in self.feeds],
             channels.carried(self.channels),
             lock=self._lock,
@@ -277,11 +277,11 @@ class Piece(Step):
         values.update(zip(self.donated, overwritten, strict=True))
         values.update(zip(self.new, new, strict=True))
         for t, place in self._sent:
-            values[t] = run.put(values[t], place)
+            values[t] = run.copy_to_ipu(values[t], place)
         for key in self.drops:
             del values[key]
 
-    def _passed(self, values: Values) -> list[Array]:
+    def _borrowed_arguments(self, values: Values) -> list[Array]:
         """Arguments read without donation; constants passed to calls are identical in all runs."""
         if not self._constants:
             return [values[key] for key in self._given]
@@ -292,7 +292,7 @@ class Piece(Step):
 
 
 @dataclass
-class Way:
+class SubPlan:
     """Host-executed graph, with its input and output bindings.
 
     Attributes:
@@ -317,15 +317,15 @@ class Way:
     returns: tuple[tuple[Tensor, int], ...] = ()
     sent: tuple[tuple[Tensor, int], ...] = ()
 
-    def prepare(self, terms_at: Mapping[int, Terms], place: int) -> None:
+    def prepare(self, terms_at: Mapping[int, CompileOptions], place: int) -> None:
         """Upload constant arguments, and the graph's own constants, to the IPUs that read them."""
         self._constants = {
-            t: terms_at[self.inside.starts.get(t, place)].replicas.put(to_device(constant.data, constant.dtype))
+            t: terms_at[self.inside.starts.get(t, place)].replicas.broadcast(to_device(constant.data, constant.dtype))
             for t, constant in self.fixed.items()
         }
         self.inside.prepare(terms_at, place)
 
-    def begun(self, values: Values) -> Values:
+    def initial_values(self, values: Values) -> Values:
         """Initial values of the steps."""
         inner = dict(self._constants)
         inner.update((t, values[key]) for (_, t), key in zip(self.given, self.keys, strict=True) if t not in inner)
@@ -335,18 +335,18 @@ class Way:
         """Values for the next iteration."""
         inner = {t: inner[result] for t, result in self.again.items()}
         for t, place in self.returns:
-            inner[t] = run.put(inner[t], place)
+            inner[t] = run.copy_to_ipu(inner[t], place)
         return inner
 
     def finish(self, inner: Values, values: Values, run: Run) -> None:
         """Store results in the outer values, with copies to their final IPUs."""
         values.update((t, inner[result]) for t, result in self.returned)
         for t, place in self.sent:
-            values[t] = run.put(values[t], place)
+            values[t] = run.copy_to_ipu(values[t], place)
 
 
 @dataclass
-class Entry(Step):
+class HostControlFlow(Step):
     """Op with host-executed graphs: a call, a loop (iteration by iteration), or a conditional (one branch).
 
     Attributes:
@@ -358,12 +358,12 @@ class Entry(Step):
     """
 
     op: Any = None
-    ways: tuple[Way, ...] = ()
+    ways: tuple[SubPlan, ...] = ()
     condition: Tensor | None = None
     turns: int = 1
     extra: tuple[Tensor, ...] = ()
 
-    def prepare(self, terms_at: Mapping[int, Terms]) -> None:
+    def prepare(self, terms_at: Mapping[int, CompileOptions]) -> None:
         """Upload constant arguments to the IPUs that read them."""
         for way in self.ways:
             way.prepare(terms_at, self.place)
@@ -376,7 +376,7 @@ class Entry(Step):
         way = self.ways[0]
         if self.condition is not None and not np.asarray(values[self.condition]).item():
             way = self.ways[1]
-        inner = way.begun(values)
+        inner = way.initial_values(values)
         for turn in range(self.turns):
             if turn:
                 inner = way.next(inner, run)

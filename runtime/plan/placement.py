@@ -37,7 +37,7 @@ def can_enter(op: Op, replicas: int = 1) -> bool:
     return whole and made and all(run.is_bound for run in runs)
 
 
-class Places:
+class IpuPlacement:
     """IPUs of a program's ops.
 
     Args:
@@ -61,14 +61,14 @@ class Places:
         """Determine op placement in a graph, after its called graphs."""
         ops = [op for op in graph.ops if op.kind.view is None]  # a view is made where somebody looks through it
         copies = [op for op in ops if op.outputs and op.location[0] != op.ipu]
-        others = frozenset[int]().union(*(self.of(op) for op in ops if not op.outputs or op.location[0] == op.ipu))
+        others = frozenset[int]().union(*(self.ipus_of(op) for op in ops if not op.outputs or op.location[0] == op.ipu))
         for op in copies:
             ipu = op.location[0] if op.location[0] in others and op.ipu not in others else op.ipu
             self._of_copies[op] = frozenset((ipu or 0,))
         self._of_graph[graph] = others.union(*(self._of_copies[op] for op in copies))
         self._landings[graph] = tuple(self._landing(t.origin) for t in graph.outputs)
 
-    def of(self, op: Op) -> frozenset[int]:
+    def ipus_of(self, op: Op) -> frozenset[int]:
         """IPUs of an op: several, if the host must execute its graph."""
         if op in self._of_copies:
             return self._of_copies[op]
@@ -80,7 +80,7 @@ class Places:
 
     def spans(self, op: Op) -> bool:
         """Whether an op spans several IPUs."""
-        return len(self.of(op)) > 1
+        return len(self.ipus_of(op)) > 1
 
     @cached_property
     def gone_through(self) -> tuple[Graph, ...]:

@@ -26,15 +26,15 @@ from popxl.streams import HostToDeviceStream, Stream
 from runtime.compile_pool import CompilePool
 from runtime.lowering.channels import FAILURE, Channel, Channels, Failure
 from runtime.lowering.environment import no_value
-from runtime.plan.pieces import Array, Piece, Run
-from runtime.plan.planning import Life, Steps
+from runtime.plan.pieces import Array, Run, Segment
+from runtime.plan.planning import LiveRange, PlanBuilder
 from runtime.plan.structure import Structure
-from runtime.plan.terms import Terms
+from runtime.plan.terms import CompileOptions
 from runtime.progress import Watch
 from runtime.timeline import Recorder
 
 
-def compile_all(pieces: Sequence[Piece], terms_at: Mapping[int, Terms], watch: Watch) -> None:
+def compile_all(pieces: Sequence[Segment], terms_at: Mapping[int, CompileOptions], watch: Watch) -> None:
     """Compile segments in parallel, using all CPU cores.
 
     They are traced one after the other, in this thread, while XLA compiles those before in others: the largest first,
@@ -82,14 +82,14 @@ class Plan:
 
     def __init__(
         self,
-        steps: Steps,
+        steps: PlanBuilder,
         changed: Sequence[Tensor],
         read: Sequence[Tensor],
         buffers: Mapping[RemoteBuffer, int],
         inputs: Sequence[Stream],
         outputs: Sequence[Stream],
         channels: Mapping[int, Sequence[Stream | Failure]],
-        terms_at: Mapping[int, Terms],
+        terms_at: Mapping[int, CompileOptions],
         ends: Mapping[int, tuple[Any, Any]],
         watch: Watch,
     ) -> None:
@@ -109,17 +109,17 @@ class Plan:
                     raise no_value(t)
             known.update(step.makes)
         users: defaultdict[Channel, set[int]] = defaultdict(set)
-        for piece in self.pieces:
+        for piece in self.segments:
             for c in piece.channels:
                 users[c].add(piece.place)
         self._shared = {c for c, places in users.items() if len(places) > 1 and c is not FAILURE}
-        for piece in self.pieces:
+        for piece in self.segments:
             piece.shared = tuple(c for c in piece.channels if c in self._shared)
         steps.prepare(terms_at, next(iter(terms_at)))
-        for step, _ in steps.all():
+        for step, _ in steps.all_steps():
             step.prepare(terms_at)
-        fresh: dict[Structure, Piece] = {}
-        for piece in self.pieces:
+        fresh: dict[Structure, Segment] = {}
+        for piece in self.segments:
             if piece.structure.executable is None:
                 fresh.setdefault(piece.structure, piece)
         compile_all(tuple(fresh.values()), terms_at, watch)
@@ -138,17 +138,17 @@ class Plan:
         run = Run(self._terms_at, self._where, channels, recorder)
         given: dict[Channel, Array] = dict(zip(self._inputs, feeds, strict=True))
         for place in self._terms_at:
-            channels[place] = Channels(self._begun(place, given, run))
+            channels[place] = Channels(self._initial_channels(place, given, run))
         for (buffer, place), slots in zip(self._buffers.items(), changing[count:], strict=True):
             channels[place].set_slots(buffer, slots)
         done(self.steps.running(values, run))
         fetches, failures = self._fetched(run)
-        changed = [values[v] if start == end else run.put(values[v], start) for v, start, end in self.changed]
+        changed = [values[v] if start == end else run.copy_to_ipu(values[v], start) for v, start, end in self.changed]
         for buffer, place in self._buffers.items():
             changed.append(run.channels(place, self._shared & {buffer}).slots(buffer))
         return tuple(changed), (*(fetches[s] for s in self._outputs), *failures)
 
-    def _begun(self, place: int, given: Mapping[Channel, Array], run: Run) -> dict[Channel, Any]:
+    def _initial_channels(self, place: int, given: Mapping[Channel, Array], run: Run) -> dict[Channel, Any]:
         """Initial channels of IPU `place`."""
         if place not in self._ends:
             return {}
@@ -178,29 +178,29 @@ class Plan:
         return fetches, failures
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def segments(self) -> tuple[Segment, ...]:
         """Segments, ordered by first execution."""
-        return self.steps.pieces()
+        return self.steps.segments()
 
     @property
     def runs(self) -> Counter[Structure]:
         """Executions per run, for each segment structure."""
         runs: Counter[Structure] = Counter()
-        for step, times in self.steps.all():
-            if isinstance(step, Piece):
+        for step, times in self.steps.all_steps():
+            if isinstance(step, Segment):
                 runs[step.structure] += times
         return runs
 
     @property
     def structures(self) -> tuple[Structure, ...]:
         """Distinct structures of the segments."""
-        return tuple(dict.fromkeys(piece.structure for piece in self.pieces))
+        return tuple(dict.fromkeys(piece.structure for piece in self.segments))
 
     def text(self) -> str:
         """Compiled text of each distinct segment."""
         return "\n".join(structure.text() for structure in self.structures)
 
-    def curve(self) -> tuple[list[tuple[Piece, int, int]], list[Life]]:
+    def curve(self) -> tuple[list[tuple[Segment, int, int]], list[LiveRange]]:
         """Memory curve: segments in order, each with bytes in use on its device besides variables and feeds, split into
         earlier values and its own results and temporaries. Also returns values live between segments."""
         copies = next(iter(self._terms_at.values())).replicas.per_device

@@ -13,18 +13,18 @@ from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import chooses
 from popxl.fp8_utils import to_device
 from runtime.lowering.channels import Channel
-from runtime.plan.choice import Choice
-from runtime.plan.pieces import Entry, Key, Piece, Run, Step, Values, Way
+from runtime.plan.choice import SegmentationPolicy
+from runtime.plan.pieces import HostControlFlow, Key, Run, Segment, Step, SubPlan, Values
 from runtime.plan.repeats import spans
 from runtime.plan.structure import Structure, structure_of
-from runtime.plan.terms import Terms
+from runtime.plan.terms import CompileOptions
 
 WORTHWHILE = 100_000
 """Numbers that a dispatch reads and writes, on average, where placing ops on several CPU devices pays: these share the
 cores, and would be kept waiting by the host."""
 
 
-class Life(NamedTuple):
+class LiveRange(NamedTuple):
     """Live range of a value between segments: IPU, bytes, and numbers of its defining and last using segments."""
 
     tensor: Tensor
@@ -34,7 +34,7 @@ class Life(NamedTuple):
     last: int
 
 
-class Steps:
+class PlanBuilder:
     """Host steps of one graph, in order.
 
     Args:
@@ -55,7 +55,7 @@ class Steps:
     def __init__(
         self,
         ops: Iterable[Op],
-        choice: Choice,
+        choice: SegmentationPolicy,
         owned: Iterable[Tensor],
         kept: Iterable[Tensor],
         place: int = 0,
@@ -75,14 +75,14 @@ class Steps:
         self.starts: dict[Tensor, int] = {}
         self.at: dict[Tensor, int] = {}
         self._copies: defaultdict[Tensor, set[int]] = defaultdict(set)
-        self.steps: list[Piece | Entry] = list(self._cut(spelled_out))
+        self.steps: list[Segment | HostControlFlow] = list(self._split_segments(spelled_out))
         self._find_last_uses(set(self._kept))
         self.steps = list(self._grouped())
 
-    def planned(self) -> Nested[Steps]:
+    def planned(self) -> Nested[PlanBuilder]:
         """Build these steps, recursively including host-executed graphs."""
         for step in self.steps:
-            if isinstance(step, Piece):
+            if isinstance(step, Segment):
                 written = {s for op in step.ops for i in op.modified for s in self._made_of[op.inputs[i]]}
                 step.donated = tuple(t for t in step.reads if t in written & self.owned & {*step.makes})
                 self.owned.update(step.makes)
@@ -101,38 +101,38 @@ class Steps:
             yield from (stack.room for stack in self._stacks.get(op, ()))
             yield op
 
-    def _cut(self, ops: Iterable[Op]) -> Iterator[Piece | Entry]:
+    def _split_segments(self, ops: Iterable[Op]) -> Iterator[Segment | HostControlFlow]:
         """Split ops into segments and host-executed ops: each segment call, and remaining op ranges on a single IPU.
 
         What follows a call joins its piece, as far as it follows such a call elsewhere too: the update of the weights
         goes with the gradient, say.
         """
         runs: list[list[Op]] = [[]]  # an entry, or the ops between, or a call and what follows it
-        place = self._place_of
+        place = self._ipu_of
         for op in ops:
-            if self._choice.is_entered(op):
+            if self._choice.is_host_executed(op):
                 runs += [[op], []]
-            elif self._choice.is_piece(op):
+            elif self._choice.is_segment(op):
                 runs.append([op])
             elif op.kind.view is None:  # a view is made when somebody looks through it
                 if runs[-1] and place(runs[-1][0]) != place(op):
                     runs.append([])
                 runs[-1].append(op)
-        codes = [self._form(run) for run in runs]
+        codes = [self._structure(run) for run in runs]
         count = Counter(codes)
         lengths = sorted({len(run) for run, code in zip(runs, codes, strict=True) if count[code] > 1}, reverse=True)
         for run, code in zip(runs, codes, strict=True):
-            if run and self._choice.is_entered(run[0]):
+            if run and self._choice.is_host_executed(run[0]):
                 yield self._entry(run[0])
-            elif len(run) > 1 and count[code] == 1 and self._choice.is_piece(run[0]):
-                known = (n for n in lengths if 0 < n < len(run) and count[self._form(run[:n])] > 1)
+            elif len(run) > 1 and count[code] == 1 and self._choice.is_segment(run[0]):
+                known = (n for n in lengths if 0 < n < len(run) and count[self._structure(run[:n])] > 1)
                 end = next(known, 1)
-                yield self._piece(run[:end])
-                yield self._piece(run[end:])
+                yield self._segment(run[:end])
+                yield self._segment(run[end:])
             elif run:
-                yield self._piece(run)
+                yield self._segment(run)
 
-    def _form(self, ops: Sequence[Op]) -> Structure:
+    def _structure(self, ops: Sequence[Op]) -> Structure:
         """The structure of some ops."""
         return structure_of(tuple(self._choice.encoded(ops, self.changed).code))
 
@@ -140,21 +140,21 @@ class Steps:
         """Whether a storage is immutable: a constant without modifications."""
         return isinstance(t, Constant) and t not in self.changed
 
-    def _entry(self, op: Op) -> Entry:
+    def _entry(self, op: Op) -> HostControlFlow:
         stacks = tuple(stack.result for stack in self._stacks.get(op, ()))
         written = tuple(op.inputs[i].origin for i in sorted(op.modified))
-        return Entry(
+        return HostControlFlow(
             tuple(dict.fromkeys((*(t.origin for t in op.inputs if not self._is_fixed(t.origin)), *stacks))),
             (*op.outputs, *written),
-            place=self._place_of(op),
+            place=self._ipu_of(op),
             op=op,
-            ways=tuple(self._ways(op, stacks)),
+            ways=tuple(self._subplans(op, stacks)),
             condition=op.inputs[0].origin if chooses(op) else None,
             turns=op.runs[0].turns,
             extra=op.runs[0].own,
         )
 
-    def _ways(self, op: Op, stacks: Sequence[Tensor]) -> Iterator[Way]:
+    def _subplans(self, op: Op, stacks: Sequence[Tensor]) -> Iterator[SubPlan]:
         """Graphs of a host-executed op: one for calls and loops, two for conditionals."""
         kept = tuple((stack, stack) for stack in stacks)
         for run in op.runs:
@@ -164,16 +164,16 @@ class Steps:
             written = tuple(given[i] for i in sorted(op.modified))
             again = {inner: inner for _, inner in (*given, *kept)}
             again |= zip(run.inputs, (inner for _, inner in returned[: run.carried]), strict=False)
-            yield Way(run.graph, (*given, *kept), fixed, (*returned, *written, *kept), again)
+            yield SubPlan(run.graph, (*given, *kept), fixed, (*returned, *written, *kept), again)
 
-    def _piece(self, ops: Sequence[Op]) -> Piece:
+    def _segment(self, ops: Sequence[Op]) -> Segment:
         encoding = self._choice.encoded(ops, self.changed)
         made = dict.fromkeys(t for op in ops for t in op.outputs if t.origin is t)
         made |= dict.fromkeys(s for op in ops for i in sorted(op.modified) for s in self._made_of[op.inputs[i]])
-        place = self._place_of(ops[0])
+        place = self._ipu_of(ops[0])
         reads = tuple(t for t in encoding.roots if not self._is_fixed(t))
         size = self._choice.size(ops)
-        return Piece(reads, tuple(made), place=place, ops=tuple(ops), size=size, encoding=encoding)
+        return Segment(reads, tuple(made), place=place, ops=tuple(ops), size=size, encoding=encoding)
 
     def _find_last_uses(self, needed: set[Tensor]) -> None:
         """Determine each step's results, and its last uses of storages.
@@ -182,39 +182,39 @@ class Steps:
         """
         asked: dict[Structure, set[int]] = defaultdict(set)
         for step in reversed(self.steps):
-            if isinstance(step, Piece):
-                asked[step.form].update(step.encoding.numbers[t] for t in step.makes if t in needed)
+            if isinstance(step, Segment):
+                asked[step.structure].update(step.encoding.numbers[t] for t in step.makes if t in needed)
             step.frees = tuple(dict.fromkeys(t for t in (*step.reads, *step.makes) if t not in needed))
             needed -= set(step.makes) - set(step.reads)
             needed |= set(step.reads)
         for step in self.steps:
-            if isinstance(step, Piece):  # an entry makes all results
-                step.makes = tuple(t for t in step.makes if step.encoding.numbers[t] in asked[step.form])
+            if isinstance(step, Segment):  # an entry makes all results
+                step.makes = tuple(t for t in step.makes if step.encoding.numbers[t] in asked[step.structure])
                 step.frees = tuple(t for t in step.frees if t in step.reads or t in step.makes)
 
-    def _grouped(self) -> Iterator[Piece | Entry]:
+    def _grouped(self) -> Iterator[Segment | HostControlFlow]:
         """Merge steps that repeat in the same order.
 
         All that the pieces make is made by the group too, needed or not, so that programs share it: values between
         them live until its end.
         """
-        forms = [(step.form, step.place) if isinstance(step, Piece) else id(step) for step in self.steps]
-        sizes = [step.size if isinstance(step, Piece) else 0 for step in self.steps]
+        forms = [(step.structure, step.place) if isinstance(step, Segment) else id(step) for step in self.steps]
+        sizes = [step.size if isinstance(step, Segment) else 0 for step in self.steps]
         for first, count in spans(forms, sizes, [step.place for step in self.steps]):
             yield self._group(self.steps[first : first + count]) if count > 1 else self.steps[first]
 
-    def _group(self, pieces: Sequence[Any]) -> Piece:
+    def _group(self, pieces: Sequence[Any]) -> Segment:
         """Merge consecutive segments into one."""
-        piece = self._piece([op for piece in pieces for op in piece.ops])
+        piece = self._segment([op for piece in pieces for op in piece.ops])
         piece.makes = tuple(dict.fromkeys(t for each in pieces for t in each.makes))
         piece.frees = tuple(dict.fromkeys(t for each in pieces for t in each.frees))
         return piece
 
     # Places
 
-    def _place_of(self, op: Op) -> int:
+    def _ipu_of(self, op: Op) -> int:
         """IPU of an op."""
-        return self._place if self._is_whole else self._choice.place(op)
+        return self._place if self._is_whole else self._choice.ipu_of(op)
 
     def _touch(self, t: Tensor, place: int) -> int:
         """IPU of a storage, defaulting to `place` on first use."""
@@ -238,7 +238,7 @@ class Steps:
 
     # Entries
 
-    def _enter(self, step: Entry) -> Nested[None]:
+    def _enter(self, step: HostControlFlow) -> Nested[None]:
         """Plan the graphs of a host-executed op, and route its arguments."""
         owned = set(self.owned)
         for way in step.ways:
@@ -251,7 +251,7 @@ class Steps:
             way.sent = tuple((t, ends[t]) for t in left if left[t] != ends[t])
         self._leave(step, ends)
 
-    def _go(self, step: Entry, way: Way, owned_before: set[Tensor]) -> Nested[None]:
+    def _go(self, step: HostControlFlow, way: SubPlan, owned_before: set[Tensor]) -> Nested[None]:
         """Plan one graph of a host-executed op. If two storages share one array afterwards, neither is owned.
 
         What another way leaves with somebody else is not owned either.
@@ -262,18 +262,18 @@ class Steps:
         kept = {inner for _, inner in way.returned}
         if step.turns > 1:
             owned &= {t for origin, t in way.given if way.again[t] is not t or origin in step.makes}
-            owned -= self._choice.lost[step.op]
+            owned -= self._choice.not_owned[step.op]
             kept.update(way.again.values())
         last = tuple(stack.turn for stack in self._stacks.get(step.op, ()))
         while True:
             is_whole = self._is_whole or not self._choice.is_on_several(step.op)
             ops = (*way.graph.ops, *last)
-            way.inside = yield Steps(ops, self._choice, owned, kept, step.place, is_whole).planned()
+            way.inside = yield PlanBuilder(ops, self._choice, owned, kept, step.place, is_whole).planned()
             passed = Counter(way.again.values())
             lost = {t for t in owned if passed[way.again[t]] > 1 or way.again[t] not in way.inside.owned}
             if step.turns == 1 or not lost:
                 break
-            self._choice.lost[step.op] |= lost
+            self._choice.not_owned[step.op] |= lost
             owned -= lost
         returned = Counter(inner for _, inner in way.returned)
         inputs = {t for _, t in way.given}
@@ -289,7 +289,7 @@ class Steps:
             else:
                 self.owned.discard(t)
 
-    def _bring_to(self, step: Entry, way: Way) -> None:
+    def _bring_to(self, step: HostControlFlow, way: SubPlan) -> None:
         """Insert copies of arguments to the IPUs required by a host-executed graph, for every iteration."""
         starts, at = way.inside.starts, way.inside.at
         keys: list[Key] = []
@@ -304,76 +304,78 @@ class Steps:
         if step.turns > 1:
             way.returns = tuple((t, starts[t]) for t in way.again if t in starts and at[way.again[t]] != starts[t])
 
-    def all(self) -> Iterator[tuple[Piece | Entry, int]]:
+    def all_steps(self) -> Iterator[tuple[Segment | HostControlFlow, int]]:
         """All steps, including nested steps, with execution counts."""
         waiting = [(step, 1) for step in reversed(self.steps)]
         while waiting:
             step, times = waiting.pop()
             yield step, times
-            if isinstance(step, Entry):
+            if isinstance(step, HostControlFlow):
                 inside = [inner for way in step.ways for inner in way.inside.steps]
                 waiting += [(inner, times * step.turns) for inner in reversed(inside)]
 
-    def pieces(self) -> tuple[Piece, ...]:
+    def segments(self) -> tuple[Segment, ...]:
         """Segments, ordered by first execution."""
-        return tuple(step for step, _ in self.all() if isinstance(step, Piece))
+        return tuple(step for step, _ in self.all_steps() if isinstance(step, Segment))
 
     def homes(self) -> dict[Channel, int]:
         """IPU of each stream and buffer: that of its first using segment."""
         homes: dict[Channel, int] = {}
-        for piece in self.pieces():
+        for piece in self.segments():
             for c in piece.channels:
                 homes.setdefault(c, piece.place)
         return homes
 
     def is_worthwhile(self) -> bool:
         """Whether segments are large enough for distribution over several CPU devices."""
-        pieces = [(step, times) for step, times in self.all() if isinstance(step, Piece)]
-        copies = sum(len(step.fetches) * times for step, times in self.all())
+        pieces = [(step, times) for step, times in self.all_steps() if isinstance(step, Segment)]
+        copies = sum(len(step.fetches) * times for step, times in self.all_steps())
         copies += sum(sum(p != step.place for p in step.ends.values()) * times for step, times in pieces)
         numbers = sum(self._choice.numbers(step.ops) * times for step, times in pieces)
         return numbers >= WORTHWHILE * (copies + sum(times for _, times in pieces))
 
-    def prepare(self, terms_at: Mapping[int, Terms], place: int) -> None:
+    def prepare(self, terms_at: Mapping[int, CompileOptions], place: int) -> None:
         """Upload initial values of modified constants to their IPUs. These arrays are never donated."""
         self._begin = {
-            t: terms_at[self.starts.get(t, place)].replicas.put(to_device(t.data, t.dtype)) for t in self.changed
+            t: terms_at[self.starts.get(t, place)].replicas.broadcast(to_device(t.data, t.dtype)) for t in self.changed
         }
 
     def running(self, values: Values, run: Run) -> Nested[None]:
         """Execute the steps."""
         values.update(self._begin)
         for step in self.steps:
-            if isinstance(step, Piece):
+            if isinstance(step, Segment):
                 step(values, run)
             else:
                 yield step.running(values, run)
 
-    def curve(self, copies: int) -> Nested[tuple[list[tuple[Piece, int, int]], list[Life]]]:
+    def curve(self, copies: int) -> Nested[tuple[list[tuple[Segment, int, int]], list[LiveRange]]]:
         """Memory curve: segments in order, each with bytes in use on its IPU besides step inputs, split into earlier
         values and its own results and temporaries. Also returns values live between segments. Each value counts
         `copies` times."""
         alive: dict[Tensor, tuple[int, int, int]] = {}
-        curve: list[tuple[Piece, int, int]] = []
-        lives: list[Life] = []
+        curve: list[tuple[Segment, int, int]] = []
+        lives: list[LiveRange] = []
 
-        def held(place: int) -> int:
+        def bytes_on(place: int) -> int:
             return sum(size for p, size, _ in alive.values() if p == place)
 
         for step in self.steps:
             made = {t: copies * t.nelms * t.dtype.itemsize for t in step.makes if t not in step.reads}
-            if isinstance(step, Piece):
+            if isinstance(step, Segment):
                 needed = step.structure.executable.memory_analysis().temp_size_in_bytes
-                curve.append((step, held(step.place), sum(made.values()) + needed))
+                curve.append((step, bytes_on(step.place), sum(made.values()) + needed))
             else:  # what an entry makes, its steps make
                 for way in step.ways:
                     inner, within = yield way.inside.curve(copies)
-                    lives += (Life(t, place, size, len(curve) + a, len(curve) + b) for t, place, size, a, b in within)
-                    curve += [(piece, held(piece.place) + before, inside) for piece, before, inside in inner]
+                    lives += (
+                        LiveRange(t, place, size, len(curve) + a, len(curve) + b) for t, place, size, a, b in within
+                    )
+                    curve += [(piece, bytes_on(piece.place) + before, inside) for piece, before, inside in inner]
             now = len(curve) - 1
             alive |= {t: (step.ends[t], size, now) for t, size in made.items()}
             for t in step.frees:
                 if t in alive:
-                    lives.append(Life(t, *alive.pop(t), now))
-        lives += (Life(t, *known, len(curve) - 1) for t, known in alive.items())
+                    lives.append(LiveRange(t, *alive.pop(t), now))
+        lives += (LiveRange(t, *known, len(curve) - 1) for t, known in alive.items())
         return curve, lives

@@ -45,12 +45,12 @@ def stacks_of(loop: Op, home: Callable[[Tensor], int]) -> tuple[Stack, ...]:
     stacks = []
     for result, value in zip(loop.outputs[run.carried :], run.outputs[run.carried :], strict=True):
         at = home(value)
-        room = _beside(loop, at, init_kind, (), (result,), spec=result.spec, init_type="zero")
-        stacks.append(Stack(result, room, _beside(loop, at, turn_kind, (result, value, run.own[0]), ())))
+        room = _detached_op(loop, at, init_kind, (), (result,), spec=result.spec, init_type="zero")
+        stacks.append(Stack(result, room, _detached_op(loop, at, turn_kind, (result, value, run.own[0]), ())))
     return tuple(stacks)
 
 
-def _beside(
+def _detached_op(
     loop: Op, ipu: int, kind: OpKind, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], **attributes: Any
 ) -> Op:
     """Create an op outside of any graph, attributed to a loop."""

@@ -60,7 +60,7 @@ def forget() -> None:
     _known.clear()
 
 
-class _Same:
+class _ById:
     """Wrapper comparing an object by identity."""
 
     __slots__ = ("value",)
@@ -72,7 +72,7 @@ class _Same:
         return id(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+        return isinstance(other, _ById) and self.value is other.value
 
 
 class Structures:
@@ -87,7 +87,7 @@ class Structures:
 
     def _graph(self, graph: Graph) -> Structure:
         """The structure of a graph."""
-        encoding = Encoding(self)
+        encoding = StructuralEncoder(self)
         for t in graph.inputs:
             encoding.add(t, ("input", t.spec, t.by_ref))
         for op in graph.ops:
@@ -110,7 +110,7 @@ class Structures:
         return counts
 
 
-class Encoding:
+class StructuralEncoder:
     """Structural encoding of ops, with numbers in place of tensors.
 
     Attributes:
@@ -148,16 +148,16 @@ class Encoding:
     def operand(self, t: Tensor) -> int:
         """Number of a tensor, after resolving aliases."""
         t = t.origin
-        return self.numbers[t] if t in self.numbers else done(self._met(t))
+        return self.numbers[t] if t in self.numbers else done(self._number_tensor(t))
 
-    def _met(self, t: Tensor) -> Nested[int]:
+    def _number_tensor(self, t: Tensor) -> Nested[int]:
         """Assign a number to a new tensor. Views are numbered after their bases."""
         producer = t.producer
         if producer is not None and producer.kind.view is not None:
             bases = [base.origin for base in producer.inputs]
             for base in bases:
                 if base not in self.numbers:
-                    yield self._met(base)
+                    yield self._number_tensor(base)
             numbers = tuple(self.numbers[base] for base in bases)
             return self.add(t, (producer.kind, producer.operands, self.attributes(producer), numbers))
         if isinstance(t, Constant) and t not in self._passed:
@@ -179,20 +179,20 @@ class Encoding:
         if isinstance(value, np.ndarray) and value.nbytes <= _LARGE:
             return (value.dtype, value.shape, value.tobytes())
         if isinstance(value, RemoteBuffer):  # what is compiled depends on the number of slots, which may be set
-            return (_Same(value), value.spec, value.entries)
+            return (_ById(value), value.spec, value.entries)
         if isinstance(value, Stream):  # likewise on the number of transfers
-            return (_Same(value), value.num_host_transfers)
+            return (_ById(value), value.num_host_transfers)
         if isinstance(value, np.ndarray) or type(value).__hash__ is None:
-            return _Same(value)
+            return _ById(value)
         return (type(value), exact_key(value))
 
 
 _LARGE = 4096  # bytes; larger arrays are equal to themselves only
 
 
-def encoded(ops: Iterable[Op], structures: Structures, passed: Container[Tensor] = ()) -> Encoding:
-    """Encode an op sequence; see `Encoding`."""
-    encoding = Encoding(structures, passed)
+def encoded(ops: Iterable[Op], structures: Structures, passed: Container[Tensor] = ()) -> StructuralEncoder:
+    """Encode an op sequence; see `StructuralEncoder`."""
+    encoding = StructuralEncoder(structures, passed)
     for op in ops:
         encoding.op(op)
     return encoding

@@ -1,4 +1,4 @@
-"""`Terms`: compile options of ops."""
+"""`CompileOptions`: compile options of ops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runtime.targets.replicas import Replicas
 
 
 @dataclass(frozen=True)
-class Terms:
+class CompileOptions:
     """Compile options of ops: destination, and options of the Ir.
 
     Attributes:
@@ -23,7 +23,7 @@ class Terms:
 
     destination: Destination
     options: SessionOptions
-    wide: bool
+    x64: bool
 
     @cached_property
     def replicas(self) -> Replicas:
@@ -47,7 +47,7 @@ class Terms:
         replicas = (self.replicas.count, self.replicas.sharding())
         options = self.options
         said = (options.throwIfLog2ScaleTensorNotInRange, options.precision, options.enableStochasticRounding)
-        return (*replicas, self.slots, *said, self.inlines, self.wide)
+        return (*replicas, self.slots, *said, self.inlines, self.x64)
 
     @property
     def inlines(self) -> bool:

@@ -1,4 +1,4 @@
-"""`Block`: a program argument array, holding one variable or several packed variables."""
+"""`PackedVariables`: a program argument array, holding one variable or several packed variables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runtime.lowering.packed_arrays import PackedArray, PackedSlot, load
 
 
 @dataclass(frozen=True)
-class Block:
+class PackedVariables:
     """Array of one variable, or packed array with one row per variable used by a rerolled loop.
 
     Attributes:
@@ -39,17 +39,17 @@ class Block:
         """JAX dtype of the array."""
         return self.tensors[0].dtype.as_jax()
 
-    def places(self, array: Array) -> Mapping[Tensor, Array | PackedSlot]:
+    def unpack(self, array: Array) -> Mapping[Tensor, Array | PackedSlot]:
         """Array or packed slot of each tensor, for lowering a graph."""
         if not self.is_stack:
             return {self.tensors[0]: array}
         stack = PackedArray(array, is_given=True)
         return {t: PackedSlot(stack, n) for n, t in enumerate(self.tensors)}
 
-    def after(self, environment: Environment) -> Array:
+    def repack(self, environment: Environment) -> Array:
         """Array of the values after a graph's execution."""
         if not self.is_stack:
-            return environment.read(self.tensors[0])
+            return environment.value_of(self.tensors[0])
         places = [environment.slot_or_value(t) for t in self.tensors]
         stack = places[0].stack if isinstance(places[0], PackedSlot) else None
         numbers = [place.number if isinstance(place, PackedSlot) and place.stack is stack else None for place in places]
@@ -58,7 +58,7 @@ class Block:
         return jnp.stack(list(map(load, places)))
 
 
-def blocks_of(tensors: Iterable[Tensor], together: Sequence[Collection[Tensor]]) -> tuple[Block, ...]:
+def blocks_of(tensors: Iterable[Tensor], together: Sequence[Collection[Tensor]]) -> tuple[PackedVariables, ...]:
     """Group tensors into blocks: one block per packed group in `together`, and one per remaining tensor."""
     whole = {t: tuple(each) for each in together for t in each}
-    return tuple(dict.fromkeys(Block(whole.get(t, (t,))) for t in tensors))
+    return tuple(dict.fromkeys(PackedVariables(whole.get(t, (t,))) for t in tensors))

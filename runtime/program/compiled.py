@@ -25,9 +25,9 @@ from runtime.lowering.environment import Environment
 from runtime.lowering.lower import Lowering, raised_recursion_limit
 from runtime.lowering.rerolled_loops import ProgramOrder
 from runtime.plan.plan import Plan
-from runtime.plan.planning import Steps
+from runtime.plan.planning import PlanBuilder
 from runtime.plan.structure import Structure, forget
-from runtime.plan.terms import Terms
+from runtime.plan.terms import CompileOptions
 from runtime.program.laying_out import layout_for
 from runtime.program.layout import Layout
 from runtime.progress import Watch
@@ -109,7 +109,7 @@ def compile_program(ir: Ir, device: Device, known: Precompiled | None = None) ->
     """
     layout = layout_for(ir, device, None if known is None else known.calls)
     if known is None or known.executables is None:
-        cache = compiling(ir, device, layout.calls, layout.prints, can_be_kept(layout))
+        cache = compiling(ir, device, layout.calls, layout.prints, is_serializable(layout))
         return _compiled(device, layout, cache)
     return _compiled(device, layout, nullcontext(True), known.executables)
 
@@ -144,7 +144,7 @@ def _compiled(
     return CompiledProgram(device, layout, layout.decision.reason, executable, ends, text, seconds, is_cached)
 
 
-def can_be_kept(layout: Layout) -> bool:
+def is_serializable(layout: Layout) -> bool:
     """Whether other processes can run the compiled executables.
 
     Where XLA for CPUs reads an executable that it has written, it no longer knows in which order collectives of
@@ -196,16 +196,16 @@ def _step(layout: Layout) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     scheduling = ProgramOrder() if layout.rolling is None else layout.rolling
     in_order = not (layout.buffers and layout.terms_for(None).slots.memory_kind == HOST)
     lowering = Lowering(layout.main.ops, layout.options, layout.calls == "kept", layout.replicas, scheduling, in_order)
-    own = tuple(block for block in layout.constant if not layout.is_shared(block))
-    shared = tuple(block for block in layout.constant if layout.is_shared(block))
+    own = tuple(block for block in layout.constant if not layout.is_replicated(block))
+    shared = tuple(block for block in layout.constant if layout.is_replicated(block))
 
-    def of_one(changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array], others: Any) -> Any:
+    def run_replica(changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array], others: Any) -> Any:
         known = dict(zip((*own, *shared), (*constant, *others), strict=True))
         values, channels = begin_run(layout, changing, [known[block] for block in layout.constant], feeds)
         environment = lowering.run(lowering.scheduling.schedule(layout.main), values, channels)
         return end_run(layout, environment, channels)
 
-    spread = layout.replicas.spread(of_one, shared=True)
+    spread = layout.replicas.vmap_replicas(run_replica, shared=True)
 
     def step(changing: Sequence[Array], constant: Sequence[Array], feeds: Sequence[Array]) -> Any:
         """One run of the main graph on all replicas."""
@@ -224,7 +224,7 @@ def begin_run(
     """Initial tensor storages and channels of the main graph, for one replica's run."""
     count = len(layout.changing)
     held = zip((*layout.changing, *layout.constant), (*changing[:count], *constant), strict=True)
-    values = {t: place for block, array in held for t, place in block.places(array).items()}
+    values = {t: place for block, array in held for t, place in block.unpack(array).items()}
     begun = zip(layout.channels, layout.begin(feeds, layout.channels), strict=True)
     slots = ((buffer, (array, 0)) for buffer, array in zip(layout.buffers, changing[count:], strict=True))
     return values, Channels(dict((*begun, *slots)))
@@ -234,14 +234,14 @@ def end_run(
     layout: Layout, environment: Environment, channels: Channels
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """Changed state and fetches after one replica's run."""
-    changed = (*(block.after(environment) for block in layout.changing), *map(channels.slots, layout.buffers))
+    changed = (*(block.repack(environment) for block in layout.changing), *map(channels.slots, layout.buffers))
     return changed, layout.end(channels.results(), layout.channels)
 
 
 # As a plan -----------------------------------------------------------------------------------------------------------
 
 
-def _plan(layout: Layout, steps: Steps, known: Sequence[Any] | None, watch: Watch) -> _Built:
+def _plan(layout: Layout, steps: PlanBuilder, known: Sequence[Any] | None, watch: Watch) -> _Built:
     """Compile the program as segments, executed sequentially by the host."""
     buffers = {buffer: layout.homes[buffer] for buffer in layout.buffers}
     channels = {place: _channels_in(place, layout, steps) for place in layout.terms}
@@ -260,23 +260,23 @@ def _plan(layout: Layout, steps: Steps, known: Sequence[Any] | None, watch: Watc
     return plan, ends, plan.text
 
 
-def _channels_in(place: int, layout: Layout, steps: Steps) -> tuple[Stream | Failure, ...]:
+def _channels_in(place: int, layout: Layout, steps: PlanBuilder) -> tuple[Stream | Failure, ...]:
     """Channels located at an IPU. The failure channel exists wherever a segment performs checks."""
-    checks = any(FAILURE in piece.channels for piece in steps.pieces() if piece.place == place)
+    checks = any(FAILURE in piece.channels for piece in steps.segments() if piece.place == place)
     return tuple(c for c in layout.channels if (checks if c is FAILURE else layout.homes[c] == place))
 
 
-def _adopt(layout: Layout, steps: Steps, executables: Sequence[Any]) -> list[Structure]:
+def _adopt(layout: Layout, steps: PlanBuilder, executables: Sequence[Any]) -> list[Structure]:
     """Adopt precompiled executables for the plan's segments. They stay registered while the caller references the
     returned structures."""
-    structures = dict.fromkeys(piece.found(layout.terms[piece.place]) for piece in steps.pieces())
+    structures = dict.fromkeys(piece.executable_key(layout.terms[piece.place]) for piece in steps.segments())
     for structure, executable in zip(structures, executables, strict=True):
         if structure.executable is None:
             structure.executable, structure.text = executable, executable.as_text
     return [*structures]
 
 
-def _begin_and_end(layout: Layout, terms: Terms, channels: Sequence[Stream | Failure]) -> tuple[Any, Any]:
+def _begin_and_end(layout: Layout, terms: CompileOptions, channels: Sequence[Stream | Failure]) -> tuple[Any, Any]:
     """Compile prologue and epilogue of a run: initial channel state from feeds, and fetches from final channel state.
 
     Where host arrays look like the transfers of a stream, nothing is copied: those of feeds are `None` in the first
@@ -289,7 +289,7 @@ def _begin_and_end(layout: Layout, terms: Terms, channels: Sequence[Stream | Fai
 
     are_donated = all(map(is_alike, (c for c in channels if c in layout.outputs)))
 
-    def of_one(feeds: Sequence[Array]) -> Any:
+    def begin_replica(feeds: Sequence[Array]) -> Any:
         states = zip(channels, layout.begin(feeds, channels), strict=True)
         return tuple(
             (None if c in layout.fed and is_alike(c) else jnp.asarray(transfers), jnp.asarray(position, jnp.int32))
@@ -297,10 +297,10 @@ def _begin_and_end(layout: Layout, terms: Terms, channels: Sequence[Stream | Fai
         )
 
     def begin(feeds: Sequence[Array]) -> Any:
-        return replicas.spread(of_one)(layout.replicas_first(feeds, channels))
+        return replicas.vmap_replicas(begin_replica)(layout.replicas_first(feeds, channels))
 
     def end(results: Sequence[Array]) -> Any:
-        fetched = replicas.spread(lambda results: layout.end(results, channels))(results)
+        fetched = replicas.vmap_replicas(lambda results: layout.end(results, channels))(results)
         return layout.transfers_first(fetched, channels)
 
     beginning = jax.jit(begin, out_shardings=replicas.sharding())

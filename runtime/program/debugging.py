@@ -34,7 +34,7 @@ from runtime.lowering.control_flow import Loop, call_inputs, check_bound, finish
 from runtime.lowering.environment import Environment, Results
 from runtime.lowering.lower import Lowering, store_results, written_tensors_of
 from runtime.lowering.sharing import Sharing, bind_inputs
-from runtime.program.blocks import Block
+from runtime.program.blocks import PackedVariables
 from runtime.signals import deliver_pending_signals
 from runtime.targets.replicas import Replicas
 
@@ -61,7 +61,7 @@ class _Site:
 
 
 @dataclass(frozen=True)
-class _Meeting:
+class _CollectiveCall:
     """One replica's contribution to a collective op: operands, and their non-finite counts."""
 
     op: Op
@@ -92,7 +92,7 @@ class Debugged(Lowering):
         """Always false: replicas execute separately."""
         return False
 
-    def on(self, replicas: Replicas) -> Lowering:
+    def lowering_on(self, replicas: Replicas) -> Lowering:
         """Lowering of all replicas together."""
         return Lowering((), self._options, replicas=replicas)
 
@@ -103,7 +103,7 @@ class Debugged(Lowering):
         context: Context,
         same: Mapping[Tensor, Tensor] | None = None,
     ) -> Nested[Environment]:
-        """Execute ops and check each result, yielding a `_Meeting` at ops that communicate between replicas.
+        """Execute ops and check each result, yielding a `_CollectiveCall` at ops that communicate between replicas.
 
         A view is looked at where it is read.
         """
@@ -152,25 +152,25 @@ class Debugged(Lowering):
 
     def _conditional(self, op: Op, environment: Environment, context: Context) -> Nested[None]:
         check_bound(op)
-        taken = environment.read(op.inputs[0]).item()
+        taken = environment.value_of(op.inputs[0]).item()
         (run,) = (run for run in op.runs if run.when == taken)
-        results = yield self._graph(run.graph, [environment.read(t) for t in run.given], context, Sharing())
+        results = yield self._graph(run.graph, [environment.value_of(t) for t in run.given], context, Sharing())
         for t, value in zip(op.outputs, results.outputs, strict=False):  # the graph may have gained outputs since
             environment.write(t, value)
 
     def _watched(self, op: Op, environment: Environment, context: Context) -> Nested[None]:
         """Execute and check an op without called graphs."""
         self.steps += 1
-        operands = [environment.read(t) for t in op.inputs]
+        operands = [environment.value_of(t) for t in op.inputs]
         before = _unusual(operands)
         if op.kind.between_replicas and self.replicas.count > 1:
             self._check(op, operands, context.channels)
-            results, before = yield _Meeting(op, operands, before)
+            results, before = yield _CollectiveCall(op, operands, before)
             store_results(op, results, environment)
         else:
             self.lower_op(op, environment, context)
         targets = written_tensors_of(op)
-        made = [environment.read(t) for t in targets]
+        made = [environment.value_of(t) for t in targets]
         after = _unusual(made)
         new_nan = after.nans and not before.nans
         new_infinity = self._infinities and after.infinities and not any(before)
@@ -200,8 +200,8 @@ class Debugged(Lowering):
             [
                 f"Session.run: an op has made {after} of {source}{replica}.",
                 "",
-                *_shown(op),
-                *(text for site in self._callers() for text in _shown(site.op, site.turn)),
+                *_op_lines(op),
+                *(text for site in self._callers() for text in _op_lines(site.op, site.turn)),
                 "",
                 Table(columns, rows).text(),
                 "",
@@ -220,7 +220,7 @@ class Debugged(Lowering):
         return shown[::-1]
 
 
-def _shown(op: Op, turn: int = 0) -> list[str]:
+def _op_lines(op: Op, turn: int = 0) -> list[str]:
     """Lines with an op's printed form and source location."""
     graph, text = op.graph, f"`{op.source.text}` " if op.source.text else ""
     of = f", the gradient of {graph.gradient_of.title}" if graph.gradient_of is not None else ""
@@ -251,11 +251,11 @@ def _numbers(array: Array) -> np.ndarray:
     dtypes."""
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         return np.zeros(0)
-    numbers = _in_parts(array)
+    numbers = _real_components(array)
     return numbers if numbers.dtype.itemsize > 1 else numbers.astype(np.float32)
 
 
-def _in_parts(array: Array) -> np.ndarray:
+def _real_components(array: Array) -> np.ndarray:
     """Array on the host; complex numbers are split into real and imaginary parts."""
     numbers = np.asarray(array)
     return np.stack([numbers.real, numbers.imag], -1) if np.iscomplexobj(numbers) else numbers
@@ -271,7 +271,7 @@ def _unusual(arrays: Sequence[Array]) -> _Unusual:
     return _Unusual(found["nans"], found["infinities"])
 
 
-def tell_given_nans(arrays: Iterable[tuple[Block | Channel, Array]]) -> None:
+def tell_given_nans(arrays: Iterable[tuple[PackedVariables | Channel, Array]]) -> None:
     """Log variables, buffers and streams containing NaN before a run, as no op caused these."""
     found = [f"{_title(thing)} ({count} NaN)" for thing, array in arrays if (count := _unusual([array]).nans)]
     if found:
@@ -281,14 +281,14 @@ def tell_given_nans(arrays: Iterable[tuple[Block | Channel, Array]]) -> None:
         )
 
 
-def _title(thing: Block | Channel) -> str:
-    return ", ".join(f"`{t.name}`" for t in thing.tensors) if isinstance(thing, Block) else str(thing)
+def _title(thing: PackedVariables | Channel) -> str:
+    return ", ".join(f"`{t.name}`" for t in thing.tensors) if isinstance(thing, PackedVariables) else str(thing)
 
 
 def _row(t: Tensor, what: str, array: Array) -> list[str]:
     """Table row with a tensor and statistics of its numbers."""
     nans, infinities = _unusual([array])
-    numbers = _in_parts(array)
+    numbers = _real_components(array)
     numbers = numbers.astype(np.float64 if jnp.issubdtype(array.dtype, jnp.inexact) else numbers.dtype).ravel()
     finite = numbers[np.isfinite(numbers)]
     ranges = [f"{value:g}" for value in (finite.min(), finite.max(), finite.mean())] if finite.size else [""] * 3
@@ -298,7 +298,9 @@ def _row(t: Tensor, what: str, array: Array) -> list[str]:
 # All replicas --------------------------------------------------------------------------------------------------------
 
 
-def together(works: Sequence[Nested[Any]], lowerings: Sequence[Debugged], devices: Sequence[jax.Device]) -> list[Any]:
+def run_replicas(
+    works: Sequence[Nested[Any]], lowerings: Sequence[Debugged], devices: Sequence[jax.Device]
+) -> list[Any]:
     """Execute the work of all replicas: each replica independently until its next collective op, then the collective.
 
     Args:
@@ -316,7 +318,7 @@ def together(works: Sequence[Nested[Any]], lowerings: Sequence[Debugged], device
     going = [doing(work) for work in works]
     answers: list[Any] = [None] * len(going)
     while True:
-        meetings: list[_Meeting] = []
+        meetings: list[_CollectiveCall] = []
         returned: list[Any] = []
         problems: list[tuple[int, NonFiniteError]] = []
         for work, lowering, device, answer in zip(going, lowerings, devices, answers, strict=True):
@@ -337,17 +339,19 @@ def together(works: Sequence[Nested[Any]], lowerings: Sequence[Debugged], device
                 f"Session.run: replicas have come to different ops that talk to other replicas: {', '.join(shown)}"
                 f"{', or the end' if returned else ''}. Have all of them take the same branches of conditionals."
             )
-        answers = _met(meetings, lowerings[0], devices)
+        answers = _run_collective(meetings, lowerings[0], devices)
 
 
-def _met(
-    meetings: Sequence[_Meeting], lowering: Debugged, devices: Sequence[jax.Device]
+def _run_collective(
+    meetings: Sequence[_CollectiveCall], lowering: Debugged, devices: Sequence[jax.Device]
 ) -> list[tuple[list[Array], _Unusual]]:
     """Execute a collective op: results for each replica, and non-finite counts over all operands."""
     op, on_one = meetings[0].op, Replicas(len(meetings), devices[:1])
     brought = zip(*(meeting.operands for meeting in meetings), strict=True)
     operands = [jnp.stack(jax.device_put(arrays, devices[0])) for arrays in brought]
-    made = on_one.spread(lambda operands: lowering.on(on_one).apply(op, operands, Channels({})))(operands)
+    made = on_one.vmap_replicas(lambda operands: lowering.lowering_on(on_one).apply(op, operands, Channels({})))(
+        operands
+    )
     results = made if isinstance(made, tuple | list) else [made]
     unusual = _Unusual(*map(sum, zip(*(meeting.unusual for meeting in meetings), strict=True)))
     return [([jax.device_put(t[i], device) for t in results], unusual) for i, device in enumerate(devices)]

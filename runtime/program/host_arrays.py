@@ -124,7 +124,7 @@ class HostArrays:
         self, stream: HostToDeviceStream, value: Any, shape: tuple[int, ...], dtype: Any, downcast: bool
     ) -> Any:
         """Convert a feed that is not an array of the exact expected kind, shape and dtype."""
-        array = self._fitted(stream, _array(stream, value, downcast), shape)
+        array = self._fit_shape(stream, _array(stream, value, downcast), shape)
         if isinstance(array, jax.Array):
             array = defer_signals(partial(jax.device_put, array, self._layout.feed_sharding(stream)))
         host_dtype = stream.dtype.as_numpy()
@@ -141,7 +141,7 @@ class HostArrays:
             f"{host_dtype}. Pass `array.astype(np.{host_dtype})`."
         )
 
-    def _fitted(self, stream: Stream, array: Any, shape: tuple[int, ...]) -> Any:
+    def _fit_shape(self, stream: Stream, array: Any, shape: tuple[int, ...]) -> Any:
         """Adapt an array to its stream's shape where unambiguous: truncate longer arrays, reshape single elements.
 
         Raises:
@@ -191,7 +191,7 @@ class HostArrays:
                     f"Session.run_with_outputs: the array for {s} cannot be filled: expected one that is C-contiguous "
                     "and can be written, such as `create_host_outputs` makes."
                 )
-            fitted = self._fitted(s, arrays[s], self._layout.host_shape(s))
+            fitted = self._fit_shape(s, arrays[s], self._layout.host_shape(s))
             if fitted.dtype != s.dtype.as_numpy():
                 raise PopxlRuntimeError(
                     f"Session.run_with_outputs: the array for {s} has the dtype {fitted.dtype}; expected "

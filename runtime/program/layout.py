@@ -27,9 +27,9 @@ from runtime.lowering import remote_buffers as remote
 from runtime.lowering.channels import FAILURE, Channel, Failure, channels_of, prints
 from runtime.lowering.collectives import devices_meet
 from runtime.plan.decision import Decision
-from runtime.plan.planning import Steps
-from runtime.plan.terms import Terms
-from runtime.program.blocks import Block, blocks_of
+from runtime.plan.planning import PlanBuilder
+from runtime.plan.terms import CompileOptions
+from runtime.program.blocks import PackedVariables, blocks_of
 from runtime.targets.destination import HOST, Destination
 from runtime.targets.replicas import DividedReplicas, Replicas
 
@@ -112,14 +112,14 @@ class Layout:
         self.wide = any(t.dtype.is_wide for op in ops for t in (*op.inputs, *op.outputs))
         self.calls, places, self.rolling = decision.calls, decision.places, decision.rolling
         self._choice = decision.choice if self.calls == "dispatched" else None
-        together = () if self.rolling is None else self.rolling.together
-        self.changing = blocks_of(self.changed, together)
+        packed = () if self.rolling is None else self.rolling.together
+        self.changing = blocks_of(self.changed, packed)
         changing = {t for block in self.changing for t in block.tensors}
-        self.constant = blocks_of((t for t in self.read if t not in changing), together)
+        self.constant = blocks_of((t for t in self.read if t not in changing), packed)
         ipus = (0,) if places is None else places.ipus
         destinations = [destination] if places is None else [destination.of_ipu(i, len(ipus)) for i in range(len(ipus))]
-        self.terms: Mapping[int, Terms] = {
-            ipu: Terms(each, self.options, self.wide) for ipu, each in zip(ipus, destinations, strict=True)
+        self.terms: Mapping[int, CompileOptions] = {
+            ipu: CompileOptions(each, self.options, self.wide) for ipu, each in zip(ipus, destinations, strict=True)
         }
         # A plan knows only one kind of arrays.
         alike = {t for t in self.read if t is self.held[t] and t.replica_grouping.num_groups == 1}
@@ -134,17 +134,17 @@ class Layout:
         return any(devices_meet(self.main.ops, terms.replicas) for terms in self.terms.values())
 
     @cached_property
-    def _planned(self) -> tuple[Mapping[Any, int], list[Steps]]:
+    def _planned(self) -> tuple[Mapping[Any, int], list[PlanBuilder]]:
         """Plan locations of variables, streams and buffers; plus spare steps for the first plan."""
         steps = self._new_steps()
         return steps.starts | steps.homes(), [steps]
 
-    def _new_steps(self) -> Steps:
+    def _new_steps(self) -> PlanBuilder:
         assert self._choice is not None
-        steps: Steps = done(Steps(self.main.ops, self._choice, self.changed, self.changed).planned())
+        steps: PlanBuilder = done(PlanBuilder(self.main.ops, self._choice, self.changed, self.changed).planned())
         return steps
 
-    def steps(self) -> Steps | None:
+    def steps(self) -> PlanBuilder | None:
         """Steps executed by the host, for planned programs; else `None`. Each plan owns separate steps, which store its
         compiled segments."""
         if self._choice is None:
@@ -174,7 +174,7 @@ class Layout:
             return None
         return self.homes.get(thing if not isinstance(thing, Variable) or thing.piece is None else thing.piece)
 
-    def terms_for(self, thing: Tensor | Channel | None) -> Terms:
+    def terms_for(self, thing: Tensor | Channel | None) -> CompileOptions:
         """Compile options at a variable's, stream's or buffer's location."""
         first = next(iter(self.terms))
         return self.terms[self.homes.get(thing, first)]
@@ -184,7 +184,7 @@ class Layout:
         return jax.enable_x64(True) if self.wide else nullcontext()
 
     @property
-    def read_back(self) -> Set[Variable]:
+    def downloaded(self) -> Set[Variable]:
         """Variables copied to the host by a download: those changed by the program."""
         return {self.held[t] for t in self.changed} | {v for b in self.stored_to for v in self.in_buffers[b]}
 
@@ -246,12 +246,12 @@ class Layout:
         """Abstract arrays of read-only variables, for lowering."""
         return tuple(map(self._spec, self.constant))
 
-    def is_shared(self, block: Block) -> bool:
+    def is_replicated(self, block: PackedVariables) -> bool:
         """Whether all replicas share one array."""
         return block.tensors[0] in self.shared
 
-    def _spec(self, block: Block) -> Any:
-        if self.is_shared(block):
+    def _spec(self, block: PackedVariables) -> Any:
+        if self.is_replicated(block):
             return jax.ShapeDtypeStruct(block.shape, block.dtype, sharding=self.replicas.sharding(None))
         return self.replicas.spec(block.shape, block.dtype)
 

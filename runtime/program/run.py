@@ -21,9 +21,9 @@ from runtime.lowering.channels import FAILURE, Channel, Channels
 from runtime.lowering.context import Context
 from runtime.lowering.platform_hooks import hooks_for
 from runtime.plan.plan import Plan
-from runtime.program.blocks import Block
+from runtime.program.blocks import PackedVariables
 from runtime.program.compiled import CompiledProgram, begin_run, end_run
-from runtime.program.debugging import Debugged, tell_given_nans, together
+from runtime.program.debugging import Debugged, run_replicas, tell_given_nans
 from runtime.program.store import VariableStore
 from runtime.signals import defer_signals
 from runtime.targets.destination import HOST
@@ -73,7 +73,7 @@ class Runner:
         store = self.store
         changing = store.changing if store.changing is not None else store.present()
         if self._divided is not None:
-            feeds = self._joined(feeds)
+            feeds = self._global_feeds(feeds)
             store.run_count += 1
         if self._lock is None:
             fetches = self._called(changing, feeds)
@@ -82,7 +82,7 @@ class Runner:
                 fetches = self._called(changing, feeds)
                 set_results(store.changing or fetches)
         if self._divided is not None:
-            fetches = self._own(fetches)
+            fetches = self._local_fetches(fetches)
         if self._prints:
             jax.effects_barrier()
         if self._checks:
@@ -161,19 +161,19 @@ class Runner:
 
     # Several processes ----------------------------------------------------------------------------------------------
 
-    def _joined(self, feeds: tuple[Array, ...]) -> tuple[Array, ...]:
+    def _global_feeds(self, feeds: tuple[Array, ...]) -> tuple[Array, ...]:
         """Global feed arrays of all replicas, assembled from local feeds."""
         layout = self._layout
         return tuple(
-            layout.terms_for(s).replicas.joined(feed, layout.shape_of_all(s), layout.axis(s))
+            layout.terms_for(s).replicas.assemble_global(feed, layout.shape_of_all(s), layout.axis(s))
             for s, feed in zip(layout.fed, feeds, strict=True)
         )
 
-    def _own(self, fetches: tuple[Array, ...]) -> tuple[Array, ...]:
+    def _local_fetches(self, fetches: tuple[Array, ...]) -> tuple[Array, ...]:
         """Local shards of the global fetches."""
         assert self._divided is not None
         checks = [(self._divided.local_count, *FAILURE.shape)] * (len(fetches) - len(self._outputs))
-        return tuple(map(self._divided.own, fetches, (*map(self._layout.host_shape, self._outputs), *checks)))
+        return tuple(map(self._divided.local_shards, fetches, (*map(self._layout.host_shape, self._outputs), *checks)))
 
     # Checks ---------------------------------------------------------------------------------------------------------
 
@@ -243,16 +243,16 @@ class Runner:
                 parts = list(whole)
             return [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
 
-        def joined(parts: Sequence[Array], like: Array) -> Array:
+        def stack_replicas(parts: Sequence[Array], like: Array) -> Array:
             """Stack per-replica arrays into one array of all replicas. Always copies, as later donation must not affect
             foreign arrays."""
-            return replicas.place(np.stack(parts).reshape(like.shape), like.sharding)
+            return replicas.transfer(np.stack(parts).reshape(like.shape), like.sharding)
 
         own = layout.replicas_first([np.array(feed) for feed in feeds], layout.channels)
-        things: list[Block | Channel] = [*layout.changing, *layout.buffers, *layout.constant, *layout.fed]
+        things: list[PackedVariables | Channel] = [*layout.changing, *layout.buffers, *layout.constant, *layout.fed]
         tell_given_nans(zip(things, [*changing, *held, *own], strict=True))
         changed_shares, fed = (list(map(shares, arrays)) for arrays in (changing, own))
-        constant = [shares(array, layout.is_shared(b)) for b, array in zip(layout.constant, held, strict=True)]
+        constant = [shares(array, layout.is_replicated(b)) for b, array in zip(layout.constant, held, strict=True)]
         lowerings = [Debugged(layout.main.ops, layout.options, replicas, i, infinities) for i in range(count)]
         works, begun = [], list[Channels]()
         for i, lowering in enumerate(lowerings):
@@ -260,9 +260,9 @@ class Runner:
             values, channels = begin_run(layout, *of_one)
             begun.append(channels)
             works.append(lowering.run_ops(layout.main.ops, values, Context(channels)))
-        environments = together(works, lowerings, devices)
+        environments = run_replicas(works, lowerings, devices)
         runs = [end_run(layout, *each) for each in zip(environments, begun, strict=True)]
-        changed = tuple(map(joined, zip(*(changed for changed, _ in runs), strict=True), changing))
+        changed = tuple(map(stack_replicas, zip(*(changed for changed, _ in runs), strict=True), changing))
         fetched = zip(*(fetches for _, fetches in runs), strict=True)
         fetches = [np.stack(parts) if count > 1 else parts[0] for parts in fetched]
         return changed, layout.transfers_first(fetches, layout.channels)

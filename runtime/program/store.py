@@ -15,7 +15,7 @@ from popxl.base.arrays import Array
 from popxl.base.log import Logger
 from popxl.core.tensor import Tensor, Variable
 from popxl.errors import PopxlError, PopxlRuntimeError
-from runtime.program.blocks import Block
+from runtime.program.blocks import PackedVariables
 from runtime.program.layout import Layout
 from runtime.program.transfers import (
     Given,
@@ -23,8 +23,8 @@ from runtime.program.transfers import (
     fetch_local,
     fetch_values,
     fill_buffer,
-    own_parts,
     put_variables,
+    saved_parts,
     write_host_copies,
 )
 from runtime.signals import defer_signals
@@ -48,7 +48,7 @@ class Slot(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shared:
+class BorrowedArray:
     """Array borrowed from another store."""
 
     store: VariableStore
@@ -93,7 +93,7 @@ class VariableStore:
         self.host, self.device = ir.host_copies.version, NEVER
         self.values_of_all: dict[Variable, np.ndarray] = {}
         self.run_count = 0
-        self.shared: dict[Slot, Shared] = {}
+        self.shared: dict[Slot, BorrowedArray] = {}
         self._owning_stores: tuple[VariableStore, ...] = ()  # in the order in which all lock them
         self._changed_stores: tuple[VariableStore, ...] = ()
 
@@ -122,7 +122,7 @@ class VariableStore:
         for store in self._changed_stores:
             store.note_run()
 
-    def note_written(self) -> None:
+    def mark_host_written(self) -> None:
         """Mark host copies as written, making an upload due."""
         has_run = self.has_run
         self.host, self.constant = self._host_copies.note(), None
@@ -171,14 +171,14 @@ class VariableStore:
         slots = [None] * len(layout.buffers) if self.changing is None else self.changing[len(layout.changing) :]
         layout.replicas.barrier("Session.weights_from_host", self.run_count)
 
-        def put(changes: bool, blocks: Sequence[Block]) -> list[Array]:
+        def upload_blocks(changes: bool, blocks: Sequence[PackedVariables]) -> list[Array]:
             own = [Slot(changes, i) not in self.shared for i in range(len(blocks))]
             return [put_variables(layout, b, given) if is_own else None for b, is_own in zip(blocks, own, strict=True)]
 
         with layout.precision():
-            changing = put(True, layout.changing)
+            changing = upload_blocks(True, layout.changing)
             changing += [fill_buffer(layout, b, old, given) for b, old in zip(layout.buffers, slots, strict=True)]
-            return tuple(changing), tuple(put(False, layout.constant))
+            return tuple(changing), tuple(upload_blocks(False, layout.constant))
 
     def download(self) -> None:
         """Download values of all changed variables from device to host."""
@@ -199,28 +199,28 @@ class VariableStore:
 
     def upload_parts(self, given: Given) -> None:
         """Upload values given in parts. Changed variables without host memory receive values only on the device."""
-        only_there = {v for v in self._layout.read_back if v._memmap_arr is None}
+        only_there = {v for v in self._layout.downloaded if v._memmap_arr is None}
         whole = {v: read(0, math.prod(v.shape_on_host)) for v, read in given.items() if v not in only_there}
         self.upload(given)
 
-        def note() -> None:
+        def store_host_values() -> None:
             for v, data in whole.items():
                 np.copyto(v.data, data.reshape(v.shape_on_host))
             self.host = self._host_copies.note()
             self.device = self._host_copies.new_version()
             self._host_copies.in_sync = False
 
-        defer_signals(note)
+        defer_signals(store_host_values)
 
     def local_values(self, variables: Sequence[Variable]) -> dict[Variable, np.ndarray] | None:
         """Variable values on this process's first replica; see `transfers.fetch_local`."""
         with self._layout.precision():
             return fetch_local(self._layout, self.present(), variables)
 
-    def own_parts(self, variables: Collection[Variable], is_ahead: bool) -> dict[Variable, list[Part]]:
-        """Parts of variable values saved by this process; see `transfers.own_parts`."""
+    def saved_parts(self, variables: Collection[Variable], is_ahead: bool) -> dict[Variable, list[Part]]:
+        """Parts of variable values saved by this process; see `transfers.saved_parts`."""
         with self._layout.precision():
-            return own_parts(self._layout, self.present() if is_ahead else (), variables, is_ahead)
+            return saved_parts(self._layout, self.present() if is_ahead else (), variables, is_ahead)
 
     # Variables of other stores --------------------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class VariableStore:
         `ValueError` if they do not lie in arrays of the same form, on the same devices.
         """
         wanted = {_holder(mine): _holder(theirs) for mine, theirs in variables.items()}
-        found: dict[Slot, Shared] = {}
+        found: dict[Slot, BorrowedArray] = {}
         for slot, block in self._blocks().items():
             if not (mine := [t for t in block.tensors if t in wanted]):
                 continue
@@ -242,7 +242,7 @@ class VariableStore:
                 first = mine[0]
                 raise ValueError(f"Session.use_variables_of: {first!r} cannot be {wanted[first]!r}: {problem}.")
             assert there is not None
-            array = Shared(other, there)
+            array = BorrowedArray(other, there)
             also = {each for each, known in (self.shared | found).items() if known == array} - {slot}
             if also and any(changes for changes, _ in also | {slot}):
                 raise ValueError(
@@ -274,19 +274,19 @@ class VariableStore:
                 f"the other session has {replicas} replicas, and this one {own_replicas}. Copy what it has: "
                 "`session.write_variables_data({mine: other.get_tensor_data(theirs)})`"
             )
-        ours, form = self._form(slot), other._form(there)
+        ours, form = self._slot_spec(slot), other._slot_spec(there)
         return "" if ours == form else f"the other session has it as {form}, and this one as {ours}"
 
-    def _blocks(self) -> dict[Slot, Block]:
+    def _blocks(self) -> dict[Slot, PackedVariables]:
         """Variable arrays, keyed by slot."""
         both = ((True, self._layout.changing), (False, self._layout.constant))
         return {Slot(changes, i): block for changes, blocks in both for i, block in enumerate(blocks)}
 
-    def _form(self, slot: Slot) -> tuple[Any, ...]:
+    def _slot_spec(self, slot: Slot) -> tuple[Any, ...]:
         """Shape, dtype and devices of an array, required to match between sharing programs."""
         layout, block = self._layout, self._blocks()[slot]
         replicas = layout.terms_for(block.tensors[0]).replicas
-        shape = block.shape if layout.is_shared(block) else replicas.shape(block.shape)
+        shape = block.shape if layout.is_replicated(block) else replicas.shape(block.shape)
         # By its devices: meshes of programs with other groups have other dimensions, which makes no difference here.
         return shape, str(np.dtype(block.dtype)), replicas.devices
 

@@ -16,7 +16,7 @@ from popxl.remote_buffer import RemoteBuffer
 from popxl.utils import to_numpy
 from popxl.values.sharding import shard_layout
 from runtime.lowering import remote_buffers as remote
-from runtime.program.blocks import Block
+from runtime.program.blocks import PackedVariables
 from runtime.program.layout import Layout
 from runtime.targets.replicas import DividedReplicas
 
@@ -32,23 +32,25 @@ HostValue = tuple[Variable, np.ndarray, np.ndarray | None]
 # To the device --------------------------------------------------------------------------------------------------------
 
 
-def put_variables(layout: Layout, block: Block, given: Given) -> Array:
+def put_variables(layout: Layout, block: PackedVariables, given: Given) -> Array:
     """Create the device array of a block's variables, from host copies or given values."""
     replicas = layout.terms_for(block.tensors[0]).replicas
     variables = [layout.held[t] for t in block.tensors]
     alike = all(_is_alike(layout, t) for t in block.tensors)
-    if not alike and not layout.is_shared(block) and replicas.mesh is not None:
+    if not alike and not layout.is_replicated(block) and replicas.mesh is not None:
         if any(v in given or v.initial for v in variables):  # each process makes the rows of its own replicas only
             rows = [_rows(v, given) for v in variables]
-            return replicas.made(replicas.shape(block.shape), lambda replica: np.stack([row(replica) for row in rows]))
-    whole = [_whole(v, given) for v in variables]
-    if layout.is_shared(block):
-        return replicas.place(np.stack(whole) if block.is_stack else whole[0], replicas.sharding(None))
+            return replicas.build_array(
+                replicas.shape(block.shape), lambda replica: np.stack([row(replica) for row in rows])
+            )
+    whole = [_initial_value(v, given) for v in variables]
+    if layout.is_replicated(block):
+        return replicas.transfer(np.stack(whole) if block.is_stack else whole[0], replicas.sharding(None))
     if alike:
-        return replicas.put(np.stack(whole) if block.is_stack else whole[0])
-    parts = [_parts(layout, t, array, replicas.count) for t, array in zip(block.tensors, whole, strict=True)]
+        return replicas.broadcast(np.stack(whole) if block.is_stack else whole[0])
+    parts = [_replica_values(layout, t, array, replicas.count) for t, array in zip(block.tensors, whole, strict=True)]
     array = np.stack(parts, 1) if block.is_stack else parts[0]
-    return replicas.place(array.reshape(replicas.shape(block.shape)), replicas.sharding())
+    return replicas.transfer(array.reshape(replicas.shape(block.shape)), replicas.sharding())
 
 
 def fill_buffer(layout: Layout, buffer: RemoteBuffer, before: Array | None, given: Given) -> Array:
@@ -58,7 +60,7 @@ def fill_buffer(layout: Layout, buffer: RemoteBuffer, before: Array | None, give
     return remote.fill_buffer(buffer, rows, terms.replicas, terms.slots, before)
 
 
-def _whole(v: Variable, given: Given) -> np.ndarray:
+def _initial_value(v: Variable, given: Given) -> np.ndarray:
     # JAX may keep the array that it is given as the device's memory, whatever it is told about aliasing; so it gets
     # one of its own. Host copies change, and donated memory is overwritten.
     size = math.prod(v.shape_on_host)
@@ -77,7 +79,7 @@ def _is_alike(layout: Layout, t: Tensor) -> bool:
     return v.replica_grouping.num_groups == 1 and t is v
 
 
-def _parts(layout: Layout, t: Tensor, array: np.ndarray, count: int) -> np.ndarray:
+def _replica_values(layout: Layout, t: Tensor, array: np.ndarray, count: int) -> np.ndarray:
     """Initial value of a variable on each replica."""
     if _is_alike(layout, t):
         return np.broadcast_to(array, (count, *t.shape))
@@ -174,7 +176,7 @@ def fetch_local(
     return {v: value(v) for v in variables}
 
 
-def own_parts(
+def saved_parts(
     layout: Layout, changing: Sequence[Array], variables: Collection[Variable], is_ahead: bool
 ) -> dict[Variable, list[Part]]:
     """Variable parts first held by replicas of this process, in a multi-process program. Parts of all processes
@@ -211,7 +213,7 @@ def _parts_on_devices(
         assert isinstance(replicas, DividedReplicas)
         return replicas.fetched_here(array, own & set(chain(*(firsts[v] for v in vs))))
 
-    def note(replica: int, rows: Mapping[Variable, np.ndarray]) -> None:
+    def add_replica(replica: int, rows: Mapping[Variable, np.ndarray]) -> None:
         for v, row in rows.items():
             if replica in firsts[v]:
                 start, stop = firsts[v][replica]
@@ -223,12 +225,12 @@ def _parts_on_devices(
             parts |= {v: [] for v in vs}
             for replica, values in fetched(array, block.tensors[0], vs).items():
                 rows = values.reshape(len(block.tensors), -1)
-                note(replica, {v: rows[held[v]] for v in vs})
+                add_replica(replica, {v: rows[held[v]] for v in vs})
     for (buffer, inside), array in zip(layout.in_buffers.items(), changing[count:], strict=True):
         if buffer in layout.stored_to and (vs := variables & set(inside)):
             parts |= {v: [] for v in vs}
             for replica, slots in fetched(array, buffer, vs).items():
-                note(replica, {v: row[0] for v, row in remote.rows_of_slots(buffer, vs, slots).items()})
+                add_replica(replica, {v: row[0] for v, row in remote.rows_of_slots(buffer, vs, slots).items()})
     return parts
 
 

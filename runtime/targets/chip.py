@@ -175,7 +175,7 @@ def shipped(kind: type[C], name: str) -> C:
     """Shipped figures of a chip; `KeyError` for an unknown name."""
     if name not in names(kind):
         raise KeyError(name)
-    return read(kind, FOLDER / f"{name}.json")
+    return load_figures(kind, FOLDER / f"{name}.json")
 
 
 def of_device(device_kind: str) -> Chip | None:
@@ -185,7 +185,7 @@ def of_device(device_kind: str) -> Chip | None:
     return next((chip for chip in known if chip.device_kind == device_kind), None)
 
 
-def read(kind: type[C], path: str | os.PathLike[str]) -> C:
+def load_figures(kind: type[C], path: str | os.PathLike[str]) -> C:
     """Figures from a file.
 
     Raises:

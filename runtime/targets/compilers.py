@@ -93,7 +93,7 @@ def tpu_devices(
     bounds = [min(a, b) for a, b in zip(layout, host, strict=True)]
     told = {"chips_per_host_bounds": (bounds + [1, 1])[:3]} | ({"chip_config_name": config} if config else {})
     name = f"{generation}:{'x'.join(map(str, layout))}"
-    return _found("tpu", name, told)
+    return _topology_devices("tpu", name, told)
 
 
 def gpu_devices(name: str, figures: str, hosts: int, per_host: int) -> tuple[jax.Device, ...]:
@@ -111,11 +111,11 @@ def gpu_devices(name: str, figures: str, hosts: int, per_host: int) -> tuple[jax
     _set(JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")  # there are no libraries to check
     told = {"target_config": figures, "topology": f"1x{hosts}x{per_host}"}
     try:
-        return _found("cuda", name, told)
+        return _topology_devices("cuda", name, told)
     except NotImplementedError:  # JAX has loaded it before, and put it aside, as there is no GPU
         with _lock, silence_stderr():
             import_module(plugin).initialize()
-        return _found("cuda", name, told)
+        return _topology_devices("cuda", name, told)
 
 
 _GPU_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
@@ -142,7 +142,7 @@ def _found_once(platform: str, name: str, told: tuple[tuple[str, Any], ...]) -> 
         return tuple(sorted(found.devices, key=lambda device: (device.process_index, device.id)))
 
 
-def _found(platform: str, name: str, told: dict[str, Any]) -> tuple[jax.Device, ...]:
+def _topology_devices(platform: str, name: str, told: dict[str, Any]) -> tuple[jax.Device, ...]:
     """Devices of a topology: identical objects on each call, for sharing compiled executables."""
     hashable = ((key, tuple(value) if isinstance(value, list) else value) for key, value in told.items())
     try:

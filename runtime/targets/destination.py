@@ -1,4 +1,4 @@
-"""`Destination`: compile target of a program; `MadeFor`: its textual description, stored in files."""
+"""`Destination`: compile target of a program; `BuildStamp`: its textual description, stored in files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VERSIONS = {"popxl": VERSION, "jax": jax.__version__, "jaxlib": jaxlib.__version
 """What programs are compiled with here."""
 
 
-class MadeFor(BaseModel):
+class BuildStamp(BaseModel):
     """Build environment and target of an executable. Executables with any mismatch must not run.
 
     Attributes:
@@ -52,10 +52,10 @@ class MadeFor(BaseModel):
     kinds: list[str]
 
 
-def made_for(devices: Sequence[jax.Device], is_here: bool = True) -> MadeFor:
+def build_stamp(devices: Sequence[jax.Device], is_here: bool = True) -> BuildStamp:
     """Build stamp of executables compiled in this process for `devices`."""
     client = devices[0].client
-    return MadeFor(
+    return BuildStamp(
         **VERSIONS,
         platform=client.platform,
         platform_version=client.platform_version if is_here else "",
@@ -89,7 +89,7 @@ class Destination:
     Example:
         >>> destination = Destination(tuple(jax.devices()), 2)
         >>> replicas = destination.replicas
-        >>> lowered = jax.jit(replicas.spread(jnp.sin)).lower(replicas.spec((3,), "f4"))
+        >>> lowered = jax.jit(replicas.vmap_replicas(jnp.sin)).lower(replicas.spec((3,), "f4"))
         >>> destination.compile(lowered)(replicas.put(np.zeros(3, "f4"))).shape
         (2, 3)
     """
@@ -115,9 +115,9 @@ class Destination:
         return self.devices[0].platform
 
     @property
-    def made_for(self) -> MadeFor:
+    def build_stamp(self) -> BuildStamp:
         """Build stamp of executables compiled in this process for this target."""
-        return made_for(self.devices, self.is_here)
+        return build_stamp(self.devices, self.is_here)
 
     @cached_property
     def replicas(self) -> Replicas:

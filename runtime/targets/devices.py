@@ -200,7 +200,7 @@ def cpu_device() -> Device:
 def model_device(count: int = 1, ipus: int | None = None, best: int = 0) -> Device:
     """CPU devices standing in for IPUs. Takes the arguments of `hardware_device`."""
     found = _local_devices("cpu")
-    return Device("ipu_model", _some(found, best, count), DeviceType.IpuModel, count if ipus is None else ipus)
+    return Device("ipu_model", _first_devices(found, best, count), DeviceType.IpuModel, count if ipus is None else ipus)
 
 
 def hardware_device(count: int = 1, ipus: int | None = None, kind: str | None = None, best: int = 0) -> Device:
@@ -223,7 +223,7 @@ def hardware_device(count: int = 1, ipus: int | None = None, kind: str | None = 
             f"Session: JAX finds no device of the kind {kind!r}: {str(problem).rstrip('.')}. Install JAX for it, as its"
             ' own pages say; or take "ipu_hw", which is the best device that there is.'
         ) from problem
-    return Device(kind or "ipu_hw", _some(found, best, count), DeviceType.Ipu, count if ipus is None else ipus)
+    return Device(kind or "ipu_hw", _first_devices(found, best, count), DeviceType.Ipu, count if ipus is None else ipus)
 
 
 def offline_device(target: Target, count: int = 1, ipus: int | None = None, best: int = 0) -> Device:
@@ -252,7 +252,7 @@ def _local_devices(kind: str | None = None) -> list[jax.Device]:
     return jax.local_devices(backend=kind)
 
 
-def _some(found: Sequence[jax.Device], best: int, count: int) -> Sequence[jax.Device]:
+def _first_devices(found: Sequence[jax.Device], best: int, count: int) -> Sequence[jax.Device]:
     """The first `best` devices if available, else `count`, else one."""
     return found[: next((wanted for wanted in (best, count) if 0 < wanted <= len(found)), 1)]
 
@@ -289,7 +289,7 @@ def find_device(description: str | Device | Target, ir: Ir) -> Device:
         found = _over_processes(description, count, ipus, best)
     else:
         processes.warn_if_forgotten()
-        found = _found(description, count, ipus, best)
+        found = _resolve_device(description, count, ipus, best)
     if found.type is DeviceType.Cpu and ipus > 1:
         raise ValueError(
             f"Session: the program is placed on {ipus} devices, and 'cpu' is a single one. Use 'ipu_model' or 'ipu_hw'."
@@ -297,7 +297,7 @@ def find_device(description: str | Device | Target, ir: Ir) -> Device:
     return found
 
 
-def _found(description: str | Device | Target, count: int, ipus: int, best: int = 0) -> Device:
+def _resolve_device(description: str | Device | Target, count: int, ipus: int, best: int = 0) -> Device:
     if isinstance(description, Device):
         return description
     if isinstance(description, Target):
@@ -308,7 +308,7 @@ def _found(description: str | Device | Target, count: int, ipus: int, best: int 
 def _over_processes(description: str | Device | Target, count: int, ipus: int, best: int) -> Device:
     """Device of a multi-process program, of which this process drives `count` replicas."""
     processes.join()
-    own = _found(description, count, ipus, best)
+    own = _resolve_device(description, count, ipus, best)
     if own.target is not None:
         raise PopxlError(
             f"Session: {own.target} is not here, and a program is compiled for it by one process, which sees all of "

@@ -73,14 +73,14 @@ def laid(devices: Sequence[jax.Device], dimensions: Sequence[Dimension]) -> list
     quietest_first = sorted(range(len(sizes)), key=lambda i: dimensions[i].bytes)
     mesh = mesh_utils.create_device_mesh([sizes[i] for i in quietest_first], hosts[0], allow_split_physical_axes=True)
     # The same in each host: TPUs refuse groups that do not look alike.
-    places = [_place(device, hosts[0]) for device in mesh.transpose(np.argsort(quietest_first)).flat]
-    at = [{_place(device, own): device for device in own} for own in hosts]
+    places = [_host_coordinates(device, hosts[0]) for device in mesh.transpose(np.argsort(quietest_first)).flat]
+    at = [{_host_coordinates(device, own): device for device in own} for own in hosts]
     return (
         [chips[place] for chips in at for place in places] if all(chips.keys() == {*places} for chips in at) else found
     )
 
 
-def _place(device: Any, host: Sequence[Any]) -> tuple[int, ...]:
+def _host_coordinates(device: Any, host: Sequence[Any]) -> tuple[int, ...]:
     """Coordinates of a chip within its host."""
     corner = map(min, zip(*(each.coords for each in host), strict=True))
     return (*(own - first for own, first in zip(device.coords, corner, strict=True)), device.core_on_chip)

@@ -77,7 +77,7 @@ class Target:
     @property
     def kind(self) -> str:
         """Chip kind: "tpu" or "gpu"."""
-        return self._part("kind")
+        return self._description_field("kind")
 
     @property
     def count(self) -> int:
@@ -87,7 +87,7 @@ class Target:
     @cached_property
     def layout(self) -> tuple[int, ...]:
         """Chip count along each dimension of a TPU slice; GPU count."""
-        text = self._part("layout")
+        text = self._description_field("layout")
         dimensions = len(self.chip.host) if isinstance(self.chip, Tpu) else 1
         found = tuple(int(size) for size in text.split("x") if size) if text else (1,) * dimensions
         if len(found) == dimensions and 0 not in found and text.count("x") in (0, dimensions - 1):
@@ -98,11 +98,11 @@ class Target:
     @cached_property
     def chip(self) -> Chip:
         """The figures of a chip."""
-        name = self._part("name")
+        name = self._description_field("name")
         if isinstance(self.figures, Gpu):
             return self.figures
         if self.figures is not None or name.endswith(".json"):
-            return chip.read(Gpu, name if self.figures is None else self.figures)
+            return chip.load_figures(Gpu, name if self.figures is None else self.figures)
         kind = Tpu if self.kind == "tpu" else Gpu
         try:
             return chip.shipped(kind, name.lower())
@@ -125,7 +125,7 @@ class Target:
     def first(self, count: int) -> tuple[jax.Device, ...]:
         """The first `count` chips, on a single host if possible."""
         if isinstance(self.chip, Tpu):
-            whole, name = self._around(count), self._part("name").lower()
+            whole, name = self._slice_shape(count), self._description_field("name").lower()
             return compilers.tpu_devices(name, whole, self.chip.host, self.chip.config)[:count]
         assert isinstance(self.chip, Gpu)
         per_host = min(self.count, self.chip.per_host)
@@ -134,7 +134,7 @@ class Target:
             raise ValueError(
                 f"Target: {self.count} GPUs in {self.description!r}, and a host has {per_host}; expected a multiple."
             )
-        name = re.sub(r"\W+", "_", f"{Path(self._part('name')).stem}_{self.count}")
+        name = re.sub(r"\W+", "_", f"{Path(self._description_field('name')).stem}_{self.count}")
         return compilers.gpu_devices(name, self.chip.for_xla(), hosts, per_host)[:count]
 
     def mesh(self, **axes: int) -> Mesh:
@@ -162,16 +162,16 @@ class Target:
 
     def slice_of(self, count: int) -> int:
         """Size of the slice that contains the first `count` chips."""
-        return math.prod(self._around(count))
+        return math.prod(self._slice_shape(count))
 
-    def _around(self, count: int) -> tuple[int, ...]:
+    def _slice_shape(self, count: int) -> tuple[int, ...]:
         """Layout of the slice that contains `count` chips: one host's slice, if large enough."""
         if not isinstance(self.chip, Tpu):
             return self.layout
         of_a_host = tuple(map(min, self.layout, self.chip.host))
         return of_a_host if count < self.count and count <= math.prod(of_a_host) else self.layout
 
-    def _part(self, name: str) -> str:
+    def _description_field(self, name: str) -> str:
         """Field `name` of the description; "" if absent."""
         found = _DESCRIPTION.fullmatch(self.description.strip())
         assert found is not None

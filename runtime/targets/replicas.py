@@ -113,7 +113,7 @@ class Replicas:
             apart *= length
         return tuple(found) if together == size else None
 
-    def spread(self, function: Callable[..., Any], shared: bool = False) -> Callable[..., Any]:
+    def vmap_replicas(self, function: Callable[..., Any], shared: bool = False) -> Callable[..., Any]:
         """Lift a per-replica array function to arrays of all replicas.
 
         Args:
@@ -125,35 +125,35 @@ class Replicas:
         return self._by_vmap(function, shared) if self.mesh is None else self._by_shard_map(function, shared)
 
     def _by_vmap(self, function: Callable[..., Any], shared: bool) -> Callable[..., Any]:
-        def of_each(block: Any) -> Any:  # in the host's memory, what replicas have follows each other
+        def unstack_replicas(block: Any) -> Any:  # in the host's memory, what replicas have follows each other
             return block.reshape(self.count, -1, *block.shape[1:]) if is_on_host(block) else block
 
-        def of_them(block: Any) -> Any:
+        def restack_replicas(block: Any) -> Any:
             return block.reshape(-1, *block.shape[2:]) if is_on_host(block) else block
 
-        def of_all(*trees: Any) -> Any:
+        def apply_vmapped(*trees: Any) -> Any:
             axes = (*[0] * (len(trees) - shared), *[None] * shared)
             whole = jax.vmap(function, axes, axis_name=AXIS, axis_size=self.count)
-            return jax.tree.map(of_them, whole(*jax.tree.map(of_each, trees)))
+            return jax.tree.map(restack_replicas, whole(*jax.tree.map(unstack_replicas, trees)))
 
-        return of_all
+        return apply_vmapped
 
     def _by_shard_map(self, function: Callable[..., Any], shared: bool) -> Callable[..., Any]:
         # On CPUs XLA would fuse the reshapes below with updates, and then not overwrite what is donated, but copy it.
         whole = noinline(function) if self.is_cpu else function
 
-        def of_one(*trees: Any) -> Any:  # of arrays with a leading dimension of size 1
+        def apply_per_device(*trees: Any) -> Any:  # of arrays with a leading dimension of size 1
             own, others = (trees[:-1], trees[-1:]) if shared else (trees, ())
             results = whole(*jax.tree.map(lambda block: block if is_on_host(block) else block[0], own), *others)
             return jax.tree.map(lambda result: result if is_on_host(result) else result[None], results)
 
-        def of_all(*trees: Any) -> Any:
+        def apply_sharded(*trees: Any) -> Any:
             each = PartitionSpec(self.axis)
             specs = (*[each] * (len(trees) - shared), *[PartitionSpec()] * shared)
-            mapped = jax.shard_map(of_one, mesh=self.mesh, in_specs=specs, out_specs=each, check_vma=False)
+            mapped = jax.shard_map(apply_per_device, mesh=self.mesh, in_specs=specs, out_specs=each, check_vma=False)
             return mapped(*trees)
 
-        return of_all
+        return apply_sharded
 
     def sharding(self, axis: int | None = 0) -> Any:
         """Sharding of all replicas' arrays, with replica dimension `axis`; `None` means shared arrays."""
@@ -171,15 +171,15 @@ class Replicas:
 
     # Arrays of the host ---------------------------------------------------------------------------------------------
 
-    def put(self, array: Array) -> Array:
+    def broadcast(self, array: Array) -> Array:
         """Replicate `array` to all replicas."""
-        return self.place(np.broadcast_to(array, self.shape(array.shape)), self.sharding())
+        return self.transfer(np.broadcast_to(array, self.shape(array.shape)), self.sharding())
 
-    def place(self, array: np.ndarray, sharding: Any) -> Array:
+    def transfer(self, array: np.ndarray, sharding: Any) -> Array:
         """Transfer an array of all replicas from the host to devices."""
         return defer_signals(partial(jax.device_put, array, sharding))
 
-    def made(self, shape: tuple[int, ...], part: Callable[[int], np.ndarray], where: Any = None) -> Array:
+    def build_array(self, shape: tuple[int, ...], part: Callable[[int], np.ndarray], where: Any = None) -> Array:
         """Build an array of all replicas on a mesh, calling `part` for each local replica.
 
         Args:
@@ -207,7 +207,7 @@ class Replicas:
         first = defer_signals(lambda: np.asarray(array.addressable_shards[0].data)[:1])
         return np.broadcast_to(first.reshape(1, -1), (self.count, first.size))
 
-    def joined(self, array: Array, shape: tuple[int, ...], axis: int) -> Array:
+    def assemble_global(self, array: Array, shape: tuple[int, ...], axis: int) -> Array:
         """Assemble the global array of all replicas from this process's local array.
 
         Args:
@@ -218,7 +218,7 @@ class Replicas:
         return array
 
     def barrier(self, place: str, runs: int, payload: Any = None) -> list[Any]:
-        """Wait for all processes that drive replicas at barrier `place`, after `runs` runs.
+        """Wait for all processes that drive replicas at barrier `transfer`, after `runs` runs.
 
         Returns what each has said there.
         """
@@ -246,7 +246,7 @@ class DividedReplicas(Replicas):
     def __str__(self) -> str:
         return f"{self.count} replicas on as many devices, {self.local_count} of them of this process"
 
-    def place(self, array: np.ndarray, sharding: Any) -> Array:
+    def transfer(self, array: np.ndarray, sharding: Any) -> Array:
         return defer_signals(partial(jax.make_array_from_callback, array.shape, sharding, array.__getitem__))
 
     def fetched(self, array: Array) -> np.ndarray:
@@ -259,7 +259,7 @@ class DividedReplicas(Replicas):
         whole = np.empty((len(array), size), array.dtype)
         for start in (min(first, size - step) for first in range(0, size, step)):
             whole[:, start : start + step] = defer_signals(
-                partial(_piece, array, start, step, everywhere)
+                partial(_slice_per_replica, array, start, step, everywhere)
             ).addressable_data(0)
         return whole.reshape(array.shape)
 
@@ -275,11 +275,11 @@ class DividedReplicas(Replicas):
         # Collectives of unequal numbers of runs would wait for each other, or meet those of something else.
         return processes.barrier(f"{place} after {runs} run{'s' * (runs != 1)}", payload)
 
-    def joined(self, array: Array, shape: tuple[int, ...], axis: int) -> Array:
+    def assemble_global(self, array: Array, shape: tuple[int, ...], axis: int) -> Array:
         own = array.reshape(*shape[:axis], self.local_count, *shape[axis + 1 :])
         return jax.make_array_from_process_local_data(self.sharding(axis), own, shape)
 
-    def own(self, array: Array, shape: tuple[int, ...]) -> Array:
+    def local_shards(self, array: Array, shape: tuple[int, ...]) -> Array:
         """This process's local shards of an array of all replicas, reshaped to `shape`, on their current devices."""
         shards = array.addressable_shards
         if self.local_count == 1:
@@ -294,7 +294,7 @@ class DescribedReplicas(Replicas):
 
     is_here = False
 
-    def place(self, array: np.ndarray, sharding: Any) -> Array:
+    def transfer(self, array: np.ndarray, sharding: Any) -> Array:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
@@ -307,7 +307,7 @@ _PIECE = 1 << 26  # bytes
 
 
 @partial(jax.jit, static_argnums=(2, 3))
-def _piece(array: Array, start: int, length: int, sharding: Any) -> Array:
+def _slice_per_replica(array: Array, start: int, length: int, sharding: Any) -> Array:
     """Slice `length` elements of each replica's array, placed with `sharding`."""
     rows = array.reshape(len(array), -1)
     return lax.with_sharding_constraint(lax.dynamic_slice_in_dim(rows, start, length, 1), sharding)

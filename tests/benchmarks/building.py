@@ -87,7 +87,7 @@ def lowering_parties(size: Size) -> Iterator[Mapping[str, Measure]]:
 
     def lower() -> bool:
         lowering = Lowering(ops, ir.options)
-        return bool(jax.jit(lambda value: lowering.run(ops, {x: value}, Channels({})).read(y)).lower(X))
+        return bool(jax.jit(lambda value: lowering.run(ops, {x: value}, Channels({})).value_of(y)).lower(X))
 
     yield {OURS: time_of(lower), "JAX": time_of(lambda: bool(jax.jit(lambda x: mix(x, count, Jax)).lower(X)))}
 

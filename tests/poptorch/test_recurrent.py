@@ -16,7 +16,7 @@ import popxl  # noqa: E402
 from popxl import ops  # noqa: E402
 from popxl.ops.kernels import products  # noqa: E402
 from popxl.transforms import autodiff  # noqa: E402
-from runtime.costs.hlo import read  # noqa: E402
+from runtime.costs.hlo import parse_hlo  # noqa: E402
 from runtime.costs.work import account_of  # noqa: E402
 from runtime.cpu.kernel_overrides import OVERRIDES  # noqa: E402
 from tests.popxl.evaluate import evaluate, store  # noqa: E402
@@ -163,4 +163,4 @@ def test_gpus_multiply_halves(name: str) -> None:
     with ir.main_graph:
         store(_gradients(name, *map(popxl.variable, _halves(name))))
     (text,) = popxl.Session(ir, "gpu h100").hlo().values()
-    assert {product.dtype for product in account_of(read(text)).total.products} == {"bf16"}
+    assert {product.dtype for product in account_of(parse_hlo(text)).total.products} == {"bf16"}

@@ -16,7 +16,7 @@ from popxl import ops
 from popxl.base import log
 from popxl.base.container import pack, unpack
 from popxl.op import OpKind
-from runtime.files.cache import KIND, keep_way, known_way
+from runtime.files.cache import KIND, cached_mode, keep_way
 from runtime.plan import structure
 from runtime.targets.devices import find_device
 
@@ -333,11 +333,11 @@ def test_the_way_that_was_the_best_is_kept(folder, capfd):
     """Of a program, and of no other; what is no such file is ignored."""
     ir, other = Program().ir, Program(step=0.25).ir
     device = find_device("ipu_hw", ir)
-    assert known_way(ir, device) is None
+    assert cached_mode(ir, device) is None
     keep_way(ir, device, "rolled")
-    assert known_way(ir, device) == "rolled" and known_way(other, device) is None
+    assert cached_mode(ir, device) == "rolled" and cached_mode(other, device) is None
     (file,) = folder.glob("*.way")
     file.write_bytes(b"inlined")
-    assert known_way(ir, device) is None
+    assert cached_mode(ir, device) is None
     assert f"does not say how to compile: {file}" in capfd.readouterr().err
-    assert known_way(ir, find_device("cpu", ir)) is None  # as nothing is kept for it
+    assert cached_mode(ir, find_device("cpu", ir)) is None  # as nothing is kept for it

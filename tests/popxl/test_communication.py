@@ -10,7 +10,7 @@ import pytest
 import popxl
 from popxl import ops
 from popxl.op import BetweenReplicas, OpKind
-from runtime.costs.hlo import read
+from runtime.costs.hlo import parse_hlo
 from runtime.costs.work import account_of
 from runtime.targets.devices import Device
 
@@ -252,7 +252,7 @@ def test_a_collective_in_several_fusions_counts_once() -> None:
         "f32[8]{0} all-gather(%p), channel_id=1, replica_groups={{0,1},{2,3}}, dimensions={0}, "
         'frontend_attributes={chain_id="0"}'
     )
-    module = read(
+    module = parse_hlo(
         f"""
 %first (p: f32[4]) -> f32[8] {{
   %p = f32[4]{{0}} parameter(0)
@@ -290,7 +290,7 @@ ENTRY %main (x: f32[4]) -> f32[8] {{
 def test_how_xla_writes_which_chips_are_together(groups, size) -> None:
     """By lists; by counts; and, from JAX 0.12 on, by axes of a mesh, or parts of them."""
     (found,) = account_of(
-        read(
+        parse_hlo(
             f"""
 ENTRY %main (x: f32[8]) -> f32[8] {{
   %x = f32[8]{{0}} parameter(0)
@@ -321,14 +321,14 @@ ENTRY %main (x: f32[8]) -> f32[8] {{
   ROOT %done = f32[8]{{0}} {kind}-done(%begun)
 }}
 """
-    (found,) = account_of(read(text)).collectives
+    (found,) = account_of(parse_hlo(text)).collectives
     assert (found.kind, found.bytes) == (kind, bytes)
 
 
 def test_what_is_sent_again_for_lack_of_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA computes something a second time, if there is no room to keep it: collectives, too."""
     sum_of = "f32[8]{0} all-reduce(%x), channel_id=1, replica_groups={{0,1}}, to_apply=%add"
-    module = read(
+    module = parse_hlo(
         f"""
 ENTRY %main (x: f32[8]) -> f32[8] {{
   %x = f32[8]{{0}} parameter(0)

@@ -12,7 +12,7 @@ import pytest
 
 import popxl
 from popxl import ops
-from runtime.costs.hlo import Shape, read, shapes
+from runtime.costs.hlo import Shape, parse_hlo, shapes
 from runtime.costs.seconds import limited, precisions_of, seconds_of
 from runtime.costs.work import Product, account_of
 from runtime.targets.chip import Gpu, Tpu, of_device, shipped
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.compiled_whole  # what XLA makes of programs is what is
 def analysed(function: Any, *arguments: Any, **options: Any) -> tuple[Any, dict[str, float]]:
     """What is read off the text of a compiled function, and what XLA says of it."""
     compiled = jax.jit(function, **options).lower(*arguments).compile()
-    return account_of(read(compiled.as_text())), compiled.cost_analysis()
+    return account_of(parse_hlo(compiled.as_text())), compiled.cost_analysis()
 
 
 def test_operations_and_bytes_are_those_that_xla_counts() -> None:
@@ -74,7 +74,7 @@ ENTRY %main (a: f32[4,32,192], b: f32[4,32,64]) -> f32[4,192,64] {{
   ROOT %out = f32[4,192,64]{{2,1,0}} get-tuple-element(%c), index=0
 }}
 """
-    total = account_of(read(text)).total
+    total = account_of(parse_hlo(text)).total
     assert total.products == {Product("f32", "highest"): 2 * 4 * 192 * 64 * 32}
     assert total.bytes == 4 * 4 * (32 * 192 + 32 * 64 + 192 * 64)
 
@@ -98,7 +98,7 @@ ENTRY %main (count: f32[], x: f32[8]) -> f32[8] {
   ROOT %result = f32[8]{0} dynamic-update-slice(%x, %x, %next)
 }
 """
-    assert account_of(read(text)).total.kernels == 1
+    assert account_of(parse_hlo(text)).total.kernels == 1
 
 
 def test_types_are_read() -> None:
@@ -182,7 +182,7 @@ def test_what_precision_costs() -> None:
     assert found["default"].seconds == memory > 2 * once
     on_gpu = of_precision(account, shipped(Gpu, "h100"))
     assert on_gpu["highest"].cycles is None and on_gpu["high"] == on_gpu["default"]
-    assert of_precision(account_of(read("HloModule empty\n\nENTRY %main () -> f32[] {\n}\n")), tpu) == {}
+    assert of_precision(account_of(parse_hlo("HloModule empty\n\nENTRY %main () -> f32[] {\n}\n")), tpu) == {}
 
 
 @pytest.mark.targets

@@ -51,7 +51,7 @@ def test_a_run_takes_as_long_as_its_schedule(schedule: str | None, steps: int) -
     """A stage takes a second for each micro-batch, and a copy half of one: the pipeline fills and drains."""
     several(3)
     plan = popxl.Session(pipeline(steps, schedule), "ipu_model").program.executable
-    names = {piece.structure: piece.name for piece in plan.pieces}
+    names = {piece.structure: piece.name for piece in plan.segments}
 
     def seconds(structure: object) -> float:
         return float(names[structure].partition(" ×")[2] or 1)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import popxl
 from popxl.__main__ import main
-from runtime.costs.hlo import read
+from runtime.costs.hlo import parse_hlo
 from runtime.costs.schedule import schedule_of
 
 LAYERS, ROWS, WIDTH = 5, 64, 48
@@ -71,7 +71,7 @@ def test_what_loops_stack_is_live(turns: int) -> None:
 
     def live(function: Callable[..., Any]) -> int:
         executable = jax.jit(jax.grad(function)).lower(*shapes).compile()
-        return max(schedule_of(read(executable.as_text())).live_bytes())
+        return max(schedule_of(parse_hlo(executable.as_text())).live_bytes())
 
     kept = live(lambda w, x: jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]))
     assert kept >= 4 * turns * ROWS * WIDTH

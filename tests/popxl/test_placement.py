@@ -483,7 +483,7 @@ def test_a_graph_runs_where_it_is_called() -> None:
     with ir.main_graph:
         one_graph_on_two()
     plan = session_of(ir, "several").program.executable
-    assert [piece.place for piece in plan.pieces] == [0, 0, 0, 1, 1, 1]
+    assert [piece.place for piece in plan.segments] == [0, 0, 0, 1, 1, 1]
 
 
 def work(elements: int) -> popxl.Ir:
@@ -502,7 +502,7 @@ def test_the_host_takes_a_branch(replicas: int) -> None:
     ir = popxl.Ir(replicas)
     with ir.main_graph:
         a_conditional_on_two()
-    names = [piece.name for piece in session_of(ir, "several").program.executable.pieces if piece.place == 1]
+    names = [piece.name for piece in session_of(ir, "several").program.executable.segments if piece.place == 1]
     assert any("Sin" in name for name in names) == (replicas == 1)
 
 
@@ -511,10 +511,10 @@ def test_stacks_are_where_they_are_made() -> None:
     with ir.main_graph:
         gradients_of_a_loop()
     plan = session_of(ir, "several").program.executable
-    found = [(piece.place, piece.name) for piece in plan.pieces if piece.name in ("Init", "StackTurn")]
+    found = [(piece.place, piece.name) for piece in plan.segments if piece.name in ("Init", "StackTurn")]
     assert found == [(1, "Init"), (0, "Init"), (1, "StackTurn"), (0, "StackTurn")]
-    assert [(p.place, p.name) for p in plan.pieces if "Gather" in p.name] == [(1, "Gather"), (0, "Gather")]
-    for step, _ in plan.steps.all():
+    assert [(p.place, p.name) for p in plan.segments if "Gather" in p.name] == [(1, "Gather"), (0, "Gather")]
+    for step, _ in plan.steps.all_steps():
         assert not any(result.shape == (3, *X.shape) for way in getattr(step, "ways", ()) for result, _ in way.returns)
 
 

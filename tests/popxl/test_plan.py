@@ -96,7 +96,7 @@ def test_pieces_of_equal_structure_are_compiled_once() -> None:
 
     first, second = session_of(program(4), "dispatched"), session_of(program(7), "dispatched")
     plans = [session.program.executable for session in (first, second)]
-    assert [len(plan.pieces) for plan in plans] == [4, 7]
+    assert [len(plan.segments) for plan in plans] == [4, 7]
     assert len({id(s) for plan in plans for s in plan.structures}) == 1
 
 
@@ -209,7 +209,7 @@ def test_calls_are_alike_whatever_numbers_they_are_passed() -> None:
             expected = np.tanh(expected * np.float32(number))
         np.testing.assert_allclose(session.run()[out], expected + 2, rtol=1e-6)
     plan = session.program.executable
-    assert (len(plan.pieces), len(plan.structures)) == (6, 2)
+    assert (len(plan.segments), len(plan.structures)) == (6, 2)
 
 
 def test_graphs_that_call_graphs() -> None:
@@ -329,7 +329,7 @@ def test_a_run_that_fails_loses_the_state_and_says_so() -> None:
         for _ in range(3):
             ops.var_updates.copy_var_update_(w, ops.call(graph, w)[0])
     with session_of(ir, "dispatched") as session:
-        *_, last = session.program.executable.pieces
+        *_, last = session.program.executable.segments
         executable = last.structure.executable
         calls = iter([False, True])
 

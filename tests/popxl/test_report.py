@@ -208,7 +208,7 @@ def test_report_of_a_plan() -> None:
     report = session.report
     assert report.reason == "`ir.options.calledGraphs` is 'dispatched'."
     assert sum(p.runs * p.ops for p in report.pieces) == 4 + 9 * (1 + 3)
-    assert report.dispatches == len(session.program.executable.pieces) > len(report.pieces)
+    assert report.dispatches == len(session.program.executable.segments) > len(report.pieces)
     assert all(p.seconds > 0 for p in report.pieces)
     assert report.memory.source == "pieces"
     assert len(report.memory.moments) == report.dispatches
@@ -341,7 +341,7 @@ def test_a_recorded_plan_has_a_span_for_each_piece(transfers: int) -> None:
         session.run({x_in: x})
         with session.recording() as timeline:
             outputs = [session.run({x_in: x}) for _ in range(3)]
-        pieces = [piece.name for piece in session.program.executable.pieces]
+        pieces = [piece.name for piece in session.program.executable.segments]
         session.run({x_in: x})  # is not recorded
     assert [span.name for span in timeline.spans] == 3 * ["feeds", *pieces, "fetches"]
     assert is_in_order(timeline)

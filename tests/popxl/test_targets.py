@@ -39,8 +39,8 @@ def test_each_ipu_of_a_replica_has_its_device(devices: tuple[jax.Device, ...]) -
 
 
 def test_what_is_compiled_for_a_device_is_made_for_all_of_its_kind(devices: tuple[jax.Device, ...]) -> None:
-    made_for = Destination(devices[:1]).made_for
-    assert made_for == Destination(devices[1:2], 2).made_for != Destination(devices[:2]).made_for
+    made_for = Destination(devices[:1]).build_stamp
+    assert made_for == Destination(devices[1:2], 2).build_stamp != Destination(devices[:2]).build_stamp
     assert (made_for.jax, made_for.platform, made_for.kinds) == (jax.__version__, "cpu", ["cpu"])
 
 

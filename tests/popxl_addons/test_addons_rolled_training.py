@@ -84,7 +84,7 @@ def test_layers_are_turns(config: LanguageConfig, how: dict[str, Any], loops: li
     main = trained(config, **how).main_graph
     rolling = Rerolling(main, main.variables)
     assert [(len(loop.iterations), len(loop.ops)) for loop in rolling.loops] == [(LAYERS, count) for count in loops]
-    assert not rolling.left_alone
+    assert not rolling.unrolled_graphs
 
 
 @pytest.mark.parametrize("how", [{"precision": BF16, "clip": 1.0}, {"precision": BF16, "replicas": 2, "sharded": True}])
@@ -108,7 +108,7 @@ def test_what_is_put_together_for_all_micro_batches() -> None:
     main = trained(WIDE, accumulate=4, precision=BF16, replicas=2, sharded=True).main_graph
     rolling = Rerolling(main, main.variables)
     assert sorted(len(loop.iterations) for loop in rolling.loops) == sorted([4, LAYERS, LAYERS])
-    assert not rolling.left_alone
+    assert not rolling.unrolled_graphs
     assert sum(len(group) for groups in rolling.gathered.values() for group in groups) == 7 * LAYERS
 
 

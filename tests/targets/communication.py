@@ -24,7 +24,7 @@ from popxl_addons.layers import Experts
 from popxl_addons.named_replica_grouping import resolved
 from popxl_addons.transforms.autodiff import autodiff_with_accumulation
 from popxl_addons.transforms.pipelining import pipelined_execution
-from runtime.costs.communication import Sent, sent_by
+from runtime.costs.communication import CommunicationReport, communication_of_program
 from runtime.program.compiled import compile_program
 from tests.benchmarks import pod
 from tests.popxl.test_communication import drawn, training
@@ -124,11 +124,11 @@ def machine(name: str, kind: str, chips: int) -> str:
     return (OF_PIPELINES if kind == "tpu" and "pipeline" in name else MACHINES[kind])[chips]
 
 
-def sent(name: str, kind: str, chips: int) -> Sent:
+def sent(name: str, kind: str, chips: int) -> CommunicationReport:
     """What a program sends on a machine, as it says and as it was compiled."""
     ir, device = caught(partial(PROGRAMS[name], chips), machine(name, kind, chips))
     ir.options.precision = "default"
-    return sent_by(ir, compile_program(ir, device))
+    return communication_of_program(ir, compile_program(ir, device))
 
 
 def lines(names: list[str], kinds: list[str], counts: list[int]) -> Iterator[str]:

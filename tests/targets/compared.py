@@ -21,7 +21,7 @@ from jax.sharding import SingleDeviceSharding
 
 import popxl
 from popxl.base.version import VERSION
-from runtime.costs.hlo import read
+from runtime.costs.hlo import parse_hlo
 from runtime.costs.work import account_of
 from runtime.targets.devices import OFFLINE_DEVICE
 from tests.benchmarks import gpt, models, network
@@ -154,7 +154,7 @@ def of_jax(case: Case, target: str) -> Costs:
     start = time.perf_counter()
     compiled = jax.jit(case.function, donate_argnums=case.donated).lower(*given).compile()
     seconds = time.perf_counter() - start
-    found, total = compiled.memory_analysis(), account_of(read(compiled.as_text())).total
+    found, total = compiled.memory_analysis(), account_of(parse_hlo(compiled.as_text())).total
     sizes = (
         found.argument_size_in_bytes,
         found.alias_size_in_bytes,

@@ -28,7 +28,7 @@ from popxl.base.version import VERSION
 from popxl.ir import Ir
 from popxl_addons import layers, optimizers
 from runtime import machine, ways
-from runtime.plan.choice import Choice
+from runtime.plan.choice import SegmentationPolicy
 from runtime.program.compiled import CompiledProgram, Precompiled, compile_program
 from runtime.program.laying_out import layout_for
 from runtime.targets.devices import Device
@@ -235,7 +235,7 @@ def _comparing(results: list[Found]) -> Iterator[None]:
         results.append(
             Found(
                 program.layout.calls,
-                Choice(layout.main).size(layout.main.ops),
+                SegmentationPolicy(layout.main).size(layout.main.ops),
                 {way: ways.estimated(each) for way, each in made.items()},
                 {way: each.seconds for way, each in made.items()},
             )

@@ -29,7 +29,7 @@ from jax.sharding import SingleDeviceSharding
 
 import popxl
 from popxl.base.version import VERSION
-from runtime.costs.hlo import Instruction, Module, read
+from runtime.costs.hlo import Instruction, Module, parse_hlo
 from runtime.costs.work import account_of
 from runtime.machine import Machine
 from runtime.program.compiled import Precompiled
@@ -236,7 +236,7 @@ def measured(model: str, layers: int, way: str, target: str, text: Path | None =
     program = told()
     if text is not None:
         text.write_text(program.text, encoding="utf-8")
-    module = read(program.text)
+    module = parse_hlo(program.text)
     total = account_of(module).total
     return {
         "code": program.code,
@@ -289,7 +289,7 @@ class Once(Module):
 def kernels_of_turns(module: Module, layers: int) -> list[int]:
     """For each loop over the layers how many kernels a turn of it runs. The first or last turn may be outside of it."""
     loops = [i for c in module.computations.values() for i in c.instructions.values() if i.opcode == "while"]
-    bodies = [loop.attribute("body").lstrip("%") for loop in loops if 0 <= layers - module.turns(loop) <= 2]
+    bodies = [loop.attribute("body").lstrip("%") for loop in loops if 0 <= layers - module.trip_count(loop) <= 2]
     return [account_of(Module(module.computations, body)).total.kernels for body in bodies]
 
 

@@ -29,7 +29,7 @@ import popxl_addons as addons
 from popxl.base.version import VERSION
 from popxl_addons import optimizers
 from popxl_addons.layers import LanguageConfig, LanguageModel
-from runtime.costs.hlo import read
+from runtime.costs.hlo import parse_hlo
 from runtime.costs.work import Collective, account_of
 from tests.targets import llama_in_jax
 from tests.targets.tables import Table
@@ -126,7 +126,7 @@ def ours(sizes: Sizes, calls: Any, target: str, **how: Any) -> Found:
     """The kit's."""
     session = session_of(sizes, calls, target, **how)
     cost = session.cost()
-    sent = sum(sent_in(account_of(read(text)).collectives) for text in session.hlo().values())
+    sent = sum(sent_in(account_of(parse_hlo(text)).collectives) for text in session.hlo().values())
     return Found(session.report.calls, cost.bytes_accessed, cost.kernels, cost.cycles or 0, cost.temporary_bytes, sent)
 
 
@@ -145,7 +145,7 @@ def in_jax(sizes: Sizes, way: str, target: str) -> Found:
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())))
     platform = "cuda" if devices[0].platform == "gpu" else devices[0].platform
     compiled = jitted.trace(*given).lower(lowering_platforms=(platform,)).compile()
-    account = account_of(read(compiled.as_text()))
+    account = account_of(parse_hlo(compiled.as_text()))
     work, temporaries = account.total, compiled.memory_analysis().temp_size_in_bytes
     return Found("JAX", work.bytes, work.kernels, work.cycles, temporaries, sent_in(account.collectives))
 

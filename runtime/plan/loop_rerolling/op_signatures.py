@@ -9,7 +9,7 @@ from popxl.base.trampoline import Nested, done
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
 from runtime.lowering.environment import view_of
-from runtime.plan.structure import Encoding, Structures
+from runtime.plan.structure import StructuralEncoder, Structures
 
 
 class OpSignatures:
@@ -24,7 +24,7 @@ class OpSignatures:
 
     def __init__(self, structures: Structures, same: Mapping[Tensor, Tensor]) -> None:
         self._same = same
-        self._attributes = Encoding(structures).attributes
+        self._attributes = StructuralEncoder(structures).attributes
         self._numbers: dict[Any, int] = {}
         self._seen: dict[Tensor, tuple[int, tuple[Tensor, ...]]] = {}
 

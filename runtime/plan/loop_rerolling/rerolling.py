@@ -67,7 +67,7 @@ class Rerolling(ProgramOrder):
                 break
             for loop, reason in walk.refused.items():
                 self._write_out(loop, reason)
-        self.together = tuple(walk.together())
+        self.together = tuple(walk.packed_variables())
         self.gathered = walk.gathered()
 
     def schedule(self, graph: Graph) -> Sequence[Item]:
@@ -80,7 +80,7 @@ class Rerolling(ProgramOrder):
         return tuple(item for items in self._schedules.values() for item in items if isinstance(item, RerolledLoop))
 
     @property
-    def left_alone(self) -> Mapping[Graph, str]:
+    def unrolled_graphs(self) -> Mapping[Graph, str]:
         """Graphs called outside of loops, with reasons."""
         items = (item for items in self._schedules.values() for item in items)
         called = dict.fromkeys(g for item in items if isinstance(item, Op) for g in item.called_graphs)
@@ -94,7 +94,7 @@ class Rerolling(ProgramOrder):
     def _saved_by(self, loop: RerolledLoop) -> int:
         return (len(loop.iterations) - 1) * sum(self._size(callee) for op in loop.ops for callee in op.called_graphs)
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Summary of rerolled loops, one sentence."""
         count = sum(len(op.called_graphs) for loop in self.loops for op in loop.all_ops)
         return f"{count} calls that differ only in what they are given are the turns of {len(self.loops)} loop(s)."
@@ -239,7 +239,7 @@ class _PackingAnalysis:
             found.setdefault(ops[-1], []).append(group)
         return found
 
-    def together(self) -> list[tuple[Tensor, ...]]:
+    def packed_variables(self) -> list[tuple[Tensor, ...]]:
         """Variables of loop inputs, merged across loops."""
         return _group_adjacent(merge_overlapping(request.variables for request in self._requests), self._requests)
 

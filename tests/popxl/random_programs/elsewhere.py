@@ -49,7 +49,7 @@ def executables(session: popxl.Session) -> Iterator[tuple[Any, int]]:
         yield program.executable, len(program.layout.buffers)
         return
     found = {}
-    for piece in program.executable.pieces:
+    for piece in program.executable.segments:
         found[piece.structure] = sum(isinstance(c, popxl.RemoteBuffer) for c in piece.channels)
     yield from ((structure.executable, count) for structure, count in found.items())
 

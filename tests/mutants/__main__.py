@@ -20,7 +20,7 @@ os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 " + os.environ.get
 import numpy as np
 
 import popxl
-from popxl.analysis.lints import run_lints
+from popxl.analysis.checking import check
 from popxl.errors import PopxlError
 from tests.devices import one_device
 from tests.mutants.mutations import Mutation, mutations
@@ -55,10 +55,7 @@ class Mutant:
 
 def found_in(ir: popxl.Ir) -> list[tuple[str, str]]:
     """What is found in a program before it runs: the lines, and the categories."""
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        run_lints(ir.main_graph)
-    return [(f"{Path(each.filename).name}:{each.lineno}", each.category.__name__) for each in told]
+    return [(each.line, each.category) for each in check(ir).findings]
 
 
 def numbers(name: str, ir: popxl.Ir) -> Numbers:

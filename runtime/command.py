@@ -3,46 +3,35 @@
 from __future__ import annotations
 
 import argparse
-import os
-import runpy
 import sys
 import textwrap
-import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
-from functools import wraps
 from io import StringIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from popxl.analysis.checking import check
 from popxl.analysis.memory import Memory
 from popxl.base.asked_memory import asking
-from popxl.base.pages import OnPage, bytes_text
-from popxl.context import get_current_context
-from popxl.core.recording import Op
+from popxl.base.pages import OnPage
 from popxl.errors import DriftingVariableWarning, PopxlError
 from popxl.ir import Ir
 from runtime.cost_budgets import read_budget
 from runtime.costs.changes import changes_of
 from runtime.costs.cost import Cost, cost_of
-from runtime.costs.memory import least_memory_of, memory_of_program
+from runtime.costs.memory import memory_of_program
 from runtime.fitting import CompiledTrial, fit
 from runtime.inspection import report_of
-from runtime.jax_analysis import Analysis, analyze
-from runtime.machine import Machine, NothingRuns, PlanningMachine, TargetMachine
+from runtime.machine import Machine, PlanningMachine, TargetMachine
 from runtime.memory_budget import Compiled, bytes_of, compiled_program, plan_within
-from runtime.pipes import exit_on_broken_pipe, is_broken_pipe
-from runtime.program.compiled import CompiledProgram, Precompiled
-from runtime.program.laying_out import layout_for
-from runtime.program.run import Runner
-from runtime.session import Session
-from runtime.targets.devices import Device, ask_for_cpu_devices
+from runtime.pipes import exit_on_broken_pipe
+from runtime.targets.devices import ask_for_cpu_devices
 from runtime.targets.offline import FORMS, Target
 from runtime.versions import ShowVersions
+from runtime.watched_runs import AnalyzedNames, TrialMachine, WatchingMachine, run_file, watched
 
 _EXAMPLES = """\
 examples:
@@ -243,9 +232,9 @@ def show(asked: CommandArgs) -> int:
     """
     irs: dict[Ir, None] = {}
     target = asked.target
-    machine = _Watching(PlanningMachine() if target is None else TargetMachine(target))
-    with _watching(machine, irs):
-        stopped, code = _run(asked.file, asked.arguments)
+    machine = WatchingMachine(PlanningMachine() if target is None else TargetMachine(target))
+    with watched(machine, irs):
+        stopped, code = run_file(asked.file, asked.arguments)
     irs |= dict.fromkeys(ir for ir, _ in machine.programs)
     plans = {ir: program for ir, program in reversed(machine.programs)}
     for ir in irs:
@@ -274,9 +263,9 @@ def check_program(asked: CommandArgs) -> int:
         The exit code: that of the program, if it fails; 1, if something is certainly wrong, or it builds no Ir.
     """
     irs: dict[Ir, None] = {}
-    with _watching(_Watching(PlanningMachine()), irs), warnings.catch_warnings():
+    with watched(WatchingMachine(PlanningMachine()), irs), warnings.catch_warnings():
         warnings.simplefilter("ignore", DriftingVariableWarning)  # which are among the findings
-        _, code = _run(asked.file, asked.arguments)
+        _, code = run_file(asked.file, asked.arguments)
     certain = False
     for ir in irs:
         found = check(ir)
@@ -295,9 +284,9 @@ def report(asked: CommandArgs) -> int:
     """
     if asked.function:
         return _report_function(asked)
-    machine = _Watching(Machine() if asked.target is None else TargetMachine(asked.target))
-    with _watching(machine):
-        stopped, code = _run(asked.file, asked.arguments)
+    machine = WatchingMachine(Machine() if asked.target is None else TargetMachine(asked.target))
+    with watched(machine):
+        stopped, code = run_file(asked.file, asked.arguments)
     for number, (ir, program) in enumerate(machine.programs):
         found = report_of(ir, program, machine.runners.get(program))
         print(f"\n=== session {number} ===\n\n{found}")
@@ -317,9 +306,9 @@ def _report_function(asked: CommandArgs) -> int:
     Returns:
         The exit code: that of the program, if it fails; 1, if it does not call the function.
     """
-    program = _WithFunction(asked.function, asked.target)
+    program = AnalyzedNames(asked.function, asked.target)
     try:
-        stopped, code = _run(asked.file, asked.arguments, program)
+        stopped, code = run_file(asked.file, asked.arguments, program)
     except PopxlError as problem:
         return _fail(str(problem), 1)
     if program.found is None:
@@ -328,30 +317,6 @@ def _report_function(asked: CommandArgs) -> int:
     print(f"\n=== {asked.function} ===\n\n{program.found}\n\nStopped at {stopped}: it is not run.")
     asked.write(program.found, program.found.memory, asked.function)
     return code
-
-
-class _WithFunction(dict[str, Any]):
-    """Names of a program, in which the first call of one function is analyzed, and ends the program.
-
-    Attributes:
-        found: the analysis.
-    """
-
-    def __init__(self, name: str, target: Target | None) -> None:
-        super().__init__(__name__="__main__", __builtins__=__builtins__)
-        self._name, self._target = name, target
-        self.found: Analysis | None = None
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, self._analyzed(value) if name == self._name and callable(value) else value)
-
-    def _analyzed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def analyzed(*args: Any, **kwargs: Any) -> Any:
-            self.found = analyze(function, *args, target=self._target, **kwargs)
-            raise NothingRuns
-
-        return analyzed
 
 
 def diff(old: str, new: str, machine: str | None) -> int:
@@ -388,13 +353,13 @@ def _costs(description: str, target: Target | None) -> list[Cost]:
         ask_for_cpu_devices(target.count)
     with redirect_stdout(StringIO()):
         if function:
-            program = _WithFunction(function, target)
-            _, code = _run(file, (), program)
+            program = AnalyzedNames(function, target)
+            _, code = run_file(file, (), program)
             found = [program.found.cost] if program.found is not None else []
         else:
-            machine = _Watching(Machine() if target is None else TargetMachine(target))
-            with _watching(machine):
-                _, code = _run(file, ())
+            machine = WatchingMachine(Machine() if target is None else TargetMachine(target))
+            with watched(machine):
+                _, code = run_file(file, ())
             found = [cost_of(compiled) for _, compiled in machine.programs]
     if code or not found:
         raise PopxlError(
@@ -413,9 +378,9 @@ def fit_into(asked: CommandArgs) -> int:
     assert target is not None  # the command line has it
 
     def compiled() -> CompiledTrial:
-        machine = _Trying(TargetMachine(target))
-        with _watching(machine), redirect_stdout(StringIO()):
-            _, code = _run(asked.file, asked.arguments)
+        machine = TrialMachine(TargetMachine(target))
+        with watched(machine), redirect_stdout(StringIO()):
+            _, code = run_file(asked.file, asked.arguments)
         if code and not machine.problem:
             raise PopxlError(f"{asked.file} ended with the exit code {code}.")
         return CompiledTrial(machine.programs, machine.problem)
@@ -440,9 +405,9 @@ def plan(asked: CommandArgs, budget: int, save: Path | None) -> int:
     assert target is not None  # the command line has it
 
     def compiled(memory: Any) -> Compiled:
-        machine = _Watching(TargetMachine(target))
-        with asking(memory) as open_memory, _watching(machine), redirect_stdout(StringIO()):
-            _, code = _run(asked.file, asked.arguments)
+        machine = WatchingMachine(TargetMachine(target))
+        with asking(memory) as open_memory, watched(machine), redirect_stdout(StringIO()):
+            _, code = run_file(asked.file, asked.arguments)
         if code or not machine.programs:
             why = f"ended with the exit code {code}" if code else "makes no session, so there is nothing to compile"
             raise PopxlError(f"{asked.file} {why}.")
@@ -464,128 +429,3 @@ def plan(asked: CommandArgs, budget: int, save: Path | None) -> int:
 def _fail(message: str, code: int) -> int:
     print(f"popxl: {message}", file=sys.stderr)
     return code
-
-
-# Running the program -------------------------------------------------------------------------------------------------
-
-
-class _Watching(Machine):
-    """Machine wrapper recording programs and runners created by another machine.
-
-    Attributes:
-        programs: the programs, and the Irs that they are of.
-        runners: what runs each of them, where something does.
-    """
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        self.programs: list[tuple[Ir, CompiledProgram]] = []
-        self.runners: dict[CompiledProgram, Runner | None] = {}
-
-    def device(self, description: str | Device | Target, ir: Ir) -> Device:
-        return self._machine.device(description, ir)
-
-    def program(self, ir: Ir, device: Device, known: Precompiled | None) -> CompiledProgram:
-        program = self._machine.program(ir, device, known)
-        self.programs.append((ir, program))
-        return program
-
-    def runner(self, program: CompiledProgram) -> Runner | None:
-        runner = self.runners[program] = self._machine.runner(program)
-        return runner
-
-    def refusal(self, what: str, device: Device) -> BaseException:
-        return self._machine.refusal(what, device)
-
-
-class _Trying(_Watching):
-    """Records compiled programs; a failed compilation stops the user's program and stores the problem. So does a
-    program whose variables and feeds alone exceed a chip's memory, without compiling.
-
-    Attributes:
-        problem: why a program could not be compiled.
-    """
-
-    problem = ""
-
-    def program(self, ir: Ir, device: Device, known: Precompiled | None) -> CompiledProgram:
-        target = device.target
-        assert target is not None  # `fit` has one
-        try:
-            least, capacity = least_memory_of(layout_for(ir, device)), target.chip.memory_bytes
-            if least > capacity:
-                raise PopxlError(
-                    f"The program does not fit, and was not compiled: its variables and feeds alone need "
-                    f"{bytes_text(least)} of a chip, which has {bytes_text(capacity)}."
-                )
-            return super().program(ir, device, known)
-        except PopxlError as problem:
-            self.problem = str(problem)
-            raise NothingRuns from problem
-
-
-@contextmanager
-def _watching(machine: Machine, irs: dict[Ir, None] | None = None) -> Iterator[None]:
-    """Make sessions use `machine`, recording Irs that receive ops."""
-
-    def record_ir(op: Op) -> None:
-        if irs is not None:
-            irs.setdefault(op.graph.ir)
-
-    context = get_current_context()
-    before, Session.machine = Session.machine, machine
-    hook = context.register_op_created_hook(record_ir)
-    try:
-        yield
-    finally:
-        Session.machine = before
-        context.remove_op_created_hook(hook)
-
-
-def _run(file: Path, arguments: Sequence[str], names: dict[str, Any] | None = None) -> tuple[str, int]:
-    """Run a Python file as `__main__`.
-
-    Args:
-        file, arguments: the program.
-        names: where its names are kept, by default where Python keeps them.
-
-    Returns:
-        Where it was stopped, because what comes next would have to be run, and its exit code. If it fails, what it
-        raised has been printed.
-    """
-    argv, path = sys.argv, sys.path
-    sys.argv, sys.path = [str(file), *arguments], [os.fspath(file.resolve().parent), *path]
-    try:
-        if names is None:
-            runpy.run_path(os.fspath(file), run_name="__main__")
-        else:
-            names["__file__"] = os.fspath(file)
-            exec(compile(file.read_bytes(), os.fspath(file), "exec"), names)
-    except NothingRuns as stop:
-        return _last_line(stop.__traceback__, file), 0
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-        return "", end.code if isinstance(end.code, int) else int(end.code is not None)
-    except Exception as problem:
-        if isinstance(problem, BrokenPipeError) and is_broken_pipe():
-            raise
-        frames = problem.__traceback__
-        while frames is not None and not _runs_file(frames, file):
-            frames = frames.tb_next  # so that it begins in the program
-        traceback.print_exception(problem.with_traceback(frames))
-        return "", 1
-    finally:
-        sys.argv, sys.path = argv, path
-        sys.stdout.flush()
-    return "", 0
-
-
-def _runs_file(frame: TracebackType, file: Path) -> bool:
-    return Path(frame.tb_frame.f_code.co_filename) == file
-
-
-def _last_line(frames: TracebackType | None, file: Path) -> str:
-    """Source line at which the program was stopped."""
-    found = [frame for frame in traceback.extract_tb(frames) if Path(frame.filename) == file]
-    return f"`{found[-1].line}` ({file}:{found[-1].lineno})"

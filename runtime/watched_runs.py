@@ -1,0 +1,176 @@
+"""Runs of a user's Python file for the commands of `popxl`: watched, and stopped where something would be run."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from popxl.base.pages import bytes_text
+from popxl.context import get_current_context
+from popxl.core.recording import Op
+from popxl.errors import PopxlError
+from popxl.ir import Ir
+from runtime.costs.memory import least_memory_of
+from runtime.jax_analysis import Analysis, analyze
+from runtime.machine import Machine, NothingRuns
+from runtime.pipes import is_broken_pipe
+from runtime.program.compiled import CompiledProgram, Precompiled
+from runtime.program.laying_out import layout_for
+from runtime.program.run import Runner
+from runtime.session import Session
+from runtime.targets.devices import Device
+from runtime.targets.offline import Target
+
+
+class AnalyzedNames(dict[str, Any]):
+    """Names of a program, in which the first call of one function is analyzed, and ends the program.
+
+    Attributes:
+        found: the analysis.
+    """
+
+    def __init__(self, name: str, target: Target | None) -> None:
+        super().__init__(__name__="__main__", __builtins__=__builtins__)
+        self._name, self._target = name, target
+        self.found: Analysis | None = None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, self._analyzed(value) if name == self._name and callable(value) else value)
+
+    def _analyzed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def analyzed(*args: Any, **kwargs: Any) -> Any:
+            self.found = analyze(function, *args, target=self._target, **kwargs)
+            raise NothingRuns
+
+        return analyzed
+
+
+class WatchingMachine(Machine):
+    """Machine wrapper recording programs and runners created by another machine.
+
+    Attributes:
+        programs: the programs, and the Irs that they are of.
+        runners: what runs each of them, where something does.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.programs: list[tuple[Ir, CompiledProgram]] = []
+        self.runners: dict[CompiledProgram, Runner | None] = {}
+
+    def device(self, description: str | Device | Target, ir: Ir) -> Device:
+        return self._machine.device(description, ir)
+
+    def program(self, ir: Ir, device: Device, known: Precompiled | None) -> CompiledProgram:
+        program = self._machine.program(ir, device, known)
+        self.programs.append((ir, program))
+        return program
+
+    def runner(self, program: CompiledProgram) -> Runner | None:
+        runner = self.runners[program] = self._machine.runner(program)
+        return runner
+
+    def refusal(self, what: str, device: Device) -> BaseException:
+        return self._machine.refusal(what, device)
+
+
+class TrialMachine(WatchingMachine):
+    """Records compiled programs; a failed compilation stops the user's program and stores the problem. So does a
+    program whose variables and feeds alone exceed a chip's memory, without compiling.
+
+    Attributes:
+        problem: why a program could not be compiled.
+    """
+
+    problem = ""
+
+    def program(self, ir: Ir, device: Device, known: Precompiled | None) -> CompiledProgram:
+        target = device.target
+        assert target is not None  # `fit` has one
+        try:
+            least, capacity = least_memory_of(layout_for(ir, device)), target.chip.memory_bytes
+            if least > capacity:
+                raise PopxlError(
+                    f"The program does not fit, and was not compiled: its variables and feeds alone need "
+                    f"{bytes_text(least)} of a chip, which has {bytes_text(capacity)}."
+                )
+            return super().program(ir, device, known)
+        except PopxlError as problem:
+            self.problem = str(problem)
+            raise NothingRuns from problem
+
+
+@contextmanager
+def watched(machine: Machine, irs: dict[Ir, None] | None = None) -> Iterator[None]:
+    """Make sessions use `machine`, recording Irs that receive ops."""
+
+    def record_ir(op: Op) -> None:
+        if irs is not None:
+            irs.setdefault(op.graph.ir)
+
+    context = get_current_context()
+    before, Session.machine = Session.machine, machine
+    hook = context.register_op_created_hook(record_ir)
+    try:
+        yield
+    finally:
+        Session.machine = before
+        context.remove_op_created_hook(hook)
+
+
+def run_file(file: Path, arguments: Sequence[str], names: dict[str, Any] | None = None) -> tuple[str, int]:
+    """Run a Python file as `__main__`.
+
+    Args:
+        file, arguments: the program.
+        names: where its names are kept, by default where Python keeps them.
+
+    Returns:
+        Where it was stopped, because what comes next would have to be run, and its exit code. If it fails, what it
+        raised has been printed.
+    """
+    argv, path = sys.argv, sys.path
+    sys.argv, sys.path = [str(file), *arguments], [os.fspath(file.resolve().parent), *path]
+    try:
+        if names is None:
+            runpy.run_path(os.fspath(file), run_name="__main__")
+        else:
+            names["__file__"] = os.fspath(file)
+            exec(compile(file.read_bytes(), os.fspath(file), "exec"), names)
+    except NothingRuns as stop:
+        return _last_line(stop.__traceback__, file), 0
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return "", end.code if isinstance(end.code, int) else int(end.code is not None)
+    except Exception as problem:
+        if isinstance(problem, BrokenPipeError) and is_broken_pipe():
+            raise
+        frames = problem.__traceback__
+        while frames is not None and not _runs_file(frames, file):
+            frames = frames.tb_next  # so that it begins in the program
+        traceback.print_exception(problem.with_traceback(frames))
+        return "", 1
+    finally:
+        sys.argv, sys.path = argv, path
+        sys.stdout.flush()
+    return "", 0
+
+
+def _runs_file(frame: TracebackType, file: Path) -> bool:
+    return Path(frame.tb_frame.f_code.co_filename) == file
+
+
+def _last_line(frames: TracebackType | None, file: Path) -> str:
+    """Source line at which the program was stopped."""
+    found = [frame for frame in traceback.extract_tb(frames) if Path(frame.filename) == file]
+    return f"`{found[-1].line}` ({file}:{found[-1].lineno})"

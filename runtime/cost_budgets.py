@@ -34,8 +34,9 @@ def assert_costs(program: Session | Analysis | Cost, path: str | os.PathLike[str
         PopxlError: if the file holds no cost.
 
     Example:
-        >>> session = popxl.Session(ir, "gpu h100:8")
-        >>> popxl.testing.assert_costs(session, "tests/costs.json")
+        >>> session = popxl.Session(ir)
+        >>> session.cost().save_budget("costs.json")  # and review it
+        >>> popxl.testing.assert_costs(session, "costs.json")
     """
     cost = _cost_of(program)
     path = Path(path)

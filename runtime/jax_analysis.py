@@ -144,12 +144,14 @@ def analyze(function: Callable[..., Any], *args: Any, target: Target | str | Non
         PopxlError: if the shardings are of other devices than the target's.
 
     Example:
-        >>> target = popxl.Target("gpu h100:8")
-        >>> mesh = target.mesh(data=4, tensor=2)
-        >>> x = jax.ShapeDtypeStruct((64, 512), "float32", sharding=NamedSharding(mesh, PartitionSpec("data")))
-        >>> found = popxl.analyze(step, parameters, x, target=target)
+        >>> target = popxl.Target("gpu h100:2")
+        >>> rows = jax.sharding.NamedSharding(target.mesh(data=2), jax.sharding.PartitionSpec("data"))
+        >>> x = jax.ShapeDtypeStruct((64, 512), "float32", sharding=rows)
+        >>> found = popxl.analyze(jax.jit(lambda x: (x * x).mean()), x, target=target)
         >>> print(found)
-        >>> found.fits, found.memory.device, found.cost.collectives
+        Analysis of <lambda> on gpu h100:2...
+        >>> found.fits, [use.kind for use in found.cost.uses]
+        (True, ['all-reduce'])
     """
     if not callable(function):
         raise TypeError(f"analyze: `function` must be a function; got {function!r} ({type(function).__name__}).")

@@ -55,9 +55,10 @@ class CostChanges(OnPage, Record):
         changes: what changed, quantities of the whole program first.
 
     Example:
-        >>> before = popxl.analyze(step, *specs, target="gpu h100").cost
-        >>> after = popxl.analyze(new_step, *specs, target="gpu h100").cost
-        >>> print(changes_of(before, after))
+        >>> before = popxl.analyze(jnp.sin, np.ones((3, 4), np.float32)).cost
+        >>> after = popxl.analyze(jnp.sin, np.ones((3, 5), np.float32)).cost
+        >>> [(change.what, change.before, change.after) for change in changes_of(before, after).changes][0]
+        ('arguments', 48, 60)
     """
 
     before: str

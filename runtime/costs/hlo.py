@@ -200,7 +200,7 @@ def parse_hlo(text: str) -> Module:
     """Parse HLO text into computations.
 
     Example:
-        >>> module = read(jax.jit(jnp.sin).lower(1.0).compile().as_text())
+        >>> module = parse_hlo(jax.jit(jnp.sin).lower(1.0).compile().as_text())
         >>> [instruction.opcode for _, instruction, _ in module.runs()]
     """
     computations: dict[str, Computation] = {}

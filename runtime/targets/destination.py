@@ -90,7 +90,7 @@ class Destination:
         >>> destination = Destination(tuple(jax.devices()), 2)
         >>> replicas = destination.replicas
         >>> lowered = jax.jit(replicas.vmap_replicas(jnp.sin)).lower(replicas.spec((3,), "f4"))
-        >>> destination.compile(lowered)(replicas.put(np.zeros(3, "f4"))).shape
+        >>> destination.compile(lowered)(replicas.broadcast(np.zeros(3, "f4"))).shape
         (2, 3)
     """
 

@@ -37,6 +37,6 @@ def assert_replicated(t: Tensor, group: Groups | None = None) -> Tensor:
         NotImplementedError: for a grouping whose members are not always the same distance apart.
 
     Example:
-        >>> text = ops.collectives.assert_replicated(text, "tensor")
+        >>> x = ops.collectives.assert_replicated(x)
     """
     return _assert_kind(t, **members("assert_replicated", group))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from popxl.analysis.lints import drifting
+from popxl.analysis.outliers import outliers
 from popxl.analysis.replication import Finding, Report, infer
 
 if TYPE_CHECKING:
@@ -33,5 +34,6 @@ def check(ir: Ir) -> Report:
         Finding("drifting variable", certain, op, v.path, axes, message)
         for certain, v, op, axes, message in drifting(ir, report)
     ]
+    report.findings += outliers(report)
     report.findings.sort(key=lambda each: each.op.id)
     return report

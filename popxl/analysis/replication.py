@@ -64,6 +64,7 @@ _GIVEN: Along = (GIVEN, None)
 _SAME: Along = (REPLICATED, None)
 _REDUCED: Along = (REPLICATED, 1)
 _REPEATED: Along = (REPLICATED, 2)
+_BY_REDUCED = (_REDUCED, _REPEATED)
 _OWN: Along = (VARYING, None)
 _UNKNOWN: Along = (UNKNOWN, None)
 
@@ -112,6 +113,10 @@ class Report:
         parted: variables that replicas share, or have in pieces, and that a run leaves different, with the positions
             of the axes.
         unsettled: the same, where something was reduced along these axes before they were changed.
+        changed_alike: variables that replicas have of their own, and that all change by the same reduced values; with
+            the op, and the positions of the axes.
+        reductions: for each reduction, the type of what it takes.
+        fed: the type of what the host feeds; empty if it feeds single numbers only.
     """
 
     mesh: Mesh | None
@@ -121,6 +126,9 @@ class Report:
     types: dict[Tensor, Held] = field(default_factory=dict)
     parted: dict[Variable, tuple[int, ...]] = field(default_factory=dict)
     unsettled: dict[Variable, tuple[int, ...]] = field(default_factory=dict)
+    changed_alike: dict[Variable, tuple[Op, tuple[int, ...]]] = field(default_factory=dict)
+    reductions: dict[Op, Held] = field(default_factory=dict)
+    fed: Held = ()
 
     def text(self, t: Tensor) -> str:
         """The type of a tensor, such as `{data: varying, tensor: sharded 1}`; empty where it is the same on all."""
@@ -208,6 +216,7 @@ class Typing:
         self.stored: dict[Graph, dict[Tensor, tuple[Tensor, ...]]] = {g: storages(g.ops) for g in reachable(main)}
         self.found: dict[tuple[Op, str], Finding] = {}
         self.buffers: dict[RemoteBuffer, Held] = {}
+        self.changes: dict[Tensor, tuple[Op, Held]] = {}  # of variables of each replica's own: what they are changed by
         self.fed = self.feeds(collectives)
         variables = main.variables
         for v in variables:
@@ -226,6 +235,10 @@ class Typing:
                 report.parted[v] = certain
             elif others:
                 report.unsettled[v] = others
+            if v in self.changes and not v.location_info.isRemote():
+                op, by = self.changes[v]
+                if alike := tuple(i for i, (kind, _) in enumerate(after) if kind is VARYING and by[i] in _BY_REDUCED):
+                    report.changed_alike[v] = op, alike
         of_learning = {mesh.names[i] for i in repeated}
         report.findings += [
             each for each in self.found.values() if each.category != REPEATED or not of_learning.isdisjoint(each.axes)
@@ -300,6 +313,7 @@ class _Pass:
         kind = op.kind
         if kind.view is not None:
             return
+        self.changes(op)
         if kind.graphs:
             results = self.call(op)
         elif kind.exchange:
@@ -315,6 +329,16 @@ class _Pass:
         for t, type_ in zip(op.outputs, results, strict=False):
             if not (kind.aliased and t is op.outputs[0]):
                 self.content[t] = type_
+
+    def changes(self, op: Op) -> None:
+        """Note by what an op changes variables of each replica's own."""
+        noted = self.program.changes
+        for i in op.modified:
+            t = op.inputs[i].origin
+            if not isinstance(t, Variable) or all(kind is not VARYING for kind, _ in self.of(t)):
+                continue
+            by = _all([self.program.given, *(self.of(each) for k, each in enumerate(op.inputs) if k != i)])
+            noted[t] = (op, joined(noted[t][1], by) if t in noted else by)
 
     def computed(self, op: Op) -> Held:
         """What an op of the replica alone makes."""
@@ -370,7 +394,10 @@ class _Pass:
         """Loads and stores."""
         with_what = op.attributes[op.kind.exchange]
         if not isinstance(with_what, RemoteBuffer):
-            return [self.program.fed if with_what.tensor.nelms > 1 else self.program.given] * len(op.outputs)
+            if with_what.tensor.nelms == 1 or not op.outputs:
+                return [self.program.given] * len(op.outputs)
+            self.program.report.fed = self.program.fed
+            return [self.program.fed] * len(op.outputs)
         if not op.outputs and not op.modified:
             now = self.of(op.inputs[0])
             if joined(self.program.buffers.get(with_what, now), now) != self.program.buffers.get(with_what, now):
@@ -394,6 +421,8 @@ class _Pass:
         repeated = False
         if reduction is not None and makes != "own":
             repeated = self.reduced(op, before, axes, reduction)
+            known = self.program.report.reductions
+            known[op] = joined(known.get(op, before), before)
         same = _SAME if reduction is None else _REPEATED if repeated else _REDUCED
         after: dict[str, Along] = {"same": same, "pieces": (SHARDED, FLAT)}
         return tuple(

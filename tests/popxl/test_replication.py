@@ -245,6 +245,105 @@ def test_wrong_programs(program: Callable[[], None], category: str, tensor: str,
             popxl.Session(ir, "ipu_model")
 
 
+# Otherwise than the rest ----------------------------------------------------------------------------------------------
+# Each is a program with a mistake, unless it is said to be right.
+
+
+def three_layers(
+    reduction: str = "mean", factor: float = 1.0, divisor: float = 1.0, stored: str | None = "mean", group: Any = None
+) -> None:
+    """Three weights by hand, of which the second gets its gradient by a reduction of its own."""
+    x = fed(5, 8)
+    a, b, bias = weight(8, 6, name="a"), weight(6, 3, name="b"), weight(3, name="bias")
+    h = x @ a
+    y = h @ b + bias
+    loss = ops.mean(y)
+    if stored is not None:
+        loss = c.replicated_all_reduce(loss, stored, group)  # found in the loss
+        ops.host_store(popxl.d2h_stream((), F32, "loss"), loss)
+    dy = ops.cast(y * 0.1, F32)
+    update(a, c.replicated_all_reduce(x.T @ (dy @ b.T), "mean"))
+    db = c.replicated_all_reduce(h.T @ dy, reduction)  # found in the reduction
+    if (factor, divisor) != (1.0, 1.0):
+        db = db * factor / divisor  # found in the factor
+    update(b, db)
+    update(bias, c.replicated_all_reduce(ops.sum(dy, 0), "mean"))
+
+
+def of_the_same_data(all: bool) -> None:
+    """Replicas gather what they are fed, and each computes with the same rows, if not with all of them."""
+    x = fed(5, 8)
+    rows = c.replicated_all_gather(x)
+    w = weight(8, 3)
+    x = rows[:5] if all else x
+    update(w, c.replicated_all_reduce(x.T @ (x @ w), "mean"))  # found
+
+
+def begun(different: bool, reduced: bool) -> None:
+    """A weight of each replica."""
+    x = fed(5, 8)
+    numbers = np.ones((8, 8, 3)) * (1 + different * np.arange(8).reshape(-1, 1, 1))
+    w = popxl.variable(numbers, F32, "w", replica_grouping=x.ir.replica_grouping(group_size=1))
+    g = x.T @ (x @ w)
+    g = c.replicated_all_reduce(g, "mean") if reduced else g
+    ops.scaled_add_(w, g, b=-0.1)  # found begun
+
+
+def statistics() -> None:
+    """Means of rows, beside gradients that are sums."""
+    x = fed(5, 8)
+    for name in "abc":
+        w = weight(8, 3, name=name)
+        update(w, c.replicated_all_reduce(x.T @ (x @ w), "add"))
+    update(weight(8, name="mean"), c.replicated_all_reduce(ops.mean(x, 0), "mean"))
+
+
+@pytest.mark.parametrize(
+    ("program", "category", "tensor", "axes", "mark"),
+    [
+        (partial(three_layers, "add"), "mixed reductions", "b", ("data", "tensor"), "found in the reduction"),
+        (partial(three_layers, factor=0.125), "factor of replicas", "b", ("data", "tensor"), "found in the factor"),
+        (partial(three_layers, divisor=8), "factor of replicas", "b", ("data", "tensor"), "found in the factor"),
+        (partial(three_layers, stored="add"), "sum of means", "mean_out_all_reduce", ("data", "tensor"), "in the loss"),
+        (partial(three_layers, group="data"), "partly reduced number", "mean_out_all_reduce", ("tensor",), "the loss"),
+        (partial(of_the_same_data, True), "gradients of the same data", "matmul_out__t0", ("data", "tensor"), "found"),
+        (partial(begun, True, True), "different beginnings", "w", ("data", "tensor"), "found begun"),
+    ],
+)  # fmt: skip
+def test_outliers(
+    program: "partial[None]", category: str, tensor: str, axes: tuple[str, ...], mark: str, recwarn: Any
+) -> None:
+    with (ir := mesh()).main_graph, popxl.in_sequence():
+        program()
+    (found,) = check(ir).findings
+    assert (found.category, found.certain, found.tensor, found.axes) == (category, False, tensor, axes)
+    lines, first = inspect.getsourcelines(program.func)
+    (at,) = (first + i for i, line in enumerate(lines) if line.endswith(f"{mark}\n"))
+    assert found.line == f"test_replication.py:{at}"
+    popxl.Session(ir, "ipu_model")
+    assert not recwarn
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        three_layers,
+        partial(three_layers, "add", divisor=8),
+        partial(three_layers, factor=0.5),
+        partial(three_layers, stored=None),
+        partial(of_the_same_data, False),
+        partial(begun, False, True),
+        partial(begun, True, False),
+        statistics,
+    ],
+)
+def test_right_siblings_of_outliers(program: Callable[[], None]) -> None:
+    with (ir := mesh()).main_graph, popxl.in_sequence():
+        program()
+    report = check(ir)
+    assert not report.findings, report
+
+
 # Types ----------------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,286 @@
+"""What one part of a program does otherwise than the rest: a gradient that is a sum where the others are means, a loss
+that is reduced along fewer axes than the gradients, replicas that begin differently and are changed alike.
+
+None of these is wrong on any reading, so only `check` reports them, and a session does not warn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from popxl.analysis.mesh import Mesh
+from popxl.analysis.replication import REPLICATED, VARYING, Finding, Report
+from popxl.core.tensor import Constant, Tensor, Variable
+from popxl.core.traits import is_call
+
+if TYPE_CHECKING:
+    from popxl.core.recording import Op
+    from popxl.graph import Graph
+
+LINEAR = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Neg", "Sub"})
+"""Ops through which a gradient is followed from its reduction to the update."""
+
+
+@dataclass(frozen=True)
+class _Reduced:
+    """How a value has been made of what was reduced.
+
+    Attributes:
+        by: the reductions, in their order.
+        factor: what it was multiplied with since, if that is a constant.
+        scaled: the op that did so last.
+        scalars: other single numbers that it was multiplied with or divided by.
+    """
+
+    by: tuple[Op, ...]
+    factor: float = 1.0
+    scaled: Op | None = None
+    scalars: frozenset[Tensor] = frozenset()
+
+
+@dataclass(frozen=True)
+class _Update:
+    """A change of a variable by what was reduced.
+
+    Attributes:
+        op: what makes the change.
+        of: the variable, or the input of a graph.
+        how: what it was changed by.
+        axes: positions of the axes along which replicas had values of their own before.
+        scale: what one replica's value counts for.
+        count: how many replicas there are along these axes.
+    """
+
+    op: Op
+    of: Tensor
+    how: _Reduced
+    axes: tuple[int, ...]
+    scale: float
+    count: int
+
+    @property
+    def manner(self) -> Hashable:
+        """What it has in common with changes that it can be compared with."""
+        constants = "" if self.op.called_graphs else repr(self.op.attributes)  # a graph may be made for each shape
+        return self.axes, self.how.scalars, self.op.op_type, constants
+
+
+def outliers(report: Report) -> Iterator[Finding]:
+    """What differs from the rest of a program, by the types of its values."""
+    mesh = report.mesh
+    if mesh is None:
+        return
+    updates: list[_Update] = []
+    stored: list[tuple[Tensor, _Reduced]] = []
+    for graph in report.graphs:
+        made, out = _followed(graph, mesh, report)
+        yield from _odd_ones(mesh, made)
+        updates += made
+        stored += out
+    yield from _losses(mesh, report, updates, stored)
+    yield from _same_data(mesh, report, updates)
+    yield from _beginnings(mesh, report)
+
+
+def _followed(graph: Graph, mesh: Mesh, report: Report) -> tuple[list[_Update], list[tuple[Tensor, _Reduced]]]:
+    """Changes by reduced values in a graph, and the single numbers of reduced values that it stores."""
+    known: dict[Tensor, _Reduced] = {}
+    updates, stored = [], []
+    for whole in graph.ops:
+        for op in whole.parts:
+            if op.kind.exchange and not op.outputs and op.inputs and op.inputs[0].nelms == 1 and op.inputs[0] in known:
+                stored.append((op.inputs[0], known[op.inputs[0]]))
+            for i in op.modified:
+                target = op.inputs[i].origin
+                behind = [t for t in op.inputs if t in known and t.nelms == target.nelms > 1]
+                if target.producer is None and len(behind) == 1:
+                    how = known[behind[0]]
+                    axes, scale = _completed(mesh, report, how)
+                    count = math.prod(mesh.sizes[i] for i in axes)
+                    updates.append(_Update(op, target, how, axes, scale, count))
+            found = _made(op, known, report)
+            for t in (*op.outputs, *(op.inputs[i] for i in sorted(op.modified))):
+                known.pop(t, None)
+                if found is not None:
+                    known[t] = found
+    return updates, stored
+
+
+def _completed(mesh: Mesh, report: Report, how: _Reduced) -> tuple[tuple[int, ...], float]:
+    """Positions of the axes along which replicas had values of their own before these were reduced; and what one of
+    these counts for. The mean of what is the same changes nothing, and its sum is a multiple."""
+    axes: set[int] = set()
+    scale = how.factor
+    for op in how.by:
+        for i in _along(mesh, op):
+            kind, is_mean = report.reductions[op][i][0], op.attributes["op"] == "mean"
+            if kind is VARYING:
+                axes.add(i)
+            if is_mean and kind > REPLICATED:
+                scale /= mesh.sizes[i]
+            elif not is_mean and kind <= REPLICATED:
+                scale *= mesh.sizes[i]
+    return tuple(sorted(axes)), scale
+
+
+def _made(op: Op, known: dict[Tensor, _Reduced], report: Report) -> _Reduced | None:
+    """What an op makes of reduced values, where that is followed."""
+    behind = [t for t in op.inputs if t in known]
+    if op in report.reductions:
+        before = known.get(op.inputs[0], _Reduced(()))
+        return replace(before, by=(*before.by, op)) if op.attributes["op"] in ("add", "mean") else None
+    if len(behind) != 1 or op.modified or not op.outputs:
+        return None
+    (t,) = behind
+    if op.kind.between_replicas:
+        return known[t]
+    linear = op.kind.view is not None or op.op_type in LINEAR
+    if not linear or op.outputs[0].nelms != t.nelms or (op.op_type == "Div" and t is not op.inputs[0]):
+        return None
+    found = known[t]
+    if op.op_type in ("Mul", "Div"):
+        for other in op.inputs:
+            if other is t or other.nelms != 1:
+                continue
+            if not isinstance(other, Constant):
+                found = replace(found, scalars=found.scalars | {other})
+            elif number := float(np.asarray(other.data, np.float64).reshape(())):
+                number = number if op.op_type == "Mul" else 1 / number
+                found = replace(found, factor=found.factor * number, scaled=op)
+    return found
+
+
+def _finding(mesh: Mesh, category: str, op: Op, t: Tensor, axes: Iterable[int], message: str) -> Finding:
+    return Finding(category, False, op, t.path, tuple(mesh.names[i] for i in axes), message)
+
+
+def _odd_ones(mesh: Mesh, updates: Sequence[_Update]) -> Iterator[Finding]:
+    """Changes by values that are larger or smaller than those of most others by the number of replicas."""
+    alike: dict[Hashable, list[_Update]] = defaultdict(list)
+    for each in updates:
+        if each.axes:
+            alike[each.manner].append(each)
+    for some in alike.values():
+        by_scale: dict[str, list[_Update]] = defaultdict(list)
+        for each in some:
+            by_scale[f"{each.scale:.5g}"].append(each)
+        most = max(by_scale.values(), key=len)
+        if 2 * (len(some) - len(most)) > len(most):
+            continue
+        for each in some:
+            ratio = each.scale / most[0].scale
+            if any(math.isclose(ratio, n, rel_tol=1e-4) for n in (each.count, 1 / each.count)):
+                yield from _odd(mesh, each, most[0], ratio)
+
+
+def _odd(mesh: Mesh, one: _Update, usual: _Update, ratio: float) -> Iterator[Finding]:
+    op, are = one.how.by[-1], usual.how.by[-1].attributes["op"]
+    times = f"{ratio:g} times as large as" if ratio > 1 else f"{1 / ratio:g} times smaller than"
+    words = {"add": "sum", "mean": "mean"}
+    this, that = words[op.attributes["op"]], words[are]
+    over, such_as = mesh.text(one.axes), f"other variables, such as `{usual.of.path}`"
+    if this == that:
+        yield _finding(
+            mesh, "factor of replicas", one.how.scaled or op, one.of, one.axes,
+            f"`{one.of.path}` is changed by the {this} over {over} times {one.how.factor:g}, and {such_as}, by the "
+            f"{that} times {usual.how.factor:g}: what it gets is {times} theirs, and there are as many replicas. "
+            "Leave that factor out.",
+        )  # fmt: skip
+    elif this == "sum" or not _is_mean(op.inputs[0]):  # statistics of rows are means, however gradients are reduced
+        yield _finding(
+            mesh, "mixed reductions", op, one.of, one.axes,
+            f"`{one.of.path}` is changed by the {this} over {over}, and {such_as}, by the {that}: what it gets is "
+            f"{times} theirs. Write \"{are}\".",
+        )  # fmt: skip
+
+
+def _losses(
+    mesh: Mesh, report: Report, updates: Sequence[_Update], stored: Sequence[tuple[Tensor, _Reduced]]
+) -> Iterator[Finding]:
+    """Single numbers that are stored, and reduced otherwise than the gradients."""
+    by_axis: dict[int, set[str]] = defaultdict(set)
+    for each in updates:
+        for i in each.axes:
+            by_axis[i] |= {op.attributes["op"] for op in each.how.by}
+    for t, how in stored:
+        op = how.by[-1]
+        if missing := [i for i, (kind, _) in enumerate(report.types[t]) if kind is VARYING and i in by_axis]:
+            yield _finding(
+                mesh, "partly reduced number", op, t, missing,
+                f"`{t.path}` is stored. It has been reduced, but not over {mesh.text(missing)}, as the gradients are: "
+                f"each replica stores another number. Reduce it over {mesh.text(missing)}, too.",
+            )  # fmt: skip
+        before = op.inputs[0]
+        along, _ = _completed(mesh, report, how)
+        plain = how.factor == 1 and not how.scalars and {each.attributes["op"] for each in how.by} == {"add"}
+        if plain and along and _is_mean(before) and all(by_axis[i] == {"mean"} for i in along):
+            yield _finding(
+                mesh, "sum of means", op, t, along,
+                f"`{before.path}` is a mean over what a replica has, and `{t.path}`, which is stored, the sum of these "
+                f"over {mesh.text(along)}, while the gradients are means over it. Write \"mean\".",
+            )  # fmt: skip
+
+
+def _is_mean(t: Tensor) -> bool:
+    """Whether a value is the result of a mean, maybe in a graph that is called."""
+    while (op := t.producer) is not None:
+        if is_call(op):
+            t = op.called_graphs[0].outputs[op.outputs.index(t)]
+        elif op.op_type in ("Cast", "Identity") or op.kind.view is not None:
+            t = op.inputs[0]
+        else:
+            return op.op_type == "ReduceMean"
+    return False
+
+
+def _same_data(mesh: Mesh, report: Report, updates: Sequence[_Update]) -> Iterator[Finding]:
+    """Means of gradients that are the same on all replicas already, though these are fed data of their own."""
+    reductions = dict.fromkeys(op for each in updates for op in each.how.by)
+    said = {i for graph in report.graphs for op in graph.ops if op.kind.asserts for i in _along(mesh, op)}
+    found: dict[Op, list[int]] = defaultdict(list)
+    for i, (kind, _) in enumerate(report.fed):
+        some = [op for op in reductions if i in _along(mesh, op)]
+        before = {report.reductions[op][k] for op in some for k in _along(mesh, op)}
+        means = all(op.attributes["op"] == "mean" for op in some)
+        if kind is VARYING and i not in said and before == {(REPLICATED, None)} and means:
+            found[some[0]].append(i)
+    for op, axes in found.items():
+        (t, *_), over = op.inputs, mesh.text(axes)
+        yield _finding(
+            mesh, "gradients of the same data", op, t, axes,
+            f"`{t.path}` is the same on all replicas along {over} before it is reduced, and so are the others: nothing "
+            "of what the host feeds to each goes into them. Let each replica compute with its own.",
+        )  # fmt: skip
+
+
+def _along(mesh: Mesh, op: Op) -> tuple[int, ...]:
+    size = op.attributes["group_size"]
+    return mesh.along(op.attributes["stride"], size) if size > 1 else ()
+
+
+def _beginnings(mesh: Mesh, report: Report) -> Iterator[Finding]:
+    """Variables that differ between replicas from the beginning, and are changed alike on all of them."""
+    for v, (op, axes) in report.changed_alike.items():
+        if v.dtype.is_floating_point and (found := [i for i in axes if _begins_different(mesh, v, i)]):
+            yield _finding(
+                mesh, "different beginnings", op, v, found,
+                f"`{v.path}` begins with different numbers on replicas along {mesh.text(found)}, and is changed by "
+                "what is reduced over them, so that it stays different by as much. Let them share the variable: leave "
+                "`replica_grouping` out; or do not reduce what changes it.",
+            )  # fmt: skip
+
+
+def _begins_different(mesh: Mesh, v: Variable, axis: int) -> bool:
+    """Whether replicas along an axis have different numbers to begin with."""
+    if v.replica_grouping.num_groups == 1:
+        return False
+    groups = np.asarray(v.replica_grouping.assignment).reshape(mesh.sizes)
+    first = np.broadcast_to(groups.take([0], axis), groups.shape)
+    rows = v.numbers()
+    return not np.array_equal(rows[groups.ravel()], rows[first.ravel()], equal_nan=True)

@@ -147,8 +147,8 @@ class Target:
             ValueError: if the sizes do not multiply to the number of chips.
 
         Example:
-            >>> popxl.Target("gpu h100:8").mesh(data=4, tensor=2).shape
-            OrderedDict({'data': 4, 'tensor': 2})
+            >>> popxl.Target("gpu h100:8").mesh(data=4, tensor=2).axis_names
+            ('data', 'tensor')
         """
         if math.prod(axes.values()) != self.count or not axes:
             raise ValueError(

@@ -256,7 +256,7 @@ class _Program:
         """Variables that drift apart on replicas sharing them, with the last op to change each, and the axes.
 
         Not those whose numbers are reduced, such as sums over micro-batches, nor those that nothing reads before they
-        are written.
+        are written, nor means over micro-batches, which begin anew in each run.
 
         Args:
             report: the types of the program.
@@ -269,6 +269,7 @@ class _Program:
         for i, (v, writer) in enumerate(zip(shared, run.writers, strict=True)):
             bit = 1 << (_INPUTS + i)
             meant = v.replica_grouping.group_size == 1 or v.retrieval_mode == "all_replicas"
+            meant = meant or (writer is not None and writer.kind.key == "accumulate_mean")
             if v in parted and writer and not meant and run.read & bit and not run.reduced & bit:
                 yield v, writer, tuple(report.mesh.names[axis] for axis in parted[v])
 

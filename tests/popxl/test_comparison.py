@@ -11,6 +11,7 @@ import pytest
 import popxl
 import popxl_addons as addons
 from popxl import ops
+from popxl.analysis.checking import check
 from popxl.testing import compare
 from popxl_addons import optimizers
 from popxl_addons.layers import MLP, Attention, LayerNorm, Linear
@@ -150,3 +151,9 @@ def test_random_right_programs(seed: int, recwarn: pytest.WarningsRecorder) -> N
         axes["data"] = 2
     compare(partial(random_program, seed), axes=axes, tolerance=1e-3).check()
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_right_programs_have_no_findings(seed: int) -> None:
+    """Accumulated gradients of divided layers are the replica's own, and begin anew in each run."""
+    assert not check(random_program(seed, {"data": 1, "tensor": 2})).findings

@@ -282,7 +282,7 @@ def timed() -> Iterator[list[float]]:
 class Once(Module):
     """A program whose loops turn once: what runs then is what there is."""
 
-    def turns(self, loop: Instruction) -> int:
+    def trip_count(self, loop: Instruction) -> int:
         return 1
 
 

@@ -176,15 +176,26 @@ def _compiled(jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target
     platform = "cuda" if target.kind == "gpu" else target.kind
     try:
         with jax.default_device(target.devices[0]):
-            lowered = jitted.trace(*args, **kwargs).lower(lowering_platforms=(platform,))
-            return lowered.compile(), time.perf_counter() - start
+            executable = jitted.trace(*args, **kwargs).lower(lowering_platforms=(platform,)).compile()
     except ValueError as problem:
         if not re.search("incompatible devices|device_assignment", str(problem)):
             raise
-        raise PopxlError(
-            f"analyze: a sharding in the function is of other devices than those of {target}; make its mesh by "
-            f"`popxl.Target({str(target)!r}).mesh(...)`. JAX says: {problem}"
-        ) from problem
+        raise _other_devices(target, f" JAX says: {problem}") from problem
+    if not {device for each in _shardings(executable) for device in each.device_set} <= {*target.devices}:
+        raise _other_devices(target)
+    return executable, time.perf_counter() - start
+
+
+def _other_devices(target: Target, reason: str = "") -> PopxlError:
+    return PopxlError(
+        f"analyze: a sharding in the function is of other devices than those of {target}; make its mesh by "
+        f"`popxl.Target({str(target)!r}).mesh(...)`.{reason}"
+    )
+
+
+def _shardings(executable: Any) -> list[Any]:
+    """Shardings of the arguments and results of a compiled function."""
+    return jax.tree.leaves((executable.input_shardings, executable.output_shardings))
 
 
 def _on_target(leaf: Any, target: Target) -> Any:
@@ -211,7 +222,7 @@ def _on_target(leaf: Any, target: Target) -> Any:
 def _analysis(name: str, executable: Any, seconds: float, target: Target | None) -> Analysis:
     """Analysis of a compiled function."""
     module, sizes = parse_hlo(executable.as_text()), executable.memory_analysis()
-    leaves = jax.tree.leaves((executable.input_shardings, executable.output_shardings))
+    leaves = _shardings(executable)
     devices = max((len(each.device_set) for each in leaves), default=1)
     kind = leaves[0]._device_assignment[0].device_kind if leaves else jax.devices()[0].device_kind
     figures = chip.of_device(kind) if target is None else target.chip

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from popxl.analysis.memory import Memory
-from popxl.base.pages import OnPage, Page, Picture, Table, bytes_text, count_text, flops_text, seconds_text
+from popxl.base.pages import OnPage, Page, Picture, Table, bytes_text, flops_text
 from popxl.base.records import Record
 from popxl.errors import PopxlError
 from runtime.costs.cost import Cost, cost_of_executable
@@ -59,7 +59,7 @@ class Analysis(OnPage, Record):
 
     Attributes:
         name: the function.
-        target: the machine, as it was described; "" for devices that are here.
+        target: the machine, as it was described; "" for local devices.
         devices: how many chips it uses.
         capacity: memory of a chip, in bytes; `None` where it is not known.
         memory: memory over the schedule.
@@ -100,30 +100,13 @@ class Analysis(OnPage, Record):
             [each.line or "unknown", str(each.kernels), flops_text(each.flops), bytes_text(each.bytes_accessed)]
             for each in self.lines
         ]
-        seconds = [] if self.cost.seconds is None else [["a run, estimated", seconds_text(self.cost.seconds)]]
-        cycles = [] if self.cost.cycles is None else [["cycles, estimated by XLA", count_text(self.cost.cycles)]]
-        total = Table(
-            ["of each chip", ""],
-            [
-                ["arguments", bytes_text(self.cost.argument_bytes)],
-                ["overwritten with results", bytes_text(self.cost.alias_bytes)],
-                ["temporaries", bytes_text(self.cost.temporary_bytes)],
-                ["in the host's memory", bytes_text(self.cost.host_bytes)],
-                ["kernels", str(self.cost.kernels)],
-                ["operations", flops_text(self.cost.flops)],
-                ["read and written", bytes_text(self.cost.bytes_accessed)],
-                *cycles,
-                *seconds,
-                ["compiled in", seconds_text(self.cost.compile_seconds)],
-            ],
-        )
         parts: list[str | Page] = [
             self.memory.page(),
             Page("Live at the peak", [*Table.first_rows(["line", "bytes", "largest"], live)]),
             Page("Work by lines", [*Table.first_rows(["line", "kernels", "operations", "read and written"], costs)]),
         ]
         where = self.target or self.cost.chip
-        return Page(f"Analysis of {self.name} on {where}", [needed, total, *parts, *self.cost.details()])
+        return Page(f"Analysis of {self.name} on {where}", [needed, self.cost.totals(), *parts, *self.cost.details()])
 
 
 def analyze(function: Callable[..., Any], *args: Any, target: Target | str | None = None, **kwargs: Any) -> Analysis:
@@ -136,8 +119,8 @@ def analyze(function: Callable[..., Any], *args: Any, target: Target | str | Non
         args, kwargs: what it is called with, trees of arrays or of `jax.ShapeDtypeStruct`. For several chips, with
             shardings on a mesh of the target, `popxl.Target(...).mesh(...)`; what has none is on all chips, or where
             the function's own `in_shardings` say.
-        target: the machine: a description such as `"gpu h100:8"`, or a `popxl.Target`. By default the devices that
-            are here.
+        target: the machine: a description such as `"gpu h100:8"`, or a `popxl.Target`. By default the local
+            devices.
 
     Raises:
         TypeError: if `function` cannot be called, or `target` is neither.
@@ -215,7 +198,7 @@ def _on_target(leaf: Any, target: Target) -> Any:
             mesh = Mesh(np.asarray(devices)[places], sharding.mesh.axis_names, axis_types=sharding.mesh.axis_types)
             sharding = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
     elif isinstance(leaf, jax.Array):
-        sharding = None  # a device that is here
+        sharding = None  # a local device
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
 
 
@@ -224,7 +207,8 @@ def _analysis(name: str, executable: Any, seconds: float, target: Target | None)
     module, sizes = parse_hlo(executable.as_text()), executable.memory_analysis()
     leaves = _shardings(executable)
     devices = max((len(each.device_set) for each in leaves), default=1)
-    kind = leaves[0]._device_assignment[0].device_kind if leaves else jax.devices()[0].device_kind
+    used = next((each.device_set for each in leaves), {jax.devices()[0]})
+    kind = next(iter(used)).device_kind
     figures = chip.of_device(kind) if target is None else target.chip
     schedule = schedule_of(module)
     memory = Memory(

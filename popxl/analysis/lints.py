@@ -269,8 +269,8 @@ class _Program:
         for i, (v, writer) in enumerate(zip(shared, run.writers, strict=True)):
             bit = 1 << (_INPUTS + i)
             meant = v.replica_grouping.group_size == 1 or v.retrieval_mode == "all_replicas"
-            meant = meant or (writer is not None and writer.kind.key == "accumulate_mean")
-            if v in parted and writer and not meant and run.read & bit and not run.reduced & bit:
+            restarts = writer is not None and writer.kind.overwrites is not None and writer.kind.overwrites.restarts
+            if v in parted and writer and not (meant or restarts) and run.read & bit and not run.reduced & bit:
                 yield v, writer, tuple(report.mesh.names[axis] for axis in parted[v])
 
 

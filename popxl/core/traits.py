@@ -70,12 +70,15 @@ class Overwrites(Trait):
         aliased: the new content is also the result of the op, which shares the operand's storage. Otherwise new
             contents follow the results.
         forgets: whether an op with these attributes has not read what it overwrites.
+        restarts: whether it begins anew where an operand that counts steps is 0, as each run sets it: what is left from
+            an earlier run does not count.
         positions: in place of names, a function of the op's attributes that gives the positions of these operands.
     """
 
     operands: tuple[str, ...]
     aliased: bool
     forgets: Callable[[Mapping[str, Any]], bool]
+    restarts: bool
     positions: Callable[[Mapping[str, Any]], AbstractSet[int]] | None
 
     def __init__(
@@ -83,11 +86,13 @@ class Overwrites(Trait):
         *operands: str,
         aliased: bool = True,
         forgets: Callable[[Mapping[str, Any]], bool] = lambda attributes: False,
+        restarts: bool = False,
         positions: Callable[[Mapping[str, Any]], AbstractSet[int]] | None = None,
     ) -> None:
         object.__setattr__(self, "operands", operands)
         object.__setattr__(self, "aliased", aliased)
         object.__setattr__(self, "forgets", forgets)
+        object.__setattr__(self, "restarts", restarts)
         object.__setattr__(self, "positions", positions)
 
     def check(self, kind: OpKind) -> None:

@@ -129,6 +129,10 @@ class Cost(OnPage, Record):
 
     def page(self) -> Page:
         """Page for `print` and notebooks."""
+        return Page(f"Cost of {self.name}, on one {self.chip}", [self.totals(), *self.details()])
+
+    def totals(self) -> Table:
+        """Table of sizes, operations, kernels and times of one run."""
         sizes = ("code", "argument", "temporary", "alias", "host")
         found = ((name, getattr(self, f"{name}_bytes")) for name in sizes)
         rows = [[name, bytes_text(count)] for name, count in found if count is not None]
@@ -137,7 +141,7 @@ class Cost(OnPage, Record):
         rows += [["cycles, estimated by XLA", count_text(self.cycles)]] if self.cycles is not None else []
         rows += [["a run, estimated", seconds_text(self.seconds)]] if self.seconds is not None else []
         rows += [["compiled in", seconds_text(self.compile_seconds)]]
-        return Page(f"Cost of {self.name}, on one {self.chip}", [Table(["", "of a run"], rows), *self.details()])
+        return Table(["", "of a run"], rows)
 
     def save_budget(self, path: str | os.PathLike[str]) -> None:
         """Write the cost to a JSON file that `popxl.testing.assert_costs` and `popxl diff` read.

@@ -210,7 +210,7 @@ class PlanBuilder:
         piece.frees = tuple(dict.fromkeys(t for each in pieces for t in each.frees))
         return piece
 
-    # Places
+    # IPUs of ops
 
     def _ipu_of(self, op: Op) -> int:
         """IPU of an op."""

@@ -1,8 +1,8 @@
 """Replicas of a program: distributed over devices if available, otherwise batched on a single device.
 
-A program is written for one replica. `Replicas.spread` makes a function of all of them out of a function of one: every
-array gains a leading dimension, one element for each replica. With a device for each replica that is `jax.shard_map`
-over a mesh; otherwise it is `jax.vmap`. The numbers are the same.
+A program is written for one replica. `Replicas.vmap_replicas` makes a function of all of them out of a function of one:
+every array gains a leading dimension, one element for each replica. With a device for each replica that is
+`jax.shard_map` over a mesh; otherwise it is `jax.vmap`. The numbers are the same.
 
 On a mesh, arrays in the host's memory gain no dimension: those of the replicas follow each other along the first one.
 TPUs would fetch whole arrays to drop a dimension.

@@ -33,7 +33,12 @@ def _accumulated(t: Any, X: Any, f: Any = None) -> TensorSpec:
 
 
 def _accumulator(
-    name: str, formula: Callable[..., Any], casts: bool = False, traits: Iterable[Trait] = (), **settings: Any
+    name: str,
+    formula: Callable[..., Any],
+    casts: bool = False,
+    restarts: bool = False,
+    traits: Iterable[Trait] = (),
+    **settings: Any,
 ) -> OpKind:
     """Declare an op that overwrites `t` with `formula(t, X, f)`, optionally casting `X` first."""
 
@@ -43,7 +48,12 @@ def _accumulator(
         given = X.astype(t.dtype) if casts else X
         return formula(t.astype(dtype), given.astype(dtype), number(f, dtype))
 
-    settings |= {"key": name, "shape": _accumulated, "traits": [Overwrites("t"), *traits], "gradient": None}
+    settings |= {
+        "key": name,
+        "shape": _accumulated,
+        "traits": [Overwrites("t", restarts=restarts), *traits],
+        "gradient": None,
+    }
     return OpKind("Accumulate", lowering, result=f"{name}__{{t}}", **settings)
 
 
@@ -52,6 +62,7 @@ _square = _accumulator("accumulate_square", lambda t, X, f: t + product(f, X, X)
 _mean = _accumulator(
     "accumulate_mean",
     lambda t, X, step: (jnp.where(step == 0, 0, step * t) + X) / (step + 1),  # whatever is left in `t`, even NaN
+    restarts=True,
     operands=("t", "X", "step"),
 )
 _average = _accumulator("accumulate_moving_avg", lambda t, X, f: product(f, t) + product(1 - f, X), casts=True)

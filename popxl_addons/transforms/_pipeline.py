@@ -27,7 +27,7 @@ from popxl.tensor import Constant
 from popxl_addons.graph import BoundGraph
 from popxl_addons.named_tensors import TensorMap
 from popxl_addons.transforms._stand_in import stand_in
-from popxl_addons.transforms.schedule import PipelineSchedule, PipelineValue, scheduled
+from popxl_addons.transforms.schedule import PipelineSchedule, PipelineValue, Search, scheduled
 
 if TYPE_CHECKING:
     from popxl.op import Op
@@ -109,7 +109,7 @@ class PipelineBoundGraph(BoundGraph):
 class Pipelining:
     """Puts a pipeline over `steps` micro-batches in the place of ops of a graph."""
 
-    def __init__(self, graph: popxl.Graph, steps: int, schedule: PipelineSchedule | str | None = None):
+    def __init__(self, graph: popxl.Graph, steps: int, schedule: PipelineSchedule | str | Search | None = None):
         self.graph = graph
         self.steps = steps
         self._wanted = schedule
@@ -136,16 +136,19 @@ class Pipelining:
         """Pipeline schedule, known after application. Raises `ValueError` if absent."""
         stages = range(len(self._ipus))
         needs = [{made_in for _, made_in, read_in in self._read if s in read_in} for s in stages]
-        return scheduled("cycles" if self._wanted is None else self._wanted, self._ipus, needs, self.steps)
+        wanted = "cycles" if self._wanted is None else self._wanted
+        return scheduled(wanted, self._ipus, needs, self.steps, self._values_by_row)
 
     @cached_property
     def values(self) -> tuple[PipelineValue, ...]:
         """Values passed between stages, known after application."""
-        rows = dict(zip(self._ipus, self.schedule.device_of, strict=True))
+        return self._values_by_row(self.schedule.device_of)
+
+    def _values_by_row(self, device_of: Sequence[int]) -> tuple[PipelineValue, ...]:
+        """Values passed between stages, if each stage is in the row that `device_of` gives."""
+        rows = dict(zip(self._ipus, device_of, strict=True))
         return tuple(
-            PipelineValue(
-                t.name, made_in, read_in, t.nelms * t.dtype.itemsize, rows.get(ipu, self.schedule.device_of[made_in])
-            )
+            PipelineValue(t.name, made_in, read_in, t.nelms * t.dtype.itemsize, rows.get(ipu, device_of[made_in]))
             for (t, ipu), made_in, read_in in self._read
         )
 

@@ -20,7 +20,7 @@ from popxl.ops import CallSiteInfo
 from popxl_addons.grad_info import as_grad_graph_info
 from popxl_addons.module import Module
 from popxl_addons.transforms._pipeline import BEFORE, OpId, PipelineBoundGraph, Pipelining, get_op_pipeline_stage
-from popxl_addons.transforms.schedule import PipelineSchedule, PipelineValue
+from popxl_addons.transforms.schedule import PipelineSchedule, PipelineValue, Search
 
 if TYPE_CHECKING:
     from popxl.op import Op
@@ -41,7 +41,7 @@ __all__ = [
 
 
 @contextmanager
-def pipelined_execution(steps: int, schedule: PipelineSchedule | str | None = None) -> Iterator[StageContext]:
+def pipelined_execution(steps: int, schedule: PipelineSchedule | str | Search | None = None) -> Iterator[StageContext]:
     """Make the ops of the block, in the graph that is current at its start, a pipeline over `steps` micro-batches.
 
     At the end of the block its ops move into one graph for each stage. Each cycle calls each stage once, for the
@@ -62,7 +62,10 @@ def pipelined_execution(steps: int, schedule: PipelineSchedule | str | None = No
         steps: number of micro-batches, at least twice the number of stages if there is no `schedule`.
         schedule: in which order the stages work: a `PipelineSchedule`, or the name of one, for the IPUs on which the
             program has its stages: ``"gpipe"``, ``"1f1b"`` (interleaved, if an IPU has several forward stages),
-            ``"zero_bubble"`` or ``"cycles"``, which is the order that there is without a schedule.
+            ``"zero_bubble"``, ``"zero_bubble_v"``, ``"dualpipe_v"`` or ``"cycles"``, which is the order that there is
+            without a schedule; or ``"search"``, the shortest that is found within a limit of memory, for stages on any
+            IPUs. ``functools.partial(PipelineSchedule.search, memory=2**30, durations=[...])`` gives the search the
+            limit and the stages' times.
 
     Returns:
         A context manager that gives a `StageContext`, which says what belongs to which stage.
@@ -96,10 +99,10 @@ def pipelined_execution(steps: int, schedule: PipelineSchedule | str | None = No
         raise TypeError(
             f"pipelined_execution: `steps` is {steps!r} ({type(steps).__name__}), expected the number of micro-batches."
         )
-    if not isinstance(schedule, PipelineSchedule | str | None):
+    if not isinstance(schedule, PipelineSchedule | str | None) and not callable(schedule):
         raise TypeError(
             f"pipelined_execution: `schedule` is {schedule!r} ({type(schedule).__name__}), expected a "
-            "PipelineSchedule, the name of one, or nothing."
+            "PipelineSchedule, the name of one, a function that makes one, or nothing."
         )
     context = StageContext(in_rings=schedule is None)
     handle = graph.register_op_created_hook(context.hook)

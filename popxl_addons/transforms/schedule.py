@@ -4,55 +4,27 @@ A schedule has a row for each device, with the tasks in the order in which the d
 one micro-batch. A device waits until what its next task needs is there, and does nothing else meanwhile; so the table
 says all about the order, and with durations also about the time.
 
-Sources: GPipe is from Huang et al. 2019, https://arxiv.org/abs/1811.06965; 1F1B from Narayanan et al. 2019,
-https://arxiv.org/abs/1806.03377; interleaved stages from Narayanan et al. 2021, https://arxiv.org/abs/2104.04473; zero
-bubble (the form H1) from Qi et al. 2023, https://arxiv.org/abs/2401.10241.
+Rows of schedules with names are made in `named_schedules`, which has their sources; the search is in `list_scheduling`.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, zip_longest
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
-from popxl.extend.arguments import check_type, integer, integers
+from popxl.extend.arguments import check_type, integers
+from popxl_addons.transforms import named_schedules
+from popxl_addons.transforms.list_scheduling import Pipeline, PipelineValue, Rule, Task, list_schedule
 
 __all__ = ["SCHEDULES", "PipelineSchedule", "PipelineTimeline", "PipelineValue", "Task"]
 
-SCHEDULES = ("cycles", "gpipe", "1f1b", "zero_bubble")
+SCHEDULES = ("cycles", "gpipe", "1f1b", "zero_bubble", "zero_bubble_v", "dualpipe_v", "search")
 """The schedules that have names: see the methods of `PipelineSchedule`."""
-
-
-class Task(NamedTuple):
-    """One stage for one micro-batch."""
-
-    stage: int
-    micro_batch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}:{self.micro_batch}"
-
-
-class PipelineValue(NamedTuple):
-    """A value passed from one stage to others, per micro-batch.
-
-    Attributes:
-        name: its name in the program.
-        made_in: the stage that makes it.
-        read_in: the stages that read it.
-        nbytes: its size, in bytes.
-        device: where it waits, by its row in the schedule.
-    """
-
-    name: str
-    made_in: int
-    read_in: tuple[int, ...]
-    nbytes: int
-    device: int
 
 
 class TimedTask(NamedTuple):
@@ -182,7 +154,19 @@ class PipelineSchedule:
     def named(cls, name: str, placement: Sequence[int], steps: int) -> PipelineSchedule:
         """Schedule by name, one of `SCHEDULES`, for stages on devices of `placement`."""
         makers = dict(
-            zip(SCHEDULES, (cls.cycles, cls.gpipe, cls.one_forward_one_backward, cls.zero_bubble), strict=True)
+            zip(
+                SCHEDULES,
+                (
+                    cls.cycles,
+                    cls.gpipe,
+                    cls.one_forward_one_backward,
+                    cls.zero_bubble,
+                    cls.zero_bubble_v,
+                    cls.dualpipe_v,
+                    cls.search,
+                ),
+                strict=True,
+            )
         )
         if name not in makers:
             raise ValueError(
@@ -199,11 +183,7 @@ class PipelineSchedule:
             placement: the device of each stage.
             steps: the number of micro-batches.
         """
-        _check(placement, steps)
-        every = [[Task(s, m) for s in row for m in range(steps)] for row in _rows(placement)]
-        for row in every:
-            row.sort(key=lambda task: (task.stage + task.micro_batch, task.stage))
-        return cls(every)
+        return cls(named_schedules.cycles(placement, steps))
 
     @classmethod
     def gpipe(cls, placement: Sequence[int], steps: int) -> PipelineSchedule:
@@ -211,7 +191,7 @@ class PipelineSchedule:
 
         Args: as for `one_forward_one_backward`.
         """
-        return cls(_forward_and_backward("gpipe", placement, steps, warm_up=lambda device, devices, parts: None))
+        return cls(named_schedules.forward_and_backward("gpipe", placement, steps, lambda *_: None))
 
     @classmethod
     def one_forward_one_backward(cls, placement: Sequence[int], steps: int) -> PipelineSchedule:
@@ -239,11 +219,14 @@ class PipelineSchedule:
         def warm_up(device: int, devices: int, parts: int) -> int:
             return devices - 1 - device if parts == 1 else 2 * (devices - 1 - device) + (parts - 1) * devices
 
-        return cls(_forward_and_backward("1f1b", placement, steps, warm_up))
+        return cls(named_schedules.forward_and_backward("1f1b", placement, steps, warm_up))
 
     @classmethod
     def zero_bubble(cls, placement: Sequence[int], steps: int) -> PipelineSchedule:
         """Zero-bubble schedule: weight gradients as separate stages fill idle time.
+
+        If all stages take the same time, it holds as many activations as 1F1B (on each device as many as that on the
+        first), and the last device never waits.
 
         Args:
             placement: the device of each stage: forward stages on one device each, those that pass gradients back in
@@ -255,25 +238,139 @@ class PipelineSchedule:
 
         Example:
             >>> print(PipelineSchedule.zero_bubble([0, 1, 1, 0, 1, 0], 3))
-            0 | 0:0 0:1  .  3:0 0:2 3:1 5:0 3:2 5:1 5:2
-            1 |  .  1:0 2:0 1:1 2:1 1:2 2:2 4:0 4:1 4:2
+            0 | 0:0 0:1  .  3:0 5:0 0:2 3:1 5:1 3:2 5:2
+            1 |  .  1:0 2:0 1:1 2:1 4:0 1:2 2:2 4:1 4:2
         """
-        _check(placement, steps)
-        rows = _rows(placement)
-        devices = len(rows)
-        backward = [devices - 1 - d for d in range(devices)]
-        if [_device_numbers(placement)[s] for s in range(len(placement))] != [*range(devices), *backward, *backward]:
+        rows, pipeline = named_schedules.zero_bubble(placement, steps)
+        return cls(rows, pipeline.needs)
+
+    @classmethod
+    def zero_bubble_v(cls, placement: Sequence[int], steps: int) -> PipelineSchedule:
+        """Zero-bubble schedule of V-shaped stages (ZB-V): the first device has the first and the last forward stage.
+
+        So gradients come back to a device soon after it has gone forward, and activations wait for a shorter time: in
+        1F1B's memory, devices wait for half the time that they do with `zero_bubble`.
+
+        Args:
+            placement: the device of each stage: forward stages in a V, those that pass gradients back in reverse, and
+                those with gradients of weights in the same order as these: (0, 1, 1, 0) three times.
+            steps: the number of micro-batches.
+
+        Raises:
+            ValueError: if the placement is another one.
+
+        Example:
+            >>> timeline = PipelineSchedule.zero_bubble_v([0, 1, 2, 2, 1, 0] * 3, 6).simulate()
+            >>> timeline.seconds  # three devices with six stages each, and six micro-batches
+            38.0
+        """
+        return cls._search(named_schedules.v_shaped("zero_bubble_v", placement, steps), None)
+
+    @classmethod
+    def dualpipe_v(cls, placement: Sequence[int], steps: int) -> PipelineSchedule:
+        """DualPipeV schedule: V-shaped stages, where a device alternates one's forward and the other's backward work.
+
+        Where a device sends and receives while it computes, the two are independent, so that the one's communication
+        is hidden behind the other's products.
+
+        Args:
+            placement: as for `zero_bubble_v`.
+            steps: the number of micro-batches, at least two for each device.
+
+        Raises:
+            ValueError: if the placement is another one, or there are too few steps.
+
+        Example:
+            >>> timeline = PipelineSchedule.dualpipe_v([0, 1, 2, 2, 1, 0] * 3, 6).simulate()
+            >>> timeline.seconds
+            38.0
+        """
+        rows, pipeline = named_schedules.dualpipe_v(placement, steps)
+        return cls(rows, pipeline.needs)
+
+    @classmethod
+    def search(
+        cls,
+        placement: Sequence[int],
+        steps: int,
+        *,
+        durations: Sequence[float] | None = None,
+        needs: Sequence[Sequence[int]] | None = None,
+        values: Iterable[PipelineValue] | None = None,
+        memory: int | None = None,
+    ) -> PipelineSchedule:
+        """The shortest schedule that list scheduling finds within a limit of memory, for stages on any devices.
+
+        It tries some dozens of rules, and stops when it has a schedule that no other can beat. `simulate` of what it
+        gives says what that takes.
+
+        Args:
+            placement: the device of each stage.
+            steps: the number of micro-batches.
+            durations: the time that each stage takes; by default 1 each.
+            needs: for each stage, those before it whose results it reads. By default each reads from the one before it,
+                and if stages stand on the devices as those of a training, backward stages read activations of their
+                forward stage, and so do stages with gradients of weights.
+            values: what waits from stage to stage; by default activations of size 1 from each forward stage.
+            memory: the most bytes of `values` that a device may hold. By default 1.1 times of what is held with as many
+                micro-batches under way as there are devices, which is what 1F1B holds.
+
+        Raises:
+            ValueError: if nothing was found within `memory`, or there are too many or too few durations or needs.
+
+        Example:
+            >>> schedule = PipelineSchedule.search([0, 1, 1, 0, 1, 0], 4, durations=[1, 1, 1.5, 1.5, 0.5, 0.5])
+            >>> schedule.simulate([1, 1, 1.5, 1.5, 0.5, 0.5]).seconds
+            14.0
+        """
+        pipeline = named_schedules.training(placement, steps)
+        if needs is not None:
+            needs = [integers(need, "PipelineSchedule: each of `needs`") for need in needs]
+            if len(needs) != len(placement):
+                raise ValueError(
+                    f"PipelineSchedule: `needs` is of {len(needs)} stages, and `placement` of {len(placement)}."
+                )
+            if later := [s for s, need in enumerate(needs) if not all(0 <= n < s for n in need)]:
+                raise ValueError(f"PipelineSchedule: `needs` of the stages {later} are not stages before them.")
+            pipeline = replace(pipeline, needs=needs)
+        pipeline = replace(pipeline, durations=_durations(durations, len(placement), "PipelineSchedule"))
+        if values is not None:
+            pipeline = replace(pipeline, values=[*values])
+        return cls._search(pipeline, memory)
+
+    @classmethod
+    def _search(cls, pipeline: Pipeline, memory: float | None) -> PipelineSchedule:
+        """The shortest schedule within `memory`; of several, the one that holds the least.
+
+        By default `memory` is 1.1 times what is held with as many micro-batches under way as there are devices.
+        """
+
+        def judged(rule: Rule, limit: float) -> tuple[float, int, PipelineSchedule] | None:
+            rows = list_schedule(pipeline, rule, limit)
+            if rows is None:
+                return None
+            schedule = cls(rows, pipeline.needs)
+            timeline = schedule.simulate(pipeline.durations, pipeline.values)
+            return timeline.seconds, max(timeline.stashed_bytes), schedule
+
+        if memory is None:
+            frugal = judged(Rule(forward_first=False, limits_lead=True, under_way=pipeline.devices), math.inf)
+            memory = 1.1 * frugal[1] if frugal is not None else math.inf
+        best: tuple[float, int, PipelineSchedule] | None = None
+        for rule in pipeline.rules():
+            found = judged(rule, memory)
+            if found is not None and found[1] <= memory and (best is None or found[:2] < best[:2]):
+                best = found
+                if best[0] <= pipeline.least_seconds * (1 + 1e-12):
+                    break
+        if best is None:
+            least = judged(Rule(forward_first=False, limits_lead=False, under_way=1), math.inf)
+            assert least is not None, "one micro-batch after the other can always be done"
             raise ValueError(
-                f"PipelineSchedule: for 'zero_bubble' the stages are on the devices {tuple(placement)}, expected "
-                "forward stages on one device each, backward stages in reverse, and stages with the gradients of "
-                "weights in the same order as the backward ones, such as (0, 1, 1, 0, 1, 0)."
+                f"PipelineSchedule: `memory` is {memory:g} bytes, and no schedule was found that holds so little on "
+                f"each device; one micro-batch after the other holds {least[1]}."
             )
-        wanted = 3 * steps + devices - 1
-        tried = (_zero_bubble_rows(devices, steps, waiting) for waiting in range(devices, 2 * devices))
-        return cls(
-            next((rows for rows, time in tried if time == wanted), _zero_bubble_rows(devices, steps, 2 * devices)[0]),
-            [[s - 1] * (s > 0) if s < 2 * devices else [s - devices] for s in range(3 * devices)],
-        )
+        return best[2]
 
     # What it costs
 
@@ -297,13 +394,7 @@ class PipelineSchedule:
             >>> timeline.seconds, timeline.stashed_bytes
             (9.0, (200, 0))
         """
-        seconds = [1.0] * self.stages if durations is None else [float(d) for d in durations]
-        if len(seconds) != self.stages:
-            raise ValueError(
-                f"simulate: `durations` has {len(seconds)} values, expected one for each of {self.stages}."
-            )
-        if min(seconds) < 0:
-            raise ValueError(f"simulate: `durations` are {seconds}; expected none below 0.")
+        seconds = _durations(durations, self.stages, "simulate")
         ends: dict[Task, float] = {}
         timed: list[TimedTask] = []
         free, position = [0.0] * len(self.rows), [0] * len(self.rows)
@@ -362,95 +453,14 @@ class PipelineSchedule:
         )
 
 
-def _check(placement: Sequence[int], steps: int) -> None:
-    """Check applicability of a named schedule."""
-    if not integers(placement, "PipelineSchedule: `placement`"):
-        raise ValueError("PipelineSchedule: `placement` has no stage; expected the device of each, as in (0, 1, 1, 0).")
-    integer(steps, "PipelineSchedule: `steps`")
-
-
-def _device_numbers(placement: Sequence[int]) -> list[int]:
-    """Device per stage, numbered by first appearance."""
-    numbers = {device: i for i, device in enumerate(dict.fromkeys(placement))}
-    return [numbers[device] for device in placement]
-
-
-def _rows(placement: Sequence[int]) -> list[list[int]]:
-    """The stages of each device."""
-    numbered = _device_numbers(placement)
-    return [[s for s, device in enumerate(numbered) if device == d] for d in range(max(numbered) + 1)]
-
-
-def _forward_and_backward(name: str, placement: Sequence[int], steps: int, warm_up: Any) -> list[list[Task]]:
-    """Per device: warm-up forward tasks, alternating forward and backward, remaining backward tasks."""
-    _check(placement, steps)
-    numbered = _device_numbers(placement)
-    trains = len(numbered) > 1 and numbered == numbered[::-1]
-    forward = numbered[: (len(numbered) + 1) // 2] if trains else numbered
-    devices = max(forward) + 1
-    parts, rest = divmod(len(forward), devices)
-    if rest or forward != [*range(devices)] * parts:
-        raise ValueError(
-            f"PipelineSchedule: for {name!r} the stages are on the devices {tuple(placement)}, expected devices that "
-            "take turns in the forward stages, and for training the same in reverse in the backward stages, such as "
-            "(0, 1, 1, 0), (0, 1, 2, 1, 0) or, interleaved, (0, 1, 0, 1, 1, 0, 1, 0)."
-        )
-    if parts > 1 and steps % devices:
-        raise ValueError(
-            f"PipelineSchedule: `steps` is {steps}, expected a multiple of {devices}, the number of devices, as each "
-            f"has {parts} forward stages."
-        )
-    groups = [range(first, min(first + devices, steps)) for first in range(0, steps, devices)]
-    ends = 2 * len(forward) - 1  # forward stage s has the backward stage `ends - s`
-    rows = []
-    for device in range(devices):
-        own = range(device, len(forward), devices)
-        is_ready = [Task(s, m) for group in groups for s in own for m in group]
-        back = [Task(ends - s, m) for group in groups for s in reversed(own) for m in group] if trains else []
-        first = warm_up(device, devices, parts)
-        first = len(is_ready) if first is None else min(first, len(is_ready))
-        pairs = chain.from_iterable(zip_longest(is_ready[first:], back))
-        rows.append([*is_ready[:first], *(task for task in pairs if task is not None)])
-    if trains and len(numbered) % 2:  # the last forward stage does the first backward one's work, too
-        middle = len(forward)
-        rows = [[Task(s - (s > middle), m) for s, m in row if s != middle] for row in rows]
-    return rows
-
-
-def _zero_bubble_rows(devices: int, steps: int, waiting: int) -> tuple[list[list[Task]], int]:
-    """Rows of zero bubble, and their time: back if it can, else forward, else the gradients of weights.
-
-    A device goes forward only as far ahead of going back as with 1F1B, and while less than `waiting` micro-batches wait
-    there for the gradients of their weights.
-    """
-    ends: dict[Task, int] = {}
-    count: Counter[int] = Counter()  # of micro-batches that a stage has done
-    rows: list[list[Task]] = [[] for _ in range(devices)]
-    time = 0
-
-    def is_ready(stage: int, micro_batch: int) -> bool:
-        return ends.get(Task(stage, micro_batch), time + 1) <= time
-
-    while len(ends) < 3 * devices * steps:
-        for device, row in enumerate(rows):
-            forward, back, weights = device, 2 * devices - 1 - device, 3 * devices - 1 - device
-            ahead, kept = count[forward] - count[back], count[forward] - count[weights]
-            can = {
-                back: is_ready(back - 1, count[back]),
-                forward: ahead < devices - device
-                and kept < waiting
-                and (device == 0 or is_ready(forward - 1, count[forward])),
-                weights: count[weights] < count[back],
-            }
-            stage = next((s for s, possible in can.items() if possible and count[s] < steps), None)
-            if stage is not None:
-                row.append(Task(stage, count[stage]))
-        for task in (row[-1] for row in rows if row):
-            if task not in ends:
-                ends[task] = time + 1
-                count[task.stage] += 1
-        time += 1
-    return rows, time
+def _durations(durations: Sequence[float] | None, stages: int, where: str) -> list[float]:
+    """Duration of each stage. Raises `ValueError` for another number of them, and below 0."""
+    seconds = [1.0] * stages if durations is None else [float(d) for d in durations]
+    if len(seconds) != stages:
+        raise ValueError(f"{where}: `durations` has {len(seconds)} values, expected one for each of {stages}.")
+    if min(seconds) < 0:
+        raise ValueError(f"{where}: `durations` are {seconds}; expected none below 0.")
+    return seconds
 
 
 def _devices_of(table: Sequence[Sequence[Task]]) -> tuple[int, ...]:
@@ -489,19 +499,50 @@ def _sample(tasks: Sequence[Task]) -> str:
     return ", ".join(map(str, tasks[:5])) + (" and others" if len(tasks) > 5 else "")
 
 
+class Search(Protocol):
+    """Function that makes a schedule for a program, called with what `PipelineSchedule.search` takes.
+
+    For example ``functools.partial(PipelineSchedule.search, memory=2**30)``.
+    """
+
+    def __call__(
+        self,
+        placement: Sequence[int],
+        steps: int,
+        /,
+        *,
+        needs: Sequence[Sequence[int]],
+        values: Sequence[PipelineValue],
+    ) -> PipelineSchedule: ...
+
+
 def scheduled(
-    schedule: PipelineSchedule | str, placement: Sequence[int | None], needs: Sequence[Iterable[int]], steps: int
+    schedule: PipelineSchedule | str | Search,
+    placement: Sequence[int | None],
+    needs: Sequence[Iterable[int]],
+    steps: int,
+    values: Callable[[Sequence[int]], Sequence[PipelineValue]],
 ) -> PipelineSchedule:
     """Schedule for a program's real dependencies. Raises `ValueError` for an incompatible schedule.
 
     Args:
-        schedule: a schedule, or the name of one.
+        schedule: a schedule, the name of one, or a function that makes it.
         placement: the IPU of each stage of the program.
         needs: for each stage, those whose results it reads.
         steps: the number of micro-batches.
+        values: gives what waits from stage to stage, by the row of each stage.
     """
     ipus = [ipu or 0 for ipu in placement]
-    table = PipelineSchedule.named(schedule, ipus, steps) if isinstance(schedule, str) else schedule
+    ordered = [sorted(n) for n in needs]
+    if schedule == "search":
+        schedule = PipelineSchedule.search
+    if isinstance(schedule, str):
+        table = PipelineSchedule.named(schedule, ipus, steps)
+    elif isinstance(schedule, PipelineSchedule):
+        table = schedule
+    else:
+        table = schedule(ipus, steps, needs=ordered, values=values(named_schedules.numbered_devices(ipus)))
+        check_type(table, PipelineSchedule, "pipelined_execution: what `schedule` returns", "a PipelineSchedule")
     if (table.stages, table.steps) != (len(ipus), steps):
         raise ValueError(
             f"pipelined_execution: `schedule` is for {table.stages} stages and {table.steps} micro-batches; the "
@@ -514,4 +555,4 @@ def scheduled(
                 f"pipelined_execution: row {device} of `schedule` has stages that the program puts on the IPUs {used}; "
                 "expected one IPU for each row."
             )
-    return PipelineSchedule(table.rows, [sorted(n) for n in needs])
+    return PipelineSchedule(table.rows, ordered)

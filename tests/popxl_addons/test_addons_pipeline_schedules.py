@@ -1,6 +1,7 @@
 """Schedules of pipelines: tables as in the papers, costs as theory says, and numbers that do not depend on them."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -64,15 +65,71 @@ def test_bubbles_and_stashes_of_theory(devices):
         for parts in (2, 4):
             seconds = IN_TURN(trained(devices, parts), steps).simulate().seconds
             assert seconds == 2 * (parts * steps + devices - 1)
-        placement = [*trained(devices), *reversed(range(devices))]
-        assert PipelineSchedule.zero_bubble(placement, steps).simulate().seconds == 3 * steps + devices - 1
+
+
+def activations(placement):
+    """What waits in a training whose gradients of weights are stages of their own: a device's share of 100 bytes."""
+    count = len(placement) // 3
+    nbytes = 100 * (max(placement) + 1) // count
+    return [PipelineValue("x", s, (2 * count - 1 - s, 3 * count - 1 - s), nbytes, placement[s]) for s in range(count)]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 5, 8, 13, 16])
+def test_zero_bubbles(devices):
+    """The last of the devices that begin never waits, in the memory that 1F1B takes."""
+    placement = [*trained(devices), *reversed(range(devices))]
+    for steps in (devices, 2 * devices, 2 * devices + 1):
+        for make in (PipelineSchedule.zero_bubble, PipelineSchedule.search):
+            timeline = make(placement, steps).simulate(values=activations(placement))
+            assert timeline.seconds == 3 * steps + devices - 1
+            assert max(timeline.stashed_bytes) <= 100 * devices * (1 if make == PipelineSchedule.zero_bubble else 1.1)
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4, 8])
+def test_v_shaped_stages_wait_half_as_long(devices):
+    """Each stage is half a device's. The way to the device that begins last is of half stages, too."""
+    placement = trained(devices)[: 2 * devices] * 3
+    for steps in (2 * devices, 4 * devices):
+        least = 6 * steps + devices - 1
+        for make in (PipelineSchedule.zero_bubble_v, PipelineSchedule.dualpipe_v, PipelineSchedule.search):
+            timeline = make(placement, steps).simulate(values=activations(placement))
+            assert timeline.seconds == least
+            assert max(timeline.stashed_bytes) <= 100 * devices + 50 * (make == PipelineSchedule.dualpipe_v)
+
+
+def test_dualpipe_goes_forward_and_back_at_a_time():
+    """In its middle, each task is followed by one of the device's other forward stage."""
+    middle = [t.stage for t in PipelineSchedule.dualpipe_v([0, 1, 1, 0] * 3, 20).rows[0][20:80]]
+    assert middle[4:10] in [middle[i : i + 6] for i in range(10, 16)]  # it repeats
+    assert {*middle} == {0, 3, 4, 7, 8, 11}
+    pairs = [(a, b) for a, b in itertools.pairwise(middle) if a in (0, 3)]
+    assert {*pairs} == {(0, 4), (3, 7)}  # forward with the outer stage, back with the inner one; and the reverse
+
+
+def test_a_search_keeps_within_its_limit():
+    """The more memory, the less time; durations and needs of one's own count."""
+    placement, durations = [0, 1, 2, 2, 1, 0, 2, 1, 0], [1, 1.2, 0.8, 1.3, 1.5, 1.4, 0.7, 0.9, 0.6]
+    values = activations(placement)
+    seconds = []
+    for memory in (100, 200, 300, 600):
+        timeline = PipelineSchedule.search(placement, 7, durations=durations, memory=memory, values=values).simulate(
+            durations, values
+        )
+        assert max(timeline.stashed_bytes) <= memory
+        seconds.append(timeline.seconds)
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > 1.5 * seconds[-1]
+    assert seconds[-1] <= PipelineSchedule.zero_bubble(placement, 7).simulate(durations).seconds
+    free = PipelineSchedule.search([0, 1, 0, 1], 3, needs=[[], [], [0], [1]])  # two pipelines beside each other
+    assert free.simulate().seconds == 6
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_times_are_longest_paths(name):
     """The end of a task is the longest way through what has to be before it: found again by relaxing all of them."""
-    placement = [0, 1, 2, 2, 1, 0, 2, 1, 0] if name == "zero_bubble" else [0, 1, 2, 2, 1, 0]
-    schedule = PipelineSchedule.named(name, placement, 5)
+    trains = [0, 1, 2, 2, 1, 0]
+    placement = {"zero_bubble": [*trains, 2, 1, 0], "zero_bubble_v": trains * 3, "dualpipe_v": trains * 3}
+    schedule = PipelineSchedule.named(name, placement.get(name, trains), 7)
     durations = np.random.default_rng(0).integers(1, 9, schedule.stages).tolist()
     before = {
         task: [(n, task.micro_batch) for n in schedule.needs[task.stage]] for row in schedule.rows for task in row
@@ -196,10 +253,11 @@ def program(schedule, steps=4, ipus=(0, 1, 1, 0)):
     return ir, stream, totals, p
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "search"])
 def test_schedules_by_name(name):
     ir, stream, totals, p = program(name)
-    assert p.schedule.rows == PipelineSchedule.named(name, [0, 1, 1, 0], 4).rows
+    if name != "search":  # which asks what waits in the program
+        assert p.schedule.rows == PipelineSchedule.named(name, [0, 1, 1, 0], 4).rows
     assert p.schedule.needs == ((), (0,), (1,), (0, 2))
     feed = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
     with popxl.Session(ir, "ipu_model") as session:
@@ -256,6 +314,18 @@ def test_what_waits_is_what_the_schedule_implies():
     assert peaks == {"gpipe": (6 * 12 + 2 * 12, 6 * 12 + 12), "1f1b": (2 * 12 + 2 * 12, 2 * 12)}
 
 
+def test_a_search_for_a_program():
+    """Stages on IPUs that no named schedule takes; what waits is the program's, and so is the limit."""
+    timelines = []
+    for memory in (None, 2 * 12 + 12):
+        *_, p = program(partial(PipelineSchedule.search, memory=memory), steps=6, ipus=(0, 2, 2, 0))
+        timelines.append(p.schedule.simulate(values=p.values))
+    assert max(timelines[1].stashed_bytes) <= 36 < max(timelines[0].stashed_bytes)
+    assert timelines[0].seconds < timelines[1].seconds
+    with pytest.raises(ValueError, match="`memory` is 12 bytes.* one micro-batch after the other holds 24"):
+        program(partial(PipelineSchedule.search, memory=12), steps=6, ipus=(0, 2, 2, 0))
+
+
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 ROWS = [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
@@ -279,6 +349,18 @@ ROWS = [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
         (lambda: PipelineSchedule.gpipe([0, 1, 0, 1, 0], 4), "expected devices that take turns"),
         (lambda: IN_TURN([0, 1, 0, 1], 3), "`steps` is 3, expected a multiple of 2"),
         (lambda: PipelineSchedule.zero_bubble([0, 1, 1, 0], 3), "expected forward stages on one device each"),
+        (
+            lambda: PipelineSchedule.zero_bubble_v([0, 1, 1, 0] * 2, 3),
+            "expected two forward stages on each device, in a V",
+        ),
+        (lambda: PipelineSchedule.dualpipe_v([0, 1, 1, 0] * 3, 3), "`steps` is 3, expected at least 4"),
+        (lambda: PipelineSchedule.search([0, 1], 3, durations=[1]), "`durations` has 1 values, expected one for each"),
+        (lambda: PipelineSchedule.search([0, 1], 3, needs=[[]]), "`needs` is of 1 stages, and `placement` of 2"),
+        (
+            lambda: PipelineSchedule.search([0, 1], 3, needs=[[1], []]),
+            r"`needs` of the stages \[0\] are not stages before",
+        ),
+        (lambda: PipelineSchedule.search([0, 0], 3, memory=0), "`memory` is 0 bytes.* holds 1"),
     ],
 )
 def test_mistakes_in_tables(make, message):

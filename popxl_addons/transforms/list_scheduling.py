@@ -1,0 +1,217 @@
+"""List scheduling of pipelines under a limit of memory, by several rules.
+
+A list scheduler goes through time. Whenever a device is free, it begins one of the tasks that could begin there, by a
+priority (Graham 1969, https://doi.org/10.1137/0117039). A rule says which tasks may begin and which comes first:
+
+- whether stages that are far from the end go first, or those that are near;
+- how far a stage may be ahead of the one of its device that reads its activations: as far as with 1F1B, half of the
+  stages in between, or any number of micro-batches;
+- how many micro-batches are under way at a time.
+
+In addition each device may hold a number of bytes for later stages. `PipelineSchedule.search` tries rules until one
+takes no more time than any schedule has to.
+
+Stages that nothing waits for, such as gradients of weights that are stages of their own, come last. They fill the time
+that devices would wait, which is the idea of zero-bubble schedules (Qi et al. 2023, https://arxiv.org/abs/2401.10241,
+and with V-shaped stages Qi et al. 2024, https://arxiv.org/abs/2405.15362).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+Rows = list[list["Task"]]
+
+
+class Task(NamedTuple):
+    """One stage for one micro-batch."""
+
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}:{self.micro_batch}"
+
+
+class PipelineValue(NamedTuple):
+    """A value passed from one stage to others, per micro-batch.
+
+    Attributes:
+        name: its name in the program.
+        made_in: the stage that makes it.
+        read_in: the stages that read it.
+        nbytes: its size, in bytes.
+        device: where it waits, by its row in the schedule.
+    """
+
+    name: str
+    made_in: int
+    read_in: tuple[int, ...]
+    nbytes: int
+    device: int
+
+
+class Rule(NamedTuple):
+    """Rule by which a free device chooses its next task.
+
+    Attributes:
+        forward_first: whether stages that are far from the end go first, else those that are near.
+        limits_lead: whether a stage may be ahead of the one that reads its activations by 1F1B's limit only.
+        under_way: the most micro-batches that have begun and not ended, or `None` for any number.
+    """
+
+    forward_first: bool
+    limits_lead: bool
+    under_way: int | None
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Stages of a pipeline, as a scheduler sees them.
+
+    Attributes:
+        device_of: the device of each stage, numbered from 0.
+        needs: for each stage the stages whose results it reads, all of them before it.
+        steps: the number of micro-batches.
+        durations: the time of each stage.
+        values: what waits for later stages.
+    """
+
+    device_of: Sequence[int]
+    needs: Sequence[Sequence[int]]
+    steps: int
+    durations: Sequence[float]
+    values: Sequence[PipelineValue]
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return max(self.device_of) + 1
+
+    @cached_property
+    def own(self) -> list[list[int]]:
+        """The stages of each device."""
+        return [[s for s, d in enumerate(self.device_of) if d == device] for device in range(self.devices)]
+
+    @cached_property
+    def last(self) -> list[int]:
+        """Stages whose results no other stage reads."""
+        read = set(itertools.chain(*self.needs))
+        return [s for s in range(len(self.needs)) if s not in read]
+
+    @cached_property
+    def fillers(self) -> set[int]:
+        """Stages that nothing waits for and that are done whenever a device would wait, if there are several."""
+        return {*self.last} if len(self.last) > 1 else set()
+
+    @cached_property
+    def head(self) -> list[float]:
+        """The longest way from the begin to each stage, without it."""
+        ways: list[float] = []
+        for need in self.needs:
+            ways.append(max((ways[n] + self.durations[n] for n in need), default=0.0))
+        return ways
+
+    @cached_property
+    def tail(self) -> list[float]:
+        """The longest way from each stage to the end, without it."""
+        ways = [0.0] * len(self.needs)
+        for stage in reversed(range(len(self.needs))):
+            for n in self.needs[stage]:
+                ways[n] = max(ways[n], ways[stage] + self.durations[stage])
+        return ways
+
+    @cached_property
+    def least_seconds(self) -> float:
+        """Time that no schedule can undercut: a device's work, between the ways that lead to it and from it."""
+        return max(
+            min(self.head[s] for s in own)
+            + self.steps * sum(self.durations[s] for s in own)
+            + min(self.tail[s] for s in own)
+            for own in self.own
+        )
+
+    @cached_property
+    def leads(self) -> dict[int, tuple[int, int]]:
+        """For stages that another one of their device reads: that one, and 1F1B's lead over it."""
+        found = {}
+        for reader, need in enumerate(self.needs):
+            for s in need:
+                if self.device_of[s] == self.device_of[reader] and reader not in self.fillers and s not in found:
+                    found[s] = reader, (reader - s - 1) // 2 + 1
+        return found
+
+    def rules(self) -> Iterator[Rule]:
+        """Rules worth trying, frugal ones first."""
+        d = self.devices
+        counts = dict.fromkeys(n for n in (d, d + 1, 2 * d, 3 * d // 4, d // 2, d // 4, 1) if 0 < n < self.steps)
+        for under_way, limits_lead, forward_first in itertools.product([*counts, None], (True, False), (True, False)):
+            yield Rule(forward_first, limits_lead, under_way)
+
+
+def list_schedule(pipeline: Pipeline, rule: Rule, memory: float = math.inf) -> Rows | None:
+    """Rows of a schedule by one rule; `None` if it cannot go on within `memory` bytes on each device.
+
+    A table has no pauses, so where a device would only wait for the memory of another one, it goes on when the table is
+    run. What its rows really hold, `PipelineSchedule.simulate` says.
+    """
+    needs, steps, durations = pipeline.needs, pipeline.steps, pipeline.durations
+    stages, devices, last = range(len(needs)), range(pipeline.devices), pipeline.last
+    sign = -1 if rule.forward_first else 1
+    order = [(s in pipeline.fillers, sign * pipeline.tail[s]) for s in stages]
+    by_priority = [sorted(own, key=order.__getitem__) for own in pipeline.own]
+    leads = pipeline.leads if rule.limits_lead else {}
+    made: list[Counter[int]] = [Counter() for _ in stages]
+    reads: list[list[int]] = [[] for _ in stages]
+    for i, value in enumerate(pipeline.values):
+        made[value.made_in][value.device] += value.nbytes
+        for s in {*value.read_in}:
+            reads[s].append(i)
+    readers = [len({*value.read_in}) for value in pipeline.values]
+    begun, done, waits = [0] * len(needs), [0] * len(needs), Counter[tuple[int, int]]()
+    held = [0] * len(devices)
+    rows: Rows = [[] for _ in devices]
+    running: list[tuple[float, int, Task]] = []
+    now, free = 0.0, {*devices}
+
+    def may_begin(s: int) -> bool:
+        m = begun[s]
+        if m == steps or any(done[n] <= m for n in needs[s]):
+            return False
+        if s in leads and m - done[leads[s][0]] >= leads[s][1]:
+            return False
+        if not needs[s] and rule.under_way is not None and m - min(done[n] for n in last) >= rule.under_way:
+            return False
+        return all(held[d] + nbytes <= memory for d, nbytes in made[s].items())
+
+    while True:
+        for device in sorted(free):
+            s = next((s for s in by_priority[device] if may_begin(s)), None)
+            if s is None:
+                continue
+            task = Task(s, begun[s])
+            rows[device].append(task)
+            begun[s] += 1
+            free.remove(device)
+            for d, nbytes in made[s].items():  # it is held as soon as it is being made
+                held[d] += nbytes
+            heapq.heappush(running, (now + durations[s], device, task))
+        if not running:
+            break
+        now = running[0][0]
+        while running and running[0][0] == now:
+            _, device, task = heapq.heappop(running)
+            free.add(device)
+            done[task.stage] += 1
+            for i in reads[task.stage]:
+                waits[i, task.micro_batch] += 1
+                if waits[i, task.micro_batch] == readers[i]:
+                    held[pipeline.values[i].device] -= pipeline.values[i].nbytes
+    return rows if min(done) == steps else None

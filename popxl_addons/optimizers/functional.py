@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import popxl
-from popxl import ops
+from popxl import initial, ops
 from popxl.context import get_current_context
 from popxl.extend.arguments import flag, number
 from popxl.extend.collectives import Group, members, shard_count
@@ -81,13 +81,13 @@ class Trained:
         """How many replicas hold the same numbers."""
         return self.grouping.const_rg.group_size // self.pieces
 
-    def state(self, name: str, dtype: popxl.dtype, shape: tuple[int, ...] | None = None, start: Any = 0) -> Variable:
+    def state(self, name: str, dtype: popxl.dtype, shape: tuple[int, ...] | None = None, start: float = 0) -> Variable:
         """Create an associated state variable; equal shapes inherit grouping and sharding."""
-        data = np.broadcast_to(np.asarray(start, dtype.as_numpy()), self.whole_shape if shape is None else shape)
-        pieces, axis = self.pieces if shape is None else 1, self._group_axis_of(data.shape)
+        pieces, shape = (self.pieces, self.whole_shape) if shape is None else (1, shape)
+        axis = self._group_axis_of(shape)
         is_reduced = self.axis is not None and axis is None  # then all groups have the same
         grouping = popxl.gir().replica_grouping() if is_reduced else self.grouping
-        factory = VariableFactory(lambda: np.array(data), dtype, name, False, grouping, pieces, axis)
+        factory = VariableFactory(partial(initial.full, shape, start), dtype, name, False, grouping, pieces, axis)
         return factory.create_tensor(f"optimizer.{self.name}.{name}")
 
     def _group_axis_of(self, shape: tuple[int, ...]) -> int | None:

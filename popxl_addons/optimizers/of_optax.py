@@ -85,7 +85,7 @@ def _by_optax(
             if name and leaf.shape == trained[name].whole_shape:
                 v = trained[name].state(f"optax{i}", dtype)
             else:
-                v = popxl.variable(np.zeros(leaf.shape), dtype, f"optimizer.optax{i}")
+                v = popxl.variable(popxl.initial.zeros(leaf.shape), dtype, f"optimizer.optax{i}")
             step.state[f"state.{i}"] = v
             state.append(v if v.piece is None else v.piece)
         tensors = [each.tensor for each in step.trained]

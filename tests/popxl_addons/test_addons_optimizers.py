@@ -355,3 +355,13 @@ def test_steps_are_parts_of_numbers() -> None:
         for given, dtype in ((whole, popxl.float16), (w, popxl.int32)):
             with pytest.raises(ValueError, match="is int32; expected a floating point type"):
                 optimizers.AdamOptimizerStep().create_graph(given, w, lr=0.1, first_order_dtype=dtype)
+
+
+@pytest.mark.parametrize("optimizer", [optimizers.adamw, optimizers.lion, optimizers.sgd, optimizers.adafactor])
+def test_state_is_described(optimizer: Callable[..., Any]) -> None:
+    """A model may be larger than the machine that builds it, and so may be its state."""
+    with popxl.Ir(replication=2).main_graph:
+        table = popxl.variable(popxl.initial.zeros((1 << 17, 1 << 17)), popxl.bfloat16, "table")
+        momentum = {"momentum": 0.9} if optimizer is optimizers.sgd else {}
+        state = optimizer([table], [table], lr=0.1, **momentum)
+    assert all(v.initial is not None or v.nelms < 1 << 20 for v in state.to_dict().values())

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from popxl.analysis.communication import Communication, communication_of
 from popxl.analysis.dot import write_checkpoint
 from popxl.analysis.memory import Memory, memory_of
+from popxl.analysis.overview import overview_of
 from popxl.base.arguments import check_type
 from popxl.base.copies import NotCopyable
 from popxl.base.distributed import launched
 from popxl.base.edit_counter import EditCounter
 from popxl.base.host_copies import HostCopies
+from popxl.base.pages import Picture
 from popxl.core.binding import build_graph, graph_name
 from popxl.core.printing import definition
 from popxl.core.rounding import RoundingKey, seed_of
@@ -415,6 +417,25 @@ class Ir(NotCopyable):
             >>> ir.memory().picture().save("memory.svg")
         """
         return memory_of(self)
+
+    def picture(self) -> Picture:
+        """Memory over the schedule, coloured by what is kept, recomputed and moved, beside the mesh and its
+        collectives by line, computed without compilation.
+
+        Every call is drawn with the steps of the graph that it calls. Values that a recomputing gradient graph makes
+        are *recomputed*; results of the forward pass that are live when the gradients begin are *kept*; what comes from
+        other chips or from the memory of the host, other than sums, is *moved*.
+
+        Example:
+            >>> ir = popxl.Ir(axes={"data": 2, "tensor": 4})
+            >>> with ir.main_graph:
+            ...     x = popxl.variable(np.zeros((1024, 1024)), popxl.float32, "x")
+            ...     y = ops.collectives.replicated_all_reduce(ops.gelu(x @ x), group="tensor")
+            >>> "8 chips: data 2 × tensor 4" in ir.picture()
+            True
+            >>> ir.picture().save("step.svg")
+        """
+        return overview_of(self)
 
     def communication(self) -> Communication:
         """Collectives of a run, each with bytes, groups and source line, and copies between IPUs, computed without

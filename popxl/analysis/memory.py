@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import computed_field
@@ -21,6 +21,7 @@ from popxl.base.pictures import steps
 from popxl.base.records import Record
 from popxl.core.aliasing import callees_first, reachable, storages, used_storages
 from popxl.core.printing import summary
+from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.values.spec import brief
 
@@ -256,44 +257,97 @@ def runs_of(main: Graph) -> Counter[Graph]:
 
 
 def moments_of(main: Graph, size: Callable[[Tensor], int] = size) -> tuple[tuple[Moment, ...], tuple[LiveTensor, ...]]:
-    """Steps of a graph, with values live between them.
-
-    Steps are its ops, and in place of the only call or loop of a graph those of that graph.
+    """Steps of a graph, with values live between them: see `steps_of`.
 
     Args:
         main: the graph.
         size: what counts of a tensor.
     """
+    found = steps_of(main, size)
+    return tuple(found.moments), tuple(found.tensors)
+
+
+def steps_of(main: Graph, size: Callable[[Tensor], int] = size, each_call: bool = False) -> Steps:
+    """Steps of a graph: its ops, and in place of the only call or loop of a graph those of that graph.
+
+    Args:
+        main: the graph.
+        size: what counts of a tensor.
+        each_call: whether every call of a graph is replaced by the steps of that graph, not only a single one.
+    """
     calls: Counter[Graph] = Counter()
     graphs = callees_first(main)
     for graph in graphs:
         calls.update(callee for op in graph.ops for callee in op.called_graphs)
-    once = {graph for graph, count in calls.items() if count == 1}
-    of: dict[Graph, _Steps] = {}
+    entered = {graph for graph, count in calls.items() if each_call or count == 1}
+    of: dict[Graph, Steps] = {}
     for graph in graphs:
-        of[graph] = _steps(graph, of, once, size)
-    return tuple(of[main].moments), tuple(of[main].tensors)
+        of[graph] = _steps(graph, of, entered, size)
+    return of[main]
+
+
+@dataclass(frozen=True)
+class EnteredCall:
+    """An op that is replaced by the steps of the graph that it calls.
+
+    Attributes:
+        op: the op.
+        first, last: the first and the last of these steps.
+        inputs_until: the last one that uses each input of the graph, counted from the first.
+    """
+
+    op: Op
+    first: int
+    last: int
+    inputs_until: Mapping[Tensor, int]
 
 
 @dataclass
-class _Steps:
-    """Steps of a graph, with values live between them."""
+class Steps:
+    """Steps of a graph, with values live between them.
+
+    Attributes:
+        moments: the steps.
+        ops: the op of each step.
+        tensors: the values that are live between steps.
+        values: the tensor of each of these.
+        calls: ops that are replaced by the steps of the graph that they call, callers before callees.
+        inputs_until: the last step that uses each input of the graph.
+    """
 
     moments: list[Moment] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
     tensors: list[LiveTensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    calls: list[EnteredCall] = field(default_factory=list)
+    inputs_until: dict[Tensor, int] = field(default_factory=dict)
 
     @property
     def highest(self) -> int:
         return max((m.held + m.inside for m in self.moments), default=0)
 
-    def enter(self, inner: _Steps, held: int) -> None:
+    def add(self, op: Op, held: int, inside: int) -> None:
+        """Add a step that is one op."""
+        self.moments.append(Moment(name=summary([op]), held=held, inside=inside))
+        self.ops.append(op)
+
+    def add_live(self, t: Tensor, first: int, bytes: int, last: int) -> None:
+        """Add a value that is live between steps."""
+        self.tensors.append(LiveTensor(name=f"{t.path}: {brief(t)}", bytes=bytes, first=first, last=last))
+        self.values.append(t)
+
+    def enter(self, op: Op, inner: Steps, held: int) -> None:
         """Go through the steps of a called graph, while so much is held."""
         start = len(self.moments)
+        self.calls.append(EnteredCall(op, start, start + len(inner.moments) - 1, inner.inputs_until))
+        self.calls += (replace(each, first=start + each.first, last=start + each.last) for each in inner.calls)
         self.moments += (Moment(name=m.name, held=held + m.held, inside=m.inside) for m in inner.moments)
+        self.ops += inner.ops
         self.tensors += (t.model_copy(update={"first": start + t.first, "last": start + t.last}) for t in inner.tensors)
+        self.values += inner.values
 
 
-def _steps(graph: Graph, of: dict[Graph, _Steps], once: set[Graph], size: Callable[[Tensor], int]) -> _Steps:
+def _steps(graph: Graph, of: dict[Graph, Steps], entered: set[Graph], size: Callable[[Tensor], int]) -> Steps:
     """Compute the steps of a graph from the steps of its callees."""
     made_of = storages(graph.ops)
     ops = [op for op in graph.ops if op.kind.view is None]  # a view is made when somebody looks through it
@@ -305,17 +359,19 @@ def _steps(graph: Graph, of: dict[Graph, _Steps], once: set[Graph], size: Callab
     frees: dict[int, list[Tensor]] = {}
     alive: dict[Tensor, tuple[int, int]] = {}
     held = 0
-    found = _Steps()
+    ends: list[int] = []
+    found = Steps()
     for i, op in enumerate(ops):
         undefined = op.attributes.get("init_type") == "undef"  # room for what the next op loads: nothing is made of it
         made = [t for t in op.outputs if made_of.get(t, (t,)) == (t,) and not undefined]
         called = op.called_graphs
-        if len(called) == 1 and called[0] in once:
-            found.enter(of[called[0]], held)
+        if len(called) == 1 and called[0] in entered:
+            found.enter(op, of[called[0]], held)
         else:
             own = max([sum(map(size, made)), *(of[callee].highest for callee in called)])
-            found.moments.append(Moment(name=summary([op]), held=held, inside=own))
+            found.add(op, held, own)
         now = len(found.moments) - 1
+        ends.append(now)
         for t in made:
             if last.get(t, i) > i:
                 alive[t] = (now, size(t))
@@ -323,10 +379,10 @@ def _steps(graph: Graph, of: dict[Graph, _Steps], once: set[Graph], size: Callab
                 frees.setdefault(last[t], []).append(t)
         freed = frees.pop(i, ())
         held -= sum(alive[t][1] for t in freed)
-        found.tensors += (_live(t, *alive.pop(t), now) for t in freed)
-    found.tensors += (_live(t, first, bytes, len(found.moments) - 1) for t, (first, bytes) in alive.items())
+        for t in freed:
+            found.add_live(t, *alive.pop(t), now)
+    for t, (first, bytes) in alive.items():
+        found.add_live(t, first, bytes, len(found.moments) - 1)
+    ends.append(len(found.moments) - 1)
+    found.inputs_until = {t: ends[last[t]] for t in graph.inputs if t in last}
     return found
-
-
-def _live(t: Tensor, first: int, bytes: int, last: int) -> LiveTensor:
-    return LiveTensor(name=f"{t.path}: {brief(t)}", bytes=bytes, first=first, last=last)

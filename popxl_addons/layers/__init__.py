@@ -5,7 +5,7 @@ from popxl_addons.layers.conv import Conv2D
 from popxl_addons.layers.embedding import Embedding, TiedEmbedding
 from popxl_addons.layers.experts import Experts
 from popxl_addons.layers.group_norm import GroupNorm
-from popxl_addons.layers.language_model import LanguageConfig, LanguageModel
+from popxl_addons.layers.language_model import LanguageConfig, LanguageModel, NextTokenLoss
 from popxl_addons.layers.layer_norm import LayerNorm
 from popxl_addons.layers.linear import Linear
 from popxl_addons.layers.rms_norm import RMSNorm
@@ -23,6 +23,7 @@ __all__ = [
     "LanguageModel",
     "LayerNorm",
     "Linear",
+    "NextTokenLoss",
     "RMSNorm",
     "Stretch",
     "TiedEmbedding",

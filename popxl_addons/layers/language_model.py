@@ -22,9 +22,10 @@ from popxl_addons.layers.rms_norm import RMSNorm
 from popxl_addons.layers.tensor_parallel import TensorParallel
 from popxl_addons.layers.transformer import MLP, Attention, Cache, TransformerBlock
 from popxl_addons.module import Module
+from popxl_addons.ops.cross_entropy import cross_entropy
 from popxl_addons.ops.rotary_positions import Stretch
 
-__all__ = ["LanguageConfig", "LanguageModel"]
+__all__ = ["LanguageConfig", "LanguageModel", "NextTokenLoss"]
 
 
 class LanguageConfig(BaseModel):
@@ -375,3 +376,29 @@ class LanguageModel(Module):
         mlp = MLP(config.hidden, config.activation, config.mlp_bias, self.tensor)
         parts = (attention, mlp, config.norm, config.eps)
         return _Remembering(texts, room, *parts) if room else TransformerBlock(*parts)
+
+
+class NextTokenLoss(Module):
+    """Mean cross entropy of the next token: the loss that trains a language model.
+
+    Variables: those of `model`.
+
+    Args:
+        model: from integer tokens of shape (batch, length) to logits of shape (batch, length, vocabulary).
+
+    Example:
+        >>> config = LanguageConfig(vocabulary=100, width=8, layers=2, heads=2, context=16)
+        >>> with popxl.Ir().main_graph:
+        ...     facts, graph = NextTokenLoss(LanguageModel(config)).create_graph(popxl.TensorSpec((3, 6), popxl.int32))
+        >>> graph.graph.outputs[0].shape, facts.model.layers[1].mlp.up.weight.shape
+        ((), (8, 32))
+    """
+
+    def __init__(self, model: Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def build(self, tokens: popxl.Tensor) -> popxl.Tensor:
+        """Integer `tokens` of shape (batch, length): each but the last predicts the one after it, in float32."""
+        logits = self.model(tokens[:, :-1]).astype(popxl.float32)
+        return cross_entropy(logits.reshape((-1, logits.shape[-1])), tokens[:, 1:].flatten())

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import popxl
 from popxl.errors import PopxlError, ShardedUpdateWarning

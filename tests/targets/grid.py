@@ -32,7 +32,7 @@ from runtime.plan.choice import SegmentationPolicy
 from runtime.program.compiled import CompiledProgram, Precompiled, compile_program
 from runtime.program.laying_out import layout_for
 from runtime.targets.devices import Device
-from tests.targets.steps import Loss, Sizes
+from tests.targets.steps import Sizes
 from tests.targets.tables import Table
 
 HEAD = f"""\
@@ -161,7 +161,7 @@ def of_the_kit(point: Point) -> None:
             if point.model == "GPT":
                 plain: dict[str, Any] = dict(rotary=None, norm="layer", activation="gelu", bias=True, mlp_bias=True)
                 config = config.model_copy(update=plain | dict(tied=True, hidden=4 * point.width))
-            module: addons.Module = Loss(config)
+            module: addons.Module = layers.NextTokenLoss(layers.LanguageModel(config))
         else:
             fed = popxl.h2d_stream((made.texts, made.length, point.width), popxl.float32, "x")
             module = Layers(layer_of(point), point.layers)

@@ -28,7 +28,7 @@ import popxl
 import popxl_addons as addons
 from popxl.base.version import VERSION
 from popxl_addons import optimizers
-from popxl_addons.layers import LanguageConfig, LanguageModel
+from popxl_addons.layers import LanguageConfig, LanguageModel, NextTokenLoss
 from runtime.costs.hlo import parse_hlo
 from runtime.costs.work import Collective, account_of
 from tests.targets import llama_in_jax
@@ -74,18 +74,6 @@ class Sizes(NamedTuple):
         )
 
 
-class Loss(addons.Module):
-    """How well a language model says what comes next."""
-
-    def __init__(self, config: LanguageConfig) -> None:
-        super().__init__()
-        self.model = LanguageModel(config)
-
-    def build(self, tokens: popxl.Tensor) -> popxl.Tensor:
-        logits = self.model(tokens[:, :-1]).astype(popxl.float32)
-        return addons.cross_entropy(logits.reshape((-1, logits.shape[-1])), tokens[:, 1:].flatten())
-
-
 def program(sizes: Sizes, replicas: int = 1, clip: float | None = None) -> popxl.Ir:
     """A step in bfloat16, of float32 variables. Replicas share these out."""
     ir = popxl.Ir(replication=replicas)
@@ -94,7 +82,7 @@ def program(sizes: Sizes, replicas: int = 1, clip: float | None = None) -> popxl
         optimizer = partial(optimizers.adamw, lr=3e-4, weight_decay=0.1, clip_norm=clip)
         bfloat16 = addons.MixedPrecision(popxl.bfloat16)
         how = {"optimizer": optimizer, "precision": bfloat16, "sharded": replicas > 1}
-        step = addons.train_step(Loss(sizes.config), tokens, **how)
+        step = addons.train_step(NextTokenLoss(LanguageModel(sizes.config)), tokens, **how)
         addons.host_store(step.loss)
     return ir
 

@@ -1,0 +1,208 @@
+"""`overview_of`: what a training step keeps, recomputes, moves and sends, in one picture, before it is compiled."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, get_args
+
+from popxl.analysis.communication import communication_of
+from popxl.analysis.memory import EnteredCall, Steps, memory_of, steps_of
+from popxl.analysis.mesh import mesh_of
+from popxl.base.pages import Picture, bytes_text
+from popxl.base.step_picture import Layer, Sent, step_picture
+from popxl.core.aliasing import reachable, storages
+from popxl.core.tensor import Constant, Tensor, Variable
+
+if TYPE_CHECKING:
+    from popxl.core.recording import Op
+    from popxl.graph import Graph
+    from popxl.ir import Ir
+
+Use = Literal["state", "copies", "moved", "kept", "gradients", "recomputed", "other"]
+
+_NAMES: dict[Use, str] = {
+    "state": "variables and feeds",
+    "copies": "casts of variables",
+    "moved": "moved here from chips or host",
+    "kept": "kept for the gradient",
+    "gradients": "gradients",
+    "recomputed": "recomputed",
+    "other": "other results",
+}
+_COLUMNS = 300
+"""The schedule is drawn in so many columns: each shows the step of its part with the most memory."""
+
+
+def overview_of(ir: Ir) -> Picture:
+    """Draw the memory of a program over its schedule beside its mesh; see `Ir.picture`."""
+    schedule = _Schedule(steps_of(ir.main_graph, each_call=True))
+    heights = schedule.heights(memory_of(ir).always)
+    totals = [sum(each) for each in zip(*heights.values(), strict=True)]
+    shown = [*_highest(totals)]
+    layers = [Layer(use, name, [heights[use][i] for i in shown]) for use, name in _NAMES.items()]
+    on = " on each chip" if ir.replication_factor > 1 else ""
+    title = f"Memory{on}: {bytes_text(max(totals, default=0))} at most, counted op by op before compilation"
+    return step_picture(title, layers, schedule.phases, *_sent(ir))
+
+
+def _highest(totals: list[int]) -> Iterator[int]:
+    """The step with the most memory of each column."""
+    columns = min(len(totals), _COLUMNS)
+    for c in range(columns):
+        yield max(range(len(totals) * c // columns, len(totals) * (c + 1) // columns), key=totals.__getitem__)
+
+
+@dataclass
+class _Schedule:
+    """Steps of a program, and what its values are for."""
+
+    steps: Steps
+
+    @cached_property
+    def backward(self) -> tuple[int, int]:
+        """The first step of a gradient, and the first one after the last; both the end without gradients."""
+        found = [each for each in self.steps.calls if _called(each).gradient_of is not None]
+        count = len(self.steps.moments)
+        return min((c.first for c in found), default=count), max((c.last + 1 for c in found), default=count)
+
+    @cached_property
+    def recomputing(self) -> list[bool]:
+        """Of each step, whether it repeats a part of the forward pass."""
+        found = [False] * len(self.steps.moments)
+        for call in self.steps.calls:  # callers before callees
+            graph = _called(call)
+            if graph.gradient_of is not None:
+                found[call.first : call.last + 1] = [_calls_its_gradient(graph)] * (call.last + 1 - call.first)
+        return found
+
+    @property
+    def phases(self) -> dict[str, tuple[float, float]]:
+        """Parts of the schedule with where they begin and end, from 0 to 1; none without gradients."""
+        count, (start, end) = len(self.steps.moments), self.backward
+        bounds = {"forward": (0, start), "backward": (start, end), "update": (end, count)}
+        shown = {name: (a / count, b / count) for name, (a, b) in bounds.items() if b - a > count / 20}
+        return shown if start < count else {}
+
+    def heights(self, always: int) -> dict[Use, list[int]]:
+        """Bytes of each use at each step."""
+        count = len(self.steps.moments)
+        found: dict[Use, list[int]] = {use: [0] * (count + 1) for use in get_args(Use)}
+        for i, use in enumerate(self.uses()):
+            live = self.steps.tensors[i]
+            found[use][live.first + 1] += live.bytes
+            found[use][max(self.until(i), live.first) + 1] -= live.bytes
+        for changes in found.values():
+            for i in range(1, count):
+                changes[i] += changes[i - 1]
+            changes.pop()
+        for i, moment in enumerate(self.steps.moments):
+            found["recomputed" if self.recomputing[i] else "other"][i] += moment.inside
+        found["state"] = [always] * count
+        return found
+
+    def uses(self) -> Iterator[Use]:
+        """What each value that is live between steps is for."""
+        start, _ = self.backward
+        casts = _casts(self.steps)
+        for i, (t, live) in enumerate(zip(self.steps.values, self.steps.tensors, strict=True)):
+            if t.producer is not None and _moves(t.producer):
+                yield "moved"
+            elif self.recomputing[live.first]:
+                yield "recomputed"
+            elif t in casts:
+                yield "copies"
+            elif live.first >= start:
+                yield "gradients"
+            else:
+                yield "kept" if self.steps.tensors[self._returned(i)].last >= start else "other"
+
+    def _returned(self, i: int) -> int:
+        """The value itself, or what the calls around it return it as, as far out as they do."""
+        while True:
+            outer = self._results.get((self.steps.values[i], self.steps.tensors[i].last))
+            if outer is None or outer not in self._numbers:
+                return i
+            i = self._numbers[outer]
+
+    @cached_property
+    def _numbers(self) -> dict[tuple[Tensor, int], int]:
+        """Numbers of live values, by their tensors and first steps."""
+        pairs = zip(self.steps.values, self.steps.tensors, strict=True)
+        return {(t, live.first): i for i, (t, live) in enumerate(pairs)}
+
+    @cached_property
+    def _results(self) -> dict[tuple[Tensor, int], tuple[Tensor, int]]:
+        """Results of calls, by the tensors that called graphs return; both with the last steps of the calls."""
+        found: dict[tuple[Tensor, int], tuple[Tensor, int]] = {}
+        for call in self.steps.calls:
+            (run,) = call.op.runs
+            made_of = storages(run.graph.ops)
+            for t, outer in zip(run.outputs, call.op.outputs, strict=False):
+                found |= {(base, call.last): (outer, call.last) for base in made_of.get(t, (t,))}
+        return found
+
+    @cached_property
+    def _calls_ending(self) -> dict[tuple[Graph, int], EnteredCall]:
+        return {(call.op.graph, call.last): call for call in self.steps.calls}
+
+    def until(self, i: int) -> int:
+        """The last step that uses a value: of one that a called graph uses last, within that graph."""
+        t, last = self.steps.values[i], self.steps.tensors[i].last
+        graph = t.graph
+        while (call := self._calls_ending.get((graph, last))) is not None and t in call.op.inputs:
+            (run,) = call.op.runs
+            if run.trait.is_loop or t in graph.outputs:
+                break
+            inner = [each for each, given in zip(run.inputs, run.given, strict=False) if given is t]
+            steps = [call.inputs_until[each] for each in inner if each in call.inputs_until]
+            if not steps:
+                break
+            t, graph, last = inner[-1], run.graph, call.first + max(steps)
+        return last
+
+
+def _called(call: EnteredCall) -> Graph:
+    return call.op.called_graphs[0]
+
+
+def _calls_its_gradient(graph: Graph) -> bool:
+    """Whether a gradient graph recomputes activations, and calls the graph that takes them."""
+    return any(callee.gradient_of is graph.gradient_of for op in graph.ops for callee in op.called_graphs)
+
+
+def _casts(steps: Steps) -> set[Tensor]:
+    """What is computed from variables and constants alone."""
+    found: set[Tensor] = set()
+    pieces = {v.piece for graph in {op.graph for op in steps.ops} for v in graph.variables}
+    for op in steps.ops:
+        if op.inputs and all(isinstance(t, Variable | Constant) or t in found or t in pieces for t in op.inputs):
+            found.update(op.outputs)
+    return found
+
+
+def _moves(op: Op) -> bool:
+    """Whether results come from elsewhere: the host, or other chips, unless they are sums."""
+    return op.op_type == "Reload" or (op.kind.between_replicas and "Reduce" not in op.op_type)
+
+
+def _sent(ir: Ir) -> tuple[list[tuple[str, int]], list[Sent]]:
+    """The axes of a program, and its collectives by line, the most bytes first."""
+    ops = [part for graph in reachable(ir.main_graph) for op in graph.ops for part in op.parts]
+    mesh = mesh_of(ir, [op for op in ops if op.kind.between_replicas])
+    if mesh is None:
+        return [("replicas", ir.replication_factor)], [*_by_line(ir, lambda stride, size: (0,))]
+    return [*zip(mesh.names, mesh.sizes, strict=True)], [*_by_line(ir, mesh.along)]
+
+
+def _by_line(ir: Ir, along: Callable[[int, int], tuple[int, ...]]) -> Iterator[Sent]:
+    counts = Counter[tuple[tuple[int, ...], str, str]]()
+    sizes = Counter[tuple[tuple[int, ...], str, str]]()
+    for each in communication_of(ir).collectives:
+        key = (along(each.stride, each.group_size), each.kind, each.line)
+        counts[key] += each.turns
+        sizes[key] += each.turns * each.bytes
+    for (axes, kind, line), size in sizes.most_common():
+        yield Sent(axes, kind, line, counts[axes, kind, line], size)

@@ -1,0 +1,157 @@
+"""Picture of a training step: memory over its schedule, beside the mesh of its replicas and what they send."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from popxl.base import svg
+from popxl.base.pages import Picture, bytes_text
+
+_PLOT, _SIDE, _BASE, _ROWS = 540, 575, 300, 9
+"""Where the memory ends and where the mesh begins, from the left; the axis of the memory; how many rows are shown."""
+_CHIP, _GAP = 15, 11
+
+
+class Layer(NamedTuple):
+    """One use of memory: its class in the style sheet, what it is, and its bytes in each column."""
+
+    style: str
+    name: str
+    heights: Sequence[int]
+
+
+class Sent(NamedTuple):
+    """Collectives of one kind at one line: over which axes of the mesh, how many, and their bytes."""
+
+    axes: tuple[int, ...]
+    kind: str
+    line: str
+    times: int
+    bytes: int
+
+
+def step_picture(
+    title: str,
+    layers: Sequence[Layer],
+    phases: Mapping[str, tuple[float, float]],
+    axes: Sequence[tuple[str, int]],
+    sent: Sequence[Sent],
+) -> Picture:
+    """Memory in layers over the schedule, beside a mesh and its collectives.
+
+    Args:
+        title: what to write above.
+        layers: uses of memory, the lowest first.
+        phases: parts of the schedule, each as where it begins and ends, from 0 to 1.
+        axes: names and sizes of the axes of the mesh, the outermost first.
+        sent: collectives, the most bytes first.
+    """
+    parts = [svg.text(svg.LEFT - 60, 20, title, "start", 13)]
+    parts += _memory(layers, phases)
+    side, y = _mesh(axes)
+    parts += side
+    parts += _collectives(axes, sent, y + 26)
+    used = [layer for layer in layers if any(layer.heights)]
+    for i, layer in enumerate(used):
+        x, y = svg.LEFT - 60 + 200 * (i % 4), _BASE + 46 + 18 * (i // 4)
+        parts += [
+            f'<rect x="{x}" y="{y - 9}" width="10" height="10" class="{layer.style}"/>',
+            svg.text(x + 16, y, layer.name, "start"),
+        ]
+    return svg.picture(_BASE + 58 + 18 * ((len(used) - 1) // 4), parts)
+
+
+def _memory(layers: Sequence[Layer], phases: Mapping[str, tuple[float, float]]) -> list[str]:
+    left, count = svg.LEFT - 20, len(layers[0].heights)
+    total = [sum(each) for each in zip(*(layer.heights for layer in layers), strict=True)]
+    ticks = svg.ticks(max(total, default=0))
+    across, up = svg.scale(count or 1, left, _PLOT), svg.scale(ticks[-1], _BASE, svg.TOP)
+    parts = [each for value in ticks for each in (
+        svg.line(left, up(value), _PLOT, up(value)),
+        svg.text(left - 8, up(value) + 4, bytes_text(value)),
+    )]  # fmt: skip
+    bottoms = [0] * count
+    for layer in layers:
+        tops = [a + b for a, b in zip(bottoms, layer.heights, strict=True)]
+        if tops != bottoms:
+            there = svg.corners(0, tops, across, up)
+            back = reversed(svg.corners(0, bottoms, across, up))
+            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (*there, *back))
+            most = bytes_text(max(layer.heights))
+            parts.append(
+                f'<polygon points="{points}" class="{layer.style}"><title>{layer.name}: {most} at most</title>'
+            )
+            parts[-1] += "</polygon>"
+        bottoms = tops
+    for name, (start, end) in phases.items():
+        x1, x2 = (left + (_PLOT - left) * each for each in (start, end))
+        parts += [svg.line(x2, svg.TOP, x2, _BASE + 6), svg.text((x1 + x2) / 2, _BASE + 16, name, "middle")]
+    return parts
+
+
+def _axis_style(axes: Sequence[int]) -> str:
+    return f"a{axes[0]}" if len(axes) == 1 else "all"
+
+
+def _mesh(axes: Sequence[tuple[str, int]]) -> tuple[list[str], float]:
+    """The chips, with lines between those along one axis; and where the drawing ends."""
+    if not axes:
+        return [svg.text(_SIDE, svg.TOP + 8, "1 chip", "start", 12)], svg.TOP + 8
+    count = math.prod(size for _, size in axes)
+    heading = f"{count} chips: {' × '.join(f'{name} {size}' for name, size in axes)}"
+    parts = [svg.text(_SIDE, svg.TOP + 8, heading, "start", 12)]
+    *outer, (_, size) = axes
+    rows, columns = min(math.prod(each for _, each in outer), 4), min(size, 8)
+    top, pitch = svg.TOP + 22, _CHIP + _GAP
+    centres = [
+        (_SIDE + pitch * c + _CHIP / 2, top + pitch * r + _CHIP / 2) for r in range(rows) for c in range(columns)
+    ]
+    right, bottom = centres[-1]
+    inner, outermost = f"a{len(axes) - 1}", f"a{len(axes) - 2}"
+    for r in range(rows):
+        parts.append(_wire(_SIDE, top + pitch * r + _CHIP / 2, right, top + pitch * r + _CHIP / 2, inner))
+    for c in range(columns if rows > 1 else 0):
+        x = _SIDE + pitch * c + _CHIP / 2
+        parts.append(_wire(x, top, x, bottom, outermost))
+    for x, y in centres:
+        parts.append(
+            f'<rect x="{x - _CHIP / 2:.1f}" y="{y - _CHIP / 2:.1f}" width="{_CHIP}" height="{_CHIP}" rx="3" '
+            'class="state"/>'
+        )
+    if rows * columns < count:
+        parts.append(svg.text(right + _CHIP, bottom + 4, f"… {count} in all", "start"))
+    return parts, bottom + _CHIP / 2
+
+
+def _wire(x1: float, y1: float, x2: float, y2: float, axis: str) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="wire {axis}"/>'
+
+
+def _collectives(axes: Sequence[tuple[str, int]], sent: Sequence[Sent], y: float) -> list[str]:
+    """A heading for each group of axes, and a row for each line of the program that sends along them."""
+    if not sent:
+        return [svg.text(_SIDE, y, "Nothing is sent.", "start")] if axes else []
+    parts: list[str] = []
+    groups = dict.fromkeys(each.axes for each in sent)
+    rows = {along: [each for each in sent if each.axes == along] for along in groups}
+    room = _ROWS - len(rows)
+    for along, found in sorted(rows.items(), key=lambda each: (len(each[0]), [-a for a in each[0]])):
+        size = math.prod(axes[i][1] for i in along)
+        name = " and ".join(axes[i][0] for i in along)
+        parts += [
+            f'<rect x="{_SIDE}" y="{y - 6:.1f}" width="10" height="4" class="{_axis_style(along)}"/>',
+            svg.text(_SIDE + 16, y, f"along {name}, {size} chips", "start", 12),
+        ]
+        y += 17
+        for each in found:
+            if room <= 0:
+                continue
+            parts += [
+                svg.text(_SIDE + 16, y, f"{each.line}  {each.kind} ×{each.times}", "start"),
+                svg.text(svg.WIDTH - 14, y, bytes_text(each.bytes)),
+            ]
+            y, room = y + 16, room - 1
+        y += 4
+    return parts

@@ -209,6 +209,11 @@ def _analysis(name: str, executable: Any, seconds: float, target: Target | None)
     devices = max((len(each.device_set) for each in leaves), default=1)
     used = next((each.device_set for each in leaves), {jax.devices()[0]})
     kind = next(iter(used)).device_kind
+    # A mesh has the order of XLA's numbers; without one there is one device, or all in theirs.
+    meshes = (
+        each.mesh.devices.flat for each in leaves if isinstance(each, NamedSharding) and len(each.device_set) == devices
+    )
+    ordered = [*next(meshes, sorted(used, key=lambda device: device.id))]
     figures = chip.of_device(kind) if target is None else target.chip
     schedule = schedule_of(module)
     memory = Memory(
@@ -234,7 +239,7 @@ def _analysis(name: str, executable: Any, seconds: float, target: Target | None)
         capacity=None if figures is None else figures.memory_bytes,
         memory=memory,
         live=_live(schedule),
-        cost=cost_of_executable(name, module, sizes, figures, devices, seconds, kind),
+        cost=cost_of_executable(name, module, sizes, figures, ordered, seconds, kind),
         lines=_lines(module),
     )
 

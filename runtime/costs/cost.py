@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,12 @@ from popxl.base.files import replace_file
 from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, flops_text, seconds_text
 from popxl.base.records import Record
 from runtime.costs.hlo import Module, parse_hlo
-from runtime.costs.seconds import LEVELS, GraphCost, PrecisionCost, graphs_of, limited, precisions_of, seconds_of
+from runtime.costs.network import bandwidth_of, spans_of
+from runtime.costs.seconds import LEVELS, GraphCost, PrecisionCost, capped, dtype_of, graphs_of, precisions_of
+from runtime.costs.step import Pricer, StepTimeline, added, places_of, pricer, timeline_of
 from runtime.costs.timing import Timing, timing_of
-from runtime.costs.work import Account, Collective, account_of
+from runtime.costs.wires import AxisTraffic, axes_of, page_of_axes
+from runtime.costs.work import Account, Collective, Work, account_of
 from runtime.lowering.channels import Channel
 from runtime.plan.plan import Plan
 from runtime.plan.structure import Structure
@@ -75,7 +78,8 @@ class Cost(OnPage, Record):
     """Cost of a compiled program on one chip: sizes reported by XLA, and one run.
 
     A run is read off the compiled program: loops count as often as they turn, of conditionals all branches. Nothing was
-    measured. `seconds` is an estimate from published figures: no program reaches them.
+    measured. `seconds` is an estimate: kernels as XLA has ordered them, each by the figures and the efficiency of the
+    chip, collectives by the wires that they use; see `docs/time.md`.
 
     Attributes:
         code_bytes: machine code; `None` where XLA does not say.
@@ -94,9 +98,13 @@ class Cost(OnPage, Record):
             that ends, with the copies between them.
         compile_seconds: how long compiling took, with all around it.
         graphs: the graphs, the longest first.
-        seconds: how long a run takes by the chip's published figures; `None` for a device without such figures. IPUs
-            that are devices of their own work at the same time, as far as they do not wait for each other: a pipeline
-            takes the time of its schedule.
+        seconds: how long a run takes; `None` for a device without figures. IPUs that are devices of their own work at
+            the same time, as far as they do not wait for each other: a pipeline takes the time of its schedule.
+        step: the same as a timeline: what bounds it, and which communication is not hidden.
+        axes: what goes along each dimension of the replicas, and over which wires.
+        utilisation: share of the published rate of products that a run attains: its model FLOPs utilisation, if it
+            recomputes nothing.
+        chip_hours: seconds of all chips in a run, in hours.
         ipus: these IPUs; nothing where one device stands for all.
         precisions: the same for the precision that float32 products have, and for faster ones: "highest", "high" and
             "default". Nothing for a device without figures, and for programs without such products.
@@ -126,6 +134,10 @@ class Cost(OnPage, Record):
     seconds: float | None
     ipus: tuple[IpuCost, ...] = ()
     precisions: Mapping[str, PrecisionCost] = {}
+    step: StepTimeline | None = None
+    axes: tuple[AxisTraffic, ...] = ()
+    utilisation: float | None = None
+    chip_hours: float | None = None
 
     def page(self) -> Page:
         """Page for `print` and notebooks."""
@@ -161,21 +173,31 @@ class Cost(OnPage, Record):
         columns = ["collective", "line", "replicas", "in a run", "bytes of a chip", "graph"]
         parts = [Page("Between chips", Table.first_rows(columns, shown))] if shown else []
         parts += self._between_ipus()
+        parts += page_of_axes(self.axes)
         if self.seconds is None:
             return parts
         rows = [
             [
-                *(g.name or "main graph", g.bound or "", seconds_text(g.seconds or 0), flops_text(g.flops)),
+                *(g.name or "main graph", g.bound or "", seconds_text(sum(g.limits.values()))),
+                *(seconds_text(g.seconds or 0), flops_text(g.flops)),
                 *map(bytes_text, (g.bytes_accessed, g.network_bytes, g.host_bytes)),
             ]
             for g in self.graphs
         ]
-        columns = ["graph", "bound by", "estimate", "operations", "memory", "network", "host"]
-        told = (
-            f"{seconds_text(self.seconds)} for a run, if a {self.chip} did all that its published figures promise, and "
-            "computed, read, sent and fetched at the same time. It is an estimate; nothing was measured."
-        )
-        return [*parts, Page("Time, estimated", [told, *Table.first_rows(columns, rows)]), *self._by_precision()]
+        columns = ["graph", "bound by", "estimate", "at least", "operations", "memory", "network", "host"]
+        told = [f"{seconds_text(self.seconds)} for a run of a {self.chip}. It is an estimate; nothing was measured."]
+        if self.utilisation is not None and self.chip_hours is not None:
+            told[0] += (
+                f" Products attain {100 * self.utilisation:.1f} % of the published rate. A million runs take "
+                f"{1e6 * self.chip_hours:.3g} chip-hours."
+            )
+        step = [] if self.step is None else [self.step.page()]
+        return [
+            *parts,
+            Page("Time, estimated", [*told, *Table.first_rows(columns, rows)]),
+            *step,
+            *self._by_precision(),
+        ]
 
     def _between_ipus(self) -> list[Page]:
         """Page about copies between IPUs, and the waiting time of each IPU."""
@@ -222,18 +244,33 @@ def cost_of(program: CompiledProgram) -> Cost:
     figures = chip_of(program)
     host = _host_traffic(program)
     count = program.layout.replicas.count
-    graphs = tuple(graphs_of(account, host, figures, count))
     total = account.total
+    price = None if figures is None else pricer(figures, places_of(figures, program.layout.replicas.devices))
+    steps = None if figures is None or price is None else _Steps(program, figures, price)
 
     def timed(level: str = LEVELS[0]) -> Timing:
         """Timing of the IPUs, with product precision capped at `level`."""
-        return _timing(program, figures, lambda each: seconds_of(limited(level, parts[each]), {}, figures, count))
+        return _timing(program, figures, lambda each: 0.0 if steps is None else steps.seconds(each, level))
 
     def seconds(level: str) -> float:
         """Run time in seconds, with product precision capped at `level`."""
-        if figures is None or len(program.layout.ipus) == 1:
-            return seconds_of(limited(level, account), host, figures, count)
-        return max(timed(level).seconds, sum(host.values()) / figures.host_bandwidth)
+        if figures is None or steps is None:
+            return 0.0
+        own = steps.total(level) if len(program.layout.ipus) == 1 else timed(level).seconds
+        return max(own, sum(host.values()) / figures.host_bandwidth)
+
+    estimate = seconds(LEVELS[0]) if figures is not None else None
+    step = None if steps is None or estimate is None else steps.timeline(estimate)
+    graphs = tuple(
+        graphs_of(
+            account,
+            host,
+            figures,
+            count,
+            None if price is None else lambda each: price(each).seconds,
+            None if step is None else step.graphs,
+        )
+    )
 
     cycles = total.cycles
     collectives = _by_kind(account.collectives)
@@ -259,14 +296,67 @@ def cost_of(program: CompiledProgram) -> Cost:
         cycles=cycles if program.layout.destination.platform == "tpu" else None,
         compile_seconds=program.seconds,
         graphs=graphs,
-        seconds=seconds(LEVELS[0]) if figures is not None else None,
+        seconds=estimate,
         ipus=ipus,
         precisions={} if figures is None else precisions_of(account, figures, seconds),
+        step=step,
+        axes=axes_of(program, figures, account.collectives, price),
+        **_utilisation(total, figures, estimate, len(program.layout.devices), len(program.layout.ipus)),
     )
 
 
+def _utilisation(
+    total: Work, figures: Chip | None, seconds: float | None, chips: int, parts: int = 1
+) -> dict[str, Any]:
+    """Share of the rate of products that a run attains, and its chip-hours; `parts` chips share a replica's work."""
+    if figures is None or not seconds:
+        return {}
+    least = sum(count / figures.rate(dtype_of(key.dtype), key.precision) for key, count in total.products.items())
+    return {"utilisation": least / (parts * seconds), "chip_hours": chips * seconds / 3600}
+
+
+class _Steps:
+    """Timelines of the executables of a program, by the precision that its products have at most."""
+
+    def __init__(self, program: CompiledProgram, figures: Chip, price: Pricer) -> None:
+        self._figures, self._price = figures, price
+        self._runs = [
+            (structure, parse_hlo(executable.as_text()), times) for structure, executable, times in _runs(program)
+        ]
+        self._known: dict[tuple[int, str], StepTimeline] = {}
+
+    def _timeline(self, number: int, level: str) -> StepTimeline:
+        if (number, level) not in self._known:
+            module = self._runs[number][1]
+            self._known[number, level] = timeline_of(
+                module, self._figures, self._price, lambda work: capped(level, work)
+            )
+        return self._known[number, level]
+
+    def seconds(self, structure: Structure, level: str) -> float:
+        """Time of a segment, with its dispatch."""
+        number = next(i for i, (each, *_) in enumerate(self._runs) if each is structure)
+        return self._timeline(number, level).seconds + self._figures.efficiency.dispatch
+
+    def total(self, level: str) -> float:
+        """Time of all executables one after the other, with their dispatch."""
+        dispatch = self._figures.efficiency.dispatch
+        return sum(times * (self._timeline(i, level).seconds + dispatch) for i, (*_, times) in enumerate(self._runs))
+
+    def timeline(self, seconds: float) -> StepTimeline:
+        """The run."""
+        parts = [(self._timeline(i, LEVELS[0]), times) for i, (*_, times) in enumerate(self._runs)]
+        return added(parts, seconds, self._figures.efficiency.dispatch)
+
+
 def cost_of_executable(
-    name: str, module: Module, sizes: Any, figures: Chip | None, devices: int, seconds: float, kind: str
+    name: str,
+    module: Module,
+    sizes: Any,
+    figures: Chip | None,
+    devices: Sequence[Any],
+    seconds: float,
+    kind: str,
 ) -> Cost:
     """Compute the cost of one executable that is no Ir's.
 
@@ -275,16 +365,35 @@ def cost_of_executable(
         module: its HLO.
         sizes: XLA's memory analysis of it.
         figures: those of the chip, if they are known.
-        devices: how many it runs on.
+        devices: what it runs on, in the order of XLA's numbers.
         seconds: how long compiling took.
         kind: what JAX calls its devices.
     """
     account = account_of(module)
     total = account.total
-    graphs = tuple(graphs_of(account, {}, figures, devices))
+    price = None if figures is None else pricer(figures, places_of(figures, devices))
+    count = len(devices)
+
+    def run(level: str) -> StepTimeline:
+        assert figures is not None and price is not None
+        dispatch = figures.efficiency.dispatch
+        found = timeline_of(module, figures, price, lambda work: capped(level, work))
+        return added([(found, 1)], found.seconds + dispatch, dispatch)
 
     def run_seconds(level: str) -> float:
-        return seconds_of(limited(level, account), {}, figures, devices)
+        return run(level).seconds
+
+    step = None if figures is None else run(LEVELS[0])
+    graphs = tuple(
+        graphs_of(
+            account,
+            {},
+            figures,
+            count,
+            None if price is None else lambda each: price(each).seconds,
+            None if step is None else step.graphs,
+        )
+    )
 
     return Cost(
         name=name,
@@ -299,12 +408,14 @@ def cost_of_executable(
         kernels=total.kernels,
         copies=total.copies,
         collectives=_by_kind(account.collectives),
-        uses=_by_line(account.collectives, devices),
+        uses=_by_line(account.collectives, count),
         cycles=total.cycles if isinstance(figures, Tpu) else None,
         compile_seconds=seconds,
         graphs=graphs,
-        seconds=run_seconds(LEVELS[0]) if figures is not None else None,
+        seconds=None if step is None else step.seconds,
         precisions={} if figures is None else precisions_of(account, figures, run_seconds),
+        step=step,
+        **_utilisation(total, figures, None if step is None else step.seconds, count),
     )
 
 
@@ -334,8 +445,16 @@ def _timing(program: CompiledProgram, figures: Chip | None, seconds: Callable[[S
     layout = program.layout
     buffers = ((buffer, bytes) for buffer, (bytes, _) in layout.bytes_of_buffers().items())
     sizes: list[tuple[Channel, int]] = [*layout.bytes_of_streams().items(), *buffers]
-    bandwidth = math.inf if figures is None else figures.network_bandwidth
+    bandwidth = math.inf if figures is None else _between_stages(program, figures)
     return timing_of(program.executable, cache(seconds), bandwidth, dict(sizes), program.layout.replicas.per_device)
+
+
+def _between_stages(program: CompiledProgram, figures: Chip) -> float:
+    """Bytes a second between the IPUs of a replica: over the slowest wires that any of these use."""
+    devices = program.layout.destination.devices
+    places = places_of(figures, devices)
+    spans = spans_of(figures, places[: len(program.layout.ipus)], places)
+    return bandwidth_of(figures, spans[-1].link if spans else figures.levels[0])
 
 
 def chip_of(program: CompiledProgram) -> Chip | None:

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
+
 HOST = 5
 """The number of the host's memory. 0 is the memory of the device; others are on the chip."""
 
@@ -87,22 +89,28 @@ class Instruction:
 
     @cached_property
     def group_size(self) -> int:
-        """Chips per group of a collective; 0 means all chips.
+        """Chips per group of a collective; 0 means all chips."""
+        return len(self.groups[0]) if self.groups else 0
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of a collective, by numbers of chips; none means all chips.
 
         Which these are is written in three ways: `{{0,1},{2,3}}`; `[2,2]<=[4]`, two groups of two; and, with JAX 0.12,
         by axes of a mesh, `mesh['a'=2,'b'=4] {'a'}`, of which an axis may be divided: `{'b':(1)2}` takes two of it.
         """
         groups = re.search(r"\b(?:replica_groups|source_target_pairs)=(.*)", self.text)
         if groups is None:
-            return 0
+            return ()
         if mesh := re.match(r"mesh\[([^\]]*)\][^{]*\{([^}]*)\}", groups[1]):
-            sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
-            parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", mesh[2])
-            return math.prod(int(part or sizes[axis]) for axis, part in parts)
-        if counted := re.match(r"\[(?:\d+,)*(\d+)\]", groups[1]):
-            return int(counted[1])
-        first = re.match(r"\{\{([\d,]*)\}", groups[1])
-        return len(first[1].split(",")) if first else 0
+            return _groups_of_mesh(mesh[1], mesh[2])
+        if counted := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", groups[1]):
+            shape, sizes, order = ([int(n) for n in part.split(",")] if part else [] for part in counted.groups())
+            ids = np.arange(math.prod(sizes)).reshape(sizes)
+            return _as_groups((ids.transpose(order) if order else ids).reshape(-1, shape[-1]))
+        listed = re.match(r"\{(\{[\d,]*\}(?:,\{[\d,]*\})*)\}", groups[1])
+        found = re.findall(r"\{([\d,]*)\}", listed[1]) if listed else []
+        return tuple(tuple(map(int, each.split(","))) for each in found if each)
 
     @cached_property
     def scope(self) -> str:
@@ -115,6 +123,27 @@ class Instruction:
         """XLA's cycle estimate for TPUs; 0 if absent."""
         found = re.search(r'"estimated_cycles":"(\d+)"', self.text)
         return int(found[1]) if found else 0
+
+
+def _as_groups(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(int, row)) for row in ids)
+
+
+def _groups_of_mesh(axes: str, taken: str) -> tuple[tuple[int, ...], ...]:
+    """Groups along axes of a mesh, each of which may be divided into a part before, the one taken, and one after."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+    parts = {name: (int(before or 1), int(part or sizes[name])) for name, before, part in _PARTS.findall(taken)}
+    shape, inside = list[int](), list[int]()
+    for name, size in sizes.items():
+        before, part = parts.get(name, (size, 1))
+        inside += [len(shape) + 1] if name in parts else []
+        shape += [before, part, size // (before * part)]
+    outside = [d for d in range(len(shape)) if d not in inside]
+    ids = np.arange(math.prod(shape)).reshape(shape).transpose(outside + inside)
+    return _as_groups(ids.reshape(-1, math.prod(shape[d] for d in inside)))
+
+
+_PARTS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 
 @dataclass

@@ -24,9 +24,11 @@ class GraphCost(Record):
         bytes_accessed: bytes read and written in the memory of the device.
         network_bytes: bytes that a chip sends to others.
         host_bytes: bytes between a chip and its host.
-        seconds: how long it takes by the chip's published figures, if each of these goes on while the others do;
-            `None` for a device without such figures.
+        seconds: how long it takes at least by the chip's published figures, if each of these goes on while the others
+            do; `None` for a device without such figures.
         bound: which of them takes longest.
+        limits: its share of the timeline of a run, in seconds, by what bounds its kernels: "compute", "memory", their
+            "launch", and the "network" and the "host", as far as they are waited for.
     """
 
     name: str
@@ -36,6 +38,7 @@ class GraphCost(Record):
     host_bytes: int
     seconds: float | None
     bound: Bound | None
+    limits: Mapping[str, float] = {}
 
 
 class PrecisionCost(Record):
@@ -72,37 +75,58 @@ def _bytes_sent(collective: Collective, all_replicas: int) -> int:
     return math.ceil(collective.runs * collective.bytes * share)
 
 
-def graphs_of(account: Account, host: Mapping[str, int], figures: Chip | None, all_replicas: int) -> list[GraphCost]:
-    """Cost of each graph, longest first."""
-    sent: defaultdict[str, int] = defaultdict(int)
+def graphs_of(
+    account: Account,
+    host: Mapping[str, int],
+    figures: Chip | None,
+    all_replicas: int,
+    price: Callable[[Collective], float] | None = None,
+    limits: Mapping[str, Mapping[str, float]] | None = None,
+) -> list[GraphCost]:
+    """Cost of each graph, longest first.
+
+    Args:
+        account: what a run does.
+        host: bytes between a chip and its host, by graphs.
+        figures: those of the chip.
+        all_replicas: how many chips are together in a collective of all.
+        price: seconds of a collective; by default those of one switch for all chips.
+        limits: what bounds each graph on the timeline of a run, in seconds.
+    """
+    sent, network = defaultdict[str, int](int), defaultdict[str, float](float)
     for each in account.collectives:
-        sent[each.graph] += _bytes_sent(each, all_replicas)
+        own = _bytes_sent(each, all_replicas)
+        sent[each.graph] += own
+        if figures is not None:
+            network[each.graph] += own / figures.network_bandwidth if price is None else each.runs * price(each)
     names = dict.fromkeys((*account.graphs, *(name for name, count in host.items() if count)))
-    graphs = (_graph(name, account.graphs.get(name, Work()), sent[name], host.get(name, 0), figures) for name in names)
+    graphs = []
+    for name in names:
+        work, crossing = account.graphs.get(name, Work()), host.get(name, 0)
+        times = {} if figures is None else _times(work, network[name], crossing, figures)
+        bound = max(times, key=lambda each: times[each], default=None)
+        graphs.append(
+            GraphCost(
+                name=name,
+                flops=work.flops,
+                bytes_accessed=work.memory_bytes,
+                network_bytes=sent[name],
+                host_bytes=crossing,
+                seconds=None if bound is None else times[bound],
+                bound=bound,
+                limits=dict((limits or {}).get(name, {})),
+            )
+        )
     return sorted(graphs, key=lambda graph: -(graph.seconds or 0))
 
 
-def _graph(name: str, work: Work, sent: int, crossing: int, figures: Chip | None) -> GraphCost:
-    times = {} if figures is None else _times(work, sent, crossing, figures)
-    bound = max(times, key=lambda each: times[each], default=None)
-    return GraphCost(
-        name=name,
-        flops=work.flops,
-        bytes_accessed=work.memory_bytes,
-        network_bytes=sent,
-        host_bytes=crossing,
-        seconds=None if bound is None else times[bound],
-        bound=bound,
-    )
-
-
-def _times(work: Work, sent: int, crossing: int, figures: Chip) -> dict[Bound, float]:
+def _times(work: Work, network: float, crossing: int, figures: Chip) -> dict[Bound, float]:
     """Time in seconds per bound, each considered alone."""
-    rates = {key: figures.rate(_dtype(key.dtype), key.precision) for key in work.products}
+    rates = {key: figures.rate(dtype_of(key.dtype), key.precision) for key in work.products}
     return {
         "compute": sum(count / rates[key] for key, count in work.products.items()),
         "memory": work.memory_bytes / figures.memory_bandwidth,
-        "network": sent / figures.network_bandwidth,
+        "network": network,
         "host": crossing / figures.host_bandwidth,
     }
 
@@ -154,5 +178,17 @@ def _with_capped_precision(level: str, work: Work) -> Work:
     return replace(work, products=products)
 
 
-def _dtype(of_xla: str) -> str:
+def capped(level: str, work: Work) -> Work:
+    """Work of a kernel, with the precision of its float32 products capped at `level`."""
+    if level == LEVELS[0]:
+        return work
+
+    def reached(key: Product) -> Product:
+        return key._replace(precision=max(level, key.precision, key=LEVELS.index)) if key.dtype == "f32" else key
+
+    sized = [each._replace(product=reached(each.product)) for each in work.sized]
+    return replace(work, sized=sized, cycles=work.cycles if sized == work.sized else 0)
+
+
+def dtype_of(of_xla: str) -> str:
     return "float8" if of_xla.startswith("f8") else _DTYPES.get(of_xla, of_xla)

@@ -49,6 +49,7 @@ class Collective(NamedTuple):
         graph: the graph that it is in.
         runs: how often a run carries it out.
         is_again: whether it is carried out a second time, as there was no memory to keep what the first one gave.
+        groups: which chips are together, by their numbers; none for all.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class Collective(NamedTuple):
     graph: str
     runs: int
     is_again: bool = False
+    groups: tuple[tuple[int, ...], ...] = ()
 
 
 class Product(NamedTuple):
@@ -65,6 +67,23 @@ class Product(NamedTuple):
 
     dtype: str
     precision: str
+
+
+class SizedProduct(NamedTuple):
+    """One matrix product, (batch, rows, depth) times (batch, depth, columns).
+
+    Attributes:
+        product: its dtype and precision.
+        flops: operations: fewer than the sizes say for a convolution with padding.
+        batch, rows, columns, depth: its sizes.
+    """
+
+    product: Product
+    flops: int
+    batch: int
+    rows: int
+    columns: int
+    depth: int
 
 
 @dataclass
@@ -80,6 +99,7 @@ class Work:
         bytes: read and written, as XLA counts them: in whichever memory.
         memory_bytes: those of them in the memory of the device.
         host_bytes: those of them in the memory of the host.
+        sized: the products one by one; only of a single kernel.
     """
 
     kernels: int = 0
@@ -90,6 +110,7 @@ class Work:
     bytes: int = 0
     memory_bytes: int = 0
     host_bytes: int = 0
+    sized: list[SizedProduct] = field(default_factory=list)
 
     @property
     def flops(self) -> int:
@@ -138,21 +159,36 @@ def account_of(module: Module, key: Callable[[Instruction], str] = _graph_of) ->
     """
     account = Account()
     for computation, instruction, times in module.runs():
-        if _is_nothing(instruction) or instruction.opcode.endswith(("-done", "-update")):
+        if not is_kernel(instruction):
             continue
         graph = key(instruction)
-        is_meanwhile = instruction.opcode.endswith("-start") and instruction.kind not in COLLECTIVES
-        is_kernel = not (is_meanwhile or _is_number(instruction))
-        work = Work(is_kernel, int(instruction.kind == "copy"), instruction.cycles)
-        _compute(module, computation, instruction, work)
-        for memory, count in _traffic(module, computation, instruction):
-            work.bytes += count
-            work.memory_bytes += count * (memory == 0)
-            work.host_bytes += count * (memory == HOST)
-        account.graphs[graph].add(work, times)
-        for inside, collective in _exchanges(module, computation, instruction):
-            account.collectives.append(_collective(inside, collective, graph, times))
+        account.graphs[graph].add(work_of(module, computation, instruction), times)
+        account.collectives += collectives_of(module, computation, instruction, graph, times)
     return account
+
+
+def is_kernel(instruction: Instruction) -> bool:
+    """Whether a chip is told to run an instruction, or to copy meanwhile."""
+    return not (_is_nothing(instruction) or instruction.opcode.endswith(("-done", "-update")))
+
+
+def work_of(module: Module, computation: Computation, instruction: Instruction) -> Work:
+    """Work of one run of a kernel."""
+    is_meanwhile = instruction.opcode.endswith("-start") and instruction.kind not in COLLECTIVES
+    work = Work(int(not (is_meanwhile or _is_number(instruction))), int(instruction.kind == "copy"), instruction.cycles)
+    _compute(module, computation, instruction, work)
+    for memory, count in _traffic(module, computation, instruction):
+        work.bytes += count
+        work.memory_bytes += count * (memory == 0)
+        work.host_bytes += count * (memory == HOST)
+    return work
+
+
+def collectives_of(
+    module: Module, computation: Computation, instruction: Instruction, graph: str = "", times: int = 1
+) -> list[Collective]:
+    """Collectives that a kernel carries out, or begins."""
+    return [_collective(*found, graph, times) for found in _exchanges(module, computation, instruction)]
 
 
 def _is_nothing(instruction: Instruction) -> bool:
@@ -178,15 +214,9 @@ def _compute(module: Module, computation: Computation, instruction: Instruction,
             inside = module.computations[name]
             for each in inside.instructions.values():
                 _compute(module, inside, each, work)
-    elif kind == "dot":
-        contracted = (operands[0].dimensions[d] for d in instruction.sizes("lhs_contracting_dims"))
-        work.products[_product(operands[0], instruction)] += 2 * result.elements * math.prod(contracted)
-    elif kind == "convolution":
-        work.products[_product(operands[0], instruction)] += _of_convolution(
-            instruction, operands[0], operands[1], result
-        )
-    elif kind == "custom-call":
-        _compute_by_library(instruction, operands, result, work)
+    elif found := _sized_product(instruction, operands, result):
+        work.products[found.product] += found.flops
+        work.sized.append(found)
     elif kind in _EACH:
         work.others += result.elements
     elif kind == "reduce":
@@ -197,6 +227,38 @@ def _compute(module: Module, computation: Computation, instruction: Instruction,
         )
     elif kind == "scatter":
         work.others += operands[-1].elements * _ops_per_element(module, instruction)
+
+
+def _sized_product(instruction: Instruction, operands: list[Shape], result: Shape) -> SizedProduct | None:
+    """Matrix product of an instruction; `None` if it computes none. A convolution is one of a matrix of its windows."""
+    target = instruction.attribute("custom_call_target") if instruction.kind == "custom-call" else ""
+    if instruction.kind == "dot" or ("cublas" in target and operands):
+        if instruction.kind == "dot":
+            inside, beside = instruction.sizes("lhs_contracting_dims"), instruction.sizes("lhs_batch_dims")
+        else:
+            inside, beside = (_dimensions_of_library(instruction, name) for name in ("contracting", "batch"))
+        dimensions = operands[0].dimensions
+        depth, batch = (math.prod(dimensions[d] for d in each) for each in (inside, beside))
+        rows = math.prod(dimensions) // max(1, depth * batch)
+        columns = result.elements // max(1, rows * batch)
+        flops = 2 * result.elements * depth
+    elif instruction.kind == "convolution":
+        flops = _of_convolution(instruction, operands[0], operands[1], result)
+        batch, columns = 1, result.dimensions[re.split("[_>-]+", instruction.attribute("dim_labels"))[2].index("f")]
+        rows = result.elements // max(1, columns)
+        depth = flops // max(1, 2 * result.elements)
+    elif "conv" in target and len(operands) > 1:
+        flops, columns = _of_library_convolution(instruction, operands, result)
+        batch, rows = 1, result.elements // max(1, columns)
+        depth = flops // max(1, 2 * result.elements)
+    else:
+        return None
+    return SizedProduct(_product(operands[0], instruction), flops, batch, rows, columns, depth)
+
+
+def _dimensions_of_library(instruction: Instruction, name: str) -> tuple[int, ...]:
+    found = re.search(rf'"lhs_{name}_dimensions":\["?([\d",]*)', instruction.text)
+    return tuple(map(int, re.findall(r"\d+", found[1]))) if found else ()
 
 
 def _ops_per_element(module: Module, instruction: Instruction) -> int:
@@ -240,23 +302,17 @@ def _of_convolution(instruction: Instruction, image: Shape, kernel: Shape, resul
     return 2 * pairs * features_in * features_out * batch
 
 
-def _compute_by_library(instruction: Instruction, operands: list[Shape], result: Shape, work: Work) -> None:
-    """Add the operations of a library call to `work`."""
+def _of_library_convolution(instruction: Instruction, operands: list[Shape], result: Shape) -> tuple[int, int]:
+    """Operation count of a library's convolution, and the columns of its product."""
     target = instruction.attribute("custom_call_target")
-    if "cublas" in target and operands:
-        found = re.search(r'"lhs_contracting_dimensions":\["?([\d",]*)', instruction.text)
-        contracted = (operands[0].dimensions[int(d)] for d in re.findall(r"\d+", found[1])) if found else ()
-        work.products[_product(operands[0], instruction)] += 2 * result.elements * math.prod(contracted)
-    elif "conv" in target and len(operands) > 1:
-        labels = re.split("[_>-]+", instruction.attribute("dim_labels"))
-        kernel, larger = operands[1], result
-        if "BackwardFilter" in target:
-            kernel, larger = result, operands[1]
-        elif "BackwardInput" in target:
-            larger = operands[0]
-        features = kernel.dimensions[labels[1].index("o")]
-        count = 2 * larger.elements * kernel.elements // features
-        work.products[_product(operands[0], instruction)] += count
+    labels = re.split("[_>-]+", instruction.attribute("dim_labels"))
+    kernel, larger = operands[1], result
+    if "BackwardFilter" in target:
+        kernel, larger = result, operands[1]
+    elif "BackwardInput" in target:
+        larger = operands[0]
+    features = kernel.dimensions[labels[1].index("o")]
+    return 2 * larger.elements * kernel.elements // features, features
 
 
 def _is_library(instruction: Instruction) -> bool:
@@ -380,4 +436,5 @@ def _collective(computation: Computation, instruction: Instruction, graph: str, 
         graph,
         times,
         re.search(r"\.remat\d*$", instruction.name) is not None,
+        instruction.groups,
     )

@@ -11,11 +11,61 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
 from popxl.errors import PopxlError
 
 FOLDER = Path(__file__).parent / "chips"
+
+
+class Link(BaseModel):
+    """Wires that join chips at one level: within a host, within a slice, or between these.
+
+    Attributes:
+        name: what they are called: "NVLink".
+        bandwidth: bytes a second that one chip sends over all its wires of this level, in one direction.
+        latency: seconds that a step of a collective takes, whatever its bytes.
+        chips: how many chips are joined; `None` for any number.
+        ring: for a torus, of which lengths a dimension is closed to a ring: multiples of this one; others are lines.
+            `None` for a switch, which joins each chip to each other one.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+    name: str
+    bandwidth: PositiveFloat
+    latency: NonNegativeFloat = 0.0
+    chips: PositiveInt | None = None
+    ring: PositiveInt | None = None
+
+
+class Efficiency(BaseModel):
+    """How much of its published figures a chip attains. By default all of it, at no cost of a launch.
+
+    Attributes:
+        products: share of the rate of products that large ones attain, from 0 to 1.
+        memory: share of the bandwidth of its memory.
+        network: share of the bandwidth of the fastest link.
+        outside: share of the bandwidth of the slower links, between hosts or slices.
+        launch: seconds that a kernel takes at least.
+        dispatch: seconds that the host takes for each call that it dispatches.
+        tiles: the blocks that a unit for products computes, rows and columns: a product computes whole ones, of the
+            kind that suits it best. None where any product attains the same.
+        depth: how many products a sum has that attains half the rate, as units fill and drain.
+        sources: where these are from.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+    products: float = Field(default=1.0, gt=0, le=1)
+    memory: float = Field(default=1.0, gt=0, le=1)
+    network: float = Field(default=1.0, gt=0, le=1)
+    outside: float = Field(default=1.0, gt=0, le=1)
+    launch: NonNegativeFloat = 0.0
+    dispatch: NonNegativeFloat = 0.0
+    tiles: tuple[tuple[PositiveInt, PositiveInt], ...] = ()
+    depth: NonNegativeFloat = 0.0
+    sources: tuple[str, ...] = ()
 
 
 class Chip(BaseModel):
@@ -30,6 +80,9 @@ class Chip(BaseModel):
         memory_bandwidth: bytes between the chip and its memory.
         network_bandwidth: bytes that it sends to other chips, all links together, in one direction.
         host_bandwidth: bytes between it and the memory of its host, in one direction.
+        links: how it is wired to others, the fastest level first. Without these, all chips are joined by a switch of
+            `network_bandwidth`.
+        efficiency: how much of these figures it attains.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
@@ -41,6 +94,18 @@ class Chip(BaseModel):
     memory_bandwidth: PositiveFloat
     network_bandwidth: PositiveFloat
     host_bandwidth: PositiveFloat
+    links: tuple[Link, ...] = ()
+    efficiency: Efficiency = Efficiency()
+
+    @property
+    def levels(self) -> tuple[Link, ...]:
+        """How it is wired, the fastest level first: `links`, or one switch for all."""
+        return self.links or (Link(name="network", bandwidth=self.network_bandwidth),)
+
+    @property
+    def product_units(self) -> int:
+        """How many blocks of a product are computed at a time."""
+        return 1
 
     def rate(self, dtype: str, precision: str = "default") -> float:
         """Product throughput in operations per second, for a factor dtype named as in `flops`, at a JAX precision.
@@ -106,6 +171,10 @@ class Gpu(Chip):
     l2_bytes: PositiveInt
     clock_ghz: PositiveFloat
     per_host: PositiveInt = 8
+
+    @property
+    def product_units(self) -> int:
+        return self.cores
 
     def rate(self, dtype: str, precision: str = "default") -> float:
         return super().rate("tfloat32" if dtype == "float32" and precision != "highest" else dtype)

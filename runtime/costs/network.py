@@ -1,0 +1,205 @@
+"""Time of a collective over the levels of a machine's wires, by the algorithm that suits it best.
+
+A ring of n chips takes n - 1 steps to gather or to scatter, each of a part of the bytes, and twice that for an
+all-reduce. A tree takes as few steps as a power of two needs, each of all bytes in a pipeline. Over several levels a
+collective is hierarchical: within each unit of a level first, and then between units, of which each chip has its part
+of the bytes. On a torus all dimensions are rings, or lines, and work at the same time.
+
+Sources: Thakur et al. 2005, https://doi.org/10.1177/1094342005051521 (rings and trees); Sanders et al. 2009,
+https://doi.org/10.1016/j.parco.2009.09.001 (trees in pipelines); https://jax-ml.github.io/scaling-book/sharding/
+(tori).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from runtime.targets.chip import Chip, Link
+
+Place = tuple[int, ...]
+"""Where a chip is: its number in a machine of switches, or its coordinates on a torus and the number of its slice."""
+
+
+class LinkSpan(NamedTuple):
+    """How far a group of chips reaches at one level.
+
+    Attributes:
+        link: the wires.
+        size: how many members of the group, or units of the level below, these join.
+        extents: on a torus, how many there are along each dimension.
+        closed: on a torus, which of the dimensions are rings.
+    """
+
+    link: Link
+    size: int
+    extents: tuple[int, ...] = ()
+    closed: tuple[bool, ...] = ()
+
+
+class CollectiveTime(NamedTuple):
+    """Time of one collective.
+
+    Attributes:
+        seconds: from its begin to its end.
+        algorithm: "ring", "tree", "torus", "direct", or several of these from the innermost level outwards.
+        over: the names of the links that it uses, the fastest first.
+    """
+
+    seconds: float
+    algorithm: str
+    over: tuple[str, ...]
+
+
+def spans_of(chip: Chip, members: Sequence[Place], chips: Sequence[Place]) -> tuple[LinkSpan, ...]:
+    """How a group of chips lies on the wires: levels that join more than one, the fastest first.
+
+    Args:
+        chip: the figures of the chips.
+        members: where the members of the group are.
+        chips: where all chips of the machine are.
+    """
+    first, *outer = chip.levels
+    if first.ring is not None:
+        return _on_torus(first, outer, members, chips)
+    units = [place[0] for place in members]
+    found = []
+    for link in chip.levels:
+        above = units if link.chips is None else [place[0] // link.chips for place in members]
+        joined = (
+            len({*units})
+            if link.chips is None
+            else max(len({u for u, a in zip(units, above, strict=True) if a == unit}) for unit in {*above})
+        )
+        if joined > 1:
+            found.append(LinkSpan(link, joined))
+        units = above
+        if link.chips is None:
+            break
+    return tuple(found)
+
+
+def _on_torus(
+    link: Link, outer: Sequence[Link], members: Sequence[Place], chips: Sequence[Place]
+) -> tuple[LinkSpan, ...]:
+    assert link.ring is not None
+    slices = len({place[-1] for place in members})
+    along = [{place[d] for place in members} for d in range(len(members[0]) - 1)]
+    whole = [{place[d] for place in chips} for d in range(len(members[0]) - 1)]
+    # Optical switches close the dimensions of a cube of all dimensions only; a plane is closed along each by itself.
+    cube = len(whole) == 2 or all(len(each) % link.ring == 0 for each in whole)
+    extents = tuple(len(each) for each in along)
+    closed = tuple(
+        cube and len(own) == len(all_) and len(own) % link.ring == 0 for own, all_ in zip(along, whole, strict=True)
+    )
+    inside = math.ceil(len(members) / slices)
+    found = [LinkSpan(link, inside, extents, closed)] if inside > 1 else []
+    return tuple(found) + ((LinkSpan(outer[0], slices),) if slices > 1 and outer else ())
+
+
+def collective_time(chip: Chip, kind: str, nbytes: float, spans: Sequence[LinkSpan]) -> CollectiveTime:
+    """Time of a collective of one group.
+
+    Args:
+        chip: the figures of the chips.
+        kind: as XLA calls it: "all-reduce".
+        nbytes: bytes of one chip: what goes in, or what comes out, whichever is more.
+        spans: how the group lies on the wires; see `spans_of`.
+
+    Example:
+        >>> from runtime.targets.chip import Gpu, shipped
+        >>> h100 = shipped(Gpu, "h100")
+        >>> collective_time(h100, "all-reduce", 1e9, [LinkSpan(h100.links[0], 8)]).algorithm
+        'ring'
+    """
+    spans = [span for span in spans if span.size > 1]
+    if not spans:
+        return CollectiveTime(0.0, "none", ())
+    over = tuple(span.link.name for span in spans)
+    if kind == "all-reduce":
+        return CollectiveTime(*_all_reduce(chip, nbytes, spans), over)
+    if kind in ("all-gather", "reduce-scatter"):
+        return CollectiveTime(*_gather(chip, nbytes, spans), over)
+    if kind in ("all-to-all", "ragged-all-to-all"):
+        return CollectiveTime(_all_to_all(chip, nbytes, spans), "direct", over)
+    if kind == "collective-broadcast":
+        return CollectiveTime(sum(_tree(chip, nbytes, span) for span in spans), "tree", over)
+    span = spans[-1]  # a permutation: the pair that is farthest apart
+    return CollectiveTime(span.link.latency + nbytes / _neighbour(chip, span), "direct", over[-1:])
+
+
+def bandwidth_of(chip: Chip, link: Link) -> float:
+    """Bytes a second that a chip attains over a link."""
+    efficiency = chip.efficiency
+    return link.bandwidth * (efficiency.network if link == chip.levels[0] else efficiency.outside)
+
+
+def _all_reduce(chip: Chip, nbytes: float, spans: Sequence[LinkSpan]) -> tuple[float, str]:
+    inner, *outer = spans
+    if not outer:
+        ring, name = _gather(chip, nbytes, spans)
+        ways: list[tuple[float, str]] = [(2 * ring, name)]
+        if not inner.extents:
+            ways.append((2 * _tree(chip, nbytes, inner), "tree"))
+        return min(ways)
+    within, name = _gather(chip, nbytes, [inner])
+    between, above = _all_reduce(chip, nbytes / inner.size, outer)
+    return 2 * within + between, f"{name}, {above}"
+
+
+def _gather(chip: Chip, nbytes: float, spans: Sequence[LinkSpan]) -> tuple[float, str]:
+    """Time of an all-gather, or of a reduce-scatter, which is one backwards."""
+    total, names = 0.0, []
+    for span in spans:
+        part = (span.size - 1) / span.size * nbytes
+        if span.extents:
+            total += _steps(span) * span.link.latency + part / _torus(chip, span)
+        else:
+            total += (span.size - 1) * span.link.latency + part / bandwidth_of(chip, span.link)
+        names.append("torus" if span.extents else "ring")
+        nbytes /= span.size
+    return total, ", ".join(names)
+
+
+def _tree(chip: Chip, nbytes: float, span: LinkSpan) -> float:
+    """Time of a broadcast, or of a sum at one chip."""
+    if span.extents:
+        return _steps(span) * span.link.latency + nbytes / _torus(chip, span)
+    return math.ceil(math.log2(span.size)) * span.link.latency + nbytes / bandwidth_of(chip, span.link)
+
+
+def _all_to_all(chip: Chip, nbytes: float, spans: Sequence[LinkSpan]) -> float:
+    """What goes over each level goes at the same time."""
+    count, beyond, times = math.prod(span.size for span in spans), 1, []
+    for span in spans:
+        own = beyond
+        beyond *= span.size
+        sent = nbytes * (beyond - own) / count
+        if span.extents:  # half of everything crosses the middle of the longest dimension
+            longest = max(span.extents)
+            ways = 2 if span.closed[span.extents.index(longest)] else 1
+            wire = bandwidth_of(chip, span.link) / (2 * len(span.extents))
+            times.append(_steps(span) * span.link.latency + sent * longest / (4 * ways * wire))
+        else:
+            times.append((span.size - 1) * span.link.latency + sent / bandwidth_of(chip, span.link))
+    return max(times)
+
+
+def _torus(chip: Chip, span: LinkSpan) -> float:
+    """Bytes a second into each chip of a torus: over one wire for each dimension, and two where it is a ring."""
+    wire = bandwidth_of(chip, span.link) / (2 * len(span.extents))
+    used = (1 + is_ring for extent, is_ring in zip(span.extents, span.closed, strict=True) if extent > 1)
+    return wire * sum(used)
+
+
+def _steps(span: LinkSpan) -> int:
+    """Hops to the farthest chip of a torus."""
+    pairs = zip(span.extents, span.closed, strict=True)
+    return sum(extent // 2 if is_ring else extent - 1 for extent, is_ring in pairs)
+
+
+def _neighbour(chip: Chip, span: LinkSpan) -> float:
+    """Bytes a second between two chips."""
+    rate = bandwidth_of(chip, span.link)
+    return rate / (2 * len(span.extents)) if span.extents else rate

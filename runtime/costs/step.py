@@ -1,0 +1,358 @@
+"""A run of a compiled program as a schedule: kernels one after the other, and beside them what XLA has let go on.
+
+XLA has ordered the instructions. The chip runs kernels in this order. What has a `-start` goes on beside them until its
+`-done`, where the chip waits for it: collectives over the wires, copies to and from the memory of the host. Collectives
+without these hold the kernels up for as long as they take. Turns of a loop take as long as the first.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from popxl.base.pages import OnPage, Page, Picture, Table, seconds_text
+from popxl.base.pictures import bars
+from popxl.base.records import Record
+from runtime.costs.hlo import Computation, Instruction, Module
+from runtime.costs.kernels import Limit, kernel_time
+from runtime.costs.network import CollectiveTime, Place, collective_time, spans_of
+from runtime.costs.work import COLLECTIVES, Collective, Work, collectives_of, is_kernel, work_of
+from runtime.lowering.scopes import graph_of
+from runtime.targets.chip import Chip, Tpu
+
+LONGEST_TIMELINE = 400
+
+
+class StepSpan(Record):
+    """What a chip does in a part of a run.
+
+    Attributes:
+        lane: "kernels", or what goes on beside them: "network", "host", "copies".
+        name: the graph; of the network the collective and its line.
+        start, end: in seconds since the run began. Of a loop, the first turn.
+    """
+
+    lane: str
+    name: str
+    start: float
+    end: float
+
+
+class LineTraffic(Record):
+    """Collectives of one source line.
+
+    Attributes:
+        line: the line, `train.py:12`; "" where XLA does not say.
+        kind: what XLA made of it: "all-reduce".
+        over: the wires, the fastest first: "NVLink, InfiniBand NDR".
+        algorithm: how it is done: "ring".
+        count: how many of them a run carries out.
+        seconds: how long all of them take.
+        exposed: how long kernels wait for them: what is not hidden.
+    """
+
+    line: str
+    kind: str
+    over: str
+    algorithm: str
+    count: int
+    seconds: float
+    exposed: float
+
+
+class StepTimeline(OnPage, Record):
+    """A run of a program on one chip, as it is estimated.
+
+    Attributes:
+        seconds: from its begin to its end.
+        limits: how much of this each of these bounds: "compute", "memory", "launch" of kernels; "network" and "host",
+            as far as kernels wait for them; and "dispatch", the calls of the host.
+        graphs: the same for each graph; that of the main graph is "".
+        traffic: collectives by lines, those that kernels wait longest for first.
+        spans: what goes on when, in order; parts of the first turn of each loop.
+    """
+
+    seconds: float
+    limits: Mapping[str, float]
+    graphs: Mapping[str, Mapping[str, float]]
+    traffic: tuple[LineTraffic, ...]
+    spans: tuple[StepSpan, ...]
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that kernels wait for the network."""
+        return self.limits.get("network", 0.0)
+
+    def page(self) -> Page:
+        """Page for `print`, notebooks and browsers."""
+        total = self.seconds or 1.0
+        rows = [[name, seconds_text(each), f"{100 * each / total:.0f} %"] for name, each in self.limits.items() if each]
+        parts: list[Any] = [Table(["bound by", "of a run", "share"], rows)]
+        traffic = [
+            [each.kind, each.line or "unknown", each.over, each.algorithm, str(each.count), seconds_text(each.seconds)]
+            + [seconds_text(each.exposed)]
+            for each in self.traffic
+        ]
+        columns = ["collective", "line", "over", "by", "in a run", "takes", "not hidden"]
+        parts += [Page("Over the wires", [*Table.first_rows(columns, traffic)])] if traffic else []
+        parts += [self.picture()] if self.spans else []
+        return Page(f"A run of {seconds_text(self.seconds)}, estimated", parts)
+
+    def picture(self) -> Picture:
+        """The timeline, a lane for kernels and one for each that goes on beside them."""
+        return bars("A run, estimated", ((s.lane, s.name, s.start, s.end) for s in self.spans))
+
+
+Pricer = Callable[[Collective], CollectiveTime]
+
+
+def pricer(chip: Chip, places: Sequence[Place]) -> Pricer:
+    """Time of collectives of chips at `places`, in the order of their numbers. The slowest group counts."""
+    known: dict[tuple[Any, ...], CollectiveTime] = {}
+
+    def price(collective: Collective) -> CollectiveTime:
+        key = collective.kind, collective.bytes, collective.groups
+        if key not in known:
+            groups = collective.groups or (tuple(range(len(places))),)
+            shapes = {spans_of(chip, [places[i % len(places)] for i in group], places) for group in groups}
+            times = [collective_time(chip, collective.kind, collective.bytes, spans) for spans in shapes]
+            known[key] = max(times, key=lambda each: each.seconds)
+        return known[key]
+
+    return price
+
+
+def places_of(chip: Chip, devices: Sequence[Any]) -> list[Place]:
+    """Where devices are on the wires of their machine."""
+    if isinstance(chip, Tpu):
+        return [(*device.coords[: len(chip.host)], getattr(device, "slice_index", None) or 0) for device in devices]
+    joined = chip.levels[0].chips or len(devices)
+    seen: defaultdict[int, int] = defaultdict(int)
+    found = []
+    for device in sorted(devices, key=lambda device: (device.process_index, device.id)):
+        found.append((device, (device.process_index * joined + seen[device.process_index],)))
+        seen[device.process_index] += 1
+    of = {device: place for device, place in found}
+    return [of[device] for device in devices]
+
+
+def timeline_of(
+    module: Module, chip: Chip, price: Pricer, cap: Callable[[Work], Work] = lambda work: work
+) -> StepTimeline:
+    """Schedule one run of an executable.
+
+    Args:
+        module: its HLO.
+        chip: the figures of the chip.
+        price: the time of a collective.
+        cap: what of a kernel's work is to be done instead, such as products with fewer passes.
+    """
+    walk = _Chip(module, chip, price, cap)
+    walk.computation(module.computations[module.entry], 1)
+    walk.finish()
+    return walk.result()
+
+
+def added(parts: Sequence[tuple[StepTimeline, int]], seconds: float, dispatch: float) -> StepTimeline:
+    """Timeline of executables that a run carries out so many times each, `seconds` from its begin to its end.
+
+    The host takes `dispatch` seconds to call each. The spans are those of each executable once, one after the other.
+    """
+    limits, graphs = defaultdict[str, float](float), defaultdict[str, dict[str, float]](dict)
+    traffic: dict[tuple[str, str, str, str], LineTraffic] = {}
+    spans, begin = list[StepSpan](), 0.0
+    for part, times in parts:
+        for name, own in part.graphs.items():
+            for limit, each in own.items():
+                limits[limit] += times * each
+                graphs[name][limit] = graphs[name].get(limit, 0.0) + times * each
+        for each_line in part.traffic:
+            key = each_line.line, each_line.kind, each_line.over, each_line.algorithm
+            before = traffic.get(key)
+            traffic[key] = each_line.model_copy(
+                update={
+                    name: times * getattr(each_line, name) + (getattr(before, name) if before else 0)
+                    for name in ("count", "seconds", "exposed")
+                }
+            )
+        spans += (s.model_copy(update={"start": s.start + begin, "end": s.end + begin}) for s in part.spans)
+        begin += part.seconds
+    if dispatch:
+        limits["dispatch"] += dispatch * sum(times for _, times in parts)
+    return StepTimeline(
+        seconds=seconds,
+        limits=dict(limits),
+        graphs=dict(graphs),
+        traffic=tuple(sorted(traffic.values(), key=lambda each: -each.exposed)),
+        spans=tuple(spans[:LONGEST_TIMELINE]),
+    )
+
+
+@dataclass
+class _Line:
+    time: CollectiveTime
+    count: int = 0
+    seconds: float = 0.0
+    exposed: float = 0.0
+
+
+@dataclass
+class _Pending:
+    """What goes on beside kernels, until `end`."""
+
+    end: float
+    limit: Limit
+    graph: str
+    lines: list[tuple[str, str]] = field(default_factory=list)
+
+
+class _Chip:
+    """State of a chip during a walk through a program. Takes the arguments of `timeline_of`."""
+
+    def __init__(self, module: Module, chip: Chip, price: Pricer, cap: Callable[[Work], Work]) -> None:
+        self.module, self.chip, self.price, self.cap = module, chip, price, cap
+        self.now = 0.0
+        self.free: defaultdict[str, float] = defaultdict(float)
+        self.pending: dict[tuple[str, str], _Pending] = {}
+        self.unwaited: list[_Pending] = []
+        self.graphs: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self.lines: dict[tuple[str, str], _Line] = {}
+        self.spans: list[StepSpan] = []
+        self.times = 1
+
+    def computation(self, computation: Computation, times: int) -> None:
+        """Run a computation, which is run `times` times in all."""
+        outer, self.times = self.times, times
+        for instruction in computation.instructions.values():
+            self._run(computation, instruction)
+        self.finish()
+        self.times = outer
+
+    def _run(self, computation: Computation, instruction: Instruction) -> None:
+        opcode, module = instruction.opcode, self.module
+        key = computation.name, instruction.name
+        if opcode == "while":
+            turns, begin = module.trip_count(instruction), self.now
+            body = module.computations[instruction.attribute("body").lstrip("%")]
+            self.computation(body, self.times * turns)
+            passed = (turns - 1) * (self.now - begin)
+            self.now += passed
+        elif opcode in ("call", "conditional"):
+            for name in instruction.called:
+                self.computation(module.computations[name], self.times)
+        elif opcode.endswith(("-done", "-update")):
+            waiting = next((self.pending.pop((computation.name, o), None) for o in instruction.operands), None)
+            if waiting is not None and opcode.endswith("-update"):
+                self.pending[key] = waiting
+            elif waiting is not None:
+                self._wait(waiting)
+        elif opcode == "async-start":
+            self.pending[key] = self._beside(instruction)
+        elif is_kernel(instruction):
+            self._kernel(computation, instruction)
+
+    def _kernel(self, computation: Computation, instruction: Instruction) -> None:
+        work, graph = self.cap(work_of(self.module, computation, instruction)), graph_of(instruction.scope)
+        found = collectives_of(self.module, computation, instruction, graph)
+        is_start, key = instruction.opcode.endswith("-start"), (computation.name, instruction.name)
+        if instruction.kind in COLLECTIVES:
+            for each in found:
+                going = self._sent(each)
+                if is_start:
+                    self.pending[key] = going
+                else:
+                    self._wait(going)
+            return
+        if is_start:  # a copy from memory to memory
+            limit: Limit = "host" if work.host_bytes else "memory"
+            seconds = kernel_time(self.chip, replace(work, kernels=0)).seconds
+            self.pending[key] = self._begin("host" if work.host_bytes else "copies", graph, limit, seconds, graph)
+            return
+        for each in found:  # a TPU carries it out beside the products of its fusion and of those that follow
+            self.unwaited.append(self._sent(each))
+        time = kernel_time(self.chip, work)
+        self._span("kernels", graph or "main graph", self.now, self.now + time.seconds)
+        self.now += time.seconds
+        self.graphs[graph][time.limit] += self.times * time.seconds
+
+    def _beside(self, instruction: Instruction) -> _Pending:
+        """Begin a computation that goes on beside kernels."""
+        graph, seconds, lines = graph_of(instruction.scope), 0.0, list[tuple[str, str]]()
+        for name in instruction.called:
+            inside = self.module.computations[name]
+            for each in filter(is_kernel, inside.instructions.values()):
+                for collective in collectives_of(self.module, inside, each, graph):
+                    seconds += self.price(collective).seconds
+                    lines.append(self._noted(collective))
+                if each.kind not in COLLECTIVES:
+                    seconds += kernel_time(self.chip, self.cap(work_of(self.module, inside, each))).seconds
+        found = self._begin("network" if lines else "copies", graph, "network" if lines else "memory", seconds, graph)
+        return replace(found, lines=lines)
+
+    def _noted(self, collective: Collective) -> tuple[str, str]:
+        key, time = (collective.source, collective.kind), self.price(collective)
+        line = self.lines.setdefault(key, _Line(time))
+        line.count += self.times
+        line.seconds += self.times * time.seconds
+        return key
+
+    def _sent(self, collective: Collective) -> _Pending:
+        """Begin a collective."""
+        key, seconds = self._noted(collective), self.price(collective).seconds
+        name = f"{collective.kind} {collective.source}".strip()
+        return replace(self._begin("network", name, "network", seconds, collective.graph), lines=[key])
+
+    def _begin(self, lane: str, name: str, limit: Limit, seconds: float, graph: str) -> _Pending:
+        begin = max(self.now, self.free[lane])
+        self.free[lane] = begin + seconds
+        self._span(lane, name or "main graph", begin, begin + seconds)
+        return _Pending(begin + seconds, limit, graph)
+
+    def _wait(self, going: _Pending) -> None:
+        waited = self.times * max(0.0, going.end - self.now)
+        self.now = max(self.now, going.end)
+        self.graphs[going.graph][going.limit] += waited
+        for key in going.lines:
+            self.lines[key].exposed += waited / len(going.lines)
+
+    def _span(self, lane: str, name: str, start: float, end: float) -> None:
+        """Note a span, as a part of the one before it if that is alike."""
+        before = self.spans[-1] if self.spans else None
+        if before is not None and (before.lane, before.name) == (lane, name) and start - before.end <= 1e-9:
+            self.spans[-1] = before.model_copy(update={"end": end})
+        elif end > start and len(self.spans) < LONGEST_TIMELINE:
+            self.spans.append(StepSpan(lane=lane, name=name, start=start, end=end))
+
+    def finish(self) -> None:
+        """Wait for what no instruction waits for."""
+        for going in self.unwaited:
+            self._wait(going)
+        self.unwaited.clear()
+
+    def result(self) -> StepTimeline:
+        """The timeline, after the walk."""
+        limits: defaultdict[str, float] = defaultdict(float)
+        for own in self.graphs.values():
+            for limit, seconds in own.items():
+                limits[limit] += seconds
+        traffic = (
+            LineTraffic(
+                line=line,
+                kind=kind,
+                over=", ".join(each.time.over),
+                algorithm=each.time.algorithm,
+                count=each.count,
+                seconds=each.seconds,
+                exposed=each.exposed,
+            )
+            for (line, kind), each in self.lines.items()
+        )
+        return StepTimeline(
+            seconds=self.now,
+            limits=dict(limits),
+            graphs={name: {**own} for name, own in self.graphs.items()},
+            traffic=tuple(sorted(traffic, key=lambda each: -each.exposed)),
+            spans=tuple(self.spans),
+        )

@@ -38,15 +38,16 @@ CONTENTS = """
 :hidden:
 :caption: Begin here
 
-docs/popxl-programs
-docs/pytorch
-docs/models
 docs/jax
+docs/pytorch
+docs/popxl-programs
+docs/models
 docs/extending
 docs/running
 docs/checking
 docs/memory
 docs/scaling
+docs/works
 docs/performance
 docs/targets
 docs/costs

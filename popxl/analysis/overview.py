@@ -197,12 +197,22 @@ def _sent(ir: Ir) -> tuple[list[tuple[str, int]], list[Sent]]:
     return [*zip(mesh.names, mesh.sizes, strict=True)], [*_by_line(ir, mesh.along)]
 
 
+_Key = tuple[tuple[int, ...], str, str, str]
+"""Axes, kind, line and phase of collectives."""
+
+
 def _by_line(ir: Ir, along: Callable[[int, int], tuple[int, ...]]) -> Iterator[Sent]:
-    counts = Counter[tuple[tuple[int, ...], str, str]]()
-    sizes = Counter[tuple[tuple[int, ...], str, str]]()
+    phases = {graph.name: _phase(graph) for graph in reachable(ir.main_graph)}
+    counts, sizes = Counter[_Key](), Counter[_Key]()
     for each in communication_of(ir).collectives:
-        key = (along(each.stride, each.group_size), each.kind, each.line)
+        key: _Key = (along(each.stride, each.group_size), each.kind, each.line, phases.get(each.graph, ""))
         counts[key] += each.turns
         sizes[key] += each.turns * each.bytes
-    for (axes, kind, line), size in sizes.most_common():
-        yield Sent(axes, kind, line, counts[axes, kind, line], size)
+    yield from (Sent(*key, counts[key], size) for key, size in sizes.most_common())
+
+
+def _phase(graph: Graph) -> str:
+    """The part of a training step that a graph is; empty for the main graph."""
+    if graph.gradient_of is not None:
+        return "recomputing" if _calls_its_gradient(graph) else "backward"
+    return "" if graph is graph.ir.main_graph else "forward"

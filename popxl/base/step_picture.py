@@ -9,7 +9,7 @@ from typing import NamedTuple
 from popxl.base import svg
 from popxl.base.pages import Picture, bytes_text
 
-_PLOT, _SIDE, _BASE, _ROWS = 540, 575, 300, 9
+_PLOT, _SIDE, _BASE, _ROWS = 540, 575, 300, 10
 """Where the memory ends and where the mesh begins, from the left; the axis of the memory; how many rows are shown."""
 _CHIP, _GAP = 15, 11
 
@@ -23,11 +23,12 @@ class Layer(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Collectives of one kind at one line: over which axes of the mesh, how many, and their bytes."""
+    """Collectives of one kind at one line: over which axes of the mesh, in which phase, how many, and their bytes."""
 
     axes: tuple[int, ...]
     kind: str
     line: str
+    phase: str
     times: int
     bytes: int
 
@@ -149,7 +150,8 @@ def _collectives(axes: Sequence[tuple[str, int]], sent: Sequence[Sent], y: float
             if room <= 0:
                 continue
             parts += [
-                svg.text(_SIDE + 16, y, f"{each.line}  {each.kind} ×{each.times}", "start"),
+                svg.text(_SIDE + 16, y, f"{each.line} {each.phase}", "start"),
+                svg.text(svg.WIDTH - 74, y, f"{each.kind} ×{each.times}"),
                 svg.text(svg.WIDTH - 14, y, bytes_text(each.bytes)),
             ]
             y, room = y + 16, room - 1

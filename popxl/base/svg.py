@@ -46,12 +46,12 @@ _STYLE = (
 Scale = Callable[[float], float]
 
 
-def picture(height: float, parts: Sequence[str]) -> Picture:
-    """The whole of a picture."""
+def picture(height: float, parts: Sequence[str], style: str = "") -> Picture:
+    """The whole of a picture, with rules for classes of its own."""
     body = "\n".join(parts)
     return Picture(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-        f'class="popxl" font-family="sans-serif">\n<style>{_STYLE}</style>\n'
+        f'class="popxl" font-family="sans-serif">\n<style>{_STYLE}{style}</style>\n'
         f'<rect width="100%" height="100%" class="paper"/>\n{body}\n</svg>\n'
     )
 

@@ -177,10 +177,12 @@ images of 197 patches are another. The precision does not matter.
 
     (gpu,) = popxl.Target("gpu h100").devices
     at = jax.sharding.SingleDeviceSharding(gpu)
-    x, w = (jax.ShapeDtypeStruct(shape, "float32", sharding=at) for shape in ((4, 24, 6), (24, 8)))
+    f32 = partial(jax.ShapeDtypeStruct, dtype="float32", sharding=at)
+    x, w = f32((4, 24, 6)), f32((24, 8))
     jax.jit(lambda x, w: x.transpose(0, 2, 1).reshape(24, 24) @ w).lower(x, w).compile()
 
-    INTERNAL: Couldn't find output tile sizes that satisfy hlo: %dot_general.0 = f32[24,8] dot(…)
+    INTERNAL: Couldn't find output tile sizes that satisfy hlo:
+    %dot_general.0 = f32[24,8] dot(…)
 
 A session compiles such a program again, with `xla_gpu_enable_triton_gemm` off: all its products are calls of cuBLAS,
 which takes operands of any shape. Its cost is that of these calls. GPUs that are here are left alone.
@@ -192,7 +194,8 @@ default precision less than one.
 
     conv = partial(jax.lax.conv, window_strides=(1, 1), padding=[(2, 2), (2, 2)])
     with jax.default_matmul_precision("highest"):
-        loss = lambda w, x, g: (conv(x, w) * g).sum()  # of f32[6, 1, 5, 5], f32[32, 1, 28, 28], f32[32, 6, 28, 28]
+        # of f32[6, 1, 5, 5], f32[32, 1, 28, 28], f32[32, 6, 28, 28]
+        loss = lambda w, x, g: (conv(x, w) * g).sum()
         jax.jit(jax.grad(loss)).lower(w, x, g).compile()  # not done after 20 minutes
 
 `ops.conv` and poptorch lay out what is under each column of the filters, and convolve along the other axis only, if
@@ -210,16 +213,19 @@ channels, causal and with the gradient, 32 768 tokens take 74 MB of temporaries 
 scores alone would take 4.3 GB. (cuDNN's two calls take 17 MB, without their workspace.) On a GPU that is here, an op
 of your own calls cuDNN; its operands are of shape (batch, length, heads, channels):
 
-    Fused = popxl.OpKind("Fused", partial(jax.nn.dot_product_attention, implementation="cudnn"))
+    fused = partial(jax.nn.dot_product_attention, implementation="cudnn")
+    Fused = popxl.OpKind("Fused", fused)
     y = Fused(q, k, v, is_causal=True)
 
 **Python called from a GPU that is not here.** JAX wants a GPU to lower `jax.pure_callback` for one (jax-ml/jax#23971).
 So an op of your own that has such a call in it cannot be compiled for a GPU that is not here. `print_tensor` and
 `poptorch.CPU` can: what calls Python is written without JAX there.
 
-    jax.jit(lambda x: jax.pure_callback(np.sin, x, x)).trace(x).lower(lowering_platforms=("cuda",))
+    called = jax.jit(lambda x: jax.pure_callback(np.sin, x, x))
+    called.trace(x).lower(lowering_platforms=("cuda",))
 
-    RuntimeError: Unknown backend: 'gpu' requested, but no platforms that are instances of gpu are present.
+    RuntimeError: Unknown backend: 'gpu' requested, but no platforms that are
+    instances of gpu are present.
 """
 
 

@@ -127,6 +127,8 @@ TARGETS_LEFT_OUT = pytest.StashKey[int]()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    gc.collect()
+    gc.freeze()  # pytest collects five times, to find what fails as it is freed
     if (output := getattr(session.config, "workeroutput", None)) is not None:  # a process of pytest-xdist
         output["left out"] = [session.config.stash.get(count, 0) for count in (LEFT_OUT, TARGETS_LEFT_OUT)]
 
@@ -159,8 +161,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def only_new_objects() -> None:
     """The garbage collector sees no others, which are millions: for tests of what it finds."""
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # what has become garbage, too: looking for it takes a third of a second, for each of such tests
 
 
 def _seed() -> None:

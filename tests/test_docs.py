@@ -18,6 +18,7 @@ pytest.importorskip("pdoc", reason="the pages are made with pdoc: pip install -e
 DOCS = runpy.run_path(str(Path(__file__).parent.parent / "docs" / "reference.py"))
 
 
+@pytest.mark.thorough  # `docs/build` does the same
 def test_the_pages(tmp_path: Path) -> None:
     texts = DOCS["write"](tmp_path)  # warnings are errors, as everywhere
     index = (tmp_path / "index.md").read_text(encoding="utf-8")

@@ -32,6 +32,7 @@ def test_programs_have_hundreds_of_mutants_of_all_kinds() -> None:
     }
 
 
+@pytest.mark.thorough
 def test_a_mutant_of_each_kind_is_run_beside_its_original() -> None:
     name = "by hand, divided network"
     expected = numbers(name, PROGRAMS[name]())

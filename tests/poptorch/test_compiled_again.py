@@ -58,7 +58,7 @@ def add_groups(module: Net, optimizer: torch.optim.Optimizer, step: int) -> None
         optimizer.param_groups[0]["params"] += module.norm.parameters()
 
 
-@pytest.mark.thorough(but_each=3)
+@pytest.mark.thorough(but_each=6)
 @pytest.mark.parametrize("change, parts", [(thaw, ("body", "norm", "head")), (add_groups, ("head",))])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_is_trained_may_change(

@@ -208,6 +208,7 @@ class Rows(lightning.loggers.logger.Logger):
         pass
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("how", ["plain", "steps", "accumulated"])
 def test_logged_values_are_those_of_lightning(tmp_path: Path, how: str) -> None:
     """Those of all steps and micro-batches of a call."""
@@ -290,6 +291,7 @@ CALLBACKS = {
 }
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("how", CALLBACKS)
 def test_weights_that_callbacks_change_count(tmp_path: Path, how: str) -> None:
     if how == "averaged" and not hasattr(lightning.callbacks, "EMAWeightAveraging"):
@@ -326,6 +328,7 @@ def test_incomplete_batches(tmp_path: Path) -> None:
     torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("which", LOADERS)
 def test_loaders_with_batch_samplers(tmp_path: Path, which: str) -> None:
     found = []

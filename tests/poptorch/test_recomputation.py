@@ -162,6 +162,7 @@ def with_dropout() -> tuple[Any, ...]:
     return trained(Model(p=0.5))
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("preserves", [True, False])
 def test_dropout_in_checkpoints(preserves: bool, with_dropout: tuple[Any, ...]) -> None:
     """Masks are those of the model without checkpoints, in the forward pass and when they are computed again."""
@@ -213,6 +214,7 @@ def test_kinds_of_recomputation(kind: int | str, share: float, plain: tuple[Any,
     assert found[2] <= share * plain[2]
 
 
+@pytest.mark.thorough
 def test_layers_that_are_not_outlined() -> None:
     standard, none = (trained(Model(), autoRecomputation=kind, enableOutlining=False) for kind in (1, 0))
     assert_same(standard, none)
@@ -254,6 +256,7 @@ def test_a_reentrant_checkpoint_without_gradients() -> None:
     assert_same(found, of_pytorch(Frozen(run)), within=1e-5)
 
 
+@pytest.mark.thorough
 def test_replicas_and_iterations() -> None:
     """Each replica and iteration recomputes what it has computed itself."""
 

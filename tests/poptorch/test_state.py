@@ -448,7 +448,7 @@ MAKES = {
 }
 
 
-@pytest.mark.thorough(but_each=2)
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("name", MAKES)
 def test_training_goes_on_exactly_from_a_state_and_in_pytorch_too(name: str) -> None:
     make = MAKES[name]

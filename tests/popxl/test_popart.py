@@ -1,6 +1,5 @@
 """The package `popart`: the names that programs take from it; and device objects, which sessions accept."""
 
-import ast
 import json
 import subprocess
 import sys
@@ -103,15 +102,6 @@ def test_the_version():
 
 
 # Nobody of ours needs it ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("package", ["popxl", "runtime", "popxl_addons"])
-def test_our_packages_do_not_import_it(package):
-    for file in sorted((ROOT / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            named = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            named += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not any(name.split(".")[0] == "popart" for name in named), file
 
 
 @pytest.mark.thorough

@@ -144,6 +144,7 @@ def test_a_cpu_is_as_many_devices_as_there_are_cores():
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120, env=environment)
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("wanted", ["four", "0", "-1", ""])
 def test_a_number_of_cpu_devices_that_is_none(wanted):
     environment = os.environ | {"POPXL_CPU_DEVICES": wanted, "XLA_FLAGS": ""}

@@ -71,6 +71,7 @@ def most() -> int:
     return popxl.Session(Counted()("everything"), "cpu").memory().device
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("share", [0.8, 0.6])
 def test_the_compiled_program_is_within_the_budget(most: int, share: float) -> None:
     program, lines = Counted(), list[str]()

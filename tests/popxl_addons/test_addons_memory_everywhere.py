@@ -126,7 +126,7 @@ def _of(named: addons.NamedTensors, by: dict[popxl.Tensor, popxl.Tensor]) -> add
     return addons.NamedTensors.from_dict({name: by[t] for name, t in named.to_dict().items()})
 
 
-@pytest.mark.parametrize("schedule", [None, "1f1b"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param(None, marks=pytest.mark.thorough)])
 def test_pipelines(schedule: str | None) -> None:
     def gradients(memory: Any) -> Any:
         np.random.seed(3)
@@ -200,9 +200,7 @@ class Drawn(addons.Module):
 WAYS = ("kept", "inlined", "rolled")
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(3, 60))]
-)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 60))])
 def test_random_plans_of_random_programs(seed: int) -> None:
     """The same up to what XLA fuses otherwise, which may round the sum of a fused kernel in another order."""
     layer, way = partial(Drawn, seed), WAYS[seed % 3]

@@ -86,6 +86,7 @@ def plain() -> tuple[Any, ...]:
     return trained(None)
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies_give_the_same_numbers(plain: tuple[Any, ...], policy: str) -> None:
     found = trained(policy)
@@ -97,6 +98,7 @@ def test_policies_give_the_same_numbers(plain: tuple[Any, ...], policy: str) -> 
     assert (set(graph.paths("keep")) == products) == (policy != "everything")
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("way", ["kept", "inlined", "rolled"])
 def test_recomputed_activations_are_not_kept(way: str) -> None:
     """Not merged with the forward pass by any way of compiling."""
@@ -104,6 +106,7 @@ def test_recomputed_activations_are_not_kept(way: str) -> None:
     assert nothing < 0.7 * everything
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("way", ["kept", "inlined", "rolled", "auto"])
 def test_forward_graphs_that_run_again_are_not_merged(way: str) -> None:
     def temporaries(again: bool) -> int:

@@ -49,6 +49,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize(("axes", "group", "groups", "device"), LAYOUTS)
 def test_ring(axes, group, groups, device, causal):

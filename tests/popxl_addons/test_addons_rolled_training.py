@@ -87,6 +87,7 @@ def test_layers_are_turns(config: LanguageConfig, how: dict[str, Any], loops: li
     assert not rolling.unrolled_graphs
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("how", [{"precision": BF16, "clip": 1.0}, {"precision": BF16, "replicas": 2, "sharded": True}])
 def test_turns_give_what_layers_give(how: dict[str, Any]) -> None:
     """By steps that follow gradients: AdamW goes by their signs at first, and bfloat16 rounds small ones to either."""
@@ -112,9 +113,10 @@ def test_what_is_put_together_for_all_micro_batches() -> None:
     assert sum(len(group) for groups in rolling.gathered.values() for group in groups) == 7 * LAYERS
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("config", "more"),
-    [(LLAMA, {}), pytest.param(WIDE, {"replicas": 2, "sharded": True, "precision": None}, marks=pytest.mark.thorough)],
+    [(LLAMA, {}), (WIDE, {"replicas": 2, "sharded": True, "precision": None})],
     ids=["whole", "sharded"],
 )
 def test_loops_in_the_turns_of_a_loop(config: LanguageConfig, more: dict[str, Any]) -> None:

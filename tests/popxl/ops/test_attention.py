@@ -165,6 +165,7 @@ def test_the_attention_of_jax_as_an_op_is_the_same() -> None:
     np.testing.assert_allclose(dx, other_dx, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("length", [64, 700])
 @pytest.mark.parametrize(("masked", "dropout"), [(False, 0.0), (True, 0.3)], ids=["plain", "masked and dropped"])
 def test_a_gradient_that_has_nothing_of_the_forward_pass(length: int, masked: bool, dropout: float) -> None:

@@ -74,7 +74,7 @@ def test_there_are_programs() -> None:
     assert {page: count for page, count in shown.items() if count} == {
         "README": 2,
         "checking": 1,
-        "extending": 4,
+        "extending": 6,
         "jax": 6,
         "memory": 5,
         "popxl-programs": 1,

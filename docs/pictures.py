@@ -1,4 +1,4 @@
-"""The pictures of README.md and of runtime/README.md. `python docs/pictures.py` draws them anew, into docs/pictures.
+"""The pictures of README.md, popxl/README.md and runtime/README.md. `python docs/pictures.py` draws them anew, into docs/pictures.
 
 `step.svg` is what the program of README.md draws; the others are drawn here.
 """
@@ -9,7 +9,9 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -171,6 +173,62 @@ def run_warm() -> str:
     )
 
 
+POPXL = {
+    "__main__": "the command; names that programs import",
+    "session": "the bridge to the machine",
+    "operators": "operators of tensors, such as x + y",
+    "program.rule_graph": "gradient rules as graphs",
+    "ir": "a whole program",
+    "program.reading": "programs in files",
+    "program.checks": "their schema and checks",
+    "analysis": "memory, operations, communication, checks",
+    "transforms": "autodiff, merging, JAX functions as ops",
+    "ops": "declarations of ops, by family",
+    "core": "recording of ops in graphs; tensors, traits, streams",
+    "values": "dtypes, shapes, shards, groupings, options",
+    "base": "log, pages, lines, files. Imports no graphs",
+}
+RUNTIME = {
+    "poprun": "commands; processes; a program as a JAX file",
+    "poprun_options": "costs in reviewed files",
+    "watched_runs": "runs of programs for commands",
+    "jax_analysis": "analysis of JAX functions",
+    "session": "what users run; choices and budgets that fit",
+    "session_inspection": "its reports, and access to its variables",
+    "machine": "finds devices; compiles and runs",
+    "ways": "selects the way of compiling by cost",
+    "inspection": "data of a compiled program",
+    "report": "reports; a compiled program in a file",
+    "costs": "cost and memory, from XLA's output",
+    "program": "layout, executables, variables, runs",
+    "plan": "segments that the host runs; rerolled loops",
+    "compile_pool": "threads that compile; timelines; cache",
+    "files.executables": "executables in files",
+    "lowering": "graphs to functions of arrays",
+    "targets": "devices and compilation targets",
+    "cpu": "for one platform only",
+    "noinline": "what all use",
+    "jax_private": "JAX's private interfaces",
+}
+"""What each floor is for, by the first name of its contract."""
+
+
+def floors(package: str, purposes: dict[str, str]) -> str:
+    """The floors of a package, as its contract in pyproject.toml has them: each imports from those below it only."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]["contracts"]
+    (layers,) = (each["layers"] for each in contracts if each["id"] == package)
+    parts, y = [svg.text(16, 22, f"{package}: each floor imports from those below it", "start", 13)], 34
+    for layer in layers:
+        names = wrapped(layer.replace(" : ", " · "), 72)
+        purpose = purposes.get(layer.split(" : ")[0], "")
+        height = 12 + 16 * len(names)
+        parts.append(f'<rect x="16" y="{y}" width="828" height="{height}" rx="4" class="box"/>')
+        parts += [svg.text(26, y + 18 + 16 * i, line, "start", 12) for i, line in enumerate(names)]
+        parts.append(svg.text(520, y + 18, purpose, "start"))
+        y += height + 4
+    return svg.picture(y + 8, parts, STYLE)
+
+
 STYLE = (
     ".popxl .box { fill: #eef2f6; stroke: #9fb0c3 } .popxl .frame { fill: none; stroke: #9fb0c3 } "
     ".popxl .arrow { fill: none; stroke: #333b47; stroke-width: 1.2 } @media (prefers-color-scheme: dark) { "
@@ -178,7 +236,13 @@ STYLE = (
     ".popxl .arrow { stroke: #c3ccd8 } }"
 )
 
-DRAWN = {"program.svg": program, "run-cold.svg": run_cold, "run-warm.svg": run_warm}
+DRAWN: dict[str, Callable[[], str]] = {
+    "program.svg": program,
+    "run-cold.svg": run_cold,
+    "run-warm.svg": run_warm,
+    "floors-popxl.svg": partial(floors, "popxl", POPXL),
+    "floors-runtime.svg": partial(floors, "runtime", RUNTIME),
+}
 
 
 def step() -> str:

@@ -1,4 +1,4 @@
-"""The pictures of README.md, popxl/README.md and runtime/README.md. `python docs/pictures.py` draws them anew, into docs/pictures.
+"""The pictures of README.md, popxl/README.md and runtime/README.md: `python docs/pictures.py` draws them anew.
 
 `step.svg` is what the program of README.md draws; the others are drawn here.
 """

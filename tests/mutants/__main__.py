@@ -1,17 +1,22 @@
 """Mutation testing: right programs are made wrong by one edit each, run beside the originals, and checked.
 
-python -m tests.mutants [--programs "by hand" "kit, experts"] [--kinds "drop a collective"] [--missed FILE]
+python -m tests.mutants [--programs "by hand" "kit, experts"] [--kinds "drop a collective"] [--missed FILE] [--ran FILE]
+
+Running takes most of the time, and does not depend on the checker: `--ran` keeps in a file which mutants change numbers,
+so that a run goes on where the last one ended, and the checker alone is tried again in seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -29,6 +34,21 @@ from tests.mutants.programs import ALIKE, PROGRAMS
 STEPS = 2
 
 Numbers = Mapping[str, np.ndarray]
+
+
+class Ran:
+    """Which mutants change numbers, as runs have shown: a file of one line each; `None` for what makes no program."""
+
+    def __init__(self, file: Path | None) -> None:
+        self.file = file
+        lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.exists() else []
+        self.known: dict[str, bool | None] = dict(json.loads(line) for line in lines)
+
+    def note(self, key: str, changed: bool | None) -> None:
+        self.known[key] = changed
+        if self.file is not None:
+            with self.file.open("a", encoding="utf-8") as out:
+                out.write(json.dumps([key, changed]) + "\n")
 
 
 @dataclass(frozen=True)
@@ -94,30 +114,35 @@ def differ(found: Numbers, expected: Numbers) -> bool:
     return False
 
 
-def made(name: str, mutation: Mutation, expected: Numbers) -> Mutant | None:
+def made(name: str, mutation: Mutation, expected: Callable[[], Numbers], ran: Ran) -> Mutant | None:
     """A mutant, run and checked; `None` where the edit makes no program."""
+    key = f"{name}: {mutation.kind} {mutation.where}"
+    if key in ran.known and ran.known[key] is None:
+        return None
     ir = PROGRAMS[name]()
     try:
         lines, what = mutation.on(ir)
         findings = found_in(ir)
-        changed = differ(numbers(name, ir), expected)
+        if key not in ran.known:
+            ran.note(key, differ(numbers(name, ir), expected()))
     except (PopxlError, ValueError, TypeError, NotImplementedError) as problem:
-        print(f"no program: {name}, {mutation.kind} {mutation.where}: {str(problem)[:160]}", file=sys.stderr)
+        ran.note(key, None)
+        print(f"no program: {key}: {str(problem)[:160]}", file=sys.stderr)
         return None
     at_line = any(line in lines for line, _ in findings)
     texts = tuple(f"{category} ({line})" for line, category in findings)
-    return Mutant(name, mutation.kind, what, changed, texts, at_line, mutation.where)
+    return Mutant(name, mutation.kind, what, bool(ran.known[key]), texts, at_line, mutation.where)
 
 
-def all_mutants(programs: list[str], kinds: list[str]) -> Iterator[Mutant]:
+def all_mutants(programs: list[str], kinds: list[str], ran: Ran) -> Iterator[Mutant]:
     for name in programs:
         ir = PROGRAMS[name]()
         for line, category in found_in(ir):
             print(f"found in the original: {name}: {category} ({line})", file=sys.stderr)
         edits = [each for each in mutations(ir) if not kinds or each.kind in kinds]
-        expected = numbers(name, ir)
+        expected = cache(partial(numbers, name, ir))
         for mutation in edits:
-            if (mutant := made(name, mutation, expected)) is not None:
+            if (mutant := made(name, mutation, expected, ran)) is not None:
                 yield mutant
 
 
@@ -142,9 +167,10 @@ def main() -> None:
     parser.add_argument("--programs", nargs="*", default=[""], help="how names begin")
     parser.add_argument("--kinds", nargs="*", default=[])
     parser.add_argument("--missed", type=Path, help="write those that were not found there")
+    parser.add_argument("--ran", type=Path, help="keep there which mutants change numbers, and do not run these again")
     options = parser.parse_args()
     programs = [name for name in PROGRAMS if name.startswith(tuple(options.programs))]
-    mutants = list(all_mutants(programs, options.kinds))
+    mutants = list(all_mutants(programs, options.kinds, Ran(options.ran)))
     print("\n".join(table(mutants)))
     missed = [f"- missed: {m.program}: {m.kind}: {m.what} {m.where}" for m in mutants if m.changed and not m.findings]
     missed += [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.mutants.__main__ import differ, found_in, made, numbers, table
+from tests.mutants.__main__ import Ran, differ, found_in, made, numbers, table
 from tests.mutants.mutations import mutations
 from tests.mutants.programs import PROGRAMS
 
@@ -38,7 +38,7 @@ def test_a_mutant_of_each_kind_is_run_beside_its_original() -> None:
     expected = numbers(name, PROGRAMS[name]())
     assert not differ(numbers(name, PROGRAMS[name]()), expected)
     first = {each.kind: each for each in reversed([*mutations(PROGRAMS[name]())])}
-    mutants = [made(name, each, expected) for each in first.values()]
+    mutants = [made(name, each, lambda: expected, Ran(None)) for each in first.values()]
     of_kind = {each.kind: each for each in mutants if each is not None}
     assert of_kind.keys() == first.keys() and len(of_kind) >= 10
     assert sum(each.changed for each in of_kind.values()) >= 8

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from popxl.analysis.inference import infer
 from popxl.analysis.lints import drifting
 from popxl.analysis.outliers import outliers
-from popxl.analysis.replication import Finding, Report, infer
+from popxl.analysis.replication import Finding, Report
 
 if TYPE_CHECKING:
     from popxl.ir import Ir

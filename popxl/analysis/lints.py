@@ -13,8 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from popxl.analysis.inference import infer
+from popxl.analysis.pieces import is_linear
 from popxl.analysis.placement import crossing_updates
-from popxl.analysis.replication import Report, infer
+from popxl.analysis.replication import Report
 from popxl.base.source import SourceLocation, warn_at
 from popxl.context import user_frame
 from popxl.core.aliasing import callees_first, storages
@@ -399,7 +401,7 @@ class _Walk:
         if isinstance(op.attributes.get(kind.exchange), RemoteBuffer):
             self.loaded |= dict.fromkeys(op.outputs)
         as_many = {t.nelms for t in op.outputs} in ({t.nelms for t in alike}, {sum(t.nelms for t in alike)})
-        self.makes(op, bits, same if as_many else 0)
+        self.makes(op, bits, same if same and as_many and is_linear(op) else 0)
 
     def call(self, op: Op) -> None:
         """An op that runs graphs."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from popxl.analysis.mesh import Mesh
-from popxl.analysis.replication import REPLICATED, VARYING, Finding, Report
+from popxl.analysis.replication import REPLICATED, VARYING, Finding, Report, is_term
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.core.traits import is_call
 
@@ -85,6 +85,9 @@ def outliers(report: Report) -> Iterator[Finding]:
         stored += out
     yield from _losses(mesh, report, updates, stored)
     yield from _same_data(mesh, report, updates)
+    yield from _same_batches(mesh, report)
+    yield from _scaled_sums(mesh, report)
+    report.notes += _local_numbers(mesh, report, updates)
     yield from _beginnings(mesh, report)
 
 
@@ -175,8 +178,14 @@ def _odd_ones(mesh: Mesh, updates: Sequence[_Update]) -> Iterator[Finding]:
             continue
         for each in some:
             ratio = each.scale / most[0].scale
-            if any(math.isclose(ratio, n, rel_tol=1e-4) for n in (each.count, 1 / each.count)):
+            groups = (op.attributes["group_size"] for one in (each, most[0]) for op in one.how.by)
+            if _is_of_replicas(ratio, each.count, *groups):
                 yield from _odd(mesh, each, most[0], ratio)
+
+
+def _is_of_replicas(ratio: float, *counts: int) -> bool:
+    """Whether a ratio is the number of replicas that something was reduced over, or one divided by it."""
+    return any(n > 1 and math.isclose(number, n, rel_tol=1e-4) for n in counts for number in (ratio, 1 / ratio))
 
 
 def _odd(mesh: Mesh, one: _Update, usual: _Update, ratio: float) -> Iterator[Finding]:
@@ -192,7 +201,9 @@ def _odd(mesh: Mesh, one: _Update, usual: _Update, ratio: float) -> Iterator[Fin
             f"{that} times {usual.how.factor:g}: what it gets is {times} theirs, and there are as many replicas. "
             "Leave that factor out.",
         )  # fmt: skip
-    elif this == "sum" or not _is_mean(op.inputs[0]):  # statistics of rows are means, however gradients are reduced
+    elif (
+        this == "sum" or _share_of_mean(op.inputs[0]) is None
+    ):  # statistics of rows are means, however gradients are reduced
         yield _finding(
             mesh, "mixed reductions", op, one.of, one.axes,
             f"`{one.of.path}` is changed by the {this} over {over}, and {such_as}, by the {that}: what it gets is "
@@ -216,27 +227,115 @@ def _losses(
                 f"`{t.path}` is stored. It has been reduced, but not over {mesh.text(missing)}, as the gradients are: "
                 f"each replica stores another number. Reduce it over {mesh.text(missing)}, too.",
             )  # fmt: skip
-        before = op.inputs[0]
-        along, _ = _completed(mesh, report, how)
-        plain = how.factor == 1 and not how.scalars and {each.attributes["op"] for each in how.by} == {"add"}
-        if plain and along and _is_mean(before) and all(by_axis[i] == {"mean"} for i in along):
+        before = how.by[0].inputs[0]
+        (along, scale), share = _completed(mesh, report, how), _share_of_mean(before)
+        if share is None or how.scalars or not along or any(by_axis[i] != {"mean"} for i in along):
+            continue
+        count = math.prod(mesh.sizes[i] for i in along)
+        ratio, of_all = share * scale * count, op.attributes["group_size"]
+        if how.factor == 1 and ratio > 1 and _is_of_replicas(ratio, count, of_all):
             yield _finding(
                 mesh, "sum of means", op, t, along,
                 f"`{before.path}` is a mean over what a replica has, and `{t.path}`, which is stored, the sum of these "
                 f"over {mesh.text(along)}, while the gradients are means over it. Write \"mean\".",
             )  # fmt: skip
+        elif _is_of_replicas(ratio, count, of_all):
+            yield _finding(
+                mesh, "factor of replicas", how.scaled or op, t, along,
+                f"`{before.path}` is a mean over what a replica has, and `{t.path}`, which is stored, {ratio:g} times "
+                f"the mean of these over {mesh.text(along)}, where there are {count} replicas. Leave that factor out.",
+            )  # fmt: skip
 
 
-def _is_mean(t: Tensor) -> bool:
-    """Whether a value is the result of a mean, maybe in a graph that is called."""
-    while (op := t.producer) is not None:
-        if is_call(op):
-            t = op.called_graphs[0].outputs[op.outputs.index(t)]
-        elif op.op_type in ("Cast", "Identity") or op.kind.view is not None:
+def _share_of_mean(t: Tensor) -> float | None:
+    """How many times a mean a value is, maybe of several, or in a graph that is called; `None` if it is none."""
+    op = t.producer
+    if op is None:
+        return None
+    if is_call(op):
+        return _share_of_mean(op.called_graphs[0].outputs[op.outputs.index(t)])
+    if op.op_type == "ReduceMean" or op.attributes.get("reduction") == "mean":
+        return 1.0
+    if op.op_type in ("Cast", "Identity") or op.kind.view is not None:
+        return _share_of_mean(op.inputs[0])
+    if op.op_type in ("Add", "Sum"):
+        shares = [_share_of_mean(each) for each in op.inputs]
+        return None if None in shares else sum(each for each in shares if each is not None)
+    if op.op_type in ("Mul", "Div") and isinstance(op.inputs[-1], Constant) and op.inputs[-1].nelms == 1:
+        share, number = _share_of_mean(op.inputs[0]), float(np.asarray(op.inputs[-1].data, np.float64).reshape(()))
+        return share and number and (share * number if op.op_type == "Mul" else share / number)
+    return None
+
+
+def _local_numbers(mesh: Mesh, report: Report, updates: Sequence[_Update]) -> Iterator[Finding]:
+    """Single numbers that each replica stores of its own data. That may be meant, as the host gets all of them."""
+    reduced = {i for each in updates for i in each.axes}
+    for op in (op for graph in report.graphs for op in graph.ops):
+        if op.kind.exchange and not op.outputs and op.inputs and op.inputs[0].nelms == 1:
             t = op.inputs[0]
-        else:
-            return op.op_type == "ReduceMean"
-    return False
+            own = [i for i, along in enumerate(report.types[t]) if along == (VARYING, None) and i in reduced]
+            if own and t.dtype.is_floating_point:
+                yield _finding(
+                    mesh, "local number", op, t, own,
+                    f"each replica along {mesh.text(own)} stores its own `{t.path}`, of its own data. Take the mean of "
+                    "what the host gets; or reduce it first.",
+                )  # fmt: skip
+
+
+def _scaled_sums(mesh: Mesh, report: Report) -> Iterator[Finding]:
+    """Sums of terms that are multiplied by the number of replicas, or divided by it, where others are not."""
+    sums = [
+        op
+        for op, held in report.reductions.items()
+        if op.attributes["op"] == "add" and op.outputs and all(is_term(held[i]) for i in _along(mesh, op))
+    ]
+    odd: dict[Op, Op] = {}
+    for op in sums:
+        for reader in op.graph.ops:
+            if op.outputs[0] in reader.inputs:
+                made = _made(reader, {op.outputs[0]: _Reduced((op,))}, report)
+                count = op.attributes["group_size"]
+                if made is not None and any(math.isclose(made.factor, n) for n in (count, 1 / count)):
+                    odd[op] = reader
+    if 2 * len(odd) <= len(sums):
+        for op, reader in odd.items():
+            yield _finding(
+                mesh, "factor of replicas", reader, op.inputs[0], _along(mesh, op),
+                f"replicas along {mesh.text(_along(mesh, op))} have terms of a sum, `{op.inputs[0].path}`, and their "
+                f"sum is multiplied by their number, {op.attributes['group_size']}, or divided by it. Leave that out.",
+            )  # fmt: skip
+
+
+def _same_batches(mesh: Mesh, report: Report) -> Iterator[Finding]:
+    """Data of one replica that all of them call a graph with, which they call with data of their own elsewhere."""
+    for graph in report.graphs:
+        sites = [site for site in graph.call_sites if is_call(site)]
+        for given in zip(*(site.inputs for site in sites), strict=False):
+            types = {t: report.types[t] for t in given if t in report.types}
+            own = {i for each in types.values() for i, (kind, _) in enumerate(each) if kind is VARYING}
+            for t, held in types.items():
+                alike = [i for i in own if held[i] == (REPLICATED, None) and report.fed and report.fed[i][0] is VARYING]
+                if alike and (load := _fed_by(t)) is not None:
+                    yield _finding(
+                        mesh, "same batch", load, t, sorted(alike),
+                        f"`{t.path}` is made of what the host feeds, and is the same on all replicas along "
+                        f"{mesh.text(alike)}; where {graph.title} is called elsewhere, each has its own. Let each "
+                        "replica compute with its own here, too.",
+                    )  # fmt: skip
+
+
+def _fed_by(t: Tensor) -> Op | None:
+    """The op that loads from the host what a value is made of, if there is one."""
+    seen, left = {t}, [t]
+    while left:
+        op = left.pop().producer
+        if op is None or op.called_graphs:
+            continue
+        if op.kind.exchange:
+            return op
+        left += [each for each in op.inputs if each not in seen]
+        seen.update(op.inputs)
+    return None
 
 
 def _same_data(mesh: Mesh, report: Report, updates: Sequence[_Update]) -> Iterator[Finding]:
@@ -246,7 +345,7 @@ def _same_data(mesh: Mesh, report: Report, updates: Sequence[_Update]) -> Iterat
     found: dict[Op, list[int]] = defaultdict(list)
     for i, (kind, _) in enumerate(report.fed):
         some = [op for op in reductions if i in _along(mesh, op)]
-        before = {report.reductions[op][k] for op in some for k in _along(mesh, op)}
+        before = {report.reductions[op][i] for op in some}
         means = all(op.attributes["op"] == "mean" for op in some)
         if kind is VARYING and i not in said and before == {(REPLICATED, None)} and means:
             found[some[0]].append(i)

@@ -2,8 +2,8 @@
 
 python -m tests.mutants [--programs "by hand" "kit, experts"] [--kinds "drop a collective"] [--missed FILE] [--ran FILE]
 
-Running takes most of the time, and does not depend on the checker: `--ran` keeps in a file which mutants change numbers,
-so that a run goes on where the last one ended, and the checker alone is tried again in seconds.
+Running takes most of the time, and does not depend on the checker: `--ran` keeps in a file which mutants change
+numbers, so that a run goes on where the last one ended, and the checker alone is tried again in seconds.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Mutant:
         kind, what: the edit.
         changed: whether its numbers are others.
         findings: what the checker finds.
-        at_line: whether one of these is at a right line.
+        notes: what it says besides.
+        at_line: whether one of both is at a right line.
         where: the graph and the op.
     """
 
@@ -69,8 +70,14 @@ class Mutant:
     what: str
     changed: bool
     findings: tuple[str, ...]
+    notes: tuple[str, ...]
     at_line: bool
     where: tuple[int, int]
+
+    @property
+    def told(self) -> bool:
+        """Whether the checker says something of it."""
+        return bool(self.findings or self.notes)
 
 
 def found_in(ir: popxl.Ir) -> list[tuple[str, str]]:
@@ -116,22 +123,23 @@ def differ(found: Numbers, expected: Numbers) -> bool:
 
 def made(name: str, mutation: Mutation, expected: Callable[[], Numbers], ran: Ran) -> Mutant | None:
     """A mutant, run and checked; `None` where the edit makes no program."""
-    key = f"{name}: {mutation.kind} {mutation.where}"
+    key = f"{name}: {mutation.kind} {mutation.where} {mutation.number}"
     if key in ran.known and ran.known[key] is None:
         return None
     ir = PROGRAMS[name]()
     try:
         lines, what = mutation.on(ir)
-        findings = found_in(ir)
+        report = check(ir)
         if key not in ran.known:
             ran.note(key, differ(numbers(name, ir), expected()))
     except (PopxlError, ValueError, TypeError, NotImplementedError) as problem:
         ran.note(key, None)
         print(f"no program: {key}: {str(problem)[:160]}", file=sys.stderr)
         return None
-    at_line = any(line in lines for line, _ in findings)
-    texts = tuple(f"{category} ({line})" for line, category in findings)
-    return Mutant(name, mutation.kind, what, bool(ran.known[key]), texts, at_line, mutation.where)
+    at_line = any(each.line in lines for each in (*report.findings, *report.notes))
+    findings, notes = ([f"{e.category} ({e.line})" for e in some] for some in (report.findings, report.notes))
+    changed = bool(ran.known[key])
+    return Mutant(name, mutation.kind, what, changed, tuple(findings), tuple(notes), at_line, mutation.where)
 
 
 def all_mutants(programs: list[str], kinds: list[str], ran: Ran) -> Iterator[Mutant]:
@@ -155,7 +163,7 @@ def table(mutants: list[Mutant]) -> Iterator[str]:
         by_kind[each.kind].append(each)
     for kind, some in [*sorted(by_kind.items()), ("all", mutants)]:
         changed, same = [e for e in some if e.changed], [e for e in some if not e.changed]
-        found = [each for each in changed if each.findings]
+        found = [each for each in changed if each.told]
         at_line = [each for each in found if each.at_line]
         warned = [each for each in same if each.findings]
         counts = (len(some), len(changed), len(found), len(at_line), len(same), len(warned))
@@ -172,11 +180,11 @@ def main() -> None:
     programs = [name for name in PROGRAMS if name.startswith(tuple(options.programs))]
     mutants = list(all_mutants(programs, options.kinds, Ran(options.ran)))
     print("\n".join(table(mutants)))
-    missed = [f"- missed: {m.program}: {m.kind}: {m.what} {m.where}" for m in mutants if m.changed and not m.findings]
+    missed = [f"- missed: {m.program}: {m.kind}: {m.what} {m.where}" for m in mutants if m.changed and not m.told]
     missed += [
-        f"- elsewhere: {m.program}: {m.kind}: {m.what}: {'; '.join(m.findings)}"
+        f"- elsewhere: {m.program}: {m.kind}: {m.what}: {'; '.join(m.findings + m.notes)}"
         for m in mutants
-        if m.changed and m.findings and not m.at_line
+        if m.changed and m.told and not m.at_line
     ]
     missed += [
         f"- false: {m.program}: {m.kind}: {m.what}: {'; '.join(m.findings)}"

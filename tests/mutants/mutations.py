@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -26,11 +28,13 @@ class Mutation:
     Attributes:
         kind: what is done.
         where: number of the graph and of the op in it; or -1, and the number of the variable.
-        apply: does it, and returns where a finding is at the right line.
+        number: tells edits of one kind of one op apart.
+        apply: does it.
     """
 
     kind: str
     where: tuple[int, int]
+    number: int
     apply: Callable[[Any], None]
 
     def on(self, ir: popxl.Ir) -> tuple[set[str], str]:
@@ -73,13 +77,14 @@ def mutations(ir: popxl.Ir) -> Iterator[Mutation]:
     strides = _strides(sizes)
     for g, graph in enumerate(graphs(ir)):
         for o, op in enumerate(graph.ops):
+            numbers: dict[str, Iterator[int]] = defaultdict(count)
             for kind, apply in _of_op(op, sizes, strides):
-                yield Mutation(kind, (g, o), apply)
+                yield Mutation(kind, (g, o), next(numbers[kind]), apply)
     for n, v in enumerate(ir.main_graph.variables):
         grouping = v.replica_grouping
         whole = v.piece is None and not v.location_info.isRemote()
         if whole and grouping.group_size > 1 and v.dtype.is_floating_point and v.nelms > 1:
-            yield Mutation("initialise replicas differently", (-1, n), _own_values)
+            yield Mutation("initialise replicas differently", (-1, n), 0, _own_values)
 
 
 def _of_op(op: Op, sizes: dict[str, int], strides: dict[str, int]) -> Iterator[tuple[str, Callable[[Op], None]]]:

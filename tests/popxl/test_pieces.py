@@ -1,0 +1,270 @@
+"""What functions make of pieces and of terms of a sum: types of their results, and what is found in wrong programs."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import popxl
+import popxl_addons as addons
+from popxl import ops
+from popxl.analysis.checking import check
+from popxl_addons.ops.replicated_all_reduce_TP import replicated_all_reduce_identical_inputs
+from tests.popxl.test_replication import F32, divided, fed, mesh, update, weight
+
+c = ops.collectives
+double = popxl.OpKind("Double", lambda t: jnp.flip(t, 0) * 2)
+wave = popxl.OpKind("Wave", jax.jit(lambda t: jnp.sin(t) * 2))
+
+
+def same(*shape: int) -> popxl.Tensor:
+    """What the host feeds alike along `tensor`."""
+    return c.assert_replicated(fed(*shape), "tensor")
+
+
+def own(*shape: int, name: str = "own") -> popxl.Tensor:
+    """A weight of each replica along `tensor`, which does not say what it is a part of."""
+    w = popxl.variable(np.ones((4, *shape), np.float32), F32, name, replica_grouping="data")
+    update(w, w * 0.1)
+    return w
+
+
+def terms() -> popxl.Tensor:
+    """Terms of a sum over `tensor`."""
+    return (same(5, 8) @ divided(1, 8, 6, name="up")) @ divided(0, 6, 8, name="down")
+
+
+# Types ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: ops.einsum("bi,io->bo", divided(1, 5, 6), divided(0, 6, 8, name="b")), "partial"),
+        (lambda: ops.einsum("bi,io->ob", weight(5, 6), divided(1, 6, 8, name="b")), "sharded 0"),
+        (lambda: ops.einsum("hbi,hio->hbo", divided(0, 2, 5, 6), divided(0, 2, 6, 8, name="b")), "sharded 0"),
+        (lambda: ops.conv(divided(1, 2, 3, 4, 4), divided(1, 5, 3, 1, 1, name="b")), "partial"),
+        (lambda: ops.sum(divided(1, 5, 6), axis=1), "partial"),
+        (lambda: ops.sum(divided(1, 5, 6), axis=0), "sharded 0"),
+        (lambda: ops.sum(divided(0, 5, 6) * divided(0, 5, 6, name="b")), "partial"),
+        (lambda: divided(1, 5, 6).reshape((5, 3, 2)), "sharded 1"),
+        (lambda: divided(1, 5, 6).reshape((5, 1, 6)), "sharded"),  # which of the two is divided?
+        (lambda: divided(1, 5, 6, 2).transpose((2, 1, 0)).reshape((12, 5)), "sharded 0"),
+        (lambda: ops.gelu(divided(1, 5, 6)) * 2, "sharded 1"),
+        (lambda: double(terms()), "partial"),
+        (lambda: ops.concat([terms(), -terms()], axis=0), "partial"),
+        (lambda: ops.where(same(5, 8) > 0, terms(), popxl.constant(0.0)), "partial"),
+        (lambda: ops.gather(terms(), popxl.constant([1, 0])), "partial"),
+        (lambda: terms() * same(5, 8) / 3, "partial"),
+    ],
+)
+def test_types(make: Callable[[], popxl.Tensor], expected: str) -> None:
+    with (ir := mesh()).main_graph:
+        t = make()
+    report = check(ir)
+    assert report.findings == []
+    assert f"tensor: {expected}}}" in report.text(t)
+
+
+# Wrong programs -------------------------------------------------------------------------------------------------------
+
+
+def a_bias_before_the_sum() -> None:
+    y = terms() + weight(8, name="bias")  # found
+    c.replicated_all_reduce(y, group="tensor")
+
+
+def a_function_before_the_sum() -> None:
+    c.replicated_all_reduce(ops.gelu(terms()), group="tensor")  # found
+
+
+def a_function_of_a_users_own() -> None:
+    wave(terms())  # found
+
+
+def a_softmax_over_pieces() -> None:
+    """Each replica would divide by the sum over its own piece."""
+    logits = same(5, 8) @ divided(1, 8, 6)
+    ops.softmax(logits, axis=1)  # found
+
+
+def a_norm_of_pieces() -> None:
+    w = divided(1, 8, 6)
+    ops.sqrt(ops.sum(w * w))  # found
+
+
+def a_product_of_terms() -> None:
+    y = terms()
+    ops.mul(y, y)  # found
+
+
+def an_update_by_terms() -> None:
+    """What goes back through two divided layers, without the sum between them."""
+    x = same(5, 8)
+    dn = (x @ divided(1, 8, 6)) @ divided(1, 8, 6, name="b").T
+    first = divided(1, 8, 8, name="first")
+    g = c.replicated_all_reduce(x.T @ dn, "mean", group="data")
+    ops.scaled_add_(first, g, b=-0.1)  # found
+
+
+def an_update_by_other_pieces() -> None:
+    w, x = divided(1, 6, 6), same(5, 6)
+    dw = x.T @ (x @ w)
+    g = c.replicated_all_reduce(dw.T, "mean", group="data")
+    ops.scaled_add_(w, g, b=-0.1)  # found
+
+
+def a_mean_of_own_products() -> None:
+    h = ops.gelu(same(5, 8) @ own(8, 6))
+    c.replicated_all_reduce(h @ own(6, 8, name="b"), "mean", group="tensor")  # found
+
+
+def a_bias_in_a_sum_of_own_products() -> None:
+    h = ops.gelu(same(5, 8) @ own(8, 6))
+    y = h @ own(6, 8, name="b") + weight(8, name="bias")
+    c.replicated_all_reduce(y, group="tensor")  # found
+
+
+def a_sum_of_functions_of_own_products() -> None:
+    h = ops.gelu(same(5, 8) @ own(8, 6)) @ own(6, 8, name="b")
+    c.replicated_all_reduce(ops.tanh(h), group="tensor")  # found
+
+
+def summed_twice_at_once() -> None:
+    y = c.replicated_all_reduce(terms(), group="tensor")
+    c.replicated_all_reduce(y, group="tensor")  # found
+
+
+def one_of_two_sums_is_scaled() -> None:
+    y = c.replicated_all_reduce(terms(), group="tensor")
+    h = ops.gelu(y @ own(8, 6)) @ own(6, 8, name="b")
+    ops.mul(c.replicated_all_reduce(h, group="tensor"), 0.25)  # found
+
+
+def a_scaled_loss() -> None:
+    w, x = weight(8, 3), fed(5, 8)
+    loss = c.replicated_all_reduce(ops.mean(x @ w), "mean")
+    addons.host_store(loss / 8)  # found
+    update(w, c.replicated_all_reduce(x.T @ (x @ w), "mean"))
+
+
+def one_batch_for_all() -> None:
+    """The second of two batches is that of the first replica, for all of them."""
+    w = weight(8, 3)
+    graph = w.ir.create_graph(lambda x, w: x.T @ (x @ w), popxl.TensorSpec((5, 8), F32), w)
+    (a,) = ops.call(graph, fed(5, 8), w)
+    x = ops.host_load(popxl.h2d_stream((5, 8), F32, "x"))  # found
+    x = c.replicated_all_gather(x, output_shape="new_axis")[0]
+    (b,) = ops.call(graph, x, w)
+    update(w, c.replicated_all_reduce(a + b, "mean"))
+
+
+@pytest.mark.parametrize(
+    ("program", "category"),
+    [
+        (a_bias_before_the_sum, "terms and a whole"),
+        (a_function_before_the_sum, "function of terms"),
+        (a_function_of_a_users_own, "function of terms"),
+        (a_softmax_over_pieces, "function of terms"),
+        (a_norm_of_pieces, "function of terms"),
+        (a_product_of_terms, "function of terms"),
+        (an_update_by_terms, "terms in an update"),
+        (an_update_by_other_pieces, "pieces of another layout"),
+        (a_mean_of_own_products, "mean of a sum"),
+        (a_bias_in_a_sum_of_own_products, "terms and a whole"),
+        (a_sum_of_functions_of_own_products, "function of terms"),
+        (summed_twice_at_once, "repeated reduction"),
+        (one_of_two_sums_is_scaled, "factor of replicas"),
+        (a_scaled_loss, "factor of replicas"),
+        (one_batch_for_all, "same batch"),
+    ],
+)
+def test_wrong_programs(program: Callable[[], None], category: str) -> None:
+    with (ir := mesh()).main_graph:
+        program()
+    (finding,) = check(ir).findings
+    lines, first = inspect.getsourcelines(program)
+    (at,) = (first + i for i, line in enumerate(lines) if line.endswith("# found\n"))
+    assert (finding.category, finding.line, finding.certain) == (category, f"test_pieces.py:{at}", False)
+
+
+# Right siblings -------------------------------------------------------------------------------------------------------
+
+
+def a_bias_after_the_sum() -> None:
+    c.replicated_all_reduce(terms(), group="tensor") + weight(8, name="bias")
+
+
+def terms_from_a_zero() -> None:
+    c.replicated_all_reduce(sum([terms(), terms()], popxl.constant(0.0)), group="tensor")
+
+
+def a_share_of_a_bias() -> None:
+    """What each has of its own may be added to a term."""
+    h = ops.gelu(same(5, 8) @ own(8, 6)) @ own(6, 8, name="b")
+    c.replicated_all_reduce(h + own(8, name="bias"), group="tensor")
+
+
+def heads() -> None:
+    """Attention in which each replica has heads of its own, without saying so: products within a head are no terms."""
+    x = same(5, 8)
+    q, k, v = (x @ own(8, 4, name=name) for name in "qkv")
+    mixed = ops.softmax(q @ k.T / 2 + popxl.constant(np.ones((5, 5), np.float32)), axis=1) @ v
+    c.replicated_all_reduce(mixed @ own(4, 8, name="out"), group="tensor")
+
+
+def data_in_variables() -> None:
+    """What each replica has of its own, and the program does not change, is data."""
+    w, x = weight(8, 3), popxl.variable(np.ones((8, 5, 8)), F32, "x", replica_grouping=ir_of_each())
+    y = ops.tanh(x @ w)
+    update(w, c.replicated_all_reduce(x.T @ y, "mean"))
+
+
+def ir_of_each() -> popxl.ReplicaGrouping:
+    return popxl.gcg().ir.replica_grouping(group_size=1)
+
+
+def batches_of_each() -> None:
+    w = weight(8, 3)
+    graph = w.ir.create_graph(lambda x, w: x.T @ (x @ w), popxl.TensorSpec((5, 8), F32), w)
+    (a,), (b,) = ops.call(graph, fed(5, 8), w), ops.call(graph, fed(5, 8), w)
+    update(w, c.replicated_all_reduce(a + b, "mean"))
+
+
+@pytest.mark.parametrize(
+    "program", [a_bias_after_the_sum, terms_from_a_zero, a_share_of_a_bias, heads, data_in_variables, batches_of_each]
+)
+def test_right_programs(program: Callable[[], None]) -> None:
+    with (ir := mesh()).main_graph:
+        program()
+    assert check(ir).findings == []
+
+
+def test_a_local_number_is_a_note() -> None:
+    """What each replica stores of its own data is no finding: the host gets all of it."""
+    with (ir := mesh()).main_graph:
+        w, x = weight(8, 3), fed(5, 8)
+        y = x @ w
+        addons.host_store(ops.mean(y))
+        update(w, c.replicated_all_reduce(x.T @ y, "mean"))
+    report = check(ir)
+    assert report.findings == []
+    (note,) = report.notes
+    assert (note.category, note.axes) == ("local number", ("data", "tensor"))
+    assert f"note: {note}" in str(report)
+
+
+def test_terms_of_layers_for_the_host_fed_alike() -> None:
+    """Layers of the kit say what they need, so nothing has to be stated."""
+
+    def step(x: Any) -> popxl.Tensor:
+        inside = replicated_all_reduce_identical_inputs(x, group="tensor")
+        return ops.gelu(inside @ divided(1, 8, 6, name="up")) @ divided(0, 6, 8, name="down")
+
+    with (ir := mesh()).main_graph:
+        y = step(fed(5, 8))
+    assert check(ir).text(y) == "{data: varying, tensor: partial}"

@@ -193,16 +193,16 @@ def list_schedule(pipeline: Pipeline, rule: Rule, memory: float = math.inf) -> R
 
     while True:
         for device in sorted(free):
-            s = next((s for s in by_priority[device] if may_begin(s)), None)
-            if s is None:
+            chosen = next((s for s in by_priority[device] if may_begin(s)), None)
+            if chosen is None:
                 continue
-            task = Task(s, begun[s])
+            task = Task(chosen, begun[chosen])
             rows[device].append(task)
-            begun[s] += 1
+            begun[chosen] += 1
             free.remove(device)
-            for d, nbytes in made[s].items():  # it is held as soon as it is being made
+            for d, nbytes in made[chosen].items():  # it is held as soon as it is being made
                 held[d] += nbytes
-            heapq.heappush(running, (now + durations[s], device, task))
+            heapq.heappush(running, (now + durations[chosen], device, task))
         if not running:
             break
         now = running[0][0]

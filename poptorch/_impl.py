@@ -82,7 +82,7 @@ def rewrapModelIfNecessary(model: Any) -> Any:
     Returns:
         The same.
     """
-    weights.put_on(_module_of(model))
+    weights.wrap(_module_of(model))
     return model
 
 

@@ -113,7 +113,7 @@ class DeviceState:
         self._fetch: Callable[[], Mapping[str, DeviceValues]] | None = None
 
     @property
-    def filled(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether there is something to write to a device."""
         return any(self.content.values())
 
@@ -138,7 +138,7 @@ class DeviceState:
         self.content = {key: content[key] for key in _KEYS}
         self.pending, self._stale = pending, False
 
-    def written(self) -> None:
+    def mark_written(self) -> None:
         """The pending content is on the device, merged with what that had for names that were missing."""
         self.pending, self._stale = False, True
 
@@ -150,7 +150,7 @@ class DeviceState:
     def copied(self) -> DeviceState:
         """For a copy of the optimiser: the same content, to be written to the device that the copy will have."""
         copied = DeviceState()
-        copied.set(self.content, pending=self.filled)
+        copied.set(self.content, pending=self.has_pending)
         return copied
 
 
@@ -172,7 +172,7 @@ class Optimizer:
 
     def has_state(self) -> bool:
         """Whether there is state of a device, read from one or to be written to one."""
-        return self.device.filled
+        return self.device.has_pending
 
     def get_state_dict(self) -> dict[str, DeviceValues]:
         """State and numbers as they were last read from, or are to be written to, a device: no transfer."""

@@ -351,7 +351,7 @@ class Options(OptionsDict):
         if input_group_type == CommGroupType.NoGrouping:
             input_group_size, input_group_type = 1, CommGroupType.Consecutive
         self._check(input_group_size=input_group_size, input_group_type=input_group_type)
-        ReplicaGroups.of(input_group_type, input_group_size, self.replication_factor)
+        ReplicaGroups.from_type(input_group_type, input_group_size, self.replication_factor)
         return self._set(input_group_size=input_group_size, input_group_type=input_group_type)
 
     @property
@@ -361,7 +361,7 @@ class Options(OptionsDict):
         Raises:
             ValueError: if the replication factor has changed so that the size of a group no longer divides it.
         """
-        return ReplicaGroups.of(self.input_group_type, self.input_group_size, self.replication_factor)
+        return ReplicaGroups.from_type(self.input_group_type, self.input_group_size, self.replication_factor)
 
     def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Self:
         """Which results of a call come back.

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensor
 
-from poptorch.base.carried import Hidden, LookedAt
+from poptorch.base.carried import Hidden, HiddenValueAccess
 from poptorch.base.hidden_tensors import hidden_problem, holds_tensor
 from poptorch.base.introspection import attributes
-from poptorch.base.structures import Leaf, Parts, Structure, given_objects, structure_of
+from poptorch.base.structures import Components, Leaf, Structure, given_objects, structure_of
 
 
-class Changes:
+class SideEffects:
     """Attribute changes of objects during a function call.
 
     Args:
@@ -32,9 +32,11 @@ class Changes:
 
     def __init__(self, objects: Sequence[Any]) -> None:
         self._objects = list(objects)
-        self._before = [{key: _kept(value) for key, value in attributes(each).items()} for each in self._objects]
+        self._before = [
+            {key: _copy_containers(value) for key, value in attributes(each).items()} for each in self._objects
+        ]
 
-    def found(self) -> dict[int, dict[str, Any]]:
+    def changed_attributes(self) -> dict[int, dict[str, Any]]:
         """Changed attributes by object number, including lists with new contents.
 
         What has been written to a tensor does not count: it is the same one. What was deleted is `Changes.GONE`.
@@ -42,8 +44,8 @@ class Changes:
         found: dict[int, dict[str, Any]] = {}
         for i, (each, before) in enumerate(zip(self._objects, self._before, strict=True)):
             now = attributes(each)
-            changed = {k: v for k, v in now.items() if k not in before or not _is_same(before[k], v)}
-            changed |= {key: Changes.GONE for key in before if key not in now}
+            changed = {k: v for k, v in now.items() if k not in before or not _is_unchanged(before[k], v)}
+            changed |= {key: SideEffects.GONE for key in before if key not in now}
             if changed:
                 found[i] = changed
         return found
@@ -55,26 +57,26 @@ class Changes:
         """Apply recorded changes to other objects."""
         for i, changed in found.items():
             for key, value in changed.items():
-                if value is Changes.GONE:
+                if value is SideEffects.GONE:
                     attributes(objects[i]).pop(key, None)
                 else:
                     attributes(objects[i])[key] = value
 
 
-def _kept(value: Any) -> Any:
+def _copy_containers(value: Any) -> Any:
     """Copy lists and dictionaries recursively, to detect later changes; return other values unchanged."""
     if type(value) in (list, tuple):
-        return type(value)(_kept(each) for each in value)
-    return {key: _kept(each) for key, each in value.items()} if type(value) is dict else value
+        return type(value)(_copy_containers(each) for each in value)
+    return {key: _copy_containers(each) for key, each in value.items()} if type(value) is dict else value
 
 
-def _is_same(before: Any, now: Any) -> bool:
+def _is_unchanged(before: Any, now: Any) -> bool:
     if type(before) is not type(now):
         return False
     if type(now) in (list, tuple):
-        return len(before) == len(now) and all(map(_is_same, before, now))
+        return len(before) == len(now) and all(map(_is_unchanged, before, now))
     if type(now) is dict:
-        return list(before) == list(now) and all(map(_is_same, before.values(), now.values()))
+        return list(before) == list(now) and all(map(_is_unchanged, before.values(), now.values()))
     return before is now or (type(now) in (bool, int, float, str) and before == now)
 
 
@@ -85,7 +87,7 @@ class Answer(Structure):
 
     Args:
         result: what the model returned.
-        changed: what `Changes` has found.
+        changed: what `SideEffects` has found.
         objects: the objects that it was given.
 
     Raises:
@@ -102,16 +104,16 @@ class Answer(Structure):
             if holds_tensor(constant, FakeTensor):
                 raise hidden_problem(f"The {name} of the model", constant)
             if holds_tensor(constant, Hidden):
-                raise LookedAt(name, type(constant))
+                raise HiddenValueAccess(name, type(constant))
 
     def collect(self, value: Any, into: list[torch.Tensor]) -> None:
         result, changed = value
         self._result.collect(result, into)
         self._changed.collect(changed, into)
 
-    def build(self, parts: Parts) -> Any:
+    def build(self, parts: Components) -> Any:
         result = self._result.build(parts)
-        Changes.make(self._changed.build(parts), parts.given)
+        SideEffects.make(self._changed.build(parts), parts.given)
         return result
 
     def leaves(self) -> Iterator[Leaf]:

@@ -39,13 +39,13 @@ def _search(log_probs: Any, time: Any, blank: int, width: int, paths: int) -> tu
     with_blank = jnp.where(jnp.arange(width) == 0, 0.0, IMPOSSIBLE)  # of paths that end with a blank
     with_label = jnp.full(width, IMPOSSIBLE)
 
-    def turn(beams: Any, now: Any) -> tuple[Any, None]:
+    def step_beams(beams: Any, now: Any) -> tuple[Any, None]:
         t, step = now
         following = _extended(beams, step, blank)
         return jax.tree.map(lambda new, old: jnp.where(t < time, new, old), following, beams), None
 
     beams = (labels, sizes, with_blank, with_label)
-    (labels, sizes, with_blank, with_label), _ = lax.scan(turn, beams, (jnp.arange(steps), log_probs))
+    (labels, sizes, with_blank, with_label), _ = lax.scan(step_beams, beams, (jnp.arange(steps), log_probs))
     scores, best = lax.top_k(jnp.logaddexp(with_blank, with_label), paths)
     return scores, jnp.maximum(sizes[best], 0), labels[best]
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from typing import Any, Self
 
-from poptorch.base.introspection import CONTAINERS, is_a, items
+from poptorch.base.introspection import CONTAINERS, is_instance, items
 
 
-class LookedAt(BaseException):
+class HiddenValueAccess(BaseException):
     """Signal of access to a hidden value; a `BaseException`, to escape `except Exception` clauses in the model.
 
     Args:
@@ -37,7 +37,7 @@ def numbers_of(argument: str) -> str:
 
 
 class Hidden:
-    """Placeholder for a value: reveals its class, and raises `LookedAt` on all other access.
+    """Placeholder for a value: reveals its class, and raises `HiddenValueAccess` on all other access.
 
     Args:
         name: how messages call the value.
@@ -56,7 +56,7 @@ class Hidden:
             return kind
         if not hasattr(kind, name):
             raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
-        raise LookedAt(object.__getattribute__(self, "_name"), kind)
+        raise HiddenValueAccess(object.__getattribute__(self, "_name"), kind)
 
     def __copy__(self) -> Self:
         return self
@@ -65,8 +65,8 @@ class Hidden:
         return self
 
 
-def _look(self: Hidden, *args: Any, **kwargs: Any) -> Any:
-    raise LookedAt(object.__getattribute__(self, "_name"), object.__getattribute__(self, "_kind"))
+def _raise_access(self: Hidden, *args: Any, **kwargs: Any) -> Any:
+    raise HiddenValueAccess(object.__getattribute__(self, "_name"), object.__getattribute__(self, "_kind"))
 
 
 _SIMPLE = (str, bytes, int, float)
@@ -77,7 +77,7 @@ _LOOKS = {name for kind in (*_SIMPLE, list, dict, set) for name, method in vars(
 _LOOKS |= {f"__{reflected}{name}__" for name in _OF_NUMBERS for reflected in ("", "r", "i")} | {"__bool__", "__call__"}
 for _name in _LOOKS - _KEPT:
     if _name.startswith("__"):
-        setattr(Hidden, _name, _look)
+        setattr(Hidden, _name, _raise_access)
 
 
 def may_be_carried(value: object, is_beside_tensors: bool) -> bool:
@@ -89,7 +89,9 @@ def may_be_carried(value: object, is_beside_tensors: bool) -> bool:
             there, such as sizes, are what a model looks at.
     """
     found = _simple(value)
-    return found is not None and (any(is_a(each, (str, bytes)) for each in found) or is_beside_tensors and found != [])
+    return found is not None and (
+        any(is_instance(each, (str, bytes)) for each in found) or is_beside_tensors and found != []
+    )
 
 
 def _simple(value: object) -> list[object] | None:

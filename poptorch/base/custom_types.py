@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from poptorch.base.introspection import is_a
+from poptorch.base.introspection import is_instance
 from poptorch.errors import createPoptorchError
 
 
@@ -87,7 +87,7 @@ def parser_of(value: object) -> ICustomArgParser | None:
     if not _parsers:
         return None
     exact = _parsers.get(type(value))
-    return exact or next((parser for base, parser in _parsers.items() if is_a(value, base)), None)
+    return exact or next((parser for base, parser in _parsers.items() if is_instance(value, base)), None)
 
 
 def parsers() -> dict[type, ICustomArgParser]:

@@ -53,7 +53,7 @@ def device_dtype(dtype: torch.dtype) -> torch.dtype:
         ) from None
 
 
-def fitted(tensor: torch.Tensor, what: str) -> torch.Tensor:
+def to_device_dtype(tensor: torch.Tensor, what: str) -> torch.Tensor:
     """Convert a model's int64 constants to 32 bits, as on the device; return other tensors unchanged.
 
     The largest and the smallest int64 stand for more and for less than any number: they become those of int32. What
@@ -101,7 +101,7 @@ def _tell_of_bits(what: str, number: int) -> None:
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """Convert a tensor to an array in its device dtype, sharing memory unless conversion is necessary.
 
-    Integers that do not fit in 32 bits wrap around; see `fitted`.
+    Integers that do not fit in 32 bits wrap around; see `to_device_dtype`.
 
     Raises:
         Error: if its dtype has no counterpart on the device.

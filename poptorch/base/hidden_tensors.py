@@ -6,7 +6,7 @@ import gc
 from types import FunctionType, ModuleType
 from typing import Any
 
-from poptorch.base.introspection import is_a
+from poptorch.base.introspection import is_instance
 from poptorch.errors import createPoptorchError
 
 
@@ -27,12 +27,12 @@ def holds_tensor(value: Any, kind: type | tuple[type, ...]) -> bool:
     left = [value]
     while left:
         each = left.pop()
-        if id(each) in seen or is_a(each, (type, ModuleType)):
+        if id(each) in seen or is_instance(each, (type, ModuleType)):
             continue
         seen.add(id(each))
-        if is_a(each, kind):
+        if is_instance(each, kind):
             return True
-        if is_a(each, FunctionType):  # what it has taken along, not all that its module knows
+        if is_instance(each, FunctionType):  # what it has taken along, not all that its module knows
             left += [each.__closure__, each.__defaults__, each.__kwdefaults__]
         else:
             left += gc.get_referents(each)

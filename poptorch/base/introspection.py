@@ -15,7 +15,7 @@ CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 """The types of Python that hold other objects."""
 
 
-def is_a(value: object, kinds: type | tuple[type, ...]) -> bool:
+def is_instance(value: object, kinds: type | tuple[type, ...]) -> bool:
     """Whether an object is an instance of a class, ignoring `__class__` overrides.
 
     Example:
@@ -35,7 +35,7 @@ def attributes(value: object) -> dict[str, Any]:
         found = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return {}
-    return found if is_a(found, dict) else {}
+    return found if is_instance(found, dict) else {}
 
 
 def slots(value: object) -> dict[str, MemberDescriptorType]:
@@ -44,7 +44,7 @@ def slots(value: object) -> dict[str, MemberDescriptorType]:
         name: slot
         for kind in reversed(type(value).__mro__)
         for name, slot in vars(kind).items()
-        if is_a(slot, MemberDescriptorType) and not name.startswith("__")
+        if is_instance(slot, MemberDescriptorType) and not name.startswith("__")
     }
     return {name: slot for name, slot in found.items() if _is_set(slot, value)}
 
@@ -59,7 +59,7 @@ def _is_set(slot: MemberDescriptorType, value: object) -> bool:
 
 def items(container: Any) -> Iterator[tuple[Any, Any]]:
     """Key-value pairs of a container; except for dictionaries, keys are indices."""
-    if is_a(container, dict):
+    if is_instance(container, dict):
         return iter(tuple(dict.items(container)))
-    base = next(kind for kind in CONTAINERS if is_a(container, kind))
+    base = next(kind for kind in CONTAINERS if is_instance(container, kind))
     return enumerate(tuple(base.__iter__(container)))

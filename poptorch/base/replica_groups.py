@@ -39,7 +39,7 @@ class ReplicaGroups:
     stride: int = 1
 
     @classmethod
-    def of(cls, group_type: CommGroupType, size: int, replicas: int) -> ReplicaGroups:
+    def from_type(cls, group_type: CommGroupType, size: int, replicas: int) -> ReplicaGroups:
         """Replica groups specified by a `CommGroupType`.
 
         Args:
@@ -160,7 +160,7 @@ class ParameterProxy:
                 f"replicaGrouping: `shards` is {shards!r}; expected the number of replicas in each group, for the "
                 f"parameter {self._name}."
             )
-        groups = ReplicaGroups.of(comm_group_type, shards, self._replicas)
+        groups = ReplicaGroups.from_type(comm_group_type, shards, self._replicas)
         retrieval = VariableRetrievalMode(variable_retrieval_mode)
         if comm_group_type == CommGroupType.All:
             self._group(None)

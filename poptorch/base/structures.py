@@ -55,7 +55,7 @@ class Structure(ABC):
         """
 
     @abstractmethod
-    def build(self, parts: Parts) -> Any:
+    def build(self, parts: Components) -> Any:
         """Build a new value from the next tensors of `parts`."""
 
     @abstractmethod
@@ -79,7 +79,7 @@ class Structure(ABC):
             tensors: the tensors.
             given: the objects that stand where `structure_of` was told of objects that are known.
         """
-        return self.build(Parts(iter(tensors), given))
+        return self.build(Components(iter(tensors), given))
 
     def objects(self, value: Any) -> Iterator[Any]:
         """Plain-class objects in a value with this structure, in deterministic order.
@@ -89,7 +89,7 @@ class Structure(ABC):
         return iter(())
 
 
-class Parts:
+class Components:
     """Components for building a value: an iterator of tensors, and known objects by number.
 
     Attributes:
@@ -109,7 +109,7 @@ class Parts:
         return next(self._tensors)
 
 
-class Known(dict[int, "Structure"]):
+class KnownObjects(dict[int, "Structure"]):
     """Structures of known objects by identity, and a rule for pass-through values.
 
     Args:
@@ -128,7 +128,7 @@ class Known(dict[int, "Structure"]):
         self.carries, self.looked_at = carries, looked_at
 
 
-def structure_of(value: Any, name: str, known: Known | None = None) -> Structure:
+def structure_of(value: Any, name: str, known: KnownObjects | None = None) -> Structure:
     """The structure of a value: tensors in tuples, lists, dictionaries, dataclasses and registered types, nested.
 
     Types may be registered with `registerCustomArgParser`, or with `torch.utils._pytree`. Other objects are taken apart
@@ -141,7 +141,7 @@ def structure_of(value: Any, name: str, known: Known | None = None) -> Structure
         name: how messages call it.
         known: structures of objects that are known, by their identity; see `given_objects`.
     """
-    known = Known() if known is None else known
+    known = KnownObjects() if known is None else known
     kind = type(value)
     if known.carries(name, value):
         return _Carried(name, value)
@@ -169,9 +169,9 @@ def structure_of(value: Any, name: str, known: Known | None = None) -> Structure
     return _Constant(name, value)
 
 
-def given_objects(objects: Sequence[Any]) -> Known:
+def given_objects(objects: Sequence[Any]) -> KnownObjects:
     """Argument for `structure_of` that makes objects represent themselves, as `given[i]` of `Structure.rebuild`."""
-    return Known({id(each): _Given(f"object {i}", i) for i, each in enumerate(objects)})
+    return KnownObjects({id(each): _KnownReference(f"object {i}", i) for i, each in enumerate(objects)})
 
 
 def _is_plain(value: Any) -> bool:
@@ -226,7 +226,7 @@ class Leaf(Structure):
             )
         into.append(value)
 
-    def build(self, parts: Parts) -> torch.Tensor:
+    def build(self, parts: Components) -> torch.Tensor:
         return next(parts)
 
     def leaves(self) -> Iterator[Leaf]:
@@ -257,7 +257,7 @@ class _Constant(Structure):
             same = " (another one, which is not equal)" * (expected == got)
             raise _mismatch(f"Value mismatch for {self.name}: expected {expected} but got {got}{same}")
 
-    def build(self, parts: Parts) -> Any:
+    def build(self, parts: Components) -> Any:
         return self.value
 
     def leaves(self) -> Iterator[Leaf]:
@@ -268,7 +268,7 @@ class _Constant(Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class _Given(Structure):
+class _KnownReference(Structure):
     """A known object, which represents itself during reconstruction."""
 
     name: str
@@ -277,7 +277,7 @@ class _Given(Structure):
     def collect(self, value: Any, into: list[torch.Tensor]) -> None:
         return
 
-    def build(self, parts: Parts) -> Any:
+    def build(self, parts: Components) -> Any:
         return parts.given[self.number]
 
     def leaves(self) -> Iterator[Leaf]:
@@ -297,7 +297,7 @@ class _Carried(Structure):
     def collect(self, value: Any, into: list[torch.Tensor]) -> None:
         _check_type(self.name, type(self.value), value)
 
-    def build(self, parts: Parts) -> Any:
+    def build(self, parts: Components) -> Any:
         return Hidden(self.name, type(self.value)) if parts.hides else self.value
 
     def objects(self, value: Any) -> Iterator[Any]:
@@ -320,7 +320,7 @@ class _Enclosing(Structure):
     def collect(self, value: Any, into: list[torch.Tensor]) -> None:
         return
 
-    def build(self, parts: Parts) -> Any:
+    def build(self, parts: Components) -> Any:
         return parts.enclosing[id(self.structure)]
 
     def leaves(self) -> Iterator[Leaf]:
@@ -334,7 +334,7 @@ class _Enclosing(Structure):
 class _WeakReference(_Enclosing):
     """Weak self-reference of an object."""
 
-    def build(self, parts: Parts) -> Any:
+    def build(self, parts: Components) -> Any:
         return weakref.ref(self.structure.build(parts))
 
 
@@ -345,7 +345,7 @@ class _Composite(Structure):
     _children: Sequence[Structure]
 
     @abstractmethod
-    def _apart(self, value: Any) -> Iterable[Any]:
+    def _child_values(self, value: Any) -> Iterable[Any]:
         """Child values of another instance of this type, one per child.
 
         Raises:
@@ -354,11 +354,11 @@ class _Composite(Structure):
 
     def collect(self, value: Any, into: list[torch.Tensor]) -> None:
         _check_type(self.name, self._type, value)
-        for child, inner in zip(self._children, self._apart(value), strict=True):
+        for child, inner in zip(self._children, self._child_values(value), strict=True):
             child.collect(inner, into)
 
     def objects(self, value: Any) -> Iterator[Any]:
-        for child, inner in zip(self._children, self._apart(value), strict=True):
+        for child, inner in zip(self._children, self._child_values(value), strict=True):
             yield from child.objects(inner)
 
     def leaves(self) -> Iterator[Leaf]:
@@ -371,24 +371,24 @@ class _Composite(Structure):
 class _Sequence(_Composite):
     """A tuple or list, including named tuples and other subclasses."""
 
-    def __init__(self, name: str, value: Sequence[Any], known: Known) -> None:
+    def __init__(self, name: str, value: Sequence[Any], known: KnownObjects) -> None:
         self.name = name
         self._type = type(value)
         # A named tuple takes its fields one by one.
         self._make: Callable[[list[Any]], Any] = getattr(value, "_make", None) or type(value)
-        self._children = _numbered(name, value, known)
+        self._children = _item_structures(name, value, known)
 
-    def _apart(self, value: Any) -> Iterable[Any]:
+    def _child_values(self, value: Any) -> Iterable[Any]:
         return _of_length(self.name, len(self._children), value)
 
-    def build(self, parts: Parts) -> Any:
+    def build(self, parts: Components) -> Any:
         return self._make([child.build(parts) for child in self._children])
 
 
 class _Mapping(_Composite):
     """A dictionary or subclass, including those with items as attributes. Keys keep the order of the original."""
 
-    def __init__(self, name: str, value: dict[Any, Any], known: Known) -> None:
+    def __init__(self, name: str, value: dict[Any, Any], known: KnownObjects) -> None:
         self.name = name
         self._type = type(value)
         self._items = {key: structure_of(item, f"{name}[{key!r}]", known) for key, item in value.items()}
@@ -402,7 +402,7 @@ class _Mapping(_Composite):
         self._empty = copy.copy(value)  # a subclass may have attributes of its own, or want arguments to be made
         self._fill(self._empty, dict.fromkeys(value), dict.fromkeys(own))  # without keeping tensors alive
 
-    def _apart(self, value: Any) -> Iterable[Any]:
+    def _child_values(self, value: Any) -> Iterable[Any]:
         if value.keys() != self._items.keys():
             missing = [key for key in self._items if key not in value]
             unexpected = [key for key in value if key not in self._items]
@@ -416,7 +416,7 @@ class _Mapping(_Composite):
             )
         return [value[key] for key in self._items] + [getattr(value, name, None) for name in self._fields]
 
-    def build(self, parts: Parts) -> Any:
+    def build(self, parts: Components) -> Any:
         built = copy.copy(self._empty)
         items = {key: child.build(parts) for key, child in self._items.items()}
         self._fill(built, items, {name: child.build(parts) for name, child in self._fields.items()})
@@ -438,7 +438,7 @@ class _Mapping(_Composite):
 class _Fields(_Composite):
     """A dataclass. Fields are set individually, even if frozen; rebuilding skips `__init__`."""
 
-    def __init__(self, name: str, value: Any, known: Known) -> None:
+    def __init__(self, name: str, value: Any, known: KnownObjects) -> None:
         self.name = name
         self._type = type(value)
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
@@ -448,10 +448,10 @@ class _Fields(_Composite):
         for field in names:  # without keeping tensors alive
             object.__setattr__(self._empty, field, None)
 
-    def _apart(self, value: Any) -> Iterable[Any]:
+    def _child_values(self, value: Any) -> Iterable[Any]:
         return [getattr(value, field, None) for field in self._items]
 
-    def build(self, parts: Parts) -> Any:
+    def build(self, parts: Components) -> Any:
         built = copy.copy(self._empty)
         for field, child in self._items.items():
             object.__setattr__(built, field, child.build(parts))
@@ -465,20 +465,20 @@ class _Fields(_Composite):
 class _Node(_Composite):
     """A `torch.utils._pytree` node."""
 
-    def __init__(self, name: str, value: Any, known: Known) -> None:
+    def __init__(self, name: str, value: Any, known: KnownObjects) -> None:
         self.name = name
         self._type = type(value)
         self._definition = pytree.SUPPORTED_NODES[self._type]
         inside, context = self._definition.flatten_fn(value)
-        self._children = _numbered(name, inside, known)
+        self._children = _item_structures(name, inside, known)
         self._context = _Constant(f"{name} (its context)", context)
 
-    def _apart(self, value: Any) -> Iterable[Any]:
+    def _child_values(self, value: Any) -> Iterable[Any]:
         inside, context = self._definition.flatten_fn(value)
         self._context.collect(context, [])
         return _of_length(self.name, len(self._children), list(inside))
 
-    def build(self, parts: Parts) -> Any:
+    def build(self, parts: Components) -> Any:
         return self._definition.unflatten_fn([child.build(parts) for child in self._children], self._context.value)
 
     def constants(self) -> Iterator[tuple[str, Any]]:
@@ -491,23 +491,23 @@ class _Object(_Composite):
     references to the rebuilt object.
     """
 
-    def __init__(self, name: str, value: Any, known: Known) -> None:
+    def __init__(self, name: str, value: Any, known: KnownObjects) -> None:
         self.name = name
         self._type = type(value)
         enclosing = _Enclosing(name, self)
-        inside = Known({**known, id(value): enclosing}, known.carries, known.looked_at)
+        inside = KnownObjects({**known, id(value): enclosing}, known.carries, known.looked_at)
         inside |= {id(ref): _WeakReference(name, enclosing) for ref in weakref.getweakrefs(value)}
         self._items = {key: structure_of(item, f"{name}.{key}", inside) for key, item in _state(value).items()}
         self._children = list(self._items.values())
 
-    def _apart(self, value: Any) -> Iterable[Any]:
+    def _child_values(self, value: Any) -> Iterable[Any]:
         own = _state(value)
         if own.keys() != self._items.keys():
             differing = ", ".join(sorted(map(str, own.keys() ^ self._items.keys())))
             raise _mismatch(f"Attributes mismatch for {self.name}: not both have {differing}")
         return [own[key] for key in self._items]
 
-    def build(self, parts: Parts) -> Any:
+    def build(self, parts: Components) -> Any:
         built: Any = SimpleNamespace() if self._type is SimpleNamespace else object.__new__(self._type)
         parts.enclosing[id(self)] = built
         for key, child in self._items.items():
@@ -531,17 +531,17 @@ def _state(value: Any) -> dict[str, Any]:
 class _Bound(_Composite):
     """A partial function or method: its function and bound values."""
 
-    def __init__(self, name: str, value: Any, known: Known) -> None:
+    def __init__(self, name: str, value: Any, known: KnownObjects) -> None:
         self.name = name
         self._type = type(value)
         self._attributes, self._make = _BOUND[self._type]
-        parts = zip(self._attributes, self._apart(value), strict=True)
+        parts = zip(self._attributes, self._child_values(value), strict=True)
         self._children = [structure_of(part, f"{name}.{key}", known) for key, part in parts]
 
-    def _apart(self, value: Any) -> Iterable[Any]:
+    def _child_values(self, value: Any) -> Iterable[Any]:
         return [getattr(value, key) for key in self._attributes]
 
-    def build(self, parts: Parts) -> Any:
+    def build(self, parts: Components) -> Any:
         return self._make(*(child.build(parts) for child in self._children))
 
 
@@ -558,7 +558,7 @@ _BOUND: Mapping[type, tuple[Sequence[str], Callable[..., Any]]] = {
 class _Custom(_Composite):
     """An object of a registered type. Stored with its tensors: its parser rebuilds objects from this original."""
 
-    def __init__(self, name: str, value: Any, parser: ICustomArgParser, known: Known) -> None:
+    def __init__(self, name: str, value: Any, parser: ICustomArgParser, known: KnownObjects) -> None:
         self.name = name
         self._type = type(value)
         self._value = value
@@ -581,7 +581,7 @@ class _Custom(_Composite):
                 )
         return tensors
 
-    def _apart(self, value: Any) -> Iterable[Any]:
+    def _child_values(self, value: Any) -> Iterable[Any]:
         return _of_length(self.name, len(self._children), self._parsed(value), " tensors")
 
     def collect(self, value: Any, into: list[torch.Tensor]) -> None:
@@ -599,7 +599,7 @@ class _Custom(_Composite):
                     first,
                 )
 
-    def build(self, parts: Parts) -> Any:
+    def build(self, parts: Components) -> Any:
         own = iter([child.build(parts) for child in self._children])
         parser = f"{type(self._parser).__name__}.reconstruct"
         try:
@@ -615,7 +615,7 @@ class _Custom(_Composite):
             )
         return built
 
-    def _likeness(self, parts: Parts) -> Any:
+    def _likeness(self, parts: Components) -> Any:
         """The original object, or a copy with new pass-through values."""
         if not self._beside:
             return self._value
@@ -632,7 +632,7 @@ class _Custom(_Composite):
         return iter(())  # its parser knows
 
 
-def _numbered(name: str, values: Iterable[Any], known: Known) -> list[Structure]:
+def _item_structures(name: str, values: Iterable[Any], known: KnownObjects) -> list[Structure]:
     return [structure_of(value, f"{name}[{i}]", known) for i, value in enumerate(values)]
 
 

@@ -20,9 +20,9 @@ _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d
 class Attributes:
     """Snapshot of the attributes of a module and its submodules; later assignments are not included.
 
-    Wrapping a model takes these, so that `model.eval()` afterwards is for the host only. `with_those` takes what is set
-    through the wrapper, too. Lists, dictionaries and sets among them stay the same objects; what becomes of these in a
-    capture is undone by `poptorch.capture.host_state`.
+    Wrapping a model takes these, so that `model.eval()` afterwards is for the host only. `with_current` takes what is
+    set through the wrapper, too. Lists, dictionaries and sets among them stay the same objects; what becomes of these
+    in a capture is undone by `poptorch.capture.host_state`.
 
     Args:
         module: the module; `None` has none.
@@ -65,7 +65,7 @@ class Attributes:
             if (numbers := {name: value for name, value in then.items() if _is_setting(name, value)})
         ]
 
-    def with_those(self, noted: Iterable[tuple[torch.nn.Module, str]]) -> Attributes:
+    def with_current(self, noted: Iterable[tuple[torch.nn.Module, str]]) -> Attributes:
         """Copy of this snapshot with current values for some attributes, given as modules and names; see `noting`."""
         names: dict[int, set[str]] = defaultdict(set)
         for module, name in noted:
@@ -89,7 +89,7 @@ class Attributes:
         finally:
             _set(before)
 
-    def has(self, module: torch.nn.Module, name: str) -> bool:
+    def is_unchanged(self, module: torch.nn.Module, name: str) -> bool:
         """Whether a module attribute is still the recorded object."""
         return any(now is vars(module) and name in now and now[name] is then.get(name) for now, then in self._values)
 

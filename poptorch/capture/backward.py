@@ -17,7 +17,7 @@ aten = torch.ops.aten
 Sizes = Sequence[int]
 
 
-def _each(values: Sizes, dims: int) -> list[int]:
+def _expand_sizes(values: Sizes, dims: int) -> list[int]:
     """Values per dimension: a single value is repeated `dims` times."""
     return list(values) * dims if len(values) == 1 else list(values)
 
@@ -36,7 +36,7 @@ def _convolution(
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
     dims = input.dim() - 2
-    stride, padding, dilation = (_each(values, dims) for values in (stride, padding, dilation))
+    stride, padding, dilation = (_expand_sizes(values, dims) for values in (stride, padding, dilation))
     large, small = (grad, input) if transposed else (input, grad)
     of_input = of_weight = of_bias = None
     if output_mask[0]:
@@ -163,8 +163,8 @@ def _avg_pool(op: Any, dims: int) -> Callable[..., torch.Tensor]:
         count_include_pad: bool,
         divisor_override: int | None,
     ) -> torch.Tensor:
-        kernel, padding = _each(kernel_size, dims), _each(padding, dims)
-        stride = _each(stride, dims) if stride else kernel
+        kernel, padding = _expand_sizes(kernel_size, dims), _expand_sizes(padding, dims)
+        stride = _expand_sizes(stride, dims) if stride else kernel
 
         def forward(t: torch.Tensor, number: int) -> torch.Tensor:
             sizes = [[v[i] if i == number else other for i in range(dims)]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._higher_order_ops.flex_attention import flex_attention
 
-from poptorch.capture.tensor_layout import overlaps, turns
+from poptorch.capture.tensor_layout import overlaps, update_passes
 from poptorch.capture.torch_private import without_modes
 
 
@@ -96,7 +96,7 @@ def packed(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., t
         count = num_layers * (1 + bidirectional)
         of_each = len(params) // count
 
-        def one_way(x: torch.Tensor, number: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        def run_direction(x: torch.Tensor, number: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
             """Run one layer in one direction; returns its outputs and final states."""
             own, is_back = params[number * of_each : (number + 1) * of_each], bidirectional and number % 2
             first = [state[number : number + 1] for state in begin]
@@ -123,7 +123,7 @@ def packed(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., t
         states: list[list[torch.Tensor]] = []
         for layer in range(num_layers):
             ways = count // num_layers
-            found = [one_way(data, number) for number in range(layer * ways, (layer + 1) * ways)]
+            found = [run_direction(data, number) for number in range(layer * ways, (layer + 1) * ways)]
             data = torch.cat([out for out, _ in found], -1)
             states += [state for _, state in found]
             if dropout and train and layer + 1 < num_layers:
@@ -140,7 +140,7 @@ _TURNS = 64
 """How many turns are written down. What has been expanded far is changed once, as if all of its copies were alike."""
 
 
-def in_turns(op: torch._ops.OpOverload, t: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+def sequential_update(op: torch._ops.OpOverload, t: torch.Tensor) -> Callable[..., torch.Tensor] | None:
     """Sequential form of an in-place op for a self-overlapping tensor; `None` if unnecessary or too long.
 
     Where several elements are one number, PyTorch changes it by one after the other. (Ops of one element at a time it
@@ -150,7 +150,7 @@ def in_turns(op: torch._ops.OpOverload, t: torch.Tensor) -> Callable[..., torch.
         return None
     if torch.Tag.pointwise in op.tags and 0 in t.stride():
         return None
-    found = turns(t.shape, t.stride())
+    found = update_passes(t.shape, t.stride())
     if len(found) > _TURNS:
         return None
 

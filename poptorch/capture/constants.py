@@ -40,7 +40,7 @@ _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 """Functions kept whole of which constants are made. None is random, or overwrites anything."""
 
 
-def made_of(op: str, overload: str, arguments: Mapping[str, Any]) -> frozenset[str] | None:
+def buffer_dependencies(op: str, overload: str, arguments: Mapping[str, Any]) -> frozenset[str] | None:
     """Names of the buffers on which op results depend; arguments hold values in place of tensors.
 
     None are named if it makes the same in every run; `None` is returned if it makes something else in each.
@@ -56,7 +56,7 @@ def made_of(op: str, overload: str, arguments: Mapping[str, Any]) -> frozenset[s
         return None
     names: frozenset[str] = frozenset()
     for value in values_in(arguments) if op not in _BY_SHAPE else ():
-        if (of_value := value.made_of) is None:
+        if (of_value := value.buffer_dependencies) is None:
             return None
         names |= of_value
     return names
@@ -69,7 +69,7 @@ def numbers_of(value: Value, known: dict[Value, torch.Tensor]) -> torch.Tensor |
         value: the value.
         known: the numbers of buffers, and what has been computed before; it is filled.
     """
-    if value.made_of is None:
+    if value.buffer_dependencies is None:
         return None
     return computed(value, known)
 
@@ -125,7 +125,7 @@ def _results(node: Node, known: Mapping[Value, torch.Tensor]) -> list[torch.Tens
     if node.op in _FUNCTIONS:
         results = [_FUNCTIONS[node.op](**given)]
     elif node.op.startswith("torch."):
-        results = [t for t in pytree.tree_leaves(_of_whole(node, given)) if isinstance(t, torch.Tensor)]
+        results = [t for t in pytree.tree_leaves(_preserved_results(node, given)) if isinstance(t, torch.Tensor)]
     else:
         op = _op(node.op, node.overload)
         if op is None:
@@ -141,7 +141,7 @@ def _results(node: Node, known: Mapping[Value, torch.Tensor]) -> list[torch.Tens
     return [t.contiguous() for t in results]
 
 
-def _of_whole(node: Node, given: Mapping[str, Any]) -> list[Any]:
+def _preserved_results(node: Node, given: Mapping[str, Any]) -> list[Any]:
     """Results of a preserved function, followed by tensors that it overwrites."""
     named = ((whole, inspect.signature(whole.like or whole.functions[0])) for whole in WHOLE if whole.op == node.op)
     whole, signature = next(
@@ -149,10 +149,10 @@ def _of_whole(node: Node, given: Mapping[str, Any]) -> list[Any]:
     )
     written = {id(t): t.clone() for t in whole.writes(given)}
     arguments = pytree.tree_map(lambda leaf: written.get(id(leaf), leaf), dict(given))
-    return [_with(whole.functions[0], signature, arguments), *written.values()]
+    return [_call_by_name(whole.functions[0], signature, arguments), *written.values()]
 
 
-def _with(function: Callable[..., Any], signature: inspect.Signature, arguments: dict[str, Any]) -> Any:
+def _call_by_name(function: Callable[..., Any], signature: inspect.Signature, arguments: dict[str, Any]) -> Any:
     """Call a function by argument names, as in its original call; some variants have fewer parameters."""
     own: Mapping[str, inspect.Parameter] = {}
     try:

@@ -196,12 +196,12 @@ class Counter:
         return self // other, self % other
 
     def __repr__(self) -> str:
-        return repr(self._shown())
+        return repr(self._number_text())
 
     def __format__(self, spec: str) -> str:
-        return format(self._shown(), spec)
+        return format(self._number_text(), spec)
 
-    def _shown(self) -> Number:
+    def _number_text(self) -> Number:
         self.tape.texts |= self.tape.sources([self])
         return self.tape.number((self.place,))
 
@@ -218,11 +218,11 @@ def _binary(name: str) -> Callable[[Counter, Any], Any]:
     return method
 
 
-def _alone(step: str) -> Callable[[Counter], Any]:
+def _unary(step: str) -> Callable[[Counter], Any]:
     return lambda self: self.tape.call(step, self)
 
 
-def _look(self: Counter, *args: Any) -> Any:
+def _refuse_access(self: Counter, *args: Any) -> Any:
     return self.tape.refuse(self)
 
 
@@ -232,11 +232,11 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(Counter, f"__{_name}__", _binary(_name))
 for _name in ("neg", "pos", "abs"):
-    setattr(Counter, f"__{_name}__", _alone(f"operator.{_name}"))
+    setattr(Counter, f"__{_name}__", _unary(f"operator.{_name}"))
 for _name in ("floor", "ceil", "trunc"):
-    setattr(Counter, f"__{_name}__", _alone(f"math.{_name}"))
+    setattr(Counter, f"__{_name}__", _unary(f"math.{_name}"))
 for _name in "int float index complex hash reduce_ex".split():
-    setattr(Counter, f"__{_name}__", _look)
+    setattr(Counter, f"__{_name}__", _refuse_access)
 
 
 # What is written in C -------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ for _name in "int float index complex hash reduce_ex".split():
 def _noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function of numbers so that a tape records calls with counters."""
 
-    def note(*args: Any, **settings: Any) -> Any:
+    def record_call(*args: Any, **settings: Any) -> Any:
         given = args
         if len(args) == 1 and name in ("builtins.min", "builtins.max") and type(args[0]) in (list, tuple):
             given = tuple(args[0])
@@ -253,7 +253,7 @@ def _noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         is_noted = counters and not settings and all(type(each) in (Counter, *COUNTED) for each in given)
         return counters[0].tape.call(name, *given) if is_noted else function(*args, **settings)
 
-    return note
+    return record_call
 
 
 class _Class(type):
@@ -352,7 +352,7 @@ def with_numbers(call: Callable[[Any, Any], Any], args: Any, kwargs: Any, trace:
         raise
     nodes = trace.nodes[count:]
     for stand_in, counter in counters.items():
-        places = list(_places(nodes, stand_in))
+        places = list(_number_arguments(nodes, stand_in))
         if is_inside or not places or any(key not in _CARRYING.get(node.op, ()) for node, key in places):
             counter.tape.refuse(counter)
         for node, key in places:
@@ -363,11 +363,11 @@ def with_numbers(call: Callable[[Any, Any], Any], args: Any, kwargs: Any, trace:
     return results
 
 
-def _places(nodes: Iterable[Node], number: Number) -> Iterator[tuple[Node, str]]:
+def _number_arguments(nodes: Iterable[Node], number: Number) -> Iterator[tuple[Node, str]]:
     """Op arguments that contain a number. A scalar constant with this number becomes a fill op."""
     for node in nodes:
         data = node.arguments.get("data")
-        if isinstance(data, Data) and _is_in(number, data.tensor):
+        if isinstance(data, Data) and _contains_number(number, data.tensor):
             if data.tensor.dim() == 0:
                 _fill(node)
                 yield node, "fill_value"
@@ -379,17 +379,17 @@ def _places(nodes: Iterable[Node], number: Number) -> Iterator[tuple[Node, str]]
                 yield node, key
 
 
-def _is_in(number: Number, tensor: torch.Tensor) -> bool:
+def _contains_number(number: Number, tensor: torch.Tensor) -> bool:
     with without_modes():
         return bool((tensor == torch.tensor(number, dtype=tensor.dtype)).any())
 
 
 def _fill(node: Node) -> None:
     """Convert a scalar constant into an op that fills a tensor with its number."""
-    node.op, node.overload, node.arguments = _as_filled(node)
+    node.op, node.overload, node.arguments = _as_fill_op(node)
 
 
-def _as_filled(node: Node) -> tuple[str, str, dict[str, Any]]:
+def _as_fill_op(node: Node) -> tuple[str, str, dict[str, Any]]:
     """Op name, overload and arguments of a node; a scalar constant is expressed as `aten.full`."""
     data = node.arguments.get("data")
     if isinstance(data, Data) and data.tensor.dim() == 0:
@@ -409,7 +409,7 @@ def _slot(node: Node, key: str, is_float: bool) -> Value:
 # Together -------------------------------------------------------------------------------------------------------------
 
 
-def joined(
+def merge_captures(
     plain: Trace, captures: Sequence[tuple[Tape, Trace]], problems: Sequence[NumberPath]
 ) -> tuple[HostNumbers, list[Value]] | None:
     """Merge captures for all choices: host numbers, and program inputs for them; `None` unless these captures differ in
@@ -427,13 +427,13 @@ def joined(
     found = [_positions(trace, other, first.slots, tape.slots) for tape, other in captures]
     if as_plain is None or any(each is None for each in found):
         return None
-    if not all(_is_same(node.op, first.number(a), b) for node, _, a, b in as_plain):
+    if not all(_operands_equal(node.op, first.number(a), b) for node, _, a, b in as_plain):
         return None
     slots, rows, dtypes = list[Value](), list[list[Operand]](), list[str]()
     for places in zip(*(each or () for each in found), strict=True):
         node, key, own, _ = places[0]
         row = [operand for *_, operand in places]
-        if not isinstance(own, tuple) and all(_is_same(node.op, own, each) for each in row):
+        if not isinstance(own, tuple) and all(_operands_equal(node.op, own, each) for each in row):
             continue
         kinds = {type(tape.number(operand)) for (tape, _), operand in zip(captures, row, strict=True)}
         if not isinstance(own, tuple):
@@ -453,7 +453,7 @@ def joined(
     return HostNumbers(first.first, [*paths, *problems], dtypes), slots
 
 
-def _is_same(op: str, one: Operand, other: Operand) -> bool:
+def _operands_equal(op: str, one: Operand, other: Operand) -> bool:
     """Whether two operands are equal numbers, up to float32 rounding where ops may store float32."""
     if isinstance(one, tuple) or isinstance(other, tuple):
         return False
@@ -472,17 +472,17 @@ def _positions(
     found: list[tuple[Node, str, Operand, Operand]] = []
     same: dict[int, Value] = {}
 
-    def is_same(one: Any, its: Any) -> bool:
+    def arguments_equal(one: Any, its: Any) -> bool:
         if isinstance(one, Value):
             return isinstance(its, Value) and same.get(id(one)) is its
         if isinstance(one, Trace) and isinstance(its, Trace):
-            return one.is_like(its) and all_same(one.outer, its.outer)
+            return one.is_like(its) and all_equal(one.outer, its.outer)
         if isinstance(one, torch.Tensor) or isinstance(its, torch.Tensor):
             return one is its
-        return type(one) is type(its) and Trace.form_of(one) == Trace.form_of(its)
+        return type(one) is type(its) and Trace.structural_key(one) == Trace.structural_key(its)
 
-    def all_same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
-        return len(ones) == len(others) and all(map(is_same, ones, others))
+    def all_equal(ones: Sequence[Any], others: Sequence[Any]) -> bool:
+        return len(ones) == len(others) and all(map(arguments_equal, ones, others))
 
     def bound(ones: list[Value], others: list[Value]) -> bool:
         same.update((id(a), b) for a, b in zip(ones, others, strict=False))
@@ -491,7 +491,7 @@ def _positions(
     if not bound(trace.inputs, other.inputs) or len(trace.nodes) != len(other.nodes):
         return None
     for node, its in zip(trace.nodes, other.nodes, strict=True):
-        (op, overload, ones), (other_op, other_overload, twos) = _as_filled(node), _as_filled(its)
+        (op, overload, ones), (other_op, other_overload, twos) = _as_fill_op(node), _as_fill_op(its)
         if (op, overload, ones.keys()) != (other_op, other_overload, twos.keys()):
             return None
         for key, one in ones.items():
@@ -500,8 +500,8 @@ def _positions(
             b: Any = others.get(two, two) if isinstance(two, Value) else _as_pythons(two)
             if key in _CARRYING.get(op, ()) and all(type(each) in (tuple, *COUNTED) for each in (a, b)):
                 found.append((node, key, a, b))
-            elif not all_same(*(pytree.tree_leaves(each) for each in (one, two))):
+            elif not all_equal(*(pytree.tree_leaves(each) for each in (one, two))):
                 return None
         if not bound(node.results, its.results):
             return None
-    return found if all_same(trace.outputs, other.outputs) else None
+    return found if all_equal(trace.outputs, other.outputs) else None

@@ -1,4 +1,4 @@
-"""`Cuts`: graph breaks, where a function needs run-dependent numbers, with host operations on these numbers.
+"""`GraphBreaks`: graph breaks, where a function needs run-dependent numbers, with host operations on these numbers.
 
     places = mask.nonzero()    # the shape of what it makes depends on numbers
     count = lengths.max().item()  # a number of Python's
@@ -30,7 +30,7 @@ from popxl.extend.source import SourceLocation
 
 
 @dataclass(eq=False)
-class Cut:
+class GraphBreak:
     """Graph break: a host operation between two programs.
 
     Attributes:
@@ -66,7 +66,7 @@ class Cut:
         return [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, torch.Tensor)]
 
 
-class Cuts:
+class GraphBreaks:
     """Graph breaks of a function under capture, in order.
 
     Args:
@@ -86,7 +86,7 @@ class Cuts:
         training: bool = False,
         micro_batches: int = 1,
     ) -> None:
-        self.found: list[Cut] = []
+        self.found: list[GraphBreak] = []
         self._training, self._micro_batches = training, micro_batches
         self._trained: frozenset[Value] = frozenset()
         self._inputs, self._answers = list(inputs), list(answers)
@@ -107,14 +107,14 @@ class Cuts:
         self._trained = frozenset(trained) if self._training else frozenset()
         self._known = dict(zip(inputs, self._inputs, strict=True)) | dict(state)
 
-    def cut(
+    def insert(
         self,
         at: int,
         given: list[Value],
         run: Callable[[Sequence[torch.Tensor]], Any],
         source: SourceLocation,
         tracked: bool,
-    ) -> tuple[Cut, Any]:
+    ) -> tuple[GraphBreak, Any]:
         """Insert a graph break. Returns it, with an empty `made` for the caller to fill, and the host's result.
 
         Args:
@@ -133,7 +133,7 @@ class Cuts:
                 "micro-batch would need a program of its own. Keep shapes, with `torch.where`; or have one micro-batch "
                 "in a call: `deviceIterations(1)`, `replicationFactor(1)`, `Training.gradientAccumulation(1)`."
             )
-        cut = Cut(at, given, run, source)
+        cut = GraphBreak(at, given, run, source)
         number = len(self.found)
         if number < len(self._answers):
             made = self._answers[number]
@@ -142,7 +142,7 @@ class Cuts:
                 made = cut.numbers([computed(value, self._known) for value in given])
         if self._training:
             self._check_trained(made, given, source, tracked)
-        cut.key = Cut.key_of(made)
+        cut.key = GraphBreak.key_of(made)
         self.found.append(cut)
         return cut, made
 
@@ -178,9 +178,9 @@ class Cuts:
                 "after the step."
             )
 
-    def know(self, cut: Cut, made: Any) -> None:
+    def know(self, cut: GraphBreak, made: Any) -> None:
         """Store the contents of values produced at a graph break."""
-        self._known.update(zip(cut.made, Cut.tensors_in(made), strict=True))
+        self._known.update(zip(cut.made, GraphBreak.tensors_in(made), strict=True))
 
 
 def _key_of_leaf(leaf: Any) -> tuple[Any, ...]:

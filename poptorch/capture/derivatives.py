@@ -78,8 +78,8 @@ def deriving(tracer: Tracer) -> Iterator[list[Application]]:
     found: list[Application] = []
     recorder = tracer.recorder
 
-    def note(context: Any, args: Sequence[Any], results: Any) -> None:
-        if recorder.is_inside or context.dirty_tensors:
+    def record_results(context: Any, args: Sequence[Any], results: Any) -> None:
+        if recorder.is_nested or context.dirty_tensors:
             return
         made = results if isinstance(results, tuple) else (results,)
         given = [recorder.value_of(t) if isinstance(t, torch.Tensor) and t.requires_grad else None for t in args]
@@ -95,9 +95,9 @@ def deriving(tracer: Tracer) -> Iterator[list[Application]]:
             before = [t._version for t in tensors]
             results = forward(*args, **kwargs)
             if tracer.hears(tensors) and before == [t._version for t in tensors]:
-                results = _apart(results, set(map(storage_key, tensors)))
+                results = _clone_aliases(results, set(map(storage_key, tensors)))
                 if isinstance(args[0], torch.autograd.function.FunctionCtx):
-                    note(args[0], args[1:], results)
+                    record_results(args[0], args[1:], results)
             return results
 
         return noted
@@ -107,7 +107,7 @@ def deriving(tracer: Tracer) -> Iterator[list[Application]]:
         def noted(ctx: Any, inputs: Sequence[Any], output: Any) -> Any:
             setup(ctx, inputs, output)
             if tracer.hears(inputs):
-                note(ctx, inputs, output)
+                record_results(ctx, inputs, output)
 
         return noted
 
@@ -156,10 +156,10 @@ def _noting_classes(note: Callable[[type], None]) -> Iterator[None]:
         kind.__init__ = make
 
 
-def _apart(results: Any, storages: set[int]) -> Any:
+def _clone_aliases(results: Any, storages: set[int]) -> Any:
     """Function results, cloned where they share storage with an argument."""
     if isinstance(results, tuple):
-        return tuple(_apart(result, storages) for result in results)
+        return tuple(_clone_aliases(result, storages) for result in results)
     return results.clone() if isinstance(results, torch.Tensor) and storage_key(results) in storages else results
 
 
@@ -194,7 +194,7 @@ def derive(tracer: Tracer, application: Application) -> None:
     (last, *_) = [value.made_by for value in application.of_gradients]
     assert last is not None
     try:
-        with tracer.recorder.beside(last):
+        with tracer.recorder.recording_at(last):
             trace, _ = tracer.function_of(backward, gs)
     except UNREADABLE as problem:
         raise createPoptorchError(f"{application.name}.backward: {CANNOT_READ}") from problem

@@ -10,7 +10,7 @@ import torch
 _PREFIX = "_foreach_"
 
 
-def for_each(op: torch._ops.OpOverload) -> Callable[..., list[torch.Tensor] | None] | None:
+def tensorwise(op: torch._ops.OpOverload) -> Callable[..., list[torch.Tensor] | None] | None:
     """Tensor-by-tensor implementation of a `_foreach` op on lists; `None` for other ops."""
     if not op._opname.startswith(_PREFIX):
         return None

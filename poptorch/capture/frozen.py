@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from poptorch.base.introspection import attributes, is_a, items
+from poptorch.base.introspection import attributes, is_instance, items
 from popxl.extend.source import SourceLocation
 
 
 @dataclass
-class Frozen:
+class CapturedConstant:
     """Host tensor whose contents became program constants.
 
     Attributes:
@@ -42,7 +42,7 @@ class Frozen:
     met: SourceLocation | None = None
 
     @property
-    def there(self) -> Any:
+    def current_object(self) -> Any:
         """Object currently stored at the recorded location."""
         if self.holder is None:
             return self.tensor()
@@ -56,7 +56,7 @@ class Frozen:
         tensor = self.tensor()
         if self.holder is None and tensor is None:
             return ""
-        if tensor is None or self.there is not tensor:
+        if tensor is None or self.current_object is not tensor:
             return "is another object"
         version = _version(tensor)
         if version == self.version:
@@ -67,9 +67,9 @@ class Frozen:
         return ""
 
 
-def found(
+def locate_constant(
     t: torch.Tensor, numbers: torch.Tensor, module: torch.nn.Module | None, frame: FrameType | None
-) -> Frozen | None:
+) -> CapturedConstant | None:
     """Locate a tensor among user objects; `None` if unreachable, such as an op's intermediate result.
 
     It is looked for in the module that is captured, then in what the functions that are running take from around them,
@@ -93,9 +93,9 @@ def found(
         frame = frame.f_back
     of_module: list[_Part] = [] if module is None else [(None, "", module, "model")]
     for roots in (of_module, around, variables):
-        if (place := _place(t, roots, own)) is not None:
+        if (place := _locate(t, roots, own)) is not None:
             (holder, key, _, text), is_own = place
-            return Frozen(text, is_own, holder, key, weakref.ref(t), numbers, _version(t))
+            return CapturedConstant(text, is_own, holder, key, weakref.ref(t), numbers, _version(t))
     return None
 
 
@@ -108,7 +108,7 @@ _Part = tuple[Any, Any, Any, str]
 """What has something, under which key, what that is, and how it is called."""
 
 
-def _place(t: torch.Tensor, roots: Iterable[_Part], own: Collection[int]) -> tuple[_Part, bool] | None:
+def _locate(t: torch.Tensor, roots: Iterable[_Part], own: Collection[int]) -> tuple[_Part, bool] | None:
     """Locate a tensor among objects and their members; and whether any module `own` contains it."""
     waiting = deque((part, False) for part in roots)
     known: set[int] = set()
@@ -117,11 +117,11 @@ def _place(t: torch.Tensor, roots: Iterable[_Part], own: Collection[int]) -> tup
         _, _, each, text = part
         if each is t:
             return part, of_module
-        if is_a(each, _CLOSED) or id(each) in known:
+        if is_instance(each, _CLOSED) or id(each) in known:
             continue
         known.add(id(each))
-        is_own = id(each) in own or of_module and is_a(each, _CONTAINERS)
-        waiting += [((*of, text + name), is_own) for *of, name in islice(_parts(each), _MOST)]
+        is_own = id(each) in own or of_module and is_instance(each, _CONTAINERS)
+        waiting += [((*of, text + name), is_own) for *of, name in islice(_members(each), _MOST)]
     return None
 
 
@@ -136,15 +136,15 @@ _CLOSED = (
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 
 
-def _parts(each: Any) -> Iterator[_Part]:
+def _members(each: Any) -> Iterator[_Part]:
     """Members of an object: holder, key, value and display name. Runs no user code."""
-    if is_a(each, _CONTAINERS):
+    if is_instance(each, _CONTAINERS):
         for key, value in items(each):
             yield each, key, value, f"[{key!r}]" if type(key) in (int, str) else f"[{type(key).__name__}]"
-    elif is_a(each, partial):
+    elif is_instance(each, partial):
         yield from ((None, name, getattr(each, name), f".{name}") for name in ("func", "args", "keywords"))
     else:
-        own, is_module = attributes(each), is_a(each, torch.nn.Module)
+        own, is_module = attributes(each), is_instance(each, torch.nn.Module)
         ours = [kind for kind in type(each).__mro__[:-1] if kind.__module__.partition(".")[0] != "torch"]
         namespaces = [
             own,

@@ -40,12 +40,12 @@ def noting_hooks(tracer: Tracer) -> Iterator[None]:
 
     own = threading.get_ident()
 
-    def note(what: str) -> None:
+    def record_hook(what: str) -> None:
         if threading.get_ident() == own:  # another one may do something else
             tracer.hooks.append(f"{what} of `forward` ({tracer.recorder.source()})")
 
     def noting_register(hooks: Any, hook: Any) -> Any:
-        note("A `grad_fn`")
+        record_hook("A `grad_fn`")
         return register(hooks, hook)
 
     def noting_push(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
@@ -56,14 +56,14 @@ def noting_hooks(tracer: Tracer) -> Iterator[None]:
                 known.add((t.shape, t.dtype))
                 with tracer.suspended(), without_modes(), torch.no_grad():
                     if not _keeps_numbers(t, pack, unpack):
-                        note("A tensor that PyTorch saves for gradients")
+                        record_hook("A tensor that PyTorch saves for gradients")
             return pack(t)
 
         is_torchs = getattr(pack, "__module__", "") in ("torch.autograd.graph", "torch.utils.checkpoint")
         push(pack if is_torchs or threading.get_ident() != own else noting_pack, unpack)
 
     def noting_register_saved(saved_tensor: Any, pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
-        note("A tensor that PyTorch saves for gradients")
+        record_hook("A tensor that PyTorch saves for gradients")
         register_saved(saved_tensor, pack, unpack)
 
     function._register_hook = staticmethod(noting_register)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from poptorch.base.dtypes import fitted, from_numpy, to_numpy
+from poptorch.base.dtypes import from_numpy, to_device_dtype, to_numpy
 from poptorch.base.structures import Structure, structure_of
 from poptorch.errors import createPoptorchError
 
@@ -46,7 +46,7 @@ class HostFunction:
 
     def _checked(self, result: Any, wanted: Sequence[np.ndarray]) -> list[np.ndarray]:
         tensors = structure_of(result, self._name).tensors(result)
-        fitting = [fitted(t, f"CPU: the result of {self._name}") for t in tensors]
+        fitting = [to_device_dtype(t, f"CPU: the result of {self._name}") for t in tensors]
         found = [to_numpy(t).copy() for t in fitting]  # the function may keep them, and overwrite them
         if [(a.shape, a.dtype) for a in found] != [(a.shape, a.dtype) for a in wanted]:
             have, expected = (

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from poptorch.base.introspection import CONTAINERS, attributes, is_a, items, slots
+from poptorch.base.introspection import CONTAINERS, attributes, is_instance, items, slots
 from poptorch.capture.torch_private import FakeTensor
 from popxl.extend.source import SourceLocation
 
@@ -64,7 +64,7 @@ class HolderSnapshot:
     def restore(self) -> None:
         """Restore the contents of model objects. In other objects, replace only entries with fake tensors."""
         now = self.read()
-        if self.put_back is None or _is_same(now, self.before):
+        if self.put_back is None or _same_content(now, self.before):
             return
         if self.is_models:
             self.put_back(self.before)
@@ -131,7 +131,7 @@ class HostState:
         for each, path in modules.items():
             self._known.add(id(each))
             self._add_namespace(f"model.{path}" if path else "model", attributes(each), without=_OF_MODULES)
-        self._look()
+        self._explore()
         if not around:
             return
         for kind in dict.fromkeys(chain.from_iterable(type(each).__mro__ for each in modules)):
@@ -141,7 +141,7 @@ class HostState:
         for each, path in modules.items():
             for hook in (*each._forward_pre_hooks.values(), *each._forward_hooks.values()):
                 self._waiting.append((f"a hook of {path or 'model'}", hook, False))
-        self._look()
+        self._explore()
 
     @property
     def namespaces(self) -> list[dict[str, Any]]:
@@ -167,8 +167,8 @@ class HostState:
         """
         for place in self.places:
             for text, before, now in place.changed():
-                counts = is_a(now, NUMBERS) and before is _ABSENT and not place.is_namespace
-                differs = is_a(now, _PLAIN) and is_a(before, _PLAIN) and before != now
+                counts = is_instance(now, NUMBERS) and before is _ABSENT and not place.is_namespace
+                differs = is_instance(now, _PLAIN) and is_instance(before, _PLAIN) and before != now
                 if now is GROWS or counts or differs or any(map(is_of_run, pytree.tree_leaves(now))):
                     yield text, self.line_of(text, is_rebound=place.is_namespace and now is not GROWS)
 
@@ -189,26 +189,26 @@ class HostState:
 
     # Looking around -------------------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _explore(self) -> None:
         while self._waiting and len(self._known) < _MOST:
             text, each, is_models = self._waiting.popleft()
-            if id(each) in self._known or is_a(each, _CLOSED):
+            if id(each) in self._known or is_instance(each, _CLOSED):
                 continue
             self._known.add(id(each))
-            if is_a(each, CONTAINERS):
+            if is_instance(each, CONTAINERS):
                 self._add_container(text, each, is_models)
-            elif is_a(each, count):
-                self._add(text, each, partial(_only, repr, each), None, is_models)
-            elif is_a(each, GeneratorType):
-                self._add(text, each, partial(_only, _position, each), None, is_models)
-            elif is_a(each, np.ndarray):
-                self._add(text, each, partial(_only, np.ndarray.tobytes, each), None, is_models)
-            elif is_a(each, FunctionType):
+            elif is_instance(each, count):
+                self._add(text, each, partial(_single_value, repr, each), None, is_models)
+            elif is_instance(each, GeneratorType):
+                self._add(text, each, partial(_single_value, _position, each), None, is_models)
+            elif is_instance(each, np.ndarray):
+                self._add(text, each, partial(_single_value, np.ndarray.tobytes, each), None, is_models)
+            elif is_instance(each, FunctionType):
                 if self._around:
                     self._add_function(each)
-            elif is_a(each, MethodType):
+            elif is_instance(each, MethodType):
                 self._waiting += [(text, each.__func__, is_models), (text, each.__self__, is_models)]
-            elif is_a(each, type):
+            elif is_instance(each, type):
                 if self._around and is_users(each):
                     self._add_class(each)
             elif is_users(type(each)) or type(each).__module__ in _HOLDING:
@@ -220,59 +220,59 @@ class HostState:
     def _add_namespace(
         self, text: str, namespace: dict[str, Any], is_models: bool = True, without: frozenset[str] = frozenset()
     ) -> None:
-        def read() -> dict[str, Any]:
+        def snapshot() -> dict[str, Any]:
             return {key: value for key, value in namespace.items() if key not in without}
 
-        def put_back(before: dict[str, Any]) -> None:
-            for key in read().keys() - before.keys() if is_models else ():
+        def restore(before: dict[str, Any]) -> None:
+            for key in snapshot().keys() - before.keys() if is_models else ():
                 del namespace[key]
             namespace.update(before)
 
-        self._add(text, namespace, read, put_back, is_models, is_namespace=True)
+        self._add(text, namespace, snapshot, restore, is_models, is_namespace=True)
 
     def _add_slots(self, text: str, each: Any, is_models: bool) -> None:
-        def read() -> dict[str, Any]:
+        def snapshot() -> dict[str, Any]:
             return {name: slot.__get__(each) for name, slot in slots(each).items()}
 
-        def put_back(before: dict[str, Any]) -> None:
+        def restore(before: dict[str, Any]) -> None:
             for name, slot in slots(each).items():
                 if name in before:
                     slot.__set__(each, before[name])
 
         if slots(each):
-            self._add(text, each, read, put_back, is_models, is_namespace=True)
+            self._add(text, each, snapshot, restore, is_models, is_namespace=True)
 
     def _add_container(self, text: str, each: Any, is_models: bool) -> None:
-        base: Any = next(kind for kind in CONTAINERS if is_a(each, kind))
+        base: Any = next(kind for kind in CONTAINERS if is_instance(each, kind))
         if base in (tuple, frozenset):
             self._waiting += [(f"{text}[{key}]", value, is_models) for key, value in items(each)]
             return
 
-        def read() -> Any:
+        def snapshot() -> Any:
             if base is dict:
                 return dict(items(each))
             return {value for _, value in items(each)} if base is set else [value for _, value in items(each)]
 
-        def put_back(before: Any) -> None:
+        def restore(before: Any) -> None:
             if is_models:
                 base.clear(each)
             (base.update if base in (dict, set) else base.extend)(each, before)
 
-        self._add(text, each, read, put_back, is_models)
+        self._add(text, each, snapshot, restore, is_models)
 
     def _add_class(self, kind: type) -> None:
         self._known.add(id(kind))
         for name, value in vars(kind).items():
-            of_method = value.__func__ if is_a(value, (staticmethod, classmethod)) else value
-            function = value.fget if is_a(value, property) else of_method
-            if is_a(function, FunctionType):
+            of_method = value.__func__ if is_instance(value, (staticmethod, classmethod)) else value
+            function = value.fget if is_instance(value, property) else of_method
+            if is_instance(function, FunctionType):
                 self._waiting.append((f"{kind.__name__}.{name}", function, False))
 
-        def put_back(before: dict[str, Any]) -> None:
+        def restore(before: dict[str, Any]) -> None:
             for name, value in before.items():
                 setattr(kind, name, value)
 
-        self._add(kind.__name__, kind, lambda: dict(vars(kind)), put_back, False, is_namespace=True)
+        self._add(kind.__name__, kind, lambda: dict(vars(kind)), restore, False, is_namespace=True)
 
     def _add_function(self, function: FunctionType) -> None:
         if not is_users(function):
@@ -282,18 +282,18 @@ class HostState:
         named, known = _names(function.__code__), function.__globals__
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
-        def read() -> dict[str, Any]:
+        def snapshot() -> dict[str, Any]:
             here = {name: known[name] for name in named if name in known}
             return here | {name: _content(cell) for name, cell in cells.items()}
 
-        def put_back(before: dict[str, Any]) -> None:
+        def restore(before: dict[str, Any]) -> None:
             for name, value in before.items():
                 if name in cells:
                     cells[name].cell_contents = value
                 else:
                     known[name] = value
 
-        self._add("", function, read, put_back, False, is_namespace=True)
+        self._add("", function, snapshot, restore, False, is_namespace=True)
         for name, value in _defaults(function):
             self._waiting.append((name, value, True))  # the next call finds them as they are
         self._add_namespace(function.__name__, vars(function), is_models=False)
@@ -310,7 +310,9 @@ class HostState:
         place = HolderSnapshot(text, holder, read, read(), put_back, is_models, is_namespace)
         self.places.append(place)
         pairs = place.before.items() if isinstance(place.before, dict) else enumerate(place.before)
-        self._waiting += [(place._text_of(key), value, is_models) for key, value in pairs if not is_a(value, _CLOSED)]
+        self._waiting += [
+            (place._text_of(key), value, is_models) for key, value in pairs if not is_instance(value, _CLOSED)
+        ]
 
 
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
@@ -322,7 +324,7 @@ def is_users(each: Any) -> bool:
     return str(each.__module__).partition(".")[0] not in _NOT_THE_USERS
 
 
-def _is_same(a: Any, b: Any) -> bool:
+def _same_content(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(map(is_, a.values(), map(b.get, a)))
     return a == b if isinstance(a, set) else len(a) == len(b) and all(map(is_, a, b))
@@ -344,10 +346,10 @@ def _position(generator: GeneratorType[Any, Any, Any]) -> tuple[Any, ...]:
 
 
 def _holds_fake(value: Any) -> bool:
-    return any(is_a(each, FakeTensor) for each in pytree.tree_leaves(value))
+    return any(is_instance(each, FakeTensor) for each in pytree.tree_leaves(value))
 
 
-def _only(look: Callable[[Any], Any], each: Any) -> set[Any]:
+def _single_value(look: Callable[[Any], Any], each: Any) -> set[Any]:
     return {look(each)}
 
 

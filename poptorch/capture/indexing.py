@@ -16,7 +16,7 @@ from poptorch.errors import createPoptorchError
 class Numbers(Protocol):
     """Protocol for queries about constant tensor contents."""
 
-    def is_known(self, t: torch.Tensor) -> bool:
+    def has_known_values(self, t: torch.Tensor) -> bool:
         """Whether tensor contents are readable during capture."""
 
     def distance(self, start: torch.Tensor, stop: torch.Tensor) -> int | None:
@@ -53,7 +53,7 @@ def _first_unknown(t: torch.Tensor, index: Any, numbers: Numbers) -> tuple[int, 
         if each is Ellipsis:
             dim = t.dim() - sum(taken[i + 1 :])
         elif dim < t.dim():
-            if _is_row(each) and not numbers.is_known(each):
+            if _is_row(each) and not numbers.has_known_values(each):
                 row = _from_the_front(each, t.shape[dim]).reshape(1)
                 return dim, row, (*indices[:i], 0, *indices[i + 1 :])
             if isinstance(each, slice) and (rows := _rows(each, t.shape[dim], numbers)) is not None:
@@ -68,7 +68,7 @@ def _rows(part: slice, size: int, numbers: Numbers) -> torch.Tensor | None:
     Raises:
         poptorch.Error: if there are none, or their number does not divide that of all.
     """
-    if not all(_is_row(each) and not numbers.is_known(each) for each in (part.start, part.stop)):
+    if not all(_is_row(each) and not numbers.has_known_values(each) for each in (part.start, part.stop)):
         return None
     length = numbers.distance(part.start, part.stop)
     if length is None:

@@ -60,7 +60,7 @@ _SAME = frozenset(
 """Ops whose results have the sum of what they are given."""
 
 
-def tell_of_another(trace: Trace, loss: Value) -> None:
+def warn_about_other_loss(trace: Trace, loss: Value) -> None:
     """Warn if the function returns a value that resembles a training objective but differs from the loss.
 
     That is a number that is made of the loss and of something else that gradients flow through; or of the loss alone,

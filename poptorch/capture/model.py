@@ -19,10 +19,10 @@ from poptorch.base.host_numbers import HostNumbers
 from poptorch.capture.attributes import Attributes, not_rebound
 from poptorch.capture.checkpoints import checkpoints_in_regions
 from poptorch.capture.counters import Tape, noted_by_functions
-from poptorch.capture.cuts import Cuts
+from poptorch.capture.cuts import GraphBreaks
 from poptorch.capture.derivatives import derive, deriving
 from poptorch.capture.devices import named_as_cpus
-from poptorch.capture.frozen import Frozen
+from poptorch.capture.frozen import CapturedConstant
 from poptorch.capture.gradient_hooks import hooks_of, noting_hooks
 from poptorch.capture.host_state import HostState
 from poptorch.capture.modules import averaging, recurrent_in_any_dtype
@@ -33,9 +33,9 @@ from poptorch.capture.torch_private import (
     UNREADABLE,
     DynamicOutputShapeException,
     UnsupportedOperatorException,
+    decomposing_functions,
     derivable_attention,
     forget_history,
-    one_by_one,
     unlogged_errors,
     unvalidated_distributions,
     with_tensors,
@@ -43,7 +43,7 @@ from poptorch.capture.torch_private import (
 )
 from poptorch.capture.torchvision_ops import choosing
 from poptorch.capture.trace import Trace, Value
-from poptorch.capture.tracer import CANNOT_READ, Again, Tracer, going_on
+from poptorch.capture.tracer import CANNOT_READ, RetryWithoutPreserving, Tracer, going_on
 from poptorch.errors import Error, createPoptorchError
 from poptorch.placement.ambient import Ambient
 from popxl.extend.source import SourceLocation
@@ -78,7 +78,7 @@ class Captured:
     result: Any
     hooks: list[str]
     read: dict[str, torch.Tensor]
-    frozen: list[Frozen]
+    frozen: list[CapturedConstant]
     carried: dict[str, str] = field(default_factory=dict)
     changed: dict[str, int | float] = field(default_factory=dict)
     numbers: HostNumbers | None = None
@@ -97,7 +97,7 @@ def capture(
     grouped: Collection[str] = (),
     excludes: Sequence[str] = (),
     with_scopes: bool = True,
-    cuts: Cuts | None = None,
+    cuts: GraphBreaks | None = None,
     derives: bool = False,
     function: Callable[..., Any] | None = None,
     tape: Tape | None = None,
@@ -133,7 +133,7 @@ def capture(
 
     try:
         return once(keeps_whole=True)
-    except Again:
+    except RetryWithoutPreserving:
         vars(ambient).update(vars(Ambient(ambient._strategy)))  # blocks are numbered anew
     return once(keeps_whole=False)
 
@@ -146,7 +146,7 @@ def _capture(
     flatten: Callable[[Any], list[torch.Tensor]],
     grouped: Collection[str],
     with_scopes: bool,
-    cuts: Cuts | None,
+    cuts: GraphBreaks | None,
     derives: bool,
     function: Callable[..., Any] | None,
     tape: Tape | None,
@@ -154,7 +154,7 @@ def _capture(
     """Implementation of `capture`. Context managers around `forward` restore the module and changed host objects."""
     recorder = tracer.recorder
 
-    def is_made(name: str, t: torch.Tensor) -> bool:  # by every run alike, and none asks for what was there
+    def is_constant_state(name: str, t: torch.Tensor) -> bool:  # by every run alike, and none asks for what was there
         return recorder.is_constant(t) and not (name in recorder.read or recorder.uses(state_values.get(name)))
 
     state = dict(_tensors_of(module))
@@ -184,7 +184,7 @@ def _capture(
             stack.enter_context(recurrent_in_any_dtype())
             if with_scopes:
                 stack.enter_context(_scopes(module, recorder.scopes))
-        stack.enter_context(not_rebound(module, is_made))
+        stack.enter_context(not_rebound(module, is_constant_state))
         stack.enter_context(going_on(tracer))
         stack.enter_context(seeding(recorder))
         stack.enter_context(checkpoints_in_regions(tracer))
@@ -198,7 +198,7 @@ def _capture(
         if tape is not None and module is not None:
             stack.enter_context(noted_by_functions(on_host.namespaces))
             _count(module, tape)
-        with _told(recorder):
+        with _located_errors(recorder):
             result = forward(list(inputs))
         changed = attributes.counting()
         returned = flatten(result)
@@ -211,7 +211,7 @@ def _capture(
         if tape is not None and module is not None:
             _end(module, tape, changed)
         carried |= {text: on_host.line_of(text) for text in recorder.overwritten()}
-        recorder.settle()
+        recorder.resolve_requires_grad()
         for application in applications:
             if cuts is not None and cuts.found:  # they know ops by their places
                 application.give_up()
@@ -281,7 +281,7 @@ def _holding(module: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple[di
 _ALWAYS = (
     unvalidated_distributions,
     unlogged_errors,
-    one_by_one,
+    decomposing_functions,
     choosing,
     without_compile,
     derivable_attention,
@@ -299,7 +299,7 @@ def _reshaped(name: str, t: torch.Tensor, before: Value, after: Value, where: So
 
 
 @contextmanager
-def _told(recorder: Recorder) -> Iterator[None]:
+def _located_errors(recorder: Recorder) -> Iterator[None]:
     """Add source lines, and known remedies, to errors raised by a captured function."""
     try:
         yield

@@ -18,31 +18,31 @@ def averaging() -> AbstractContextManager[None]:
     """
     changed: set[int] = set()
 
-    def before(module: torch.nn.Module) -> None:
+    def enter_batch_norm(module: torch.nn.Module) -> None:
         if isinstance(module, _BatchNorm) and module.momentum is None and module.num_batches_tracked is not None:
             changed.add(id(module))
             module.momentum = torch.reciprocal((module.num_batches_tracked + 1).float())  # type: ignore[assignment]
 
-    def after(module: Any) -> None:
+    def exit_batch_norm(module: Any) -> None:
         if id(module) in changed:
             changed.remove(id(module))
             module.momentum = None
 
-    return _around_forward(before, after)
+    return _around_forward(enter_batch_norm, exit_batch_norm)
 
 
 def recurrent_in_any_dtype() -> AbstractContextManager[None]:
     """Let recurrent modules accept inputs whose dtype differs from their weights, as the underlying functions do."""
 
-    def before(module: torch.nn.Module) -> None:
+    def enter_rnn(module: torch.nn.Module) -> None:
         if isinstance(module, torch.nn.RNNBase):
             check, dtype = module.check_input, module.weight_ih_l0.dtype
             vars(module)["check_input"] = lambda input, batch_sizes: check(input.to(dtype), batch_sizes)
 
-    def after(module: torch.nn.Module) -> None:
+    def exit_rnn(module: torch.nn.Module) -> None:
         vars(module).pop("check_input", None)
 
-    return _around_forward(before, after)
+    return _around_forward(enter_rnn, exit_rnn)
 
 
 @contextmanager

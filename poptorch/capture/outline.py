@@ -22,7 +22,7 @@ from poptorch.capture.trace import Node, Trace, Value
 from popxl.extend.arguments import exact_key
 from popxl.extend.graphs import last_uses
 
-__all__ = ["CALL", "call", "form_of", "from_outside", "outlined", "used_outside"]
+__all__ = ["CALL", "call", "structural_key", "external_inputs", "outlined", "used_outside"]
 
 CALL = "poptorch.call"
 """Name of the op that runs a trace: its arguments are the `trace`, the `inputs` and a `name`."""
@@ -57,7 +57,7 @@ def outlined(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
     """
     by_form: defaultdict[Hashable, list[_Run]] = defaultdict(list)
     for run in _runs(nodes):
-        by_form[form_of(nodes[run.start : run.stop])].append(run)
+        by_form[structural_key(nodes[run.start : run.stop])].append(run)
     repeated = [runs for runs in by_form.values() if len(runs) > 1]
     taken: set[int] = set()
     chosen: list[list[_Run]] = []
@@ -96,7 +96,7 @@ def _keeps_in_larger_region(nodes: Sequence[Node], run: _Run) -> bool:
     return any(node.is_kept for node in own) and any(not around.isdisjoint(node.regions) for node in beside)
 
 
-def form_of(nodes: Sequence[Node], known: dict[int, Hashable] | None = None) -> Hashable:
+def structural_key(nodes: Sequence[Node], known: dict[int, Hashable] | None = None) -> Hashable:
     """Structural key of ops, independent of their inputs: equal for interchangeable runs.
 
     Args:
@@ -138,7 +138,7 @@ def _leaf(leaf: Any, known: dict[int, Hashable]) -> Hashable:
         return repr(leaf)
     if isinstance(leaf, Trace):
         inside: dict[int, Hashable] = {id(v): (i, v.shape, v.dtype) for i, v in enumerate(leaf.inputs)}
-        form = form_of(leaf.nodes, inside)
+        form = structural_key(leaf.nodes, inside)
         return (tuple(_leaf(v, known) for v in leaf.outer), form, tuple(inside[id(v)] for v in leaf.outputs))
     try:
         return (type(leaf), hash(leaf), exact_key(leaf))
@@ -146,7 +146,7 @@ def _leaf(leaf: Any, known: dict[int, Hashable]) -> Hashable:
         return id(leaf)
 
 
-def from_outside(nodes: Sequence[Node]) -> list[Value]:
+def external_inputs(nodes: Sequence[Node]) -> list[Value]:
     """External inputs of ops, in order of first use."""
     made = {id(r) for node in nodes for r in node.results}
     return list({id(v): v for node in nodes for v in node.inputs if id(v) not in made}.values())
@@ -160,7 +160,7 @@ def _with_calls(nodes: Sequence[Node], chosen: list[list[_Run]], wanted: set[int
         used = (used_outside(nodes[run.start : run.stop], run.stop, last) for run in runs)
         returned = sorted({place for places in used for place in places})
         outputs = [template[i].results[k] for i, k in returned]
-        inputs = from_outside(template)
+        inputs = external_inputs(template)
         names = [value.name.removeprefix(f"{runs[0].path}.") for value in inputs]
         trace = Trace(inputs, _within(template, runs[0].path), outputs, names=names)
         starts |= {run.start: (run, trace, returned) for run in runs}
@@ -205,7 +205,7 @@ def call(nodes: Sequence[Node], trace: Trace, returned: Sequence[tuple[int, int]
         path: of the module that the ops are in.
     """
     name = ".".join(part for part in path.split(".") if not part.isdigit())
-    arguments = {"trace": trace, "inputs": tuple(from_outside(nodes)), "name": name or path or "region"}
+    arguments = {"trace": trace, "inputs": tuple(external_inputs(nodes)), "name": name or path or "region"}
     results = [nodes[i].results[k] for i, k in returned]
     has_effect = any(node.has_effect for node in nodes)
     return replace(

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import accumulate, groupby, pairwise, takewhile
 from typing import Any
 
-from poptorch.capture.outline import CALL, call, form_of, from_outside, used_outside
+from poptorch.capture.outline import CALL, call, external_inputs, structural_key, used_outside
 from poptorch.capture.seeding import SEEDING
 from poptorch.capture.trace import Node, Trace, Value
 from popxl.extend.graphs import last_uses
@@ -129,7 +129,7 @@ def _as_calls(
         if not returned:
             result += _as_calls(part, set(), known, done)
             continue
-        form = (form_of(part), tuple(returned))
+        form = (structural_key(part), tuple(returned))
         if form not in known:
             known[form] = _trace(part, returned, known, done)
         result.append(call(part, known[form], returned, _module(part)))
@@ -157,6 +157,6 @@ def _trace(part: Sequence[Node], returned: Sequence[tuple[int, int]], known: Any
     if len(part) == 1 and part[0].op == CALL:
         called: Trace = part[0].arguments["trace"]
         return replace(called, outputs=[called.outputs[k] for _, k in returned], is_recomputed=True)
-    inputs, outputs = from_outside(part), [part[i].results[k] for i, k in returned]
+    inputs, outputs = external_inputs(part), [part[i].results[k] for i, k in returned]
     nodes = _as_calls(part, set(map(id, outputs)), known, done)
     return Trace(inputs, nodes, outputs, names=[v.name for v in inputs], is_recomputed=True, is_part=True)

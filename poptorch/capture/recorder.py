@@ -24,8 +24,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from poptorch.base.logging_ import logger
-from poptorch.capture.constants import made_of, numbers_of
-from poptorch.capture.frozen import Frozen, found, is_users
+from poptorch.capture.constants import buffer_dependencies, numbers_of
+from poptorch.capture.frozen import CapturedConstant, is_users, locate_constant
 from poptorch.capture.stand_ins import StandIn
 from poptorch.capture.tensor_layout import TensorLayout, offsets_of, views_between
 from poptorch.capture.torch_private import FakeTensor, become, forget_history, storage_key, without_modes
@@ -38,19 +38,19 @@ __all__ = ["APPLICATION", "LOOKED_AT", "Data", "Recorder", "View", "below"]
 
 
 @dataclass(eq=False)
-class _Cell:
+class _Storage:
     """A storage: current value, its layout, and a version count. Holds a strong reference to the base tensor."""
 
     base: torch.Tensor
     place: TensorLayout
     value: Value
-    says_no: bool = True
+    blocks_grad: bool = True
     """Whether PyTorch knows of a tensor that looks at it, and needs no gradient, that none flow through it."""
     version: int = 0
     unsettled: list[tuple[Value, torch.Tensor, bool]] = field(default_factory=list)
     """Values of tensors that look at it, of which it is not known yet whether gradients flow through them."""
 
-    def settle(self) -> None:
+    def resolve_requires_grad(self) -> None:
         """Record whether gradients flow through values: PyTorch knows this once their op ends, until the next op."""
         for value, t, says_no in self.unsettled:
             value.requires_grad = t.requires_grad or (False if says_no else None)
@@ -92,11 +92,11 @@ def _tell_of_function(function: type) -> None:
 
 
 @dataclass(eq=False)
-class _Seen:
+class _TensorView:
     """A tensor: its storage, views into this storage, and the value at its last read."""
 
     tensor: torch.Tensor
-    cell: _Cell
+    cell: _Storage
     lens: tuple[View, ...]
     value: Value
     version: int
@@ -140,7 +140,7 @@ class Recorder:
         module: torch.nn.Module | None = None,
     ) -> None:
         self.scopes: list[str] = []
-        self.frozen: list[Frozen] = []
+        self.frozen: list[CapturedConstant] = []
         self.read: dict[str, SourceLocation] = {}
         self.reshaped: dict[int, SourceLocation] = {}
         self.makes_on_host = False
@@ -152,13 +152,13 @@ class Recorder:
         self._excludes = tuple(excludes)
         self._module = module
         self._frames = [_Frame()]
-        self._seen: dict[int, _Seen] = {}
-        self._cells: dict[int, _Cell] = {}
-        self._all_cells: list[_Cell] = []
+        self._seen: dict[int, _TensorView] = {}
+        self._cells: dict[int, _Storage] = {}
+        self._all_cells: list[_Storage] = []
         self._parts = 0
         self._beside: Node | None = None
         self._numbers: dict[Value, torch.Tensor] = {}
-        self._of_host: dict[Node, Frozen] = {}
+        self._of_host: dict[Node, CapturedConstant] = {}
 
     # Tensors and values ---------------------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class Recorder:
         return self._frames[-1].trace
 
     @property
-    def is_inside(self) -> bool:
+    def is_nested(self) -> bool:
         """Whether a nested function is under recording."""
         return len(self._frames) > 1
 
@@ -187,9 +187,9 @@ class Recorder:
         if seen is None:
             seen = self._unknown(t)
         if seen.version == seen.cell.version:
-            return self._here(seen.value)
-        value = self._looked_at(seen.cell, seen.lens)[-1]
-        if self._is_own(seen.cell.value):
+            return self._capture_value(seen.value)
+        value = self._view_values(seen.cell, seen.lens)[-1]
+        if self._is_frame_value(seen.cell.value):
             seen.value, seen.version = value, seen.cell.version
         return value
 
@@ -202,7 +202,11 @@ class Recorder:
         for frozen in self.frozen:
             t = frozen.tensor()
             seen = None if t is None else self._seen.get(id(t))
-            if seen is not None and seen.cell.version or any(map(self.is_of_run, pytree.tree_leaves(frozen.there))):
+            if (
+                seen is not None
+                and seen.cell.version
+                or any(map(self.is_of_run, pytree.tree_leaves(frozen.current_object)))
+            ):
                 yield frozen.text
 
     def is_of_run(self, each: object) -> bool:
@@ -219,7 +223,7 @@ class Recorder:
     def numbers_of(self, t: torch.Tensor) -> torch.Tensor | None:
         """Current contents of a tensor, read-only; `None` if they depend on a run."""
         value = self.value_of(t)
-        for name in value.made_of or ():
+        for name in value.buffer_dependencies or ():
             self.read.setdefault(name, self.source())
         return numbers_of(value, self._numbers)
 
@@ -273,19 +277,19 @@ class Recorder:
         lens = seen.lens
         if any(view.repeats for view in lens):  # on the way back the old copies would come after the new number
             is_detached = any(view.op == "aten.detach" for view in lens)
-            lens = (*[_detached(cell.value)] * is_detached, *views_between(cell.place, TensorLayout.of(t)))
+            lens = (*[_detached(cell.value)] * is_detached, *views_between(cell.place, TensorLayout.from_tensor(t)))
         content = value
-        for view, base in reversed(list(zip(lens, self._looked_at(cell, lens), strict=False))):
+        for view, base in reversed(list(zip(lens, self._view_values(cell, lens), strict=False))):
             node = self.node("poptorch.put", "", {"base": base, "content": content, "view": view})
             content = self.result(node, base.shape, base.dtype)
         keeps_history = cell.base.requires_grad and not torch.is_grad_enabled() and not _is_in_own_derivative()
         if keeps_history:  # what PyTorch is not to see does not change what it differentiates
-            content = self._with_history_of(self._here(cell.value), content)
+            content = self._with_history_of(self._capture_value(cell.value), content)
         cell.value = content
         cell.version += 1
-        if not (keeps_history or TensorLayout.of(t).overlaps):
+        if not (keeps_history or TensorLayout.from_tensor(t).overlaps):
             seen.value, seen.version = value, cell.version
-        cell.settle()
+        cell.resolve_requires_grad()
         self._await(cell, value, t)
 
     def rebind(self, t: torch.Tensor, before: Value, content: Value) -> None:
@@ -299,7 +303,7 @@ class Recorder:
 
     def _check_own(self, t: torch.Tensor, value: Value) -> None:
         """Check that a tensor's value belongs to the function under recording."""
-        if not self._is_own(value):
+        if not self._is_frame_value(value):
             raise createPoptorchError(
                 f"A body of a loop or of a conditional overwrites a tensor from outside of it, {tuple(t.shape)} of "
                 f"{t.dtype} ({self.source()}). Pass it to the body as an input, which is a copy, and return it."
@@ -309,7 +313,7 @@ class Recorder:
         """Record an imminent change of `requires_grad`, which applies to later reads of the tensor."""
         seen = self._seen.get(id(t))
         if seen is not None and t.requires_grad != requires_grad:
-            seen.cell.settle()
+            seen.cell.resolve_requires_grad()
             seen.is_frozen = not requires_grad
 
     def moved(self, t: torch.Tensor) -> None:
@@ -321,10 +325,10 @@ class Recorder:
         self._frames[-1].own[id(value)] = value
         return value
 
-    def _is_own(self, value: Value) -> bool:
+    def _is_frame_value(self, value: Value) -> bool:
         return id(value) in self._frames[-1].own
 
-    def _here(self, value: Value) -> Value:
+    def _capture_value(self, value: Value) -> Value:
         """A value within the innermost function: captured as an input if it originates outside."""
         home = next(i for i, frame in enumerate(self._frames) if id(value) in frame.own)
         for frame in self._frames[home + 1 :]:
@@ -337,9 +341,9 @@ class Recorder:
             value = inside
         return value
 
-    def _looked_at(self, cell: _Cell, lens: Sequence[View]) -> list[Value]:
+    def _view_values(self, cell: _Storage, lens: Sequence[View]) -> list[Value]:
         """Value of a storage, followed by results of each view in a lens."""
-        values = [self._here(cell.value)]
+        values = [self._capture_value(cell.value)]
         for view in lens:
             node = self.node(view.op, view.overload, _replaced(view.arguments, LOOKED_AT, values[-1]))
             results = [self.result(node, shape, view.dtype) for shape in view.shapes]
@@ -349,12 +353,12 @@ class Recorder:
     def _introduce(self, t: torch.Tensor, value: Value, says_no: bool = True) -> None:
         """Register a tensor that owns its storage."""
         storage = self._storage(t)
-        cell = self._cells[storage] = _Cell(t, TensorLayout.of(t), value, says_no)
+        cell = self._cells[storage] = _Storage(t, TensorLayout.from_tensor(t), value, says_no)
         self._all_cells.append(cell)
-        self._seen[id(t)] = _Seen(t, cell, (), value, 0)
+        self._seen[id(t)] = _TensorView(t, cell, (), value, 0)
         self._await(cell, value, t)
 
-    def _store(self, cell: _Cell) -> None:
+    def _store(self, cell: _Storage) -> None:
         """Deduplicate the elements of a storage whose base tensor overlaps itself."""
         self._check_own(cell.base, cell.value)
         whole = cell.place
@@ -377,7 +381,7 @@ class Recorder:
             if seen.cell is cell:
                 seen.lens = (*views_between(cell.place, whole), *seen.lens)
 
-    def _await(self, cell: _Cell, value: Value, t: torch.Tensor, says_no: bool = True) -> None:
+    def _await(self, cell: _Storage, value: Value, t: torch.Tensor, says_no: bool = True) -> None:
         """Schedule a gradient-flow check for a value, if PyTorch tracks it.
 
         Args:
@@ -387,9 +391,9 @@ class Recorder:
             says_no: whether none flow if this tensor has none, rather than those of what the value is made of.
         """
         if not self._parts:
-            cell.unsettled.append((value, t, says_no and cell.says_no))
+            cell.unsettled.append((value, t, says_no and cell.blocks_grad))
 
-    def _unknown(self, t: torch.Tensor) -> _Seen:
+    def _unknown(self, t: torch.Tensor) -> _TensorView:
         """Register a tensor without a recorded op: preexisting, or another view of storage (`t.data`, strides)."""
         cell = self._cells.get(self._storage(t))
         if cell is None:
@@ -402,7 +406,7 @@ class Recorder:
             is_on_host = self.is_on_host(t)
             with without_modes():
                 numbers = t.detach().clone()
-                frozen = found(t, numbers, self._module, sys._getframe(1)) if is_on_host else None
+                frozen = locate_constant(t, numbers, self._module, sys._getframe(1)) if is_on_host else None
             node = self.new_constant(t, numbers)
             node.is_on_host = is_on_host
             if frozen is not None:
@@ -411,8 +415,8 @@ class Recorder:
             return self._seen[id(t)]
         if cell.place.overlaps:
             self._store(cell)
-        lens = views_between(cell.place, TensorLayout.of(t))
-        seen = self._seen[id(t)] = _Seen(t, cell, lens, cell.value, -1)
+        lens = views_between(cell.place, TensorLayout.from_tensor(t))
+        seen = self._seen[id(t)] = _TensorView(t, cell, lens, cell.value, -1)
         return seen
 
     def _storage(self, t: torch.Tensor) -> int:
@@ -475,12 +479,12 @@ class Recorder:
     ) -> Node:
         """Record an op. Tensors among its arguments are read; `written` lists overwritten tensors."""
         keeps, self.keeps = self.keeps, False
-        values = pytree.tree_map_only(torch.Tensor, self._read, dict(arguments))
-        values = with_values(values, self._here)
+        values = pytree.tree_map_only(torch.Tensor, self._input_value, dict(arguments))
+        values = with_values(values, self._capture_value)
         scope = self.scopes[-1] if self.scopes else ""
         if op == "aten.convolution" and self._beside is None:
             self._ambient.count_convolution()
-        names = made_of(op, overload, values)
+        names = buffer_dependencies(op, overload, values)
         site = self._ambient.site() if self._beside is None else self._beside.site
         node = Node(op, overload, values, site, scope, self.source(), has_effect, made_of=names)
         given = [*(value.is_on_host for value in node.inputs), *map(self.is_on_host, written)]
@@ -491,7 +495,7 @@ class Recorder:
         self.trace.nodes.append(node)
         return node
 
-    def _read(self, t: torch.Tensor) -> Value:
+    def _input_value(self, t: torch.Tensor) -> Value:
         """Current value of a tensor as an op input; frozen tensors pass no gradients."""
         value = self.value_of(t)
         if not self._seen[id(t)].is_frozen:
@@ -534,9 +538,9 @@ class Recorder:
         is_same = node.op == "aten.detach" and not looked_at.requires_grad
         for i, t in enumerate(results):
             value = self.result(node, shapes[i], t.dtype)
-            view = View(node.op, node.overload, place, shapes, t.dtype, i, TensorLayout.of(t).overlaps)
+            view = View(node.op, node.overload, place, shapes, t.dtype, i, TensorLayout.from_tensor(t).overlaps)
             lens = base.lens if is_same else (*base.lens, view)
-            self._seen[id(t)] = _Seen(t, base.cell, lens, value, base.cell.version)
+            self._seen[id(t)] = _TensorView(t, base.cell, lens, value, base.cell.version)
             # Nor does it say anything of what PyTorch keeps for its backward pass, such as the mean of a norm.
             self._await(base.cell, value, t, says_no=not is_same)
         return True
@@ -559,7 +563,7 @@ class Recorder:
             self.regions = before
 
     @contextmanager
-    def parts(self) -> Iterator[list[torch.Tensor]]:
+    def recording_decomposition(self) -> Iterator[list[torch.Tensor]]:
         """Record a decomposition. PyTorch tracks no gradients within, except for results that the caller lists."""
         whole: list[torch.Tensor] = []
         self._parts += 1
@@ -587,7 +591,7 @@ class Recorder:
     # Functions ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def beside(self, node: Node) -> Iterator[None]:
+    def recording_at(self, node: Node) -> Iterator[None]:
         """Record ops with the placement and module scope of an earlier op."""
         self._beside = node
         self.scopes.append(node.scope)
@@ -598,7 +602,7 @@ class Recorder:
             self.scopes.pop()
 
     @contextmanager
-    def inside(self) -> Iterator[Trace]:
+    def recording_function(self) -> Iterator[Trace]:
         """Record a nested function for an op of the current function."""
         frame = _Frame()
         self._frames.append(frame)
@@ -608,10 +612,10 @@ class Recorder:
             self._frames.pop()
         frame.trace.inputs += [frame.taken[id(value)] for value in frame.trace.outer]
 
-    def settle(self) -> None:
+    def resolve_requires_grad(self) -> None:
         """Record gradient flow for all values."""
         for cell in self._all_cells:
-            cell.settle()
+            cell.resolve_requires_grad()
 
     def finish(self, is_trained: bool = False) -> Trace:
         """Complete and return the function; no recording is possible afterwards.
@@ -619,7 +623,7 @@ class Recorder:
         Args:
             is_trained: whether it is to be differentiated. It is told what is ignored then.
         """
-        self.settle()
+        self.resolve_requires_grad()
         results = [value for node in self.trace.nodes for value in node.results]
         for function in {value.of_function for value in results if value.of_function is not None and is_trained}:
             _tell_of_function(function)
@@ -654,11 +658,11 @@ class Recorder:
                     setattr(t, _MADE_IN_CAPTURE, True)
                 else:
                     forget_history(t)
-                    become(t, StandIn.of(t, "" if made_by is None else str(made_by.source)))
+                    become(t, StandIn.for_tensor(t, "" if made_by is None else str(made_by.source)))
 
-    def _is_constant(self, seen: _Seen) -> bool:
+    def _is_constant(self, seen: _TensorView) -> bool:
         """Whether tensor contents are known, and do not belong to a loop body."""
-        return all(self._is_own(v) and v.is_constant for v in (seen.value, seen.cell.value))
+        return all(self._is_frame_value(v) and v.is_constant for v in (seen.value, seen.cell.value))
 
 
 _MADE_IN_CAPTURE = "_poptorch_made_in_capture"

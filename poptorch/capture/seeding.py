@@ -46,7 +46,7 @@ class Remade(_torch_generator, metaclass=_Kind):
         super().__init__()
 
     @staticmethod
-    def at(state: torch.Tensor) -> torch.Generator:
+    def new_generator(state: torch.Tensor) -> torch.Generator:
         """New generator in this state."""
         made: torch.Generator = _torch_generator()
         made.set_state(state)
@@ -90,7 +90,7 @@ class _Generator:
         self._node("set_rng_state", number=number)
 
     def _node(self, name: str, **arguments: Any) -> Node:
-        if self._recorder.is_inside:
+        if self._recorder.is_nested:
             raise createPoptorchError(
                 f"`torch.{name}` ({self._recorder.source()}): the generator of random numbers cannot be seeded in a "
                 "body of a loop or of a conditional. Seed it before that."

@@ -21,7 +21,7 @@ class StandIn(torch.Tensor):
     _where: str
 
     @staticmethod
-    def of(t: torch.Tensor, where: str) -> StandIn:
+    def for_tensor(t: torch.Tensor, where: str) -> StandIn:
         """New stand-in for a tensor created at source line `where`."""
         made: StandIn = torch.empty(t.shape, dtype=t.dtype, device="meta").as_subclass(StandIn)
         made._where = where

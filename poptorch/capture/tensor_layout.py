@@ -49,7 +49,7 @@ def written_last(size: Sequence[int], stride: Sequence[int]) -> tuple[np.ndarray
     return order[::-1][last], offsets
 
 
-def turns(size: Sequence[int], stride: Sequence[int]) -> list[np.ndarray]:
+def update_passes(size: Sequence[int], stride: Sequence[int]) -> list[np.ndarray]:
     """Passes of PyTorch's in-place update on a possibly self-overlapping tensor: each updates a storage element at most
     once.
 
@@ -102,7 +102,7 @@ class TensorLayout:
     is_neg: bool = False
 
     @classmethod
-    def of(cls, t: torch.Tensor) -> TensorLayout:
+    def from_tensor(cls, t: torch.Tensor) -> TensorLayout:
         """The layout of a tensor."""
         return cls(tuple(t.shape), t.stride(), int(t.storage_offset()), t.dtype, t.is_conj(), t.is_neg())
 
@@ -128,7 +128,7 @@ def views_between(base: TensorLayout, seen: TensorLayout) -> tuple[View, ...]:
     shape = [base.shape[d] for d in order]
     views = [] if order == sorted(order) else [_view("permute", {"dims": tuple(order)}, shape, base.dtype)]
     now = replace(base, shape=tuple(shape), stride=tuple(base.stride[d] for d in order))
-    casts, now = _taken_for(now, seen.dtype)
+    casts, now = _reinterpret_views(now, seen.dtype)
     strided = _strided(now, seen)
     if now.dtype != seen.dtype or base.is_conj or base.is_neg or strided is None:
         seen_as, held_as = ("", "") if base.dtype == seen.dtype else (f"{seen.dtype} and ", f"{base.dtype} and ")
@@ -147,7 +147,7 @@ def _view(op: str, how: Mapping[str, Any], shape: Sequence[int], dtype: torch.dt
     return View(f"aten.{name}", overload or "default", {"input": LOOKED_AT, **how}, (tuple(shape),), dtype)
 
 
-def _taken_for(base: TensorLayout, dtype: torch.dtype) -> tuple[list[View], TensorLayout]:
+def _reinterpret_views(base: TensorLayout, dtype: torch.dtype) -> tuple[list[View], TensorLayout]:
     """Views that reinterpret a tensor in memory order as another dtype, where possible; and the resulting layout."""
     views = []
     shape, stride, offset = base.shape, base.stride, base.offset

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from poptorch.capture.backward import BACKWARD
-from poptorch.capture.foreach import for_each
+from poptorch.capture.foreach import tensorwise
 from poptorch.capture.quantisation import QUANTISATION
 from poptorch.capture.torchvision_ops import OF_TORCHVISION
 
@@ -53,7 +53,7 @@ __all__ = [
     "hears_functions",
     "in_transform",
     "is_wrapped",
-    "one_by_one",
+    "decomposing_functions",
     "saving_policy",
     "shares_storage",
     "storage_key",
@@ -102,7 +102,7 @@ def unvalidated_distributions() -> Iterator[None]:
 
 
 @contextmanager
-def one_by_one() -> Iterator[None]:
+def decomposing_functions() -> Iterator[None]:
     """Make functions run as ops that PyTorch can decompose and differentiate.
 
     Functions of `torch.jit.script` run as the Python that they were made of, and those of `torch.jit.trace` as they are
@@ -171,7 +171,7 @@ def checkpoints_run_by(region: Callable[[Any], AbstractContextManager[None]]) ->
         with torch.set_grad_enabled(torch.is_grad_enabled() and tracked), region(nullcontext()):
             return function(*args)
 
-    def around(
+    def checkpoint_generator(
         function: Any, preserve: bool = True, context_fn: Any = module.noop_context_fn, *args: Any, **kwargs: Any
     ) -> Any:
         if threading.get_ident() != own:
@@ -181,7 +181,7 @@ def checkpoints_run_by(region: Callable[[Any], AbstractContextManager[None]]) ->
         with region(forward):
             yield
 
-    kind.apply, module._checkpoint_without_reentrant_generator = staticmethod(run), around
+    kind.apply, module._checkpoint_without_reentrant_generator = staticmethod(run), checkpoint_generator
     try:
         yield
     finally:
@@ -312,7 +312,7 @@ def decomposition(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
     """Decomposition of an op into simpler ones; `None` if unavailable."""
     if op.namespace == "torchvision":
         return OF_TORCHVISION.get(op._opname)
-    if (each := for_each(op)) is not None:
+    if (each := tensorwise(op)) is not None:
         return each
     if op.namespace != "aten":  # asking for others inside of a mode ends the process
         return None

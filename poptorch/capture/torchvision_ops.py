@@ -81,11 +81,11 @@ def _deform_conv2d(
     taps, (high, wide) = kernel_h * kernel_w, offset.shape[2:]
     moves = offset.reshape(rows * offset_groups, kernel_h, kernel_w, 2, high, wide)
 
-    def places(stride: int, pad: int, dilation: int, count: int, kernel: int) -> torch.Tensor:
+    def kernel_positions(stride: int, pad: int, dilation: int, count: int, kernel: int) -> torch.Tensor:
         return torch.arange(kernel)[:, None] * dilation + torch.arange(count) * stride - pad
 
-    y = moves[..., 0, :, :] + places(stride_h, pad_h, dilation_h, high, kernel_h)[:, None, :, None]
-    x = moves[..., 1, :, :] + places(stride_w, pad_w, dilation_w, wide, kernel_w)[None, :, None, :]
+    y = moves[..., 0, :, :] + kernel_positions(stride_h, pad_h, dilation_h, high, kernel_h)[:, None, :, None]
+    x = moves[..., 1, :, :] + kernel_positions(stride_w, pad_w, dilation_w, wide, kernel_w)[None, :, None, :]
     at = torch.stack([(2 * x + 1) / width - 1, (2 * y + 1) / height - 1], -1)
     images = input.reshape(rows * offset_groups, channels // offset_groups, height, width)
     seen = F.grid_sample(images, at.reshape(len(images), taps * high, wide, 2), align_corners=False)

@@ -36,7 +36,7 @@ class Value:
     of_buffer: bool = False
 
     @property
-    def made_of(self) -> frozenset[str] | None:
+    def buffer_dependencies(self) -> frozenset[str] | None:
         """Names of buffers on which its contents depend; `None` if they depend on other run-time data."""
         if self.of_buffer:
             return frozenset([self.name])
@@ -50,7 +50,7 @@ class Value:
     @property
     def is_constant(self) -> bool:
         """Whether its contents are constant across runs."""
-        return self.made_of == frozenset()
+        return self.buffer_dependencies == frozenset()
 
     @property
     def is_differentiable(self) -> bool:
@@ -162,14 +162,14 @@ class Trace:
 
     def is_like(self, other: Trace) -> bool:
         """Whether another trace performs equal ops on equal numbers, disregarding nested functions."""
-        return self._form() == other._form()
+        return self._structural_key() == other._structural_key()
 
-    def _form(self) -> list[Any]:
+    def _structural_key(self) -> list[Any]:
         steps = [(node.op, node.overload, node.arguments, node.results) for node in self.nodes]
-        return self.form_of([self.inputs, steps, self.outputs])
+        return self.structural_key([self.inputs, steps, self.outputs])
 
     @staticmethod
-    def form_of(described: Any) -> list[Any]:
+    def structural_key(described: Any) -> list[Any]:
         """Structural key of ops: values by order, shape and dtype, and contents of constants."""
         numbers: dict[Value, int] = {}
 

@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from poptorch.base.structures import structure_of
-from poptorch.capture.composed import COMPOSED, in_turns
+from poptorch.capture.composed import COMPOSED, sequential_update
 from poptorch.capture.counters import holds_counters, with_numbers
-from poptorch.capture.cuts import Cuts
+from poptorch.capture.cuts import GraphBreaks
 from poptorch.capture.devices import ASKING, HOST, IPU, LIKE_ANOTHER, on_cpu
 from poptorch.capture.frozen import is_users
 from poptorch.capture.host_function import HostFunction
@@ -49,7 +49,7 @@ from poptorch.capture.whole import (
     COMPOSED_LOSSES,
     LOSSES,
     WHOLE,
-    Whole,
+    PreservedFunction,
     as_activation,
     with_masks_of_bools,
     with_plain_sizes,
@@ -105,7 +105,7 @@ class Tracer:
         excludes: Sequence[str],
         keeps_whole: bool = True,
         module: torch.nn.Module | None = None,
-        cuts: Cuts | None = None,
+        cuts: GraphBreaks | None = None,
         has_counters: bool = False,
     ) -> None:
         self._cuts = cuts
@@ -208,7 +208,7 @@ class Tracer:
 
     def function_of(self, body: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> tuple[Trace, list[torch.Tensor]]:
         """Trace a function body for a control-flow op, on copies of its inputs; returns fake results, too."""
-        with self.recorder.inside() as trace:
+        with self.recorder.recording_function() as trace:
             with self.suspended():
                 copies = [t.clone() for t in inputs]
             for t in copies:
@@ -223,7 +223,7 @@ class Tracer:
             trace.outputs = [self.recorder.value_of(t) for t in results]
         return trace, results
 
-    def function(self, whole: Whole, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def function(self, whole: PreservedFunction, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Record a preserved PyTorch function as one op, or run it op by op if preserving is disabled."""
         narrow = autocast_dtype()
         if self._keeps_whole and narrow is not None and whole.op in _NARROWED:
@@ -281,10 +281,10 @@ class Tracer:
             t.data = data.detach().clone()
         self.recorder.rebind(t, before, content)
 
-    def read(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def read_contents(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Result of a function that reads tensor contents."""
         numbers = None if in_transform() else self.recorder.numbers_of(args[0])
-        if numbers is None and function not in _NEVER_CUT and self._may_cut:
+        if numbers is None and function not in _NEVER_CUT and self._may_break_graph:
             return self._made_by_host(function, args, kwargs)
         if numbers is None:
             raise createPoptorchError(
@@ -310,9 +310,9 @@ class Tracer:
             Again: if there was one, or may be.
         """
         if (self._keeps_whole if is_forward else self._has_whole) and not in_transform():
-            raise Again
+            raise RetryWithoutPreserving
 
-    def is_known(self, t: torch.Tensor) -> bool:
+    def has_known_values(self, t: torch.Tensor) -> bool:
         """Whether the contents of a tensor are constant across runs."""
         return not in_transform() and self.recorder.is_constant(t)
 
@@ -326,7 +326,7 @@ class Tracer:
         Raises:
             poptorch.Error: if it is not: the shape of the result is made from it.
         """
-        if num_classes == -1 and not self.is_known(input) and not self._may_cut:
+        if num_classes == -1 and not self.has_known_values(input) and not self._may_break_graph:
             raise createPoptorchError(
                 "OneHot num classes must be specified and must be constant. Without it the shape of the result depends "
                 f"on the numbers in the tensor: `one_hot(x, num_classes=...)` ({self.recorder.source()})."
@@ -340,13 +340,17 @@ class Tracer:
         """Record an op of PyTorch."""
         if self._suspended or op.namespace == "prim":
             return op(*args, **kwargs)
-        if op._opname in ("index_put", "index_put_") and _is_mixed(args[1]) and (places := self._places(args[1])):
+        if (
+            op._opname in ("index_put", "index_put_")
+            and _is_mixed(args[1])
+            and (places := self._masks_to_indices(args[1]))
+        ):
             args = (args[0], places, *args[2:])
         given = _by_name(op, args, kwargs)
         generator = given.pop("generator", None)
         if generator is not None and generator is not torch.default_generator:
             with self._ops:  # what PyTorch hands on to ops stands for the user's generator, and is another object
-                return self._drawn(op, self._generator or generator, args, kwargs)
+                return self._draw_on_host(op, self._generator or generator, args, kwargs)
         written = {name: given[name] for name in written_arguments(op) if name in given}
         name = f"{op.namespace}.{op._opname}"
         if written and name not in _OVERWRITING and not name.endswith("__"):
@@ -354,11 +358,11 @@ class Tracer:
         is_part = self._derives and op in NORMS  # its statistics are functions of the input, to derivatives
         moves = torch.Tag.inplace_view in op.tags
         changes = [*written] == ["input"] and not moves and name not in _OVERWRITING
-        made_of = in_turns(op, args[0]) if changes and isinstance(args[0], torch.Tensor) else None
+        made_of = sequential_update(op, args[0]) if changes and isinstance(args[0], torch.Tensor) else None
         if made_of is None and (is_part or not self._lowered(name, op._overloadname)):
             made_of = decomposition(op)
         if made_of is not None:
-            with self.recorder.parts() as whole, self._ops:
+            with self.recorder.recording_decomposition() as whole, self._ops:
                 results = made_of(*args, **kwargs)
                 if all(result.alias_info is None for result in op._schema.returns):  # where the parts give a view
                     results = pytree.tree_map(lambda t: t.clone() if shares_storage(t, given) else t, results)
@@ -374,8 +378,8 @@ class Tracer:
                 raise RuntimeError(_NOT_A_VIEW) from None
             raise
         except UNREADABLE:
-            results = self._known(op, args, kwargs)
-            if results is None and not self._may_cut:
+            results = self._constant_result(op, args, kwargs)
+            if results is None and not self._may_break_graph:
                 raise
             return self._made_by_host(op, args, kwargs) if results is None else results
         if moves:
@@ -409,7 +413,7 @@ class Tracer:
         for t in tensors:
             self.recorder.write(t, self.recorder.result(node, tuple(t.shape), t.dtype))
 
-    def _drawn(self, op: torch._ops.OpOverload, generator: torch.Generator, args: Any, kwargs: Any) -> Any:
+    def _draw_on_host(self, op: torch._ops.OpOverload, generator: torch.Generator, args: Any, kwargs: Any) -> Any:
         """Draw from a user's generator, on the host, each time the program reaches this op.
 
         One that `forward` makes is another one in each run, and the same as ever: it gives constants.
@@ -432,7 +436,9 @@ class Tracer:
             if is_in_place or not tensors:
                 made = self._constant(drawn)
                 return args[0].copy_(made) if is_in_place else made
-            function = HostFunction(op._opname, lambda *args, **kwargs: draw(Remade.at(state), args, kwargs), given)
+            function = HostFunction(
+                op._opname, lambda *args, **kwargs: draw(Remade.new_generator(state), args, kwargs), given
+            )
 
         def compute(**_: Any) -> Any:
             return torch.empty_like(args[0]) if is_in_place else op(*args, **kwargs)
@@ -443,10 +449,10 @@ class Tracer:
         self._drawn_last[generator] = [made.reshape(-1)[:1]]
         return args[0].copy_(made) if is_in_place else made
 
-    def _known(self, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+    def _constant_result(self, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
         """Result of an op that reads tensor contents; `None` if these are unknown before a run."""
         if op in (torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default):
-            return self._at_known_places(*args)
+            return self._index_by_masks(*args)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         known = [self.recorder.numbers_of(t) if isinstance(t, torch.Tensor) else t for t in leaves]
         if any(numbers is None and leaf is not None for numbers, leaf in zip(known, leaves, strict=True)):
@@ -457,9 +463,9 @@ class Tracer:
         return pytree.tree_map_only(torch.Tensor, self._constant, results)
 
     @property
-    def _may_cut(self) -> bool:
+    def _may_break_graph(self) -> bool:
         """Whether a graph break is allowed at this point."""
-        return self._cuts is not None and not (self.recorder.is_inside or in_transform())
+        return self._cuts is not None and not (self.recorder.is_nested or in_transform())
 
     def _made_by_host(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Insert a graph break for a function with run-dependent results; returns these results."""
@@ -479,7 +485,7 @@ class Tracer:
         source = self.recorder.source()
         with self.suspended(), without_modes():
             tracked = any(leaves[i].requires_grad for i in places)
-            cut, made = self._cuts.cut(len(self.recorder.trace.nodes), values, run, source, tracked)
+            cut, made = self._cuts.insert(len(self.recorder.trace.nodes), values, run, source, tracked)
 
         def begin(t: torch.Tensor) -> torch.Tensor:
             fake = self.fake(t.detach())
@@ -495,16 +501,16 @@ class Tracer:
         self.recorder.new_constant(t, numbers)
         return t
 
-    def _at_known_places(self, t: torch.Tensor, indices: Any) -> Any:
+    def _index_by_masks(self, t: torch.Tensor, indices: Any) -> Any:
         """Index by masks with known contents; `None` if a mask is unknown and no graph break is allowed."""
         if isinstance(indices, torch.Tensor):
             with self._ops:
                 t, indices = torch.broadcast_tensors(t, indices)
             indices = [indices]
-        places = self._places(indices)
+        places = self._masks_to_indices(indices)
         return None if places is None else self.op(torch.ops.aten.index.Tensor, (t, places), {})
 
-    def _places(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
+    def _masks_to_indices(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
         """Convert masks among indices to integer indices; `None` if a mask is unknown and no graph break is allowed."""
         places: list[torch.Tensor | None] = []
         for index in indices:
@@ -513,12 +519,12 @@ class Tracer:
                 continue
             mask = self.recorder.numbers_of(index)
             if mask is None:
-                if not self._may_cut:
+                if not self._may_break_graph:
                     return None
-                places += self._made_by_host(_places_of, (index,), {})
+                places += self._made_by_host(_mask_coordinates, (index,), {})
                 continue
             with without_modes():
-                found = _places_of(mask)
+                found = _mask_coordinates(mask)
             places += [self._constant(numbers) for numbers in found]
         return places
 
@@ -561,7 +567,7 @@ class _Functions(TorchFunctionMode):
         tracer = self._tracer
         if tracer._has_counters and holds_counters((args, kwargs)):
             call = partial(self.__torch_function__, func, types)
-            return with_numbers(call, args, kwargs or {}, tracer.recorder.trace, tracer.recorder.is_inside)
+            return with_numbers(call, args, kwargs or {}, tracer.recorder.trace, tracer.recorder.is_nested)
         if func in ASKING and not tracer._suspended and is_users(sys._getframe(1)):
             return ASKING[func](tracer.to_model(args[0]))
         func, args, kwargs, moves = on_cpu(func, args, kwargs or {})
@@ -591,8 +597,8 @@ class _Functions(TorchFunctionMode):
             if func in _DIFFERENTIATING or func is _MAKE_DUAL:
                 tracer.differentiate(is_forward=func is _MAKE_DUAL)
             tracer._generator = kwargs.get("generator")
-            if func in _READING or func in _ROUNDING and tracer._may_cut:
-                return tracer.read(func, args, kwargs)
+            if func in _READING or func in _ROUNDING and tracer._may_break_graph:
+                return tracer.read_contents(func, args, kwargs)
             if func is torch.Tensor.__deepcopy__:
                 return tracer.copied(*args)
             if func in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook):
@@ -607,7 +613,7 @@ class _Functions(TorchFunctionMode):
                     "functions give; where a model only runs, `poptorch.cond`."
                 )
             tracer._derives |= in_transform()
-            whole = None if in_transform() else _whole(func)
+            whole = None if in_transform() else _preserved_function(func)
         args, kwargs = as_activation(func, *with_masks_of_bools(func, args, with_weight(func, kwargs)))
         if whole is None:
             results = func(*args, **kwargs)
@@ -650,7 +656,7 @@ def _is_mixed(indices: Sequence[torch.Tensor | None]) -> bool:
     return len(dtypes) > 1 and (torch.bool in dtypes or torch.uint8 in dtypes)
 
 
-def _places_of(mask: torch.Tensor) -> list[torch.Tensor]:
+def _mask_coordinates(mask: torch.Tensor) -> list[torch.Tensor]:
     """Coordinates of true elements, as one index tensor per dimension of a mask."""
     return [numbers.contiguous() for numbers in mask.nonzero().unbind(1)]
 
@@ -660,16 +666,16 @@ _DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.b
 _MAKE_DUAL = torch._VF._make_dual
 
 
-class Again(BaseException):
+class RetryWithoutPreserving(BaseException):
     """Request to restart a capture without preserved functions. Models' `except Exception` must not catch it."""
 
 
 @cache
-def _by_function() -> dict[Any, Whole]:
+def _by_function() -> dict[Any, PreservedFunction]:
     return {function: whole for whole in WHOLE for function in whole.functions}
 
 
-def _whole(function: Any) -> Whole | None:
+def _preserved_function(function: Any) -> PreservedFunction | None:
     try:
         return _by_function().get(function)
     except TypeError:  # it cannot be hashed

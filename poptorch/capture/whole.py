@@ -18,7 +18,7 @@ from poptorch.errors import createPoptorchError
 
 
 @dataclass(frozen=True)
-class Whole:
+class PreservedFunction:
     """Preserved function: a PyTorch function captured as one op.
 
     Attributes:
@@ -53,15 +53,17 @@ class Whole:
 _signature = cache(inspect.signature)
 
 
-def _whole(*functions: Callable[..., Any], **settings: Any) -> Whole:
-    return Whole(f"torch.{functions[0].__name__}", functions, **settings)
+def _preserve(*functions: Callable[..., Any], **settings: Any) -> PreservedFunction:
+    return PreservedFunction(f"torch.{functions[0].__name__}", functions, **settings)
 
 
-def _along_a_dim(function: Callable[..., Any], *others: Callable[..., Any]) -> tuple[Whole, Whole]:
+def _along_a_dim(
+    function: Callable[..., Any], *others: Callable[..., Any]
+) -> tuple[PreservedFunction, PreservedFunction]:
     """Preserved forms of a function that needs `dim`, and of its variants."""
     return (
-        _whole(function, applies=lambda given: given["dim"] is not None),
-        Whole(f"torch.{function.__name__}", others, like=lambda input, dim, dtype=None: None),
+        _preserve(function, applies=lambda given: given["dim"] is not None),
+        PreservedFunction(f"torch.{function.__name__}", others, like=lambda input, dim, dtype=None: None),
     )
 
 
@@ -127,23 +129,23 @@ def _shaped_as_linear_cross_entropy(options: Any, **given: Any) -> torch.Tensor:
 
 
 _LOSSES_OF_TORCH = (
-    _whole(
+    _preserve(
         torch.binary_cross_entropy_with_logits,
         like=lambda input, target, weight=None, pos_weight=None, reduction=0: None,
     ),
-    _whole(
+    _preserve(
         torch.cosine_embedding_loss,
         like=lambda input1, input2, target, margin=0.0, reduction=0: None,
     ),
-    _whole(torch.hinge_embedding_loss, like=lambda input, target, margin=1.0, reduction=0: None),
-    _whole(torch.kl_div, like=lambda input, target, reduction=0, *, log_target=False: None),
-    _whole(torch.margin_ranking_loss, like=lambda input1, input2, target, margin=0.0, reduction=0: None),
-    _whole(torch.poisson_nll_loss, like=lambda input, target, log_input, full, eps, reduction: None),
-    _whole(
+    _preserve(torch.hinge_embedding_loss, like=lambda input, target, margin=1.0, reduction=0: None),
+    _preserve(torch.kl_div, like=lambda input, target, reduction=0, *, log_target=False: None),
+    _preserve(torch.margin_ranking_loss, like=lambda input1, input2, target, margin=0.0, reduction=0: None),
+    _preserve(torch.poisson_nll_loss, like=lambda input, target, log_input, full, eps, reduction: None),
+    _preserve(
         torch.triplet_margin_loss,
         like=lambda anchor, positive, negative, margin=1.0, p=2.0, eps=1e-6, swap=False, reduction=0: None,
     ),
-    _whole(
+    _preserve(
         torch.ctc_loss,
         like=lambda log_probs, targets, input_lengths, target_lengths, blank=0, reduction=0, zero_infinity=False: None,
         shaped_as=_shaped_as_ctc,
@@ -153,12 +155,12 @@ _LOSSES_OF_TORCH = (
 a number; in Python it is 0, for none, if it is left out, whatever their schemas say."""
 
 _WHOLE_LOSSES = (
-    *(_whole(loss) for loss in _LOSSES),
+    *(_preserve(loss) for loss in _LOSSES),
     *_LOSSES_OF_TORCH,
-    _whole(F.gaussian_nll_loss, shaped_as=_shaped_as_gaussian_nll),
-    _whole(F.ctc_loss, shaped_as=_shaped_as_ctc),
-    *(_whole(loss, shaped_as=_shaped_as_margin(loss)) for loss in (F.multilabel_margin_loss, F.multi_margin_loss)),
-    _whole(F.linear_cross_entropy, shaped_as=_shaped_as_linear_cross_entropy),
+    _preserve(F.gaussian_nll_loss, shaped_as=_shaped_as_gaussian_nll),
+    _preserve(F.ctc_loss, shaped_as=_shaped_as_ctc),
+    *(_preserve(loss, shaped_as=_shaped_as_margin(loss)) for loss in (F.multilabel_margin_loss, F.multi_margin_loss)),
+    _preserve(F.linear_cross_entropy, shaped_as=_shaped_as_linear_cross_entropy),
 )
 
 LOSSES = frozenset(whole.op for whole in _WHOLE_LOSSES)
@@ -280,56 +282,56 @@ def _shaped_as_lstsq(
     return torch.return_types.linalg_lstsq(results)  # type: ignore[attr-defined]
 
 
-WHOLE: tuple[Whole, ...] = (
+WHOLE: tuple[PreservedFunction, ...] = (
     *_WHOLE_LOSSES,
-    _whole(F.batch_norm, writes=_statistics, shaped_as=_shaped_as_batch_norm),
-    _whole(F.instance_norm, writes=_statistics),
-    _whole(
+    _preserve(F.batch_norm, writes=_statistics, shaped_as=_shaped_as_batch_norm),
+    _preserve(F.instance_norm, writes=_statistics),
+    _preserve(
         torch.native_batch_norm,
         like=lambda input, weight, bias, running_mean, running_var, training, momentum, eps: None,
         writes=_statistics,
     ),
-    Whole(
+    PreservedFunction(
         "torch.batch_norm",
         (torch.batch_norm,),
         like=lambda input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled: None,
         writes=_statistics,
     ),
-    Whole(
+    PreservedFunction(
         "torch.instance_norm",
         (torch.instance_norm,),
         like=lambda input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled: None,
         writes=_statistics,
     ),
-    _whole(
+    _preserve(
         F.layer_norm,
         torch.layer_norm,
         like=lambda input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True: None,
     ),
-    _whole(
+    _preserve(
         F.group_norm,
         torch.group_norm,
         like=lambda input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True: None,
     ),
-    _whole(F.rms_norm, torch.rms_norm, like=lambda input, normalized_shape, weight=None, eps=None: None),
-    _whole(F.pad),
+    _preserve(F.rms_norm, torch.rms_norm, like=lambda input, normalized_shape, weight=None, eps=None: None),
+    _preserve(F.pad),
     *(
-        _whole(
+        _preserve(
             getattr(torch, name),
             getattr(torch.Tensor, name),
             like=lambda input, q, dim=None, keepdim=False, *, interpolation="linear": None,
         )
         for name in ("quantile", "nanquantile")
     ),
-    _whole(torch.bincount, torch.Tensor.bincount, like=_shaped_as_bincount, shaped_as=_shaped_as_bincount),
-    _whole(torch.cov, torch.Tensor.cov, like=_shaped_as_cov, shaped_as=_shaped_as_cov),
-    _whole(torch.corrcoef, torch.Tensor.corrcoef, like=_shaped_as_corrcoef, shaped_as=_shaped_as_corrcoef),
-    Whole("aten.linalg_lstsq", (torch.linalg.lstsq,), like=_shaped_as_lstsq, shaped_as=_shaped_as_lstsq),
-    _whole(F.grouped_mm, torch._grouped_mm, like=_shaped_as_grouped_mm, shaped_as=_shaped_as_grouped_mm),
-    _whole(torch.combinations, like=_shaped_as_combinations, shaped_as=_shaped_as_combinations),
-    _whole(F.linear, like=lambda input, weight, bias=None: None),
-    _whole(F.bilinear, like=lambda input1, input2, weight, bias=None: None),
-    _whole(
+    _preserve(torch.bincount, torch.Tensor.bincount, like=_shaped_as_bincount, shaped_as=_shaped_as_bincount),
+    _preserve(torch.cov, torch.Tensor.cov, like=_shaped_as_cov, shaped_as=_shaped_as_cov),
+    _preserve(torch.corrcoef, torch.Tensor.corrcoef, like=_shaped_as_corrcoef, shaped_as=_shaped_as_corrcoef),
+    PreservedFunction("aten.linalg_lstsq", (torch.linalg.lstsq,), like=_shaped_as_lstsq, shaped_as=_shaped_as_lstsq),
+    _preserve(F.grouped_mm, torch._grouped_mm, like=_shaped_as_grouped_mm, shaped_as=_shaped_as_grouped_mm),
+    _preserve(torch.combinations, like=_shaped_as_combinations, shaped_as=_shaped_as_combinations),
+    _preserve(F.linear, like=lambda input, weight, bias=None: None),
+    _preserve(F.bilinear, like=lambda input1, input2, weight, bias=None: None),
+    _preserve(
         torch.matmul,
         torch.Tensor.matmul,
         torch.Tensor.__matmul__,
@@ -337,15 +339,15 @@ WHOLE: tuple[Whole, ...] = (
         like=lambda input, other, *, out=None: None,
         applies=lambda given: given["out"] is None,
     ),
-    _whole(
+    _preserve(
         torch.einsum, like=lambda equation, *operands: None, applies=lambda given: isinstance(given["equation"], str)
     ),
     *_along_a_dim(F.softmax, torch.softmax, torch.Tensor.softmax),
     *_along_a_dim(F.log_softmax, torch.log_softmax, torch.Tensor.log_softmax),
-    _whole(F.scaled_dot_product_attention, like=_attention),
-    _whole(F.multi_head_attention_forward),
+    _preserve(F.scaled_dot_product_attention, like=_attention),
+    _preserve(F.multi_head_attention_forward),
     *(
-        Whole(
+        PreservedFunction(
             f"torch.{f.__name__}",
             (f,),
             like=_recurrent,
@@ -355,9 +357,9 @@ WHOLE: tuple[Whole, ...] = (
         )
         for f in _RECURRENT
     ),
-    *(_whole(f, like=lambda input, hx, w_ih, w_hh, b_ih=None, b_hh=None: None) for f in _CELLS),
-    _whole(F.dropout),
-    _whole(F.embedding, applies=lambda given: given["max_norm"] is None),
+    *(_preserve(f, like=lambda input, hx, w_ih, w_hh, b_ih=None, b_hh=None: None) for f in _CELLS),
+    _preserve(F.dropout),
+    _preserve(F.embedding, applies=lambda given: given["max_norm"] is None),
 )
 
 # Dtypes ---------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from poptorch.data.worker import (
     FORKS,
     Begin,
     Failure,
-    Filled,
+    FilledSlot,
     Free,
     Parcel,
     Unpickler,
@@ -101,7 +101,7 @@ class AsynchronousDataAccessor:
     """
 
     _terminate: util.Finalize | None = None
-    _first: Filled | None = None  # the batch that the worker has started with, until it is asked for
+    _first: FilledSlot | None = None  # the batch that the worker has started with, until it is asked for
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class AsynchronousDataAccessor:
             if isinstance(message, Failure):
                 self.terminate()
                 raise AssertionError(f"An error occurred in the data fetcher: {message.text}")
-            if isinstance(message, Filled):
+            if isinstance(message, FilledSlot):
                 if message.buffer is not None:
                     self._buffers[message.slot] = message.buffer
                 if message.epoch == self._epoch:
@@ -190,7 +190,7 @@ class AsynchronousDataAccessor:
     def __del__(self) -> None:
         self.terminate()
 
-    def _start(self, strategy: SharingStrategy, load_indefinitely: bool, early_preload: bool) -> Filled:
+    def _start(self, strategy: SharingStrategy, load_indefinitely: bool, early_preload: bool) -> FilledSlot:
         """Start the worker process, and wait for its first batch."""
         with tempfile.TemporaryDirectory() as folder:
             data = Parcel(self._dataset, strategy, Path(folder))
@@ -204,7 +204,7 @@ class AsynchronousDataAccessor:
             except BaseException:
                 self.terminate()
                 raise
-        if isinstance(first, Filled):
+        if isinstance(first, FilledSlot):
             return first
         self.terminate()
         if isinstance(first, Failure) and first.unsupported:
@@ -237,7 +237,7 @@ class AsynchronousDataAccessor:
             self.terminate()
             raise
 
-    def _open(self, message: Filled) -> Any:
+    def _open(self, message: FilledSlot) -> Any:
         memory = self._buffers[message.slot].numpy()
         tensors = views(torch.from_numpy(memory), message.layout)
         if sum(lease.memory() is not None for lease in self._leases) < self._most_leases:

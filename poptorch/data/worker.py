@@ -73,7 +73,7 @@ class Free(NamedTuple):
     slot: int
 
 
-class _Place(NamedTuple):
+class _SlotRegion(NamedTuple):
     """A tensor's location within its slot; `start` in bytes."""
 
     start: int
@@ -81,13 +81,13 @@ class _Place(NamedTuple):
     dtype: torch.dtype
 
 
-class Filled(NamedTuple):
+class FilledSlot(NamedTuple):
     """Message from the worker: a filled slot. `buffer`: the slot's new memory, or `None` if unchanged."""
 
     epoch: int
     slot: int
     buffer: torch.Tensor | None
-    layout: list[_Place]
+    layout: list[_SlotRegion]
     structure: bytes
 
 
@@ -218,7 +218,7 @@ class _Worker:
             self._receive()
         return self._free.popleft() if self._wanted <= epoch else None
 
-    def _fill(self, slot: int, epoch: int, batch: Any) -> Filled:
+    def _fill(self, slot: int, epoch: int, batch: Any) -> FilledSlot:
         structure = supported_structure(batch)
         tensors = structure.tensors(batch)
         layout, size = _layout(tensors)
@@ -228,7 +228,7 @@ class _Worker:
         buffer = self._buffers[slot]
         for view, tensor in zip(views(buffer, layout), tensors, strict=True):
             view.copy_(tensor.detach())
-        return Filled(epoch, slot, buffer if grows else None, layout, _pickled(structure, tensors))
+        return FilledSlot(epoch, slot, buffer if grows else None, layout, _pickled(structure, tensors))
 
     def _receive(self) -> None:
         try:
@@ -240,7 +240,7 @@ class _Worker:
         else:
             self._free.append(message.slot)
 
-    def _send(self, message: Filled | Over) -> None:
+    def _send(self, message: FilledSlot | Over) -> None:
         try:
             self._connection.send(message)
         except ConnectionError:
@@ -283,16 +283,16 @@ def _described(batch: Any) -> str:
 # Memory and pickles ---------------------------------------------------------------------------------------------------
 
 
-def _layout(tensors: list[torch.Tensor]) -> tuple[list[_Place], int]:
+def _layout(tensors: list[torch.Tensor]) -> tuple[list[_SlotRegion], int]:
     """Compute consecutive tensor locations, and total size in bytes."""
     layout, end = [], 0
     for tensor in tensors:
-        layout.append(_Place(end, tuple(tensor.shape), tensor.dtype))
+        layout.append(_SlotRegion(end, tuple(tensor.shape), tensor.dtype))
         end += math.ceil(tensor.numel() * tensor.element_size() / _ALIGNMENT) * _ALIGNMENT
     return layout, end
 
 
-def views(buffer: torch.Tensor, layout: list[_Place]) -> list[torch.Tensor]:
+def views(buffer: torch.Tensor, layout: list[_SlotRegion]) -> list[torch.Tensor]:
     """Tensor views into a byte buffer."""
     return [
         buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)

@@ -13,7 +13,7 @@ import popxl
 from poptorch.lowering.emission import emission
 from poptorch.lowering.linalg import linear
 from poptorch.lowering.nn import softmax
-from poptorch.lowering.operands import broadcast, together
+from poptorch.lowering.operands import broadcast, cast_like
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
 from popxl.extend.ops import broadcast_shapes
@@ -62,7 +62,7 @@ def _heads(t: popxl.Tensor, count: int) -> popxl.Tensor:
 def _appended(t: popxl.Tensor, row: popxl.Tensor) -> popxl.Tensor:
     """Keys or values with one extra row appended per head."""
     shape = (*t.shape[:2], 1, t.shape[3])
-    return ops.concat([t, broadcast(together(row, t.dtype), shape=shape)], 2)
+    return ops.concat([t, broadcast(cast_like(row, t.dtype), shape=shape)], 2)
 
 
 def _thirds(t: Optional) -> Sequence[Optional]:
@@ -141,7 +141,7 @@ def multi_head_attention_forward(
         return ops.reshape(out, out.shape[1:]) if single else _batch_first(out)
 
     if not need_weights:
-        return [output(ops.attention(q, k, v, _seen(masks), dropout=dropout_p, seed_tensor=_seed(dropout_p)))]
+        return [output(ops.attention(q, k, v, _combine_masks(masks), dropout=dropout_p, seed_tensor=_seed(dropout_p)))]
     scores = ops.matmul(q * (1 / math.sqrt(of_head)), _transposed(k))
     for mask in masks:
         scores = _left_out(scores, mask)
@@ -179,12 +179,12 @@ def _masks(of_places: Optional, of_keys: Optional, lead: tuple[int, int], more: 
     return masks
 
 
-def _seen(masks: Sequence[popxl.Tensor]) -> Optional:
+def _combine_masks(masks: Sequence[popxl.Tensor]) -> Optional:
     """Combine masks of excluded positions into one mask of attended positions; additive, if any mask is numeric."""
     if all(mask.dtype is popxl.bool for mask in masks):
         return reduce(ops.logical_and, map(ops.logical_not, masks)) if masks else None
     zero, lowest = popxl.constant(0.0), popxl.constant(-math.inf)
-    numbers = (ops.where(m, lowest, zero) if m.dtype is popxl.bool else together(m, popxl.float32) for m in masks)
+    numbers = (ops.where(m, lowest, zero) if m.dtype is popxl.bool else cast_like(m, popxl.float32) for m in masks)
     return reduce(ops.add, numbers)
 
 

@@ -12,22 +12,22 @@ import torch
 import popxl
 from poptorch.base.dtypes import to_numpy
 from poptorch.lowering.emission import emission
-from poptorch.lowering.operands import Number, broadcast, constant_of, together
+from poptorch.lowering.operands import Number, broadcast, cast_like, constant_of
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
 
 # One number everywhere ------------------------------------------------------------------------------------------------
 
 
-def filled(value: Number | complex) -> popxl.Tensor:
+def fill_like_node(value: Number | complex) -> popxl.Tensor:
     """Fill a tensor of the expected shape and dtype with a number."""
     (wanted,) = emission().wanted
-    t = together(value, wanted.dtype)
+    t = cast_like(value, wanted.dtype)
     return broadcast(t, shape=wanted.shape) if wanted.shape else t
 
 
 def _constant_fill(value: Number, *names: str) -> None:
-    lowers(*(f"aten.{name}" for name in names))(lambda **given: filled(value))
+    lowers(*(f"aten.{name}" for name in names))(lambda **given: fill_like_node(value))
 
 
 _EMPTY = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
@@ -37,17 +37,17 @@ _constant_fill(1, "ones", "ones_like", "new_ones")
 
 @lowers("aten.full", "aten.full_like", "aten.new_full")
 def full(fill_value: Number | complex, **shape: Any) -> popxl.Tensor:
-    return filled(fill_value)
+    return fill_like_node(fill_value)
 
 
 @lowers("aten.fill", "aten.fill_")
 def fill(value: Number | popxl.Tensor, input: popxl.Tensor | None = None) -> popxl.Tensor:
-    return value if isinstance(value, popxl.Tensor) else filled(value)
+    return value if isinstance(value, popxl.Tensor) else fill_like_node(value)
 
 
 @lowers("aten.scalar_tensor")
 def scalar_tensor(s: Number, dtype: popxl.dtype | None = None) -> popxl.Tensor:
-    return filled(s)
+    return fill_like_node(s)
 
 
 # Sequences ------------------------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def arange(start: Number = 0, step: Number = 1, **given: Any) -> popxl.Tensor:
     (wanted,) = emission().wanted
     kind = float if wanted.dtype.is_floating_point else int
     numbers = kind(start) + kind(step) * np.arange(*wanted.shape)
-    return together(constant_of(torch.from_numpy(numbers)), wanted.dtype)
+    return cast_like(constant_of(torch.from_numpy(numbers)), wanted.dtype)
 
 
 def _sequence(name: str) -> None:
@@ -82,7 +82,7 @@ for _name in ("bartlett", "blackman", "hamming", "hann", "kaiser"):
 def _between(start: Number | popxl.Tensor, end: Number | popxl.Tensor, steps: int) -> popxl.Tensor:
     """`steps` evenly spaced numbers between `start` and `end`, inclusive; at least one endpoint is a tensor."""
     way = popxl.constant(np.linspace(0, 1, steps), popxl.float32)
-    first, last = (together(each, popxl.float32) for each in (start, end))
+    first, last = (cast_like(each, popxl.float32) for each in (start, end))
     return first * (1 - way) + last * way
 
 

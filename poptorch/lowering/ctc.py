@@ -84,7 +84,7 @@ def _ctc_loss(log_probs: Any, labels: Any, time: Any, count: Any, blank: int) ->
     before = jnp.roll(states, 2)
     may_skip = (states != blank) & (states != before) & (jnp.arange(states.shape[0]) >= 2)
 
-    def turn(forward: Any, now: Any) -> tuple[Any, None]:
+    def step_forward(forward: Any, now: Any) -> tuple[Any, None]:
         t, probabilities = now
         stay, step, skip = forward, _shifted(forward, 1), jnp.where(may_skip, _shifted(forward, 2), IMPOSSIBLE)
         following = jnp.logaddexp(jnp.logaddexp(stay, step), skip) + probabilities[states]
@@ -92,7 +92,7 @@ def _ctc_loss(log_probs: Any, labels: Any, time: Any, count: Any, blank: int) ->
         return jnp.where(t < time, following, forward), None
 
     first = jnp.where(jnp.arange(states.shape[0]) < 2, log_probs[0][states], IMPOSSIBLE)
-    last, _ = lax.scan(turn, first, (jnp.arange(1, log_probs.shape[0]), log_probs[1:]))
+    last, _ = lax.scan(step_forward, first, (jnp.arange(1, log_probs.shape[0]), log_probs[1:]))
     ends_with_label = jnp.where(count > 0, last[jnp.maximum(2 * count - 1, 0)], IMPOSSIBLE)
     of_nothing = jnp.where(count > 0, -IMPOSSIBLE, 0)  # of no time, there is one path: that without labels
     return jnp.where(time > 0, -jnp.logaddexp(last[2 * count], ends_with_label), of_nothing)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import popxl
 from poptorch.lowering.complex import sgn
 from poptorch.lowering.emission import emission
-from poptorch.lowering.operands import promoted, together
+from poptorch.lowering.operands import cast_like, promoted
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
 from popxl.extend.arguments import camel
@@ -230,7 +230,7 @@ binary("nextafter", _nextafter)
 def _scaled(input: Operand, other: Operand, alpha: float) -> tuple[popxl.Tensor, popxl.Tensor]:
     """Promote both operands, then scale the second by `alpha`: a fractional `alpha` cannot scale integers."""
     lhs, rhs = promoted(input, other)
-    return lhs, rhs if alpha == 1 else rhs * together(alpha, rhs.dtype)
+    return lhs, rhs if alpha == 1 else rhs * cast_like(alpha, rhs.dtype)
 
 
 @lowers("aten.add")
@@ -333,7 +333,7 @@ def to(input: popxl.Tensor, dtype: popxl.dtype | None = None, copy: bool = False
     if dtype is None:
         return ops.identity(input)
     loses = input.dtype.is_complex and not (dtype.is_complex or dtype is popxl.bool)
-    return together(ops.real(input) if loses else input, dtype)
+    return cast_like(ops.real(input) if loses else input, dtype)
 
 
 @lowers("aten.copy_", "aten.copy")
@@ -359,7 +359,7 @@ def fake_quantise(
     axis: int | None = None,
     fake_quant_enabled: popxl.Tensor | None = None,
 ) -> tuple[popxl.Tensor, ...]:
-    scale, zero_point = (together(t, popxl.float32) for t in (scale, zero_point))
+    scale, zero_point = (cast_like(t, popxl.float32) for t in (scale, zero_point))
     return _fake_quantise(
         input, scale, zero_point, fake_quant_enabled, quant_min=quant_min, quant_max=quant_max, axis=axis
     )
@@ -401,17 +401,17 @@ def _fake_quantise_learnable(
 ) -> Any:
     """Fake quantisation with learnable scale and zero point; gradients ignore rounding (straight-through estimator)."""
 
-    def learnt(t: Any) -> Any:
+    def scale_gradient(t: Any) -> Any:
         slow = grad_factor * t + jax.lax.stop_gradient(t - grad_factor * t)
         return slow if axis is None else jnp.reshape(slow, [-1 if i == axis else 1 for i in range(input.ndim)])
 
-    def passing(t: Any, rounded: Any) -> Any:
+    def straight_through(t: Any, rounded: Any) -> Any:
         return t + jax.lax.stop_gradient(rounded - t)
 
-    scale, zero = learnt(scale), learnt(zero_point)
+    scale, zero = scale_gradient(scale), scale_gradient(zero_point)
     whole = jnp.round(zero) if axis is not None else jnp.trunc(zero + 0.5)  # PyTorch rounds one by one, and all at once
-    zero = passing(zero, jnp.clip(whole, quant_min, quant_max))
+    zero = straight_through(zero, jnp.clip(whole, quant_min, quant_max))
     ratio = input / scale
-    steps = passing(ratio, jnp.round(ratio)) + zero
+    steps = straight_through(ratio, jnp.round(ratio)) + zero
     inside = (steps >= quant_min) & (steps <= quant_max)
     return (jnp.where(inside, steps, jax.lax.stop_gradient(jnp.clip(steps, quant_min, quant_max))) - zero) * scale

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 
 import popxl
 from poptorch.lowering.emission import emission
-from poptorch.lowering.operands import Number, axis_of, broadcast, lined, together
+from poptorch.lowering.operands import Number, axis_of, broadcast, cast_like, lined
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import dtypes, ops
 from popxl.extend.kernels import widen
 
 
-def _at(t: Any, indices: Sequence[Any], dims: Sequence[int], aligned: bool) -> Any:
+def _indexed_ref(t: Any, indices: Sequence[Any], dims: Sequence[int], aligned: bool) -> Any:
     """The indexed reference for JAX reads and updates."""
     if aligned:
         places: list[Any] = [*jnp.indices(indices[0].shape, sparse=True)]
@@ -43,13 +43,13 @@ def _gradient_of_picked(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> di
 
 @jax_op(title="Index", gradient=_gradient_of_picked)
 def picked(input: Any, *indices: Any, dims: tuple[int, ...], aligned: bool = False) -> Any:
-    return _at(input, indices, dims, aligned).get(mode="clip")
+    return _indexed_ref(input, indices, dims, aligned).get(mode="clip")
 
 
 @jax_op(title="IndexGrad")
 def _given_back(g: Any, *indices: Any, shape: tuple[int, ...], dims: tuple[int, ...], aligned: bool = False) -> Any:
     g = widen(g)
-    return _at(jnp.zeros(shape, g.dtype), indices, dims, aligned).add(g)
+    return _indexed_ref(jnp.zeros(shape, g.dtype), indices, dims, aligned).add(g)
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def scattered(
     input: Any, source: Any, *indices: Any, reduce: str, dims: tuple[int, ...], aligned: bool, include_self: bool
 ) -> Any:
     """Scatter sources into `input`, combined by `reduce` (`"set"` overwrites)."""
-    at = partial(_at, indices=indices, dims=dims, aligned=aligned)
+    at = partial(_indexed_ref, indices=indices, dims=dims, aligned=aligned)
     if reduce == "set":
         return at(input).set(source)
     t = widen(input)
@@ -164,9 +164,9 @@ def _shared(
 
     A mean is shared evenly; an extreme by those that are equal to it; a product gives each the product of the others.
     """
-    at = partial(_at, indices=indices, dims=dims, aligned=aligned)
+    at = partial(_indexed_ref, indices=indices, dims=dims, aligned=aligned)
 
-    def seen(t: Any) -> Any:
+    def gather_source(t: Any) -> Any:
         return at(t).get(mode="clip") if of_source else t
 
     g, input, source = map(widen, (g, input, source))
@@ -176,17 +176,17 @@ def _shared(
     if reduce == "prod":
         zeros = at(jnp.where(takes_part & (input == 0), 1, 0)).add(source == 0)
         product = at(jnp.where(takes_part & (input != 0), input, 1)).multiply(jnp.where(source == 0, 1, source))
-        others = seen(product) / jnp.where(own == 0, 1, own)
-        share = jnp.where(seen(zeros) == (own == 0), others, 0)
+        others = gather_source(product) / jnp.where(own == 0, 1, own)
+        share = jnp.where(gather_source(zeros) == (own == 0), others, 0)
     elif reduce == "mean":
-        share = 1 / seen(at(takes_part.astype(g.dtype)).add(1))
+        share = 1 / gather_source(at(takes_part.astype(g.dtype)).add(1))
     else:
         method = _METHODS[reduce]
         out = getattr(at(jnp.where(takes_part, input, _START[reduce])), method)(source)
         # Also what takes no part, where it is equal to the extreme: so does PyTorch.
         winners = at((input == out).astype(g.dtype)).add(source == at(out).get(mode="clip"))
-        share = jnp.where(own == seen(out), 1 / jnp.maximum(seen(winners), 1), 0)
-    return seen(g) * (share if of_source else jnp.where(takes_part, share, 0))
+        share = jnp.where(own == gather_source(out), 1 / jnp.maximum(gather_source(winners), 1), 0)
+    return gather_source(g) * (share if of_source else jnp.where(takes_part, share, 0))
 
 
 def _scatter(
@@ -198,7 +198,7 @@ def _scatter(
     aligned: bool = False,
     include_self: bool = True,
 ) -> popxl.Tensor:
-    numbers = together(source, input.dtype)
+    numbers = cast_like(source, input.dtype)
     return scattered(input, numbers, *indices, reduce=reduce, dims=dims, aligned=aligned, include_self=include_self)
 
 
@@ -267,7 +267,7 @@ def index_put(
             "a mask stands beside other indices: how many places there are depends on its numbers. Write with "
             "`torch.where` and a mask of the whole tensor."
         )
-    return masked_update(input, together(values, input.dtype), *given, axis=dims[0], accumulate=accumulate)
+    return masked_update(input, cast_like(values, input.dtype), *given, axis=dims[0], accumulate=accumulate)
 
 
 @lowers("aten.masked_scatter")

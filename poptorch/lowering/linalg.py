@@ -12,7 +12,7 @@ from jax import lax
 
 import popxl
 from poptorch.lowering.emission import emission
-from poptorch.lowering.operands import promoted, together
+from poptorch.lowering.operands import cast_like, promoted
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
 from popxl.extend.kernels import conjugate, products, round_once, widen
@@ -116,7 +116,7 @@ def _adds(name: str, multiplied: Callable[..., popxl.Tensor]) -> None:
             out = out if alpha == 1 else out * alpha
         if beta == 0:  # nor here
             return out
-        return ops.add(*promoted(out, input if beta == 1 else together(input, out.dtype) * beta))
+        return ops.add(*promoted(out, input if beta == 1 else cast_like(input, out.dtype) * beta))
 
     lowers(f"aten.{name}")(lowering)
 
@@ -195,14 +195,14 @@ def _cholesky(input: Any, *, upper: bool = False, check_errors: bool = False) ->
 def _first_indefinite(matrix: Any) -> Any:
     """Order of the first leading principal minor that is not positive definite; 0 if none."""
 
-    def turn(k: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+    def eliminate_column(k: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
         rest, found = state
         pivot, column = rest[..., k, k], rest[..., :, k]
         found = jnp.where((found == 0) & ~(pivot > 0), k + 1, found)
         return rest - column[..., :, None] * (column / pivot[..., None])[..., None, :], found
 
     none = jnp.zeros(matrix.shape[:-2], jnp.int32)
-    return lax.fori_loop(jnp.int32(0), matrix.shape[-1], turn, (matrix, none))[1]
+    return lax.fori_loop(jnp.int32(0), matrix.shape[-1], eliminate_column, (matrix, none))[1]
 
 
 def _first_zero(packed: Any) -> Any:

@@ -10,7 +10,7 @@ from jax import lax
 
 import popxl
 from poptorch.lowering.elementwise import Operand, binary, binary_op, unary, unary_op
-from poptorch.lowering.operands import promoted, together
+from poptorch.lowering.operands import cast_like, promoted
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
 from popxl.extend.ops import broadcast, predicate
@@ -86,7 +86,7 @@ def where(condition: popxl.Tensor, input: Operand, other: Operand) -> popxl.Tens
 
 @lowers("aten.masked_fill")
 def masked_fill(input: popxl.Tensor, mask: popxl.Tensor, value: Operand) -> popxl.Tensor:
-    return ops.where(mask, together(value, input.dtype), input)
+    return ops.where(mask, cast_like(value, input.dtype), input)
 
 
 @lowers("aten.clamp", "aten.clamp_min", "aten.clamp_max")

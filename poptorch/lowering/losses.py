@@ -18,7 +18,7 @@ from jax.scipy.special import xlogy
 import popxl
 from poptorch.lowering.linalg import linear
 from poptorch.lowering.nn import log_softmax
-from poptorch.lowering.operands import together
+from poptorch.lowering.operands import cast_like
 from poptorch.lowering.reductions import norm
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import OpKind, ops
@@ -83,12 +83,12 @@ def _of_differences(name: str, error: Callable[[popxl.Tensor], popxl.Tensor]) ->
         reduce: bool | None,
         weight: popxl.Tensor | None = None,
     ) -> popxl.Tensor:
-        input, target = (together(t, popxl.float32) for t in (input, target))
+        input, target = (cast_like(t, popxl.float32) for t in (input, target))
         losses = error(input - target)
         reduction = _reduction(reduction, size_average, reduce)
         if weight is None:
             return reduced(losses, reduction)
-        weight = together(weight, popxl.float32)
+        weight = cast_like(weight, popxl.float32)
         return reduced(losses * weight, reduction, weight)
 
     lowers(f"torch.{name}")(lowering)
@@ -138,7 +138,7 @@ def kl_div(input: Any, target: Any, *, log_target: bool) -> Any:
 def gaussian_nll_loss(
     input: popxl.Tensor, target: popxl.Tensor, var: popxl.Tensor | float, full: bool, eps: float, reduction: str
 ) -> popxl.Tensor:
-    var = together(var, popxl.float32)
+    var = cast_like(var, popxl.float32)
     if var.shape and var.shape == input.shape[:-1]:
         var = ops.reshape(var, (*var.shape, 1))
     return reduced(_gaussian(input, target, var, full=full, eps=eps), reduction)
@@ -270,7 +270,7 @@ def nll_loss(
     reduction: str,
     label_smoothing: float = 0,
 ) -> popxl.Tensor:
-    target = together(target, popxl.int32)
+    target = cast_like(target, popxl.int32)
     losses, shares = _nll(input, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing)
     return reduced(losses, _reduction(reduction, size_average, reduce), shares)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import popxl
 from poptorch.lowering.norms import renormed
-from poptorch.lowering.operands import axis_of, together
+from poptorch.lowering.operands import axis_of, cast_like
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import OpKind, ops
 from popxl.extend.kernels import round_once, sums, widen
@@ -28,7 +28,7 @@ def _along_a_dim(*names: str, kind: OpKind) -> Callable[..., popxl.Tensor]:
         half_to_float: bool = False,
         _stacklevel: int = 3,
     ) -> popxl.Tensor:
-        t = ops.reshape(input if dtype is None else together(input, dtype), input.shape or (1,))
+        t = ops.reshape(input if dtype is None else cast_like(input, dtype), input.shape or (1,))
         return ops.reshape(kind(t, axis=axis_of(input, dim)), input.shape)
 
     return lowers(*names)(lowering)
@@ -100,7 +100,7 @@ def _looked_up(
         return out
     padding_idx = None if padding_idx is None else padding_idx % rows
     pace = _pace(indices, rows=rows, padding_idx=padding_idx, by_frequency=by_frequency)
-    return _paced(out, together(ops.reshape(pace, (*indices.shape, 1)), weight.dtype))
+    return _paced(out, cast_like(ops.reshape(pace, (*indices.shape, 1)), weight.dtype))
 
 
 @lowers("torch.embedding")

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 import popxl
-from poptorch.lowering.operands import together
+from poptorch.lowering.operands import cast_like
 from poptorch.lowering.reductions import norm
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
@@ -67,7 +67,7 @@ def _gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, po
         eps=op.attributes["eps"],
     )
     gradients = dict(zip(("input", "weight", "bias"), made, strict=False))
-    return {i: together(gradients[name], t.dtype) for i, (name, t) in enumerate(operands.items()) if forward.wants(i)}
+    return {i: cast_like(gradients[name], t.dtype) for i, (name, t) in enumerate(operands.items()) if forward.wants(i)}
 
 
 _normalise = jax_op(title="Normalise", gradient=_gradient, result=("normalised", "mean", "variance"))(_normalised)
@@ -229,7 +229,7 @@ def _by_statistics(
     for running, new, scale in ((running_mean, mean, 1), (running_var, var, count / max(count - 1, 1))):
         if running is not None:
             per_channel = ops.mean(new, (0, *range(2, len(new.shape))))
-            old = together(running, popxl.float32)
+            old = cast_like(running, popxl.float32)
             updated.append(old + (per_channel * scale - old) * momentum)
     return tuple(updated)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import torch
 
 import popxl
-from poptorch.base.dtypes import fitted, to_numpy
+from poptorch.base.dtypes import to_device_dtype, to_numpy
 from popxl import OpKind, ops
 from popxl.context import get_current_context
 
@@ -51,7 +51,7 @@ def promoted(
     dtype = popxl.dtype.as_dtype(jnp.dtype(wanted))
     if are_bounds and dtype is popxl.int32:
         operands = tuple(_nearest(each) if isinstance(each, int) else each for each in operands)
-    return tuple(together(each, dtype) for each in operands)
+    return tuple(cast_like(each, dtype) for each in operands)
 
 
 def _nearest(number: int) -> int:
@@ -68,7 +68,7 @@ def _counts(number: Number | complex, dtype: Any) -> bool:
     return isinstance(number, float) or dtype == jnp.bool_
 
 
-def together(operand: popxl.Tensor | Number | complex, dtype: popxl.dtype) -> popxl.Tensor:
+def cast_like(operand: popxl.Tensor | Number | complex, dtype: popxl.dtype) -> popxl.Tensor:
     """Convert an operand to a tensor with the given dtype."""
     if isinstance(operand, popxl.Tensor):
         return operand if operand.dtype == dtype else ops.cast(operand, dtype)
@@ -81,7 +81,7 @@ def constant_of(numbers: torch.Tensor) -> popxl.Tensor:
     """A constant from a PyTorch tensor, in its device dtype."""
     record = get_current_context().debug_record
     where = f"{record.api} at {record.location}" if record is not None else "The program"
-    return popxl.constant(to_numpy(fitted(numbers, where)))
+    return popxl.constant(to_numpy(to_device_dtype(numbers, where)))
 
 
 def axis_of(t: popxl.Tensor, dim: int) -> int:

@@ -34,12 +34,12 @@ def _spread(points: Any, seed: Any = None, *, count: int) -> Any:
         key = jax.random.wrap_key_data(seed, impl="threefry2x32")
         first = jax.random.randint(key, (), 0, points.shape[0])
 
-    def turn(state: tuple[Any, Any], _: None) -> tuple[tuple[Any, Any], Any]:
+    def sample_point(state: tuple[Any, Any], _: None) -> tuple[tuple[Any, Any], Any]:
         chosen, nearest = state
         nearest = jnp.minimum(nearest, jnp.sum((points - points[chosen]) ** 2, -1))
         return (jnp.argmax(nearest).astype(jnp.int32), nearest), chosen
 
-    _, found = lax.scan(turn, (first, jnp.full(points.shape[0], jnp.inf, points.dtype)), length=count)
+    _, found = lax.scan(sample_point, (first, jnp.full(points.shape[0], jnp.inf, points.dtype)), length=count)
     return found
 
 

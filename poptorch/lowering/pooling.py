@@ -80,7 +80,7 @@ def _readers(table: Table, size: int) -> Table:
 # Maximum --------------------------------------------------------------------------------------------------------------
 
 
-def _read(t: Any, at: NDArray[np.int32], axis: int, fill: Any = None) -> Any:
+def _gather_axis(t: Any, at: NDArray[np.int32], axis: int, fill: Any = None) -> Any:
     """Elements at fixed positions along an axis; position `size` reads `fill`.
 
     Positions in equal steps, each of them once or the same number of times, are sliced: XLA gathers much more slowly on
@@ -101,7 +101,7 @@ def _read(t: Any, at: NDArray[np.int32], axis: int, fill: Any = None) -> Any:
     return jnp.take(t, at, axis)
 
 
-def _numbered(sizes: Sequence[int], first: int, rank: int) -> Any:
+def _position_grid(sizes: Sequence[int], first: int, rank: int) -> Any:
     """Row-major positions of the spatial axes, shaped to broadcast with images: first spatial axis `first`, rank
     `rank`.
     """
@@ -112,16 +112,16 @@ def _numbered(sizes: Sequence[int], first: int, rank: int) -> Any:
 def _largest(input: Any, *, axes: int, **how: Any) -> tuple[Any, Any]:
     """Maximum per window and its row-major index in the last axes; ties choose the first."""
     windows = _windows(input.shape[-axes:], **how)
-    return _in_form(first_largest, partial(_largest_by_axes, windows), windows, input)
+    return _run_kernel(first_largest, partial(_largest_by_axes, windows), windows, input)
 
 
 def _to_largest(g: Any, input: Any, *, axes: int, **how: Any) -> Any:
     """Max-pooling gradient: each window passes its gradient to its first maximum."""
     windows = _windows(input.shape[-axes:], **how)
-    return _in_form(first_largest_gradient, partial(_to_largest_by_places, windows), windows, g, input)
+    return _run_kernel(first_largest_gradient, partial(_to_largest_by_places, windows), windows, g, input)
 
 
-def _in_form(kernel: Kernel, function: Callable[..., Any], windows: Sequence[Windows | Table], *images: Any) -> Any:
+def _run_kernel(kernel: Kernel, function: Callable[..., Any], windows: Sequence[Windows | Table], *images: Any) -> Any:
     """Run a pooling kernel on images with regular windows; call `function` otherwise."""
     if all(isinstance(along, Windows) for along in windows):
         return kernel(function, windows, *images)
@@ -134,14 +134,14 @@ def _largest_by_axes(windows: Sequence[Windows | Table], input: Any) -> tuple[An
 
     def largest(first: int, input: Any) -> tuple[Any, Any]:
         sizes = input.shape[first : first + axes]
-        places = jnp.broadcast_to(_numbered(sizes, first, input.ndim), input.shape)
+        places = jnp.broadcast_to(_position_grid(sizes, first, input.ndim), input.shape)
         for axis, table in reversed(list(enumerate(map(_table, windows), first))):
             if table.shape[1] > LONG:
                 input, places = (jnp.take(t, table, axis) for t in (input, places))
                 nth = jnp.argmax(input, axis + 1, keepdims=True)
                 input, places = (jnp.take_along_axis(t, nth, axis + 1).squeeze(axis + 1) for t in (input, places))
                 continue
-            (best, found), *others = ([_read(t, column, axis) for t in (input, places)] for column in table.T)
+            (best, found), *others = ([_gather_axis(t, column, axis) for t in (input, places)] for column in table.T)
             for other, there in others:
                 is_larger = (other > best) | (jnp.isnan(other) & ~jnp.isnan(best))
                 best, found = jnp.where(is_larger, other, best), jnp.where(is_larger, there, found)
@@ -162,7 +162,7 @@ def _to_largest_by_places(windows: Sequence[Windows | Table], g: Any, input: Any
     readers = [_readers(_table(along), size) for along, size in zip(windows, sizes, strict=True)]
 
     def gradient(first: int, g: Any, places: Any) -> Any:
-        g, own = widen(g), _numbered(sizes, first, g.ndim)
+        g, own = widen(g), _position_grid(sizes, first, g.ndim)
         if math.prod(each.shape[1] for each in readers) > LONG:
             for axis, each in reversed(list(enumerate(readers, first))):
                 g = jnp.take(g, each, axis, mode="fill", fill_value=0)
@@ -171,7 +171,11 @@ def _to_largest_by_places(windows: Sequence[Windows | Table], g: Any, input: Any
             return jnp.where(places == jnp.expand_dims(own, seen_by), g, 0).sum(seen_by).astype(dtype)
         pairs = [(g, places)]
         for axis, each in enumerate(readers, first):
-            pairs = [(_read(g, at, axis, 0), _read(places, at, axis, -1)) for g, places in pairs for at in each.T]
+            pairs = [
+                (_gather_axis(g, at, axis, 0), _gather_axis(places, at, axis, -1))
+                for g, places in pairs
+                for at in each.T
+            ]
         return reduce(add, (jnp.where(places == own, g, 0) for g, places in pairs)).astype(dtype)
 
     return spatial(gradient, axes, g, places)
@@ -234,7 +238,7 @@ _max_pools(3)
 # Maximum of windows at random places ----------------------------------------------------------------------------------
 
 
-def _places(samples: Any, size: int, kernel: int, count: int) -> Any:
+def _window_positions(samples: Any, size: int, kernel: int, count: int) -> Any:
     """`[..., windows, kernel]`: window positions along an axis, from one random number each."""
     step = (size - kernel) / max(count - 1, 1)
     starts = jnp.floor((jnp.arange(count) + samples[..., None]) * step) - jnp.floor(samples[..., None] * step)
@@ -252,7 +256,7 @@ def _fractional(axes: int) -> Callable[..., Any]:
         t, places = input, jnp.broadcast_to(jnp.arange(math.prod(sizes), dtype=jnp.int32).reshape(sizes), input.shape)
         for i in range(axes):  # each axis becomes one of windows, and one of what they see at the end
             axis = input.ndim - axes + i
-            seen = _places(samples[..., i], sizes[i], kernel_size[i], output_size[i])
+            seen = _window_positions(samples[..., i], sizes[i], kernel_size[i], output_size[i])
             seen = seen.reshape(*seen.shape[:-2], *(1,) * i, -1, *(1,) * (t.ndim - axis - 1))
             t, places = (jnp.take_along_axis(each, seen, axis) for each in (t, places))
             shape = (*t.shape[:axis], output_size[i], kernel_size[i], *t.shape[axis + 1 :])

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 import popxl
 from poptorch.lowering.emission import emission
-from poptorch.lowering.operands import Number, together
+from poptorch.lowering.operands import Number, cast_like
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
 from popxl.extend.arguments import camel
@@ -63,7 +63,7 @@ def randn(**like: Any) -> popxl.Tensor:
 def normal(mean: Number | popxl.Tensor = 0, std: Number | popxl.Tensor = 1, **like: Any) -> popxl.Tensor:
     (wanted,) = emission().wanted
     if isinstance(mean, popxl.Tensor) or isinstance(std, popxl.Tensor):
-        return _normal(*(together(each, wanted.dtype) for each in (mean, std)), shape=wanted.shape)
+        return _normal(*(cast_like(each, wanted.dtype) for each in (mean, std)), shape=wanted.shape)
     if wanted.dtype.is_complex:  # both parts have half of the variance
         parts = ops.random_normal(emission().seed(), (*wanted.shape, 2), 0, std / math.sqrt(2))
         return ops.view_as_complex(parts) + mean

@@ -66,7 +66,7 @@ class _Operands:
     w_hr: Any
 
     @staticmethod
-    def of(given: Sequence[Any], states: int, has_biases: bool) -> _Operands:
+    def from_inputs(given: Sequence[Any], states: int, has_biases: bool) -> _Operands:
         w_ih, w_hh, *others = given[states:]
         b_ih, b_hh = map(widen, others[:2]) if has_biases else (None, None)
         state = tuple(map(widen, given[:states]))
@@ -85,16 +85,16 @@ def _layer(step: _Step, states: int) -> Callable[..., Any]:
     """
 
     def layer(x: Any, *given: Any, has_biases: bool, backwards: bool) -> Any:
-        operands = _Operands.of(given, states, has_biases)
+        operands = _Operands.from_inputs(given, states, has_biases)
         w_hh, w_hr = (None if w is None else products.factor(w).T for w in (operands.w_hh, operands.w_hr))
 
-        def turn(state: State, now: Any) -> tuple[State, Any]:
+        def scan_step(state: State, now: Any) -> tuple[State, Any]:
             from_state = _plus(products.times(state[0], w_hh), operands.b_hh)
             out, *others = step(now, from_state, state)
             projected = out if w_hr is None else products.times(out, w_hr)
             return (projected, *others), (projected, from_state, *others, *([] if w_hr is None else [out]))
 
-        last, (out, *kept) = lax.scan(turn, operands.state, operands.from_input(x), reverse=backwards)
+        last, (out, *kept) = lax.scan(scan_step, operands.state, operands.from_input(x), reverse=backwards)
         return (out, *last, *kept)
 
     return layer
@@ -110,7 +110,7 @@ def _backward(step: _Step, states: int) -> Callable[..., Any]:
 
     def backward(*arrays: Any, operands: int, given: tuple[int, ...], has_biases: bool, backwards: bool) -> Any:
         x, *rest = arrays[:operands]
-        of = _Operands.of(rest, states, has_biases)
+        of = _Operands.from_inputs(rest, states, has_biases)
         x, w_ih, w_hh = map(products.factor, (x, of.w_ih, of.w_hh))
         w_hr = None if of.w_hr is None else products.factor(of.w_hr)
         results = 1 + 2 * states + (of.w_hr is not None)
@@ -121,7 +121,7 @@ def _backward(step: _Step, states: int) -> Callable[..., Any]:
         over_time = (out, *kept[: states - 1])
         before = tuple(_shifted(t, first, backwards) for t, first in zip(over_time, of.state, strict=True))
 
-        def turn(g_state: State, now: Any) -> tuple[State, Any]:
+        def scan_step_backward(g_state: State, now: Any) -> tuple[State, Any]:
             (*at_step, before), (g_out, g_from_state, *g_kept) = now
             g_out = _plus(g_state[0], g_out)
             g_step = g_out if w_hr is None else _plus(products.times(g_out, w_hr), g_kept[-1])
@@ -132,7 +132,7 @@ def _backward(step: _Step, states: int) -> Callable[..., Any]:
             return (g_before[0] + products.times(g_product, w_hh), *g_before[1:]), (g_input, g_product, g_out)
 
         each = ((of.from_input(x), from_state, before), g_each)
-        g_first, (g_input, g_product, g_out) = lax.scan(turn, g_last, each, reverse=not backwards)
+        g_first, (g_input, g_product, g_out) = lax.scan(scan_step_backward, g_last, each, reverse=not backwards)
 
         def of_weights(g: Any, rows: Any) -> Any:
             return products.weights_gradient(g.astype(x.dtype), rows.astype(x.dtype))

@@ -14,7 +14,7 @@ from jax import lax
 
 import popxl
 from poptorch.lowering.emission import emission
-from poptorch.lowering.operands import axes_of, axis_of, lined, promoted, together
+from poptorch.lowering.operands import axes_of, axis_of, cast_like, lined, promoted
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import dtypes, ops
 from popxl.extend.kernels import round_once, widen
@@ -33,7 +33,7 @@ def _over_dims(
     def lowering(
         input: popxl.Tensor, dim: Dims = None, keepdim: bool = False, dtype: popxl.dtype | None = None
     ) -> popxl.Tensor:
-        return op(together(input, of or emission().wanted[0].dtype), axes_of(input, dim))
+        return op(cast_like(input, of or emission().wanted[0].dtype), axes_of(input, dim))
 
 
 def _of_axes(title: str, function: Callable[..., Any], **settings: Any) -> Callable[..., popxl.Tensor]:
@@ -123,15 +123,15 @@ picking("max.dim max.dim_max", "Max", partial(jnp.argmax, axis=-1))
 picking("min.dim min.dim_min", "Min", partial(jnp.argmin, axis=-1))
 
 
-def _place(name: str) -> None:
+def _define_arg_reduction(name: str) -> None:
     @lowers(f"aten.{name}")
     def lowering(input: popxl.Tensor, dim: int | None = None, keepdim: bool = False) -> popxl.Tensor:
         lines = ops.reshape(input, (input.nelms,)) if dim is None else lined(input)
         return getattr(ops, name)(lines, axis_of(lines, dim or 0))
 
 
-_place("argmax")
-_place("argmin")
+_define_arg_reduction("argmax")
+_define_arg_reduction("argmin")
 
 
 @lowers("aten.aminmax")
@@ -251,7 +251,7 @@ def linalg_vector_norm(
     keepdim: bool = False,
     dtype: popxl.dtype | None = None,
 ) -> popxl.Tensor:
-    t = input if dtype is None else together(input, dtype)
+    t = input if dtype is None else cast_like(input, dtype)
     return vector_norm(t, order=float(ord if p is None else p), axes=axes_of(input, dim))
 
 
@@ -290,7 +290,7 @@ def _running(name: str, function: Callable[..., Any]) -> None:
 
     @lowers(f"aten.{name}")
     def lowering(input: popxl.Tensor, dim: int, dtype: popxl.dtype | None = None) -> popxl.Tensor:
-        return kind(lined(together(input, emission().wanted[0].dtype)), axis=axis_of(input, dim))
+        return kind(lined(cast_like(input, emission().wanted[0].dtype)), axis=axis_of(input, dim))
 
 
 _running("cumsum", lax.cumsum)

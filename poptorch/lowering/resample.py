@@ -41,7 +41,9 @@ class Axis:
 
     def taps(self) -> Taps:
         """Source positions and factors of each new element."""
-        taps = self._area() if self.mode == "area" else self._antialiased() if self.antialias else self._around()
+        taps = (
+            self._area() if self.mode == "area" else self._antialiased() if self.antialias else self._neighbour_taps()
+        )
         return [(np.clip(position, 0, self.size - 1).astype(np.int32), factor) for position, factor in taps]
 
     def _step(self) -> np.float32:
@@ -52,7 +54,7 @@ class Axis:
             return np.float32((self.size - 1) / (self.length - 1) if self.length > 1 else 0)
         return np.float32(self.size) / np.float32(self.length) if self.scale is None else np.float32(1 / self.scale)
 
-    def _around(self) -> Taps:
+    def _neighbour_taps(self) -> Taps:
         half, i, step = np.float32(0.5), np.arange(self.length, dtype=np.float32), self._step()
         if self.mode == "nearest":
             return [(np.floor(i * step), None)]
@@ -105,7 +107,7 @@ def _read(input: Any, *, axes: tuple[Axis, ...]) -> Any:
         return _read_bytes(input, axes)
     out = widen(input)
     for i, axis in enumerate(axes, input.ndim - len(axes)):
-        out = _made_anew(out, i, axis, axis.taps())
+        out = _resample_axis(out, i, axis, axis.taps())
     return out.astype(input.dtype)
 
 
@@ -130,11 +132,11 @@ def _read_bytes(input: Any, axes: tuple[Axis, ...]) -> Any:
 def _read_backward(g: Any, *, axes: tuple[Axis, ...]) -> Any:
     out = widen(g)
     for i, axis in enumerate(axes, g.ndim - len(axes)):
-        out = _made_anew(out, i, axis, transposed(axis.taps(), axis.size))
+        out = _resample_axis(out, i, axis, transposed(axis.taps(), axis.size))
     return out.astype(g.dtype)
 
 
-def _made_anew(t: Any, i: int, axis: Axis, taps: Taps) -> Any:
+def _resample_axis(t: Any, i: int, axis: Axis, taps: Taps) -> Any:
     """Resample one axis. Interpolated results are materialised: the next axis reads each element several times."""
     if axis.mode in ("nearest", "exact"):
         return apply_taps(t, i, taps)
@@ -189,8 +191,8 @@ def grid_sample(input: Any, grid: Any, *, interpolation_mode: int, padding_mode:
     for i, size in enumerate(input.shape[2:]):
         x = grid[..., -1 - i]
         x = (x + 1) / 2 * (size - 1) if align_corners else ((x + 1) * size - 1) / 2
-        inside = _inside(size, padding_mode, align_corners)
-        places, shares = _around(x if interpolation_mode == 2 else inside(x), interpolation_mode)
+        inside = _coordinate_map(size, padding_mode, align_corners)
+        places, shares = _grid_neighbours(x if interpolation_mode == 2 else inside(x), interpolation_mode)
         places = inside(places) if interpolation_mode == 2 else places
         shares = jnp.where((places >= 0) & (places <= size - 1), shares, 0)
         # All combinations of the places along each axis: an axis for each, after those of the points.
@@ -202,7 +204,7 @@ def grid_sample(input: Any, grid: Any, *, interpolation_mode: int, padding_mode:
     return jnp.moveaxis(seen.sum(range(1 + axes, 1 + 2 * axes)), -1, 1)
 
 
-def _inside(size: int, padding_mode: int, align_corners: bool) -> Callable[[Any], Any]:
+def _coordinate_map(size: int, padding_mode: int, align_corners: bool) -> Callable[[Any], Any]:
     """Map out-of-range coordinates into the image, by padding mode."""
     if padding_mode == 0:
         return lambda x: x
@@ -216,7 +218,7 @@ def _inside(size: int, padding_mode: int, align_corners: bool) -> Callable[[Any]
     return limited
 
 
-def _around(x: Any, mode: int) -> tuple[Any, Any]:
+def _grid_neighbours(x: Any, mode: int) -> tuple[Any, Any]:
     """Grid positions around coordinates, along a new axis, with their interpolation weights."""
     if mode == 1:
         return jnp.round(x)[..., None], jnp.ones((*x.shape, 1), x.dtype)
@@ -238,12 +240,12 @@ def _columns(image: Any, kernel: Any, dilation: Any, padding: Any, stride: Any) 
     axes = list(zip(image.shape[-2:], kernel, dilation, stride, strict=True))
     counts = [(size - reach * (k - 1) - 1) // step + 1 for size, k, reach, step in axes]
 
-    def seen_by(*element: int) -> Any:
+    def aligned_elements(*element: int) -> Any:
         """Image elements aligned with one kernel element."""
         steps = zip(element, dilation, counts, stride, strict=True)
         return image[(..., *(slice(i * d, i * d + (n - 1) * s + 1, s) for i, d, n, s in steps))]
 
-    seen = jnp.stack([seen_by(*element) for element in itertools.product(*map(range, kernel))], -3)
+    seen = jnp.stack([aligned_elements(*element) for element in itertools.product(*map(range, kernel))], -3)
     return seen.reshape(*outer, channels * math.prod(kernel), math.prod(counts))
 
 

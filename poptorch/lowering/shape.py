@@ -18,7 +18,7 @@ from poptorch.capture.recorder import LOOKED_AT, Data, View
 from poptorch.capture.tensor_layout import overlaps, written_last
 from poptorch.lowering.complex import PUT_BACK
 from poptorch.lowering.emission import emission
-from poptorch.lowering.operands import Number, axis_of, broadcast, constant_of, promoted, together
+from poptorch.lowering.operands import Number, axis_of, broadcast, cast_like, constant_of, promoted
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
 from popxl.extend.kernels import round_once, widen
@@ -89,7 +89,7 @@ def expand(input: popxl.Tensor, size: Sequence[int], implicit: bool = False) -> 
     return broadcast(input, shape=emission().wanted[0].shape)
 
 
-def _cut(t: popxl.Tensor, axis: int, *bounds: int | None) -> popxl.Tensor:
+def _slice_axis(t: popxl.Tensor, axis: int, *bounds: int | None) -> popxl.Tensor:
     return t[(slice(None),) * axis + (slice(*bounds),)]
 
 
@@ -103,21 +103,21 @@ def select(input: popxl.Tensor, dim: int, index: int) -> popxl.Tensor:
 def slice_(
     input: popxl.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> popxl.Tensor:
-    return _cut(input, axis_of(input, dim), start, end, step)
+    return _slice_axis(input, axis_of(input, dim), start, end, step)
 
 
 @lowers("aten.narrow_copy")
 def narrow(input: popxl.Tensor, dim: int, start: int, length: int) -> popxl.Tensor:
     axis = axis_of(input, dim)
     begin = start + input.shape[axis] if start < 0 else start
-    return _cut(input, axis, begin, begin + length)
+    return _slice_axis(input, axis, begin, begin + length)
 
 
 @lowers(*_view("split", "split_with_sizes", "unbind"), "aten.unsafe_split", "aten.unsafe_split_with_sizes")
 def split(input: popxl.Tensor, dim: int = 0, **sizes: Any) -> list[popxl.Tensor]:
     axis = axis_of(input, dim)
     wanted = [spec.shape[axis] if len(spec.shape) == len(input.shape) else 1 for spec in emission().wanted]
-    return [_cut(input, axis, end - size, end) for size, end in zip(wanted, accumulate(wanted), strict=True)]
+    return [_slice_axis(input, axis, end - size, end) for size, end in zip(wanted, accumulate(wanted), strict=True)]
 
 
 @jax_op(*_view("diagonal"))
@@ -159,7 +159,7 @@ def _order(size: Sequence[int], stride: Sequence[int], count: int) -> list[int] 
     return long + [d for d in range(len(size)) if size[d] == 1]
 
 
-def _places(size: Sequence[int], stride: Sequence[int], offset: int) -> Any:
+def _view_offsets(size: Sequence[int], stride: Sequence[int], offset: int) -> Any:
     """Memory offsets of a view's elements."""
     steps = zip(jnp.indices(size, sparse=True), stride, strict=True)
     return sum((index * step for index, step in steps), start=jnp.asarray(offset))
@@ -167,14 +167,14 @@ def _places(size: Sequence[int], stride: Sequence[int], offset: int) -> Any:
 
 @jax_op(title="AsStrided")
 def strided(base: Any, *, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Any:
-    return widen(base).reshape(-1)[_places(size, stride, offset)].astype(base.dtype)
+    return widen(base).reshape(-1)[_view_offsets(size, stride, offset)].astype(base.dtype)
 
 
 # Writing through a view -----------------------------------------------------------------------------------------------
 
 
 @lowers("poptorch.put")
-def put(base: popxl.Tensor, content: popxl.Tensor, view: View) -> popxl.Tensor:
+def write_view(base: popxl.Tensor, content: popxl.Tensor, view: View) -> popxl.Tensor:
     """A tensor with a view's contents replaced."""
     if view.op == "aten.view" and view.overload == "dtype":  # of which PyTorch has no derivative
         return replaced(base, bits(content, dtype=base.dtype))
@@ -182,7 +182,7 @@ def put(base: popxl.Tensor, content: popxl.Tensor, view: View) -> popxl.Tensor:
         return PUT_BACK[view.op](content)
     if view.op == "aten.detach":
         return replaced(base, content)
-    return _put(base, content, view.op, view.overload, view.arguments, view.result)
+    return _write_one_view(base, content, view.op, view.overload, view.arguments, view.result)
 
 
 @jax_op(title="Replace", gradient={"base": lambda g: g})
@@ -195,7 +195,7 @@ _PARTS = ("aten.select", "aten.slice", "aten.split", "aten.split_with_sizes", "a
 """Views of a part of a dimension."""
 
 
-def _put(
+def _write_one_view(
     base: popxl.Tensor, content: popxl.Tensor, op: str, overload: str, arguments: Mapping[str, Any], result: int = 0
 ) -> popxl.Tensor:
     if content.nelms == 0:
@@ -234,7 +234,7 @@ def slice_update(base: Any, content: Any, *, axis: int, start: int, step: int) -
 
 @jax_op(title="StridedUpdate")
 def strided_update(base: Any, content: Any, *, stride: tuple[int, ...], offset: int) -> Any:
-    places = _places(content.shape, stride, offset)
+    places = _view_offsets(content.shape, stride, offset)
     if overlaps(content.shape, stride):
         last, places = written_last(content.shape, stride)
         places, content = places + offset, content.reshape(-1)[last]
@@ -245,7 +245,7 @@ def _updates(op: str, overload: str) -> None:
     @lowers(f"aten.{op}_scatter")
     def lowering(input: popxl.Tensor, src: popxl.Tensor, **where: Any) -> popxl.Tensor:
         arguments = {"input": LOOKED_AT, **where}
-        return _put(input, together(src, input.dtype), f"aten.{op}", overload, arguments)
+        return _write_one_view(input, cast_like(src, input.dtype), f"aten.{op}", overload, arguments)
 
 
 for _op, _overload in {"slice": "Tensor", "select": "int", "diagonal": "default", "as_strided": "default"}.items():

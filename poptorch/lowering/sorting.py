@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import popxl
-from poptorch.lowering.operands import Number, axis_of, lined, promoted, together
+from poptorch.lowering.operands import Number, axis_of, cast_like, lined, promoted
 from poptorch.lowering.reductions import picking
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import dtypes, ops
@@ -21,7 +21,7 @@ from popxl.extend.kernels import round_once, widen
 
 def _ordered(t: popxl.Tensor) -> popxl.Tensor:
     """A tensor with a sortable dtype and at least one axis."""
-    return together(lined(t), dtypes.int8) if t.dtype is dtypes.bool else lined(t)
+    return cast_like(lined(t), dtypes.int8) if t.dtype is dtypes.bool else lined(t)
 
 
 @lowers("aten.sort")
@@ -85,7 +85,7 @@ def _even_share(g: Any, input: Any, out: Any) -> Any:
     return jnp.where(winners, g / jnp.sum(winners).astype(g.dtype), 0)
 
 
-def _of_all(name: str, title: str, find: Callable[[Any], Any]) -> None:
+def _define_full_reduction(name: str, title: str, find: Callable[[Any], Any]) -> None:
     gradient = {"input": lambda g, input, out: _even_share(g, input, out)}
     kind = jax_op(title=title, gradient=gradient)(lambda input: input[find(widen(input))])
 
@@ -96,8 +96,8 @@ def _of_all(name: str, title: str, find: Callable[[Any], Any]) -> None:
         return kind(ops.reshape(input, (input.nelms,)))
 
 
-_of_all("median", "MedianOfAll", _median)
-_of_all("nanmedian", "NanMedianOfAll", _nanmedian)
+_define_full_reduction("median", "MedianOfAll", _median)
+_define_full_reduction("nanmedian", "NanMedianOfAll", _nanmedian)
 
 
 def _quantile(name: str, function: Callable[..., Any]) -> None:

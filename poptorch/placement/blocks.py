@@ -356,7 +356,7 @@ class Attribute(_Scope):
         return ambient.attributed(self._attributes)
 
 
-def _one_or_each(valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _single_or_sequence(valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """Validator for one value, or a list or tuple of values."""
     return lambda given: all(map(valid, given if isinstance(given, (list, tuple)) else [given]))
 
@@ -379,7 +379,7 @@ class MultiConv(_Scope, OptionsDict):
         NO_EFFECT,
         "availableMemoryProportions",
         kind=object,
-        valid=_one_or_each(lambda value: isinstance(value, (int, float)) and 0 <= value < 1),
+        valid=_single_or_sequence(lambda value: isinstance(value, (int, float)) and 0 <= value < 1),
         expects="a number from 0 to below 1, or one for each convolution",
     )
     cycle_back_off: float | None = setting(
@@ -395,7 +395,7 @@ class MultiConv(_Scope, OptionsDict):
         NO_EFFECT,
         "enableConvDithering",
         kind=object,
-        valid=_one_or_each(lambda value: isinstance(value, bool)),
+        valid=_single_or_sequence(lambda value: isinstance(value, bool)),
         expects="a bool, or one for each convolution",
     )
     partials_types: torch.dtype | list[torch.dtype] | None = setting(
@@ -403,7 +403,7 @@ class MultiConv(_Scope, OptionsDict):
         NO_EFFECT,
         "partialsTypes",
         kind=object,
-        valid=_one_or_each(lambda value: value in (torch.float, torch.half)),
+        valid=_single_or_sequence(lambda value: value in (torch.float, torch.half)),
         expects="torch.float or torch.half, or one of them for each convolution",
         words="Invalid partials types.",
     )

@@ -20,7 +20,7 @@ import numpy as np
 
 import popxl
 from poptorch.base.logging_ import logger
-from poptorch.capture.losses import final_loss, tell_of_another
+from poptorch.capture.losses import final_loss, warn_about_other_loss
 from poptorch.capture.model import Captured
 from poptorch.capture.outline import outlined
 from poptorch.capture.trace import Value
@@ -28,7 +28,7 @@ from poptorch.enums import MeanReductionStrategy, OutputMode, ReductionType
 from poptorch.errors import createPoptorchError
 from poptorch.lowering import Emission
 from poptorch.lowering.emission import spec_of
-from poptorch.lowering.operands import together
+from poptorch.lowering.operands import cast_like
 from poptorch.options import Options
 from poptorch.program.batching import Batching
 from poptorch.program.recomputation import Recomputation
@@ -148,7 +148,7 @@ class Program:
         self.ir = ir
         self.loss = final_loss(captured.trace) if update is not None else None
         if self.loss is not None:
-            tell_of_another(captured.trace, self.loss)
+            warn_about_other_loss(captured.trace, self.loss)
         self.inputs: dict[int, popxl.HostToDeviceStream] = {}
         self.outputs: list[popxl.DeviceToHostStream] = []
         self.variables: dict[str, Variable] = {}
@@ -536,7 +536,7 @@ class Program:
             scale = scale * (1 / self._replicas)
         if not isinstance(scale, popxl.Tensor):
             return popxl.constant(np.full(loss.shape, scale), loss.dtype, "loss_gradient")
-        return together(scale, loss.dtype) * popxl.constant(np.ones(loss.shape), loss.dtype)
+        return cast_like(scale, loss.dtype) * popxl.constant(np.ones(loss.shape), loss.dtype)
 
     @property
     def _strategy(self) -> MeanReductionStrategy | None:
@@ -558,7 +558,7 @@ class Program:
             ops.var_updates.copy_var_update_(tensors[LARGEST], largest)
         for name, gradient in gradients.items():
             total = tensors[f"//sum/{name}"]
-            gradient = together(gradient, total.dtype)
+            gradient = cast_like(gradient, total.dtype)
             if number is None:
                 ops.var_updates.accumulate_(total, gradient)
             else:

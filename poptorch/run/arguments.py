@@ -14,9 +14,9 @@ import torch
 from poptorch.base.carried import may_be_carried, numbers_of
 from poptorch.base.custom_types import parser_of
 from poptorch.base.hidden_tensors import hidden_problem, holds_tensor
-from poptorch.base.introspection import is_a
+from poptorch.base.introspection import is_instance
 from poptorch.base.logging_ import logger
-from poptorch.base.structures import Known, Parts, Structure, structure_of
+from poptorch.base.structures import Components, KnownObjects, Structure, structure_of
 from poptorch.errors import Error, createPoptorchError
 
 
@@ -69,7 +69,7 @@ class Binder:
         bound.apply_defaults()
         return bound.arguments
 
-    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    def passed_names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         """Names of parameters passed explicitly in a call, excluding those collected by `*args` and `**kwargs`."""
         return [name for name in self._signature.bind_partial(*args, **kwargs).arguments if name not in self._open]
 
@@ -137,7 +137,7 @@ class Signature:
     ) -> None:
         self._binder = Binder(forward)
         values = self._binder.bind(args, kwargs)
-        self._given = self._binder.given(args, kwargs)
+        self._given = self._binder.passed_names(args, kwargs)
         self._positional = len(args)
         self._structures: dict[str, Structure] = {}
         self.carries, self.carries_numbers = False, carries_numbers
@@ -150,7 +150,7 @@ class Signature:
                 self.carries |= is_carried
                 return is_carried
 
-            self._structures[name] = structure_of(value, name, Known(carries=carries, looked_at=looked_at or ()))
+            self._structures[name] = structure_of(value, name, KnownObjects(carries=carries, looked_at=looked_at or ()))
         self._has_objects = any(True for name, s in self._structures.items() for _ in s.objects(values[name]))
         self.leaves = tuple(leaf for structure in self._structures.values() for leaf in structure.leaves())
         self._wanted = {name for name, s in self._structures.items() if name in self._given or any(s.leaves())}
@@ -201,7 +201,7 @@ class Signature:
 
     def _differences(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Describe each argument mismatch between a call and the first call, one sentence per mismatch."""
-        given = self._binder.given(args, kwargs)
+        given = self._binder.passed_names(args, kwargs)
         missing = [name for name in self._given if name not in given]
         unexpected = [name for name in given if name not in self._given]
         return (
@@ -229,7 +229,7 @@ class Signature:
             tensors: the tensors.
             hides: whether values that are carried are hidden, to see whether `forward` looks at them.
         """
-        left = Parts(iter(tensors), hides=hides)
+        left = Components(iter(tensors), hides=hides)
         values = {name: structure.build(left) for name, structure in self._structures.items()}
         return self._binder.unbind(values, self._positional, self._wanted)
 
@@ -237,4 +237,4 @@ class Signature:
 def _has_dict(value: Any) -> bool:
     if parser_of(value) is not None:
         return False
-    return is_a(value, dict) or (is_a(value, (tuple, list)) and any(map(_has_dict, value)))
+    return is_instance(value, dict) or (is_instance(value, (tuple, list)) and any(map(_has_dict, value)))

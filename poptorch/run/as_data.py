@@ -159,7 +159,11 @@ def _like_class(path: str, fields: list[str], held: tuple[Any, Any]) -> Any:
         raise ValueError(f"{what!r} is no container")
     items = from_data(data) if base in (object, list) else from_data({what: data})
     found = _imported(path, base)
-    if found is not None and (made := _filled(found, base, fields, items)) is not None and parser_of(made) is None:
+    if (
+        found is not None
+        and (made := _create_instance(found, base, fields, items)) is not None
+        and parser_of(made) is None
+    ):
         return made
     title = path.rpartition(".")[2].rpartition(":")[2]
     if not title.isidentifier():
@@ -183,7 +187,7 @@ def _imported(path: str, base: type) -> type | None:
     return place if isinstance(place, type) and issubclass(place, base) else None
 
 
-def _filled(kind: type, base: Any, fields: Sequence[str], items: Any) -> Any:
+def _create_instance(kind: type, base: Any, fields: Sequence[str], items: Any) -> Any:
     """Create an object without calling its class; return `None` on a field mismatch."""
     if base is object:
         if not dataclasses.is_dataclass(kind) or kind.__new__ is not object.__new__:

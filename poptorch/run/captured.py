@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from poptorch.base.answers import Answer, Changes
+from poptorch.base.answers import Answer, SideEffects
 from poptorch.base.host_numbers import NumberPath
 from poptorch.base.logging_ import logger
 from poptorch.capture.constants import numbers_of
-from poptorch.capture.counters import Tape, joined
-from poptorch.capture.cuts import Cuts
+from poptorch.capture.counters import Tape, merge_captures
+from poptorch.capture.cuts import GraphBreaks
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.model import Captured, capture
 from poptorch.capture.recorder import Data
@@ -44,7 +44,7 @@ def captured_model(
     options: Options,
     training: bool,
     grouped: list[str],
-    cuts: Cuts | None = None,
+    cuts: GraphBreaks | None = None,
     told: set[str] | None = None,
     has_fewer_rows: bool = False,
     counts: Collection[str] | None = None,
@@ -52,7 +52,7 @@ def captured_model(
     """Capture a model for given tensor layouts, and check that it can be compiled. Return capture and output structure.
 
     Args:
-        places: where in memory the tensors of a micro-batch are; see `places_of`.
+        places: where in memory the tensors of a micro-batch are; see `layouts_of`.
         told: the warnings of tensors of the host that have been given; it is filled.
         has_fewer_rows: the program is for fewer rows than another one, which the options allowed.
         counts: the numbers of the module that the program carries, or all that it can: `None`.
@@ -62,15 +62,15 @@ def captured_model(
             transfers do not fit the options.
     """
 
-    def once(cuts: Cuts | None, tape: Tape | None = None) -> tuple[Captured, Answer, Ambient]:
+    def once(cuts: GraphBreaks | None, tape: Tape | None = None) -> tuple[Captured, Answer, Ambient]:
         answers: list[Answer] = []  # of the last time that it ran, as it may have to run again
 
         def forward(tensors: list[torch.Tensor]) -> Any:
             args, kwargs = signature.arguments(tensors, hides=True)
             objects = signature.objects(args, kwargs)
-            changes = Changes(objects)
+            changes = SideEffects(objects)
             result = model(*args, **kwargs)
-            changed = changes.found()
+            changed = changes.changed_attributes()
             answers[:] = [Answer(result, changed, objects)]
             return result, changed
 
@@ -159,7 +159,7 @@ def _counting(plain: Captured, capture: Callable[[Tape], _Capture], counts: Coll
 def _with_numbers(
     plain: Captured, found: Sequence[tuple[Tape, _Capture]], problems: Sequence[NumberPath]
 ) -> _Capture | None:
-    together = joined(plain.trace, [(tape, captured.trace) for tape, (captured, *_) in found], problems)
+    together = merge_captures(plain.trace, [(tape, captured.trace) for tape, (captured, *_) in found], problems)
     if together is None:
         return None
     (tape, (captured, answer, ambient)), *_ = found
@@ -171,7 +171,7 @@ def _with_numbers(
     return replace(captured, numbers=numbers, slots=slots, carried=others, shown=shown), answer, ambient
 
 
-def places_of(tensors: Sequence[torch.Tensor], signature: Signature, batching: Batching) -> list[TensorLayout]:
+def layouts_of(tensors: Sequence[torch.Tensor], signature: Signature, batching: Batching) -> list[TensorLayout]:
     """Memory layouts of the first micro-batch of given tensors."""
     places = []
     for t, leaf in zip(tensors, signature.leaves, strict=True):
@@ -300,12 +300,12 @@ def _watch_comparisons(trace: Trace) -> None:
                     watched[value] = Value(value.shape, value.dtype, made_by=look, requires_grad=False)
                     look.results = [watched[value]]
                     nodes.append(look)
-            node.arguments = with_values(node.arguments, partial(_in_place_of, watched))
+            node.arguments = with_values(node.arguments, partial(_substitute, watched))
         nodes.append(node)
     trace.nodes[:] = nodes
 
 
-def _in_place_of(others: Mapping[Value, Value], value: Value) -> Value:
+def _substitute(others: Mapping[Value, Value], value: Value) -> Value:
     return others.get(value, value)
 
 

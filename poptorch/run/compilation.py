@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 import popxl
-from poptorch.base.carried import LookedAt
+from poptorch.base.carried import HiddenValueAccess
 from poptorch.base.logging_ import logger
 from poptorch.capture.attributes import Attributes
-from poptorch.capture.cuts import Cuts
+from poptorch.capture.cuts import GraphBreaks
 from poptorch.capture.model import Captured
 from poptorch.capture.tensor_layout import TensorLayout
 from poptorch.options import Options
@@ -24,10 +24,10 @@ from poptorch.program.batching import Batching
 from poptorch.program.program import Returned
 from poptorch.run import weights
 from poptorch.run.arguments import Signature
-from poptorch.run.captured import captured_model, places_of
+from poptorch.run.captured import captured_model, layouts_of
 from poptorch.run.compiled import Compiled
 from poptorch.run.host_model import HostModel
-from poptorch.run.in_parts import InParts, Way
+from poptorch.run.in_parts import BrokenGraph, ExecutionPath
 from poptorch.run.trained_in_parts import TrainedInParts
 from poptorch.run.trainer import Trainer
 from popxl.session import CompilationProgress, compilation_progress
@@ -59,7 +59,7 @@ def compiled_model(
     has_fewer_rows: bool = False,
     carries_numbers: bool = False,
     counts: Collection[str] | None = None,
-) -> Compiled | InParts:
+) -> Compiled | BrokenGraph:
     """Compile a model for given arguments. The model has its `attributes` during compilation.
 
     Args:
@@ -89,8 +89,8 @@ def compiled_model(
 
     places: list[TensorLayout] = []  # of the arguments
 
-    def capture(signature: Signature, tensors: Sequence[torch.Tensor], answers: Sequence[Any]) -> Way:
-        cuts = Cuts(tensors, answers, training, micro_batches) if options.kept_programs > 1 else None
+    def capture(signature: Signature, tensors: Sequence[torch.Tensor], answers: Sequence[Any]) -> ExecutionPath:
+        cuts = GraphBreaks(tensors, answers, training, micro_batches) if options.kept_programs > 1 else None
         captured, answer = captured_model(
             call,
             module,
@@ -105,11 +105,11 @@ def compiled_model(
             has_fewer_rows,
             () if answers else counts,
         )
-        return Way(captured, answer, () if cuts is None else cuts.found)
+        return ExecutionPath(captured, answer, () if cuts is None else cuts.found)
 
-    def capture_first(signature: Signature) -> Way:
+    def capture_first(signature: Signature) -> ExecutionPath:
         tensors = signature.check(args, kwargs)
-        places[:] = places_of(tensors, signature, batching)
+        places[:] = layouts_of(tensors, signature, batching)
         return capture(signature, tensors, ())
 
     signature, way = _hiding(
@@ -121,8 +121,8 @@ def compiled_model(
     if way.cuts:
         again = partial(capture, signature), partial(_capturing, model.attributes)
         of_parts = *again, way, signature, batching, options, read, seed
-        return InParts(*of_parts) if update is None else TrainedInParts(*of_parts, update=update, count=count)
-    return Compiled.of(
+        return BrokenGraph(*of_parts) if update is None else TrainedInParts(*of_parts, update=update, count=count)
+    return Compiled.compile(
         ir,
         way.captured,
         way.answer,
@@ -143,8 +143,8 @@ _MOST_LOOKS = 4
 
 
 def _hiding(
-    signature_of: Callable[[Collection[str] | None], Signature], capture: Callable[[Signature], Way]
-) -> tuple[Signature, Way]:
+    signature_of: Callable[[Collection[str] | None], Signature], capture: Callable[[Signature], ExecutionPath]
+) -> tuple[Signature, ExecutionPath]:
     """Capture a model, hiding non-tensor values that it does not read.
 
     Args:
@@ -157,8 +157,8 @@ def _hiding(
 
 
 def _hidden(
-    signature_of: Callable[[Collection[str] | None], Signature], capture: Callable[[Signature], Way]
-) -> tuple[Signature, Way | None, Way | None]:
+    signature_of: Callable[[Collection[str] | None], Signature], capture: Callable[[Signature], ExecutionPath]
+) -> tuple[Signature, ExecutionPath | None, ExecutionPath | None]:
     """The capture with hidden values, if equivalent to the capture with visible values, and the latter."""
     looked_at: set[str] = set()
     has_numbers: set[str] = set()
@@ -168,7 +168,7 @@ def _hidden(
             return signature, (way := capture(signature)), way
         try:
             way = capture(signature)
-        except LookedAt as look:
+        except HiddenValueAccess as look:
             looked_at |= {look.name, *({look.numbers} & has_numbers)}  # it looks at two: at others, too, most often
             has_numbers |= {look.numbers} - {""}
         except Exception:  # whatever it is: what is not written in Python may have met something hidden
@@ -206,12 +206,12 @@ def carries(
     if not (widest := signature_of(())).carries or not widest.fits(*first):
         return False
 
-    def capture(signature: Signature) -> Way:
+    def capture(signature: Signature) -> ExecutionPath:
         batching = compiled.batching
-        places = places_of(signature.check(args, kwargs), signature, batching)
+        places = layouts_of(signature.check(args, kwargs), signature, batching)
         of_model = model.call, model.module, signature, places, batching, options, training, list(model.grouped)
-        counts = list(compiled.counted)
-        return Way(*captured_model(*of_model, told=model.told, counts=counts), cuts=())
+        counts = list(compiled.host_numbers)
+        return ExecutionPath(*captured_model(*of_model, told=model.told, counts=counts), cuts=())
 
     signature, way, _ = _hidden(signature_of, capture)
     if way is None or not signature.fits(*first):

@@ -23,7 +23,7 @@ from poptorch.base.dtypes import device_dtype, from_numpy, to_numpy
 from poptorch.base.host_numbers import HostNumbers, Number
 from poptorch.base.logging_ import logger
 from poptorch.base.structures import Structure
-from poptorch.capture.frozen import Frozen
+from poptorch.capture.frozen import CapturedConstant
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.model import Captured
 from poptorch.capture.tensor_layout import overwrite
@@ -62,7 +62,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Ends:
+class ProgramIO:
     """Program inputs, outputs and variables that the host accesses.
 
     Attributes:
@@ -88,7 +88,7 @@ class Ends:
     counted: Sequence[popxl.HostToDeviceStream] = ()
 
     @classmethod
-    def of(cls, program: Program) -> Ends:
+    def collect(cls, program: Program) -> ProgramIO:
         """Collect a program's inputs, outputs and variables."""
         return cls(
             program.inputs,
@@ -138,14 +138,14 @@ class Compiled:
         constants: Mapping[int, torch.Tensor],
         results: Sequence[Result],
         rewritten: Sequence[int],
-        ends: Ends,
+        ends: ProgramIO,
         session: popxl.Session,
         seed: int,
         checks: bool = False,
         host_functions: Iterable[HostFunction] = (),
         read: Mapping[str, torch.Tensor] | None = None,
         is_synthetic: bool = False,
-        frozen: Iterable[Frozen] = (),
+        frozen: Iterable[CapturedConstant] = (),
         counting: HostNumbers | None = None,
     ) -> None:
         self.signature, self.batching, self.structure = signature, batching, structure
@@ -161,7 +161,7 @@ class Compiled:
         functions = list(host_functions)
         for function in functions:
             function.problems = self._problems
-        self._run = self._in_turn if checks or functions else session.run
+        self._run = self._run_exclusive if checks or functions else session.run
         self._feeder = Feeder(batching)
         self._numbers: dict[popxl.HostToDeviceStream, np.ndarray] = {}
         self._turn = threading.Lock()
@@ -171,7 +171,7 @@ class Compiled:
             for leaf in (signature.leaves[i],)
         ]
         self._outputs = [
-            (stream, self._is_in_turns(stream, result), self._shape_of_result(result))
+            (stream, self._has_leading_dims(stream, result), self._shape_of_result(result))
             for stream, result in zip(ends.outputs, results, strict=True)
         ]
         self._anchors = [result.anchor for result in results if result.anchor]
@@ -184,7 +184,7 @@ class Compiled:
         self._moments = (0.0, 0.0, 0.0, 0.0)
 
     @classmethod
-    def of(
+    def compile(
         cls,
         ir: popxl.Ir,
         captured: Captured,
@@ -250,7 +250,7 @@ class Compiled:
             constants,
             results,
             list(captured.written_inputs),
-            Ends.of(program),
+            ProgramIO.collect(program),
             popxl.Session(ir, chosen_device(options), weights_to_host_on_exit=False),
             seed,
             options.Precision.floating_point_exceptions,
@@ -285,7 +285,7 @@ class Compiled:
         if self.rewritten:
             self._check_apart(tensors)
         asked = perf_counter()
-        feeds: dict[popxl.HostToDeviceStream, Any] = self._numbers | self._counted()
+        feeds: dict[popxl.HostToDeviceStream, Any] = self._numbers | self._number_feeds()
         for i, stream, is_same, shape in self._inputs:
             t = tensors[i]
             is_array = t.layout is torch.strided and t.is_contiguous() and not t.is_meta
@@ -342,7 +342,7 @@ class Compiled:
             return None
         return self.batching.deal(np.empty(shape, np.bool)).shape
 
-    def _is_in_turns(self, stream: popxl.DeviceToHostStream, result: Result) -> bool:
+    def _has_leading_dims(self, stream: popxl.DeviceToHostStream, result: Result) -> bool:
         """Whether device outputs have leading replica and micro-batch dimensions, in that order."""
         return self.batching.groups.replicas > 1 and len(stream.shape) > len(result.shape)
 
@@ -399,7 +399,9 @@ class Compiled:
                 what,
             )
 
-    def _in_turn(self, feeds: Mapping[popxl.HostToDeviceStream, Any]) -> Mapping[popxl.DeviceToHostStream, np.ndarray]:
+    def _run_exclusive(
+        self, feeds: Mapping[popxl.HostToDeviceStream, Any]
+    ) -> Mapping[popxl.DeviceToHostStream, np.ndarray]:
         """Run exclusively, collecting errors as well as outputs: the run finishes before another thread's begins."""
         with self._turn, self.session.debugging() if self._checks else nullcontext():
             try:
@@ -479,7 +481,7 @@ class Compiled:
             self._numbers[self.ends.numbers] = np.tile(numbers, (replicas, 1)) if replicas > 1 else numbers
 
     @property
-    def counted(self) -> dict[str, Number]:
+    def host_numbers(self) -> dict[str, Number]:
         """The module's numbers changed by `forward`, as seen by the next run, by path and name."""
         return {} if self.counting is None else self.counting.now
 
@@ -488,7 +490,7 @@ class Compiled:
         if self.counting is not None:
             self.counting.now |= {name: numbers[name] for name in self.counting.now.keys() & numbers.keys()}
 
-    def _counted(self) -> dict[popxl.HostToDeviceStream, np.ndarray]:
+    def _number_feeds(self) -> dict[popxl.HostToDeviceStream, np.ndarray]:
         """Host-computed numbers for a run: all replicas receive the same value per micro-batch."""
         if self.counting is None:
             return {}
@@ -531,7 +533,7 @@ class Compiled:
 
     def lasting(self) -> dict[tuple[str, str], np.ndarray]:
         """All state carried between runs, keyed by kind (weight, state, number or random) and name."""
-        counted = {("number", name): np.asarray(number) for name, number in self.counted.items()}
+        counted = {("number", name): np.asarray(number) for name, number in self.host_numbers.items()}
         return self._fetched(self._lasting) | counted
 
     def write_lasting(self, values: Mapping[tuple[str, str], np.ndarray]) -> None:

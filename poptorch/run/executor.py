@@ -40,14 +40,14 @@ from poptorch.run.compilation import carries, compiled_model, compiling, progres
 from poptorch.run.compiled import Compiled
 from poptorch.run.host_changes import HostChanges
 from poptorch.run.host_model import HostModel
-from poptorch.run.in_parts import InParts
+from poptorch.run.in_parts import BrokenGraph
 from poptorch.run.kinds import ByArguments, calls_of, with_lasting_cache
 from poptorch.run.own_options import for_fewer_rows, needs_running_mean, own_options, with_running_mean
 from poptorch.run.smaller import Run, SmallerBatches
 from poptorch.run.times import Latency, Times
 from poptorch.run.trained_in_parts import TrainedInParts
 from poptorch.run.trainer import Trainer, default_optimizer
-from poptorch.run.weights import HostWrites, Instrumented, Trainings
+from poptorch.run.weights import HostWrites, LazyWeights, TrainingRegistry
 from popxl.extend.graphs import estimate_of
 
 Model = torch.nn.Module | Callable[..., Any]
@@ -128,7 +128,7 @@ class PoplarExecutor:
         self._options = own_options(options or Options(), training)
         self._host = HostModel(model)
         self._attributes = self._host.attributes  # which the model was compiled with
-        self._compiled: Compiled | InParts | None = None
+        self._compiled: Compiled | BrokenGraph | None = None
         self._kinds: ByArguments | None = None
         self._smaller: SmallerBatches | None = None
         self._is_loaded = False  # of a file, without the code of the model
@@ -138,11 +138,11 @@ class PoplarExecutor:
         self._random_state: list[int] | None = None  # of a program that was given up
         self._compilation_time: timedelta | None = None
         self._autocast: tuple[torch.dtype | None] | None = None  # known if it was compiled here
-        self._trainings = Trainings(self._host.module)
+        self._trainings = TrainingRegistry(self._host.module)
         self._host_writes = HostWrites(self._host.module)
         self._host_changes: HostChanges | None = None
         self._told: set[str] = set()  # what has been warned of
-        self._instrumented: Instrumented | None = None
+        self._instrumented: LazyWeights | None = None
         self._trainer: Trainer | None = None
         if training:
             self._trainer = Trainer(optimizer or default_optimizer(self._host.module))
@@ -203,7 +203,7 @@ class PoplarExecutor:
                 if self._instrumented is not None:
                     self._instrumented.has_run()
 
-    def _carries(self, compiled: Compiled | InParts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _carries(self, compiled: Compiled | BrokenGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the program accepts these arguments, possibly after extending it to new non-tensor values."""
         if not isinstance(compiled, Compiled) or self._is_loaded:
             return False
@@ -225,7 +225,7 @@ class PoplarExecutor:
                     self._give_up(self._trainer.outgrown(self._trainer.optimizer))
             if self._compiled is not None and self._compiled.is_attached:
                 self._follow()
-            elif self._compiled is not None and self._has_another_form:
+            elif self._compiled is not None and self._structure_changed:
                 self._give_up(_ANOTHER_FORM)
 
     def _give_up(self, reason: str) -> None:
@@ -237,8 +237,8 @@ class PoplarExecutor:
             self.destroy()
 
     @property
-    def _has_another_form(self) -> bool:
-        return self._host.form() != self._form
+    def _structure_changed(self) -> bool:
+        return self._host.structure() != self._form
 
     def _tell_of_changes(self) -> None:
         """Warn, once each, about module changes without effect on the device."""
@@ -247,7 +247,7 @@ class PoplarExecutor:
             return
         if "mode" not in self._told and module.training is self._training is not attributes.training:
             here, there = ("train", "eval") if self._training else ("eval", "train")
-            self._tell(
+            self._warn_once(
                 "mode",
                 "The module is in `%s()` mode, and this wrapper runs it in `%s()` mode, in which it was compiled: "
                 "dropout and batch norms may do something else. Call `module.%s()` before `poptorch.%s(module)`, "
@@ -259,7 +259,7 @@ class PoplarExecutor:
                 here,
             )
         if "numbers" not in self._told and (changed := attributes.changed_number()) is not None:
-            self._tell(
+            self._warn_once(
                 "numbers",
                 "An attribute of the module has changed since it was wrapped: %s. Numbers of Python are a part of the "
                 "program, so this has no effect on the device. What is to change from call to call is a tensor: an "
@@ -267,7 +267,7 @@ class PoplarExecutor:
                 changed,
             )
         if "writes" not in self._told and (written := self._host_writes.names()):
-            self._tell(
+            self._warn_once(
                 "writes",
                 "%s been changed on the host, after the device had taken %s. The device goes on with its own numbers"
                 "%s. Call `copyWeightsToDevice()` of the wrapper after it, or load with its `load_state_dict`.",
@@ -276,21 +276,21 @@ class PoplarExecutor:
                 ", which overwrite those of the host" * (self._training or written[0] in self._required.ends.written),
             )
         if "others" not in self._told and (others := self._host_writes.replaced()):
-            self._tell(
+            self._warn_once(
                 "others",
                 "The module has another %s than when the device took its numbers. The device goes on with what it had "
                 "then. Call `copyWeightsToDevice()` of the wrapper to have it take the new one. For training, have the "
                 "optimizer know what is new, too: `optimizer.add_param_group(...)`.",
                 " and another ".join(others),
             )
-        if self._host_changes is not None and (changes := self._host_changes.found()):
+        if self._host_changes is not None and (changes := self._host_changes.new_changes()):
             logger.warning(
                 "The module has been changed since it was compiled: %s. A program is what `forward` did then, so this "
                 "has no effect on the device. Wrap the module anew.",
                 ", ".join(changes),
             )
 
-    def _tell(self, what: str, text: str, *values: str) -> None:
+    def _warn_once(self, what: str, text: str, *values: str) -> None:
         self._told.add(what)
         logger.warning(text, *values)
 
@@ -327,11 +327,11 @@ class PoplarExecutor:
                 "follows the weights that this one trains."
             )
         if self._kinds is None:
-            self._kinds = ByArguments(self._another, self._options.kept_programs)
+            self._kinds = ByArguments(self._clone, self._options.kept_programs)
         with calls_of(module, self._kinds):
             return loop(*args, **with_lasting_cache(module, kwargs))
 
-    def _another(self) -> PoplarExecutor:
+    def _clone(self) -> PoplarExecutor:
         """Create a wrapper of the same model for different arguments."""
         made = PoplarExecutor(self._host.call, self._options, self._training, popxl.__version__)
         made._host.attributes = self._host.attributes
@@ -364,7 +364,7 @@ class PoplarExecutor:
         self._host.check_buffers(self._options.updatable_named_buffers)
         self._host.take_reached()
         with self._host.attributes.restored(), progress_bar(self._options.show_compilation_progress_bar):
-            compiled = compiled_model(self._host, args, kwargs, self._options, self._trainer, self._on_host.read)
+            compiled = compiled_model(self._host, args, kwargs, self._options, self._trainer, self._on_host.read_values)
         self._use(compiled)
         if self._may_be_compiled_for_fewer_rows:
             self._smaller = SmallerBatches(compiled, self._host.forward, self._options, self._training)
@@ -381,34 +381,34 @@ class PoplarExecutor:
         is_here = options.Distributed.numProcesses == 1 and options.connection_type is not ConnectionType.Never
         return options.partial_batch is not PartialBatch.Refuse and is_here and not self._host.grouped
 
-    def _compiled_for(self, run: Run) -> Compiled | InParts:
+    def _compiled_for(self, run: Run) -> Compiled | BrokenGraph:
         """Compile the model for a smaller run, using the current optimiser."""
         self.copyWeightsToHostIfNeeded()
         hooks.pre_compile()
         options = for_fewer_rows(self._options, run.batching)
-        of_run = self._host, run.args, run.kwargs, options, self._trainer, self._on_host.read
+        of_run = self._host, run.args, run.kwargs, options, self._trainer, self._on_host.read_values
         with compiling(), self._attributes.restored(), progress_bar(options.show_compilation_progress_bar):
             compiled = compiled_model(
                 *of_run,
                 has_fewer_rows=True,
                 carries_numbers=self._required.signature.carries_numbers,
-                counts=tuple(self._required.counted),
+                counts=tuple(self._required.host_numbers),
             )
-        compiled.attach(self._on_host.read())
+        compiled.attach(self._on_host.read_values())
         hooks.post_compile()
         return compiled
 
-    def _use(self, compiled: Compiled | InParts) -> None:
+    def _use(self, compiled: Compiled | BrokenGraph) -> None:
         """Install a compiled program for subsequent calls."""
-        self._compiled, self._form = compiled, self._host.form()
+        self._compiled, self._form = compiled, self._host.structure()
         self._attributes = self._host.attributes
         if self._host.module is not None:
             with self._attributes.restored():
                 self._host_changes = HostChanges(self._host.module)
-        self._trainings.look()
+        self._trainings.track()
         offline = self._options.connection_type is ConnectionType.Never
         if not self._training and (written := compiled.ends.written):
-            self._instrumented = Instrumented(self._host.module, self._fetch_weights, self._host.grouped, written)
+            self._instrumented = LazyWeights(self._host.module, self._fetch_weights, self._host.grouped, written)
         if self._instrumented is not None:
             self._forgotten = weakref.finalize(self, _bring_home, compiled, self._instrumented, self._trainer)
             self._forgotten.atexit = False
@@ -422,18 +422,18 @@ class PoplarExecutor:
             compiled.random_state = state
 
     def _instrument(self) -> None:
-        if self._instrumented is not None and not self._instrumented.is_of_all():
+        if self._instrumented is not None and not self._instrumented.covers_module():
             self._instrumented.destroy()  # nothing has been trained yet
             self._instrumented = None
         if self._training and self._instrumented is None:
-            self._instrumented = Instrumented(self._host.module, self._fetch_weights, self._host.grouped)
+            self._instrumented = LazyWeights(self._host.module, self._fetch_weights, self._host.grouped)
 
     @property
-    def _executable(self) -> Compiled | InParts | None:
+    def _executable(self) -> Compiled | BrokenGraph | None:
         return self._compiled  # the name that packages on top ask for
 
     @property
-    def _required(self) -> Compiled | InParts:
+    def _required(self) -> Compiled | BrokenGraph:
         if self._compiled is None:
             raise createPoptorchError("Model has not been compiled or has been destroyed.")
         return self._compiled
@@ -441,7 +441,7 @@ class PoplarExecutor:
     def _one_program(self, what: str) -> Compiled:
         """The compiled program; raises if graph breaks split the model into several."""
         compiled = self._required
-        if isinstance(compiled, InParts):
+        if isinstance(compiled, BrokenGraph):
             raise createPoptorchError(
                 f"{what}: the model is not one program: it is cut where the host looks at numbers. Keep shapes, with "
                 "`torch.where` for example, so that it need not."
@@ -489,7 +489,7 @@ class PoplarExecutor:
             self._write_report()
             self.copyWeightsToHostIfNeeded()
             if isinstance(compiled, Compiled):
-                self._host.take_counted(compiled.counted, self._attributes)
+                self._host.take_counted(compiled.host_numbers, self._attributes)
             if self._trainer is not None:
                 self._trainer.disconnect()
             compiled.close()
@@ -537,9 +537,9 @@ class PoplarExecutor:
             self._smaller.close()
         compiled.detach()
 
-    def _attach(self, compiled: Compiled | InParts) -> None:
+    def _attach(self, compiled: Compiled | BrokenGraph) -> None:
         self._trainings.have_news(self._instrumented)  # brings home what is stale
-        compiled.attach(self._on_host.read())
+        compiled.attach(self._on_host.read_values())
         self._host_writes.forget()
 
     def _check_online(self, what: str) -> None:
@@ -552,7 +552,7 @@ class PoplarExecutor:
     # Weights --------------------------------------------------------------------------------------------------------
 
     @property
-    def _on_host(self) -> Instrumented | HostModel:
+    def _on_host(self) -> LazyWeights | HostModel:
         """Reader of host weight values, without a reference to this wrapper."""
         return self._instrumented or self._host
 
@@ -593,11 +593,11 @@ class PoplarExecutor:
     def _upload(self) -> None:
         if self._kinds is not None:
             self._kinds.copy_weights()
-        if self._compiled is not None and self._has_another_form:
+        if self._compiled is not None and self._structure_changed:
             self._give_up(_ANOTHER_FORM)
             return
         if self._compiled is not None or self._kinds is None:
-            self._required.write_weights(self._on_host.read())
+            self._required.write_weights(self._on_host.read_values())
         if self._instrumented is not None:
             self._instrumented.mark_uploaded()
         self._host_writes.forget()
@@ -614,7 +614,7 @@ class PoplarExecutor:
             return False
         if not self._host_writes.names() and not (own is not None and own.has_given_data):
             return False
-        host = self._on_host.read()
+        host = self._on_host.read_values()
         if any(not np.array_equal(host[name], array) for name, array in self._required.weights().items()):
             return True
         if self._host_writes.names():
@@ -634,7 +634,7 @@ class PoplarExecutor:
                 "copyNamedBuffersToDevice: no buffers are named. Name them before the model is wrapped: "
                 "`options.updatableNamedBuffers([...])`."
             )
-        self._required.write_weights(self._on_host.read(names))
+        self._required.write_weights(self._on_host.read_values(names))
         self._host_writes.forget(names)
 
     @_traced("loadStateDict")
@@ -773,7 +773,7 @@ class PoplarExecutor:
         """
         if self._compiled is not None:
             raise createPoptorchError("loadExecutable: the model is compiled already. Call `destroy()` first.")
-        self._take(saving.read(filename), anew=True)
+        self._take(saving.read_model(filename), anew=True)
 
     def _take(self, saved: saving.Saved, anew: bool) -> None:
         """Install a saved program; `anew`: keep this wrapper's optimiser state."""
@@ -784,7 +784,7 @@ class PoplarExecutor:
         self._host.grouped.update(saved.grouped)
         compiled = saved.compiled(self._host.forward, self._options)
         if anew:
-            compiled.write_counted(self._host.counted(compiled.counted))
+            compiled.write_counted(self._host.carried_numbers(compiled.host_numbers))
         if self._trainer is not None:
             saved.prepare(self._trainer, self._host.module, self._options)
             if anew:
@@ -957,12 +957,12 @@ _HANDING_OUT = frozenset({"modules", "named_modules", "children", "named_childre
 """Methods of modules by which a wrapper hands out the modules within."""
 
 
-def _changed_weights(compiled: Compiled | InParts, training: bool) -> dict[str, np.ndarray]:
+def _changed_weights(compiled: Compiled | BrokenGraph, training: bool) -> dict[str, np.ndarray]:
     """Tensors possibly changed by a program: all in training, only those it overwrites in inference."""
     return compiled.weights(None if training else compiled.ends.written)
 
 
-def _bring_home(compiled: Compiled | InParts, instrumented: Instrumented, trainer: Trainer | None) -> None:
+def _bring_home(compiled: Compiled | BrokenGraph, instrumented: LazyWeights, trainer: Trainer | None) -> None:
     """Finalizer: copy unread device values back to the host when a wrapper is garbage-collected."""
     with without_modes():  # a capture may be going on
         if instrumented.is_stale:

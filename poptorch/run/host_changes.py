@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from poptorch.base.introspection import CONTAINERS, attributes, is_a
+from poptorch.base.introspection import CONTAINERS, attributes, is_instance
 from poptorch.capture.host_state import GROWS, NUMBERS, HolderSnapshot, HostState, is_users
 
 _MOST = 1000
@@ -50,26 +50,26 @@ class HostChanges:
         self._paths = paths
         self._kinds = {id(vars(each)): _kind_of(each) for each in paths}
         own = {id(vars(each)) for each in paths if not is_users(type(each))}  # of PyTorch: a method may be new there
-        places = [each for each in HostState(module, None, around=False).places if is_a(each.holder, CONTAINERS)]
+        places = [each for each in HostState(module, None, around=False).places if is_instance(each.holder, CONTAINERS)]
         places = [each for each in places if len(each.before) <= _MOST]
         self._places = [each for each in places if id(each.holder) not in own]
         self._others = [each for each in places if id(each.holder) in own]
         kinds = dict.fromkeys(chain.from_iterable(type(each).__mro__ for each in paths))
         self._classes = [(kind, dict(vars(kind))) for kind in kinds if is_users(kind)]
         self._looks: list[Callable[[], Iterable[Any]]] = [
-            *(_look_at(each.holder) for each in self._places),
+            *(_content_reader(each.holder) for each in self._places),
             *(vars(kind).values for kind, _ in self._classes),
         ]
         self._seen: list[tuple[Any, ...]] = []
         self._counts: list[Any] = []
         self._told: set[str] = set()
 
-    def found(self) -> list[str]:
+    def new_changes(self) -> list[str]:
         """New changes by user-visible name, each reported once. Every model call checks, so this must be fast."""
         counts: list[Any] = [len(hooks) for _, hooks, _ in self._hooks]
         counts += (len(each.holder) for each in self._others)
         counts += map(type, self._paths)
-        if counts == self._counts and all(map(_is_same, self._looks, self._seen)):
+        if counts == self._counts and all(map(_is_unchanged, self._looks, self._seen)):
             return []
         self._counts, self._seen = counts, [tuple(look()) for look in self._looks]
         names = [name for name in dict.fromkeys(self._changed()) if name not in self._told]
@@ -88,7 +88,7 @@ class HostChanges:
                     yield text
         for kind, before in self._classes:
             for name, value in vars(kind).items():
-                if value is not before.get(name) and (callable(value) or is_a(value, property)):
+                if value is not before.get(name) and (callable(value) or is_instance(value, property)):
                     yield f"{kind.__name__}.{name}"
 
 
@@ -96,11 +96,11 @@ _private: Any = torch.nn.modules.module
 _HOOKS_OF_ALL = (_private._global_forward_hooks, _private._global_forward_pre_hooks)
 
 
-def _look_at(holder: Any) -> Callable[[], Iterable[Any]]:
-    return partial(dict.values, holder) if is_a(holder, dict) else partial(iter, holder)
+def _content_reader(holder: Any) -> Callable[[], Iterable[Any]]:
+    return partial(dict.values, holder) if is_instance(holder, dict) else partial(iter, holder)
 
 
-def _is_same(look: Callable[[], Iterable[Any]], seen: tuple[Any, ...]) -> bool:
+def _is_unchanged(look: Callable[[], Iterable[Any]], seen: tuple[Any, ...]) -> bool:
     now = tuple(look())
     return len(now) == len(seen) and all(map(is_, now, seen))
 
@@ -110,7 +110,7 @@ def _counts_in_module(kind: type, text: str, before: Any, now: Any) -> bool:
     name = text.rpartition(".")[2]
     if callable(getattr(kind, name, None)):  # a method
         return True
-    return not name.startswith("_") and not is_a(before, NUMBERS) and _is_other(before, now)
+    return not name.startswith("_") and not is_instance(before, NUMBERS) and _differs(before, now)
 
 
 def _counts(before: Any, now: Any, place: HolderSnapshot) -> bool:
@@ -121,13 +121,13 @@ def _counts(before: Any, now: Any, place: HolderSnapshot) -> bool:
         known = {id(each): each for each in place.before}
         there = {id(each): each for each in place.read()}
         others = [(known | there)[key] for key in known.keys() ^ there.keys()]
-        return any(is_a(each, torch.nn.Module) or callable(each) for each in others)
-    return _is_other(before, now)
+        return any(is_instance(each, torch.nn.Module) or callable(each) for each in others)
+    return _differs(before, now)
 
 
-def _is_other(before: Any, now: Any) -> bool:
-    if is_a(before, (*NUMBERS, str)):
-        return is_a(now, (*NUMBERS, str)) and bool(before != now)
+def _differs(before: Any, now: Any) -> bool:
+    if is_instance(before, (*NUMBERS, str)):
+        return is_instance(now, (*NUMBERS, str)) and bool(before != now)
     return callable(before) or type(before) is SimpleNamespace or bool(attributes(before)) and is_users(type(before))
 
 

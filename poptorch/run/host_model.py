@@ -53,7 +53,7 @@ class HostModel:
         """Context manager adding attributes set within its block to `attributes`. Compiled programs keep their own."""
         with noting() as noted:
             yield
-        self.attributes = self.attributes.with_those(noted)
+        self.attributes = self.attributes.with_current(noted)
 
     def reach(self, module: torch.nn.Module) -> None:
         """Register a submodule exposed by the wrapper: `attributes` will include its attributes at compilation."""
@@ -64,7 +64,7 @@ class HostModel:
         inside = {each for reached in self._reached for each in torch.nn.Module.modules(reached)}
         self._reached.clear()
         if inside:
-            self.attributes = self.attributes.with_those((each, name) for each in inside for name in vars(each))
+            self.attributes = self.attributes.with_current((each, name) for each in inside for name in vars(each))
 
     def take_counted(self, numbers: Mapping[str, Number], compiled: Attributes) -> None:
         """Store program-carried numbers in the module, preserving values set by the user meanwhile.
@@ -75,11 +75,11 @@ class HostModel:
         """
         places = [(module, key, number) for name, number in numbers.items() for module, key in self._holding(name)]
         for module, key, number in places:
-            if compiled.has(module, key):
+            if compiled.is_unchanged(module, key):
                 setattr(module, key, number)
-        self.attributes = self.attributes.with_those((module, key) for module, key, _ in places)
+        self.attributes = self.attributes.with_current((module, key) for module, key, _ in places)
 
-    def counted(self, names: Iterable[str]) -> dict[str, Number]:
+    def carried_numbers(self, names: Iterable[str]) -> dict[str, Number]:
         """Numbers with given paths and names, as recorded in `attributes`, for a program that carries them."""
         with self.attributes.restored():
             return {name: vars(module)[key] for name in names for module, key in self._holding(name)}
@@ -95,7 +95,7 @@ class HostModel:
         """Parameters and buffers by name; see `weights.tensors_of`."""
         return weights.tensors_of(self.module)
 
-    def form(self) -> tuple[tuple[str, Any], ...]:
+    def structure(self) -> tuple[tuple[str, Any], ...]:
         """Model structure that a program depends on: modules, parameter and buffer names (first names of tied ones)."""
         if self.module is None:
             return ()
@@ -106,9 +106,9 @@ class HostModel:
             *((name, first.setdefault(id(t), name)) for name, t in tensors.items()),
         )
 
-    def read(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
+    def read_values(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
         """Parameter and buffer values, all or only named ones; see `weights.read`."""
-        return weights.read(self.module, self.grouped, names)
+        return weights.read_host_values(self.module, self.grouped, names)
 
     def write(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Overwrite parameters and buffers with device values; see `weights.write`."""

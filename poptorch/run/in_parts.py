@@ -1,11 +1,11 @@
-"""`InParts`: a model split into subgraphs by graph breaks, where the host inspects data.
+"""`BrokenGraph`: a model split into subgraphs by graph breaks, where the host inspects data.
 
 What it does is a tree. Each node is a program, and what the host does after it. The branch to go on by is named by what
 the host makes: shapes of tensors, and numbers of Python's. A branch that is not there yet is captured and compiled when
 a call comes to it; those used last are kept. Values that later programs need are handed on by the host.
 
 A capture goes through all of `forward`, so it makes all programs of a way. They are the same up to where ways part:
-the same function does the same there. So a value is known, in all of them, by its `Place`.
+the same function does the same there. So a value is known, in all of them, by its `ValueId`.
 
 A model for training is cut in another way: see `poptorch.run.trained_in_parts`.
 """
@@ -30,7 +30,7 @@ from poptorch.base.dtypes import from_numpy, to_numpy
 from poptorch.base.host_numbers import Number
 from poptorch.base.logging_ import logger
 from poptorch.base.structures import Structure
-from poptorch.capture.cuts import Cut
+from poptorch.capture.cuts import GraphBreak
 from poptorch.capture.model import Captured
 from poptorch.capture.tensor_layout import overwrite
 from poptorch.capture.trace import Node, Trace, Value
@@ -39,15 +39,15 @@ from poptorch.options import Options
 from poptorch.program.batching import Batching
 from poptorch.run.arguments import Signature
 from poptorch.run.captured import constant_of
-from poptorch.run.compiled import Compiled, Ends
+from poptorch.run.compiled import Compiled, ProgramIO
 from poptorch.run.times import Times
 
-Place = tuple[Any, ...]
+ValueId = tuple[Any, ...]
 """Where a value comes from: an argument, a parameter or buffer, an op by its number, what was made at a cut."""
 
 
 @dataclass(frozen=True)
-class Way:
+class ExecutionPath:
     """A model capture along a single execution path, determined by host results at graph breaks.
 
     Attributes:
@@ -58,7 +58,7 @@ class Way:
 
     captured: Captured
     answer: Structure
-    cuts: Sequence[Cut]
+    cuts: Sequence[GraphBreak]
 
 
 @dataclass(frozen=True)
@@ -71,16 +71,16 @@ class Content:
     """
 
     nodes: list[Node]
-    given: list[Place]
-    wanted: list[Place]
+    given: list[ValueId]
+    wanted: list[ValueId]
 
-    def given_of(self, known: Mapping[Place, torch.Tensor]) -> list[torch.Tensor]:
+    def select_inputs(self, known: Mapping[ValueId, torch.Tensor]) -> list[torch.Tensor]:
         """Select subgraph inputs from known values, contiguous as programs require."""
         return [known[place].detach().contiguous() for place in self.given]
 
 
 @dataclass(eq=False)
-class Part:
+class Subgraph:
     """A subgraph between two graph breaks.
 
     Attributes:
@@ -98,13 +98,13 @@ class Part:
     ops: list[str] = field(default_factory=list)
     make: Callable[[], Compiled] | None = None
     compiled: Compiled | None = None
-    cut: Cut | None = None
-    asked: list[Place] = field(default_factory=list)
-    after: dict[tuple[Any, ...], Part] = field(default_factory=dict)
-    way: Way | None = None
+    cut: GraphBreak | None = None
+    asked: list[ValueId] = field(default_factory=list)
+    after: dict[tuple[Any, ...], Subgraph] = field(default_factory=dict)
+    way: ExecutionPath | None = None
     used: int = 0
 
-    def all(self) -> Iterator[Part]:
+    def descendants(self) -> Iterator[Subgraph]:
         """Iterate over this node and its descendants. Chains may contain a thousand nodes."""
         waiting = [self]
         while waiting:
@@ -113,7 +113,7 @@ class Part:
             waiting += reversed(part.after.values())
 
 
-class Places:
+class ValueIds:
     """Maps values of an execution path to stable identifiers.
 
     Args:
@@ -121,9 +121,9 @@ class Places:
         held: the buffers that are given to programs, and are no state of these.
     """
 
-    def __init__(self, way: Way, held: Container[str] = ()) -> None:
+    def __init__(self, way: ExecutionPath, held: Container[str] = ()) -> None:
         captured = way.captured
-        self.value: dict[Place, Value] = {("input", i): value for i, value in enumerate(captured.inputs)}
+        self.value: dict[ValueId, Value] = {("input", i): value for i, value in enumerate(captured.inputs)}
         self.value |= {("held", name): value for name, value in captured.state.items() if name in held}
         self.state = {("state", name): value for name, value in captured.state.items() if name not in held}
         self.value |= self.state
@@ -131,15 +131,15 @@ class Places:
             self.value |= {("cut", i, j): value for j, value in enumerate(cut.made)}
         for i, node in enumerate(captured.trace.nodes):
             self.value |= {("op", i, j): value for j, value in enumerate(node.results)}
-        self._of: dict[int, Place] = {}
+        self._of: dict[int, ValueId] = {}
         for place, value in self.value.items():
             self._of.setdefault(id(value), place)
 
-    def __getitem__(self, value: Value) -> Place:
+    def __getitem__(self, value: Value) -> ValueId:
         return self._of[id(value)]
 
 
-class InParts:
+class BrokenGraph:
     """A model compiled as several subgraphs, with `Compiled`'s interface where that needs no single program.
 
     Args:
@@ -156,16 +156,16 @@ class InParts:
         poptorch.Error: if there are several micro-batches.
     """
 
-    counted: Mapping[str, Number] = MappingProxyType({})
+    host_numbers: Mapping[str, Number] = MappingProxyType({})
     """The numbers of the module that it carries: none."""
     _holds_buffers = True
     """Whether the host has the buffers that the model overwrites, from one call to the next."""
 
     def __init__(
         self,
-        capture: Callable[[Sequence[torch.Tensor], Sequence[Any]], Way],
+        capture: Callable[[Sequence[torch.Tensor], Sequence[Any]], ExecutionPath],
         capturing: Callable[[], AbstractContextManager[Any]],
-        way: Way,
+        way: ExecutionPath,
         signature: Signature,
         batching: Batching,
         options: Options,
@@ -179,7 +179,7 @@ class InParts:
         self._capture, self._capturing, self._host = capture, capturing, host
         self._batching, self._options = batching, options
         self._turn = threading.Lock()
-        self._root = Part()
+        self._root = Subgraph()
         self._runs = 0
         self._is_attached = False
         self._has_told = False
@@ -189,12 +189,14 @@ class InParts:
             self._held = {name: from_numpy(arrays[name].copy()) for name in buffers if name in arrays}
         self._check(way)
         self._grow(way)
-        for part in self._root.all():  # the host has looked at the numbers of a call: most often the guess is right
+        for (
+            part
+        ) in self._root.descendants():  # the host has looked at the numbers of a call: most often the guess is right
             self._program(part)
 
     # Parts ----------------------------------------------------------------------------------------------------------
 
-    def _grow(self, way: Way) -> bool:
+    def _grow(self, way: ExecutionPath) -> bool:
         """Extend the subgraph tree with an execution path. Return whether an existing program needs additional outputs.
 
         Each program is compiled when a run reaches it: host results further along the path are guesses so far.
@@ -207,7 +209,7 @@ class InParts:
         parts = [self._root]
         for cut in way.cuts:
             parts[-1].cut = parts[-1].cut or cut
-            parts.append(parts[-1].after.setdefault(cut.key, Part(used=self._runs)))
+            parts.append(parts[-1].after.setdefault(cut.key, Subgraph(used=self._runs)))
         for part, ops in zip(parts, _ops(way), strict=True):
             if part.content is not None and part.ops != ops:
                 raise createPoptorchError(
@@ -215,7 +217,7 @@ class InParts:
                     "for the same shapes and numbers. Python that changes from call to call cannot be compiled."
                 )
             part.ops = ops
-        places = Places(way, self._held)
+        places = ValueIds(way, self._held)
         for part, cut in zip(parts, way.cuts, strict=False):
             part.asked = [places[value] for value in cut.given]
         needed = self._needed(way, places, parts)
@@ -229,26 +231,26 @@ class InParts:
             if part is parts[-1]:
                 part.make = self._maker_of_end(way, places, content)
             else:
-                part.make = partial(self._made, way, places, content, number + 1) if content.wanted else None
+                part.make = partial(self._compile, way, places, content, number + 1) if content.wanted else None
         parts[-1].way = way
         self._forget_some()
         return changed
 
-    def _program(self, part: Part) -> Compiled | None:
+    def _program(self, part: Subgraph) -> Compiled | None:
         """A subgraph's program, compiled on first use."""
         if part.make is not None:
             part.compiled = part.make()
             part.make = None
         return part.compiled
 
-    def _needed(self, way: Way, places: Places, parts: Sequence[Part]) -> list[Content]:
+    def _needed(self, way: ExecutionPath, places: ValueIds, parts: Sequence[Subgraph]) -> list[Content]:
         """Compute each subgraph's content."""
         outputs = [*outputs_of(way), *way.captured.written.values()]
         return self._handed_on(way, places, parts, {v for v in outputs if constant_of(v) is None})
 
     @staticmethod
     def _handed_on(
-        way: Way, places: Places, parts: Sequence[Part], needed: set[Value], with_effects: bool = True
+        way: ExecutionPath, places: ValueIds, parts: Sequence[Subgraph], needed: set[Value], with_effects: bool = True
     ) -> list[Content]:
         """Partition ops into subgraph contents, each computing only values not computed earlier.
 
@@ -285,7 +287,7 @@ class InParts:
             found.append(Content(nodes, [places[value] for value in given], ordered_wanted))
         return found[::-1]
 
-    def _made(self, way: Way, places: Places, content: Content, number: int = 0) -> Compiled:
+    def _compile(self, way: ExecutionPath, places: ValueIds, content: Content, number: int = 0) -> Compiled:
         """Compile a subgraph. Its number offsets the seed: earlier programs draw different random numbers."""
         nodes = content.nodes
         values = [places.value[place] for place in content.given]
@@ -309,7 +311,7 @@ class InParts:
         host = {name: array for name, array in self._host().items() if name in state}
         if self._is_attached:
             host |= self.weights(state)  # of which the host may have others by now
-        compiled = Compiled.of(
+        compiled = Compiled.compile(
             popxl.Ir(replication=1),
             captured,
             Answer(results, {}, []),
@@ -323,14 +325,14 @@ class InParts:
             compiled.attach(host)
         return compiled
 
-    def _maker_of_end(self, way: Way, places: Places, content: Content) -> Callable[[], Compiled] | None:
+    def _maker_of_end(self, way: ExecutionPath, places: ValueIds, content: Content) -> Callable[[], Compiled] | None:
         """Compilation function of a path's last subgraph."""
-        return partial(self._made, way, places, content) if content.wanted else None
+        return partial(self._compile, way, places, content) if content.wanted else None
 
     def _forget_some(self) -> None:
         """Evict least recently used path ends beyond the limit in the options."""
         while True:
-            ends = [part for part in self._root.all() if part.way is not None]
+            ends = [part for part in self._root.descendants() if part.way is not None]
             if len(ends) <= self._options.kept_programs:
                 return
             oldest = min(ends, key=lambda part: part.used)
@@ -346,18 +348,18 @@ class InParts:
                     2 * self._options.kept_programs,
                 )
 
-    def _forget(self, end: Part) -> Any:
+    def _forget(self, end: Subgraph) -> Any:
         """Evict programs leading only to the given end. Return the source line where its path diverges from others."""
         while True:
             self._close(end)
-            before = next(part for part in self._root.all() if end in part.after.values())
+            before = next(part for part in self._root.descendants() if end in part.after.values())
             before.after = {key: part for key, part in before.after.items() if part is not end}
             if before.after or before is self._root:
                 assert before.cut is not None
                 return before.cut.source
             end = before
 
-    def _check(self, way: Way) -> None:
+    def _check(self, way: ExecutionPath) -> None:
         """Check that graph breaks are allowed for a model."""
         where = way.cuts[0].source
         if self._options.anchored_tensors:
@@ -365,7 +367,7 @@ class InParts:
                 f"{where}: a model that is cut here, for the host to look, has no anchored tensors."
             )
 
-    def _close(self, part: Part) -> None:
+    def _close(self, part: Subgraph) -> None:
         if part.compiled is not None:
             part.compiled.close()
 
@@ -381,7 +383,7 @@ class InParts:
 
     def _run(self, tensors: Sequence[torch.Tensor], objects: Sequence[Any]) -> tuple[Any] | None:
         """Execute one call. Return `None` if an existing program was recompiled, which requires restarting the call."""
-        known: dict[Place, torch.Tensor] = {("input", i): t for i, t in enumerate(tensors)}
+        known: dict[ValueId, torch.Tensor] = {("input", i): t for i, t in enumerate(tensors)}
         known |= {("held", name): t for name, t in self._held.items()}
         answers: list[Any] = []
         part = self._root
@@ -392,9 +394,9 @@ class InParts:
             known |= self._run_part(part, known)
             assert part.cut is not None
             made = part.cut.numbers([known[place] for place in part.asked])
-            known |= {("cut", len(answers), j): t for j, t in enumerate(Cut.tensors_in(made))}
+            known |= {("cut", len(answers), j): t for j, t in enumerate(GraphBreak.tensors_in(made))}
             answers.append(made)
-            key = Cut.key_of(made)
+            key = GraphBreak.key_of(made)
             if key not in part.after or part.after[key].content is None:  # it was tried, and could not be captured
                 with self._capturing():
                     way = self._capture(tensors, answers)
@@ -402,18 +404,18 @@ class InParts:
                         return None
             part = part.after[key]
 
-    def _run_part(self, part: Part, known: Mapping[Place, torch.Tensor]) -> dict[Place, torch.Tensor]:
+    def _run_part(self, part: Subgraph, known: Mapping[ValueId, torch.Tensor]) -> dict[ValueId, torch.Tensor]:
         """Run a subgraph, and return its outputs."""
         program, content = self._program(part), part.content
         if program is None or content is None:
             return {}
-        return dict(zip(content.wanted, program.run(content.given_of(known)), strict=True))
+        return dict(zip(content.wanted, program.run(content.select_inputs(known)), strict=True))
 
     def _end(
         self,
-        part: Part,
-        way: Way,
-        known: dict[Place, torch.Tensor],
+        part: Subgraph,
+        way: ExecutionPath,
+        known: dict[ValueId, torch.Tensor],
         tensors: Sequence[torch.Tensor],
         objects: Sequence[Any],
     ) -> Any:
@@ -421,9 +423,13 @@ class InParts:
         return self._result(way, known | self._run_part(part, known), tensors, objects)
 
     def _result(
-        self, way: Way, known: Mapping[Place, torch.Tensor], tensors: Sequence[torch.Tensor], objects: Sequence[Any]
+        self,
+        way: ExecutionPath,
+        known: Mapping[ValueId, torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        objects: Sequence[Any],
     ) -> Any:
-        captured, places = way.captured, Places(way, self._held)
+        captured, places = way.captured, ValueIds(way, self._held)
 
         def numbers(value: Value) -> torch.Tensor:
             constant = constant_of(value)
@@ -441,21 +447,23 @@ class InParts:
 
     @property
     def _programs(self) -> list[Compiled]:
-        return [part.compiled for part in self._root.all() if part.compiled is not None]
+        return [part.compiled for part in self._root.descendants() if part.compiled is not None]
 
     @property
     def session(self) -> popxl.Session:
         """The session of the last program on the most recently used path."""
-        newest = max(self._root.all(), key=lambda part: (part.used, part.compiled is not None, part.way is not None))
+        newest = max(
+            self._root.descendants(), key=lambda part: (part.used, part.compiled is not None, part.way is not None)
+        )
         if newest.compiled is None:
             raise createPoptorchError("The model has no program: the host does all that there is to do.")
         return newest.compiled.session
 
     @property
-    def ends(self) -> Ends:
+    def ends(self) -> ProgramIO:
         """Tensor names of all programs, and buffers overwritten by the model."""
         names = tuple(chain.from_iterable(each.ends.names for each in self._programs))
-        return Ends(names=names, written=frozenset(self._held))
+        return ProgramIO(names=names, written=frozenset(self._held))
 
     @property
     def is_attached(self) -> bool:
@@ -517,17 +525,17 @@ def is_constant(node: Node) -> bool:
     return node.made_of == frozenset() and not node.has_effect
 
 
-def _bounds(way: Way) -> tuple[list[int], list[int]]:
+def _bounds(way: ExecutionPath) -> tuple[list[int], list[int]]:
     """Start and end op indices of each subgraph."""
     inner = [cut.at for cut in way.cuts]
     return [0, *inner], [*inner, len(way.captured.trace.nodes)]
 
 
-def _ops(way: Way) -> list[list[str]]:
+def _ops(way: ExecutionPath) -> list[list[str]]:
     names = [node.op for node in way.captured.trace.nodes]
     return [names[begin:end] for begin, end in zip(*_bounds(way), strict=True)]
 
 
-def outputs_of(way: Way) -> list[Value]:
+def outputs_of(way: ExecutionPath) -> list[Value]:
     """Model outputs, and final values of overwritten arguments."""
     return [*way.captured.trace.outputs, *way.captured.written_inputs.values()]

@@ -37,7 +37,7 @@ class _Number:
     number: int
     dtype: torch.dtype
 
-    def at(self, given: Sequence[torch.Tensor], place: int) -> torch.Tensor:
+    def micro_batch(self, given: Sequence[torch.Tensor], place: int) -> torch.Tensor:
         """Select one micro-batch's tensor."""
         return given[self.number][place].to(self.dtype)
 
@@ -59,7 +59,7 @@ class _DeferredCall:
     def make(self, given: Sequence[torch.Tensor], place: int, results: Mapping[_DeferredCall, Sequence[Any]]) -> Any:
         """Execute the call for one micro-batch."""
         flat = [
-            each.at(given, place)
+            each.micro_batch(given, place)
             if isinstance(each, _Number)
             else results[each][-1]
             if type(each) is _DeferredCall
@@ -133,13 +133,13 @@ class _OfMetric:
         return self._trace()
 
     @staticmethod
-    def in_place_of(value: Any) -> Any:
+    def substitute(value: Any) -> Any:
         """Replace deferred metric results by traced results."""
         return pytree.tree_map(lambda each: each.traced() if isinstance(each, _OfMetric) else each, value)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*cls.in_place_of(args), **cls.in_place_of(kwargs or {}))
+        return func(*cls.substitute(args), **cls.substitute(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.traced(), name)
@@ -149,7 +149,7 @@ def _of_traced(name: str) -> Callable[..., Any]:
     """Create a method applying the named operator to the traced result."""
 
     def method(self: _OfMetric, *others: Any) -> Any:
-        return getattr(self.traced(), name)(*_OfMetric.in_place_of(others))
+        return getattr(self.traced(), name)(*_OfMetric.substitute(others))
 
     return method
 
@@ -293,7 +293,7 @@ class Step(torch.nn.Module):
             result = getattr(self.module, self.step)(
                 batch, *numbers[:positional], **dict(zip(self.keywords, numbers[positional:], strict=True))
             )
-            result = _OfMetric.in_place_of(result)
+            result = _OfMetric.substitute(result)
         if self.step == "training_step":
             result = self._with_loss(result, noting.logged)
         return result, [return_all(t) for t in noting.tensors], self._captures.number_of(noting.deferred)
@@ -396,7 +396,7 @@ def _standing_in(
                     others = {key: value for key, value in _WHERE_TRACED.items() if key in attributes}
                     stack.enter_context(_having(each, {**attributes, **others}))
                 metric.reset()
-                metric.update(*_OfMetric.in_place_of(args), **_OfMetric.in_place_of(kwargs))
+                metric.update(*_OfMetric.substitute(args), **_OfMetric.substitute(kwargs))
                 return metric.compute()
 
         return _OfMetric(noting.call(method, args, kwargs), trace)

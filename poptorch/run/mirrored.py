@@ -60,7 +60,7 @@ class MirroredState(defaultdict[Any, Any]):
         """Unregister a source. State already shown remains."""
         self._sources = [ref for ref in self._sources if ref() not in (None, source)]
 
-    def look(self) -> None:
+    def fetch(self) -> None:
         """Fetch from all sources."""
         for ref in self._sources:
             if (source := ref()) is not None:
@@ -71,7 +71,7 @@ class MirroredState(defaultdict[Any, Any]):
         self._last = weakref.ref(source)
         self._holders.update(dict.fromkeys(parameters, self._last))
 
-    def is_held(self, parameters: Iterable[torch.Tensor], source: _Source) -> bool:
+    def has_newest(self, parameters: Iterable[torch.Tensor], source: _Source) -> bool:
         """Whether a source owns the newest state of parameters."""
         return self._last() is source or all(self._holders[p]() is source for p in parameters)
 
@@ -82,7 +82,7 @@ class MirroredState(defaultdict[Any, Any]):
 
     def has_changed(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether parameter state was modified since last shown."""
-        return any(not _same(self._seen.get(p, []), _versions(dict.get(self, p))) for p in parameters)
+        return any(not _equal_snapshots(self._seen.get(p, []), _versions(dict.get(self, p))) for p in parameters)
 
     def copy(self) -> defaultdict[Any, Any]:  # type: ignore[override]
         return self.__copy__()
@@ -100,11 +100,11 @@ class MirroredState(defaultdict[Any, Any]):
         return self.__reduce__()
 
 
-def _looking(name: str) -> Callable[..., Any]:
+def _synced_method(name: str) -> Callable[..., Any]:
     plain = getattr(defaultdict, name)
 
     def method(self: MirroredState, *args: Any, **kwargs: Any) -> Any:
-        self.look()
+        self.fetch()
         return plain(self, *args, **kwargs)
 
     return method
@@ -115,7 +115,7 @@ for _name in (
     *("__repr__", "__reversed__", "__ror__", "__setitem__", "clear", "get", "items", "keys", "pop", "popitem"),
     *("setdefault", "update", "values"),
 ):
-    setattr(MirroredState, _name, _looking(_name))
+    setattr(MirroredState, _name, _synced_method(_name))
 
 
 def _versions(state: Mapping[str, Any] | None) -> _Seen:
@@ -126,7 +126,7 @@ def _versions(state: Mapping[str, Any] | None) -> _Seen:
     return [(key, t, t._version if counted[key] else 0) for key, t in state.items()]
 
 
-def _same(one: _Seen, other: _Seen) -> bool:
+def _equal_snapshots(one: _Seen, other: _Seen) -> bool:
     return len(one) == len(other) and all(
         a[0] == b[0] and a[1] is b[1] and a[2] == b[2] for a, b in zip(one, other, strict=True)
     )
@@ -140,16 +140,16 @@ def loads_exactly(optimizer: torch.optim.Optimizer) -> None:
 
     PyTorch rounds the moments of a float16 parameter to float16. A device has them in float32.
     """
-    if _before not in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        optimizer.register_load_state_dict_pre_hook(_before)
-        optimizer.register_load_state_dict_post_hook(_after)
+    if _pre_load_hook not in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        optimizer.register_load_state_dict_pre_hook(_pre_load_hook)
+        optimizer.register_load_state_dict_post_hook(_post_load_hook)
 
 
-def _before(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+def _pre_load_hook(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
     vars(optimizer)["_loaded"] = loaded
 
 
-def _after(optimizer: torch.optim.Optimizer) -> None:
+def _post_load_hook(optimizer: torch.optim.Optimizer) -> None:
     loaded = vars(optimizer).pop("_loaded")
     numbers = chain.from_iterable(group["params"] for group in loaded["param_groups"])
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)

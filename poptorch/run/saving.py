@@ -45,7 +45,7 @@ from poptorch.program.updates import STEP
 from poptorch.run import weights
 from poptorch.run.arguments import Signature
 from poptorch.run.as_data import OptimizerData, from_data, options_from_data, options_to_data, to_data
-from poptorch.run.compiled import Compiled, Ends, Result
+from poptorch.run.compiled import Compiled, ProgramIO, Result
 from poptorch.run.devices import chosen_device
 from poptorch.run.trainer import Trainer
 from popxl.errors import PopxlError
@@ -58,7 +58,7 @@ ZIPPED = 3
 _TENSORS, _SESSION = "tensors", "session"
 
 
-class _Part(BaseModel):
+class _FileModel(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
@@ -69,7 +69,7 @@ class _Stamp(BaseModel):
     poptorch: str
 
 
-class _Call(_Part):
+class _Call(_FileModel):
     """A program's calling convention: arguments, results, constants; see `Compiled`.
 
     Attributes:
@@ -92,7 +92,7 @@ class _Call(_Part):
     read: list[str]
 
 
-class _Ends(_Part):
+class _ProgramIOData(_FileModel):
     """Serialized `Ends`: stream and variable ids."""
 
     inputs: dict[int, str]
@@ -106,7 +106,7 @@ class _Ends(_Part):
     counted: list[str]
 
     @classmethod
-    def of(cls, ends: Ends) -> _Ends:
+    def serialize(cls, ends: ProgramIO) -> _ProgramIOData:
         """Convert a program's `Ends` to ids."""
         return cls(
             inputs={i: stream.tensor_id for i, stream in ends.inputs.items()},
@@ -120,12 +120,12 @@ class _Ends(_Part):
             counted=[stream.tensor_id for stream in ends.counted],
         )
 
-    def within(self, session: popxl.Session) -> Ends:
+    def within(self, session: popxl.Session) -> ProgramIO:
         """Resolve ids within a loaded session."""
         variables = {v.id: v for v in session.ir.main_graph.variables}
         inputs = {stream.tensor_id: stream for stream in session.expected_inputs()}
         outputs = {stream.tensor_id: stream for stream in session.create_host_outputs()}
-        return Ends(
+        return ProgramIO(
             inputs={i: inputs[id] for i, id in self.inputs.items()},
             outputs=[outputs[id] for id in self.outputs],
             variables={name: variables[id] for name, id in self.variables.items()},
@@ -138,7 +138,7 @@ class _Ends(_Part):
         )
 
 
-class _Counting(_Part):
+class _Counting(_FileModel):
     """Serialized `HostNumbers`."""
 
     now: Any
@@ -146,7 +146,7 @@ class _Counting(_Part):
     dtypes: list[str]
 
     @classmethod
-    def of(cls, numbers: HostNumbers) -> _Counting:
+    def serialize(cls, numbers: HostNumbers) -> _Counting:
         """Serialize current numbers."""
         paths = [(each.steps, each.slots, each.ends, each.problem) for each in numbers.paths]
         return cls(now=to_data(numbers.now, "now"), paths=to_data(paths, "paths"), dtypes=numbers.dtypes)
@@ -156,7 +156,7 @@ class _Counting(_Part):
         return HostNumbers(from_data(self.now), [NumberPath(*each) for each in from_data(self.paths)], self.dtypes)
 
 
-class _Tensor(_Part):
+class _Tensor(_FileModel):
     """A parameter or buffer of the module.
 
     Attributes:
@@ -172,7 +172,7 @@ class _Tensor(_Part):
     persistent: bool = True
 
 
-class _SavedModel(_Part):
+class _SavedModel(_FileModel):
     """Saved snapshot of the module and its optimiser."""
 
     training: bool
@@ -180,7 +180,7 @@ class _SavedModel(_Part):
     optimizer: OptimizerData | None
 
 
-class _About(_Part, _Stamp):
+class _About(_FileModel, _Stamp):
     """The file's JSON header.
 
     Attributes:
@@ -197,7 +197,7 @@ class _About(_Part, _Stamp):
     training: bool
     options: dict[str, Any]
     call: _Call
-    ends: _Ends
+    ends: _ProgramIOData
     grouped: dict[str, tuple[int, int, int, int]]
     seed: int | None
     optimizer: OptimizerData | None
@@ -239,7 +239,7 @@ def save(
         training=trainer is not None,
         options=options_to_data(options),
         call=call,
-        ends=_Ends.of(compiled.ends),
+        ends=_ProgramIOData.serialize(compiled.ends),
         grouped={
             name: (each.groups.replicas, each.groups.size, each.groups.stride, each.retrieval.value)
             for name, each in grouped.items()
@@ -247,7 +247,7 @@ def save(
         seed=compiled.seed if save_rng_state else None,
         optimizer=trainer.made_with if trainer is not None else None,
         model=model,
-        counting=None if compiled.counting is None else _Counting.of(compiled.counting),
+        counting=None if compiled.counting is None else _Counting.serialize(compiled.counting),
     )
     blobs = {_TENSORS: safetensors.torch.save(tensors), _SESSION: _session(compiled.session)}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -312,7 +312,7 @@ def _session(session: popxl.Session) -> bytes:
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-def read(filename: str | os.PathLike[str]) -> Saved:
+def read_model(filename: str | os.PathLike[str]) -> Saved:
     """Read a saved model file.
 
     Raises:

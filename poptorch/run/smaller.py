@@ -23,9 +23,9 @@ from poptorch.options import Options
 from poptorch.program.batching import Batching
 from poptorch.run.arguments import Signature
 from poptorch.run.compiled import Compiled, Result
-from poptorch.run.in_parts import InParts
+from poptorch.run.in_parts import BrokenGraph
 
-Program = Compiled | InParts
+Program = Compiled | BrokenGraph
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class SmallerBatches:
         may_pad = options.partial_batch is PartialBatch.Pad and options.output_mode is OutputMode.All
         if not may_pad or self._training or not isinstance(whole, Compiled) or self._batching.groups.size > 1:
             return None
-        if whole.ends.written or whole.counted or whole.rewritten or options.anchored_tensors:
+        if whole.ends.written or whole.host_numbers or whole.rewritten or options.anchored_tensors:
             return None
         signature = Signature(self._forward, args, kwargs)
         pairs = list(zip(signature.check(args, kwargs), whole.signature.leaves, strict=True))
@@ -146,7 +146,7 @@ class SmallerBatches:
                 program.write_back(tensors, results[-1])
                 continue
             assert isinstance(self._whole, Compiled)
-            joined = results[0] if len(runs) == 1 else self._joined(self._whole, results)
+            joined = results[0] if len(runs) == 1 else self._combine_results(self._whole, results)
             result = program.rebuilt(tensors, joined, objects)
             self._whole.anchored = program.anchored
         return result
@@ -172,7 +172,7 @@ class SmallerBatches:
     def _handed_on(self, program: Program) -> Iterator[None]:
         """Context manager moving persistent state to a smaller program before its run, and back afterwards."""
         ends = program.ends
-        changes = self._training or bool(ends.written) or bool(program.counted) or ends.random is not None
+        changes = self._training or bool(ends.written) or bool(program.host_numbers) or ends.random is not None
         if changes or self._versions.get(id(program)) != self._whole.version:
             program.write_lasting(self._whole.lasting())
         try:
@@ -182,7 +182,7 @@ class SmallerBatches:
                 self._whole.write_lasting(program.lasting())
             self._versions[id(program)] = self._whole.version
 
-    def _joined(self, whole: Compiled, parts: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
+    def _combine_results(self, whole: Compiled, parts: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
         """Combine results of several runs into a single run's results; overwritten arguments come from the last run."""
         anchors = self._options.anchored_tensors
         results = whole.results[: len(whole.results) - len(whole.rewritten)]

@@ -27,12 +27,12 @@ from poptorch.lowering.emission import drawing
 from poptorch.program.updates import Update
 from poptorch.run.arguments import Signature
 from poptorch.run.captured import constant_of
-from poptorch.run.compiled import Compiled, Ends
-from poptorch.run.in_parts import Content, InParts, Part, Places, Way, is_constant, outputs_of
+from poptorch.run.compiled import Compiled, ProgramIO
+from poptorch.run.in_parts import BrokenGraph, Content, ExecutionPath, Subgraph, ValueIds, is_constant, outputs_of
 from popxl.tensor import Variable
 
 
-class TrainedInParts(InParts):
+class TrainedInParts(BrokenGraph):
     """A training model compiled as several subgraphs.
 
     Args:
@@ -57,7 +57,7 @@ class TrainedInParts(InParts):
 
     # Parts ----------------------------------------------------------------------------------------------------------
 
-    def _needed(self, way: Way, places: Places, parts: Sequence[Part]) -> list[Content]:
+    def _needed(self, way: ExecutionPath, places: ValueIds, parts: Sequence[Subgraph]) -> list[Content]:
         trace = way.captured.trace
         before = Trace(nodes=trace.nodes[: way.cuts[-1].at])
         looked_at = before.without_unused([value for cut in way.cuts for value in cut.given], with_effects=False)
@@ -75,8 +75,8 @@ class TrainedInParts(InParts):
         step = Content(nodes, [places[value] for value in given], [places[value] for value in outputs])
         return [*self._handed_on(way, places, parts[:-1], set(given), with_effects=False), step]
 
-    def _made(self, way: Way, places: Places, content: Content, number: int = 0) -> Compiled:
-        compiled = super()._made(way, places, content, number)
+    def _compile(self, way: ExecutionPath, places: ValueIds, content: Content, number: int = 0) -> Compiled:
+        compiled = super()._compile(way, places, content, number)
         if compiled.ends.random is not None:
             for node in drawing(content.nodes):
                 if any(map(_is_tracked, node.results)):
@@ -84,15 +84,15 @@ class TrainedInParts(InParts):
                     raise _cannot_be_done_twice(f"{node} draws random numbers", way)
         return compiled
 
-    def _maker_of_end(self, way: Way, places: Places, content: Content) -> Callable[[], Compiled]:
+    def _maker_of_end(self, way: ExecutionPath, places: ValueIds, content: Content) -> Callable[[], Compiled]:
         return partial(self._made_step, way, places, content)
 
-    def _made_step(self, way: Way, places: Places, content: Content) -> Compiled:
+    def _made_step(self, way: ExecutionPath, places: ValueIds, content: Content) -> Compiled:
         captured = way.captured
         inputs = [*captured.inputs, *(places.value[place] for place in content.given)]
         tensors = tuple(torch.empty(value.shape, dtype=value.dtype) for value in inputs)
         state = list(captured.state.values())
-        compiled = Compiled.of(
+        compiled = Compiled.compile(
             popxl.Ir(replication=1),
             replace(captured, trace=Trace([*inputs, *state], content.nodes, captured.trace.outputs), inputs=inputs),
             way.answer,
@@ -113,21 +113,26 @@ class TrainedInParts(InParts):
             self._newest = compiled
         return compiled
 
-    def _close(self, part: Part) -> None:
+    def _close(self, part: Subgraph) -> None:
         if part.compiled is not None and part.compiled is self._newest:
             self._leave()
         super()._close(part)
 
     # Running --------------------------------------------------------------------------------------------------------
 
-    def _run_part(self, part: Part, known: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+    def _run_part(self, part: Subgraph, known: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
         program = self._program(part)
         if program is not None and (names := program.ends.variables):
             program.write_weights(self.weights(names))
         return super()._run_part(part, known)
 
     def _end(
-        self, part: Part, way: Way, known: dict[Any, torch.Tensor], tensors: Sequence[torch.Tensor], objects: Any
+        self,
+        part: Subgraph,
+        way: ExecutionPath,
+        known: dict[Any, torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        objects: Any,
     ) -> Any:
         step, content = self._program(part), part.content
         assert step is not None and content is not None
@@ -136,7 +141,7 @@ class TrainedInParts(InParts):
             step.write_lasting(self._left)
             self._newest = step
         try:
-            return step.run([*tensors, *content.given_of(known)], objects)
+            return step.run([*tensors, *content.select_inputs(known)], objects)
         finally:
             self.times = step.times
 
@@ -149,28 +154,28 @@ class TrainedInParts(InParts):
     # What `Compiled` has --------------------------------------------------------------------------------------------
 
     @property
-    def ends(self) -> Ends:
+    def ends(self) -> ProgramIO:
         """Tensor names of all programs, and their combined optimiser state."""
         return replace(super().ends, state=self._state)
 
     def attach(self, host: Mapping[str, np.ndarray]) -> None:
         """Attach a device, loading given parameter and buffer values."""
-        self._note(host)
+        self._save_weights(host)
         super().attach(host)
 
     def weights(self, names: Container[str] | None = None) -> dict[str, np.ndarray]:
         """Parameter and buffer values on the device, by name; all, or only the named ones."""
-        left = {name: array for name, array in self._left_of("weight").items() if names is None or name in names}
+        left = {name: array for name, array in self._saved_weights("weight").items() if names is None or name in names}
         return left if self._newest is None else left | self._newest.weights(names)
 
     def write_weights(self, host: Mapping[str, np.ndarray]) -> None:
         """Overwrite parameter and buffer values on the device, only those given."""
-        self._note(host)
-        for part in self._root.all():
+        self._save_weights(host)
+        for part in self._root.descendants():
             if part.compiled is not None and (part.cut is not None or part.compiled is self._newest):
                 part.compiled.write_weights(host)
 
-    def _note(self, host: Mapping[str, np.ndarray]) -> None:
+    def _save_weights(self, host: Mapping[str, np.ndarray]) -> None:
         """Save weights unused by the newest end program, for programs that use them."""
         own = {} if self._newest is None else self._newest.ends.variables
         self._left |= {("weight", name): array.copy() for name, array in host.items() if name not in own}
@@ -186,7 +191,7 @@ class TrainedInParts(InParts):
 
     def state(self) -> dict[str, np.ndarray]:
         """Optimiser state by name."""
-        left = self._left_of("state")
+        left = self._saved_weights("state")
         return left if self._newest is None else left | self._newest.state()
 
     def write_state(self, state: Mapping[str, np.ndarray]) -> None:
@@ -201,7 +206,7 @@ class TrainedInParts(InParts):
         for each in self._programs:
             each.write_numbers(numbers)
 
-    def _left_of(self, kind: str) -> dict[str, np.ndarray]:
+    def _saved_weights(self, kind: str) -> dict[str, np.ndarray]:
         return {name: array for (of, name), array in self._left.items() if of == kind}
 
 
@@ -209,7 +214,7 @@ def _is_tracked(value: Value) -> bool:
     return bool(value.requires_grad)
 
 
-def _cannot_be_done_twice(what: str, way: Way) -> Error:
+def _cannot_be_done_twice(what: str, way: ExecutionPath) -> Error:
     return createPoptorchError(
         f"{way.cuts[0].source}: the host has to look at numbers here, to know a shape or what Python does next. What "
         "they come of is computed before, and once more in the step, for gradients to flow. But "

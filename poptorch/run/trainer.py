@@ -196,8 +196,8 @@ class Trainer:
             return
         fetch, device = weakref.WeakMethod(self._fetch), self.device
         device.refresh()  # it may be connected to another program
-        has_news = not device.pending and self._has_news(device.filled)
-        if device.filled and not device.pending:  # what another program has left
+        has_news = not device.pending and self._has_news(device.has_pending)
+        if device.has_pending and not device.pending:  # what another program has left
             left, variables = device.content["ipu_state"] or {}, self._compiled.ends.state
             shapes = {name: variables[name].shape_on_host if name in variables else None for name in left}
             own = {name: t for name, t in left.items() if name.startswith(STEP) or t.shape == shapes[name]}
@@ -228,7 +228,7 @@ class Trainer:
             if self.update is not None:
                 self._warn_of_losses(optimizer)
             self._end_mirroring()
-            if self._compiled is None and not optimizer.state and not _device_state(optimizer).filled:
+            if self._compiled is None and not optimizer.state and not _device_state(optimizer).has_pending:
                 self._hand_on(optimizer)
             self._mirror = None
             self.device.disconnect()
@@ -245,7 +245,7 @@ class Trainer:
 
     def has_changed(self) -> bool:
         """Whether optimiser hyperparameters, groups or state differ from the program's."""
-        return self.update is not None and (not _says(self.optimizer, self._said) or self._is_loaded)
+        return self.update is not None and (not _has_hyperparameters(self.optimizer, self._said) or self._is_loaded)
 
     @property
     def _is_loaded(self) -> bool:
@@ -261,7 +261,7 @@ class Trainer:
         Raises:
             poptorch.Error: if it does not fit the program any more.
         """
-        if not _says(self.optimizer, self._said):
+        if not _has_hyperparameters(self.optimizer, self._said):
             self._read_numbers()
         state = self.optimizer.state
         if self._is_offline:
@@ -271,7 +271,7 @@ class Trainer:
             if not self.device.pending:
                 self._take()
             self._begin_mirroring()
-        elif not state.is_held(self._with_state.values(), self):
+        elif not state.has_newest(self._with_state.values(), self):
             if not isinstance(self.optimizer, optim.Optimizer):
                 self._take()
             elif not self._is_apart:  # as in PopTorch, where each wrapper has its own state
@@ -297,7 +297,7 @@ class Trainer:
         """Pass an optimiser's hyperparameters to the program, effective next run."""
         assert self.update is not None
         optimizer = optimizer or self.optimizer
-        said, numbers = _said(optimizer), self.update.values(optimizer)
+        said, numbers = _hyperparameters(optimizer), self.update.values(optimizer)
         if self._compiled is not None and not np.array_equal(numbers, self.numbers):
             self._compiled.write_numbers(numbers)
         self._said, self.numbers = said, numbers
@@ -308,7 +308,7 @@ class Trainer:
         if is_known and isinstance(state, MirroredState):
             known = self.device.content["ipu_state"] or {}  # of a program that may not have had some parameters
             return state.has_changed(own.values()) or any(p in state for name, p in own.items() if name not in known)
-        begun = any(p in state and _has_begun(state[p]) for p in own.values())
+        begun = any(p in state and _has_stepped(state[p]) for p in own.values())
         return begun or self._mirror is not None and state is not self._mirror
 
     def _take(self) -> None:
@@ -381,7 +381,7 @@ class Trainer:
         if arrays:
             dtypes = {name: variables[name].dtype.as_numpy() for name in arrays}
             self._compiled.write_state({name: array.astype(dtypes[name]) for name, array in arrays.items()})
-        self.device.written()
+        self.device.mark_written()
         self._shown = None
 
     def _fetch(self) -> dict[str, State]:
@@ -435,13 +435,13 @@ def _size(group: Mapping[str, Any]) -> int:
     return len(group["params"])
 
 
-def _has_begun(state: Mapping[str, Any]) -> bool:
+def _has_stepped(state: Mapping[str, Any]) -> bool:
     """Whether parameter state reflects completed steps: Adagrad has state before its first step."""
     return float(state.get("step", 1)) > 0
 
 
-def _said(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[dict[str, Any]], list[int]]:
-    """Snapshot of an optimiser's hyperparameters, for `_says`. Tensors, which are mutable, are stored as numbers."""
+def _hyperparameters(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[dict[str, Any]], list[int]]:
+    """Snapshot of an optimiser's hyperparameters, for `_has_hyperparameters`; mutable tensors are stored as numbers."""
     groups = [
         {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
         for group in optimizer.param_groups
@@ -449,7 +449,9 @@ def _said(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[dict[str, A
     return _own_numbers(optimizer), groups, list(map(_size, groups))
 
 
-def _says(optimizer: torch.optim.Optimizer, said: tuple[list[Any], list[dict[str, Any]], list[int]]) -> bool:
+def _has_hyperparameters(
+    optimizer: torch.optim.Optimizer, said: tuple[list[Any], list[dict[str, Any]], list[int]]
+) -> bool:
     """Whether hyperparameters match a snapshot. Takes a microsecond: parameter lists are identical objects."""
     groups = optimizer.param_groups
     return groups == said[1] and _own_numbers(optimizer) == said[0] and list(map(_size, groups)) == said[2]

@@ -3,7 +3,7 @@
 A run changes what it writes on the device and nothing else: the weights that it trains, and the buffers that `forward`
 overwrites. The host's copies are *stale* from then on. The first read of them, wherever it is, brings them home, once.
 For that the classes of the module and of these parameters and buffers are replaced by subclasses that look first
-whether they are stale; `Instrumented` does so, and undoes it. Values are written in place, so that views and optimisers
+whether they are stale; `LazyWeights` does so, and undoes it. Values are written in place, so that views and optimisers
 keep what they have.
 """
 
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.lib.array_utils import byte_bounds
 
-from poptorch.base.dtypes import as_array, fitted, from_numpy, to_numpy
+from poptorch.base.dtypes import as_array, from_numpy, to_device_dtype, to_numpy
 from poptorch.base.logging_ import logger
 from poptorch.base.replica_groups import GroupedParameter
 from poptorch.capture.tensor_layout import overwrite
@@ -84,7 +84,7 @@ def check_apart(tensors: Mapping[str, torch.Tensor], written: Container[str]) ->
         near.append((stop, name, array))
 
 
-def read(
+def read_host_values(
     module: torch.nn.Module | None, groupings: Groupings | None = None, names: Iterable[str] | None = None
 ) -> dict[str, np.ndarray]:
     """Host values in device format: data for `popxl.variable`s. Arrays may share memory with tensors.
@@ -100,7 +100,7 @@ def read(
     tensors = tensors_of(module)
     names = tensors if names is None else list(names)
     _check_names(names, tensors)
-    arrays = {name: to_numpy(fitted(tensors[name], f"`{name}`")) for name in names}
+    arrays = {name: to_numpy(to_device_dtype(tensors[name], f"`{name}`")) for name in names}
     return {name: g.to_device(array) if (g := (groupings or {}).get(name)) else array for name, array in arrays.items()}
 
 
@@ -109,7 +109,7 @@ def write(module: torch.nn.Module | None, arrays: Mapping[str, np.ndarray], grou
 
     Args:
         module: whose parameters and buffers to write.
-        arrays: values by name, in the shapes that `read` gives.
+        arrays: values by name, in the shapes that `read_host_values` gives.
         groupings: the parameters with a value for each group of replicas.
 
     Raises:
@@ -147,7 +147,7 @@ def _check_names(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> N
 # Staleness ------------------------------------------------------------------------------------------------------------
 
 
-class Instrumented:
+class LazyWeights:
     """A module with device-modified parameters and buffers, which are copied back on first read.
 
     Instrumentation lasts until `destroy`, or until the last reference to this object is gone; the module has none.
@@ -224,7 +224,7 @@ class Instrumented:
         self._watched.append(each)
         _watch(each, weakref.ref(self), kind)
 
-    def is_of_all(self) -> bool:
+    def covers_module(self) -> bool:
         """Whether the module's current parameters and buffers are exactly those instrumented."""
         now = tensors_of(self._module)
         return now.keys() == self._homes.keys() and all(t is self._homes[name] for name, t in now.items())
@@ -299,10 +299,10 @@ class Instrumented:
             self.to_host()
         return was_stale
 
-    def read(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-        """Current host values, stale or not; see the function `read`."""
+    def read_values(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
+        """Current host values, stale or not; see the function `read_host_values`."""
         with self._as_current():
-            arrays = read(self._module, self._groupings, names)
+            arrays = read_host_values(self._module, self._groupings, names)
             now = tensors_of(self._module)
             for name, old in self._homes.items():
                 if name in arrays and now[name] is not old and now[name].shape == old.shape:
@@ -345,11 +345,11 @@ def hook_problem(what: str) -> Error:
     )
 
 
-_trainings: weakref.WeakSet[Instrumented] = weakref.WeakSet()
-_followers: weakref.WeakSet[Trainings] = weakref.WeakSet()
+_trainings: weakref.WeakSet[LazyWeights] = weakref.WeakSet()
+_followers: weakref.WeakSet[TrainingRegistry] = weakref.WeakSet()
 
 
-class Trainings:
+class TrainingRegistry:
     """Registry of wrappers modifying a module's tensors, from another wrapper's perspective.
 
     Args:
@@ -366,24 +366,24 @@ class Trainings:
 
     def __init__(self, module: torch.nn.Module | None) -> None:
         self._module = module
-        self._seen: weakref.WeakKeyDictionary[Instrumented, int] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakKeyDictionary[LazyWeights, int] = weakref.WeakKeyDictionary()
         self._has_missed = False
         _followers.add(self)
-        self.look()
+        self.track()
 
-    def look(self) -> None:
+    def track(self) -> None:
         """Track the module's current parameters and buffers."""
         self._tensor_ids = frozenset(map(id, tensors_of(self._module).values()))
 
-    def has_ended(self, training: Instrumented) -> None:
+    def has_ended(self, training: LazyWeights) -> None:
         """Record that another wrapper ended, after copying back its values."""
         if self._concern(training) and training.host > self._seen.get(training, 0):
             self._has_missed = True
 
-    def _concern(self, training: Instrumented) -> bool:
+    def _concern(self, training: LazyWeights) -> bool:
         return not self._tensor_ids.isdisjoint(training._tensor_ids)
 
-    def have_news(self, own: Instrumented | None = None) -> bool:
+    def have_news(self, own: LazyWeights | None = None) -> bool:
         """Copy back stale values. Return whether new values arrived since the previous call.
 
         Args:
@@ -485,11 +485,11 @@ class _Watched:
     """Mixin class that refreshes stale values before reads."""
 
     _original: type
-    _refs: tuple[weakref.ref[Instrumented], ...]
+    _refs: tuple[weakref.ref[LazyWeights], ...]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _refresh(type(self))
-        with _as_before(self):
+        with _original_class(self):
             make, arguments, *state = self.__reduce_ex__(protocol)
         if getattr(make, "__name__", "") == "__newobj__":  # pickle would insist that the class has not changed
             make = arguments[0].__new__
@@ -497,7 +497,7 @@ class _Watched:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         _refresh(type(self))
-        with _as_before(self):
+        with _original_class(self):
             return copy.deepcopy(self, memo)
 
     def __repr__(self) -> str:
@@ -508,7 +508,7 @@ class _Watched:
 class _WatchedTensor(_Watched):
     def __repr__(self, **kwargs: Any) -> str:
         _refresh(type(self))
-        with _as_before(self):
+        with _original_class(self):
             return repr(self)
 
     @classmethod
@@ -579,11 +579,11 @@ _READERS = ("__call__", "__getattr__", "state_dict", "named_parameters", "named_
 _WatchedModule = type("_WatchedModule", (_Watched,), {name: _refreshing(name) for name in _READERS})
 
 
-def _owners(watched: type[_Watched]) -> list[Instrumented]:
+def _owners(watched: type[_Watched]) -> list[LazyWeights]:
     return [owner for ref in watched._refs if (owner := ref()) is not None]
 
 
-def _trainers(watched: type[_Watched]) -> list[Instrumented]:
+def _trainers(watched: type[_Watched]) -> list[LazyWeights]:
     return [owner for owner in _owners(watched) if owner.trains]
 
 
@@ -595,7 +595,7 @@ def _refresh(watched: type[_Watched]) -> None:
 
 
 @contextmanager
-def _as_before(each: _Watched) -> Iterator[None]:
+def _original_class(each: _Watched) -> Iterator[None]:
     """Context manager temporarily restoring an object's original class."""
     watched = type(each)
     object.__setattr__(each, "__class__", watched._original)
@@ -605,7 +605,7 @@ def _as_before(each: _Watched) -> Iterator[None]:
         object.__setattr__(each, "__class__", watched)
 
 
-def _watch(each: Any, owner: weakref.ref[Instrumented], kind: Any) -> None:
+def _watch(each: Any, owner: weakref.ref[LazyWeights], kind: Any) -> None:
     """Add an owner to an object's owners, all checked on reads: weights may be tied between models."""
     original, refs = (each._original, each._refs) if isinstance(each, _Watched) else (type(each), ())
     _become(each, original, (*refs, owner), kind)
@@ -618,26 +618,26 @@ def take_off(module: Any) -> None:
         _become(module, type(module)._original, (), _WatchedModule)
 
 
-def put_on(module: Any) -> None:
+def wrap(module: Any) -> None:
     """Undo `take_off`; modules unmodified by devices remain unchanged."""
     refs = tuple(weakref.ref(training) for training in _trainings if training._module is module)
     if refs and not isinstance(module, _Watched):
         _become(module, type(module), refs, _WatchedModule)
 
 
-def _unwatch(everything: list[Any], owner: weakref.ref[Instrumented]) -> None:
+def _unwatch(everything: list[Any], owner: weakref.ref[LazyWeights]) -> None:
     for each in everything:
         if isinstance(each, _Watched):
             kind = _WatchedTensor if isinstance(each, torch.Tensor) else _WatchedModule
             _become(each, type(each)._original, tuple(ref for ref in type(each)._refs if ref is not owner), kind)
 
 
-def _become(each: Any, original: Any, refs: tuple[weakref.ref[Instrumented], ...], kind: Any) -> None:
+def _become(each: Any, original: Any, refs: tuple[weakref.ref[LazyWeights], ...], kind: Any) -> None:
     object.__setattr__(each, "__class__", _watched_class(original, refs, kind) if refs else original)
 
 
 @lru_cache(maxsize=32)  # all parameters of a model share a class
-def _watched_class(original: Any, refs: tuple[weakref.ref[Instrumented], ...], kind: Any) -> type:
+def _watched_class(original: Any, refs: tuple[weakref.ref[LazyWeights], ...], kind: Any) -> type:
     same = {"__module__": original.__module__, "__doc__": original.__doc__}
     return type(original)(
         f"Poptorch{original.__name__}", (kind, original), {"_original": original, "_refs": refs, **same}

@@ -108,7 +108,7 @@ def load(filename: str | os.PathLike[str], edit_opts_fn: Callable[[Options], obj
         >>> model.compileAndExport("model.poptorch", torch.zeros(4, 3))
         >>> y = poptorch.load("model.poptorch")(torch.ones(4, 3))
     """
-    saved = saving.read(filename)
+    saved = saving.read_model(filename)
     assert saved.has_model, (
         f"{os.fspath(filename)} holds an executable without its model. Wrap the model, and use `loadExecutable`; or "
         "save with `export_model=True`."

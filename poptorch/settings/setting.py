@@ -130,7 +130,7 @@ class OptionsDict:
     def _set(self, **values: Any) -> Self:
         """Validate all given settings, then set them."""
         self._check(**values)
-        vars(self).update({name: _own(value) for name, value in values.items()})
+        vars(self).update({name: _copy_setting(value) for name, value in values.items()})
         return self
 
     def _check(self, **values: Any) -> None:
@@ -195,7 +195,7 @@ class OptionsDict:
             >>> poptorch.Options().Training.toDict()["gradient_accumulation"]
             1
         """
-        return {name: _own(value) for name, value in self._values().items()}
+        return {name: _copy_setting(value) for name, value in self._values().items()}
 
     def freeze(self) -> None:
         """Reject further changes. Users of options freeze them, to preserve the values used."""
@@ -224,7 +224,7 @@ class OptionsDict:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._values().items())})"
 
 
-def _own(value: Any) -> Any:
+def _copy_setting(value: Any) -> Any:
     """Copy of a value, independent of later changes by its user; unfrozen for settings."""
     if isinstance(value, OptionsDict):
         return value.clone()

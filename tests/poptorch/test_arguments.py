@@ -368,7 +368,7 @@ def test_dictionaries_warn_when_compiled(warnings):
 
 
 def batching(D=1, G=1, R=1, S=1, kind=CommGroupType.Consecutive):
-    return Batching(D, G, ReplicaGroups.of(kind, S, R))
+    return Batching(D, G, ReplicaGroups.from_type(kind, S, R))
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def test_a_dictionary_is_taken_over_before_the_next_run(w: torch.nn.Parameter) -
     optimizer.load_state_dict(saved | {"ipu_state": {"Accl1___w": torch.tensor(7.0)}})
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert optimizer.device.pending and optimizer.state_dict()["ipu_state"]["Accl1___w"] == 7 and device.reads == 1
-    optimizer.device.written()
+    optimizer.device.mark_written()
     assert not optimizer.device.pending and optimizer.state_dict()["ipu_state"]["Accl1___w"] == 2
     optimizer.set_state_dict({"ipu_state": {}, "ipu_param": {}})
     assert not optimizer.device.pending and optimizer.get_state_dict() == {"ipu_state": {}, "ipu_param": {}}

@@ -19,7 +19,7 @@ from poptorch.base.replica_groups import GroupedParameter, ParameterProxy, Repli
 from poptorch.capture.attributes import Attributes, not_rebound
 from poptorch.enums import CommGroupType, VariableRetrievalMode
 from poptorch.errors import Error
-from poptorch.run.weights import Instrumented, Trainings, read, tensors_of, write
+from poptorch.run.weights import LazyWeights, TrainingRegistry, read_host_values, tensors_of, write
 
 
 class Model(torch.nn.Module):
@@ -44,7 +44,7 @@ class Device:
 
     def __init__(self, module: torch.nn.Module | None, number: float = 7.0) -> None:
         self.number, self.fetched = number, 0
-        self._shapes = {name: a.shape for name, a in read(module).items()}
+        self._shapes = {name: a.shape for name, a in read_host_values(module).items()}
 
     def fetch(self) -> dict[str, np.ndarray]:
         self.fetched += 1
@@ -63,8 +63,8 @@ def device(module: Model) -> Device:
 
 
 @pytest.fixture
-def training(module: Model, device: Device) -> Instrumented:
-    return Instrumented(module, device.fetch)
+def training(module: Model, device: Device) -> LazyWeights:
+    return LazyWeights(module, device.fetch)
 
 
 # Values ---------------------------------------------------------------------------------------------------------------
@@ -79,9 +79,9 @@ def test_tensors_by_name(module):
 
 
 def test_read_gives_types_of_the_device(module):
-    values = read(module)
+    values = read_host_values(module)
     assert values["steps"].dtype == np.int32 and values["first.weight"].dtype == np.float32
-    assert list(read(module, names=["steps"])) == ["steps"]
+    assert list(read_host_values(module, names=["steps"])) == ["steps"]
     np.testing.assert_array_equal(values["first.weight"], module.first.weight.detach().numpy())
 
 
@@ -110,13 +110,13 @@ def test_write_checks_everything_first(module):
         write(module, {"scale": np.array(9.0), "a": np.zeros(1), "b": np.zeros(1)})
     assert module.scale.item() == before
     with pytest.raises(Error, match="named a"):
-        read(module, names=["a"])
+        read_host_values(module, names=["a"])
 
 
 def test_buffers_that_are_no_tensors(module):
     module._buffers["steps"] = 3
     with pytest.raises(Error, match="All buffers must be an instance of torch.Tensor; steps is 3"):
-        Instrumented(module, dict)
+        LazyWeights(module, dict)
     assert type(module) is Model and type(module.scale) is torch.nn.Parameter
 
 
@@ -319,9 +319,9 @@ def test_saving_needs_no_poptorch_to_load(module, training):
 
 def test_wrapping_twice(module, device, training):
     with pytest.raises(RuntimeError, match="Model is already wrapped for training.*destroy()"):
-        Instrumented(module, device.fetch)
+        LazyWeights(module, device.fetch)
     training.destroy()
-    Instrumented(module, device.fetch).destroy()
+    LazyWeights(module, device.fetch).destroy()
 
 
 def test_destroy_gives_the_classes_back(module, device, training):
@@ -335,10 +335,10 @@ def test_destroy_gives_the_classes_back(module, device, training):
 @pytest.mark.usefixtures("only_new_objects")
 def test_a_module_outlives_its_training(module):
     device = Device(module)
-    Instrumented(module, device.fetch)
+    LazyWeights(module, device.fetch)
     gc.collect()
     assert type(module) is Model and type(module.scale) is torch.nn.Parameter
-    training = Instrumented(module, device.fetch)
+    training = LazyWeights(module, device.fetch)
     alive = weakref.ref(device)
     del device
     gc.collect()
@@ -347,14 +347,14 @@ def test_a_module_outlives_its_training(module):
 
 
 def test_a_model_without_weights():
-    training = Instrumented(None, dict)
+    training = LazyWeights(None, dict)
     training.to_host()
-    assert training.read() == {} and training.host == 1
+    assert training.read_values() == {} and training.host == 1
 
 
 def test_parts_are_trained_apart(module):
     first, second = Device(module.first, 3.0), Device(module.second, 5.0)
-    trainings = Instrumented(module.first, first.fetch), Instrumented(module.second, second.fetch)
+    trainings = LazyWeights(module.first, first.fetch), LazyWeights(module.second, second.fetch)
     trainings[0].mark_stale()
     assert (module.second.bias != 5).all() and (first.fetched, second.fetched) == (0, 0)
     assert module.first.bias.tolist() == [3] * 3 and (first.fetched, second.fetched) == (1, 0)
@@ -382,7 +382,7 @@ def test_watched_tensors_become_fake_tensors(module, training):
 
 
 def test_news_of_a_training(module, device, training):
-    trainings = Trainings(module)
+    trainings = TrainingRegistry(module)
     assert not trainings.have_news()
     training.mark_stale()
     assert trainings.have_news() and device.fetched == 1
@@ -394,12 +394,16 @@ def test_news_of_a_training(module, device, training):
 
 
 def test_news_reach_every_wrapper(module, device, training):
-    whole, part, other = Trainings(module), Trainings(module.first), Trainings(torch.nn.Linear(2, 2))
+    whole, part, other = (
+        TrainingRegistry(module),
+        TrainingRegistry(module.first),
+        TrainingRegistry(torch.nn.Linear(2, 2)),
+    )
     training.mark_stale()
     assert not other.have_news() and device.fetched == 0
     assert whole.have_news() and part.have_news() and device.fetched == 1
     training.destroy()
-    assert not whole.have_news() and not Trainings(None).have_news()
+    assert not whole.have_news() and not TrainingRegistry(None).have_news()
 
 
 # Groups of replicas ---------------------------------------------------------------------------------------------------
@@ -419,7 +423,7 @@ def test_news_reach_every_wrapper(module, device, training):
 def test_groups_are_those_of_popxl(kind, size, replicas, assignment):
     import popxl
 
-    groups = ReplicaGroups.of(kind, size, replicas)
+    groups = ReplicaGroups.from_type(kind, size, replicas)
     assert groups.assignment == assignment and groups.count == len(set(assignment))
     theirs = popxl.Ir(replication=replicas).replica_grouping(groups.stride, groups.size)
     assert tuple(theirs.assignment) == assignment
@@ -428,7 +432,7 @@ def test_groups_are_those_of_popxl(kind, size, replicas, assignment):
 @pytest.mark.parametrize("size", [0, -2, 4, 12])
 def test_groups_that_do_not_make_up_the_replicas(size):
     with pytest.raises(ValueError, match=f"Groups of {size} replicas do not make up 6"):
-        ReplicaGroups.of(CommGroupType.Consecutive, size, 6)
+        ReplicaGroups.from_type(CommGroupType.Consecutive, size, 6)
 
 
 @pytest.mark.parametrize("retrieval", VariableRetrievalMode)
@@ -436,18 +440,18 @@ def test_groups_that_do_not_make_up_the_replicas(size):
     "kind, size", [(CommGroupType.Consecutive, 2), (CommGroupType.Orthogonal, 2), (CommGroupType.Consecutive, 4)]
 )
 def test_grouped_values_go_there_and_back(kind, size, retrieval):
-    groups = ReplicaGroups.of(kind, size, 4)
+    groups = ReplicaGroups.from_type(kind, size, 4)
     module = torch.nn.Linear(3, 4 // size, bias=False)
     groupings = {"weight": GroupedParameter(groups, retrieval)}
     host = module.weight.detach().numpy().copy()
-    variable = read(module, groupings)["weight"].copy()
+    variable = read_host_values(module, groupings)["weight"].copy()
     assert variable.shape == ((groups.count, 3) if groups.count > 1 else (3,))
     write(module, {"weight": variable * 2}, groupings)
     rows = 2 * host
     if retrieval == VariableRetrievalMode.AllReplicas:
         rows = rows[list(groups.assignment)]
     assert module.weight.tolist() == rows.tolist()
-    np.testing.assert_array_equal(read(module, groupings)["weight"], 2 * variable)
+    np.testing.assert_array_equal(read_host_values(module, groupings)["weight"], 2 * variable)
 
 
 def proxy_of(parameter, replicas=4):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import textwrap
 import warnings
@@ -19,6 +20,7 @@ from popxl.base.asked_memory import asking
 from popxl.base.pages import OnPage
 from popxl.errors import DriftingVariableWarning, PopxlError
 from popxl.ir import Ir
+from runtime.compared_runs import compared_run
 from runtime.cost_budgets import read_budget
 from runtime.costs.changes import changes_of
 from runtime.costs.cost import Cost, cost_of
@@ -38,6 +40,7 @@ examples:
   popxl show train.py                       print the graphs of the program, and the memory that they need
   popxl show --pictures plots train.py      the same, with pictures of the memory in the folder plots
   popxl check train.py                      print what its replicas can hardly mean, and how they hold each value
+  popxl check train.py --run                also run it beside the same on one replica, and compare the numbers
   popxl report train.py --layers 12         run the program; options after the file are its own
   popxl report --pages pages train.py       the same, with the reports as HTML pages in the folder pages
   popxl show train.py --target "tpu v5e"    compile it for a TPU that need not be here, and print what it needs there
@@ -65,7 +68,9 @@ leaves `memory` out, or states a budget there. Nothing is run.
 _CHECK = """\
 Run a program as far as its first `session.run`, with sessions that compile and run nothing, and print for each Ir that
 it has built what its replicas can hardly mean, such as a sum that is missing, and how they hold the values of each
-graph.
+graph. With --run, right before or after the file, each is then run on the CPU beside the same program on one replica,
+and what differs is printed. For that, `popxl.choice` gives all axes the size one; --run="ARGUMENTS" says which
+arguments of the program do.
 """
 
 _FIT = """\
@@ -96,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in _REMOVED:
         return _fail(f"`{arguments[0]}` was removed: {_REMOVED[arguments[0]]}.", 2)
+    arguments, alone = _run_of(arguments)
     options = _parser().parse_args(arguments)
     if options.command == "diff":
         return diff(options.old, options.new, options.target)
@@ -130,7 +136,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _fail(f"plan: {problem}", 2)
         return plan(CommandArgs(file, options.args, pages=options.pages, target=target), budget, options.save)
     run = {"show": show, "check": check_program, "report": report, "fit": fit_into}[options.command]
-    return run(CommandArgs(file, options.args, options.pictures, options.pages, target, function))
+    return run(CommandArgs(file, options.args, options.pictures, options.pages, target, function, alone))
+
+
+def _run_of(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str] | None]:
+    """Split the option `--run` off the arguments of `check`, where it is right before or after the file: the others,
+    and the program's arguments for one replica; `None` without the option."""
+    for i in (1, 2) if arguments[:1] == ["check"] else ():
+        name, _, value = arguments[i].partition("=") if i < len(arguments) else ("", "", "")
+        if name == "--run":
+            return [*arguments[:i], *arguments[i + 1 :]], shlex.split(value)
+    return arguments, None
 
 
 def _function_of(description: str) -> tuple[str, str]:
@@ -206,6 +222,7 @@ class CommandArgs:
         pictures, pages: folders for pictures of the memory, and for pages.
         target: the machine to compile for, if it is not this one.
         function: the JAX function of the program to report on; "" for its sessions.
+        alone: what is compared with: arguments of the program for one replica; `None` if nothing is.
     """
 
     file: Path
@@ -214,6 +231,7 @@ class CommandArgs:
     pages: Path | None = None
     target: Target | None = None
     function: str = ""
+    alone: Sequence[str] | None = None
 
     def write(self, record: OnPage, memory: Memory, name: str) -> None:
         """Write the requested picture and page."""
@@ -257,20 +275,29 @@ def show(asked: CommandArgs) -> int:
 
 
 def check_program(asked: CommandArgs) -> int:
-    """Print what is found in each Ir that a program builds, and its types. Compiles and runs nothing.
+    """Print what is found in each Ir that a program builds, and its types; and if it is asked, what differs from the
+    program on one replica when both run. Compiles and runs nothing else.
 
     Returns:
-        The exit code: that of the program, if it fails; 1, if something is certainly wrong, or it builds no Ir.
+        The exit code: that of the program, if it fails; 1, if something is certainly wrong or differs, or it builds no
+        Ir; 2, if it cannot be compared.
     """
     irs: dict[Ir, None] = {}
     with watched(WatchingMachine(PlanningMachine()), irs), warnings.catch_warnings():
         warnings.simplefilter("ignore", DriftingVariableWarning)  # which are among the findings
         _, code = run_file(asked.file, asked.arguments)
     certain = False
-    for ir in irs:
+    for number, ir in enumerate(irs):
         found = check(ir)
         certain = certain or any(each.certain for each in found.findings)
         print(f"\n=== {ir!r} ===\n\n{found}")
+        if asked.alone is not None and not code:
+            try:
+                comparison = compared_run(asked.file, asked.arguments, asked.alone, number)
+            except (PopxlError, ValueError) as problem:
+                return _fail(f"--run: {problem}", 2)
+            print(f"\n{comparison}")
+            certain = certain or not comparison
     if not irs and not code:
         return _fail(f"{asked.file} builds no Ir: there is nothing to check.", 1)
     return code or int(certain)

@@ -16,6 +16,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from popxl.analysis.mesh import Mesh
+from popxl.core.printing import algebra
 from popxl.core.tensor import Tensor, Variable
 
 if TYPE_CHECKING:
@@ -136,6 +137,10 @@ class Report:
     def text(self, t: Tensor) -> str:
         """The type of a tensor, such as `{data: varying, tensor: sharded 1}`; empty where it is the same on all."""
         return "" if self.mesh is None or t not in self.types else type_text(self.mesh, self.types[t])
+
+    def listing(self, graph: Graph) -> str:
+        """A graph as text, as when it is printed, with the types of its values: `y: f32[4, 2]{data: partial} = ...`."""
+        return algebra(graph, self.text)
 
     def __str__(self) -> str:
         if self.mesh is None:

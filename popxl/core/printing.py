@@ -6,7 +6,7 @@ All of them say the same for the same graph, always. Neither computes anything.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
@@ -56,15 +56,23 @@ def schedule(graph: Graph, names: Mapping[Tensor, str] | None = None) -> str:
     return "\n".join([f"Graph : {graph.name}", f"  ({inputs}) -> ({outputs}) {{", *(lines or ["    "]), "  }"])
 
 
-def algebra(graph: Graph) -> str:
+Note = Callable[[Tensor], str]
+"""What is shown after the type of a value."""
+
+
+def _nothing(t: Tensor) -> str:
+    return ""
+
+
+def algebra(graph: Graph, note: Note = _nothing) -> str:
     """Text of a graph and its callees as definitions of named values.
 
     `&x` marks an operand that the op overwrites. Graphs are shown once, however often they are called.
     """
     _, *called = reachable(graph)
-    text = definition(graph)
+    text = definition(graph, note)
     if called:
-        text += "\n  where\n" + "\n\n".join(indent(definition(callee), "    ") for callee in called)
+        text += "\n  where\n" + "\n\n".join(indent(definition(callee, note), "    ") for callee in called)
     return text
 
 
@@ -83,9 +91,9 @@ def _number_calls(graph: Graph) -> str:
     return f"{graph.name or 'main graph'}: {len(graph.ops)} op{'s' * (len(graph.ops) != 1)}"
 
 
-def definition(graph: Graph) -> str:
+def definition(graph: Graph, note: Note = _nothing) -> str:
     """A graph as definitions of named values, without the graphs it calls."""
-    return "\n".join(_lines(graph))
+    return "\n".join(_lines(graph, note))
 
 
 def line(op: Op) -> str:
@@ -118,14 +126,14 @@ def summary(ops: Sequence[Op]) -> str:
     return ", ".join([*names, counted] if others else names)
 
 
-def _lines(graph: Graph) -> Iterator[str]:
-    parameters = ", ".join(f"{'&' if t.by_ref else ''}{t.path}: {brief(t)}" for t in graph.inputs)
+def _lines(graph: Graph, note: Note) -> Iterator[str]:
+    parameters = ", ".join(f"{'&' if t.by_ref else ''}{_typed(t)}{note(t)}" for t in graph.inputs)
     yield f"{graph.name}({parameters}):" if graph.name or parameters else "main graph:"
     rows: list[tuple[tuple[Tensor, ...], str]] = [row for v in graph.variables for row in _declared(v)]
     rows += [(op.outputs, _expression(op)) for op in graph.ops]
-    width = max((len(_typed(t)) for tensors, _ in rows for t in tensors), default=0)
+    width = max((len(_typed(t) + note(t)) for tensors, _ in rows for t in tensors), default=0)
     for tensors, expression in rows:
-        *others, last = (_typed(t) for t in tensors) if tensors else ("",)
+        *others, last = (_typed(t) + note(t) for t in tensors) if tensors else ("",)
         yield from (f"    {other}," for other in others)
         yield f"    {last:{width}} = {expression}" if last else f"    {expression}"
     if graph.outputs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,12 +13,15 @@ from popxl.errors import PopxlError
 from popxl.ir import Ir
 from runtime.costs.cost import Cost, chip_of, cost_of
 from runtime.costs.memory import memory_of_program
-from runtime.memory_solver import GraphNeeds, Solution, keep_all, solve
+from runtime.memory_solver import GraphNeeds, Release, Solution, keep_all, most_bytes, solve
 from runtime.program.compiled import CompiledProgram
 from runtime.targets.chip import Chip
 
 COMPILATIONS = 3
 """How often a program is compiled at most: with everything kept, with the plan, and with the corrected plan."""
+
+_RELEASES: Mapping[str, Release] = {"inlined": "read", "rolled": "loop"}
+"""By how called graphs are compiled; else memory is free after a call."""
 
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _TEXT = re.compile(r"\s*([+-]?[0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*")
@@ -55,6 +58,7 @@ class Compiled(NamedTuple):
         memory, cost: what the compiler says.
         chip: its published figures, if there are any.
         may_offload: whether the compiled program has the host's memory apart.
+        release: when it frees the memory of an activation.
         applied: what applied the plan: its `needs` are the graphs, its `plan` is what was applied, and
             `plan_with(treatments)` another plan for the same program.
     """
@@ -63,6 +67,7 @@ class Compiled(NamedTuple):
     cost: Cost
     chip: Chip | None
     may_offload: bool
+    release: Release
     applied: Any
 
 
@@ -82,7 +87,9 @@ def compiled_program(ir: Ir, program: CompiledProgram, applied: Sequence[Any]) -
             "`train_step` or `autodiff` of the program."
         )
     may_offload = program.layout.destination.platform == "tpu"
-    return Compiled(memory_of_program(ir, program), cost_of(program), chip_of(program), may_offload, applied[0])
+    release = _RELEASES.get(program.layout.calls, "call")
+    memory, cost = memory_of_program(ir, program), cost_of(program)
+    return Compiled(memory, cost, chip_of(program), may_offload, release, applied[0])
 
 
 @dataclass(frozen=True)
@@ -163,7 +170,7 @@ class _Search:
         """Whether the last plan uses the budget, or does without recomputation."""
         solution, last = self.tried[-1]
         peak = last.memory.device
-        return peak <= self._budget and (not solution.seconds or peak >= 0.93 * self._budget)
+        return peak <= self._budget and (not solution.seconds or peak >= 0.9 * self._budget)
 
     @property
     def _graphs(self) -> Sequence[GraphNeeds]:
@@ -173,7 +180,7 @@ class _Search:
     def try_everything(self) -> None:
         """Compile the program with all activations kept."""
         first = self._compiled("everything")
-        self._add(keep_all(first.applied.needs), first)
+        self._add(keep_all(first.applied.needs, first.release), first)
 
     def try_next(self) -> bool:
         """Compile the next plan. False if there is none that was not tried."""
@@ -205,8 +212,8 @@ class _Search:
         )
 
     def _solved(self, limit: float | None) -> Solution | None:
-        first = self.tried[0][1]
-        return solve(self._graphs, limit, first.chip, first.may_offload)
+        last = self.tried[-1][1]
+        return solve(self._graphs, limit, last.chip, last.may_offload, last.release)
 
     def _is_known(self, solution: Solution) -> bool:
         return any(solution.treatments == known.treatments for known, _ in self.tried)
@@ -215,14 +222,17 @@ class _Search:
         """Bytes of activations for which the peak should be the budget.
 
         One compiled program says what there is besides activations. Two say also what a byte of them weighs: XLA lays
-        values over each other, so it may be less than one.
+        values over each other, so it may be less than one. After a plan above the budget, there is only one more try:
+        it leaves more room.
         """
-        (solution, last), (kept, first) = self.tried[-1], self.tried[0]
+        release = self.tried[-1][1].release
+        planned = [most_bytes(self._graphs, each.treatments, release) for each, _ in self.tried]
+        peaks = [each.memory.device for _, each in self.tried]
         weight = 1.0
-        if solution.bytes != kept.bytes:
-            weight = (first.memory.device - last.memory.device) / (kept.bytes - solution.bytes)
-            weight = min(max(weight, 0.25), 2.0)
-        return solution.bytes + (0.99 * self._budget - last.memory.device) / weight
+        if planned[-1] != planned[0]:
+            weight = min(max((peaks[0] - peaks[-1]) / (planned[0] - planned[-1]), 0.25), 2.0)
+        share = 0.95 if len(peaks) == 1 else 0.97 if peaks[-1] <= self._budget else 0.92
+        return planned[-1] + (share * self._budget - peaks[-1]) / weight
 
     def _refusal(self) -> str:
         _, lowest = min(self.tried, key=lambda each: each[1].memory.device)

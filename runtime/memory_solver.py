@@ -1,24 +1,33 @@
 """Treatments of activations within a budget: one integer program, solved by HiGHS.
 
-For each activation it decides whether every call keeps it, copies it to the host, or computes it again; what is
-computed again needs the operands of its op, each by one of the three.
+For each activation it decides whether calls keep it, copy it to the host, or compute it again; what is computed again
+needs the operands of its op, each by one of the three. The calls of a graph are one group or two, in the order of the
+step: backward calls run in the reverse order, so the first calls recompute where they differ, when little else is left.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from runtime.targets.chip import Chip
 
 Treatment = Literal["keep", "recompute", "offload"]
-Treatments = Mapping[str, Mapping[str, Treatment]]
-"""By graph and path."""
+
+Release = Literal["read", "call", "loop"]
+"""When memory of an activation is free again: after the last op that reads it, after the call or after the loop of
+calls that it belongs to. It depends on how the program is compiled."""
 
 _FLOPS, _BANDWIDTH = 1e11, 2e10
 """Rates of a device without published figures. What counts is about how many operations are worth a byte."""
+
+_REST = 1.0
+"""What a byte that is kept counts beside one at the highest, where as little memory as possible is wanted."""
+
+_SPLITS = 8
+"""How many ways to divide the calls of a graph are tried at most. There is one integer program for each."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +37,10 @@ class OpNeeds:
     Attributes:
         operands, results: paths of activations.
         products: operations of matrix products and convolutions.
-        bytes: that it reads and writes.
+        bytes: that it reads and writes, beyond what those who read its results would.
         dtype: of the factors.
+        is_fused: whether the results are parts of the kernels that read them, and so not in memory, if these are in
+            the same graph.
     """
 
     operands: tuple[str, ...]
@@ -37,11 +48,12 @@ class OpNeeds:
     products: int
     bytes: int
     dtype: str
+    is_fused: bool = False
 
     def seconds(self, chip: Chip | None) -> float:
         """How long it takes by published figures."""
         flops, bandwidth = (_FLOPS, _BANDWIDTH) if chip is None else (chip.rate(self.dtype), chip.memory_bandwidth)
-        return max(self.products / flops, self.bytes / bandwidth)
+        return self.products / flops + self.bytes / bandwidth
 
 
 @dataclass(frozen=True)
@@ -52,15 +64,58 @@ class GraphNeeds:
         name: of the graph.
         calls: how often a step calls it.
         bytes: size of each activation, by path.
-        read: paths of those that the gradient reads itself.
-        ops: the ops that compute them.
+        read: paths of those that the gradient reads itself, each with the first and the last step of the backward call
+            that reads it.
+        ops: the ops that compute them, in order.
+        steps: bytes of the gradient's own values in each step of the backward call.
+        gradients: bytes that a backward call leaves until the end of the step: gradients of variables.
+        ends: numbers of calls after which a group of calls may end.
     """
 
     name: str
     calls: int
     bytes: Mapping[str, int]
-    read: frozenset[str]
+    read: Mapping[str, tuple[int, int]]
     ops: tuple[OpNeeds, ...]
+    steps: tuple[int, ...] = (0,)
+    gradients: int = 0
+    ends: tuple[int, ...] = ()
+
+    @cached_property
+    def moments(self) -> tuple[tuple[frozenset[str], int], ...]:
+        """The activations that are in memory in a step of the backward call, if all are needed, and the bytes of the
+        gradient's own values: of the steps that need most.
+
+        What is computed again is there from the first step that needs it, or needs what is computed from it.
+        """
+        first = {path: step for path, (step, _) in self.read.items()}
+        last = {path: step for path, (_, step) in self.read.items()}
+        for op in reversed(self.ops):
+            when = [first[path] for path in op.results if path in first]
+            for path in op.operands if when else ():
+                first[path] = min(first.get(path, when[0]), *when)
+                last[path] = max(last.get(path, 0), *when)
+        found = [
+            (frozenset(path for path in first if first[path] <= step <= last[path]), own)
+            for step, own in enumerate(self.steps)
+        ]
+        most: list[tuple[frozenset[str], int]] = []
+        for paths, own in sorted(found, key=lambda each: (len(each[0]), each[1]), reverse=True):
+            if not any(paths <= others and own <= more for others, more in most):
+                most.append((paths, own))
+        return tuple(most)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Calls of a graph that follow each other and have the same treatments, by path."""
+
+    calls: int
+    treatments: Mapping[str, Treatment]
+
+
+Treatments = Mapping[str, Sequence[Group]]
+"""By graph, in the order of its calls."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +124,7 @@ class Solution:
 
     Attributes:
         treatments: by graph and path.
-        bytes: what is kept in all, and what the largest graph computes again or copies back at once.
+        bytes: what activations and gradients take at the highest.
         seconds: the time that they add to a step, by published figures.
     """
 
@@ -78,128 +133,229 @@ class Solution:
     seconds: float
 
 
-def keep_all(graphs: Sequence[GraphNeeds]) -> Solution:
+def keep_all(graphs: Sequence[GraphNeeds], release: Release) -> Solution:
     """Keep what gradients read."""
-    treatments: dict[str, dict[str, Treatment]] = {
-        g.name: {path: "keep" if path in g.read else "recompute" for path in g.bytes} for g in graphs
+    whole: Treatments = {
+        g.name: [Group(g.calls, {path: "keep" if path in g.read else "recompute" for path in g.bytes})] for g in graphs
     }
-    return Solution(treatments, sum(g.calls * g.bytes[path] for g in graphs for path in g.read), 0.0)
+    return Solution(whole, most_bytes(graphs, whole, release), 0.0)
 
 
-def solve(graphs: Sequence[GraphNeeds], limit: float | None, chip: Chip | None, may_offload: bool) -> Solution | None:
+def most_bytes(graphs: Sequence[GraphNeeds], treatments: Treatments, release: Release) -> int:
+    """What activations and gradients take at the highest, with some treatments."""
+    divided = [_Divided(g, tuple(group.calls for group in treatments[g.name])) for g in graphs]
+    program = _IntegerProgram(divided, None, True, release)
+    return round(program.most(program.columns(treatments)))
+
+
+def solve(
+    graphs: Sequence[GraphNeeds], limit: float | None, chip: Chip | None, may_offload: bool, release: Release = "read"
+) -> Solution | None:
     """The treatments that add least time.
 
     Args:
         graphs: those that are planned.
-        limit: how many bytes activations may take at the highest; `None` for as few as possible, whatever the time.
+        limit: how many bytes activations and gradients may take at the highest; `None` for as few as possible,
+            whatever the time.
         chip: published figures, if there are any.
         may_offload: whether moving to the host is one of the treatments.
+        release: when memory is free again.
 
     Returns:
         The solution; `None` if nothing is within the limit.
     """
-    from scipy.optimize import Bounds, LinearConstraint, milp  # importing it takes a while
+    groups: Mapping[str, tuple[int, ...]] = {g.name: (g.calls,) for g in graphs}
 
-    program = _IntegerProgram(graphs, chip, may_offload)
-    objective = program.seconds if limit is not None else [0.0] * len(program.seconds)
-    objective = [*objective, 0.0 if limit is not None else 1.0]
-    most = limit / 1e6 if limit is not None else float("inf")
-    if most < 0:
-        return None
-    count = len(objective)
-    found = milp(
-        objective,
-        integrality=[1] * (count - 1) + [0],
-        bounds=Bounds([0.0] * count, [1.0] * (count - 1) + [most]),
-        constraints=LinearConstraint(program.matrix(), program.least, float("inf")),
-        options={"mip_rel_gap": 1e-3, "time_limit": 30.0},
-    )
-    return None if found.x is None else program.solution([x > 0.5 for x in found.x[:-1]])
+    def solved(groups: Mapping[str, tuple[int, ...]]) -> tuple[float, Solution | None]:
+        divided = [_Divided(g, groups[g.name]) for g in graphs]
+        return _IntegerProgram(divided, chip, may_offload, release).solved(limit)
+
+    price, best = solved(groups)
+    for g in sorted(graphs, key=lambda g: g.calls * sum(g.bytes.values()), reverse=True):
+        for end in _some(g.ends):
+            tried = {**groups, g.name: (end, g.calls - end)}
+            less, found = solved(tried)
+            if less < 0.99 * price:  # a group is one more graph to compile
+                price, best, groups = less, found, tried
+    return best
+
+
+def _some(ends: Sequence[int]) -> Sequence[int]:
+    """Ends of groups to try, evenly spread."""
+    if len(ends) <= _SPLITS:
+        return ends
+    return sorted({ends[round(i * (len(ends) - 1) / (_SPLITS - 1))] for i in range(_SPLITS)})
+
+
+@dataclass(frozen=True)
+class _Divided:
+    """A graph, with the number of calls in each group of its calls."""
+
+    graph: GraphNeeds
+    counts: tuple[int, ...]
+
+
+_Row = dict[int, float]
 
 
 class _IntegerProgram:
-    """Variables: for each activation whether it is kept, then whether it is offloaded; for each op whether it runs
-    again; and last the bytes at the highest, in megabytes, for HiGHS likes numbers of one size."""
+    """Variables: for each activation of a group whether it is kept, then whether it is offloaded; for each op whether
+    it runs again; and last the bytes at the highest, in megabytes, for HiGHS likes numbers of one size."""
 
-    def __init__(self, graphs: Sequence[GraphNeeds], chip: Chip | None, may_offload: bool) -> None:
+    def __init__(self, graphs: Sequence[_Divided], chip: Chip | None, may_offload: bool, release: Release) -> None:
         self._graphs = graphs
-        self._kept: dict[tuple[str, str], int] = {}
-        self._away: dict[tuple[str, str], int] = {}
-        self._again: dict[tuple[str, int], int] = {}
-        times = list[float]()
-        for g in graphs:
-            for path, size in g.bytes.items():
-                self._kept[g.name, path] = len(times)
-                times.append(0.0)
-                if may_offload:
-                    self._away[g.name, path] = len(times)
-                    times.append(g.calls * 2 * size / (_BANDWIDTH / 10 if chip is None else chip.host_bandwidth))
-            for number, op in enumerate(g.ops):
-                self._again[g.name, number] = len(times)
-                times.append(g.calls * op.seconds(chip))
-        self._times = times
-        whole = sum(times) or 1.0
-        self.seconds = [1e3 * each / whole for each in times]
-        self._rows: list[dict[int, float]] = []
-        self.least: list[float] = []
-        for g in graphs:
-            self._add_availability(g)
-        self._add_memory()
+        self._release = release
+        self._kept: dict[tuple[str, int, str], int] = {}
+        self._away: dict[tuple[str, int, str], int] = {}
+        self._again: dict[tuple[str, int, int], int] = {}
+        self._times = list[float]()
+        for each in graphs:
+            for group, count in enumerate(each.counts):
+                self._declare(each.graph, group, count, chip, may_offload)
+        self._rows: list[_Row] = []
+        self._least: list[float] = []
+        for each in graphs:
+            for group in range(len(each.counts)):
+                self._add_availability(each.graph, group)
+        self._memory = [*self._moments()]
+        for row, held in self._memory:
+            self._add({column: -size / 1e6 for column, size in row.items()} | {len(self._times): 1.0}, held / 1e6)
 
-    def matrix(self) -> Any:
-        """The constraints, of which each is at least `least`."""
+    def solved(self, limit: float | None) -> tuple[float, Solution | None]:
+        """The best assignment within a limit, after its price."""
+        from scipy.optimize import Bounds, LinearConstraint, milp  # importing it takes a while
+
+        if limit is not None and limit < 0:
+            return float("inf"), None
+        count = len(self._times)
+        whole = sum(self._times) or 1.0
+        objective = [1e3 * each / whole for each in self._times]
+        most = float("inf") if limit is None else limit / 1e6
+        if limit is None:  # among those that need as much at the highest, one that keeps little
+            everything, _ = self._memory[0]
+            objective = [_REST * everything.get(column, 0.0) / 1e6 for column in range(count)]
+        found = milp(
+            [*objective, 1.0 if limit is None else 0.0],
+            integrality=[1] * count + [0],
+            bounds=Bounds([0.0] * (count + 1), [1.0] * count + [most]),
+            constraints=LinearConstraint(self._matrix(), self._least, float("inf")),
+            options={"mip_rel_gap": 1e-3, "time_limit": 10.0},
+        )
+        if found.x is None:
+            return float("inf"), None
+        return found.fun, self._solution([x > 0.5 for x in found.x[:-1]])
+
+    def columns(self, treatments: Treatments) -> list[bool]:
+        """The assignment that treatments mean."""
+        taken = [False] * len(self._times)
+        for each in self._graphs:
+            for number, group in enumerate(treatments[each.graph.name]):
+                missing = {*each.graph.read}
+                for i, op in reversed([*enumerate(each.graph.ops)]):
+                    wanted = missing.intersection(op.results)
+                    for path in wanted:
+                        by = {"keep": self._kept, "offload": self._away}.get(group.treatments[path])
+                        if by is not None:
+                            taken[by[each.graph.name, number, path]] = True
+                    if any(group.treatments[path] == "recompute" for path in wanted):
+                        taken[self._again[each.graph.name, number, i]] = True
+                        missing.update(op.operands)
+        return taken
+
+    def most(self, taken: Sequence[bool]) -> float:
+        """Bytes at the highest."""
+        return max((held + sum(s for c, s in row.items() if taken[c]) for row, held in self._memory), default=0.0)
+
+    def _declare(self, g: GraphNeeds, group: int, count: int, chip: Chip | None, may_offload: bool) -> None:
+        for path, size in g.bytes.items():
+            self._kept[g.name, group, path] = len(self._times)
+            self._times.append(0.0)
+            if may_offload:
+                self._away[g.name, group, path] = len(self._times)
+                self._times.append(count * 2 * size / (_BANDWIDTH / 10 if chip is None else chip.host_bandwidth))
+        for number, op in enumerate(g.ops):
+            self._again[g.name, group, number] = len(self._times)
+            self._times.append(count * op.seconds(chip))
+
+    def _matrix(self) -> Any:
+        """The constraints, of which each is at least `_least`."""
         from scipy.sparse import coo_array
 
         cells = [(row, column, value) for row, each in enumerate(self._rows) for column, value in each.items()]
         rows, columns, values = zip(*cells, strict=True)
         return coo_array((values, (rows, columns)), shape=(len(self._rows), len(self._times) + 1)).tocsr()
 
-    def solution(self, taken: Sequence[bool]) -> Solution:
+    def _solution(self, taken: Sequence[bool]) -> Solution:
         """What an assignment means."""
-        treatments: dict[str, dict[str, Treatment]] = defaultdict(dict)
-        for (graph, path), kept in self._kept.items():
-            away = self._away.get((graph, path))
-            treatments[graph][path] = (
-                "keep" if taken[kept] else "offload" if away is not None and taken[away] else "recompute"
-            )
-        held, largest = 0.0, 0.0
-        for kept_bytes, inside in self._memory():
-            held += sum(size for column, size in kept_bytes.items() if taken[column])
-            largest = max(largest, sum(size for column, size in inside.items() if taken[column]))
-        seconds = sum(time for time, each in zip(self._times, taken, strict=True) if each)
-        return Solution(dict(treatments), round(held + largest), seconds)
 
-    def _add_availability(self, g: GraphNeeds) -> None:
+        def treatment(*key: Any) -> Treatment:
+            away = self._away.get(key)
+            return "keep" if taken[self._kept[key]] else "offload" if away is not None and taken[away] else "recompute"
+
+        treatments = {
+            each.graph.name: [
+                Group(count, {path: treatment(each.graph.name, group, path) for path in each.graph.bytes})
+                for group, count in enumerate(each.counts)
+            ]
+            for each in self._graphs
+        }
+        seconds = sum(time for time, each in zip(self._times, taken, strict=True) if each)
+        return Solution(treatments, round(self.most(taken)), seconds)
+
+    def _add_availability(self, g: GraphNeeds, group: int) -> None:
         makers = {path: number for number, op in enumerate(g.ops) for path in op.results}
 
-        def available(path: str) -> dict[int, float]:
-            ways = [self._kept[g.name, path], self._away.get((g.name, path)), self._again[g.name, makers[path]]]
+        def available(path: str) -> _Row:
+            key = (g.name, group, path)
+            ways = [self._kept[key], self._away.get(key), self._again[g.name, group, makers[path]]]
             return {column: 1.0 for column in ways if column is not None}
 
         for path in sorted(g.read):
             self._add(available(path), 1.0)
         for number, op in enumerate(g.ops):
             for path in op.operands:
-                self._add(available(path) | {self._again[g.name, number]: -1.0}, 0.0)
+                self._add(available(path) | {self._again[g.name, group, number]: -1.0}, 0.0)
 
-    def _add_memory(self) -> None:
-        memory = list(self._memory())
-        kept = {column: size for each, _ in memory for column, size in each.items()}
-        for _, inside in memory:
-            row = {column: -size / 1e6 for column, size in (kept | inside).items()}
-            self._add(row | {len(self._times): 1.0}, 0.0)
+    def _moments(self) -> Iterator[tuple[_Row, float]]:
+        """What is in memory at each moment that may be the highest, and the bytes that are there in any case.
 
-    def _memory(self) -> Iterator[tuple[dict[int, float], dict[int, float]]]:
-        """For each graph, bytes of what is kept of all calls, and of what one backward call has besides."""
-        for g in self._graphs:
-            kept = {self._kept[g.name, path]: g.calls * float(size) for path, size in g.bytes.items()}
-            inside = {
-                self._again[g.name, number]: float(sum(g.bytes[path] for path in op.results))
-                for number, op in enumerate(g.ops)
-            }
-            inside |= {self._away[g.name, p]: float(s) for p, s in g.bytes.items() if (g.name, p) in self._away}
-            yield kept, inside
+        While a group is differentiated, the activations of its other calls and of earlier groups are in memory, and the
+        gradients of later ones; of other graphs, in any order, all activations.
+        """
+        kept = [[self._kept_row(each.graph, i, n) for i, n in enumerate(each.counts)] for each in self._graphs]
+        yield {column: size for groups in kept for row in groups for column, size in row.items()}, 0.0
+        for number, each in enumerate(self._graphs):
+            g = each.graph
+            others = [row for i, groups in enumerate(kept) if i != number for row in groups]
+            for group, count in enumerate(each.counts):
+                later = sum(each.counts[group + 1 :])
+                for left in {count - 1, 0} if self._release != "loop" else {count}:
+                    mine = [*kept[number][:group], self._kept_row(g, group, left)]
+                    row = {column: size for part in (*others, *mine) for column, size in part.items()}
+                    done = later + (count - 1 - left if self._release != "loop" else count)
+                    for paths, own in g.moments:
+                        inside = self._inside_row(g, group, paths)
+                        both = {column: row.get(column, 0.0) + inside.get(column, 0.0) for column in row | inside}
+                        yield both, own + g.gradients * done
 
-    def _add(self, row: Mapping[int, float], least: float) -> None:
+    def _kept_row(self, g: GraphNeeds, group: int, count: int) -> _Row:
+        """What some calls of a group keep."""
+        return {self._kept[g.name, group, path]: count * float(size) for path, size in g.bytes.items()}
+
+    def _inside_row(self, g: GraphNeeds, group: int, paths: frozenset[str]) -> _Row:
+        """What a backward call has of the activations that it needs then."""
+        row = {
+            self._again[g.name, group, number]: float(sum(g.bytes[path] for path in op.results if path in paths))
+            for number, op in enumerate(g.ops)
+            if not op.is_fused or self._release == "call"
+        }
+        away = ((self._away.get((g.name, group, path)), path) for path in paths)
+        row |= {column: float(g.bytes[path]) for column, path in away if column is not None}
+        if self._release != "loop":
+            held = g.bytes if self._release == "call" else paths
+            row |= {self._kept[g.name, group, path]: float(g.bytes[path]) for path in held}
+        return row
+
+    def _add(self, row: _Row, least: float) -> None:
         self._rows.append(dict(row))
-        self.least.append(least)
+        self._least.append(least)

@@ -8,12 +8,13 @@ Example:
 
 from popxl.base.asked_memory import asked_memory, asking
 from runtime.memory_budget import BudgetedPlan, Compiled, bytes_of, compiled_program, plan_within
-from runtime.memory_solver import GraphNeeds, OpNeeds, Treatments
+from runtime.memory_solver import GraphNeeds, Group, OpNeeds, Treatments
 
 __all__ = [
     "BudgetedPlan",
     "Compiled",
     "GraphNeeds",
+    "Group",
     "OpNeeds",
     "Treatments",
     "asked_memory",

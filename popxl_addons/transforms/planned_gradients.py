@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 from typing import get_args
 
 import popxl
-from popxl.extend.graphs import Flops, own_flops
-from popxl.extend.memory import GraphNeeds, OpNeeds, Treatments, asked_memory
+from popxl.extend.graphs import own_flops
+from popxl.extend.memory import GraphNeeds, Treatments, asked_memory
 from popxl.transforms import GradGraphInfo
 from popxl_addons.grad_info import remap_grad_info
 from popxl_addons.patterns import apply_patterns
+from popxl_addons.transforms.activation_needs import graph_needs
 from popxl_addons.transforms.call_groups import calls_in, divide_calls
 from popxl_addons.transforms.memory_plan import (
     Activation,
@@ -75,18 +76,20 @@ class PlannedGradients:
     def needs(self) -> tuple[GraphNeeds, ...]:
         """What the planned graphs need in memory and time: what a plan within a budget is computed from."""
         return tuple(
-            _graph_needs(self._infos[graph], self.names[graph], self.calls[graph])
+            graph_needs(self._infos[graph], self.names[graph], self.model)
             for graph in self.names
             if graph in self._infos
         )
 
     def plan_with(self, treatments: Treatments) -> MemoryPlan:
-        """A plan for the same model, with treatments by graph and path."""
+        """A plan for the same model, with treatments of groups of calls."""
         graphs = []
-        for graph, info in self._infos.items():
-            chosen = treatments[self.names[graph]]
-            lines = tuple(_line(each, chosen[each.path]) for each in candidates(info))
-            graphs.append(GraphPlan(graph=self.names[graph], calls=self.calls[graph], activations=lines))
+        for graph, name in self.names.items():
+            if graph in self._infos:
+                known = candidates(self._infos[graph])
+                for group in treatments[name]:
+                    lines = tuple(_line(each, group.treatments[each.path]) for each in known)
+                    graphs.append(GraphPlan(graph=name, calls=group.calls, activations=lines))
         return MemoryPlan(graphs=tuple(graphs))
 
     def __call__(self, info: GradGraphInfo) -> GradGraphInfo:
@@ -169,36 +172,6 @@ def _names(graphs: Iterable[popxl.Graph]) -> dict[popxl.Graph, str]:
         number = sum(name.partition("#")[0] == plain for name in names.values())
         names[graph] = f"{plain}#{number + 1}" if number else plain
     return names
-
-
-def _graph_needs(info: GradGraphInfo, name: str, calls: int) -> GraphNeeds:
-    """The candidates of a gradient graph, and the ops that compute them."""
-    known = {each.tensor: each for each in candidates(info)}
-    ops = []
-    for op in info.forward_graph.ops:
-        if any(t in known for t in op.outputs):
-            ops.append(
-                OpNeeds(
-                    operands=tuple({known[t].path: None for t in op.inputs if t in known}),
-                    results=tuple(known[t].path for t in op.outputs if t in known),
-                    products=_flops(op).products,
-                    bytes=sum(t.nelms * t.dtype.itemsize for t in (*op.inputs, *op.outputs)),
-                    dtype=op.inputs[0].dtype.name if op.inputs else op.outputs[0].dtype.name,
-                )
-            )
-    read = frozenset(
-        known[e.fwd_tensor].path for e in info.expected_inputs if e.is_activation and e.fwd_tensor in known
-    )
-    return GraphNeeds(name, calls, {each.path: each.nbytes for each in known.values()}, read, tuple(ops))
-
-
-def _flops(op: popxl.Op) -> Flops:
-    """Operations of an op, with those of the graphs that it calls."""
-    found = own_flops(op)
-    for graph in op.called_graphs:
-        for each in graph.ops:
-            found = found.plus(_flops(each), op.attributes.get("repeat_count", 1))
-    return found
 
 
 def _line(activation: Activation, treatment: Treatment) -> PlannedActivation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -15,10 +16,10 @@ import popxl
 import popxl_addons as addons
 from popxl import ops
 from popxl.__main__ import main
-from popxl.extend.memory import GraphNeeds, OpNeeds, bytes_of
+from popxl.extend.memory import GraphNeeds, Group, OpNeeds, bytes_of
 from popxl_addons import optimizers
 from popxl_addons.transforms.memory_plan import Treatment
-from runtime.memory_solver import solve
+from runtime.memory_solver import Release, solve
 from runtime.targets.chip import Gpu, shipped
 
 SHAPE = (4, 64, 32)
@@ -76,12 +77,12 @@ def most() -> int:
 def test_the_compiled_program_is_within_the_budget(most: int, share: float) -> None:
     program, lines = Counted(), list[str]()
     found = addons.plan_memory(program, round(share * most), told=lines.append)
-    assert found.peak <= found.budget and found.everything.device == most
+    assert 0.85 * found.budget <= found.peak <= found.budget and found.everything.device == most
     assert program.count == found.compilations == len(lines) <= 3
     assert found.plan.bytes("recompute") > 0 and found.plan.bytes("offload") == 0
     again = popxl.Session(program(found.plan), "cpu").memory().device
     assert again == found.peak
-    assert "everything kept" in str(found) and "Layer, called 4 times" in str(found)
+    assert "everything kept" in str(found) and "Layer, call" in str(found)
 
 
 def test_enough_memory_keeps_everything(most: int) -> None:
@@ -145,10 +146,10 @@ def explicit() -> popxl.Ir:
 # The solver ---------------------------------------------------------------------------------------------------------
 
 
-def drawn(seed: int) -> GraphNeeds:
-    """A graph of random ops, of which each reads some values before it."""
+def drawn(seed: int, most: int = 8) -> GraphNeeds:
+    """A graph of random ops, of which each reads some values before it, and a gradient that reads some of them."""
     rng = np.random.default_rng(seed)
-    count = int(rng.integers(4, 8))
+    count, calls, steps = (int(rng.integers(*each)) for each in ((4, most), (1, 5), (2, 5)))
     names = [f"t{i}" for i in range(count)]
     operands = [{names[int(rng.integers(0, i))] for _ in range(2) if rng.random() < 0.8 and i} for i in range(count)]
     ops_of = tuple(
@@ -162,55 +163,117 @@ def drawn(seed: int) -> GraphNeeds:
         for i, name in enumerate(names)
     )
     sizes = {name: int(rng.integers(10**5, 10**7)) for name in names}
-    read = frozenset({names[-1], *(name for name in names if rng.random() < 0.6)})
-    return GraphNeeds("g", int(rng.integers(1, 6)), sizes, read, ops_of)
+    read = {}
+    for name in names:
+        if name == names[-1] or rng.random() < 0.6:
+            first, last = sorted(rng.integers(0, steps, 2))
+            read[name] = (int(first), int(last))
+    own = tuple(int(size) for size in rng.integers(0, 10**7, steps))
+    return GraphNeeds("g", calls, sizes, read, ops_of, own, int(rng.integers(0, 10**6)), tuple(range(1, calls)))
 
 
-def cost(g: GraphNeeds, treatment: dict[str, Treatment], chip: Gpu) -> tuple[float, float]:
-    """Seconds and bytes of a plan, by the rules that plans are applied by."""
+Plan = tuple[Group, ...]
+
+
+def again(g: GraphNeeds, group: Group) -> set[str]:
+    """What is computed again in a backward call."""
     makers = {path: op for op in g.ops for path in op.results}
-    again, stack = set(), [*g.read]
-    away = set()
+    found, stack = set[str](), [*g.read]
     while stack:
         path = stack.pop()
-        if treatment[path] == "recompute" and path not in again:
-            again.add(path)
+        if group.treatments[path] == "recompute" and path not in found:
+            found.add(path)
             stack += makers[path].operands
-        elif treatment[path] == "offload":
-            away.add(path)
-    kept = sum(g.bytes[path] for path, each in treatment.items() if each == "keep")
-    seconds = sum(makers[path].seconds(chip) for path in again)
-    seconds += sum(2 * g.bytes[path] / chip.host_bandwidth for path in away)
-    return g.calls * seconds, g.calls * kept + sum(g.bytes[path] for path in again | away)
+    return found
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_plans_cost_as_little_as_the_best_of_all(seed: int) -> None:
-    g, chip = drawn(seed), shipped(Gpu, "h100")
-    plans = [
-        cost(g, dict(zip(g.bytes, each, strict=True)), chip)
-        for each in itertools.product(get_args(Treatment), repeat=len(g.bytes))
-    ]
-    least = min(size for _, size in plans)
-    assert solve([g], least - 1000, chip, may_offload=True) is None
+def seconds(g: GraphNeeds, plan: Plan, chip: Gpu) -> float:
+    """What a plan adds to a step."""
+    total = 0.0
+    for group in plan:
+        computed = again(g, group)
+        operands = {path for op in g.ops if op.results[0] in computed for path in op.operands}
+        away = {path for path in operands | {*g.read} if group.treatments[path] == "offload"}
+        total += group.calls * sum(op.seconds(chip) for op in g.ops if op.results[0] in computed)
+        total += group.calls * sum(2 * g.bytes[path] / chip.host_bandwidth for path in away)
+    return total
+
+
+def bytes_at_most(g: GraphNeeds, plan: Plan) -> float:
+    """Bytes at the highest, by a walk backward through the calls of a step."""
+    first, last = ({path: when[i] for path, when in g.read.items()} for i in (0, 1))
+    for op in reversed(g.ops):  # what would be computed again is there for the first of its readers
+        when = first.get(op.results[0])
+        for path in op.operands if when is not None else ():
+            first[path], last[path] = min(first.get(path, when), when), max(last.get(path, when), when)
+    calls = [group for group in plan for _ in range(group.calls)]
+    kept = [sum(g.bytes[path] for path, how in group.treatments.items() if how == "keep") for group in calls]
+    highest = float(sum(kept))
+    for i, group in reversed([*enumerate(calls)]):
+        computed = again(g, group)
+        operands = {path for op in g.ops if op.results[0] in computed for path in op.operands}
+        there = computed | {p for p, how in group.treatments.items() if how == "keep"}
+        there |= {path for path in operands | {*g.read} if group.treatments[path] == "offload"}
+        for step, own in enumerate(g.steps):
+            held = sum(g.bytes[path] for path in there if path in first and first[path] <= step <= last[path])
+            highest = max(highest, sum(kept[:i]) + held + own + g.gradients * (len(calls) - 1 - i))
+    return highest
+
+
+def plans(g: GraphNeeds, treatments: tuple[Treatment, ...], divided: bool) -> list[Plan]:
+    """All plans of a graph; with two groups of calls, too, if it is divided."""
+    single = [dict(zip(g.bytes, each, strict=True)) for each in itertools.product(treatments, repeat=len(g.bytes))]
+    found: list[Plan] = [(Group(g.calls, each),) for each in single]
+    if divided:
+        both = itertools.product(g.ends, single, single)
+        found += [(Group(end, one), Group(g.calls - end, other)) for end, one, other in both]
+    return found
+
+
+CASES = [
+    *((seed, 8, get_args(Treatment), False) for seed in range(4)),
+    *((s, 6, ("keep", "recompute"), True) for s in range(4, 10)),
+]
+
+
+@pytest.mark.parametrize(("seed", "size", "treatments", "divided"), CASES)
+def test_plans_cost_as_little_as_the_best_of_all(
+    seed: int, size: int, treatments: tuple[Treatment, ...], divided: bool
+) -> None:
+    g, chip = drawn(seed, size), shipped(Gpu, "h100")
+    if not divided:
+        g = replace(g, ends=())
+    offload = "offload" in treatments
+    costs = [(seconds(g, plan, chip), bytes_at_most(g, plan)) for plan in plans(g, treatments, divided)]
+    least, whole = min(size for _, size in costs), costs[0][1]
+    assert solve([g], least - 1000, chip, offload) is None
     for share in (0.1, 0.4, 0.8):
-        limit = least + share * (g.calls * sum(g.bytes.values()) - least) + 1000
-        best = min(seconds for seconds, size in plans if size <= limit)
-        found = solve([g], limit, chip, may_offload=True)
+        limit = least + share * (whole - least) + 1000
+        best = min(time for time, size in costs if size <= limit)
+        found = solve([g], limit, chip, offload)
         assert found is not None and found.bytes <= limit + 1000
+        plan = tuple(found.treatments["g"])
+        assert bytes_at_most(g, plan) <= found.bytes + 1
+        assert seconds(g, plan, chip) <= found.seconds + 1e-12
         assert found.seconds <= 1.03 * best + 1e-12
-        assert cost(g, dict(found.treatments["g"]), chip)[0] <= 1.03 * best + 1e-12
 
 
 def test_the_least_is_without_regard_to_time() -> None:
     g, chip = drawn(1), shipped(Gpu, "h100")
     least = solve([g], None, chip, may_offload=False)
     assert least is not None
-    plans = (
-        cost(g, dict(zip(g.bytes, each, strict=True)), chip)[1]
-        for each in itertools.product(("keep", "recompute"), repeat=len(g.bytes))
-    )
-    assert least.bytes <= min(plans) * 1.001
+    assert least.bytes <= 1.1 * min(bytes_at_most(g, plan) for plan in plans(g, ("keep", "recompute"), False))
+
+
+@pytest.mark.parametrize("release", get_args(Release))
+def test_groups_of_calls_use_the_limit(release: Release) -> None:
+    """Of one large activation, as many calls keep it as there is room for: the last ones."""
+    op = OpNeeds((), ("a",), 10**9, 10**6, "float32")
+    g = GraphNeeds("g", 10, {"a": 10**7}, {"a": (0, 0)}, (op,), ends=tuple(range(1, 10)))
+    found = solve([g], 65e6, None, False, release)
+    assert found is not None and found.bytes <= 65e6
+    first, last = found.treatments["g"]
+    assert (first.treatments["a"], last.treatments["a"]) == ("recompute", "keep") and last.calls in (5, 6)
 
 
 # The command --------------------------------------------------------------------------------------------------------
@@ -241,7 +304,7 @@ def test_the_command_plans_the_step_that_leaves_memory_open(tmp_path: Path, caps
     command = ["plan", "--target", "gpu h100", "--save", str(tmp_path / "plan.json"), "--budget"]
     assert main([*command, "20 MB", str(tmp_path / "train.py")]) == 0
     out = capsys.readouterr().out
-    assert "Memory within a budget" in out and "Layer, called 4 times" in out and "is not shown" not in out
+    assert "Memory within a budget" in out and "Layer, call" in out and "is not shown" not in out
     assert addons.MemoryPlan.read_json(tmp_path / "plan.json").graphs[0].graph == "Layer"
     assert main([*command, "1 kB", str(tmp_path / "train.py")]) == 1
     assert "no plan was found within 1 kB of a device; the least" in capsys.readouterr().err

@@ -1,0 +1,131 @@
+"""What the activations of a gradient graph need in memory and time: what a plan within a budget is computed from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import accumulate
+
+import popxl
+from popxl.extend.graphs import Flops, own_flops
+from popxl.extend.memory import GraphNeeds, OpNeeds
+from popxl.transforms import GradGraphInfo
+from popxl_addons.transforms.call_groups import calls_in
+from popxl_addons.transforms.memory_plan import candidates
+
+__all__ = ["graph_needs"]
+
+
+def graph_needs(info: GradGraphInfo, name: str, model: popxl.Graph) -> GraphNeeds:
+    """The candidates of a gradient graph, the ops that compute them, and when the gradient reads them.
+
+    Args:
+        info: of the gradient graph that takes all activations.
+        name: of the forward graph in plans.
+        model: the graph that calls the forward graph, or the forward graph itself.
+    """
+    known = {each.tensor: each for each in candidates(info)}
+    factors = _factors(info)
+    ops = []
+    for op in info.forward_graph.ops:
+        if any(t in known for t in op.outputs):
+            is_fused = _is_fused(op, factors)
+            ops.append(
+                OpNeeds(
+                    operands=tuple({known[t].path: None for t in op.inputs if t in known}),
+                    results=tuple(known[t].path for t in op.outputs if t in known),
+                    products=_flops(op).products,
+                    bytes=_moved(op, is_fused),
+                    dtype=op.inputs[0].dtype.name if op.inputs else op.outputs[0].dtype.name,
+                    is_fused=is_fused,
+                )
+            )
+    spans = _spans(info.graph)
+    read = {
+        known[e.fwd_tensor].path: spans[t]
+        for t, e in zip(info.graph.inputs, info.expected_inputs, strict=False)
+        if e.is_activation and e.fwd_tensor in known
+    }
+    counts = [times for op, times in calls_in(model) if info.forward_graph in op.called_graphs] or [1]
+    return GraphNeeds(
+        name,
+        sum(counts),
+        {each.path: each.nbytes for each in known.values()},
+        read,
+        tuple(ops),
+        tuple(_steps(info.graph)),
+        _lasting(info, model),
+        tuple(accumulate(counts[:-1])),
+    )
+
+
+def _factors(info: GradGraphInfo) -> set[popxl.Tensor]:
+    """The forward tensors that products in the backward call read, or in the part that is computed again."""
+    of = {t: e.fwd_tensor for t, e in zip(info.graph.inputs, info.expected_inputs, strict=False) if e.is_activation}
+    return {of.get(t, t) for graph in (info.graph, info.forward_graph) for t in _read_by_products(graph)}
+
+
+def _read_by_products(graph: popxl.Graph) -> set[popxl.Tensor]:
+    return {t for op in graph.ops if _flops(op).products for t in op.inputs}
+
+
+def _is_fused(op: popxl.Op, factors: set[popxl.Tensor]) -> bool:
+    """Whether what an op computes, element by element, is a part of the kernels that read it.
+
+    Products read their factors from memory.
+    """
+    by_element = all(t.nelms >= u.nelms for t in op.outputs for u in op.inputs)
+    return by_element and factors.isdisjoint(op.outputs) and not _flops(op).products
+
+
+def _moved(op: popxl.Op, is_fused: bool) -> int:
+    """Bytes that computing the results of an op again moves, beyond what reading kept ones does.
+
+    A kernel reads the operands of what is a part of it, in place of the result.
+    """
+    read, made = sum(map(_nbytes, op.inputs)), sum(map(_nbytes, op.outputs))
+    return max(read - made, made // 10) if is_fused else read + made
+
+
+def _nbytes(t: popxl.Tensor) -> int:
+    return math.prod(t.shape) * t.dtype.itemsize
+
+
+def _spans(graph: popxl.Graph) -> dict[popxl.Tensor, tuple[int, int]]:
+    """For each tensor of a graph, the first and the last op that has it, by number."""
+    spans = dict[popxl.Tensor, tuple[int, int]]()
+    for number, op in enumerate(graph.ops):
+        for t in (*op.inputs, *op.outputs):
+            spans[t] = (spans[t][0] if t in spans else number, number)
+    end = max(len(graph.ops) - 1, 0)
+    for t in graph.outputs:
+        spans[t] = (spans[t][0] if t in spans else 0, end)
+    return {t: spans.get(t, (0, 0)) for t in (*graph.inputs, *spans)}
+
+
+def _steps(graph: popxl.Graph) -> Iterator[int]:
+    """Bytes of what a graph itself computes, at each of its ops."""
+    factors = _read_by_products(graph) | {*graph.outputs}
+    spans = _spans(graph)
+    made = [(spans[t], _nbytes(t)) for op in graph.ops if not _is_fused(op, factors) for t in op.outputs]
+    for number in range(max(len(graph.ops), 1)):
+        yield sum(size for (first, last), size in made if first <= number <= last)
+
+
+def _lasting(info: GradGraphInfo, model: popxl.Graph) -> int:
+    """Bytes of the gradients that a call returns for inputs of the model: its variables, usually."""
+    of_inputs = {*info.outputs}
+    for op, _ in calls_in(model):
+        if info.forward_graph in op.called_graphs:
+            given = zip(info.forward_graph.inputs, op.inputs[-len(info.forward_graph.inputs) :], strict=False)
+            return sum(_nbytes(inner) for inner, outer in given if inner in of_inputs and outer.producer is None)
+    return 0
+
+
+def _flops(op: popxl.Op) -> Flops:
+    """Operations of an op, with those of the graphs that it calls."""
+    found = own_flops(op)
+    for graph in op.called_graphs:
+        for each in graph.ops:
+            found = found.plus(_flops(each), op.attributes.get("repeat_count", 1))
+    return found

@@ -22,6 +22,7 @@ from popxl.values.spec import TensorSpec
 
 if TYPE_CHECKING:
     from popxl.base.source import SourceLocation
+    from popxl.core.derivative import Derivative
     from popxl.core.recording import Op
     from popxl.ir import Ir
 
@@ -48,6 +49,8 @@ class Graph(NotCopyable):
         call_sites: the ops of the Ir that run this graph.
         differentiable: false for a graph whose gradient has to be given: differentiating a caller then asks for
             the gradient information of this graph instead of differentiating it.
+        derivative: the rule by which the graph is differentiated, if it is not done op by op.
+        keeps: for a graph that its gradient graph computes again, the tensors that are kept for this.
         gradient_of: for a gradient graph, the graph that was differentiated.
         gradient_given_at: for a graph that a module knows a gradient of, the line that said so.
     """
@@ -67,6 +70,8 @@ class Graph(NotCopyable):
         graph.ops = []
         graph.call_sites = []
         graph.differentiable = True
+        graph.derivative = None
+        graph.keeps = None
         graph.gradient_of = None
         graph.gradient_given_at = None
         graph._inputs = []
@@ -82,6 +87,8 @@ class Graph(NotCopyable):
     ops: list[Op]
     call_sites: list[Op]
     differentiable: bool
+    derivative: Derivative | None
+    keeps: frozenset[Tensor] | None
     gradient_of: Graph | None
     gradient_given_at: SourceLocation | None
     _inputs: list[Tensor]

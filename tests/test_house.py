@@ -90,7 +90,7 @@ def test_the_language_names_no_platform_and_compiles_nothing() -> None:
     forbidden = (
         r"\bjit\b|platform_dependent|xla_metadata|default_backend|\bjax\.devices|local_devices|['\"](cpu|gpu|tpu)['\"]"
     )
-    assert not found("popxl", forbidden, "popxl/transforms/from_jax.py")
+    assert not found("popxl", forbidden, "popxl/transforms/from_jax.py", "popxl/transforms/jax_")
 
 
 def test_only_ops_and_the_lowering_ask_which_op_it_is() -> None:

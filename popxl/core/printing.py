@@ -128,7 +128,7 @@ def summary(ops: Sequence[Op]) -> str:
 
 def _lines(graph: Graph, note: Note) -> Iterator[str]:
     parameters = ", ".join(f"{'&' if t.by_ref else ''}{_typed(t)}{note(t)}" for t in graph.inputs)
-    yield f"{graph.name}({parameters}):" if graph.name or parameters else "main graph:"
+    yield f"{graph.name}({parameters}):{_differentiated(graph)}" if graph.name or parameters else "main graph:"
     rows: list[tuple[tuple[Tensor, ...], str]] = [row for v in graph.variables for row in _declared(v)]
     rows += [(op.outputs, _expression(op)) for op in graph.ops]
     width = max((len(_typed(t) + note(t)) for tensors, _ in rows for t in tensors), default=0)
@@ -140,6 +140,16 @@ def _lines(graph: Graph, note: Note) -> Iterator[str]:
         yield f"    return {', '.join(t.path for t in graph.outputs)}"
     elif not rows:
         yield "    pass"
+
+
+def _differentiated(graph: Graph) -> str:
+    """How a graph is differentiated, if not op by op."""
+    if graph.derivative is not None:
+        return "  # has its own derivative"
+    if graph.keeps is None:
+        return ""
+    kept = ", ".join(t.path for t in graph.tensors if t in graph.keeps)
+    return f"  # computed again for its gradient{', which keeps ' * bool(kept)}{kept}"
 
 
 def _declared(v: Variable) -> Iterator[tuple[tuple[Tensor, ...], str]]:

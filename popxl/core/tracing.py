@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 from jax.interpreters import partial_eval
 
 from popxl.dtypes import dtype
@@ -58,6 +58,28 @@ def needed(
     jaxpr = trace(function, specs, results)[0].jaxpr
     jaxpr, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return jaxpr, tuple(used)
+
+
+def with_results(traced: Any, which: Sequence[bool] | None = None, all_arguments: bool = True) -> Any:
+    """A closed jaxpr with some of its results, by default all, and without equations that none of them needs.
+
+    Args:
+        traced: the closed jaxpr.
+        which: whether to return each result.
+        all_arguments: whether it takes the arguments that it does not need, too.
+    """
+    which = [True] * len(traced.jaxpr.outvars) if which is None else which
+    jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, which, instantiate=all_arguments)
+    return ClosedJaxpr(jaxpr, traced.consts)
+
+
+def depend_on_arguments(jaxpr: Any) -> list[bool]:
+    """Which results of a jaxpr depend on its arguments."""
+    found = {*map(id, jaxpr.invars)}
+    for equation in jaxpr.eqns:
+        if not found.isdisjoint(map(id, equation.invars)):
+            found.update(map(id, equation.outvars))
+    return [id(value) in found for value in jaxpr.outvars]
 
 
 def traces_in(equation: Any) -> list[Any]:

@@ -282,7 +282,9 @@ class Runs(Trait):
         gains: makes the op gain a result for each output that its graph gains later: the spec of the result, made of
             the output's and the op's attributes.
         turns: name of the attribute that says how often the graph runs.
+        backwards: name of the attribute that says, if there is one, that the turns are counted down.
         carried: name of the attribute that says how many outputs become inputs of the next turn.
+        sought: the tensors of a graph whose gradients the gradient of the op asks for; by default, its inputs.
         own_inputs, own_outputs: how many inputs and outputs of the graph, the first ones, are between the op and the
             graph, and nothing of the caller is bound to them.
     """
@@ -291,7 +293,9 @@ class Runs(Trait):
     returns: Callable[[Op, Graph, AbstractSet[Tensor]], Iterable[Tensor]]
     gains: Callable[[TensorSpec, Mapping[str, Any]], TensorSpec] | None = None
     turns: str = ""
+    backwards: str = ""
     carried: str = ""
+    sought: Callable[[Graph], Sequence[Tensor]] = lambda graph: graph.inputs
     own_inputs: int = 0
     own_outputs: int = 0
 
@@ -368,6 +372,12 @@ class Run:
     def turns(self) -> int:
         """How often the graph runs."""
         return self.op.attributes[self.trait.turns] if self.trait.turns else 1
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of the turns, in the order in which the graph runs."""
+        counted = range(self.turns)
+        return counted[::-1] if self.op.attributes.get(self.trait.backwards) else counted
 
     @property
     def carried(self) -> int:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from popxl.core.declaration import OpKind
+from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.ops.precision import widen
@@ -124,6 +125,17 @@ def gather(
     return _gather_kind(
         t, indices, axis=integer(axis, "gather: `axis`"), zero_OOR=flag(zero_OOR, "gather: `zero_OOR`"), **hints
     )
+
+
+def row(stack: Tensor, number: Tensor, name: str | None = None) -> Tensor:
+    """The slice of a tensor along its first axis that has a number: a `gather` of one."""
+    return _gather_kind(stack, number, axis=0, zero_OOR=False, results=None if name is None else [name], **set_hints())
+
+
+def picks_row(op: Op, number: Tensor) -> bool:
+    """Whether an op is the `row` with this number of its first operand."""
+    is_plain = op.attributes.get("axis") == 0 and not op.attributes.get("zero_OOR")
+    return op.kind is _gather_kind and is_plain and op.inputs[1] is number and op.inputs[0] is not number
 
 
 def tied_gather(

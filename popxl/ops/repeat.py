@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
@@ -10,7 +11,6 @@ from typing import Any
 from popxl import dtypes
 from popxl.context import get_current_context
 from popxl.core.aliasing import written_inputs
-from popxl.core.create import constant
 from popxl.core.declaration import OpKind
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor, TensorLike
@@ -29,7 +29,7 @@ from popxl.ops.call import (
 )
 from popxl.ops.elementwise import add_n
 from popxl.ops.host import init
-from popxl.ops.index import gather
+from popxl.ops.index import picks_row, row
 from popxl.values.shapes import integer
 from popxl.values.spec import TensorSpec, brief
 
@@ -69,9 +69,13 @@ def returned_by_ref(op: Op) -> frozenset[int]:
     return frozenset(k for k, (t, result) in enumerate(pairs) if t.by_ref and result.origin is t)
 
 
-def _carried_specs(*inputs: Tensor, graph: Graph, carried: int, repeat_count: int) -> list[TensorSpec]:
+def _carried_specs(
+    *inputs: Tensor, graph: Graph, carried: int, repeat_count: int, backwards: bool = False
+) -> list[TensorSpec]:
     if type(repeat_count) is not int or not 0 <= repeat_count < 2**31:  # a file may hold anything
         raise PopxlError(f"`repeat_count` is {repeat_count!r}; expected 0 to {2**31 - 1}.")
+    if type(backwards) is not bool:
+        raise PopxlError(f"`backwards` is {backwards!r}; expected a bool.")
     if not 0 <= carried <= min(len(inputs), len(graph.outputs) - EXTRA_OUTPUTS) or len(graph.called_graphs) != 1:
         raise PopxlError(f"{graph.title} is no wrapper of a graph that carries {carried} values from turn to turn.")
     check_fit(graph, inputs, graph.inputs[EXTRA_INPUTS:])
@@ -89,12 +93,31 @@ def _carried(op: Op) -> tuple[Tensor, ...]:
     return op.called_graphs[0].outputs[EXTRA_OUTPUTS : EXTRA_OUTPUTS + op.attributes["carried"]]
 
 
+def rows_of(wrapper: Graph) -> dict[Tensor, Tensor]:
+    """What a wrapper picks by the number of the turn out of inputs that it uses for nothing else: rows, with these."""
+    iteration = wrapper.inputs[0]
+    used = Counter(t for op in wrapper.ops for t in op.inputs)
+    used.update(wrapper.outputs)
+    return {
+        op.outputs[0]: op.inputs[0]
+        for op in wrapper.ops
+        if picks_row(op, iteration) and used[op.inputs[0]] == 1 and op.inputs[0] in wrapper.inputs[EXTRA_INPUTS:]
+    }
+
+
+def _sought(wrapper: Graph) -> list[Tensor]:
+    """The tensors of a wrapper whose gradients a loop needs: of rows, in place of what they are picked from. The
+    gradient of that would be as large in each turn, and nearly all of it zeros."""
+    rows = {stack: row for row, stack in rows_of(wrapper).items()}
+    return [rows.get(t, t) for t in wrapper.inputs]
+
+
 def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
     """Differentiate a loop: run the wrapper's gradient over iterations in reverse.
 
     It carries the gradients of the carried values, and sums of the gradients of the others. What a turn's gradient
     reads of that turn is stacked by the forward loop; gradients that arrive for such stacks (second derivatives have
-    them) are taken apart again, turn by turn.
+    them) are taken apart again, turn by turn. Gradients of rows are stacked.
     """
     op = forward.op
     wrapper, count, carried = (op.attributes[name] for name in ("graph", "repeat_count", "carried"))
@@ -106,6 +129,8 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
     if info is None:
         return {}
     same = [t for t in info.outputs if t in own_inputs[carried:]]
+    rows = rows_of(wrapper)
+    picked = [t for t in info.outputs if t in rows]
 
     ir = wrapper.ir
     initial: list[Tensor] = []
@@ -128,15 +153,15 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
     for t in (expected.fwd_tensor for expected in info.expected_inputs if expected.is_activation):
         if t in own_inputs[carried:]:
             invariant[t] = add_input(t, forward.read(op.inputs[own_inputs.index(t)]))
+        elif t in rows:
+            stacks[t] = add_input(rows[t], forward.read(op.inputs[own_inputs.index(rows[t])]))
         elif t not in wrapper.inputs[:EXTRA_INPUTS]:
             stacks[t] = add_input(t, forward.read(_stack_of(op, t)))
     with turn:
-        known = {wrapper.inputs[1]: go_on} | invariant
+        known = {wrapper.inputs[0]: iteration, wrapper.inputs[1]: go_on} | invariant
         arrived = [(results[k], seed) for k, seed in seeds.items()]
-        if stacks or of_stacks or wrapper.inputs[0] in info.inputs:
-            place = known[wrapper.inputs[0]] = constant(count - 1, dtypes.int32) - iteration
-            known |= {t: _stack_row(stack, place, t) for t, stack in stacks.items()}
-            arrived += [(t, _stack_row(stack, place, t)) for t, stack in of_stacks]
+        known |= {t: _stack_row(stack, iteration, t) for t, stack in stacks.items()}
+        arrived += [(t, _stack_row(stack, iteration, t)) for t, stack in of_stacks]
         given = [
             known[expected.fwd_tensor] if expected.is_activation else _total(expected.fwd_tensor, arrived)
             for expected in info.expected_inputs
@@ -146,16 +171,19 @@ def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
             turn.add_output(t)
         for t in same:
             turn.add_output(sums[t] + found[t])
-    names = [f"{t.name}__t{ir.next_suffix()}" for t in turn.outputs[EXTRA_OUTPUTS:]]
-    loop = call_op(turn, tuple(initial), names, loop_kind, repeat_count=count, carried=len(flowing) + len(same))
-    return dict(zip([*flowing, *map(own_inputs.index, same)], loop.outputs, strict=True))
+        for t in picked:
+            turn.add_output(found[t])
+    backwards = not op.attributes.get("backwards", False)
+    sources = [*(own_inputs[k] for k in flowing), *same, *(rows[t] for t in picked)]
+    loop = loop_op(turn, tuple(initial), count, len(flowing) + len(same), backwards, loop_names(turn, EXTRA_OUTPUTS))
+    return dict(zip(map(own_inputs.index, sources), loop.outputs, strict=True))
 
 
 def _stack_row(stack: Tensor, turn: Tensor, t: Tensor) -> Tensor:
     """One iteration's row of a stack, selected on the stacked tensor's IPU."""
     ipu = final_ipu(t)
     with nullcontext() if ipu is None else get_current_context().set(ipu_id=ipu):
-        return gather(stack, turn)
+        return row(stack, turn)
 
 
 def final_ipu(t: Tensor) -> int | None:
@@ -202,7 +230,9 @@ loop_kind: OpKind = OpKind(
             returns=_that_matter,
             gains=_stacked,
             turns="repeat_count",
+            backwards="backwards",
             carried="carried",
+            sought=_sought,
             own_inputs=EXTRA_INPUTS,
             own_outputs=EXTRA_OUTPUTS,
         ),
@@ -264,31 +294,58 @@ def repeat_with_info(
     repeat_count = _checked_count(graph, repeat_count)
     _check_carried(graph)
     bound = bind_inputs(graph, inputs, inputs_dict, check_inputs)
-    context = get_current_context()
-    ir = context.graph.ir
+    op = loop_over(graph, repeat_count, bound)
+    op.edit(name=get_current_context().scope_prefix + op.name)  # the results take no name scope, the op does
+    return RepeatSiteInfo(op)
+
+
+def loop_over(
+    graph: Graph,
+    count: int,
+    bound: tuple[Tensor, ...],
+    carried: int | None = None,
+    rows: int = 0,
+    backwards: bool = False,
+) -> Op:
+    """Add a loop over a graph, by way of a wrapper.
+
+    Args:
+        graph: what runs in each turn.
+        count: number of turns.
+        bound: tensors of the current graph for the inputs. Those for the last `rows` inputs have a row for each turn.
+        carried: how many outputs, the first ones, become inputs of the next turn; by default all. Those of all turns
+            are stacked of the others.
+        rows: how many inputs get one row in each turn.
+        backwards: whether the turns are counted down, so that the first one has the last rows.
+    """
+    ir = graph.ir
+    carried = len(graph.outputs) if carried is None else carried
     wrapper = ir.create_empty_graph(f"{graph.id}__loop_wrapper")
     try:
-        with context.set(scope_prefix=""):
+        with get_current_context().set(scope_prefix=""):
             with wrapper:
-                wrapper.add_input(TensorSpec((), dtypes.int32), "iteration")
+                iteration = wrapper.add_input(TensorSpec((), dtypes.int32), "iteration")
                 go_on = wrapper.add_input(_FLAG, "keep_going")
-                own = [wrapper.add_input_like(t, t.by_ref) for t in graph.inputs]
-                results = call_op(graph, tuple(own), loop_names(graph, ir)).outputs
+                whole = len(bound) - rows
+                own = [wrapper.add_input_like(t, t.by_ref) for t in graph.inputs[:whole]]
+                cut = zip(graph.inputs[whole:], bound[whole:], strict=True)
+                stacks = [(t.name, wrapper.add_input(stack.spec, f"{t.name}_of_turns")) for t, stack in cut]
+                own += [row(stack, iteration, name) for name, stack in stacks]
+                results = call_op(graph, tuple(own), loop_names(graph)).outputs
                 for t in (go_on, *results):
                     wrapper.add_output(t)
-            op = call_op(
-                wrapper,
-                bound,
-                loop_names(graph, ir),
-                loop_kind,
-                repeat_count=repeat_count,
-                carried=len(graph.outputs),
-            )
+            return loop_op(wrapper, bound, count, carried, backwards, loop_names(graph))
     except BaseException:
         ir.remove_graph(wrapper)
         raise
-    op.edit(name=context.scope_prefix + op.name)  # the results take no name scope, the op does
-    return RepeatSiteInfo(op)
+
+
+def loop_op(
+    wrapper: Graph, bound: tuple[Tensor, ...], count: int, carried: int, backwards: bool, names: list[str]
+) -> Op:
+    """Add a loop that runs a wrapper."""
+    direction = {"backwards": True} if backwards else {}
+    return call_op(wrapper, bound, names, loop_kind, repeat_count=count, carried=carried, **direction)
 
 
 def _checked_count(graph: Graph, repeat_count: Any) -> int:
@@ -314,6 +371,6 @@ def _check_carried(graph: Graph) -> None:
             )
 
 
-def loop_names(graph: Graph, ir: Any) -> list[str]:
+def loop_names(graph: Graph, first: int = 0) -> list[str]:
     """Names for the results of a loop: those of the graph's outputs, always with a number."""
-    return [f"{t.name}__t{ir.next_suffix()}" for t in graph.outputs]
+    return [f"{t.name}__t{graph.ir.next_suffix()}" for t in graph.outputs[first:]]

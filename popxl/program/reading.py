@@ -55,7 +55,8 @@ from popxl.remote_buffer import RemoteBuffer
 from popxl.replica_grouping import ReplicaGrouping
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.tensorlocation import ON_DEVICE, ExecutionContext, LocationInfo
-from popxl.transforms.from_jax import kind_with_key
+from popxl.transforms.jax_derivative import UnsavedDerivative
+from popxl.transforms.jax_kinds import kind_with_key
 from popxl.transforms.op_gradient import Derivation, vjp_kind
 from popxl.values.axes import Axes
 from popxl.values.spec import TensorSpec, brief
@@ -195,6 +196,13 @@ class _Reader:
         graph._inputs = self._tensors_in(graph, saved.inputs, f"input of {graph.title}")
         graph._outputs = self._tensors_in(graph, saved.outputs, f"output of {graph.title}")
         graph.differentiable = saved.differentiable
+        if saved.keeps is not None:
+            graph.keeps = frozenset(self._tensors_in(graph, saved.keeps, f"tensor that is kept of {graph.title}"))
+        if saved.derivative is not None:
+            name, results, count = saved.derivative
+            check(0 <= results <= len(saved.outputs), f"{graph.title} has a rule for {results} outputs")
+            check(0 <= count <= len(saved.ops), f"{graph.title} has a rule for {count} ops")
+            graph.derivative = UnsavedDerivative(name, results, count)
         graph.gradient_of = None if saved.gradient_of is None else self._graphs[saved.gradient_of]
         once(f"input of {graph.title}", saved.inputs)
         check(bool(graph.id) or not saved.inputs, "the main graph has inputs")

@@ -36,7 +36,7 @@ from popxl.program.saved import (
 from popxl.remote_buffer import RemoteBuffer
 from popxl.replica_grouping import ReplicaGrouping
 from popxl.streams import Stream
-from popxl.transforms.from_jax import Function
+from popxl.transforms.jax_kinds import Function
 from popxl.values.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -102,11 +102,14 @@ class _Writer:
         )
 
     def graph(self, graph: Graph) -> SavedGraph:
+        rule = graph.derivative
         return SavedGraph(
             id=graph.id,
             inputs=[t.id for t in graph.inputs],
             outputs=[t.id for t in graph.outputs],
             differentiable=graph.differentiable,
+            derivative=None if rule is None else (rule.name, rule.results, rule.ops),
+            keeps=None if graph.keeps is None else sorted(t.id for t in graph.keeps),
             gradient_of=None if graph.gradient_of is None else graph.gradient_of.id,
             tensors=[self.tensor(t) for _, t in sorted(graph._tensors.items())],
             streams=[self.tensor(t) for _, t in sorted(graph._streams.items())],
@@ -219,9 +222,8 @@ class _Writer:
                 return {container.__name__: [self.value(v, what) for v in value]}
         if isinstance(value, Function):
             raise PopxlError(
-                f"Ir.save: {what} is {value!r}, code of JAX, which cannot be saved: a loop, a branch, or a function "
-                "with a derivative of its own. Write it with other functions, such as `jnp.maximum(x, 0)` for "
-                "`jax.nn.relu`, or with `ops.repeat` and `ops.conditional`; or keep what was compiled, with "
+                f"Ir.save: {what} is {value!r}, code of JAX, which cannot be saved. Print the graph: the op says why "
+                "it is one and not a graph. Write it with other functions; or keep what was compiled, with "
                 "`session.save` or `popxl.export`."
             )
         raise PopxlError(

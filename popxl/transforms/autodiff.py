@@ -18,6 +18,7 @@ from popxl.base.trampoline import Nested, done
 from popxl.context import get_current_context
 from popxl.core.aliasing import callees_first, has_effect, reachable
 from popxl.core.create import constant
+from popxl.core.derivative import Derivative
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import is_call
@@ -26,6 +27,7 @@ from popxl.graph import Graph
 from popxl.ops.complex import conjugate
 from popxl.ops.convert import cast_if_needed, identity
 from popxl.ops.elementwise import add_n
+from popxl.ops.memory import available_after
 from popxl.ops.reduce import sum as sum_
 from popxl.ops.shape import reshape
 from popxl.transforms.grad_graph_info import (
@@ -189,8 +191,9 @@ class _Differentiation:
         self.activations: dict[Tensor, Tensor] = {}
         self.copies: dict[Tensor, Tensor] = {}
         # Where some op cannot return more than it does, as a conditional, values on the way are computed again.
-        self.recomputes = not all(site.gains for site in graph.call_sites)
+        self.recomputes = graph.keeps is not None or not all(site.gains for site in graph.call_sites)
         self.again: dict[Op, Op] = {}
+        self.held: dict[Tensor, Tensor] = {}
 
     def run(self) -> Nested[None]:
         """Build the gradient graph and its `GradGraphInfo`. Reports missing gradients."""
@@ -212,18 +215,21 @@ class _Differentiation:
         for t in self.provided:
             given = self.graph.add_input(t.spec, f"Gradient___{t.name}", path=f"Gradient___{t.path}")
             self._contribute(t, conjugate(given, _name_within(t)))
-        for op in reversed(self.forward_graph.ops):
+        derivative = self.forward_graph.derivative
+        for op in reversed(self.forward_graph.ops[0 if derivative is None else derivative.ops :]):
             gs = tuple(self.gradient(t) for t in op.outputs)
             if any(g is not None for g in gs) and not self.follows.isdisjoint(op.inputs):
                 for callee in op.called_graphs:
                     if callee not in self.infos and self.needed[callee]:
-                        yield self._of_callee(callee)
+                        yield self._of_callee(callee, list(op.kind.runs.sought(callee)))  # type: ignore[union-attr]
                         info = self.infos[callee]
                         if self.transform is not None and info is not None:
                             self.infos[callee] = self.transform(info)
                 with get_current_context().set(ipu_id=op.ipu, io_tile_set=op.io_tiles):
                     for i, contribution in gradients(self._forward(op), gs).items():
                         self._contribute(op.inputs[i], contribution)
+        if derivative is not None:
+            self._follow_rule(derivative)
         found = {t: g for t in self.required if (g := self.gradient(t)) is not None}
         missing = [t for t in self.required if t not in found]
         if missing and self.complete:
@@ -235,6 +241,19 @@ class _Differentiation:
                 f"depends on it in a differentiable way. {remedy}"
             )
         return {t: self._named(t, conjugate(g, f"Gradient___{t.name}")) for t, g in found.items()}
+
+    def _follow_rule(self, derivative: Derivative) -> None:
+        """Differentiate what the graph returns by its own rule."""
+        graph = self.forward_graph
+        results = [(k, t) for k, t in enumerate(graph.outputs[: derivative.results]) if t.dtype.is_inexact]
+        gs = {k: g for k, t in results if (g := self.gradient(t)) is not None}
+        wanted = tuple(i for i, t in enumerate(graph.inputs) if t in self.follows and t.dtype.is_inexact)
+        for _, t in results:
+            self.gradients.pop(t, None)
+        if gs and wanted:
+            made = derivative.gradients(graph, wanted, gs, self.read)
+            for i, gradient in zip(wanted, made, strict=True):
+                self._contribute(graph.inputs[i], gradient)
 
     def _named(self, t: Tensor, gradient: Tensor) -> Tensor:
         """A gradient under the name of its tensor; one that was passed through still has another's."""
@@ -270,8 +289,8 @@ class _Differentiation:
     def _forward(self, op: Op) -> Forward:
         return Forward(op, self.follows, self.read, self.infos.get)
 
-    def _of_callee(self, callee: Graph) -> Nested[None]:
-        """Differentiate a called graph for inputs with gradients."""
+    def _of_callee(self, callee: Graph, required: list[Tensor]) -> Nested[None]:
+        """Differentiate a called graph for those tensors that have gradients."""
         if not callee.differentiable:
             raise PopxlError(
                 f"autodiff: {callee.title}, which {self.forward_graph.title} calls, has been marked as unsafe to "
@@ -286,9 +305,8 @@ class _Differentiation:
                 "its `graph`, and assign the module that knows it to an attribute of the one that uses it.",
                 UnusedGradientWarning,
             )
-        provided, required = self.needed[callee], list(callee.inputs)
         return _Differentiation(
-            callee, provided, required, self.infos, self.needed, self.transform, complete=False
+            callee, self.needed[callee], required, self.infos, self.needed, self.transform, complete=False
         ).run()
 
     # What rules ask for ---------------------------------------------------------------------------------------------
@@ -335,8 +353,9 @@ class _Differentiation:
         return self.activations[t]
 
     def _is_caller_visible(self, t: Tensor) -> bool:
-        """Whether callers of the forward graph have a tensor."""
-        return t in self.forward_graph.inputs or t in self.forward_graph.outputs
+        """Whether callers of the forward graph have a tensor, or keep it."""
+        kept = self.forward_graph.keeps
+        return t in self.forward_graph.inputs or t in (self.forward_graph.outputs if kept is None else kept)
 
     def _computed_again(self, t: Tensor) -> Tensor:
         """A forward tensor, made in the gradient graph by the same ops."""
@@ -361,7 +380,19 @@ class _Differentiation:
                     "makes from both branches."
                 )
             with get_current_context().set(ipu_id=op.ipu, io_tile_set=op.io_tiles):
-                self.again[op] = op.clone([self.read(u) for u in op.inputs])
+                self.again[op] = op.clone(self._operands_again(op))
+
+    def _operands_again(self, op: Op) -> list[Tensor]:
+        """Operands of an op that is computed again. Where the graph says so, it waits for the gradients; that one
+        operand waits is enough."""
+        operands = [self.read(u) for u in op.inputs]
+        given = [i for i, u in enumerate(op.inputs) if not isinstance(u, Constant) and self._is_caller_visible(u)]
+        if self.forward_graph.keeps is not None and given and not any(u.producer in self.again for u in op.inputs):
+            t = operands[given[0]]
+            if t not in self.held:
+                self.held[t] = available_after(t, self.graph.inputs[0])
+            operands[given[0]] = self.held[t]
+        return operands
 
 
 def leading_to(graph: Graph, provided: Iterable[Tensor]) -> set[Tensor]:
@@ -379,6 +410,9 @@ def _leading_through_calls(graph: Graph, provided: Iterable[Tensor]) -> Nested[s
         if is_call(op):
             (run,) = op.runs
             pairs = zip(run.outputs, op.outputs, strict=False)
+            if run.graph.derivative is not None:
+                leads |= inputs
+                continue
             within = yield _leading_through_calls(run.graph, [own for own, t in pairs if t in leads])
             inputs &= {t for own, t in zip(run.inputs, run.given, strict=False) if own in within}
         leads |= inputs

@@ -9,41 +9,44 @@ printed, called, differentiated and saved like any graph. The other direction, a
 from __future__ import annotations
 
 import functools
-import os
-import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from functools import cache
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, jaxpr_as_fun, primitives
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from popxl.base.names import camel, identifier
-from popxl.base.source import SourceLocation
 from popxl.context import get_current_context
 from popxl.core.create import constant
-from popxl.core.declaration import OpKind
 from popxl.core.recording import foreign_tensor
 from popxl.core.tensor import Tensor
-from popxl.core.tracing import abstract_evaluation, trace
-from popxl.core.traits import VJP
-from popxl.dtypes import dtype
+from popxl.core.tracing import trace
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.ops.call import call
-from popxl.values.spec import TensorSpec, brief
+from popxl.ops.memory import available_after
+from popxl.transforms.jax_control_flow import record_as_graphs, why_one_op
+from popxl.transforms.jax_equations import (
+    Policy,
+    at_line,
+    conditions,
+    first_effect,
+    first_foreign,
+    is_from_jax,
+    known_spec,
+    names_of,
+    source_of,
+)
+from popxl.transforms.jax_kinds import as_op, last_name
+from popxl.values.spec import brief
 
 if TYPE_CHECKING:
     from popxl.ir import Ir
 
 __all__ = ["from_jax"]
-
-_LIBRARY = os.path.dirname(jax.__file__) + os.sep
-_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def from_jax(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,12 +56,20 @@ def from_jax(fn: Callable[..., Any]) -> Callable[..., Any]:
     lists, tuples and dicts) stand for arrays; everything else is handed to `fn` as it is. The result is what `fn`
     returns, with tensors in place of arrays.
 
-    A function that you have jitted becomes a graph of its own within the Ir, and is called wherever `fn` calls it; so a
-    jitted layer that is applied a hundred times is one graph with a hundred calls. Jitted functions of JAX itself are
-    written out. What else holds functions is one op each, which `Ir.save` refuses: it saves no code. Such are `scan`,
-    `while_loop`, `cond`, `jax.checkpoint`, `jax.shard_map`, kernels of Pallas, and functions with their own derivative
-    (`jax.custom_jvp`, `jax.custom_vjp`, and so `jax.nn.relu`). A session runs an op on one device, so that a
-    `shard_map` over several is for `popxl.to_jax`. What `fn` closes over becomes constants.
+    What holds functions becomes graphs, with an op that runs them:
+
+    - A function that you have jitted is a graph of its own within the Ir, and is called wherever `fn` calls it; so a
+      jitted layer that is applied a hundred times is one graph with a hundred calls. Jitted functions of JAX itself are
+      written out.
+    - `scan`, `fori_loop` and a `while_loop` whose number of turns is known are loops, `cond` and `switch` conditionals.
+    - A function with its own derivative (`jax.custom_jvp`, `jax.custom_vjp`, and so `jax.nn.relu`) is a graph that is
+      differentiated by its rule.
+    - `jax.checkpoint` is a graph whose gradient graph computes it again, but for what the policy keeps.
+
+    What no graph can say is one op, whose attribute `because` says why, and which `Ir.save` refuses: it saves no code.
+    Such are a `while_loop` whose number of turns depends on values, `jax.shard_map`, kernels of Pallas, and loops that
+    handle random keys. A session runs an op on one device, so that a `shard_map` over several is for `popxl.to_jax`.
+    What `fn` closes over becomes constants.
 
     Which of the three:
         - `popxl.from_jax(fn)` shows what `fn` does: the ops can be read, transformed, and kept in a file.
@@ -117,7 +128,7 @@ def from_jax(fn: Callable[..., Any]) -> Callable[..., Any]:
         body = _without_outer_jit(traced)
         _check(name, body)
         with graph.ir.undone_on_failure():
-            outputs = _Recorder(graph.ir).record(body, tensors)
+            outputs = Recorder(graph.ir).record(body, tensors)
         return jax.tree.unflatten(jax.tree.structure(results), outputs)
 
     name = getattr(fn, "__qualname__", None) or _name_of_object(fn)
@@ -149,109 +160,151 @@ def _without_outer_jit(traced: ClosedJaxpr) -> ClosedJaxpr:
 
 def _check(name: str, traced: ClosedJaxpr) -> None:
     """Raise `PopxlError` for traces without op form: effects, or unsupported value types."""
-    last = "fn" if "lambda" in name else _last(name)
+    last = "fn" if "lambda" in name else last_name(name)
     op = f"popxl.OpKind({camel(last) or 'Name'!r}, {last})"
     remedy = f"Make the function a single op instead: {op}."
-    for equation in _equations(traced.jaxpr):
-        if equation.effects and equation.primitive.name != "jit":  # what is in that comes, too
-            uses_refs = any("Ref{" in value.aval.str_short() for value in (*equation.invars, *equation.outvars))
-            what = "changes a `jax.Ref`" if uses_refs else "does more than compute its results"
-            instead = (
-                "Pass new values on" if uses_refs else "Leave prints and callbacks out (`ops.print_tensor` prints)"
-            )
+    equation = first_effect(traced.jaxpr)
+    if equation is not None:
+        uses_refs = any("Ref{" in value.aval.str_short() for value in (*equation.invars, *equation.outvars))
+        what = "changes a `jax.Ref`" if uses_refs else "does more than compute its results"
+        instead = "Pass new values on" if uses_refs else "Leave prints and callbacks out (`ops.print_tensor` prints)"
+        raise PopxlError(
+            f"from_jax: `{name}` {what} in `{equation.primitive.name}`{at_line(equation)}, and an op for one "
+            f"equation only computes. {instead}, or make the function a single op: {op}."
+        )
+    foreign = first_foreign(traced.jaxpr)
+    if foreign is not None:
+        equation, type_ = foreign
+        if equation is None:
             raise PopxlError(
-                f"from_jax: `{name}` {what} in `{equation.primitive.name}`{_at_line(equation)}, and an op for one "
-                f"equation only computes. {instead}, or make the function a single op: {op}."
+                f"from_jax: `{name}` takes or returns a value of the type {type_}, and no tensor can hold that. "
+                f"{remedy}"
             )
-    for equation in _equations(traced.jaxpr):
-        for value in (*equation.invars, *equation.outvars):
-            if _spec(value.aval) is None:
-                raise PopxlError(
-                    f"from_jax: `{name}` handles a value of the type {value.aval.str_short()} in "
-                    f"`{equation.primitive.name}`{_at_line(equation)}, and no tensor can hold that. {remedy}"
-                )
-    for value in (*traced.jaxpr.invars, *traced.jaxpr.constvars, *traced.jaxpr.outvars):
-        if _spec(value.aval) is None:
-            raise PopxlError(
-                f"from_jax: `{name}` takes or returns a value of the type {value.aval.str_short()}, and no tensor can "
-                f"hold that. {remedy}"
-            )
+        raise PopxlError(
+            f"from_jax: `{name}` handles a value of the type {type_} in `{equation.primitive.name}`"
+            f"{at_line(equation)}, and no tensor can hold that. {remedy}"
+        )
 
 
-def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """The equations that become ops, those of jitted functions included."""
-    for equation in jaxpr.eqns:
-        yield equation
-        if equation.primitive.name == "jit":
-            yield from _equations(equation.params["jaxpr"].jaxpr)
+class Recorder:
+    """Adds the equations of traces to graphs.
 
+    Args:
+        ir: the Ir of the graphs.
+        policy: what is kept where a graph is computed again. Functions that JAX has jitted are then written out.
+        own: a graph that has its results already, wherever its own function is called on its inputs.
+    """
 
-def _spec(aval: Any) -> TensorSpec | None:
-    """Tensor spec of a JAX type, if possible."""
-    try:
-        return TensorSpec(tuple(map(int, aval.shape)), dtype.as_dtype(np.dtype(aval.dtype)))
-    except (AttributeError, TypeError, ValueError):  # tokens; random keys; narrow integers and the like
-        return None
+    def __init__(self, ir: Ir, policy: Policy | None = None, own: Graph | None = None) -> None:
+        self.ir = ir
+        self.kept: set[Tensor] = set()
+        self.own = own
+        self._policy = policy
 
+    def of(self, graph: Graph) -> Recorder:
+        """The recorder of what the rule of a graph keeps, in it."""
+        return Recorder(self.ir, own=graph)
 
-class _Recorder:
-    """Adds the equations of a trace to the current graph."""
+    def plain(self) -> Recorder:
+        """The recorder of graphs inside, which are as any."""
+        return Recorder(self.ir)
 
-    def __init__(self, ir: Ir) -> None:
-        self._ir = ir
+    @contextmanager
+    def within(self, graph: Graph) -> Iterator[None]:
+        """Make a graph the current one, without the name scopes around it."""
+        with get_current_context().set(scope_prefix=""), graph:
+            yield
 
     def record(self, traced: ClosedJaxpr, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Record result tensors for given argument tensors."""
         jaxpr = traced.jaxpr
         known: dict[Any, Tensor] = dict(zip(jaxpr.invars, inputs, strict=True))
-        constants = dict(zip(jaxpr.constvars, traced.consts, strict=True))
+        constants, bools = dict(zip(jaxpr.constvars, traced.consts, strict=True)), conditions(jaxpr)
 
         def tensor_of(value: Any) -> Tensor:
             if isinstance(value, Literal):
-                return _constant(value.val, value.aval)
+                return self.constant_of(value)
             if value not in known:
                 known[value] = _constant(constants[value], value.aval)
             return known[value]
 
         for equation in jaxpr.eqns:
-            results = self._equation(equation, tensor_of)
+            if not equation.outvars:  # nothing needs it
+                continue
+            if equation.outvars[0] in bools:
+                known[equation.outvars[0]] = tensor_of(equation.invars[0])
+                continue
+            results = self._recorded(equation, tensor_of)
             known.update(zip(equation.outvars, results, strict=True))
+            if self._policy is not None and self._policy(equation):
+                self.kept.update(results)
         return [tensor_of(value) for value in jaxpr.outvars]
 
-    def _equation(self, equation: JaxprEqn, read: Callable[[Any], Tensor]) -> Sequence[Tensor]:
-        """The results of an equation. `read` gives the tensors of its operands."""
-        if equation.primitive.name != "jit":
-            kind, operands, attributes = _as_op(equation)
-            op = kind.record(*map(read, operands), **attributes)
-            source = _source(equation)
+    def _recorded(self, equation: JaxprEqn, read: Callable[[Any], Tensor]) -> Sequence[Tensor]:
+        """The results of an equation, recorded at the user's line. `read` gives the tensors of its operands."""
+        ops = get_current_context().graph.ops
+        count = len(ops)
+        results = self._equation(equation, read)
+        source = source_of(equation)
+        for op in ops[count:]:
             if source is not None and isinstance(op._made_at, tuple):  # nobody has said anything else
                 op._made_at = source
-            return op.outputs
-        inner = equation.params["jaxpr"]
-        operands = [read(value) for value in equation.invars]
-        if (inner.jaxpr.debug_info.func_filename or "").startswith(_LIBRARY):
-            return self.record(inner, operands)
-        results = call(self._graph_of(inner), *operands)
-        return results[: len(equation.outvars)]  # autodiff may have given the graph further outputs
+        return results
 
-    def _graph_of(self, inner: ClosedJaxpr) -> Graph:
-        """The graph of a jitted function. JAX traces it once for the same operands, so that it is made once."""
-        graphs = _graphs.setdefault(self._ir, {})
-        found = graphs[inner]() if inner in graphs else None
-        if found is not None and found in self._ir.graphs:
-            return found
-        jaxpr, about = inner.jaxpr, inner.jaxpr.debug_info
-        names = about.arg_names or ()
-        if len(names) != len(jaxpr.invars):  # JAX does not promise them
-            names = ("x",) * len(jaxpr.invars)
-        graph = self._ir.create_empty_graph(about.func_name)
-        with get_current_context().set(scope_prefix=""), graph:
-            inputs = [
-                graph.add_input(_known_spec(value.aval), identifier(name))
-                for value, name in zip(jaxpr.invars, names, strict=True)
-            ]
-            for t in self.record(inner, inputs):
+    def _equation(self, equation: JaxprEqn, read: Callable[[Any], Tensor]) -> Sequence[Tensor]:
+        if equation.primitive.name == "jit":
+            inner, given = equation.params["jaxpr"], [read(value) for value in equation.invars]
+            if is_from_jax(inner) or self._policy is not None:
+                return self.record(inner, given)
+            results = call(self._graph_of_jitted(inner), *given)
+            return results[: len(equation.outvars)]  # autodiff may have given the graph further outputs
+        why = why_one_op(equation, read)
+        made = None if why else record_as_graphs(self, equation, read)
+        if made is not None:
+            return made
+        kind, operands, attributes = as_op(equation, why)
+        return kind.record(*map(read, operands), **attributes).outputs
+
+    # Graphs ---------------------------------------------------------------------------------------------------------
+
+    def add_input(self, value: Any, name: str) -> Tensor:
+        """Add an input for an argument to the current graph."""
+        return get_current_context().graph.add_input(known_spec(value.aval), identifier(name))
+
+    def constant_of(self, value: Literal) -> Tensor:
+        """A constant of the current graph."""
+        return _constant(value.val, value.aval)
+
+    def graph_of(
+        self, body: ClosedJaxpr, policy: Policy | None = None, recomputed: bool = False, waits: bool = False
+    ) -> Graph:
+        """A new graph of a function.
+
+        Args:
+            body: the function.
+            policy: what is kept of it, if it is computed again for its gradient.
+            recomputed: whether it is.
+            waits: compute nothing before the last input is there.
+        """
+        graph = self.ir.create_empty_graph(body.jaxpr.debug_info.func_name)
+        recorder = Recorder(self.ir, policy)
+        with self.within(graph):
+            named = zip(body.jaxpr.invars, names_of(body), strict=True)
+            inputs = [self.add_input(value, name) for value, name in named]
+            if waits:
+                inputs[:-1] = [available_after(t, inputs[-1]) for t in inputs[:-1]]
+            for t in recorder.record(body, inputs):
                 graph.add_output(t)
+        graph.keeps = frozenset(recorder.kept) if recomputed else None
+        return graph
+
+    def _graph_of_jitted(self, inner: ClosedJaxpr) -> Graph:
+        """The graph of a jitted function. JAX traces it once for the same operands, so that it is made once."""
+        graphs = _graphs.setdefault(self.ir, {})
+        found = graphs[inner]() if inner in graphs else None
+        if found is not None and found in self.ir.graphs:
+            return found
+        graph = self.graph_of(inner)
         graphs[inner] = graph.ref
         return graph
 
@@ -260,172 +313,6 @@ _graphs: weakref.WeakKeyDictionary[Ir, dict[ClosedJaxpr, weakref.ref[Graph]]] = 
 """The graphs that were made of jitted functions."""
 
 
-def _known_spec(aval: Any) -> TensorSpec:
-    """The spec for a type of JAX that `_check` has let pass."""
-    spec = _spec(aval)
-    assert spec is not None
-    return spec
-
-
 def _constant(value: Any, aval: Any) -> Tensor:
-    spec = _known_spec(aval)
+    spec = known_spec(aval)
     return constant(np.asarray(value, spec.dtype.as_jax()), spec.dtype)
-
-
-def _source(equation: JaxprEqn) -> SourceLocation | None:
-    """The user's line that an equation comes from: the innermost one that is neither JAX's nor ours."""
-    traceback: Any = equation.source_info.traceback
-    for frame in [] if traceback is None else traceback.frames:
-        if not frame.file_name.startswith((_LIBRARY, _OURS)):
-            return SourceLocation(frame.file_name, frame.line_num, frame.function_name)
-    return None
-
-
-def _at_line(equation: JaxprEqn) -> str:
-    source = _source(equation)
-    return "" if source is None else f", at `{source.text}` ({source})"
-
-
-def _last(name: str) -> str:
-    return re.sub(r"\W+", "", name.rpartition(".")[2])
-
-
-# Kinds ---------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Function:
-    """JAX code as an op attribute: loop body, or function with custom derivative.
-
-    It prints as its name. It has no hash, so that no declaration remembers it: a declaration lives longer than code.
-
-    Attributes:
-        name: name of the function.
-        code: what JAX runs: a jaxpr, or a function.
-    """
-
-    name: str
-    code: Any
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-def _as_op(equation: JaxprEqn) -> tuple[OpKind, Sequence[Any], dict[str, Any]]:
-    """The op that an equation becomes: its kind, its operands, its attributes."""
-    primitive, parameters = equation.primitive, equation.params
-    if primitive.name not in ("custom_jvp_call", "custom_vjp_call"):
-        return _kind(primitive), equation.invars, {n: _attribute(n, value) for n, value in parameters.items()}
-    called = parameters["call_jaxpr"].jaxpr
-    operands = list(dict.fromkeys(value for value in equation.invars if not isinstance(value, Literal)))
-    alone = called.replace(constvars=[], invars=operands, outvars=equation.outvars, eqns=[equation])
-    name = called.debug_info.func_name
-    return _function_kind(_last(name)), operands, {"function": Function(name, ClosedJaxpr(alone, ()))}
-
-
-@cache
-def _kind(primitive: Primitive) -> OpKind:
-    """The declaration of a primitive. Made once."""
-
-    def lowering(*operands: Any, **attributes: Any) -> Any:
-        parameters = {n: _multiplying(n, _parameter(v)) for n, v in attributes.items()}
-        results = primitive.bind(*operands, **primitive.get_bind_params(parameters))
-        return list(results) if primitive.multiple_results else results  # those of a `shard_map` are no list
-
-    gradient = None if primitive.name == "stop_gradient" else VJP
-    return _declared(primitive.name, lowering, f"jax.{primitive.name}", gradient)
-
-
-@cache
-def _function_kind(name: str) -> OpKind:
-    """Cached declaration for functions with custom derivatives, by name."""
-
-    def lowering(*operands: Any, function: Function) -> Any:
-        results = jaxpr_as_fun(_multiplying("", function.code))(*operands)
-        return results[0] if len(results) == 1 else results
-
-    return _declared(name or "function", lowering, f"jax.function.{name}", VJP)
-
-
-def _declared(name: str, lowering: Callable[..., Any], key: str, gradient: Any) -> OpKind:
-    def shape(*operands: Any, **attributes: Any) -> Any:
-        specs = tuple(t.spec for t in operands)
-
-        def derived() -> Any:
-            with jax.enable_x64(True):  # JAX has said each dtype, and where it said 64 bits they are meant
-                return abstract_evaluation(kind.on_arrays(None, attributes), specs)
-
-        return kind.remembered(("shape", tuple(attributes.items()), specs), derived)
-
-    kind = OpKind(camel(name), lowering, shape=shape, gradient=gradient, key=key)
-    return kind
-
-
-def kind_with_key(key: str) -> OpKind | None:
-    """Look up a primitive's declaration by key, such as `"jax.sin"`, for saved programs."""
-    primitive = _primitives().get(key.removeprefix("jax.")) if key.startswith("jax.") else None
-    return None if primitive is None else _kind(primitive)
-
-
-@cache
-def _primitives() -> dict[str, Primitive]:
-    """The primitives that JAX publishes, by name."""
-    return {value.name: value for value in vars(primitives).values() if isinstance(value, Primitive)}
-
-
-def _attribute(name: str, value: Any) -> Any:
-    """Encode an equation parameter as an op attribute: plain value, or named code."""
-    if isinstance(value, np.dtype):
-        return dtype.as_dtype(value)
-    if isinstance(value, Enum) and hasattr(jax.lax, type(value).__name__):
-        return f"{type(value).__name__}.{value.name}"
-    if isinstance(value, np.generic):  # `vmap` counts axes in NumPy's numbers
-        return value.item()
-    if isinstance(value, tuple) and type(value) is not tuple:
-        if not hasattr(jax.lax, type(value).__name__):  # it could not be found again: the code of a solver, say
-            return Function(type(value).__name__, value)
-        return type(value).__name__, *(_attribute(name, part) for part in value)  # dimension numbers
-    if isinstance(value, tuple):
-        return tuple(_attribute(name, part) for part in value)
-    if isinstance(value, ClosedJaxpr | Jaxpr):
-        about = (value.jaxpr if isinstance(value, ClosedJaxpr) else value).debug_info
-        return Function(about.func_name, value)
-    if callable(value) and not isinstance(value, type):
-        return Function(getattr(value, "__name__", type(value).__name__), value)
-    return value
-
-
-def _parameter(value: Any) -> Any:
-    """Decode an op attribute to an equation parameter."""
-    if isinstance(value, dtype):
-        return value.as_jax()
-    if isinstance(value, Function):
-        return value.code
-    if isinstance(value, str):
-        kind, _, member = value.partition(".")
-        found = getattr(jax.lax, kind, None) if member else None
-        return found[member] if isinstance(found, type) and issubclass(found, Enum) else value
-    if isinstance(value, tuple):
-        parts = tuple(map(_parameter, value))
-        found = getattr(jax.lax, parts[0], None) if parts and isinstance(parts[0], str) else None
-        return found(*parts[1:]) if isinstance(found, type) and issubclass(found, tuple) else parts
-    return value
-
-
-def _multiplying(name: str, value: Any) -> Any:
-    """A parameter, with products as exact as JAX is set to make them, where the function said nothing. It was traced
-    when the graph was built; the session says it when it lowers the graph."""
-    if name == "precision" and value is None:
-        settings: Any = jax.config
-        level = settings.jax_default_matmul_precision
-        return None if level is None else (jax.lax.Precision(level),) * 2
-    if isinstance(value, Jaxpr):
-        equations = [e.replace(params={n: _multiplying(n, v) for n, v in e.params.items()}) for e in value.eqns]
-        return value.replace(eqns=equations)
-    if isinstance(value, ClosedJaxpr):  # from JAX 0.12 on a Jaxpr, too
-        return value.replace(jaxpr=_multiplying(name, value.jaxpr))
-    if type(value) is tuple:  # of branches, say
-        return tuple(_multiplying("", part) for part in value)
-    return value

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
 import jax
 
 from popxl.base.arrays import Array
+from popxl.core.recording import Op
 from popxl.graph import Graph
 from popxl.ops.kernels import memory
 from runtime.lowering.channels import Channels
@@ -26,6 +27,7 @@ class Context:
         inputs: the inputs of the graph. The body of a loop has none: it sees nothing around it.
         in_loop: whether they are in the body of a loop.
         rows: the number of iterations of the loops of calls around them. An array of so many rows may hold a value.
+        cut: of ops in the body of a loop that cut a row for the turn out of an array, this row.
         depth: the number of graphs around them, calls that XLA keeps apart.
         first_runs: by graph and identities of inputs, where a graph has run in this trace: the first input.
     """
@@ -34,6 +36,7 @@ class Context:
     inputs: Sequence[Array | PackedSlot] = ()
     in_loop: bool = False
     rows: int = 1
+    cut: Mapping[Op, Array] = field(default_factory=dict)
     depth: int = 0
     first_runs: FirstRuns = field(default_factory=WeakValueDictionary)
 
@@ -45,9 +48,9 @@ class Context:
         """The context inside a branch, with its own channels."""
         return replace(self, channels=channels)
 
-    def in_loop_body(self, channels: Channels, rows: int = 1) -> Context:
+    def in_loop_body(self, channels: Channels, rows: int = 1, cut: Mapping[Op, Array] | None = None) -> Context:
         """The context inside a loop body of `rows` iterations, if values may be slots of as many rows."""
-        return replace(self, channels=channels, inputs=(), in_loop=True, rows=self.rows * rows)
+        return replace(self, channels=channels, inputs=(), in_loop=True, rows=self.rows * rows, cut=cut or {})
 
     def prevent_cse(self, graph: Graph, inputs: Sequence[Array | PackedSlot]) -> Sequence[Array | PackedSlot]:
         """Make a graph's inputs other values for the compiler, if it has run on the same inputs before.

@@ -17,7 +17,7 @@ from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.ops.call import call_kind
 from popxl.ops.conditional import conditional_kind
-from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind, returned_by_ref
+from popxl.ops.repeat import EXTRA_INPUTS, EXTRA_OUTPUTS, loop_kind, returned_by_ref, rows_of
 from runtime.lowering.context import Context
 from runtime.lowering.environment import Environment, Results
 from runtime.lowering.packed_arrays import PackedArray, PackedSlot, load, write_back
@@ -170,6 +170,12 @@ class Loop:
         shared = {storage: self._sharing.values[storage] for storage in self._sharing.written}
         self.start = (tuple(self._inputs[: self._carried]), contents, arrays, shared)
 
+    def rows(self) -> dict[Op, Array]:
+        """Ops of the body that cut a row for the turn out of an input, with what that is bound to."""
+        own = self.graph.inputs[EXTRA_INPUTS:]
+        bound = {row.producer: self._inputs[own.index(stack)] for row, stack in rows_of(self.graph).items()}
+        return {op: value for op, value in bound.items() if op is not None and not isinstance(value, PackedSlot)}
+
     def begin_iteration(self, state: Any, i: Array) -> Iteration:
         """Build the inputs of an iteration from the loop-carried state."""
         results_before, contents, arrays, shared = state
@@ -219,17 +225,20 @@ def _loop(lowering: Lowering, op: Op, environment: Environment, context: Context
     loop, streams = Loop(op, environment), lowering.channels_of((op,))
     loop_channels = context.channels.loop_channels(streams)
 
-    def iterate(state: Any, i: Array) -> Any:
-        before, positions = state
+    rows = loop.rows()
+
+    def iterate(state: Any, turn: tuple[Array, Sequence[Array]]) -> Any:
+        (before, positions), (i, cut) = state, turn
         inside = loop_channels.in_iteration(positions)
         iteration = loop.begin_iteration(before, i)
-        body = context.in_loop_body(inside)
+        body = context.in_loop_body(inside, cut=dict(zip(rows, cut, strict=True)))
         results = lowering.lower_call(loop.graph, iteration.inputs, body, in_rows=True, sharing=iteration.sharing)
         after, further = loop.end_iteration(iteration, results)
         return (after, inside.carried(streams)), further
 
-    count = op.attributes["repeat_count"]
-    start = (loop.start, loop_channels.start)
-    (state, positions), stacked = lax.scan(iterate, start, jnp.arange(count, dtype=jnp.int32))
+    (run,) = op.runs
+    start, turns = (loop.start, loop_channels.start), jnp.arange(run.turns, dtype=jnp.int32)
+    is_backwards = run.numbers.step < 0
+    (state, positions), stacked = lax.scan(iterate, start, (turns, [*rows.values()]), reverse=is_backwards)
     context.channels.resume(loop_channels, positions, (state, stacked))
     loop.finish(state, stacked, environment)

@@ -135,6 +135,9 @@ class Lowering:
         if op.kind in LOWERINGS:
             LOWERINGS[op.kind](self, op, environment, context)
             return
+        if op in context.cut:
+            environment.write(op.outputs[0], context.cut[op])
+            return
         if op.kind.view is not None:  # a view is made when it is read
             return
         operands = [environment.value_of(t) for t in op.inputs]

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import checkify
 
 from popxl.analysis.edits import Snapshot
@@ -24,6 +25,7 @@ from popxl.base.arrays import Array
 from popxl.base.log import Logger
 from popxl.base.names import identifier
 from popxl.core.aliasing import used_storages, written_inputs, written_tensors
+from popxl.core.derivative import Derivative
 from popxl.core.recording import Op
 from popxl.core.rounding import RoundingKey
 from popxl.core.tensor import Tensor, Variable
@@ -31,7 +33,6 @@ from popxl.core.traits import REFUSED, VJP
 from popxl.errors import PopxlError
 from popxl.fp8_utils import in_transit, to_device
 from popxl.graph import Graph
-from popxl.program.rule_graph import RuleGraph, rule_graph
 from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.values.spec import TensorSpec, brief
 from runtime.lowering.channels import (
@@ -45,7 +46,11 @@ from runtime.lowering.channels import (
     encode_transfer,
 )
 from runtime.lowering.context import Context
-from runtime.lowering.lower import Lowering, cast_to_declared, raised_recursion_limit
+from runtime.lowering.environment import Results
+from runtime.lowering.lower import Lowering, raised_recursion_limit
+from runtime.lowering.op_derivatives import not_differentiable, with_rules
+from runtime.lowering.packed_arrays import PackedSlot, load
+from runtime.lowering.sharing import Sharing
 from runtime.targets.replicas import Replicas
 
 _log = Logger("session")
@@ -391,8 +396,37 @@ class _Differentiable(Lowering):
         """The channels that ops use, but for the key of stochastic rounding, which only sessions have."""
         return tuple(c for c in super().channels_of(ops) if not isinstance(c, RoundingKey))
 
+    def lower_call(
+        self,
+        graph: Graph,
+        inputs: Sequence[Array | PackedSlot],
+        context: Context,
+        in_rows: bool = False,
+        sharing: Sharing = Sharing(),  # noqa: B008  # it has no state
+    ) -> Results:
+        """Lower a call. A graph with a rule of its own is differentiated by that, and one that keeps little is computed
+        again."""
+        plain = graph.derivative is None and graph.keeps is None
+        if plain or sharing or self.channels_of(graph.ops):  # these are values beside inputs and results
+            return super().lower_call(graph, inputs, context, in_rows, sharing)
+
+        def of_arrays(*arrays: Array) -> tuple[Array, ...]:
+            channels = Channels({})
+            inside = Context(channels).in_loop_body(channels)
+            return tuple(super(_Differentiable, self).lower_call(graph, arrays, inside).outputs)
+
+        of_arrays.__name__ = of_arrays.__qualname__ = graph.id.rpartition("_subgraph")[0] or "graph"
+        changed = _recomputing(graph, of_arrays) if graph.derivative is None else _by_rule(graph.derivative, of_arrays)
+        return Results(changed(*map(load, inputs)), {})
+
     def apply(self, op: Op, operands: Sequence[Array], channels: Channels) -> Any:
-        """Compute a differentiable op's results."""
+        """Compute a differentiable op's results, under names where its graph keeps them."""
+        results = self._apply(op, operands, channels)
+        if op.graph.keeps is None or op.graph.keeps.isdisjoint(op.outputs):
+            return results
+        return jax.tree.map(lambda value: checkpoint_name(value, op.name), results)
+
+    def _apply(self, op: Op, operands: Sequence[Array], channels: Channels) -> Any:
         rule = op.kind.gradient
         if op.modified or op.kind.between_replicas or not any(t.dtype.is_inexact for t in op.outputs):
             return super().apply(
@@ -401,84 +435,26 @@ class _Differentiable(Lowering):
         if rule is None:
             return op.apply([jax.lax.stop_gradient(operand) for operand in operands])
         if rule is REFUSED:
-            return _not_differentiable(op)(*operands)
+            return not_differentiable(op)(*operands)
         if rule is VJP:
             return op.apply(operands)
-        return _with_custom_jvp(op)(*operands)
+        return with_rules(op)(*operands)
 
 
-def _op_function(op: Op) -> Callable[..., Any]:
-    """An op as a function of operands, with results in declared dtypes."""
-
-    def function(*operands: Array) -> tuple[Array, ...]:
-        results = op.apply(operands)
-        several = results if isinstance(results, tuple | list) else (results,)
-        return tuple(cast_to_declared(t, value, op) for t, value in zip(op.outputs, several, strict=True))
-
-    function.__name__ = function.__qualname__ = op.op_type
-    return function
-
-
-def _not_differentiable(op: Op) -> Callable[..., Any]:
-    """An op as a function that raises under differentiation."""
-
-    function = jax.custom_vjp(_op_function(op))
-
-    def backward(operands: Any, gradients: Any) -> Any:
-        raise PopxlError(
-            f"jax.grad: a gradient reaches the op {op.name} ({op.source}), which has none. Pass the tensor through "
-            "`ops.detach`."
-        )
-
-    function.defvjp(lambda *operands: (function(*operands), ()), backward)
-    return function
-
-
-def _with_custom_jvp(op: Op) -> Callable[..., Any]:
-    """An op with gradient rules as a `jax.custom_jvp` function.
-
-    A rule is linear in the gradients that come in, so that JAX can turn it round: the derivative serves forwards and
-    backwards, and can be differentiated again.
-    """
-
-    function = jax.custom_jvp(_op_function(op))
+def _by_rule(derivative: Derivative, of_arrays: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
+    """The function of a graph that has a derivative of its own. What autodiff has added to its outputs has JAX's."""
+    function = jax.custom_jvp(of_arrays)
 
     @function.defjvp
-    def derivative(operands: Sequence[Array], tangents: Sequence[Array]) -> Any:
-        results = function(*operands)
-        rules = rule_graph(op)
-        specs = [jax.ShapeDtypeStruct(results[k].shape, results[k].dtype) for k in rules.given]
-
-        def pull(*gs: Array) -> tuple[Array, ...]:
-            return _pull_back(rules, op, operands, results, gs)
-
-        moved = jax.linear_transpose(pull, *specs)(tuple(tangents[i] for i in rules.wanted)) if rules.wanted else ()
-        found = dict(zip(rules.given, moved, strict=False))
-        return results, tuple(found.get(k, _no_tangent(value)) for k, value in enumerate(results))
+    def moved(arrays: Sequence[Array], tangents: Sequence[Array]) -> Any:
+        _, own = jax.jvp(derivative.on_arrays, arrays, tangents)
+        _, others = jax.jvp(of_arrays, arrays, tangents)
+        return function(*arrays), (*own, *others[derivative.results :])
 
     return function
 
 
-def _no_tangent(value: Array) -> Array:
-    """The zero tangent of an independent or integer result."""
-    return jnp.zeros_like(value) if jnp.issubdtype(value.dtype, jnp.inexact) else np.zeros(value.shape, jax.float0)
-
-
-def _pull_back(
-    rules: RuleGraph, op: Op, operands: Sequence[Array], results: Sequence[Array], gs: Sequence[Array]
-) -> tuple[Array, ...]:
-    """Apply gradient rules. Returns operand gradients in operand shapes and dtypes."""
-    known = dict(zip((*op.inputs, *op.outputs), (*operands, *results), strict=True))  # one tensor may be two operands
-    lowering = Lowering(rules.graph.ops, op.graph.ir.options)
-    channels = Channels({FAILURE: (jnp.asarray(FAILURE.start), 0)})
-    outputs = lowering.lower_call(rules.graph, [*known.values(), *gs], Context(channels)).outputs
-    return tuple(_unbroadcast(gradient, operands[i]) for i, gradient in zip(rules.wanted, outputs, strict=True))
-
-
-def _unbroadcast(gradient: Array, operand: Array) -> Array:
-    """Sum a gradient over broadcast dimensions, and cast it to its operand's dtype."""
-    if gradient.shape != operand.shape:
-        added = gradient.ndim - operand.ndim
-        repeated = [added + d for d, size in enumerate(operand.shape) if gradient.shape[added + d] != size]
-        gradient = gradient.sum((*range(added), *repeated)).reshape(operand.shape)
-    return gradient if gradient.dtype == operand.dtype else gradient.astype(operand.dtype)
+def _recomputing(graph: Graph, of_arrays: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
+    """The function of a graph that is computed again for its gradient, but for what it keeps."""
+    names = {t.producer.name for t in graph.keeps or () if t.producer is not None}
+    return jax.checkpoint(of_arrays, policy=jax.checkpoint_policies.save_only_these_names(*names))

@@ -353,15 +353,20 @@ class HostControlFlow(Step):
         op: the op.
         ways: the graphs: of a conditional, the two branches.
         condition: what says which branch is taken. The host has to wait for it.
-        turns: how often the graph is gone through.
+        numbers: of the turns in which the graph is gone through, in order.
         extra: the inputs that only the graph of a loop has: the number of the turn, and true.
     """
 
     op: Any = None
     ways: tuple[SubPlan, ...] = ()
     condition: Tensor | None = None
-    turns: int = 1
+    numbers: range = range(1)
     extra: tuple[Tensor, ...] = ()
+
+    @property
+    def turns(self) -> int:
+        """How often the graph is gone through."""
+        return len(self.numbers)
 
     def prepare(self, terms_at: Mapping[int, CompileOptions]) -> None:
         """Upload constant arguments to the IPUs that read them."""
@@ -377,8 +382,8 @@ class HostControlFlow(Step):
         if self.condition is not None and not np.asarray(values[self.condition]).item():
             way = self.ways[1]
         inner = way.initial_values(values)
-        for turn in range(self.turns):
-            if turn:
+        for turn in self.numbers:
+            if turn != self.numbers[0]:
                 inner = way.next(inner, run)
             for t, place in self._numbered:
                 inner[t] = run.number(np.int32(turn) if t is self.extra[0] else np.True_, place)

@@ -150,7 +150,7 @@ class PlanBuilder:
             op=op,
             ways=tuple(self._subplans(op, stacks)),
             condition=op.inputs[0].origin if chooses(op) else None,
-            turns=op.runs[0].turns,
+            numbers=op.runs[0].numbers,
             extra=op.runs[0].own,
         )
 

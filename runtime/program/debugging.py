@@ -138,12 +138,14 @@ class Debugged(Lowering):
     def _loop(self, op: Op, environment: Environment, context: Context) -> Nested[None]:
         loop, (run,) = Loop(op, environment), op.runs
         state, rows = loop.start, []
-        for i in range(run.turns):
+        for i in run.numbers:
             self._sites[-1].turn += 1
             iteration = loop.begin_iteration(state, jnp.asarray(i, jnp.int32))
             results = yield self._graph(loop.graph, iteration.inputs, context, iteration.sharing)
             state, further = loop.end_iteration(iteration, results)
             rows.append(further)
+        if run.numbers.step < 0:
+            rows.reverse()
         if rows:
             stacked = list(map(jnp.stack, zip(*rows, strict=True)))
         else:

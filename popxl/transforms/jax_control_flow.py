@@ -1,0 +1,179 @@
+"""Equations of JAX that hold functions, as ops that run graphs: loops, conditionals, calls.
+
+What a graph cannot say stays one op, and `why_one_op` says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+
+from popxl import dtypes
+from popxl.core.create import constant
+from popxl.core.tensor import Constant, Tensor
+from popxl.core.tracing import traces_in
+from popxl.graph import Graph
+from popxl.ops.call import call
+from popxl.ops.conditional import conditional
+from popxl.ops.logic import less
+from popxl.ops.repeat import loop_over
+from popxl.transforms import jax_equations as of_jax
+from popxl.transforms.jax_derivative import JaxDerivative
+from popxl.transforms.jax_kinds import DERIVATIVES, of_equation
+
+if TYPE_CHECKING:
+    from popxl.transforms.from_jax import Recorder
+
+Read = Callable[[Any], Tensor]
+
+
+def why_one_op(equation: JaxprEqn, read: Read) -> str:
+    """Why an equation that holds code is one op; `""` for the others."""
+    name, parameters = equation.primitive.name, equation.params
+    if name not in _AS_GRAPHS:
+        return _ONE_OP.get(name, f"no graph says what `{name}` does") if _holds_code(equation) else ""
+    if name == "scan" and not parameters["length"]:
+        return "it takes no turn"
+    if name == "while" and of_jax.turns_of(equation, lambda operand: _number(operand, read)) is None:
+        return "how many turns it takes is known when it runs"
+    if name in DERIVATIVES and of_jax.is_op(equation):
+        return "it is an op with rules"
+    if name in _REMAT and of_jax.offloads(equation):
+        return "its policy moves values to the memory of the host"
+    return of_jax.obstacle(*map(of_jax.closed, traces_in(equation)))
+
+
+_ONE_OP = {
+    "pallas_call": "a kernel has no ops",
+    "shard_map": "it is the program of one device of a mesh",
+    "custom_partitioning": "it says itself how devices share it",
+    "pure_callback": "it is code of Python",
+}
+
+
+def _holds_code(equation: JaxprEqn) -> bool:
+    functions = (value for value in equation.params.values() if callable(value) and not isinstance(value, type))
+    return bool(traces_in(equation)) or any(True for _ in functions)
+
+
+def record_as_graphs(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequence[Tensor] | None:
+    """Record an equation as an op that runs graphs. Returns its results; `None` if it is no such equation."""
+    as_graphs = _AS_GRAPHS.get(equation.primitive.name)
+    return None if as_graphs is None else as_graphs(recorder, equation, read)
+
+
+def _number(operand: Any, read: Read) -> np.ndarray | None:
+    """The number that an operand is, if that is known and counts something."""
+    if isinstance(operand, Literal):
+        return of_jax.as_counter(operand.val, operand.aval)
+    t = read(operand)
+    return of_jax.as_counter(t.data, operand.aval) if isinstance(t, Constant) else None
+
+
+# Loops ---------------------------------------------------------------------------------------------------------------
+
+
+def _scan(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequence[Tensor]:
+    return _loop(recorder, of_jax.scan_of(equation), read)
+
+
+def _while(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequence[Tensor]:
+    turns = of_jax.turns_of(equation, lambda operand: _number(operand, read))
+    assert turns is not None
+    return _loop(recorder, of_jax.while_of(equation, turns), read)
+
+
+def _loop(recorder: Recorder, loop: of_jax.Loop, read: Read) -> Sequence[Tensor]:
+    operands = tuple(map(read, loop.operands))
+    body = recorder.graph_of(loop.body)
+    return loop_over(body, loop.turns, operands, loop.carried, loop.rows, loop.backwards).outputs
+
+
+# Branches ------------------------------------------------------------------------------------------------------------
+
+
+def _cond(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequence[Tensor]:
+    branches, number, operands = of_jax.branches_of(equation)
+    return _choice(recorder, branches, read(number), [*map(read, operands)])
+
+
+def _choice(
+    recorder: Recorder, branches: Sequence[ClosedJaxpr], number: Tensor, operands: Sequence[Tensor], first: int = 0
+) -> Sequence[Tensor]:
+    """Run the branch with a number, where the first branch has the number `first`: halves of them, and so on."""
+    if len(branches) == 1:
+        return call(*_branch(recorder, branches, number, operands, first))
+    half = len(branches) // 2
+    low = _branch(recorder, branches[:half], number, operands, first)
+    high = _branch(recorder, branches[half:], number, operands, first + half)
+    if number.dtype is dtypes.bool:  # false comes first
+        return conditional(number, high[0], low[0], high[1], low[1])
+    return conditional(less(number, constant(first + half, number.dtype)), low[0], high[0], low[1], high[1])
+
+
+def _branch(
+    recorder: Recorder, branches: Sequence[ClosedJaxpr], number: Tensor, operands: Sequence[Tensor], first: int
+) -> tuple[Graph, Sequence[Tensor]]:
+    """A graph that runs one of some branches, and what its inputs are bound to."""
+    if len(branches) == 1:
+        (body,) = branches
+        used = of_jax.used_operands(body)
+        return recorder.graph_of(of_jax.with_operands(body, used)), [operands[i] for i in used]
+    graph = recorder.ir.create_empty_graph("switch")
+    with recorder.within(graph):
+        own = [graph.add_input_like(t) for t in (number, *operands)]
+        for t in _choice(recorder, branches, own[0], own[1:], first):
+            graph.add_output(t)
+    return graph, [number, *operands]
+
+
+# Calls ---------------------------------------------------------------------------------------------------------------
+
+
+def _with_derivative(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequence[Tensor]:
+    """A function with a derivative of its own: a call of a graph that knows it."""
+    operands, function = of_equation(equation)
+    given = tuple(map(read, operands))
+    own = recorder.own
+    rule = None if own is None else own.derivative
+    if own is not None and rule is not None and given == own.inputs and rule.is_of(function):
+        return own.outputs[: rule.results]
+    body = of_jax.closed(equation.params["call_jaxpr"])
+    graph = recorder.ir.create_empty_graph(function.name)
+    plain = recorder.plain()
+    with plain.within(graph):
+        named = zip(equation.invars, of_jax.names_of(body), strict=True)
+        names = {operand: name for operand, name in named if not isinstance(operand, Literal)}
+        known = {operand: plain.add_input(operand, names[operand]) for operand in operands}
+        inputs = [plain.constant_of(v) if isinstance(v, Literal) else known[v] for v in equation.invars]
+        for t in plain.record(body, inputs):
+            graph.add_output(t)
+    graph.derivative = JaxDerivative(plain, function, graph)
+    return call(graph, *given)
+
+
+def _remat(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequence[Tensor]:
+    """A `jax.checkpoint`: a call of a graph that is computed again for its gradient.
+
+    One that JAX has differentiated already is what is computed again: it waits for its last operand, a gradient.
+    """
+    body, operands = of_jax.closed(equation.params["jaxpr"]), [read(operand) for operand in equation.invars]
+    if equation.params["differentiated"]:
+        graph = recorder.graph_of(body, waits=bool(equation.params["prevent_cse"]))
+    else:
+        graph = recorder.graph_of(body, policy=of_jax.policy_of(equation), recomputed=True)
+    return call(graph, *operands)[: len(equation.outvars)]
+
+
+_REMAT = ("checkpoint", "remat", "remat2")
+
+_AS_GRAPHS: dict[str, Callable[[Recorder, JaxprEqn, Read], Sequence[Tensor]]] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    **dict.fromkeys(DERIVATIVES, _with_derivative),
+    **dict.fromkeys(_REMAT, _remat),
+}

@@ -1,0 +1,158 @@
+"""The derivative that JAX has for a function (`jax.custom_jvp`, `jax.custom_vjp`), as ops.
+
+JAX applies the function's own rule, which is traced in two parts: what the rule keeps of the forward pass is added to
+the graph of the function, where a gradient first asks for it; what it makes of that is added to the gradient graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from popxl.context import get_current_context
+from popxl.core.tensor import Tensor
+from popxl.core.tracing import depend_on_arguments, trace, with_results
+from popxl.errors import PopxlError
+from popxl.graph import Graph
+from popxl.transforms.jax_equations import known_spec, obstacle
+from popxl.transforms.jax_kinds import Function, function_kind, last_name
+from popxl.transforms.op_gradient import Derivation, vjp_kind
+
+if TYPE_CHECKING:
+    from popxl.transforms.from_jax import Recorder
+
+Wanted = tuple[int, ...]
+Given = tuple[int, ...]
+
+
+class JaxDerivative:
+    """The derivative of a graph: the rule of the function that it was made of.
+
+    Args:
+        recorder: adds equations to graphs.
+        function: the function of the inputs of the graph.
+        graph: the graph, complete.
+    """
+
+    def __init__(self, recorder: Recorder, function: Function, graph: Graph) -> None:
+        self.name = function.name
+        self.results = len(graph.outputs)
+        self.ops = len(graph.ops)
+        self._recorder, self._function = recorder, function
+        self._parts: dict[tuple[Wanted, Given], tuple[list[Tensor], ClosedJaxpr] | None] = {}
+
+    def on_arrays(self, *arrays: Any) -> Sequence[Any]:
+        """The function on arrays, as JAX differentiates it."""
+        return jaxpr_as_fun(self._function.code)(*arrays)
+
+    def is_of(self, function: Function) -> bool:
+        """Whether a function is the one that the graph was made of."""
+        return function.name == self.name and str(function.code) == str(self._function.code)
+
+    def gradients(
+        self, graph: Graph, wanted: Wanted, gs: Mapping[int, Tensor], read: Callable[[Tensor], Tensor]
+    ) -> Sequence[Tensor]:
+        """Add the gradients of inputs to the current graph.
+
+        Args:
+            graph: the graph of the function.
+            wanted: positions of the inputs.
+            gs: gradients of results, by position.
+            read: gives a tensor of `graph` in the current graph.
+        """
+        key = wanted, tuple(gs)
+        if key not in self._parts:
+            self._parts[key] = self._traced(graph, *key)
+        parts = self._parts[key]
+        if parts is None:
+            return self._by_one_op(graph, *key, gs, read)
+        kept, backward = parts
+        return self._recorder.record(backward, [*map(read, kept), *gs.values()])
+
+    def _traced(self, graph: Graph, wanted: Wanted, given: Given) -> tuple[list[Tensor], ClosedJaxpr] | None:
+        """What the rule keeps, in the graph, and what it makes of that and the given gradients; `None` if ops cannot
+        say it."""
+        trees: list[Any] = []
+
+        def forward(*arrays: Any) -> Any:
+            values = list(arrays)
+
+            def of_wanted(*some: Any) -> list[Any]:
+                for i, value in zip(wanted, some, strict=True):
+                    values[i] = value
+                results = self.on_arrays(*values)
+                return [results[k] for k in given]
+
+            _, pull = jax.vjp(of_wanted, *(values[i] for i in wanted))
+            kept, tree = jax.tree.flatten(pull)
+            trees.append(tree)
+            return kept
+
+        traced = trace(forward, [t.spec for t in graph.inputs])[0]
+        if obstacle(traced):
+            return None
+        depends = depend_on_arguments(traced.jaxpr)  # what does not is computed where it is read
+        first = with_results(traced, depends)
+        fixed = with_results(traced, [not each for each in depends], all_arguments=False)
+
+        def backward(*arrays: Any) -> Any:
+            count = len(arrays) - len(given)
+            computed, others = iter(arrays[:count]), iter(jaxpr_as_fun(fixed)())
+            kept = [next(computed if each else others) for each in depends]
+            return jax.tree.unflatten(trees[-1], kept)([*arrays[count:]])
+
+        specs = [known_spec(value.aval) for value in first.jaxpr.outvars]
+        second = with_results(trace(backward, [*specs, *(graph.outputs[k].spec for k in given)])[0])
+        if obstacle(second):
+            return None
+        site = graph.call_sites[0]
+        recorder = self._recorder.of(graph)
+        with get_current_context().set(ipu_id=site.ipu, io_tile_set=site.io_tiles), recorder.within(graph):
+            return recorder.record(first, graph.inputs), second
+
+    def _by_one_op(
+        self,
+        graph: Graph,
+        wanted: Wanted,
+        given: Given,
+        gs: Mapping[int, Tensor],
+        read: Callable[[Tensor], Tensor],
+    ) -> Sequence[Tensor]:
+        """The gradients by one op, which computes the function again."""
+        inputs, outputs = (tuple(t.spec for t in ts) for ts in (graph.inputs, graph.outputs[: self.results]))
+        kind = function_kind(last_name(self.name))
+        made_of = Derivation(kind, None, (("function", self._function),), inputs, outputs, wanted, given)
+        gradient, needed = vjp_kind(made_of)
+        results = gradient(*(read(graph.inputs[i]) for i in needed), *gs.values())
+        return results if isinstance(results, tuple) else (results,)
+
+
+class UnsavedDerivative:
+    """The derivative of a graph that was saved: rules are code, and files hold none.
+
+    Args:
+        name: of the function.
+        results: how many outputs of the graph it returns.
+        ops: how many ops of the graph compute them.
+    """
+
+    def __init__(self, name: str, results: int, ops: int) -> None:
+        self.name, self.results, self.ops = name, results, ops
+
+    def is_of(self, function: Any) -> bool:
+        """No function is known to be the one."""
+        return False
+
+    def on_arrays(self, *arrays: Any) -> Sequence[Any]:
+        """Refuse to differentiate."""
+        raise PopxlError(
+            f"The derivative of `{self.name}` is a rule in the code that it was made of, and a saved program holds no "
+            "code. Differentiate before `Ir.save`: gradient graphs are saved."
+        )
+
+    def gradients(self, *_: Any) -> Sequence[Tensor]:
+        """Refuse to differentiate."""
+        return self.on_arrays()

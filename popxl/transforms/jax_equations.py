@@ -1,0 +1,323 @@
+"""What equations of JAX say that hold functions: bodies, operands, numbers of turns. Where versions of JAX differ in
+that, they differ here alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from popxl.base.source import SourceLocation
+from popxl.dtypes import dtype
+from popxl.values.spec import TensorSpec
+
+LIBRARY = os.path.dirname(jax.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_OPS = os.path.join(os.path.dirname(os.path.dirname(_OURS)), "runtime", "lowering", "op_derivatives.py")
+
+
+def source_of(equation: JaxprEqn) -> SourceLocation | None:
+    """The user's line that an equation comes from: the innermost one that is neither JAX's nor ours."""
+    traceback: Any = equation.source_info.traceback
+    for frame in [] if traceback is None else traceback.frames:
+        if not frame.file_name.startswith((LIBRARY, _OURS)):
+            return SourceLocation(frame.file_name, frame.line_num, frame.function_name)
+    return None
+
+
+def at_line(equation: JaxprEqn) -> str:
+    """The user's line, as a part of a sentence."""
+    source = source_of(equation)
+    return "" if source is None else f", at `{source.text}` ({source})"
+
+
+def spec_of(aval: Any) -> TensorSpec | None:
+    """Tensor spec of a JAX type, if possible."""
+    try:
+        return TensorSpec(tuple(map(int, aval.shape)), dtype.as_dtype(np.dtype(aval.dtype)))
+    except (AttributeError, TypeError, ValueError):  # tokens; random keys; narrow integers and the like
+        return None
+
+
+def known_spec(aval: Any) -> TensorSpec:
+    """The spec for a type of JAX that a tensor can have."""
+    spec = spec_of(aval)
+    assert spec is not None
+    return spec
+
+
+def names_of(body: ClosedJaxpr) -> Sequence[str]:
+    """Names for the arguments of a function. JAX does not promise to have them."""
+    names = body.jaxpr.debug_info.arg_names or ()
+    count = len(body.jaxpr.invars)
+    return names if len(names) == count else ("x",) * count
+
+
+def is_from_jax(inner: ClosedJaxpr) -> bool:
+    """Whether a jitted function is JAX's own."""
+    return (inner.jaxpr.debug_info.func_filename or "").startswith(LIBRARY)
+
+
+def is_op(equation: JaxprEqn) -> bool:
+    """Whether a function with a derivative of its own is an op of a graph, by `popxl.to_jax`."""
+    return equation.params["call_jaxpr"].jaxpr.debug_info.func_filename == _OPS
+
+
+def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """The equations that become ops, those of jitted functions included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        if equation.primitive.name == "jit":
+            yield from equations(equation.params["jaxpr"].jaxpr)
+
+
+def first_effect(jaxpr: Jaxpr) -> JaxprEqn | None:
+    """The first equation that does more than compute."""
+    found = (e for e in equations(jaxpr) if e.effects and e.primitive.name != "jit")  # what is in that comes, too
+    return next(found, None)
+
+
+def first_foreign(jaxpr: Jaxpr) -> tuple[JaxprEqn | None, str] | None:
+    """The first value of a type that no tensor can have: its equation, if there is one, and the type."""
+    for equation in equations(jaxpr):
+        for value in (*equation.invars, *equation.outvars):
+            if spec_of(value.aval) is None:
+                return equation, value.aval.str_short()
+    for value in (*jaxpr.invars, *jaxpr.constvars, *jaxpr.outvars):
+        if spec_of(value.aval) is None:
+            return None, value.aval.str_short()
+    return None
+
+
+def obstacle(*bodies: ClosedJaxpr) -> str:
+    """Why functions cannot be graphs; `""` if they can."""
+    for body in bodies:
+        if (effect := first_effect(body.jaxpr)) is not None:
+            return f"{effect.primitive.name} does more than compute"
+        if (foreign := first_foreign(body.jaxpr)) is not None:
+            return f"no tensor holds a value of the type {foreign[1]}"
+    return ""
+
+
+def closed(body: ClosedJaxpr | Jaxpr) -> ClosedJaxpr:
+    """A body with what it closes over, which is nothing where JAX leaves it out."""
+    return body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, ())
+
+
+# Loops ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop with a known number of turns.
+
+    Attributes:
+        body: takes the carried values, then those that are the same in each turn, then rows; returns the carried
+            values, then those to stack.
+        operands: for its inputs: the first values of what is carried, and arrays of rows.
+        turns: how many.
+        carried: number of carried values.
+        rows: number of inputs that are rows.
+        backwards: whether the rows come last one first.
+    """
+
+    body: ClosedJaxpr
+    operands: Sequence[Any]
+    turns: int
+    carried: int
+    rows: int = 0
+    backwards: bool = False
+
+
+def scan_of(equation: JaxprEqn) -> Loop:
+    """A `scan` as a loop."""
+    body = equation.params["jaxpr"]
+    pairs = zip(equation.outvars, body.jaxpr.outvars, strict=True)
+    carried = sum(_rank(outer) == _rank(inner) for outer, inner in pairs)
+    inputs = zip(equation.invars, body.jaxpr.invars, strict=True)
+    rows = sum(_rank(outer) > _rank(inner) for outer, inner in inputs)
+    same = len(equation.invars) - carried - rows
+    return Loop(
+        _reordered(body, same, carried),
+        _swapped(equation.invars, same, carried),
+        int(equation.params["length"]),
+        carried,
+        rows,
+        bool(equation.params["reverse"]),
+    )
+
+
+def _rank(value: Any) -> int:
+    return len(value.aval.shape)
+
+
+def while_of(equation: JaxprEqn, turns: int) -> Loop:
+    """A `while` with a known number of turns as a loop."""
+    of_condition, same = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+    body, operands = equation.params["body_jaxpr"], equation.invars[of_condition:]
+    carried = len(operands) - same
+    return Loop(_reordered(body, same, carried), _swapped(operands, same, carried), turns, carried)
+
+
+def _swapped(values: Sequence[Any], first: int, second: int) -> list[Any]:
+    """Values with the first ones after the second ones."""
+    return [*values[first : first + second], *values[:first], *values[first + second :]]
+
+
+def _reordered(body: ClosedJaxpr, same: int, carried: int) -> ClosedJaxpr:
+    """A body that takes what is carried first."""
+    about = body.jaxpr.debug_info
+    names = about.arg_names
+    if names is not None and len(names) == len(body.jaxpr.invars):
+        about = about._replace(arg_names=tuple(_swapped(names, same, carried)))
+    invars = _swapped(body.jaxpr.invars, same, carried)
+    return ClosedJaxpr(body.jaxpr.replace(invars=invars, debug_info=about), body.consts)
+
+
+MOST_TURNS = 2**14
+"""Turns of a `while` are counted so far when a graph is built."""
+
+_COUNTING: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "neg": np.negative,
+    "max": np.maximum,
+    "min": np.minimum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "not": np.bitwise_not,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "shift_right_arithmetic": np.right_shift,
+    "shift_left": np.left_shift,
+}
+"""What counters are computed by."""
+
+
+def turns_of(equation: JaxprEqn, known: Callable[[Any], np.ndarray | None]) -> int | None:
+    """How many turns a `while` takes, if that depends only on counters that begin with known numbers.
+
+    Args:
+        equation: of a `while`.
+        known: the number that an operand is, if that is known and an integer or a bool.
+    """
+    parameters = equation.params
+    of_condition, of_body = parameters["cond_nconsts"], parameters["body_nconsts"]
+    condition, body = parameters["cond_jaxpr"], parameters["body_jaxpr"]
+    values = [known(operand) for operand in equation.invars]
+    fixed_condition, fixed_body = values[:of_condition], values[of_condition : of_condition + of_body]
+    state = values[of_condition + of_body :]
+    with np.errstate(over="ignore"):  # integers wrap
+        for turns in range(MOST_TURNS + 1):
+            (goes_on,) = _counted(condition, [*fixed_condition, *state])
+            if goes_on is None:
+                return None
+            if not goes_on:
+                return turns
+            state = _counted(body, [*fixed_body, *state])
+    return None
+
+
+def _counted(body: ClosedJaxpr, given: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
+    """What a function returns, as far as it is counted from known numbers."""
+    found: dict[Any, np.ndarray | None] = dict(zip(body.jaxpr.invars, given, strict=True))
+
+    def read(value: Any) -> np.ndarray | None:
+        return as_counter(value.val, value.aval) if isinstance(value, Literal) else found.get(value)
+
+    for equation in body.jaxpr.eqns:
+        operands = [read(value) for value in equation.invars]
+        if any(operand is None for operand in operands) or len(equation.outvars) != 1:
+            continue
+        compute, (result,) = _COUNTING.get(equation.primitive.name), equation.outvars
+        if equation.primitive.name == "convert_element_type":
+            compute = partial(np.asarray, dtype=result.aval.dtype)
+        if compute is not None:
+            found[result] = as_counter(compute(*operands), result.aval)
+    return [read(value) for value in body.jaxpr.outvars]
+
+
+def as_counter(value: Any, aval: Any) -> np.ndarray | None:
+    """A number, if it is an integer or a bool."""
+    counts = aval.shape == () and np.dtype(aval.dtype).kind in "iub"
+    return np.asarray(value, aval.dtype) if counts else None
+
+
+# Branches ------------------------------------------------------------------------------------------------------------
+
+
+def branches_of(equation: JaxprEqn) -> tuple[list[ClosedJaxpr], Any, Sequence[Any]]:
+    """The branches of a `cond`, the number of the one that runs, and their operands."""
+    number, *operands = equation.invars
+    return list(equation.params["branches"]), number, operands
+
+
+def conditions(jaxpr: Jaxpr) -> dict[Any, Any]:
+    """The bools that are made numbers only to choose between two branches, by these numbers."""
+    uses: dict[Any, list[bool]] = {}
+    for equation in jaxpr.eqns:
+        chooses = equation.primitive.name == "cond" and len(equation.params["branches"]) == 2
+        for i, value in enumerate(equation.invars):
+            if not isinstance(value, Literal):
+                uses.setdefault(value, []).append(chooses and i == 0)
+    found = {}
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "convert_element_type" and not isinstance(equation.invars[0], Literal):
+            (bool_,), (number,) = equation.invars, equation.outvars
+            aval: Any = bool_.aval
+            if aval.dtype == np.bool_ and all(uses.get(number, [False])) and number not in jaxpr.outvars:
+                found[number] = bool_
+    return found
+
+
+def used_operands(body: ClosedJaxpr) -> list[int]:
+    """Positions of the arguments that a function looks at, or returns."""
+    read = {v for e in body.jaxpr.eqns for v in e.invars if not isinstance(v, Literal)}
+    read.update(v for v in body.jaxpr.outvars if not isinstance(v, Literal))
+    return [i for i, value in enumerate(body.jaxpr.invars) if value in read]
+
+
+def with_operands(body: ClosedJaxpr, which: Sequence[int]) -> ClosedJaxpr:
+    """A function that takes only some of its arguments, which are all that it looks at."""
+    about = body.jaxpr.debug_info
+    names = about.arg_names
+    if names is not None and len(names) == len(body.jaxpr.invars):
+        about = about._replace(arg_names=tuple(names[i] for i in which))
+    invars = [body.jaxpr.invars[i] for i in which]
+    return ClosedJaxpr(body.jaxpr.replace(invars=invars, debug_info=about), body.consts)
+
+
+# Recomputation -------------------------------------------------------------------------------------------------------
+
+Policy = Callable[[JaxprEqn], bool]
+"""Whether a policy of `jax.checkpoint` keeps the results of an equation."""
+
+
+def policy_of(equation: JaxprEqn) -> Policy | None:
+    """The policy of a `jax.checkpoint`; `None` if it keeps nothing."""
+    policy = equation.params["policy"]
+    return None if policy is None else lambda inner: _answer(policy, inner) in (True, "SaveableType")
+
+
+def offloads(equation: JaxprEqn) -> bool:
+    """Whether the policy of a `jax.checkpoint` moves something to the memory of the host."""
+    policy, body = equation.params["policy"], closed(equation.params["jaxpr"])
+    return policy is not None and any(_answer(policy, inner) == "Offloadable" for inner in equations(body.jaxpr))
+
+
+def _answer(policy: Any, equation: JaxprEqn) -> bool | str:
+    """What a policy says of an equation: a bool, or the name of a type of JAX that it does not publish."""
+    said = policy(equation.primitive, *(value.aval for value in equation.invars), **equation.params)
+    return said if isinstance(said, bool) else type(said).__name__

@@ -1,0 +1,184 @@
+"""Equations of JAX as ops: the declaration of a primitive, and how its parameters are attributes.
+
+Plain values are attributes as they are; code is a `Function`, and the op then says why it is one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, jaxpr_as_fun, primitives
+
+from popxl.base.names import camel
+from popxl.core.declaration import OpKind
+from popxl.core.tracing import abstract_evaluation
+from popxl.core.traits import VJP
+from popxl.dtypes import dtype
+
+__all__ = ["Function", "as_op", "function_kind", "kind_with_key", "of_equation"]
+
+
+@dataclass(frozen=True)
+class Function:
+    """JAX code as an op attribute: loop body, or function with custom derivative.
+
+    It prints as its name. It has no hash, so that no declaration remembers it: a declaration lives longer than code.
+
+    Attributes:
+        name: name of the function.
+        code: what JAX runs: a jaxpr, or a function.
+    """
+
+    name: str
+    code: Any
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def as_op(equation: JaxprEqn, why: str) -> tuple[OpKind, Sequence[Any], dict[str, Any]]:
+    """The op that an equation becomes: its kind, its operands, its attributes.
+
+    Args:
+        equation: the equation.
+        why: for one that holds code, why it is one op.
+    """
+    primitive, parameters = equation.primitive, equation.params
+    reason = {"because": why} if why else {}
+    if primitive.name not in DERIVATIVES:
+        attributes = {n: _attribute(n, value) for n, value in parameters.items()}
+        return _kind(primitive), equation.invars, attributes | reason
+    operands, function = of_equation(equation)
+    return function_kind(last_name(function.name)), operands, {"function": function, **reason}
+
+
+DERIVATIVES = ("custom_jvp_call", "custom_vjp_call")
+"""The primitives that call a function with a derivative of its own."""
+
+
+def of_equation(equation: JaxprEqn) -> tuple[list[Any], Function]:
+    """An equation as a function of its operands that are no literals, each once."""
+    called = equation.params["call_jaxpr"].jaxpr
+    operands = list(dict.fromkeys(value for value in equation.invars if not isinstance(value, Literal)))
+    alone = called.replace(constvars=[], invars=operands, outvars=equation.outvars, eqns=[equation])
+    return operands, Function(called.debug_info.func_name, ClosedJaxpr(alone, ()))
+
+
+@cache
+def _kind(primitive: Primitive) -> OpKind:
+    """The declaration of a primitive. Made once."""
+
+    def lowering(*operands: Any, because: str = "", **attributes: Any) -> Any:
+        parameters = {n: _multiplying(n, _parameter(v)) for n, v in attributes.items()}
+        results = primitive.bind(*operands, **primitive.get_bind_params(parameters))
+        return list(results) if primitive.multiple_results else results  # those of a `shard_map` are no list
+
+    gradient = None if primitive.name == "stop_gradient" else VJP
+    return _declared(primitive.name, lowering, f"jax.{primitive.name}", gradient)
+
+
+@cache
+def function_kind(name: str) -> OpKind:
+    """Cached declaration for functions with custom derivatives, by name."""
+
+    def lowering(*operands: Any, function: Function, because: str = "") -> Any:
+        results = jaxpr_as_fun(_multiplying("", function.code))(*operands)
+        return results[0] if len(results) == 1 else results
+
+    return _declared(name or "function", lowering, f"jax.function.{name}", VJP)
+
+
+def _declared(name: str, lowering: Callable[..., Any], key: str, gradient: Any) -> OpKind:
+    def shape(*operands: Any, **attributes: Any) -> Any:
+        specs = tuple(t.spec for t in operands)
+
+        def derived() -> Any:
+            with jax.enable_x64(True):  # JAX has said each dtype, and where it said 64 bits they are meant
+                return abstract_evaluation(kind.on_arrays(None, attributes), specs)
+
+        return kind.remembered(("shape", tuple(attributes.items()), specs), derived)
+
+    kind = OpKind(camel(name), lowering, shape=shape, gradient=gradient, key=key)
+    return kind
+
+
+def kind_with_key(key: str) -> OpKind | None:
+    """Look up a primitive's declaration by key, such as `"jax.sin"`, for saved programs."""
+    primitive = _primitives().get(key.removeprefix("jax.")) if key.startswith("jax.") else None
+    return None if primitive is None else _kind(primitive)
+
+
+@cache
+def _primitives() -> dict[str, Primitive]:
+    """The primitives that JAX publishes, by name."""
+    return {value.name: value for value in vars(primitives).values() if isinstance(value, Primitive)}
+
+
+def _attribute(name: str, value: Any) -> Any:
+    """Encode an equation parameter as an op attribute: plain value, or named code."""
+    if isinstance(value, np.dtype):
+        return dtype.as_dtype(value)
+    if isinstance(value, Enum) and hasattr(jax.lax, type(value).__name__):
+        return f"{type(value).__name__}.{value.name}"
+    if isinstance(value, np.generic):  # `vmap` counts axes in NumPy's numbers
+        return value.item()
+    if isinstance(value, tuple) and type(value) is not tuple:
+        if not hasattr(jax.lax, type(value).__name__):  # it could not be found again: the code of a solver, say
+            return Function(type(value).__name__, value)
+        return type(value).__name__, *(_attribute(name, part) for part in value)  # dimension numbers
+    if isinstance(value, tuple):
+        return tuple(_attribute(name, part) for part in value)
+    if isinstance(value, ClosedJaxpr | Jaxpr):
+        about = (value.jaxpr if isinstance(value, ClosedJaxpr) else value).debug_info
+        return Function(about.func_name, value)
+    if callable(value) and not isinstance(value, type):
+        return Function(getattr(value, "__name__", type(value).__name__), value)
+    return value
+
+
+def _parameter(value: Any) -> Any:
+    """Decode an op attribute to an equation parameter."""
+    if isinstance(value, dtype):
+        return value.as_jax()
+    if isinstance(value, Function):
+        return value.code
+    if isinstance(value, str):
+        kind, _, member = value.partition(".")
+        found = getattr(jax.lax, kind, None) if member else None
+        return found[member] if isinstance(found, type) and issubclass(found, Enum) else value
+    if isinstance(value, tuple):
+        parts = tuple(map(_parameter, value))
+        found = getattr(jax.lax, parts[0], None) if parts and isinstance(parts[0], str) else None
+        return found(*parts[1:]) if isinstance(found, type) and issubclass(found, tuple) else parts
+    return value
+
+
+def _multiplying(name: str, value: Any) -> Any:
+    """A parameter, with products as exact as JAX is set to make them, where the function said nothing. It was traced
+    when the graph was built; the session says it when it lowers the graph."""
+    if name == "precision" and value is None:
+        settings: Any = jax.config
+        level = settings.jax_default_matmul_precision
+        return None if level is None else (jax.lax.Precision(level),) * 2
+    if isinstance(value, Jaxpr):
+        equations = [e.replace(params={n: _multiplying(n, v) for n, v in e.params.items()}) for e in value.eqns]
+        return value.replace(eqns=equations)
+    if isinstance(value, ClosedJaxpr):  # from JAX 0.12 on a Jaxpr, too
+        return value.replace(jaxpr=_multiplying(name, value.jaxpr))
+    if type(value) is tuple:  # of branches, say
+        return tuple(_multiplying("", part) for part in value)
+    return value
+
+
+def last_name(name: str) -> str:
+    """The last part of a dotted name, without what is no letter or digit."""
+    return re.sub(r"\W+", "", name.rpartition(".")[2])

@@ -64,15 +64,17 @@ class SessionOptions(BaseModel):
     throwIfLog2ScaleTensorNotInRange: bool = Field(
         default=True, description="Raise from `run` where the scale of a float8 op is outside [-32, 32)."
     )
-    calledGraphs: Literal["auto", "kept", "dispatched", "rolled", "inlined"] = Field(
+    calledGraphs: Literal["auto", "kept", "dispatched", "rolled", "batched", "inlined"] = Field(
         default="auto",
         description="How called graphs are compiled. 'kept': in one program, in which each graph that is called from "
         "several places is compiled once (but on TPUs written out). 'dispatched': each such graph by itself, "
         "and the host runs them one after the other; compile time does not grow with the number of calls. "
         "'rolled': in one program, in which calls that differ only in what they are given are turns of a loop, with "
-        "their updates; variables that take the same part lie in one array. 'inlined': every call as if it had been "
-        "written out. 'auto': on CPUs dispatched, where much would be compiled again and again, or rolled if calls are "
-        "small; kept otherwise. Elsewhere inlined or rolled, whichever is faster by what XLA makes of it: see "
+        "their updates; variables that take the same part lie in one array. 'batched': likewise, but updates come "
+        "after the loops, for all turns: on GPUs they move fewer bytes, but all gradients are in memory at once. "
+        "'inlined': every call as if it had been written out. "
+        "'auto': on CPUs dispatched, where much would be compiled again and again, or rolled if calls are "
+        "small; kept otherwise. Elsewhere inlined, batched or rolled, whichever is faster by what XLA makes of it: see "
         "`compareSeconds`.",
     )
     compareSeconds: Annotated[float, OfTheRun] = Field(

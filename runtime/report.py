@@ -249,8 +249,8 @@ class Report(OnPage, Record):
         device: what was asked for.
         devices: the devices.
         replicas: how many there are, over all processes.
-        calls: how called graphs were compiled: "dispatched", a plan of executables; "kept", "rolled" or "inlined", one
-            program.
+        calls: how called graphs were compiled: "dispatched", a plan of executables; "kept", "rolled", "batched" or
+            "inlined", one program.
         reason: why it was compiled like this.
         loops: of calls that are rolled.
         written_out: of the calls that are not, if calls are rolled: the graphs, each with why.
@@ -263,6 +263,7 @@ class Report(OnPage, Record):
             which compute with all of them.
         seconds: how long compiling took, with all around it.
         memory: what the program needs.
+        offloaded: what becomes of tensors that are offloaded to the memory of the host, if there are some.
         runs: how often it has been run so far.
         run_seconds: how long the host was busy with these runs; devices go on working meanwhile, and afterwards.
         timeline: the last recording, if there is one.
@@ -296,6 +297,7 @@ class Report(OnPage, Record):
     precision: str | None = None
     seconds: float
     memory: Memory
+    offloaded: str | None = None
     runs: int
     run_seconds: float
     timeline: Timeline | None = None
@@ -339,6 +341,7 @@ class Report(OnPage, Record):
                 *([self.target.page()] if self.target is not None else []),
                 *self._schedule(),
                 self.memory.page(),
+                *([Page("Offloaded", [self.offloaded])] if self.offloaded is not None else []),
                 *self._compiled(),
                 self._sizes(),
                 *self._flops(),
@@ -458,6 +461,8 @@ _WAYS = {
     "dispatched": "A plan: the host runs {dispatches} pieces one after the other, {pieces} different ones.",
     "kept": "One program, in which graphs that are called from several places are compiled once.",
     "rolled": "One program, in which calls that differ only in what they are given are turns of loops.",
+    "batched": "One program, in which calls that differ only in what they are given are turns of loops, or updates of "
+    "whole arrays.",
     "inlined": "One program, in which every call is written out.",
 }
 

@@ -103,7 +103,7 @@ def cached_mode(ir: Ir, device: Device) -> str | None:
         _log.warn(f"Ignoring a file of the cache, which does not say how to compile: {path}: {problem}")
         return None
     way = about.get("calls")
-    return way if way in ("inlined", "rolled", "dispatched") else None
+    return way if way in ("inlined", "rolled", "batched", "dispatched") else None
 
 
 def keep_way(ir: Ir, device: Device, calls: str) -> None:

@@ -35,6 +35,7 @@ from popxl.ops.kernels.words import fold_in
 from popxl.ops.precision import is_half, widen
 from popxl.options import SessionOptions
 from runtime.lowering import control_flow, host_ops  # noqa: F401  # they register what ops do
+from runtime.lowering.batched_loops import is_batch, lower_batched
 from runtime.lowering.channels import COLLECTIVES, AnyChannel, Channels, channels_of_ops, has_side_effects
 from runtime.lowering.collectives import devices_meet, group_of
 from runtime.lowering.context import Context
@@ -114,7 +115,7 @@ class Lowering:
         for op in (part for each in ops for part in ((each,) if isinstance(each, RerolledLoop) else each.parts)):
             deliver_pending_signals()
             if isinstance(op, RerolledLoop):
-                lower_rerolled(self, op, environment, context)
+                (lower_batched if is_batch(op) else lower_rerolled)(self, op, environment, context)
                 continue
             self.lower_op(op, environment, context)
             if not op.called_graphs:

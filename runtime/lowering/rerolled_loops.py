@@ -175,7 +175,7 @@ class _ScanBuilder:
         self._handed = tuple((t, t.before) for t in loop.inputs if t.before is not None)
         self._last = tuple(m for m in loop.outputs if m.is_last_only)
         self._made = tuple(m for m in loop.outputs if not m.is_last_only)
-        known = [t for t in loop.inputs if t.before is None and not _is_constant(t, environment)]
+        known = [t for t in loop.inputs if t.before is None and not is_constant(t, environment)]
         for storages in merge_overlapping(t.by_iteration for t in known):
             pack_together(environment, storages)
         places = {t: tuple(map(environment.slot_or_value, t.by_iteration)) for t in known}
@@ -286,7 +286,7 @@ def _slices(places: Mapping[Tensor, Sequence[PackedSlot]]) -> Iterator[_Slice]:
         yield _Slice(stack, tuple(begun), numbers[begun[0]])
 
 
-def _is_constant(taken: LoopInput, environment: Environment) -> bool:
+def is_constant(taken: LoopInput, environment: Environment) -> bool:
     """Whether an input is an unmodified constant, which is best embedded at its users."""
     is_same = isinstance(taken.name, Constant) and len(set(taken.by_iteration)) == 1
     return is_same and not taken.is_written and taken.name not in environment.values

@@ -106,10 +106,10 @@ def _with_known_mode(
     choice: SegmentationPolicy,
 ) -> Decision:
     """Decision for a known compilation mode."""
-    if calls != "rolled":
+    if calls not in ("rolled", "batched"):
         return Decision(calls, reason, choice)
     automatic = REPEATED if destination.platform == "cpu" else WITHOUT_PRODUCTS
-    rolling = _rolled(main, held, automatic if options.calledGraphs == "auto" else 0)
+    rolling = _rolled(main, held, automatic if options.calledGraphs == "auto" else 0, calls == "batched")
     return Decision(calls, reason, choice, rolling=rolling, written_out=rolling.unrolled_graphs)
 
 
@@ -145,32 +145,36 @@ def _on_accelerators(
         limit: how many seconds it may take to compile what is written out so that ways are compared.
         an_op: how many of them an op takes.
     """
-    rolling = _rolled(main, held, WITHOUT_PRODUCTS)
+    rolling = _rolled(main, held, WITHOUT_PRODUCTS, batches_updates=True)
+    loops, tighter = ("batched", ("rolled",)) if rolling.has_batches else ("rolled", ())
     written_out = rolling.unrolled_graphs
     size, again = choice.size(main.ops), rolling.saved
     if again < ROLLED:
         what = f"Loops would save XLA {again} ops that it has compiled already; they are thought of from {ROLLED} on."
         reason = what if rolling.loops else "Nothing is called again in a pattern."
-        rest = (*["rolled"] * bool(rolling.loops), "dispatched")
+        rest = (*(loops, *tighter) * bool(rolling.loops), "dispatched")
         return Decision("inlined", reason + of_places, choice, rest=rest, written_out=written_out)
     saved = f"Loops would save XLA {again} ops that it has compiled already"
     if size * an_op <= limit:
-        reason, rest = f"{saved}, and cost more in a run.", ("dispatched",)
-        return Decision("inlined", reason + of_places, choice, others=("rolled",), rest=rest, written_out=written_out)
+        reason, rest = f"{saved}, and cost more in a run.", (*tighter, "dispatched")
+        return Decision("inlined", reason + of_places, choice, others=(loops,), rest=rest, written_out=written_out)
     if size * an_op <= LONGEST:
         told = "Nothing was compared: that would take longer than `ir.options.compareSeconds` says."
-        reason, rest = f"{saved}, and nearly always cost more in a run. {told}{of_places}", ("rolled", "dispatched")
+        reason, rest = (
+            f"{saved}, and nearly always cost more in a run. {told}{of_places}",
+            (loops, *tighter, "dispatched"),
+        )
         return Decision("inlined", reason, choice, rest=rest, written_out=written_out)
     reason = f"{rolling.summary()} To compile all {size} ops would take hours.{of_places}"
-    rest = ("inlined", "dispatched")
-    return Decision("rolled", reason, choice, rolling=rolling, rest=rest, written_out=written_out)
+    rest = (*tighter, "inlined", "dispatched")
+    return Decision(loops, reason, choice, rolling=rolling, rest=rest, written_out=written_out)
 
 
-def _rolled(main: Graph, held: Collection[Tensor], from_saved: int = 0) -> Rerolling:
+def _rolled(main: Graph, held: Collection[Tensor], from_saved: int = 0, batches_updates: bool = False) -> Rerolling:
     """The loops of a program."""
     from runtime.plan.loop_rerolling.rerolling import Rerolling  # of no use on CPUs, unless it is asked for
 
-    return Rerolling(main, held, from_saved)
+    return Rerolling(main, held, from_saved, batches_updates)
 
 
 def _placement(

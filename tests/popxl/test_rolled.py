@@ -71,9 +71,9 @@ class Run:
         self.variables = {v.name: np.array(data) for v, data in variables.items()}
 
 
-def rolled(build: Build, turns: Sequence[int], **how: Any) -> Run:
+def rolled(build: Build, turns: Sequence[int], way: str = "rolled", **how: Any) -> Run:
     """A program, checked: it has loops of so many turns, and gives what it gives with all calls written out."""
-    run, plain = Run(build, "rolled", **how), Run(build, "inlined", **how)
+    run, plain = Run(build, way, **how), Run(build, "inlined", **how)
     assert sorted(loop.turns for loop in run.session.report.loops) == sorted(turns)
     for ours, theirs in zip(run.stored, plain.stored, strict=True):
         np.testing.assert_allclose(ours, theirs, 1e-5, 1e-6)
@@ -130,6 +130,54 @@ def test_gradients_and_their_updates_share_a_turn() -> None:
     assert "Loops of calls" in str(run.session.report)
 
 
+@pytest.mark.parametrize("of_moments", [list, reversed], ids=["forward", "backward"])
+def test_updates_of_all_turns_at_once(of_moments: Callable[..., Any]) -> None:
+    """They are no loop for XLA, in whichever order variables are made. Gradients lie in the order of their turns."""
+
+    def build(x: popxl.Tensor) -> list[popxl.Tensor]:
+        ws = weights()
+        moments = dict(zip(of_moments(ws), weights("moment"), strict=True))
+
+        def update(w: popxl.Tensor, dw: popxl.Tensor) -> None:
+            ops.var_updates.accumulate_moving_average_(moments[w], dw, 0.9)
+            ops.scaled_add_(w, moments[w], b=-0.1)
+
+        return training(x, ws, update)
+
+    run = rolled(build, [TURNS] * 3, "batched")
+    assert [loop.ops for loop in run.session.report.loops] == [1, 1, 2]
+    text = run.session.program.executable.as_text()
+    assert text.count(" while(") == 2
+
+
+def test_updates_of_some_rows_at_once() -> None:
+    """A variable of each layer is in no loop, and narrow ones that lie in one array have other updates."""
+
+    def build(x: popxl.Tensor) -> list[popxl.Tensor]:
+        first, *ws = weights(count=TURNS + 1)
+        biases, scales = weights("bias", shape=(3,)), weights("scale", shape=(3,))
+        spec = popxl.TensorSpec((3,), popxl.float32)
+        graph = graph_of(lambda x, w, b, scale: layer(x, w) * scale + b, SPEC, ws[0], spec, spec)
+        info, sites, found = autodiff(graph), [], []
+        x, *_ = ops.call(graph, x, first, biases[2], scales[1])
+        for w, b, scale in zip(ws, biases, scales, strict=True):
+            sites.append(ops.call_with_info(graph, x, w, b, scale))
+            x = sites[-1].outputs[0]
+        dx = x
+        for each in zip(reversed(ws), reversed(biases), reversed(scales), reversed(sites), strict=True):
+            dx, *gradients = ops.call(info.graph, dx, inputs_dict=info.inputs_dict(each[-1]))
+            found.append((each[:3], gradients))
+        for (w, b, scale), (dw, db, dscale) in found:
+            descend(w, dw)
+            ops.scaled_add_(b, db, b=0.1)
+            descend(scale, dscale)
+        descend(first, found[0][1][0])
+        return [x, dx]
+
+    run = rolled(build, [TURNS + 1, TURNS, TURNS], "batched")
+    assert run.session.report.loops[-1].ops == 3
+
+
 def test_weights_in_another_dtype_are_made_in_the_turns() -> None:
     """The program casts all of them at first, as mixed precision does, and gradients at the end."""
 
@@ -157,7 +205,7 @@ def test_weights_in_another_dtype_are_made_in_the_turns() -> None:
         return [ops.cast(dy, popxl.float32)]
 
     forward, backward = rolled(build, [TURNS, TURNS]).session.report.loops
-    assert (forward.ops, backward.ops) == (2, 3)  # a cast and a call; a call, a cast and an update
+    assert (forward.ops, backward.ops) == (2, 4)  # a cast and a call; a cast, a call, a cast and an update
 
 
 def test_what_all_turns_share_is_made_once() -> None:
@@ -565,7 +613,7 @@ def on_a_tpu(build: Callable[[], Sequence[popxl.Tensor]], seconds: float = 600) 
 @pytest.mark.parametrize(
     ("count", "seconds", "ways"),
     [
-        (80, 600, ("inlined", "rolled")),
+        (80, 600, ("inlined", "batched")),
         (80, 0, ("inlined",)),
         (TURNS, 600, ("inlined",)),
         (2, 600, ("inlined",)),
@@ -573,7 +621,8 @@ def on_a_tpu(build: Callable[[], Sequence[popxl.Tensor]], seconds: float = 600) 
 )
 def test_where_no_calls_are_kept(count: int, seconds: float, ways: tuple[str, ...]) -> None:
     """Compilers for TPUs write kept calls out, and those for GPUs fuse nothing in them. Loops are thought of from some
-    ops on, and compared, if there is time; else they are taken if nothing else fits."""
+    ops on, with updates of all turns at once, and compared, if there is time; else they are taken if nothing else fits.
+    With updates in the turns they need the least memory."""
 
     def build() -> list[popxl.Tensor]:
         ws = weights(count=count)
@@ -582,7 +631,8 @@ def test_where_no_calls_are_kept(count: int, seconds: float, ways: tuple[str, ..
 
     found = on_a_tpu(build, seconds)
     assert (found.calls, *found.others) == ways
-    assert found.rest == (*["rolled"] * (seconds == 0 or count == TURNS), "dispatched")
+    loops = ["batched"] * (seconds == 0 or count == TURNS) + ["rolled"] * (count > 2)
+    assert found.rest == (*loops, "dispatched")
     assert (f"they are thought of from {ROLLED} on" in found.reason) == (count == TURNS)
     assert ("compareSeconds" in found.reason) == (seconds == 0)
 
@@ -595,7 +645,7 @@ def test_what_would_take_hours_to_compile_is_rolled(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("runtime.plan.decision.LONGEST", 10)
     found = on_a_tpu(build, 0)
-    assert (found.calls, found.others, found.rest) == ("rolled", (), ("inlined", "dispatched"))
+    assert (found.calls, found.others, found.rest) == ("batched", (), ("rolled", "inlined", "dispatched"))
     assert "would take hours" in found.reason
 
 

@@ -69,18 +69,18 @@ WEIGHTS = 9  # of a layer of a Llama
     ("config", "how", "loops"),
     [
         (LLAMA, {}, [1, 1 + WEIGHTS]),
-        (LLAMA, {"precision": BF16}, [WEIGHTS + 1, 1 + 2 * WEIGHTS]),
-        (LLAMA, {"precision": F16}, [WEIGHTS + 1, 1 + WEIGHTS]),
-        (LLAMA, {"precision": BF16, "clip": 1.0}, [WEIGHTS + 1, 1 + 2 * WEIGHTS]),
-        (LLAMA, {"precision": BF16, "replicas": 2}, [WEIGHTS + 1, 1 + 3 * WEIGHTS]),
+        (LLAMA, {"precision": BF16}, [WEIGHTS + 1, 1 + 3 * WEIGHTS]),
+        (LLAMA, {"precision": F16}, [WEIGHTS + 1, 1 + 2 * WEIGHTS, WEIGHTS]),
+        (LLAMA, {"precision": BF16, "clip": 1.0}, [WEIGHTS + 1, 1 + 3 * WEIGHTS, WEIGHTS]),
+        (LLAMA, {"precision": BF16, "replicas": 2}, [WEIGHTS + 1, 1 + 4 * WEIGHTS]),
         (LLAMA, {"precision": BF16, "replicas": 2, "sharded": True}, [2 * WEIGHTS + 1, 1 + 3 * WEIGHTS]),
         (GPT2, {}, [1, 1 + 16]),
     ],
     ids=["float32", "bfloat16", "float16", "clipped", "replicas", "sharded", "gpt2"],
 )
 def test_layers_are_turns(config: LanguageConfig, how: dict[str, Any], loops: list[int]) -> None:
-    """Casts, and what puts weights together, are in the forward turn; and updates in the backward one, unless it has to
-    be known first whether all gradients are finite."""
+    """Casts are in both turns, and what puts weights together in the forward one. Updates are in the backward one, or
+    at once after all turns, where it has to be known first how large all gradients are, or whether they are finite."""
     main = trained(config, **how).main_graph
     rolling = Rerolling(main, main.variables)
     assert [(len(loop.iterations), len(loop.ops)) for loop in rolling.loops] == [(LAYERS, count) for count in loops]
@@ -89,11 +89,12 @@ def test_layers_are_turns(config: LanguageConfig, how: dict[str, Any], loops: li
 
 @pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("how", [{"precision": BF16, "clip": 1.0}, {"precision": BF16, "replicas": 2, "sharded": True}])
-def test_turns_give_what_layers_give(how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("way", ["rolled", "batched"])
+def test_turns_give_what_layers_give(how: dict[str, Any], way: str) -> None:
     """By steps that follow gradients: AdamW goes by their signs at first, and bfloat16 rounds small ones to either."""
-    losses, variables, loops = run(trained(LLAMA, optimizers.sgd, **how), "rolled")
+    losses, variables, loops = run(trained(LLAMA, optimizers.sgd, **how), way)
     plain_losses, plain_variables, none = run(trained(LLAMA, optimizers.sgd, **how), "inlined")
-    assert len(loops) == 2 and not none
+    assert [turns for turns, _ in loops] == [LAYERS] * (3 if way == "batched" or "clip" in how else 2) and not none
     np.testing.assert_allclose(losses, plain_losses, 2e-3)
     assert losses[0].mean() > losses[-1].mean()
     for name, data in plain_variables.items():
@@ -125,7 +126,7 @@ def test_loops_in_the_turns_of_a_loop(config: LanguageConfig, more: dict[str, An
     how: dict[str, Any] = {"update": optimizers.sgd, "accumulate": 4, "precision": BF16, **more}
     losses, variables, loops = run(trained(config, **how), "rolled")
     plain_losses, plain_variables, _ = run(trained(config, **how), "inlined")
-    assert sorted(loops) == [(LAYERS, 1), (LAYERS, 1 + WEIGHTS), (4, 4)]
+    assert sorted(loops) == [(LAYERS, 1), (LAYERS, WEIGHTS), (LAYERS, 1 + WEIGHTS), (4, 4)]
     np.testing.assert_allclose(losses, plain_losses, 2e-3)
     for name, data in plain_variables.items():
         np.testing.assert_allclose(variables[name], data, 1e-2, 1e-3, err_msg=name)

@@ -35,7 +35,7 @@ from tests.targets import llama_in_jax
 from tests.targets.tables import Table
 
 TARGETS = ("gpu h100", "tpu v5e")
-WAYS = ("auto", "inlined", "rolled", "dispatched")
+WAYS = ("auto", "inlined", "batched", "rolled", "dispatched")
 IN_JAX = ("unrolled", "scan", "scan, checkpoint")
 HEAD = f"""\
 Written by `python -m tests.targets.steps`, with popxl {VERSION} and jax {jax.__version__}.

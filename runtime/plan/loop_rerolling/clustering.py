@@ -10,7 +10,11 @@ from its turn. An op like which there are no others would only come between turn
 comes after all that could be next.
 
 What one turn alone needs and is made of variables, such as a weight in another dtype, comes right before what needs it,
-though programs make it for all turns at first.
+though programs make it for all turns at first. If it takes one pass over the variable, it comes before each call that
+needs it, while the variable is the same: to compute it again moves fewer bytes than to stack it in one loop and to take
+it out of the stack in another.
+
+Updates may be put after all other ops instead. They are then a loop of their own, which is lowered on whole arrays.
 """
 
 from __future__ import annotations
@@ -23,37 +27,93 @@ from heapq import heappop, heappush
 from popxl.core.dependencies import external_resources
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
+from runtime.lowering.batched_loops import is_batchable
 from runtime.plan.loop_rerolling.op_signatures import OpSignatures
 from runtime.plan.loop_rerolling.patterns import FEWEST
 
 
-def cluster_iterations(ops: Sequence[Op], signatures: OpSignatures, returned: Container[Tensor]) -> list[Op]:
+def cluster_iterations(
+    ops: Sequence[Op], signatures: OpSignatures, returned: Container[Tensor], batches_updates: bool
+) -> list[Op]:
     """Reorder ops, with each iteration's ops together; ignores `in_sequence`, which changes no numbers.
 
     Args:
         ops: the ops, in an order in which they may be carried out.
         signatures: theirs. Those of one form may take part in different turns.
         returned: the storages that are read after them.
+        batches_updates: whether updates of variables come after all other ops.
     """
     count = Counter(map(signatures.signature, ops))
     is_rare = {op: count[signatures.signature(op)] < FEWEST for op in ops}
     needs = _needs(ops, signatures)
-    late = _late(ops, needs, is_rare, signatures)
+    updates = _updates(ops, needs, is_rare, signatures) if batches_updates else frozenset()
+    late = _late(ops, needs, is_rare, signatures) | {op for op in updates if not op.modified}
     others = [op for op in ops if op not in late]
     through: dict[Op, set[Op]] = {}  # what an op needs of the others, also by way of what is late
     for op in ops:
         through[op] = {n for needed in needs[op] for n in (through[needed] if needed in late else (needed,))}
     made = {t for op in ops if op.inputs for t in op.outputs}
     place = {op: i for i, op in enumerate(ops)}
-    ordered: dict[Op, None] = {}
-    for op in (*_in_order(others, through, is_rare, signatures, made, returned), *sorted(late, key=place.__getitem__)):
+    again = {op: _operand(op, signatures) for op in late}
+    clustered = _in_order(others, through, is_rare, signatures, made, returned, updates)
+    ordered: list[Op] = []
+    found: set[Op] = set()
+    written: set[Tensor] = set()
+    for op in (*clustered, *sorted(late, key=place.__getitem__)):
+        if op in found:
+            continue
         before, waiting = {op}, [op]
         while waiting:
-            new = {n for n in needs[waiting.pop()] if n in late and n not in ordered} - before
+            needed = (n for n in needs[waiting.pop()] if n in late)
+            repeated = again if op.called_graphs else {}
+            new = {n for n in needed if n not in found or repeated.get(n) not in (None, *written)} - before
             before |= new
             waiting += new
-        ordered.update(dict.fromkeys(sorted(before, key=place.__getitem__)))
-    return [*ordered]
+        ordered += sorted(before, key=place.__getitem__)
+        found |= before
+        written.update(root for i in op.modified for root in signatures.roots(op.inputs[i]))
+    return ordered
+
+
+def _updates(
+    ops: Sequence[Op], needs: Mapping[Op, Iterable[Op]], is_rare: Mapping[Op, bool], signatures: OpSignatures
+) -> AbstractSet[Op]:
+    """Batchable updates of variables that only other updates read afterwards; and what only these need of gradients,
+    unless it makes them smaller."""
+    followers = _followers(ops, needs)
+    found: set[Op] = set()
+    for op in reversed(ops):
+        if is_rare[op] or not found.issuperset(followers[op]):
+            continue
+        size = max((t.nelms * t.dtype.itemsize for t in op.inputs), default=0)
+        is_larger = any(t.nelms * t.dtype.itemsize >= size for t in op.outputs)
+        if is_update(op, signatures) or (followers[op] and is_larger and not op.modified and is_batchable(op)):
+            found.add(op)
+    return found
+
+
+def is_update(op: Op, signatures: OpSignatures) -> bool:
+    """Whether an op overwrites variables, or what a graph is given, and may do so for all turns at once."""
+    overwritten = [root for i in op.modified for root in signatures.roots(op.inputs[i])]
+    return bool(overwritten) and all(root.producer is None for root in overwritten) and is_batchable(op)
+
+
+def _followers(ops: Sequence[Op], needs: Mapping[Op, Iterable[Op]]) -> defaultdict[Op, list[Op]]:
+    found: defaultdict[Op, list[Op]] = defaultdict(list)
+    for op in ops:
+        for needed in needs[op]:
+            found[needed].append(op)
+    return found
+
+
+def _operand(op: Op, signatures: OpSignatures) -> Tensor | None:
+    """The variable of which an op computes as many elements, such as a cast; `None` of all other ops."""
+    if len(op.inputs) != 1 or len(op.outputs) != 1 or op.kind.between_replicas:
+        return None
+    (t,) = op.inputs
+    roots = signatures.roots(t)
+    is_given = len(roots) == 1 and roots[0].producer is None and t.shape == op.outputs[0].shape
+    return roots[0] if is_given else None
 
 
 def _late(
@@ -61,17 +121,14 @@ def _late(
 ) -> AbstractSet[Op]:
     """Ops on variables only that a single iteration needs, without another op of equal signature. (For constants,
     iterations would need a table.)"""
-    followers: defaultdict[Op, list[int]] = defaultdict(list)
-    for op in ops:
-        for needed in needs[op]:
-            followers[needed].append(signatures.signature(op))
+    followers = _followers(ops, needs)
     made_early: set[Tensor] = set()
     late: set[Op] = set()
     for op in ops:
         is_pure = not (op.modified or op.called_graphs or op.kind.exchange or op.kind.effect)
         roots = {root for t in op.inputs for root in signatures.roots(t)}
         begins = bool(roots) and made_early.isdisjoint(roots) and not any(isinstance(t, Constant) for t in roots)
-        is_of_one = len({*followers[op]}) == len(followers[op]) > 0
+        is_of_one = len({signatures.signature(each) for each in followers[op]}) == len(followers[op]) > 0
         if is_pure and begins and is_of_one and not is_rare[op]:
             late.add(op)
         else:
@@ -86,10 +143,11 @@ def _in_order(
     signatures: OpSignatures,
     made: AbstractSet[Tensor],
     returned: Container[Tensor],
+    updates: Container[Op],
 ) -> list[Op]:
-    """Clustered ops, after their dependencies."""
+    """Clustered ops, after their dependencies; updates after others."""
     place = {op: i for i, op in enumerate(ops)}
-    followers: defaultdict[Op, list[Op]] = defaultdict(list)
+    followers = _followers(ops, needs)
     read = {root for op in ops for t in op.inputs for root in signatures.roots(t)}
     ahead = dict.fromkeys(ops, 0)  # calls whose results are read, on the longest way that begins with an op
     is_put_off = dict(is_rare)
@@ -98,7 +156,6 @@ def _in_order(
         for needed in needs[op]:
             ahead[needed] = max(ahead[needed], ahead[op])
             is_put_off[needed] &= is_put_off[op]
-            followers[needed].append(op)
     missing = {op: len(needs[op]) for op in ops}
 
     def stays_behind(op: Op) -> bool:
@@ -106,14 +163,14 @@ def _in_order(
         return begins and not (is_rare[op] and all(t.nelms == 1 for t in op.outputs))
 
     waits = {op: is_put_off[op] or stays_behind(op) for op in ops}
-    ready: list[tuple[bool, int, bool, int]] = []
+    ready: list[tuple[bool, bool, int, bool, int]] = []
     ordered: list[Op] = []
     taken: set[Op] = set()
     upto = 0  # all ops before this place are taken
 
     def offer(op: Op) -> None:
         if not missing[op] and (not waits[op] or place[op] == upto):
-            heappush(ready, (is_put_off[op], ahead[op], is_rare[op], place[op]))
+            heappush(ready, (is_put_off[op], op in updates, ahead[op], is_rare[op], place[op]))
 
     for op in ops:
         offer(op)

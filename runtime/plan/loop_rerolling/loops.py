@@ -6,12 +6,11 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from popxl.base.liveness import last_uses
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
 from popxl.graph import Graph
 from runtime.lowering.rerolled_loops import RerolledLoop
-from runtime.plan.loop_rerolling.clustering import cluster_iterations
+from runtime.plan.loop_rerolling.clustering import cluster_iterations, is_update
 from runtime.plan.loop_rerolling.match_iterations import NotRerollable, reroll
 from runtime.plan.loop_rerolling.op_signatures import OpSignatures
 from runtime.plan.loop_rerolling.patterns import FEWEST, PeriodicRange, spans
@@ -28,6 +27,7 @@ def loops_of(
     signatures: OpSignatures,
     size: Callable[[Graph], int],
     reasons: dict[Graph, str],
+    batches_updates: bool,
 ) -> tuple[Item, ...]:
     """Find loops. Returns ops and loops, in order.
 
@@ -37,6 +37,7 @@ def loops_of(
         signatures: those of the ops of the program.
         size: how many ops a graph stands for.
         reasons: is told, of graphs that are called again and again, why they are in no loop.
+        batches_updates: see `cluster_iterations`.
     """
     count = Counter(signatures.signature(op) for op in ops if op.called_graphs)
     often: Counter[Graph] = Counter()
@@ -47,7 +48,7 @@ def loops_of(
     if max(count.values(), default=0) < FEWEST:
         return tuple(ops)
     returned = {root for t in outputs for root in signatures.roots(t)}
-    ops = cluster_iterations([op for op in ops if op.kind.view is None], signatures, returned)
+    ops = cluster_iterations([op for op in ops if op.kind.view is None], signatures, returned, batches_updates)
     return _Sequence(ops, returned, signatures, size, reasons).items()
 
 
@@ -65,11 +66,11 @@ class _Sequence:
         self._ops = ops
         self._roots = signatures.roots
         self._signatures = [signatures.signature(op) for op in self._ops]
-        self._sizes = [sum(1 + size(callee) for callee in op.called_graphs) for op in self._ops]
+        self._sizes = [
+            sum(1 + size(callee) for callee in op.called_graphs) or is_update(op, signatures) for op in self._ops
+        ]
         self._reasons = reasons
-        self._made_at = {t: i for i, op in enumerate(self._ops) for t in op.outputs}
-        read = ((root for t in op.inputs for root in self._roots(t)) for op in self._ops)
-        self._last_read = last_uses(read, returned)
+        self._live = _live_ranges(ops, signatures.roots, returned)
 
     def items(self) -> tuple[Item, ...]:
         """Ops and loops, choosing loops greedily: largest saving first, then recursively before and after it."""
@@ -148,8 +149,23 @@ class _Sequence:
     def _carried_bytes(self, place: int, period: int) -> int:
         """Amount of data carried across an iteration boundary."""
         after = (root for op in self._ops[place : place + period] for t in op.inputs for root in self._roots(t))
-        return len({t for t in after if place - period <= self._made_at.get(t, -1) < place})
+        return len({t for t in after if any(place - period <= made < place for made, _ in self._live.get(t, ()))})
 
     def _used_after(self, place: int) -> set[Tensor]:
         """Storages read or modified after an index."""
-        return {t for t, last in self._last_read.items() if last >= place}
+        return {t for t, ranges in self._live.items() if any(made < place <= last for made, last in ranges)}
+
+
+def _live_ranges(
+    ops: Sequence[Op], roots: Callable[[Tensor], tuple[Tensor, ...]], returned: Iterable[Tensor]
+) -> dict[Tensor, list[tuple[int, int]]]:
+    """From where to where each storage is read: several ranges for what is computed several times."""
+    found: defaultdict[Tensor, list[tuple[int, int]]] = defaultdict(list)
+    for i, op in enumerate(ops):
+        for root in (root for t in op.inputs for root in roots(t)):
+            found[root].append((found[root].pop()[0] if found[root] else -1, i))
+        for t in op.outputs:
+            found[t].append((i, i))
+    for t in returned:
+        found[t].append((found[t].pop()[0] if found[t] else -1, len(ops)))
+    return found

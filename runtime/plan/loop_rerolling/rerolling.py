@@ -14,6 +14,7 @@ from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.core.traits import Run, chooses, is_call
 from popxl.graph import Graph
 from popxl.ops.repeat import returned_by_ref
+from runtime.lowering.batched_loops import is_batch
 from runtime.lowering.rerolled_loops import NARROW, LoopInput, ProgramOrder, RerolledLoop, merge_overlapping
 from runtime.plan.loop_rerolling.inlining import InlinedGraphs
 from runtime.plan.loop_rerolling.loops import Item, loops_of
@@ -36,13 +37,17 @@ class Rerolling(ProgramOrder):
         from_saved: a loop without products is made if it saves XLA so many ops. What turns compute element by element
             is one kernel where they are written out, and several in a loop, which cuts it out of arrays and puts it
             back.
+        batches_updates: whether updates come after all layers, each on the whole array of a variable of all layers,
+            rather than in the turns. They move fewer bytes, and all gradients are in memory at once.
 
     Attributes:
         together: variables that lie in one array each, as the turns of some loop take one after the other.
         same: tensors of graphs that are part of those that call them, by what stands for them there; and the opposite.
     """
 
-    def __init__(self, main: Graph, held: Collection[Tensor], from_saved: int = 0) -> None:
+    def __init__(
+        self, main: Graph, held: Collection[Tensor], from_saved: int = 0, batches_updates: bool = False
+    ) -> None:
         structures = Structures(main)
         self._size = structures.size
         inlined = InlinedGraphs(main)
@@ -54,11 +59,13 @@ class Rerolling(ProgramOrder):
         self._schedules = {
             graph: ops
             if graph in in_order  # what its inputs are is changed under several names
-            else loops_of(ops, graph.outputs, signatures, structures.size, self._reasons)
+            else loops_of(ops, graph.outputs, signatures, structures.size, self._reasons, batches_updates)
             for graph, ops in inlined.graphs.items()
         }
+        sliced = {t for loop in self.loops if _has_products(loop) for taken in loop.inputs for t in taken.by_iteration}
         for loop in self.loops:
-            if self._saved_by(loop) < from_saved and not _has_products(loop):
+            is_in_place = is_batch(loop) and any(not sliced.isdisjoint(taken.by_iteration) for taken in loop.inputs)
+            if self._saved_by(loop) < max(1, from_saved) and not _has_products(loop) and not is_in_place:
                 self._write_out(loop, "it computes no products, and would be more kernels in a loop")
         while True:
             walk = _PackingAnalysis(self._schedules, signatures, main, held)
@@ -93,6 +100,11 @@ class Rerolling(ProgramOrder):
 
     def _saved_by(self, loop: RerolledLoop) -> int:
         return (len(loop.iterations) - 1) * sum(self._size(callee) for op in loop.ops for callee in op.called_graphs)
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether any loop is lowered on whole arrays."""
+        return any(map(is_batch, self.loops))
 
     def summary(self) -> str:
         """Summary of rerolled loops, one sentence."""

@@ -28,7 +28,7 @@ class Settings:
         way: whether it is run as it was built, or as it is loaded from a file.
     """
 
-    called_graphs: Literal["auto", "kept", "dispatched", "rolled", "inlined"]
+    called_graphs: Literal["auto", "kept", "dispatched", "rolled", "batched", "inlined"]
     placement: Literal["auto", "several", "one"]
     remote_buffers: Literal["host", "device"]
     replicas: int
@@ -48,7 +48,7 @@ class Settings:
             return list(weights)[random.choice(len(weights), p=np.array(list(weights.values())))]
 
         return Settings(
-            called_graphs=choice(auto=0.1, kept=0.2, dispatched=0.3, rolled=0.25, inlined=0.15),
+            called_graphs=choice(auto=0.1, kept=0.2, dispatched=0.3, rolled=0.15, batched=0.1, inlined=0.15),
             placement=choice(auto=0.2, several=0.6, one=0.2),
             remote_buffers=choice(host=0.75, device=0.25),
             replicas=int(choice(**{"1": 0.5, "2": 0.25, "4": 0.25})),

@@ -1,0 +1,122 @@
+"""Batched loops: rerolled loops of independent iterations without products, lowered on whole packed arrays.
+
+The updates of all layers are such a loop. A `lax.scan` would slice each row out of its array and copy the result back;
+on whole arrays an update is one kernel that works in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from popxl.analysis.flops import own_flops
+from popxl.base.arrays import Array
+from popxl.core.aliasing import reachable
+from popxl.core.recording import Op
+from popxl.core.rounding import rounds
+from popxl.core.tensor import Tensor
+from popxl.core.traits import is_call
+from runtime.lowering.packed_arrays import PackedArray, PackedSlot
+from runtime.lowering.rerolled_loops import LoopInput, RerolledLoop, is_constant, merge_overlapping, pack_together
+
+if TYPE_CHECKING:
+    from runtime.lowering.context import Context
+    from runtime.lowering.environment import Environment
+    from runtime.lowering.lower import Lowering
+
+
+def is_batchable(op: Op) -> bool:
+    """Whether an op computes its results from its operands alone, without products: also what it calls."""
+    called = (each for callee in op.called_graphs for graph in reachable(callee) for each in graph.ops)
+    return all(_is_local(each) for each in (op, *called))
+
+
+def _is_local(op: Op) -> bool:
+    kind = op.kind
+    if kind.exchange or kind.effect or kind.between_replicas or kind.requirements or op.parts != (op,) or rounds(op):
+        return False
+    return is_call(op) if op.called_graphs else not own_flops(op).products
+
+
+def is_batch(loop: RerolledLoop) -> bool:
+    """Whether the iterations of a loop are independent, without products, and keep what they modify in slots."""
+    by_name = {taken: set(taken.by_iteration) for taken in loop.inputs}
+    written = [taken for taken in loop.inputs if taken.is_written]
+    return (
+        all(taken.before is None for taken in loop.inputs)
+        and all(len(by_name[taken]) == len(loop.iterations) for taken in written)
+        and all(by_name[a].isdisjoint(by_name[b]) for a in written for b in loop.inputs if a is not b)
+        and all(map(is_batchable, loop.ops))
+    )
+
+
+def lower_batched(lowering: Lowering, loop: RerolledLoop, environment: Environment, context: Context) -> None:
+    """Lower a rerolled loop on whole packed arrays, by `jax.vmap` of an iteration."""
+    own = [taken for taken in loop.inputs if not taken.is_invariant]
+    for storages in merge_overlapping(taken.by_iteration for taken in own):
+        pack_together(environment, storages)
+    slots = {taken: [_slot(environment, t) for t in taken.by_iteration] for taken in own}
+    order = _order(loop, slots)
+    numbers = {taken: [slots[taken][i].number for i in order] for taken in own}
+    fixed = {
+        taken.name: environment.value_of(taken.name)
+        for taken in loop.inputs
+        if taken.is_invariant and not is_constant(taken, environment)
+    }
+    channels = context.channels.loop_channels(())
+    body = context.in_loop_body(channels.in_iteration(channels.start), rows=len(order))
+    written = [taken for taken in own if taken.is_written]
+
+    def iteration(values: Sequence[Array]) -> Any:
+        known = fixed | {taken.name: value for taken, value in zip(own, values, strict=True)}
+        after = lowering.lower_ops(loop.ops, known, body)
+        return [after.value_of(taken.name) for taken in written], [after.value_of(made.name) for made in loop.outputs]
+
+    changed, results = jax.vmap(iteration)([_rows(slots[taken][0].stack.array, numbers[taken]) for taken in own])
+    context.channels.resume(channels, channels.start, changed)
+    of_stack: dict[PackedArray, list[int]] = {}
+    for n, taken in enumerate(written):
+        of_stack.setdefault(slots[taken][0].stack, []).append(n)
+    for stack, places in of_stack.items():
+        rows = [number for n in places for number in numbers[written[n]]]
+        stack.array = _with_rows(stack.array, rows, [changed[n] for n in places])
+    for made, values in zip(loop.outputs, results, strict=True):
+        stack = PackedArray(values)
+        environment.values.update((made.by_iteration[i], PackedSlot(stack, n)) for n, i in enumerate(order))
+
+
+def _slot(environment: Environment, t: Tensor) -> PackedSlot:
+    place = environment.slot_or_value(t)
+    assert isinstance(place, PackedSlot)  # all have been packed
+    return place
+
+
+def _order(loop: RerolledLoop, slots: dict[LoopInput, list[PackedSlot]]) -> list[int]:
+    """An order of iterations: that of the largest rows that they modify, which then stay where they are."""
+    turns = range(len(loop.iterations))
+    written = [taken for taken in slots if taken.is_written] or [*slots]
+    largest = max(written, key=lambda taken: taken.name.nelms * taken.name.dtype.itemsize, default=None)
+    return [*turns] if largest is None else sorted(turns, key=lambda n: slots[largest][n].number)
+
+
+def _rows(array: Array, numbers: Sequence[int]) -> Array:
+    """Rows of an array, in an order; whole arrays and reversed ones need no copy."""
+    first, last = numbers[0], numbers[-1]
+    if [*numbers] == [*range(first, last + 1)]:
+        return lax.slice_in_dim(array, first, last + 1)
+    if [*numbers] == [*range(first, last - 1, -1)]:
+        return lax.rev(lax.slice_in_dim(array, last, first + 1), (0,))
+    return jnp.take(array, np.asarray(numbers), axis=0)
+
+
+def _with_rows(array: Array, numbers: Sequence[int], values: Sequence[Array]) -> Array:
+    """An array with other rows."""
+    found = jnp.concatenate(values) if len(values) > 1 else values[0]
+    if sorted(numbers) == [*range(len(array))]:
+        return _rows(found, np.argsort(numbers).tolist())
+    return array.at[np.asarray(numbers)].set(found, unique_indices=True)

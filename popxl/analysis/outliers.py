@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from popxl.analysis.mesh import Mesh
-from popxl.analysis.replication import REPLICATED, VARYING, Finding, Report, is_term
-from popxl.core.tensor import Constant, Tensor, Variable
+from popxl.analysis.mixups import seeds, stale_pieces
+from popxl.analysis.replication import REPLICATED, VARYING, Finding, Report, begins_different, finding, is_term
+from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import is_call
 
 if TYPE_CHECKING:
@@ -84,9 +85,13 @@ def outliers(report: Report) -> Iterator[Finding]:
         updates += made
         stored += out
     yield from _losses(mesh, report, updates, stored)
-    yield from _same_data(mesh, report, updates)
+    said = {i for graph in report.graphs for op in graph.ops if op.kind.asserts for i in _along(mesh, op)}
+    yield from _same_data(mesh, report, updates, said)
     yield from _same_batches(mesh, report)
     yield from _scaled_sums(mesh, report)
+    yield from stale_pieces(mesh, report)
+    alike = said | {i for i, (kind, _) in enumerate(report.fed) if kind is REPLICATED}
+    yield from seeds(mesh, report, {i for each in updates for i in each.axes}, alike)
     report.notes += _local_numbers(mesh, report, updates)
     yield from _beginnings(mesh, report)
 
@@ -159,10 +164,6 @@ def _made(op: Op, known: dict[Tensor, _Reduced], report: Report) -> _Reduced | N
     return found
 
 
-def _finding(mesh: Mesh, category: str, op: Op, t: Tensor, axes: Iterable[int], message: str) -> Finding:
-    return Finding(category, False, op, t.path, tuple(mesh.names[i] for i in axes), message)
-
-
 def _odd_ones(mesh: Mesh, updates: Sequence[_Update]) -> Iterator[Finding]:
     """Changes by values that are larger or smaller than those of most others by the number of replicas."""
     alike: dict[Hashable, list[_Update]] = defaultdict(list)
@@ -195,7 +196,7 @@ def _odd(mesh: Mesh, one: _Update, usual: _Update, ratio: float) -> Iterator[Fin
     this, that = words[op.attributes["op"]], words[are]
     over, such_as = mesh.text(one.axes), f"other variables, such as `{usual.of.path}`"
     if this == that:
-        yield _finding(
+        yield finding(
             mesh, "factor of replicas", one.how.scaled or op, one.of, one.axes,
             f"`{one.of.path}` is changed by the {this} over {over} times {one.how.factor:g}, and {such_as}, by the "
             f"{that} times {usual.how.factor:g}: what it gets is {times} theirs, and there are as many replicas. "
@@ -204,7 +205,7 @@ def _odd(mesh: Mesh, one: _Update, usual: _Update, ratio: float) -> Iterator[Fin
     elif (
         this == "sum" or _share_of_mean(op.inputs[0]) is None
     ):  # statistics of rows are means, however gradients are reduced
-        yield _finding(
+        yield finding(
             mesh, "mixed reductions", op, one.of, one.axes,
             f"`{one.of.path}` is changed by the {this} over {over}, and {such_as}, by the {that}: what it gets is "
             f"{times} theirs. Write \"{are}\".",
@@ -222,7 +223,7 @@ def _losses(
     for t, how in stored:
         op = how.by[-1]
         if missing := [i for i, (kind, _) in enumerate(report.types[t]) if kind is VARYING and i in by_axis]:
-            yield _finding(
+            yield finding(
                 mesh, "partly reduced number", op, t, missing,
                 f"`{t.path}` is stored. It has been reduced, but not over {mesh.text(missing)}, as the gradients are: "
                 f"each replica stores another number. Reduce it over {mesh.text(missing)}, too.",
@@ -234,13 +235,13 @@ def _losses(
         count = math.prod(mesh.sizes[i] for i in along)
         ratio, of_all = share * scale * count, op.attributes["group_size"]
         if how.factor == 1 and ratio > 1 and _is_of_replicas(ratio, count, of_all):
-            yield _finding(
+            yield finding(
                 mesh, "sum of means", op, t, along,
                 f"`{before.path}` is a mean over what a replica has, and `{t.path}`, which is stored, the sum of these "
                 f"over {mesh.text(along)}, while the gradients are means over it. Write \"mean\".",
             )  # fmt: skip
         elif _is_of_replicas(ratio, count, of_all):
-            yield _finding(
+            yield finding(
                 mesh, "factor of replicas", how.scaled or op, t, along,
                 f"`{before.path}` is a mean over what a replica has, and `{t.path}`, which is stored, {ratio:g} times "
                 f"the mean of these over {mesh.text(along)}, where there are {count} replicas. Leave that factor out.",
@@ -275,7 +276,7 @@ def _local_numbers(mesh: Mesh, report: Report, updates: Sequence[_Update]) -> It
             t = op.inputs[0]
             own = [i for i, along in enumerate(report.types[t]) if along == (VARYING, None) and i in reduced]
             if own and t.dtype.is_floating_point:
-                yield _finding(
+                yield finding(
                     mesh, "local number", op, t, own,
                     f"each replica along {mesh.text(own)} stores its own `{t.path}`, of its own data. Take the mean of "
                     "what the host gets; or reduce it first.",
@@ -299,7 +300,7 @@ def _scaled_sums(mesh: Mesh, report: Report) -> Iterator[Finding]:
                     odd[op] = reader
     if 2 * len(odd) <= len(sums):
         for op, reader in odd.items():
-            yield _finding(
+            yield finding(
                 mesh, "factor of replicas", reader, op.inputs[0], _along(mesh, op),
                 f"replicas along {mesh.text(_along(mesh, op))} have terms of a sum, `{op.inputs[0].path}`, and their "
                 f"sum is multiplied by their number, {op.attributes['group_size']}, or divided by it. Leave that out.",
@@ -316,7 +317,7 @@ def _same_batches(mesh: Mesh, report: Report) -> Iterator[Finding]:
             for t, held in types.items():
                 alike = [i for i in own if held[i] == (REPLICATED, None) and report.fed and report.fed[i][0] is VARYING]
                 if alike and (load := _fed_by(t)) is not None:
-                    yield _finding(
+                    yield finding(
                         mesh, "same batch", load, t, sorted(alike),
                         f"`{t.path}` is made of what the host feeds, and is the same on all replicas along "
                         f"{mesh.text(alike)}; where {graph.title} is called elsewhere, each has its own. Let each "
@@ -338,10 +339,10 @@ def _fed_by(t: Tensor) -> Op | None:
     return None
 
 
-def _same_data(mesh: Mesh, report: Report, updates: Sequence[_Update]) -> Iterator[Finding]:
-    """Means of gradients that are the same on all replicas already, though these are fed data of their own."""
+def _same_data(mesh: Mesh, report: Report, updates: Sequence[_Update], said: Set[int]) -> Iterator[Finding]:
+    """Means of gradients that are the same on all replicas already, though these are fed data of their own, unless the
+    program has `said` for an axis what is the same along it."""
     reductions = dict.fromkeys(op for each in updates for op in each.how.by)
-    said = {i for graph in report.graphs for op in graph.ops if op.kind.asserts for i in _along(mesh, op)}
     found: dict[Op, list[int]] = defaultdict(list)
     for i, (kind, _) in enumerate(report.fed):
         some = [op for op in reductions if i in _along(mesh, op)]
@@ -351,7 +352,7 @@ def _same_data(mesh: Mesh, report: Report, updates: Sequence[_Update]) -> Iterat
             found[some[0]].append(i)
     for op, axes in found.items():
         (t, *_), over = op.inputs, mesh.text(axes)
-        yield _finding(
+        yield finding(
             mesh, "gradients of the same data", op, t, axes,
             f"`{t.path}` is the same on all replicas along {over} before it is reduced, and so are the others: nothing "
             "of what the host feeds to each goes into them. Let each replica compute with its own.",
@@ -366,20 +367,10 @@ def _along(mesh: Mesh, op: Op) -> tuple[int, ...]:
 def _beginnings(mesh: Mesh, report: Report) -> Iterator[Finding]:
     """Variables that differ between replicas from the beginning, and are changed alike on all of them."""
     for v, (op, axes) in report.changed_alike.items():
-        if v.dtype.is_floating_point and (found := [i for i in axes if _begins_different(mesh, v, i)]):
-            yield _finding(
+        if v.dtype.is_floating_point and (found := [i for i in axes if begins_different(mesh, v, i)]):
+            yield finding(
                 mesh, "different beginnings", op, v, found,
                 f"`{v.path}` begins with different numbers on replicas along {mesh.text(found)}, and is changed by "
                 "what is reduced over them, so that it stays different by as much. Let them share the variable: leave "
                 "`replica_grouping` out; or do not reduce what changes it.",
             )  # fmt: skip
-
-
-def _begins_different(mesh: Mesh, v: Variable, axis: int) -> bool:
-    """Whether replicas along an axis have different numbers to begin with."""
-    if v.replica_grouping.num_groups == 1:
-        return False
-    groups = np.asarray(v.replica_grouping.assignment).reshape(mesh.sizes)
-    first = np.broadcast_to(groups.take([0], axis), groups.shape)
-    rows = v.numbers()
-    return not np.array_equal(rows[groups.ravel()], rows[first.ravel()], equal_nan=True)

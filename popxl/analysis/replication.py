@@ -10,11 +10,14 @@ is found there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from popxl import dtypes
 from popxl.analysis.mesh import Mesh
 from popxl.core.printing import algebra
 from popxl.core.tensor import Tensor, Variable
@@ -100,6 +103,11 @@ class Finding:
         source = self.op.source
         text = f"`{source.text}`, {source}" if source.text else str(source)
         return f"{self.category}: {self.message} ({text})"
+
+
+def finding(mesh: Mesh, category: str, op: Op, t: Tensor, axes: Iterable[int], message: str) -> Finding:
+    """A finding that is not certain, about a tensor along some axes."""
+    return Finding(category, False, op, t.path, tuple(mesh.names[i] for i in axes), message)
 
 
 @dataclass(eq=False)
@@ -214,6 +222,16 @@ def joined_along(all: Sequence[Along]) -> Along:
     return found
 
 
+def begins_different(mesh: Mesh, v: Variable, axis: int) -> bool:
+    """Whether replicas along an axis have different numbers to begin with."""
+    if v.replica_grouping.num_groups == 1:
+        return False
+    groups = np.asarray(v.replica_grouping.assignment).reshape(mesh.sizes)
+    first = np.broadcast_to(groups.take([0], axis), groups.shape)
+    rows = v.numbers()
+    return not np.array_equal(rows[groups.ravel()], rows[first.ravel()], equal_nan=v.dtype.is_floating_point)
+
+
 def variable_type(mesh: Mesh, v: Variable, learned: bool = False) -> Held:
     """The type of a variable, as it is declared. What each replica has of its own, and is not `learned`, is data."""
     shared = mesh.shared(v.replica_grouping)
@@ -223,6 +241,8 @@ def variable_type(mesh: Mesh, v: Variable, learned: bool = False) -> Held:
     if v.group_axis is None:
         own = (VARYING, OWN if learned and v.dtype.is_floating_point else None)
     found = [SAME if i in shared else own for i in range(len(mesh.names))]
+    if v.dtype is dtypes.uint32 and v.shape == (2,) and v.piece is None and v.replica_grouping.num_groups > 1:  # a seed
+        found = [SAME if not begins_different(mesh, v, i) else each for i, each in enumerate(found)]
     if v.piece is not None or v.location_info.sharded:
         pieces: Along = (SHARDED, FLAT)
         found = [pieces if i in shared else each for i, each in enumerate(found)]

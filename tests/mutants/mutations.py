@@ -42,7 +42,8 @@ class Mutation:
         graph, number = self.where
         if graph < 0:
             v = ir.main_graph.variables[number]
-            lines = {str(op.source) for op in ir.main_graph.ops if v in op.inputs or op.kind.between_replicas}
+            reads = (op for op in ir.main_graph.ops if v in op.inputs or op.kind.between_replicas or op.kind.drops)
+            lines = {str(op.source) for op in reads}
             self.apply(v)
             return lines, v.name
         op = graphs(ir)[graph].ops[number]
@@ -85,6 +86,11 @@ def mutations(ir: popxl.Ir) -> Iterator[Mutation]:
         whole = v.piece is None and not v.location_info.isRemote()
         if whole and grouping.group_size > 1 and v.dtype.is_floating_point and v.nelms > 1:
             yield Mutation("initialise replicas differently", (-1, n), 0, _own_values)
+        if whole and v.dtype is popxl.uint32 and v.shape == (2,):
+            if grouping.num_groups > 1:
+                yield Mutation("tie a seed", (-1, n), 0, _tied)
+            if grouping.group_size > 1:
+                yield Mutation("untie a seed", (-1, n), 0, _untied)
 
 
 def _of_op(op: Op, sizes: dict[str, int], strides: dict[str, int]) -> Iterator[tuple[str, Callable[[Op], None]]]:
@@ -110,6 +116,8 @@ def _of_op(op: Op, sizes: dict[str, int], strides: dict[str, int]) -> Iterator[t
                 yield "exchange axes", lambda op, stride=strides[axis]: _edited(op, stride=stride)
             elif reduces and size < attributes["group_size"] and len(sizes) > 1:
                 yield "another group", lambda op, s=strides[axis], n=size: _edited(op, stride=s, group_size=n)
+        if "op" not in attributes and (before := _same_before(op)) is not None:
+            yield "read a stale piece", lambda op, t=before: _replaced(op, lambda *_: ops.identity(t))
     if op.op_type == "HostLoad" and op.outputs[0].dtype.is_floating_point:
         yield "feed the same batch to all", _fed_alike
     if op.op_type == "MatMul":
@@ -117,6 +125,13 @@ def _of_op(op: Op, sizes: dict[str, int], strides: dict[str, int]) -> Iterator[t
             square = t.rank == 2 and t.shape[0] == t.shape[1]
             if square and isinstance(t, Variable) and t.replica_grouping.num_groups > 1:
                 yield "transpose a shard", lambda op, i=i: _transposed(op, i)
+
+
+def _same_before(op: Op) -> popxl.Tensor | None:
+    """What an earlier op has made of the same tensor in the same way."""
+    ops_before = op.graph.ops[: op.graph.ops.index(op)]
+    same = (each for each in ops_before if each.kind is op.kind and each.inputs == op.inputs)
+    return next((each.outputs[0] for each in same), None)
 
 
 def _strides(sizes: dict[str, int]) -> dict[str, int]:
@@ -211,3 +226,16 @@ def _own_values(v: Variable) -> None:
     each = each + np.random.default_rng(1).normal(size=each.shape) / 4
     v.replica_grouping = ir.replica_grouping(group_size=1)
     v.data = each.astype(data.dtype)
+
+
+def _tied(v: Variable) -> None:
+    """One seed for all replicas."""
+    data = v.numbers()
+    v.data = np.broadcast_to(data[:1], data.shape)
+
+
+def _untied(v: Variable) -> None:
+    """A seed for each replica."""
+    ir = v.ir
+    v.replica_grouping = ir.replica_grouping(group_size=1)
+    v.data = popxl.create_seeds(11, replicas=ir.replication_factor)

@@ -193,6 +193,57 @@ def divided_network(data: int, tensor: int) -> popxl.Ir:
     return ir
 
 
+def dropped(replicas: int) -> popxl.Ir:
+    """A dropout on data of each replica, with seeds of its own."""
+    ir = popxl.Ir(axes={"data": replicas})
+    with ir.main_graph, popxl.in_sequence():
+        x = ops.host_load(popxl.h2d_stream((4, 5), F32, "x"))
+        a = popxl.variable(normal(5, 6)(), F32, "a")
+        own = ir.replica_grouping(group_size=1)
+        seeds = popxl.variable(popxl.create_seeds(7, replicas=replicas), popxl.uint32, "seeds", replica_grouping=own)
+        following, seed = ops.split_random_seed(seeds)
+        ops.var_updates.copy_var_update_(seeds, following)
+        h = ops.dropout(x @ a, seed, 0.5)
+        dh = ops.dropout(h * (2 / h.nelms), seed, 0.5)
+        ops.scaled_add_(a, C.replicated_all_reduce(x.T @ dh, "mean"), b=-0.1)
+    return ir
+
+
+def dropped_after_division(data: int, tensor: int) -> popxl.Ir:
+    """A dropout on what a divided layer makes: replicas along `tensor` drop the same elements."""
+    ir = popxl.Ir(axes={"data": data, "tensor": tensor})
+    with ir.main_graph, popxl.in_sequence():
+        x = C.assert_replicated(ops.host_load(popxl.h2d_stream((4, 4), F32, "x")), "tensor")
+        a = popxl.variable(normal(tensor, 4, 3)(), F32, "a", replica_grouping="data")
+        b = popxl.variable(normal(tensor, 3, 4)(), F32, "b", replica_grouping="data")
+        bias = popxl.variable(np.zeros(4), F32, "bias")
+        made = popxl.create_seeds(7, replicas=data)
+        seeds = popxl.variable(made, popxl.uint32, "seeds", replica_grouping="tensor")
+        following, seed = ops.split_random_seed(seeds)
+        ops.var_updates.copy_var_update_(seeds, following)
+        h = ops.tanh(x @ a)
+        y = ops.dropout(C.replicated_all_reduce(h @ b, group="tensor") + bias, seed, 0.5)
+        dy = ops.dropout(y * (2 / y.nelms), seed, 0.5)
+        dh = (dy @ b.T) * (1 - h * h)
+        for variable, gradient in ((a, x.T @ dh), (b, h.T @ dy), (bias, ops.sum(dy, 0))):
+            ops.scaled_add_(variable, C.replicated_all_reduce(gradient, "mean", "data"), b=-0.1)
+    return ir
+
+
+def steps_in_pieces(replicas: int) -> popxl.Ir:
+    """Two steps in one run: what is in pieces is gathered again for the second."""
+    ir = popxl.Ir(axes={"data": replicas})
+    ir.num_host_transfers = 2
+    with ir.main_graph, popxl.in_sequence():
+        stream = popxl.h2d_stream((4, 6), F32, "x")
+        _, piece = popxl.replica_sharded_variable(normal(6, 2)(), F32, "w")
+        for _ in range(2):
+            x, w = ops.host_load(stream), C.replicated_all_gather(piece).reshape((6, 2))
+            gradient = x.T @ (x @ w) / x.nelms
+            ops.scaled_add_(piece, C.replicated_reduce_scatter(gradient, "mean", None, True), b=-0.1)
+    return ir
+
+
 DATA = {"data": 4}
 adamw = partial(optimizers.adamw, lr=0.05, eps=1e-3)
 clipped = partial(optimizers.adamw, lr=0.05, eps=1e-3, clip_norm=0.5)
@@ -204,6 +255,9 @@ PROGRAMS: Mapping[str, Callable[[], popxl.Ir]] = {
     "by hand, in pieces": partial(by_hand, DATA, sharded=True),
     "by hand, accumulated": partial(accumulated, 4),
     "by hand, divided network": partial(divided_network, 2, 2),
+    "by hand, dropout": partial(dropped, 4),
+    "by hand, dropout after division": partial(dropped_after_division, 2, 2),
+    "by hand, steps in pieces": partial(steps_in_pieces, 4),
     "communication, divided layers": partial(divided_layers, 2, 2, 4),
     "kit, sgd": partial(kit, Net, DATA),
     "kit, adamw": partial(kit, Net, DATA, optimizer=clipped),
@@ -218,5 +272,5 @@ PROGRAMS: Mapping[str, Callable[[], popxl.Ir]] = {
 }
 """By name. Replicas along `tensor` are fed alike where nothing gathers for them: see `ALIKE`."""
 
-ALIKE = ("kit, divided", "communication")
+ALIKE = ("kit, divided", "communication", "by hand, dropout after")
 """How the names of programs begin whose replicas along `tensor` have the same data."""

@@ -24,11 +24,14 @@ def test_programs_have_hundreds_of_mutants_of_all_kinds() -> None:
         "feed the same batch to all",
         "initialise replicas differently",
         "move a collective",
+        "read a stale piece",
         "reduce twice",
         "scale by a wrong n",
         "sum for mean, mean for sum",
         "take a local for a global loss",
+        "tie a seed",
         "transpose a shard",
+        "untie a seed",
     }
 
 

@@ -163,9 +163,40 @@ def one_batch_for_all() -> None:
     update(w, c.replicated_all_reduce(a + b, "mean"))
 
 
+def seeds_of(replicas: int, shared: Any) -> popxl.Tensor:
+    """Seeds, one for each group of replicas."""
+    return popxl.variable(popxl.create_seeds(3, replicas=replicas), popxl.uint32, "seeds", replica_grouping=shared)
+
+
+def trained_with(x: popxl.Tensor, seed: popxl.Tensor, group: Any = None) -> None:
+    w = weight(8, 3)
+    h = ops.dropout(x, seed, 0.5)  # found
+    update(w, c.replicated_all_reduce(h.T @ (h @ w), "mean", group=group))
+
+
+def one_seed_for_all() -> None:
+    trained_with(fed(5, 8), popxl.variable(popxl.create_seeds(3), popxl.uint32, "seeds"))
+
+
+def a_seed_for_each_of_the_same() -> None:
+    trained_with(same(5, 8), seeds_of(8, ir_of_each()))
+
+
+def what_was_gathered_before() -> None:
+    _, piece = popxl.replica_sharded_variable(np.ones((8, 3)), F32, "pieces")
+    x = fed(5, 8)
+    w = c.replicated_all_gather(piece).reshape((8, 3))
+    g = c.replicated_reduce_scatter(x.T @ (x @ w), "mean", None, True)
+    ops.scaled_add_(piece, g, b=-0.1)
+    ops.matmul(x, w)  # found
+
+
 @pytest.mark.parametrize(
     ("program", "category"),
     [
+        (one_seed_for_all, "same seed"),
+        (a_seed_for_each_of_the_same, "different seeds"),
+        (what_was_gathered_before, "stale pieces"),
         (a_bias_before_the_sum, "terms and a whole"),
         (a_function_before_the_sum, "function of terms"),
         (a_function_of_a_users_own, "function of terms"),
@@ -187,7 +218,7 @@ def test_wrong_programs(program: Callable[[], None], category: str) -> None:
     with (ir := mesh()).main_graph:
         program()
     (finding,) = check(ir).findings
-    lines, first = inspect.getsourcelines(program)
+    lines, first = inspect.getsourcelines(trained_with if "seed" in category else program)
     (at,) = (first + i for i, line in enumerate(lines) if line.endswith("# found\n"))
     assert (finding.category, finding.line, finding.certain) == (category, f"test_pieces.py:{at}", False)
 
@@ -228,6 +259,22 @@ def ir_of_each() -> popxl.ReplicaGrouping:
     return popxl.gcg().ir.replica_grouping(group_size=1)
 
 
+def seeds_for_each() -> None:
+    trained_with(fed(5, 8), seeds_of(8, ir_of_each()))
+
+
+def seeds_along_data() -> None:
+    """Replicas along `tensor` share theirs, as they share what is dropped of."""
+    trained_with(same(5, 8), seeds_of(2, "tensor"), "data")
+
+
+def gathered_again() -> None:
+    _, piece = popxl.replica_sharded_variable(np.ones((8, 3)), F32, "pieces")
+    for _ in range(2):
+        x, w = fed(5, 8), c.replicated_all_gather(piece).reshape((8, 3))
+        ops.scaled_add_(piece, c.replicated_reduce_scatter(x.T @ (x @ w), "mean", None, True), b=-0.1)
+
+
 def batches_of_each() -> None:
     w = weight(8, 3)
     graph = w.ir.create_graph(lambda x, w: x.T @ (x @ w), popxl.TensorSpec((5, 8), F32), w)
@@ -236,7 +283,18 @@ def batches_of_each() -> None:
 
 
 @pytest.mark.parametrize(
-    "program", [a_bias_after_the_sum, terms_from_a_zero, a_share_of_a_bias, heads, data_in_variables, batches_of_each]
+    "program",
+    [
+        a_bias_after_the_sum,
+        terms_from_a_zero,
+        a_share_of_a_bias,
+        heads,
+        data_in_variables,
+        seeds_for_each,
+        seeds_along_data,
+        gathered_again,
+        batches_of_each,
+    ],
 )
 def test_right_programs(program: Callable[[], None]) -> None:
     with (ir := mesh()).main_graph:

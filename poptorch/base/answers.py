@@ -24,9 +24,9 @@ class SideEffects:
         >>> class Box:
         ...     pass
         >>> box = Box()
-        >>> changes = Changes([box])
+        >>> changes = SideEffects([box])
         >>> box.content = 3
-        >>> changes.found()
+        >>> changes.changed_attributes()
         {0: {'content': 3}}
     """
 

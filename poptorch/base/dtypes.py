@@ -67,7 +67,7 @@ def to_device_dtype(tensor: torch.Tensor, what: str) -> torch.Tensor:
         Error: for any other number that does not fit.
 
     Example:
-        >>> fitted(torch.tensor([7, torch.iinfo(torch.int64).max]), "The buffer limits")
+        >>> to_device_dtype(torch.tensor([7, torch.iinfo(torch.int64).max]), "The buffer limits")
         tensor([         7, 2147483647], dtype=torch.int32)
     """
     narrow, wide = torch.iinfo(torch.int32), torch.iinfo(torch.int64)

@@ -23,7 +23,7 @@ def is_instance(value: object, kinds: type | tuple[type, ...]) -> bool:
         >>> class Layer: ...
         >>> layer = Layer()
         >>> proxy = weakref.proxy(layer)
-        >>> isinstance(proxy, Layer), is_a(proxy, Layer)
+        >>> isinstance(proxy, Layer), is_instance(proxy, Layer)
         (True, False)
     """
     return issubclass(type(value), kinds)

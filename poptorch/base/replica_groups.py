@@ -28,9 +28,9 @@ class ReplicaGroups:
         stride: how many replicas apart neighbours within a group are; 1 for groups of one.
 
     Example:
-        >>> ReplicaGroups.of(CommGroupType.Consecutive, 2, replicas=6).assignment
+        >>> ReplicaGroups.from_type(CommGroupType.Consecutive, 2, replicas=6).assignment
         (0, 0, 1, 1, 2, 2)
-        >>> ReplicaGroups.of(CommGroupType.Orthogonal, 2, replicas=6).assignment
+        >>> ReplicaGroups.from_type(CommGroupType.Orthogonal, 2, replicas=6).assignment
         (0, 1, 2, 0, 1, 2)
     """
 

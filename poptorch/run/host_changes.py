@@ -32,9 +32,9 @@ class HostChanges:
         >>> module = torch.nn.Linear(2, 3)
         >>> changes = HostChanges(module)
         >>> handle = module.register_forward_hook(lambda module, inputs, result: 2 * result)
-        >>> changes.found()
+        >>> changes.new_changes()
         ['the hooks of model']
-        >>> changes.found()
+        >>> changes.new_changes()
         []
     """
 

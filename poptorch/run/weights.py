@@ -175,7 +175,7 @@ class LazyWeights:
 
     Example:
         >>> module = torch.nn.Linear(2, 3, bias=False)
-        >>> training = Instrumented(module, lambda: {"weight": np.ones((3, 2), np.float32)})
+        >>> training = LazyWeights(module, lambda: {"weight": np.ones((3, 2), np.float32)})
         >>> training.mark_stale()
         >>> module.weight.sum().item(), training.is_stale
         (6.0, False)
@@ -357,8 +357,8 @@ class TrainingRegistry:
 
     Example:
         >>> module = torch.nn.Linear(2, 3, bias=False)
-        >>> training = Instrumented(module, lambda: {"weight": np.ones((3, 2), np.float32)})
-        >>> trainings = Trainings(module)
+        >>> training = LazyWeights(module, lambda: {"weight": np.ones((3, 2), np.float32)})
+        >>> trainings = TrainingRegistry(module)
         >>> training.mark_stale()
         >>> trainings.have_news(), trainings.have_news()
         (True, False)

@@ -248,7 +248,7 @@ def test_to_host_always_fetches(device, training):
 
 def test_reading_for_the_device_fetches_nothing(module, device, training):
     training.mark_stale()
-    assert training.read(["scale"])["scale"] == 2
+    assert training.read_values(["scale"])["scale"] == 2
     assert device.fetched == 0 and training.is_stale
 
 

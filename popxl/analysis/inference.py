@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -82,6 +82,7 @@ class Typing:
         self.stored: dict[Graph, dict[Tensor, tuple[Tensor, ...]]] = {g: storages(g.ops) for g in reachable(main)}
         self.found: dict[tuple[Op, str], Finding] = {}
         self.buffers: dict[RemoteBuffer, Held] = {}
+        self.made: dict[tuple[Any, ...], tuple[list[Along], tuple[str, ...]]] = {}
         self.fed = self.feeds(collectives)
         variables = main.variables
         for v in variables:
@@ -146,6 +147,17 @@ class Typing:
             found = self.known[key] = _Pass(self, graph, graph.inputs, key[1]).outcome
         return found
 
+    def made_by(self, op: Op, given: Sequence[Along]) -> tuple[list[Along], tuple[str, ...]]:
+        """What the function of an op makes of operands that are held like this along an axis."""
+        key = (op.kind, op.operands, *op.attributes.items(), *(t.shape for t in op.inputs), *given)
+        try:
+            found = self.made.get(key)  # quicker than what the op remembers
+        except TypeError:  # from the hash
+            return made_by(op, given)
+        if found is None:
+            found = self.made[key] = made_by(op, given)
+        return found
+
     def find(self, category: str, certain: bool, op: Op, t: Tensor, axes: Sequence[int], message: str) -> None:
         """Note a finding, once for an op."""
         names = tuple(self.mesh.names[i] for i in axes)
@@ -187,10 +199,17 @@ class _Pass:
         op = t.producer
         if op is not None and op.kind.view is not None:
             bases = [self.of(each) for each in op.inputs]
-            return tuple(_seen(op, along) for along in joined_all(bases)) if bases else self.program.given
+            return tuple(self.seen(op, along) for along in joined_all(bases)) if bases else self.program.given
         if op is not None and op.kind.aliased:
             return joined_all([self.of(each) for each in op.bases])
         return self.program.given if op is None else (NOT_KNOWN,) * self.program.width
+
+    def seen(self, op: Op, along: Along) -> Along:
+        """What a view is, along an axis, if this is what it is of."""
+        kind, dimension = along
+        if kind is not SHARDED or dimension is None or dimension == FLAT:
+            return along
+        return joined_along(self.program.made_by(op, [along] * len(op.inputs))[0])
 
     def writes(self, t: Tensor, type_: Held, whole: bool = True) -> None:
         """Note what an op has written to a tensor."""
@@ -264,7 +283,7 @@ class _Pass:
         whole = joined_along(types)
         if len(types) == 1 and whole[0] is VARYING and plain(whole[1]) == OWN:
             return whole
-        made, flaws = made_by(op, [_plain(each) for each in types])
+        made, flaws = self.program.made_by(op, [_plain(each) for each in types])
         if not op.modified:
             for flaw in flaws:
                 self.spoiled(op, axis, types, flaw)
@@ -458,11 +477,3 @@ def _is_of_own(along: Along, slot: int | None = None) -> bool:
 
 def _plain(along: Along) -> Along:
     return (along[0], plain(along[1])) if along[0] is VARYING else along
-
-
-def _seen(op: Op, along: Along) -> Along:
-    """What a view is, along an axis, if this is what it is of."""
-    kind, dimension = along
-    if kind is not SHARDED or dimension is None or dimension == FLAT:
-        return along
-    return joined_along(made_by(op, [along] * len(op.inputs))[0])

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,6 +39,8 @@ class Replication(IntEnum):
         VARYING: each has its own.
         UNKNOWN: what an op does is not known.
     """
+
+    __hash__ = int.__hash__  # which is not that of enumerations in Python
 
     GIVEN = 0
     REPLICATED = 1
@@ -176,9 +179,10 @@ def type_text(mesh: Mesh, held: Held) -> str:
     return f"{{{', '.join(parts)}}}" if parts else ""
 
 
+@lru_cache(4096)
 def joined(left: Held, right: Held) -> Held:
     """What may be either, or is made of both."""
-    return left if left == right else tuple(_joined(a, b) for a, b in zip(left, right, strict=True))
+    return tuple(_joined(a, b) for a, b in zip(left, right, strict=True))
 
 
 def _joined(a: Along, b: Along) -> Along:
@@ -253,6 +257,6 @@ def joined_all(types: Sequence[Held]) -> Held:
     """The join of several types."""
     found = types[0]
     for each in types[1:]:
-        if each != found:
+        if each is not found:
             found = joined(found, each)
     return found

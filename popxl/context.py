@@ -157,7 +157,7 @@ class Context(threading.local):
     # Hooks ----------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def isolated(self) -> Iterator[None]:
         """Settings as of a new thread, to build another Ir while one is being built."""
         with self.set(_graphs=[], _name_scopes=[], scope_prefix="", sequence=Sequencer(), ipu_id=0, io_tile_set=False):
             yield

@@ -224,7 +224,7 @@ class Graph(NotCopyable):
             if id in known:
                 raise PopxlError(f"The tensor id {id!r} is taken: names ending in `__t<number>` are for popxl to give.")
         t = known[id] = kind._make(self, id, wish, spec)
-        self._ir.edits.note()
+        self._ir.edits.record_edit()
         return t
 
     def rename(self, t: Tensor, name: str) -> None:
@@ -256,7 +256,7 @@ class Graph(NotCopyable):
     def sort_inputs(self, first: int, key: Callable[[Tensor], Any]) -> None:
         """Order the inputs from number `first` on. Only for a graph that nothing calls yet."""
         self._inputs[first:] = sorted(self._inputs[first:], key=key)
-        self._ir.edits.note()
+        self._ir.edits.record_edit()
 
     def add_output(self, t: Tensor, extend_calls: bool = True) -> None:
         """Append `t` to the outputs.
@@ -274,7 +274,7 @@ class Graph(NotCopyable):
         if t.graph_ref is not self.ref:
             raise ValueError(f"graph_output: {t!r} is not in {self.title}.")
         self._outputs.append(t)
-        self._ir.edits.note()
+        self._ir.edits.record_edit()
         if extend_calls:
             for op in self.call_sites:
                 op.add_result_for(t)
@@ -286,7 +286,7 @@ class Graph(NotCopyable):
     def trim_outputs(self, count: int) -> None:
         """Take back the outputs after the first `count`. Nothing may use them."""
         del self._outputs[count:]
-        self._ir.edits.note()
+        self._ir.edits.record_edit()
 
     def append(self, op: Op, specs: Sequence[TensorSpec], names: Sequence[str | None]) -> None:
         """Append a checked op and create its results. For use by `OpKind` only."""
@@ -307,7 +307,7 @@ class Graph(NotCopyable):
             for t in part.outputs:
                 t.set_producer(op, overwritten)
         self.ops.append(op)
-        self._ir.edits.note()
+        self._ir.edits.record_edit()
         for graph in op.called_graphs:
             graph.call_sites.append(op)
 

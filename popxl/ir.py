@@ -79,7 +79,7 @@ class Ir(NotCopyable):
         self, replication: int | Literal["popdist"] | None = None, axes: Mapping[str, int] | None = None
     ) -> None:
         self._id = next(_ids)
-        self._axes = Axes.of(axes) if axes else None
+        self._axes = Axes.from_mapping(axes) if axes else None
         self.edits = EditCounter()
         self.options = SessionOptions()
         self._num_host_transfers = 1
@@ -88,7 +88,7 @@ class Ir(NotCopyable):
         self.counters = {"op_ids": 100, "subgraph_numbers": 0, "suffixes": 0}
         self.graphs: list[Graph] = [Graph._make(self, "")]
         self.remote_buffers: list[RemoteBuffer] = []
-        self.rounding_key = RoundingKey.of(self.main_graph)
+        self.rounding_key = RoundingKey.for_program(self.main_graph)
         if isinstance(replication, str) and replication == "popdist":
             self._share_replicas()
         else:
@@ -115,7 +115,7 @@ class Ir(NotCopyable):
         if count < 1:
             raise ValueError(f"Ir.num_host_transfers is {count}; expected 1 or more.")
         self._num_host_transfers = count
-        self.edits.note()
+        self.edits.record_edit()
 
     @property
     def options(self) -> SessionOptions:

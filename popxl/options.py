@@ -142,7 +142,7 @@ class SessionOptions(BaseModel):
         if name not in type(self).model_fields and name != "_edits":
             raise _unknown(name)
         super().__setattr__(name, value)
-        self._edits.note()
+        self._edits.record_edit()
 
     def count_in(self, edits: EditCounter) -> None:
         """Count in this counter from now on, when settings change."""

@@ -113,7 +113,7 @@ class RemoteBuffer(CopyIsSelf):
         if entries < 1:
             raise ValueError(f"Entries must be a non-zero, positive integer; got {entries}.")
         self._entries = entries
-        self._edits.note()
+        self._edits.record_edit()
 
     @property
     def spec(self) -> TensorSpec:
@@ -128,7 +128,7 @@ class RemoteBuffer(CopyIsSelf):
     def set_remote_buffer_info(self, tensor_dtype: dtype_, tensor_shape: tuple[int, ...], entries: int) -> None:
         """Define the slots anew. Nothing is checked; ops that use the buffer already are not changed with it."""
         self._dtype, self._shape, self._entries = tensor_dtype, tuple(tensor_shape), entries
-        self._edits.note()
+        self._edits.record_edit()
 
     def validate_tensor_matches_buffer(self, t: Tensor, num_shards: int = 1) -> None:
         """Raise `ValueError` unless `t` matches slot shape and dtype.

@@ -73,7 +73,7 @@ class Stream(CopyIsSelf):
             ir.stream_transfers.pop(self.tensor_id, None)
         else:
             ir.stream_transfers[self.tensor_id] = count
-        ir.edits.note()
+        ir.edits.record_edit()
 
     @property
     def has_own_transfers(self) -> bool:

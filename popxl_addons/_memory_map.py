@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from popxl.extend.files import drafted
+from popxl.extend.files import temporary_sibling
 
 
 def memory_map(
@@ -38,7 +38,7 @@ def _create(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any], fill: Call
     # Written beside its place and linked in when complete: of several processes the quickest gives the contents, and
     # none ever sees half a file. Each of them fills a draft, so seeded generators stay in step.
     path.parent.mkdir(parents=True, exist_ok=True)
-    with drafted(path) as draft:
+    with temporary_sibling(path) as draft:
         array = np.memmap(draft, dtype, "w+", shape=shape)
         if fill is not None:
             array[...] = fill()

@@ -24,7 +24,7 @@ import numpy as np
 
 import popxl
 from popxl.errors import UnreadableFileError
-from popxl.extend.files import CHECKSUMS, OF_ARCHIVES
+from popxl.extend.files import ARCHIVE_ERRORS, CHECKSUMS
 
 Format = Literal["npz", "safetensors"]
 T = TypeVar("T")
@@ -33,7 +33,7 @@ MODEL = "model"
 TENSORS = "model.safetensors"
 
 
-class Elements(Protocol):
+class LazyArray(Protocol):
     """An array whose elements are there when they are asked for."""
 
     @property
@@ -96,11 +96,11 @@ def files_in(directory: Path) -> list[Path]:
 
 
 def write_arrays(directory: Path, arrays: Mapping[str, np.ndarray], format: Format = "npz") -> None:
-    """Write arrays in a format, and copy the files of those that are memory maps. Raises as `begun` does."""
-    begun(directory, arrays, format)()
+    """Write arrays in a format, and copy the files of those that are memory maps. Raises as `start_write` does."""
+    start_write(directory, arrays, format)()
 
 
-def begun(directory: Path, arrays: Mapping[str, np.ndarray], format: Format = "npz") -> Callable[[], None]:
+def start_write(directory: Path, arrays: Mapping[str, np.ndarray], format: Format = "npz") -> Callable[[], None]:
     """Copy the files of the arrays that are memory maps. What is returned writes the others, in a format.
 
     Raises:
@@ -141,7 +141,7 @@ def map_file(array: np.ndarray) -> Path | None:
 # Read ---------------------------------------------------------------------------------------------------------------
 
 
-def arrays_in(directory: Path) -> dict[str, Elements]:
+def arrays_in(directory: Path) -> dict[str, LazyArray]:
     """The arrays by name, of whichever format; without memory maps.
 
     They stay in their files, if `checksums.json` is there to compare these with. Otherwise they are read at once, as an
@@ -178,22 +178,22 @@ def _as_ours(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _read_npz(path: Path, name: str) -> np.ndarray:
-    def read(file: IO[bytes], about: zipfile.ZipInfo) -> np.ndarray:
-        _claim(file, about.file_size)
+    def read_entry(file: IO[bytes], about: zipfile.ZipInfo) -> np.ndarray:
+        _read_header(file, about.file_size)
         file.seek(0)
         array = np.lib.format.read_array(file, allow_pickle=False)
         if file.read(1):  # to the end, where the archive's own sum is compared
             raise ValueError("there is more than the array in it.")
         return array.view(_as_ours(array.dtype))
 
-    return _looked_into(path, name, read)
+    return _with_entry(path, name, read_entry)
 
 
 def _in_npz(path: Path, name: str) -> InFile | None:
     """Where the array of an archive is; `None` if only a reader of archives finds its elements, one after the other."""
 
-    def look(file: IO[bytes], about: zipfile.ZipInfo) -> InFile | None:
-        said = _claim(file, about.file_size)
+    def locate_entry(file: IO[bytes], about: zipfile.ZipInfo) -> InFile | None:
+        said = _read_header(file, about.file_size)
         if about.compress_type != zipfile.ZIP_STORED or said.by_columns or said.dtype.hasobject:
             return None
         with path.open("rb") as whole:
@@ -201,21 +201,21 @@ def _in_npz(path: Path, name: str) -> InFile | None:
             lengths = struct.unpack("<26xHH", whole.read(30))  # of two fields between this header and what it is of
         return InFile(path, about.header_offset + 30 + sum(lengths) + file.tell(), _as_ours(said.dtype), said.shape)
 
-    return _looked_into(path, name, look)
+    return _with_entry(path, name, locate_entry)
 
 
-def _looked_into(path: Path, name: str, look: Callable[[IO[bytes], zipfile.ZipInfo], T]) -> T:
+def _with_entry(path: Path, name: str, look: Callable[[IO[bytes], zipfile.ZipInfo], T]) -> T:
     """What is found in the file of an array in an archive. `UnreadableFileError` for what a damaged one raises."""
     try:
         with zipfile.ZipFile(path) as archive, archive.open(f"{name}.npy") as file:
             return look(file, archive.getinfo(f"{name}.npy"))
-    except OF_ARCHIVES as problem:
+    except ARCHIVE_ERRORS as problem:
         raise UnreadableFileError(
             f"`{path}` is damaged: expected a NumPy archive with the array `{name}`. {problem}"
         ) from problem
 
 
-class _Claim(NamedTuple):
+class _NpyHeader(NamedTuple):
     """What a NumPy file says of its array."""
 
     shape: tuple[int, ...]
@@ -223,14 +223,14 @@ class _Claim(NamedTuple):
     dtype: np.dtype[Any]
 
 
-def _claim(file: IO[bytes], size: int) -> _Claim:
+def _read_header(file: IO[bytes], size: int) -> _NpyHeader:
     """What is said of an array. The file is left where its elements begin.
 
     `ValueError` if they are said to have more bytes than there are: nobody is to make room for these.
     """
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    said = _Claim(*read(file))
+    said = _NpyHeader(*read(file))
     claimed = math.prod(said.shape) * said.dtype.itemsize
     if not said.dtype.hasobject and claimed != size - file.tell():
         raise ValueError(f"The array is said to have {claimed} bytes, and there are {size - file.tell()}.")

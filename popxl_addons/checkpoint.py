@@ -34,17 +34,17 @@ import numpy as np
 from popxl.errors import UnreadableFileError
 from popxl.extend.files import (
     CHECKSUMS,
-    as_found,
     check_checksums,
-    current,
+    consistent_read,
     digest,
     discard,
-    replacing,
+    replace_directory,
+    resolve_replaced,
     write_checksums,
 )
 from popxl_addons import _wandb
 from popxl_addons.array_files import MODEL, TENSORS, files_in
-from popxl_addons.pieces import INDEX, PIECES, arrays_of, whole
+from popxl_addons.pieces import INDEX, PIECES, arrays_of, read_all
 
 __all__ = ["INFO", "LOADER", "Writer", "as_path", "check_maps", "created", "forget", "located", "mark_of"]
 __all__ += ["read_arrays", "read_info", "write_info"]
@@ -73,7 +73,9 @@ def created(place: str) -> Iterator[Path]:
             write_checksums(Path(directory))
             _wandb.upload(place.removeprefix(_wandb.SCHEME), Path(directory))
     else:
-        with replacing(as_path(place), own=(MODEL, TENSORS, INFO, LOADER, PIECES, INDEX, CHECKSUMS)) as directory:
+        with replace_directory(
+            as_path(place), own=(MODEL, TENSORS, INFO, LOADER, PIECES, INDEX, CHECKSUMS)
+        ) as directory:
             yield directory
             write_checksums(directory)
 
@@ -99,8 +101,8 @@ def located(place: str, reader: int = 0, readers: int = 1) -> Iterator[Path]:
             _wandb.download(place.removeprefix(_wandb.SCHEME), Path(directory))
             yield _checked(Path(directory), place)
     else:
-        found = current(as_path(place))
-        with as_found(found):
+        found = resolve_replaced(as_path(place))
+        with consistent_read(found):
             yield _checked(found, place, reader, readers)
 
 
@@ -130,11 +132,11 @@ def _checked(directory: Path, place: str, reader: int = 0, readers: int = 1) -> 
     largest_first = sorted((-path.stat().st_size, path) for folder in folders for path in files_in(folder))
     of_others = {path for i, (_, path) in enumerate(largest_first) if i % readers != reader}
     for folder in folders:
-        check_checksums(folder, partial(_is_own, folder, of_others))
+        check_checksums(folder, partial(_is_owned_file, folder, of_others))
     return directory
 
 
-def _is_own(folder: Path, of_others: set[Path], name: str) -> bool:
+def _is_owned_file(folder: Path, of_others: set[Path], name: str) -> bool:
     return not _is_map(name) and folder / name not in of_others
 
 
@@ -170,7 +172,7 @@ class Writer:
         self._telling = threading.RLock()  # the owner may be collected in any thread, at any moment
         weakref.finalize(owner, self._leave)
 
-    def do(self, work: Callable[[], None], what: str, wait: bool) -> None:
+    def submit(self, work: Callable[[], None], what: str, wait: bool) -> None:
         """Do some work: in a thread, unless the caller is to wait. `what` it is, is told where it fails in a thread."""
         self.wait()
         if wait:
@@ -220,16 +222,16 @@ class Writer:
             with self._telling:
                 self._problem = problem
                 if self._is_left:
-                    self._tell()
+                    self._log_failure()
         finally:
             self._is_done = True
 
     def _leave(self) -> None:
         with self._telling:
             self._is_left = True
-            self._tell()
+            self._log_failure()
 
-    def _tell(self) -> None:
+    def _log_failure(self) -> None:
         if self._problem is not None:
             _log.error("Nobody has asked about a checkpoint that could not be written.", exc_info=self._problem)
             self._problem = None
@@ -240,7 +242,7 @@ class Writer:
 
 def read_arrays(directory: Path) -> dict[str, np.ndarray]:
     """The arrays by name, of whichever format; without memory maps. Raises as `arrays_of` does."""
-    return {name: whole(array) for name, array in arrays_of(directory).items()}
+    return {name: read_all(array) for name, array in arrays_of(directory).items()}
 
 
 def write_info(directory: Path, info: Mapping[str, Any]) -> None:

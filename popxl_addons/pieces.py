@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, TypeAdapter, Validat
 
 from popxl.errors import UnreadableFileError
 from popxl.extend.files import bring_to_disk, write_checksums
-from popxl_addons.array_files import Elements, Format, arrays_in, write_arrays
+from popxl_addons.array_files import Format, LazyArray, arrays_in, write_arrays
 
 PIECES, INDEX, RUNS = "pieces", "pieces.json", "runs.json"
 
@@ -34,7 +34,7 @@ Piece = tuple[int, np.ndarray]
 """Elements of an array, and the number of the first, in the order of the array's rows."""
 
 
-class Divided(BaseModel):
+class ShardSpec(BaseModel):
     """An array in pieces.
 
     Attributes:
@@ -65,7 +65,7 @@ class Index(BaseModel):
     model_config = ConfigDict(frozen=True, defer_build=True)
 
     writers: NonNegativeInt
-    arrays: dict[str, Divided]
+    arrays: dict[str, ShardSpec]
 
 
 _Runs = TypeAdapter(dict[str, list[tuple[NonNegativeInt, NonNegativeInt]]])  # from one element to another
@@ -87,7 +87,7 @@ class KeyValueStore(Protocol):
         """Delete all keys under a folder."""
 
 
-class Share:
+class ShardWriter:
     """The part of one process in a checkpoint that several write together. Each tells once how that has ended.
 
     Args:
@@ -102,19 +102,19 @@ class Share:
         self._number, self._count, self._store = number, count, store
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def reporting_failures(self) -> Iterator[None]:
         """Tell what goes wrong in a block."""
         try:
             yield
         except BaseException as problem:
-            self._tell(f"Process {self._number}: {type(problem).__name__}: {problem}")
+            self._report(f"Process {self._number}: {type(problem).__name__}: {problem}")
             raise
 
     def write(self, pieces: Mapping[str, list[Piece]], format: Format) -> None:
         """Write the pieces of this process, and tell that they are there."""
-        with self.told():
+        with self.reporting_failures():
             write_pieces(self.directory, self._number, pieces, format)
-        self._tell("")
+        self._report("")
 
     def problems(self) -> list[str]:
         """What has gone wrong in any process. The first one asks; it waits until all have told."""
@@ -122,7 +122,7 @@ class Share:
         self._store.delete(self.directory.name)
         return [text for text in told if text]
 
-    def _tell(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         self._store.set(f"{self.directory.name}/{self._number}", text)
 
 
@@ -145,7 +145,7 @@ def write_pieces(directory: Path, number: int, pieces: Mapping[str, list[Piece]]
         )
     own = directory / PIECES / str(number)
     own.mkdir(parents=True)
-    joined = {name: _one_after_the_other(each) for name, each in pieces.items() if each}
+    joined = {name: _concatenate_pieces(each) for name, each in pieces.items() if each}
     write_arrays(own, joined, format)
     runs = {name: [(start, start + elements.size) for start, elements in pieces[name]] for name in joined}
     (own / RUNS).write_bytes(_Runs.dump_json(runs))
@@ -158,14 +158,14 @@ def write_index(directory: Path, index: Index) -> None:
     (directory / INDEX).write_text(index.model_dump_json(indent=1), encoding="utf-8")
 
 
-def _one_after_the_other(pieces: list[Piece]) -> np.ndarray:
+def _concatenate_pieces(pieces: list[Piece]) -> np.ndarray:
     return pieces[0][1] if len(pieces) == 1 else np.concatenate([elements for _, elements in pieces])
 
 
 # Read ---------------------------------------------------------------------------------------------------------------
 
 
-def arrays_of(directory: Path) -> dict[str, Elements]:
+def arrays_of(directory: Path) -> dict[str, LazyArray]:
     """The arrays of a checkpoint by name, whole ones and those in pieces; without memory maps. Their elements are read
     when they are asked for.
 
@@ -175,13 +175,13 @@ def arrays_of(directory: Path) -> dict[str, Elements]:
     return arrays_in(directory) | _arrays_in_pieces(directory)
 
 
-def whole(array: Elements) -> np.ndarray:
+def read_all(array: LazyArray) -> np.ndarray:
     """All elements of an array."""
     return array.elements(0, math.prod(array.shape)).reshape(array.shape)
 
 
 @dataclass(frozen=True)
-class Recut:
+class ReshapedArray:
     """An array whose parts along an axis are stacked on its first axis, or joined, otherwise than they are stored.
 
     Attributes:
@@ -192,7 +192,7 @@ class Recut:
         stored, parts: how many there are, as it is stored, and here.
     """
 
-    source: Elements
+    source: LazyArray
     shape: tuple[int, ...]
     joined: tuple[int, ...]
     axis: int
@@ -220,22 +220,22 @@ class Recut:
         return np.concatenate(found)
 
 
-def join(array: Elements, axis: int) -> Elements:
+def join(array: LazyArray, axis: int) -> LazyArray:
     """An array as one value, whose parts along an axis are stacked on its first axis: see `array_munging.unshard`."""
     parts, *shape = array.shape
     shape[axis] *= parts
-    return Recut(array, tuple(shape), tuple(shape), axis, stored=parts, parts=1)
+    return ReshapedArray(array, tuple(shape), tuple(shape), axis, stored=parts, parts=1)
 
 
-def cut(array: Elements, parts: int, axis: int) -> Elements:
+def split(array: LazyArray, parts: int, axis: int) -> LazyArray:
     """An array as equal parts along an axis, stacked on a new first axis: see `array_munging.shard`."""
     shape = list(array.shape)
     shape[axis] //= parts
-    return Recut(array, (parts, *shape), array.shape, axis, stored=1, parts=parts)
+    return ReshapedArray(array, (parts, *shape), array.shape, axis, stored=1, parts=parts)
 
 
 @dataclass(frozen=True)
-class _Joined:
+class _ConcatenatedArray:
     """An array in pieces that follow each other.
 
     Attributes:
@@ -247,7 +247,7 @@ class _Joined:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     starts: tuple[int, ...]
-    pieces: tuple[tuple[Elements, int], ...]
+    pieces: tuple[tuple[LazyArray, int], ...]
 
     def elements(self, start: int, stop: int) -> np.ndarray:
         found = [np.empty(0, self.dtype)]
@@ -260,17 +260,17 @@ class _Joined:
         return np.concatenate(found)
 
 
-def _arrays_in_pieces(directory: Path) -> dict[str, Elements]:
+def _arrays_in_pieces(directory: Path) -> dict[str, LazyArray]:
     path = directory / INDEX
     if not (directory / PIECES).exists():
         return {}
-    index = _understood(path, Index.model_validate_json)
-    found: dict[str, list[tuple[int, int, Elements, int]]] = {name: [] for name in index.arrays}
+    index = _parse_file(path, Index.model_validate_json)
+    found: dict[str, list[tuple[int, int, LazyArray, int]]] = {name: [] for name in index.arrays}
     for number in range(index.writers):
         own = directory / PIECES / str(number)
         if not own.is_dir():
             raise UnreadableFileError(f"`{directory}` is damaged: `{PIECES}/{number}` is missing, of {index.writers}.")
-        runs, arrays = _understood(own / RUNS, _Runs.validate_json), arrays_in(own)
+        runs, arrays = _parse_file(own / RUNS, _Runs.validate_json), arrays_in(own)
         for name in (name for name in runs if name in arrays and name in found):
             first = 0
             for start, stop in runs[name]:
@@ -278,21 +278,23 @@ def _arrays_in_pieces(directory: Path) -> dict[str, Elements]:
                 first += stop - start
             if first != math.prod(arrays[name].shape):
                 found[name].clear()  # they are not what they are said to be
-    return {name: _joined(path, name, found[name], index.arrays[name]) for name in index.arrays}
+    return {name: _concatenated_array(path, name, found[name], index.arrays[name]) for name in index.arrays}
 
 
-def _joined(path: Path, name: str, runs: list[tuple[int, int, Elements, int]], divided: Divided) -> Elements:
+def _concatenated_array(
+    path: Path, name: str, runs: list[tuple[int, int, LazyArray, int]], divided: ShardSpec
+) -> LazyArray:
     """An array of its pieces. `UnreadableFileError` if one is missing, or there are too many."""
     size = math.prod(divided.shape)
     own = sorted((run for run in runs if run[0] < run[1] or not size), key=itemgetter(0, 1))
     if not own or [0, *(stop for _, stop, *_ in own)] != [*(start for start, *_ in own), size]:
         raise UnreadableFileError(f"`{path}` is damaged: the pieces of `{name}` are not all there, each once.")
     starts, pieces = tuple(start for start, *_ in own), tuple((source, first) for *_, source, first in own)
-    array = _Joined(divided.shape, pieces[0][0].dtype, starts, pieces)
+    array = _ConcatenatedArray(divided.shape, pieces[0][0].dtype, starts, pieces)
     return array if divided.axis is None else join(array, divided.axis)
 
 
-def _understood(path: Path, read: Callable[[bytes], Any]) -> Any:
+def _parse_file(path: Path, read: Callable[[bytes], Any]) -> Any:
     try:
         return read(path.read_bytes())
     except (ValidationError, FileNotFoundError) as problem:

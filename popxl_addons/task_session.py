@@ -211,7 +211,7 @@ class TaskSession(popxl.Session):
         if missing and report_missing == "warn":
             text = f'{what}: {missing}. These keep their values. To expect that, say `report_missing="none"`.'
             warnings.warn(text, MissingStateWarning, stacklevel=2)
-        self._write({v: pieces.whole(array) for v, array in values.items()})
+        self._write({v: pieces.read_all(array) for v, array in values.items()})
 
     # Checkpoints
 
@@ -284,7 +284,7 @@ class TaskSession(popxl.Session):
             if is_first and not place.startswith(_wandb.SCHEME):
                 writer.keep(checkpoint.as_path(place), count)
 
-        writer.do(complete, f"the checkpoint `{place}`", wait)
+        writer.submit(complete, f"the checkpoint `{place}`", wait)
 
     def _start_checkpoint(
         self, stack: ExitStack, place: str, format: array_files.Format, arrays: Mapping[str, np.ndarray]
@@ -293,7 +293,7 @@ class TaskSession(popxl.Session):
         self._check_maps_elsewhere(place, arrays)
         directory = stack.enter_context(checkpoint.created(place))
         checkpoint.write_info(directory, self.session_state)
-        write = array_files.begun(directory, arrays, format)
+        write = array_files.start_write(directory, arrays, format)
         if self._dataloader is not None:
             self._dataloader.save(str(directory / checkpoint.LOADER))
         return directory, write
@@ -327,8 +327,8 @@ class TaskSession(popxl.Session):
             raise problem
         if problems := [f"Process {i}: {each['problem']}" for i, each in enumerate(told) if each["problem"]]:
             raise PopxlRuntimeError(f"TaskSession.save_checkpoint: `{place}` has not been begun. {' '.join(problems)}")
-        share = pieces.Share(Path(told[0]["directory"]), number, count, self._key_value_store)
-        with share.told():
+        share = pieces.ShardWriter(Path(told[0]["directory"]), number, count, self._key_value_store)
+        with share.reporting_failures():
             parts = self._saved_parts([*divided.values()])
             own = {name: parts[v] for name, v in divided.items()}
         if number > 0:
@@ -430,7 +430,7 @@ class TaskSession(popxl.Session):
                 if together:
                     opened.push(stack.pop_all())
                 else:
-                    read = {v: pieces.whole(array) for v, array in values.items()}
+                    read = {v: pieces.read_all(array) for v, array in values.items()}
             if together and values:
                 with (
                     self._joint(what, together, "not all values have been loaded; load them again"),
@@ -471,11 +471,11 @@ class TaskSession(popxl.Session):
         self,
         what: str,
         source: str,
-        stored: Mapping[str, array_files.Elements],
+        stored: Mapping[str, array_files.LazyArray],
         report_missing: ReportMissingMethods,
         differences: Iterable[str] = (),
         maps: AbstractSet[str] = frozenset(),
-    ) -> tuple[dict[Variable, array_files.Elements], str]:
+    ) -> tuple[dict[Variable, array_files.LazyArray], str]:
         """Match arrays with variables, listing missing ones. Reports all mismatches together.
 
         Memory-mapped variables whose files are among `maps` are not expected in `stored`.
@@ -653,9 +653,9 @@ def _is_saved_in_pieces(t: Variable | Constant) -> bool:
     return t.retrieval_mode != "all_replicas" or t.replica_grouping.group_size == 1
 
 
-def _is_sharded(v: Variable) -> pieces.Divided:
+def _is_sharded(v: Variable) -> pieces.ShardSpec:
     has_groups = v.replica_grouping.num_groups > 1
-    return pieces.Divided(shape=v.shape_on_host, axis=v.group_axis if has_groups else None)
+    return pieces.ShardSpec(shape=v.shape_on_host, axis=v.group_axis if has_groups else None)
 
 
 def _merged_value(t: Variable | Constant, array: np.ndarray) -> np.ndarray:
@@ -667,7 +667,7 @@ def _merged_value(t: Variable | Constant, array: np.ndarray) -> np.ndarray:
     return unshard(array, t.group_axis)
 
 
-def _in_groups(t: Variable | Constant, array: array_files.Elements) -> array_files.Elements:
+def _in_groups(t: Variable | Constant, array: array_files.LazyArray) -> array_files.LazyArray:
     """Expand a whole value or group rows to one row per group of `t`; other arrays unchanged."""
     axis = t.group_axis if isinstance(t, Variable) else None
     if not isinstance(t, Variable) or axis is None or array.shape == t.shape_on_host:
@@ -678,7 +678,7 @@ def _in_groups(t: Variable | Constant, array: array_files.Elements) -> array_fil
     whole = pieces.join(array, axis) if has_rows else array
     if whole.shape != expected:
         return array
-    return pieces.cut(whole, groups, axis) if groups > 1 else whole
+    return pieces.split(whole, groups, axis) if groups > 1 else whole
 
 
 def _parts_text(t: Variable | Constant) -> str:

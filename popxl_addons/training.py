@@ -178,7 +178,7 @@ def _planned_apart(
         ir = popxl.Ir(outer.replication_factor, outer.axes or None)
         ir.options = outer.options.model_copy(deep=True)
         ir.num_host_transfers = outer.num_host_transfers
-        with get_current_context().apart(), ir.main_graph:
+        with get_current_context().isolated(), ir.main_graph:
             alike = [
                 popxl.h2d_stream(each.spec.shape, each.spec.dtype, num_host_transfers=each.num_host_transfers)
                 for each in streams

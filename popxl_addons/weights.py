@@ -69,7 +69,7 @@ class Names:
 
     Example:
         >>> names = Names({"dense.*.weight": Stored("model.h.*.fc.weight", transposed=True)}, prefix="model.")
-        >>> names.of("dense.3.weight").name
+        >>> names.stored_form("dense.3.weight").name
         'model.h.3.fc.weight'
     """
 
@@ -77,7 +77,7 @@ class Names:
     prefix: str = ""
     ignored: frozenset[str] = frozenset()
 
-    def of(self, variable: str) -> Stored | None:
+    def stored_form(self, variable: str) -> Stored | None:
         """File representation of a variable; `None` if unknown."""
         pattern, numbers = _pattern(variable)
         found = self.stored.get(pattern, self.stored.get(variable))
@@ -280,7 +280,7 @@ def load_safetensors(
     missing, unfit, used = [], [], set()
     work: list[tuple[Variable, _Weight, Stored]] = []
     for name, v in own.items():
-        stored = table.of(name)
+        stored = table.stored_form(name)
         found = "" if stored is None else stored.name.removeprefix(absent)
         if stored is None or found not in there:
             missing.append(f"`{name}` (" + (f"`{found}`" if found else "not among `names`") + ")")
@@ -312,7 +312,7 @@ def load_safetensors(
             for target, index in _group_slices(v, array.shape, stored.rows) or ():
                 np.copyto(target, 0 if index is None else array[index], casting="unsafe")  # looked at above
         for each in copies.values():
-            each.note()
+            each.record_write()
     for owner in attached:
         owner.weights_from_host()
 
@@ -488,7 +488,7 @@ def _parts_by_name(own: Mapping[str, Variable], table: Names) -> dict[str, list[
     parts: dict[str, dict[int, tuple[Variable, Stored]]] = {}
     problems = []
     for name, v in own.items():
-        stored = table.of(name)
+        stored = table.stored_form(name)
         if stored is None:
             problems.append(f"`{name}` is not among `names`")
         elif v.dtype.as_numpy().names:

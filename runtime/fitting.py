@@ -138,7 +138,7 @@ def fit(compiled: Callable[[], CompiledTrial], told: Callable[[str], object]) ->
         tried.append(found)
         if choices.options:
             told(f"{len(tried)}: {found[0].line()}")
-        got = list(choices.each().items())
+        got = list(choices.selections().items())
         for number in range(len(taken), len(got)):
             name = got[number][0]
             others = (option for option in choices.options[name] if option != got[number][1])
@@ -158,16 +158,16 @@ def _tried(
     with choosing(taken) as choices:
         programs, problem = compiled()
     if not programs and not problem:
-        with_these = f" with {as_text(choices.each())}" if choices.options else ""
+        with_these = f" with {as_text(choices.selections())}" if choices.options else ""
         raise PopxlError(f"the program makes no session{with_these}, so there is nothing to compile.")
     reports = [report_of(ir, program) for ir, program in programs]
     found = [report.target for report in reports if report.target is not None]
     tried = Tried(
-        choices=choices.each(),
+        choices=choices.selections(),
         memory_bytes=max((report.memory.device for report in reports), default=None),
         fits=not problem and all(target.fits for target in found),
         seconds=None if problem else sum(target.cost.seconds or 0.0 for target in found),
-        units=prod(float(choices.each()[name]) for name in choices.work),
+        units=prod(float(choices.selections()[name]) for name in choices.work),
         problem=problem,
     )
     return choices, (tried, found[0] if found else None)

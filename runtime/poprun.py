@@ -293,7 +293,7 @@ class Launch:
             token=self._token,
         )
         variables = _for_instance(instance)
-        if instance.all_are_here:  # of NCCL, by which GPUs meet: it would take an address of a network
+        if instance.is_single_host:  # of NCCL, by which GPUs meet: it would take an address of a network
             variables["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", "lo")
         variables |= self._variables | instance.environment()
         command = self._command if _is_this_machine(host) else _over_ssh(host, self._command, variables)

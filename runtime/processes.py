@@ -146,7 +146,7 @@ def join() -> None:
     instance = launched()
     if instance is None or instance.num_instances == 1 or is_connected():
         return
-    address = LOOPBACK if instance.all_are_here else ""
+    address = LOOPBACK if instance.is_single_host else ""
     connection: LauncherConnection | Service
     if instance.coordinator:
         port = int(instance.coordinator.rpartition(":")[2])
@@ -186,7 +186,7 @@ def _connect(instance: Instance, coordinator: str, own: str, timeout: int) -> No
             "popdist: this process cannot be connected with the other instances. If JAX has been used before, call "
             f"`popdist.init()` at the beginning of the program. JAX says: {problem}"
         ) from problem
-    if instance.all_are_here and jax.config.values["jax_cpu_collectives_implementation"] == "gloo":
+    if instance.is_single_host and jax.config.values["jax_cpu_collectives_implementation"] == "gloo":
         exchange_on(LOOPBACK)
 
 

@@ -245,7 +245,7 @@ class SessionVariables:
         def write() -> None:
             write_host_values(checked, copy)
             if store is None:
-                self._ir.host_copies.note()
+                self._ir.host_copies.record_write()
             else:
                 store.mark_host_written()  # so that a signal that interrupts the upload only delays it
 

@@ -49,7 +49,7 @@ from poptorch.run.compiled import Compiled, ProgramIO, Result
 from poptorch.run.devices import chosen_device
 from poptorch.run.trainer import Trainer
 from popxl.errors import PopxlError
-from popxl.extend.files import OF_ARCHIVES, digest, is_packed, pack, parsed, replace_file, unpack
+from popxl.extend.files import ARCHIVE_ERRORS, digest, is_packed, pack, parsed, replace_file, unpack
 
 KIND = "poptorch model"
 FORMAT = 4
@@ -324,7 +324,7 @@ def read_model(filename: str | os.PathLike[str]) -> Saved:
         content = Path(filename).read_bytes()
         data, blobs = unpack(KIND, content) if is_packed(content) else _unzipped(content)
         stamp = _Stamp.model_validate(data)
-    except OF_ARCHIVES as problem:
+    except ARCHIVE_ERRORS as problem:
         raise createPoptorchError(f"{name} holds no model that can be read: {problem}") from problem
     ours = (FORMAT if is_packed(content) else ZIPPED, popxl.__version__)
     assert (stamp.format, stamp.poptorch) == ours, (

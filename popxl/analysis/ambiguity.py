@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from popxl.base.trampoline import Nested, done
+from popxl.base.trampoline import Trampolined, run_trampoline
 from popxl.core.aliasing import reachable, storages
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
@@ -116,9 +116,9 @@ class _Regions:
 
     def _elements(self, t: Tensor) -> np.ndarray:
         """Number tensor elements so that elements of equal storage have equal numbers."""
-        return done(self._index_of(t.origin))
+        return run_trampoline(self._index_of(t.origin))
 
-    def _index_of(self, t: Tensor) -> Nested[np.ndarray]:
+    def _index_of(self, t: Tensor) -> Trampolined[np.ndarray]:
         if t not in self._numbers:
             op = t.producer
             if op is None or self._made_of[t] == (t,):

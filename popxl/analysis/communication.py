@@ -236,7 +236,7 @@ def _needed_runs(main: Graph) -> Counter[Op]:
                     results = enumerate(op.outputs, first)
                     every = range(len(run.graph.outputs))  # of a loop, as the next turn needs them
                     some = every if run.trait.is_loop else (i for i, t in results if t in needed)
-                    wanted[run.graph][frozenset(some)] += times * run.turns
+                    wanted[run.graph][frozenset(some)] += times * run.iterations
     return found
 
 

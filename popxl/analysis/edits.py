@@ -46,7 +46,7 @@ class Snapshot:
     def __init__(self, graph: Graph) -> None:
         self._ir = graph.ir if graph is graph.main_graph else None
         self.graphs = reachable(graph)
-        self._contents = tuple(map(_Content.of, self.graphs))
+        self._contents = tuple(map(_Content.from_graph, self.graphs))
         self._settings = {} if self._ir is None else _settings(self._ir)
 
     def changes(self, outputs: bool = True) -> list[str]:
@@ -84,13 +84,13 @@ class _Content:
     ops: dict[Op, tuple[Any, ...]]
 
     @staticmethod
-    def of(graph: Graph) -> _Content:
+    def from_graph(graph: Graph) -> _Content:
         ops = {op: tuple(getattr(op, name) for name in _PARTS) for op in graph.ops}
         return _Content(graph.inputs, tuple(t for t in graph.inputs if t.by_ref), graph.outputs, ops)
 
     def changes(self, graph: Graph, outputs: bool) -> Iterator[str]:
         """What is different in the graph now."""
-        now = _Content.of(graph)
+        now = _Content.from_graph(graph)
         yield from _differences(graph.title, "", self.ops, now.ops)
         yield from _differences(graph.title, "input ", self.inputs, now.inputs)
         yield from _differences(graph.title, "input by reference ", self.by_ref, now.by_ref)

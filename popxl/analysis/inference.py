@@ -423,13 +423,13 @@ class _Pass:
     def bound(self, run: Run, given: Sequence[Held]) -> list[Held]:
         """Types of a graph's inputs. What nothing is bound to is unknown."""
         missing: list[Held] = [(NOT_KNOWN,) * self.program.width] * (len(run.inputs) - len(given))
-        return [self.program.given] * len(run.own) + list(given) + missing
+        return [self.program.given] * len(run.op_inputs) + list(given) + missing
 
     def loop(self, op: Op, given: list[Held]) -> list[Held]:
         """A loop: its graph, until what it carries does not change any more."""
         (run,) = op.runs
-        own_in, own_out, carried = len(run.own), run.trait.own_outputs, run.carried
-        if not run.turns:
+        own_in, own_out, carried = len(run.op_inputs), run.trait.own_outputs, run.carried
+        if not run.iterations:
             return given[:carried] + [self.program.given] * (len(op.outputs) - carried)
         turn = self.bound(run, given)
         while True:

@@ -318,7 +318,7 @@ class _Walk:
             else:
                 for part in op.parts:
                     self.plain(part)
-        run.outputs = [self.of(t) for t in graph.outputs]
+        run.outputs = [self.dependence(t) for t in graph.outputs]
         run.same = [self.copies(t) for t in graph.outputs]
         run.contents = [self.content[t] for t in held]
         run.copied = [self.same[t] for t in held]
@@ -333,7 +333,7 @@ class _Walk:
         """Tensors that back a tensor's storage."""
         return self.made_of.get(t, (t,))
 
-    def of(self, t: Tensor) -> int:
+    def dependence(self, t: Tensor) -> int:
         """What a tensor depends on."""
         found = 0
         for s in self.stored(t):
@@ -383,7 +383,7 @@ class _Walk:
         alike = [t for t in op.inputs if t.nelms > 1] or op.inputs  # numbers scale what has many elements
         bits = same = 0
         for i, t in enumerate(op.inputs):
-            bits |= 0 if forgets and i in op.modified else self.of(t)
+            bits |= 0 if forgets and i in op.modified else self.dependence(t)
         for t in alike:
             same |= self.copies(t)
         if kind.exchange:
@@ -392,7 +392,7 @@ class _Walk:
         if kind.between_replicas and op.attributes.get("group_size") != 1:
             self.run.reduced |= same
         if kind.drops is not None and op.attributes[kind.drops.ratio]:
-            self.run.masks.add((op, self.of(op.inputs[op.operand_names().index(kind.drops.seed)])))
+            self.run.masks.add((op, self.dependence(op.inputs[op.operand_names().index(kind.drops.seed)])))
         for i, t in enumerate(op.inputs):
             if i in op.modified:
                 self.writes(t, bits, same, op, forgets)
@@ -405,7 +405,7 @@ class _Walk:
 
     def call(self, op: Op) -> None:
         """An op that runs graphs."""
-        given = [self.of(t) for t in op.inputs]
+        given = [self.dependence(t) for t in op.inputs]
         same = [self.copies(t) for t in op.inputs]
         if is_call(op):
             run = self.runs[op.called_graphs[0]]
@@ -449,7 +449,7 @@ class _Walk:
         own_inputs, own_outputs = loop.trait.own_inputs, loop.trait.own_outputs
         written = [i for i in op.modified if run.writers[i + own_inputs] is not None]
         self.touches(op, written)
-        if not loop.turns:
+        if not loop.iterations:
             return [*zip(given[:carried], same[:carried], strict=True)] + [(0, 0)] * (len(op.outputs) - carried)
         turn, copied = [_PER_RUN] * own_inputs + given, [0] * own_inputs + same
         while True:

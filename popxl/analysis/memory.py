@@ -252,7 +252,7 @@ def runs_of(main: Graph) -> Counter[Graph]:
     for graph in reversed(callees_first(main)):
         for op in graph.ops:
             for run in op.runs:
-                runs[run.graph] += runs[graph] * run.turns
+                runs[run.graph] += runs[graph] * run.iterations
     return runs
 
 

@@ -37,7 +37,7 @@ class Mesh:
         end = stride * size
         return tuple(i for i, s in enumerate(self.strides) if stride <= s < end)
 
-    def shared(self, grouping: ReplicaGrouping) -> tuple[int, ...] | None:
+    def spanned_axes(self, grouping: ReplicaGrouping) -> tuple[int, ...] | None:
         """Positions of the axes that the groups of a grouping extend along; `None` for groups of another form."""
         if grouping.is_const:
             return self.along(grouping.stride, grouping.group_size) if grouping.group_size > 1 else ()
@@ -64,7 +64,7 @@ def mesh_of(ir: Ir, collectives: Iterable[Op]) -> Mesh | None:
     count = ir.replication_factor
     ends = {1, count}
     named = ir.named_axes
-    places = {} if named is None else named.places
+    places = {} if named is None else named.by_stride
     for stride, size in places:
         ends |= {stride, stride * size}
     groups = [(op.attributes["stride"], op.attributes["group_size"]) for op in collectives]

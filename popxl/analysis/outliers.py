@@ -112,7 +112,7 @@ def _followed(graph: Graph, mesh: Mesh, report: Report) -> tuple[list[_Update], 
                     axes, scale = _completed(mesh, report, how)
                     count = math.prod(mesh.sizes[i] for i in axes)
                     updates.append(_Update(op, target, how, axes, scale, count))
-            found = _made(op, known, report)
+            found = _reduced_result(op, known, report)
             for t in (*op.outputs, *(op.inputs[i] for i in sorted(op.modified))):
                 known.pop(t, None)
                 if found is not None:
@@ -137,7 +137,7 @@ def _completed(mesh: Mesh, report: Report, how: _Reduced) -> tuple[tuple[int, ..
     return tuple(sorted(axes)), scale
 
 
-def _made(op: Op, known: dict[Tensor, _Reduced], report: Report) -> _Reduced | None:
+def _reduced_result(op: Op, known: dict[Tensor, _Reduced], report: Report) -> _Reduced | None:
     """What an op makes of reduced values, where that is followed."""
     behind = [t for t in op.inputs if t in known]
     if op in report.reductions:
@@ -294,7 +294,7 @@ def _scaled_sums(mesh: Mesh, report: Report) -> Iterator[Finding]:
     for op in sums:
         for reader in op.graph.ops:
             if op.outputs[0] in reader.inputs:
-                made = _made(reader, {op.outputs[0]: _Reduced((op,))}, report)
+                made = _reduced_result(reader, {op.outputs[0]: _Reduced((op,))}, report)
                 count = op.attributes["group_size"]
                 if made is not None and any(math.isclose(made.factor, n) for n in (count, 1 / count)):
                     odd[op] = reader

@@ -12,7 +12,7 @@ from popxl.analysis.communication import communication_of
 from popxl.analysis.memory import EnteredCall, Steps, memory_of, steps_of
 from popxl.analysis.mesh import mesh_of
 from popxl.base.pages import Picture, bytes_text
-from popxl.base.step_picture import Layer, Sent, step_picture
+from popxl.base.step_picture import Layer, LineCollectives, step_picture
 from popxl.core.aliasing import reachable, storages
 from popxl.core.tensor import Constant, Tensor, Variable
 
@@ -45,7 +45,7 @@ def overview_of(ir: Ir) -> Picture:
     layers = [Layer(use, name, [heights[use][i] for i in shown]) for use, name in _NAMES.items()]
     on = " on each chip" if ir.replication_factor > 1 else ""
     title = f"Memory{on}: {bytes_text(max(totals, default=0))} at most, counted op by op before compilation"
-    return step_picture(title, layers, schedule.phases, *_sent(ir))
+    return step_picture(title, layers, schedule.phases, *_axes_and_collectives(ir))
 
 
 def _highest(totals: list[int]) -> Iterator[int]:
@@ -188,7 +188,7 @@ def _moves(op: Op) -> bool:
     return op.op_type == "Reload" or (op.kind.between_replicas and "Reduce" not in op.op_type)
 
 
-def _sent(ir: Ir) -> tuple[list[tuple[str, int]], list[Sent]]:
+def _axes_and_collectives(ir: Ir) -> tuple[list[tuple[str, int]], list[LineCollectives]]:
     """The axes of a program, and its collectives by line, the most bytes first."""
     ops = [part for graph in reachable(ir.main_graph) for op in graph.ops for part in op.parts]
     mesh = mesh_of(ir, [op for op in ops if op.kind.between_replicas])
@@ -201,14 +201,14 @@ _Key = tuple[tuple[int, ...], str, str, str]
 """Axes, kind, line and phase of collectives."""
 
 
-def _by_line(ir: Ir, along: Callable[[int, int], tuple[int, ...]]) -> Iterator[Sent]:
+def _by_line(ir: Ir, along: Callable[[int, int], tuple[int, ...]]) -> Iterator[LineCollectives]:
     phases = {graph.name: _phase(graph) for graph in reachable(ir.main_graph)}
     counts, sizes = Counter[_Key](), Counter[_Key]()
     for each in communication_of(ir).collectives:
         key: _Key = (along(each.stride, each.group_size), each.kind, each.line, phases.get(each.graph, ""))
         counts[key] += each.turns
         sizes[key] += each.turns * each.bytes
-    yield from (Sent(*key, counts[key], size) for key, size in sizes.most_common())
+    yield from (LineCollectives(*key, counts[key], size) for key, size in sizes.most_common())
 
 
 def _phase(graph: Graph) -> str:

@@ -238,7 +238,7 @@ def begins_different(mesh: Mesh, v: Variable, axis: int) -> bool:
 
 def variable_type(mesh: Mesh, v: Variable, learned: bool = False) -> Held:
     """The type of a variable, as it is declared. What each replica has of its own, and is not `learned`, is data."""
-    shared = mesh.shared(v.replica_grouping)
+    shared = mesh.spanned_axes(v.replica_grouping)
     if shared is None:
         return (NOT_KNOWN,) * len(mesh.names)
     own: Along = (SHARDED, v.group_axis)

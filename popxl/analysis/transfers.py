@@ -27,7 +27,7 @@ def transfers_of(main: Graph) -> dict[Stream, int]:
                 counts[op.attributes["stream"]] += 1
             most: Counter[Stream] = Counter()
             for run in op.runs:  # of several, one is run
-                most |= Counter({stream: count * run.turns for stream, count in of[run.graph].items()})
+                most |= Counter({stream: count * run.iterations for stream, count in of[run.graph].items()})
             counts.update(most)
     return of[main]
 

@@ -29,7 +29,7 @@ class Choices:
     options: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     work: set[str] = field(default_factory=set)
 
-    def each(self) -> dict[str, Any]:
+    def selections(self) -> dict[str, Any]:
         """Selected value of each requested choice."""
         return {name: self.taken.get(name, options[0]) for name, options in self.options.items()}
 

@@ -54,7 +54,7 @@ class Instance(BaseModel):
         return self
 
     @property
-    def all_are_here(self) -> bool:
+    def is_single_host(self) -> bool:
         """Whether all instances share this machine, so that the loopback address suffices."""
         return self.host in (LOOPBACK, "localhost")
 

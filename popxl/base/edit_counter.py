@@ -4,8 +4,8 @@
 class EditCounter:
     """Change counter of an Ir.
 
-    Whatever changes a graph, an op, a graph input, a remote buffer or an option after it was made calls `note`. What it
-    was that changed, `popxl.analysis.edits.Snapshot` says.
+    Whatever changes a graph, an op, a graph input, a remote buffer or an option after it was made calls `record_edit`.
+    What it was that changed, `popxl.analysis.edits.Snapshot` says.
 
     Attributes:
         count: how many changes there have been.
@@ -18,6 +18,6 @@ class EditCounter:
         self.count = 0
         self.known: int | None = None
 
-    def note(self) -> None:
+    def record_edit(self) -> None:
         """Something has changed."""
         self.count += 1

@@ -50,14 +50,14 @@ def replace_file(path: Path, content: bytes | Callable[[Path], object], like: st
         write(path)
         return
     path = Path(os.path.realpath(path))
-    with drafted(path, like=like) as draft:
+    with temporary_sibling(path, like=like) as draft:
         write(draft)
         with draft.open("r+b") as file:
             os.fsync(file.fileno())  # or, after a power cut, the name might be there and the content not
         draft.replace(path)
 
 
-def remove_abandoned(paths: Collection[Path] | Iterator[Path]) -> None:
+def clean_stale_temporaries(paths: Collection[Path] | Iterator[Path]) -> None:
     """Delete files and directories, but for those that some process has locked, or that others own."""
     for path in paths:
         lock = None
@@ -73,7 +73,9 @@ def remove_abandoned(paths: Collection[Path] | Iterator[Path]) -> None:
 
 
 @contextmanager
-def drafted(path: Path, make: Callable[[Path], object] = Path.touch, like: str | None = None) -> Iterator[Path]:
+def temporary_sibling(
+    path: Path, make: Callable[[Path], object] = Path.touch, like: str | None = None
+) -> Iterator[Path]:
     """A draft beside a path, and its lock, for a block. At the end of that it is deleted, if it is still there.
 
     Args:
@@ -86,11 +88,11 @@ def drafted(path: Path, make: Callable[[Path], object] = Path.touch, like: str |
     """
     if not path.parent.exists():
         raise FileNotFoundError(errno.ENOENT, "There is no such folder to write to; make it before", str(path.parent))
-    remove_abandoned(path.parent.glob(f".{glob.escape(path.name) if like is None else like}-{'[0-9a-f]' * 32}"))
+    clean_stale_temporaries(path.parent.glob(f".{glob.escape(path.name) if like is None else like}-{'[0-9a-f]' * 32}"))
     lock = draft = None
     try:
         while lock is None:  # as long as somebody deletes it in the moment before it is locked
-            draft = _beside(path)
+            draft = _temporary_path(path)
             make(draft)
             lock = _locked(draft, surely=False)
         assert draft is not None
@@ -102,7 +104,7 @@ def drafted(path: Path, make: Callable[[Path], object] = Path.touch, like: str |
             lock.release()
 
 
-def _beside(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}-{uuid.uuid4().hex}")
 
 
@@ -119,7 +121,7 @@ class _Lock:
         """`BlockingIOError` if another one has it; another `OSError` if this file system has no locks."""
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    def is_of(self, path: Path) -> bool:
+    def is_current(self, path: Path) -> bool:
         """Whether it is of what is there now."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), path.stat())
@@ -158,7 +160,7 @@ def _locked(path: Path, surely: bool) -> _Lock | _NoLock | None:
         return None
     try:
         lock.acquire()
-        if lock.is_of(path):
+        if lock.is_current(path):
             return lock
     except BlockingIOError:
         pass  # it is another's
@@ -180,7 +182,7 @@ def _delete(path: Path) -> None:
 
 
 @contextmanager
-def replacing(directory: Path, own: Collection[str]) -> Iterator[Path]:
+def replace_directory(directory: Path, own: Collection[str]) -> Iterator[Path]:
     """A new directory to write to, which takes the place of `directory` when the block ends, unless that fails.
 
     Entries of the old directory that are not called one of `own` are moved to the new one.
@@ -193,22 +195,22 @@ def replacing(directory: Path, own: Collection[str]) -> Iterator[Path]:
     if Path.cwd().is_relative_to(directory):
         raise ValueError(f"`{directory}` cannot be replaced: it holds the working directory. Choose one below it.")
     directory.parent.mkdir(parents=True, exist_ok=True)
-    _settle(directory, own)
+    _finish_replacement(directory, own)
     try:
-        with drafted(directory, Path.mkdir) as draft:
+        with temporary_sibling(directory, Path.mkdir) as draft:
             yield draft
             bring_to_disk(draft)
-            with _no_other(directory):
+            with _replacement_conflicts(directory):
                 if directory.exists():
                     directory.rename(_previous(directory))
                 draft.rename(directory)
             _sync(directory.parent)
     finally:
-        _settle(directory, own)
+        _finish_replacement(directory, own)
 
 
 @contextmanager
-def _no_other(directory: Path) -> Iterator[None]:
+def _replacement_conflicts(directory: Path) -> Iterator[None]:
     """`FileExistsError` for what is raised where another one replaces the same directory."""
     try:
         yield
@@ -219,7 +221,7 @@ def _no_other(directory: Path) -> Iterator[None]:
         raise FileExistsError(errno.EEXIST, told, str(directory)) from problem
 
 
-def current(directory: Path) -> Path:
+def resolve_replaced(directory: Path) -> Path:
     """Where the contents of `directory` are: there, or beside it if they were about to be replaced.
 
     `FileNotFoundError` if there are none.
@@ -235,7 +237,7 @@ class ReplacedError(UnreadableFileError):
 
 
 @contextmanager
-def as_found(directory: Path) -> Iterator[None]:
+def consistent_read(directory: Path) -> Iterator[None]:
     """A block that reads a directory, all of which is to be of one moment.
 
     `ReplacedError` at its end, or in place of what went wrong in it, if the directory is not the same any more.
@@ -252,10 +254,10 @@ def as_found(directory: Path) -> Iterator[None]:
         try:
             yield
         except Exception as problem:
-            if found.is_of(directory):
+            if found.is_current(directory):
                 raise
             raise ReplacedError(told) from problem
-        if not found.is_of(directory):
+        if not found.is_current(directory):
             raise ReplacedError(told)
     finally:
         found.release()
@@ -263,7 +265,7 @@ def as_found(directory: Path) -> Iterator[None]:
 
 def discard(directory: Path) -> None:
     """Delete `directory`: it is there complete, or not at all."""
-    _discard(directory, _beside(directory))
+    _discard(directory, _temporary_path(directory))
 
 
 def _discard(directory: Path, waste: Path) -> None:
@@ -277,19 +279,19 @@ def _discard(directory: Path, waste: Path) -> None:
             lock.release()
 
 
-def _settle(directory: Path, own: Collection[str]) -> None:
+def _finish_replacement(directory: Path, own: Collection[str]) -> None:
     """Finish a replacement that got as far as the renaming, or take it back if it did not get further."""
     previous = _previous(directory)
     if not previous.exists():
         return
-    with _no_other(directory), suppress(FileNotFoundError):  # another one has done it
+    with _replacement_conflicts(directory), suppress(FileNotFoundError):  # another one has done it
         if not directory.exists():
             previous.rename(directory)
             return
         for path in previous.iterdir():
             if path.name not in own and not (directory / path.name).exists():
                 path.rename(directory / path.name)
-        _discard(previous, _beside(directory))  # half a directory must never be taken for the previous one
+        _discard(previous, _temporary_path(directory))  # half a directory must never be taken for the previous one
 
 
 def _previous(directory: Path) -> Path:
@@ -326,25 +328,25 @@ def digest(*parts: bytes | memoryview) -> str:
 _EMPTY = b'"digest": ""'
 
 
-def sealed(text: bytes) -> bytes:
+def with_digest(text: bytes) -> bytes:
     """The text of a JSON object, with its own digest in its first field `"digest": ""`.
 
     Example:
-        >>> text = sealed(b'{"digest": "", "weight": 2.5}')
-        >>> unsealed(text, parsed(text)["digest"])
+        >>> text = with_digest(b'{"digest": "", "weight": 2.5}')
+        >>> verify_digest(text, parsed(text)["digest"])
         True
-        >>> unsealed(text.replace(b"2.5", b"2.7"), parsed(text)["digest"])
+        >>> verify_digest(text.replace(b"2.5", b"2.7"), parsed(text)["digest"])
         False
     """
-    return text.replace(_EMPTY, _filled(digest(text)), 1)
+    return text.replace(_EMPTY, _digest_field(digest(text)), 1)
 
 
-def unsealed(text: bytes, seal: str) -> bool:
+def verify_digest(text: bytes, seal: str) -> bool:
     """Whether a text is what was sealed with this digest."""
-    return digest(text.replace(_filled(seal), _EMPTY, 1)) == seal
+    return digest(text.replace(_digest_field(seal), _EMPTY, 1)) == seal
 
 
-def _filled(seal: str) -> bytes:
+def _digest_field(seal: str) -> bytes:
     return _EMPTY[:-1] + seal.encode() + b'"'
 
 
@@ -368,7 +370,7 @@ def parsed(text: bytes) -> Any:
         raise ValueError(f"it is no JSON: {problem}") from None
 
 
-OF_ARCHIVES = (
+ARCHIVE_ERRORS = (
     *(OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, OverflowError, struct.error),
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
 )
@@ -389,7 +391,7 @@ def write_checksums(directory: Path) -> None:
         if path.is_file() and (path.name == CHECKSUMS or done.isdisjoint(path.parents))
     )
     content = {"digest": "", "files": {path.relative_to(directory).as_posix(): _digest_of(path) for path in files}}
-    (directory / CHECKSUMS).write_bytes(sealed(json.dumps(content, indent=1).encode()))
+    (directory / CHECKSUMS).write_bytes(with_digest(json.dumps(content, indent=1).encode()))
 
 
 def check_checksums(directory: Path, files: Callable[[str], bool]) -> None:
@@ -418,7 +420,7 @@ def _checksums(path: Path) -> Mapping[str, str]:
     text = path.read_bytes()
     try:
         content = parsed(text)
-        if unsealed(text, content["digest"]):
+        if verify_digest(text, content["digest"]):
             return dict(content["files"])
         problem: object = "its digest differs"
     except (ValueError, TypeError, KeyError, AttributeError) as error:

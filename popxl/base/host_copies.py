@@ -29,7 +29,7 @@ class HostCopies:
         """The next version number, larger than all earlier ones."""
         return next(self._versions)
 
-    def note(self) -> int:
+    def record_write(self) -> int:
         """Record a write to host copies, past or imminent. Returns the new version."""
         self.version = self.new_version()
         return self.version

@@ -22,7 +22,7 @@ class _Memory:
     members: list[int] = field(default_factory=list)
 
     @property
-    def all(self) -> tuple[int, ...]:
+    def all_members(self) -> tuple[int, ...]:
         return (*self.before, *self.members)
 
 
@@ -42,7 +42,7 @@ class Sequencer:
             self._memories.clear()
         elif mode is False and before is True:
             for key, memory in self._memories.items():  # a block nested in a chain follows whole blocks before it
-                self._memories[key] = _Memory(memory.all)
+                self._memories[key] = _Memory(memory.all_members)
         self.mode = None if mode == "pass" else mode  # type: ignore[assignment]  # checked by the first op
         self._depth += 1
         try:
@@ -62,7 +62,7 @@ class Sequencer:
         memory = self._memories.get(key)
         if memory is None:
             return ()
-        return memory.all if self.mode else memory.before
+        return memory.all_members if self.mode else memory.before
 
     def remember(self, key: Hashable, op_id: int) -> None:
         """Take note of a new op."""

@@ -22,7 +22,7 @@ class Layer(NamedTuple):
     heights: Sequence[int]
 
 
-class Sent(NamedTuple):
+class LineCollectives(NamedTuple):
     """Collectives of one kind at one line: over which axes of the mesh, in which phase, how many, and their bytes."""
 
     axes: tuple[int, ...]
@@ -38,7 +38,7 @@ def step_picture(
     layers: Sequence[Layer],
     phases: Mapping[str, tuple[float, float]],
     axes: Sequence[tuple[str, int]],
-    sent: Sequence[Sent],
+    sent: Sequence[LineCollectives],
 ) -> Picture:
     """Memory in layers over the schedule, beside a mesh and its collectives.
 
@@ -130,7 +130,7 @@ def _wire(x1: float, y1: float, x2: float, y2: float, axis: str) -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="wire {axis}"/>'
 
 
-def _collectives(axes: Sequence[tuple[str, int]], sent: Sequence[Sent], y: float) -> list[str]:
+def _collectives(axes: Sequence[tuple[str, int]], sent: Sequence[LineCollectives], y: float) -> list[str]:
     """A heading for each group of axes, and a row for each line of the program that sends along them."""
     if not sent:
         return [svg.text(_SIDE, y, "Nothing is sent.", "start")] if axes else []

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-Nested = Generator[Any, Any, T]
+Trampolined = Generator[Any, Any, T]
 """Work with a result, as a generator of the work that it needs done first."""
 
 
-def done(work: Nested[T]) -> T:
+def run_trampoline(work: Trampolined[T]) -> T:
     """Do nested work. Returns its result.
 
     Example:
@@ -24,17 +24,17 @@ def done(work: Nested[T]) -> T:
         ...     for branch in tree:
         ...         heights.append((yield height(branch)))
         ...     return 1 + max(heights, default=0)
-        >>> done(height([[], [[]]]))
+        >>> run_trampoline(height([[], [[]]]))
         3
     """
     try:
-        question = next(doing(work))
+        question = next(drive(work))
     except StopIteration as end:
         return end.value
-    raise TypeError(f"done: the work asks for {question!r}, which is no work; `doing` lets it be answered.")
+    raise TypeError(f"run_trampoline: the work asks for {question!r}, which is no work; `drive` lets it be answered.")
 
 
-def doing(work: Nested[T]) -> Generator[Any, Any, T]:
+def drive(work: Trampolined[T]) -> Generator[Any, Any, T]:
     """Drive nested generators as a single generator, which yields only non-generator values for its driver to answer.
 
     Example:
@@ -42,7 +42,7 @@ def doing(work: Nested[T]) -> Generator[Any, Any, T]:
         ...     return 2 * (yield "a number?")
         >>> def asking():
         ...     return 1 + (yield doubled())
-        >>> work = doing(asking())
+        >>> work = drive(asking())
         >>> next(work)
         'a number?'
         >>> try:

@@ -108,7 +108,7 @@ def changed_inputs(graph: Graph) -> frozenset[int]:
 
 def _changed_by_runs(op: Op, changed: dict[Graph, frozenset[int]]) -> set[int]:
     """Positions of op inputs changed by called graphs."""
-    return {i - len(run.own) + run.first for run in op.runs for i in changed[run.graph]}
+    return {i - len(run.op_inputs) + run.first for run in op.runs for i in changed[run.graph]}
 
 
 def overwritten(op: Op) -> frozenset[int]:

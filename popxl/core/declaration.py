@@ -122,7 +122,7 @@ class OpKind:
         self._memory: dict[tuple[Any, ...], Any] = {}
         self._renamed = operands
         self._take(tuple(traits))
-        parameters = _Parameters.of(lowering) if operands is None else _Parameters(operands, len(operands))
+        parameters = _Parameters.from_function(lowering) if operands is None else _Parameters(operands, len(operands))
         if self.between_replicas:
             parameters = parameters.with_groups()
         self._operands, self._required, self._variadic = parameters.operands, parameters.required, parameters.variadic
@@ -430,7 +430,7 @@ class _Parameters:
     attributes: Mapping[str, bool] | None = None
 
     @staticmethod
-    def of(lowering: Callable[..., Any]) -> _Parameters:
+    def from_function(lowering: Callable[..., Any]) -> _Parameters:
         """The parameters of a function."""
         by_kind: dict[Any, list[inspect.Parameter]] = defaultdict(list)
         for parameter in inspect.signature(lowering).parameters.values():

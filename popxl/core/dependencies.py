@@ -33,7 +33,7 @@ class Needs:
     order: frozenset[Op]
 
     @property
-    def all(self) -> frozenset[Op]:
+    def ops(self) -> frozenset[Op]:
         """Both kinds."""
         return self.data | self.order
 

@@ -28,14 +28,14 @@ def reorder(graph: Graph, ops: Iterable[Op]) -> None:
     needs = dependencies(graph)
     met: set[Op] = set()
     for op in ops:
-        if late := needs[op].all - met:
+        if late := needs[op].ops - met:
             first = min(late, key=graph.ops.index)
             raise PopxlError(
                 f"reorder: {op!r} ({op.source}) has to come after {first!r} ({first.source}) in {graph.title}."
             )
         met.add(op)
     graph.ops = ops
-    graph.ir.edits.note()
+    graph.ir.edits.record_edit()
 
 
 def replace(graph: Graph, ops: Sequence[Op], by: Callable[..., Any]) -> None:
@@ -115,7 +115,7 @@ def _splice(graph: Graph, start: int, old: Sequence[Op], new: Sequence[Op], give
     for op in new:
         op.after = before + op.after
     graph.ops = [*graph.ops[:start], *new, *graph.ops[start + len(old) : len(graph.ops) - len(new)]]
-    graph.ir.edits.note()
+    graph.ir.edits.record_edit()
     for op in graph.ops:
         if not gone.isdisjoint(op.after):
             op.after = with_ids_replaced(op.after, gone, come)

@@ -130,7 +130,7 @@ class Op:
         """
         graph = self.graph
         self._set(state)
-        graph.ir.edits.note()
+        graph.ir.edits.record_edit()
 
     @property
     def graph(self) -> Graph:

@@ -38,7 +38,7 @@ class RoundingKey(HostToDeviceStream):
     has_own_transfers = True
 
     @classmethod
-    def of(cls, main: Graph) -> RoundingKey:
+    def for_program(cls, main: Graph) -> RoundingKey:
         """The stream of a program. Its tensor is not among the graph's: only programs that round have the stream."""
         stream = object.__new__(cls)
         name = "stochastic_rounding_key"

@@ -154,7 +154,7 @@ class Tensor(CopyIsSelf, Operators):
     @by_ref.setter
     def by_ref(self, value: bool) -> None:
         self._by_ref = value
-        self.ir.edits.note()
+        self.ir.edits.record_edit()
 
     # Where it is ----------------------------------------------------------------------------------------------------
 

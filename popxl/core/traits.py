@@ -354,7 +354,7 @@ class Run:
     when: bool | None
 
     @property
-    def own(self) -> tuple[Tensor, ...]:
+    def op_inputs(self) -> tuple[Tensor, ...]:
         """The inputs of the graph that the op itself gives values."""
         return self.graph.inputs[: self.trait.own_inputs]
 
@@ -369,14 +369,14 @@ class Run:
         return self.graph.outputs[self.trait.own_outputs :]
 
     @property
-    def turns(self) -> int:
+    def iterations(self) -> int:
         """How often the graph runs."""
         return self.op.attributes[self.trait.turns] if self.trait.turns else 1
 
     @property
     def numbers(self) -> range:
         """The numbers of the turns, in the order in which the graph runs."""
-        counted = range(self.turns)
+        counted = range(self.iterations)
         return counted[::-1] if self.op.attributes.get(self.trait.backwards) else counted
 
     @property

@@ -42,7 +42,7 @@ class MergedOp:
     source: SourceLocation
 
     @staticmethod
-    def of(op: Op) -> MergedOp:
+    def from_op(op: Op) -> MergedOp:
         """Convert an op to a part of an exchange."""
         outputs = tuple(t.spec for t in op.outputs)
         return MergedOp(op.kind, op.id, op.name, op.operands, dict(op.attributes), len(op.inputs), outputs, op.source)

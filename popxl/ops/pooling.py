@@ -99,7 +99,7 @@ def over_windows(combining: Combining, t: Any, windows: Sequence[Windows]) -> An
 
 def _unpadded_sizes(windows: Sequence[Windows]) -> Any:
     """Number of unpadded elements per window: a scalar if constant, otherwise an array."""
-    along = [np.asarray(w.inside(), np.float32) for w in windows]
+    along = [np.asarray(w.valid_counts(), np.float32) for w in windows]
     if all((counts == counts[0]).all() for counts in along):
         return math.prod(counts[0] for counts in along)
     rank = len(along)

@@ -41,7 +41,7 @@ class Windows:
     dilation: int = 1
     spread: int = 1
 
-    def inside(self) -> NDArray[np.int64]:
+    def valid_counts(self) -> NDArray[np.int64]:
         """How many positions of each window are not padding."""
         starts = np.arange(self.count) * self.stride - self.begin
         return np.maximum(np.minimum(starts + self.reach, self.size) - np.maximum(starts, 0), 0)

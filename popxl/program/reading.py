@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from popxl.base.container import is_packed, unpack
-from popxl.base.files import digest, parsed, unsealed
+from popxl.base.files import digest, parsed, verify_digest
 from popxl.base.source import SourceLocation
 from popxl.core.declaration import OpKind
 from popxl.core.recording import Op
@@ -89,7 +89,7 @@ def restore(ir: Ir, content: bytes, beside: Callable[[str], bytes], name: str, t
     except (OSError, KeyError, TypeError, ValueError, library.SafetensorError) as problem:
         raise _unreadable(name, problem) from problem
     try:
-        _Reader(ir, program, numbers, traces).read()
+        _Reader(ir, program, numbers, traces).fill_ir()
     except _Unknown:
         raise
     except Exception as problem:  # whatever the functions of ops raise for attributes that nobody can have given them
@@ -119,7 +119,7 @@ def _opened(content: bytes, beside: Callable[[str], bytes]) -> tuple[SavedProgra
     stamp = Stamp.model_validate(about)
     if not 0 < stamp.format <= FORMAT or (stamp.format == FORMAT) != bool(blobs):
         raise ValueError(f"it has format {stamp.format}, of popxl {stamp.popxl}; this popxl reads format {FORMAT}.")
-    if stamp.format == 2 and not unsealed(content, stamp.digest):
+    if stamp.format == 2 and not verify_digest(content, stamp.digest):
         raise ValueError("it is damaged: its digest differs")
     options = about["options"]
     if isinstance(options, dict) and (named := sorted(OF_THE_RUN & options.keys())):
@@ -149,12 +149,12 @@ class _Reader:
         self._streams: dict[str, Stream] = {}
         self._pieces: list[Tensor] = []
 
-    def read(self) -> None:
+    def fill_ir(self) -> None:
         """Fill the Ir and check its content, in dependency order."""
         ir, program = self._ir, self._program
         ir.options = program.options
         ir.num_host_transfers = program.num_host_transfers
-        ir._axes = Axes.of(program.axes) if program.axes else None
+        ir._axes = Axes.from_mapping(program.axes) if program.axes else None
         ir.checked_axes("the program")
         for buffer in program.buffers:
             self._add_buffer(buffer)

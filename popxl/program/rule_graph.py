@@ -46,7 +46,7 @@ def _build_rule_graph(op: Op) -> RuleGraph:
     ir = Ir()
     graph = ir.create_empty_graph(f"{op.op_type}_bwd")
     given = tuple(k for k, t in enumerate(op.outputs) if t.dtype.is_inexact)
-    with get_current_context().apart(), graph:
+    with get_current_context().isolated(), graph:
         copies = {t: graph.add_input(t.spec, "t") for t in dict.fromkeys((*op.inputs, *op.outputs))}
         arrived = {k: graph.add_input(op.outputs[k].spec, "g") for k in given}
         follows = {t for i, t in enumerate(op.inputs) if passes(op, i) and t.dtype.is_inexact}

@@ -14,7 +14,7 @@ from typing import Any, cast
 from popxl.base.arguments import check_type
 from popxl.base.log import Logger
 from popxl.base.source import warn_at
-from popxl.base.trampoline import Nested, done
+from popxl.base.trampoline import Trampolined, run_trampoline
 from popxl.context import get_current_context
 from popxl.core.aliasing import callees_first, has_effect, reachable
 from popxl.core.create import constant
@@ -100,7 +100,7 @@ def autodiff(
         with graph.ir.undone_on_failure():
             _bring_calls_up_to_date(graph)
             needed = _needed_by_callers(graph, provided, infos)
-            done(_Differentiation(graph, provided, required, infos, needed, called_graphs_transform).run())
+            run_trampoline(_Differentiation(graph, provided, required, infos, needed, called_graphs_transform).run())
     known = {forward: info for forward, info in infos.items() if info is not None}
     return known if return_all_grad_graphs else known[graph]
 
@@ -195,7 +195,7 @@ class _Differentiation:
         self.again: dict[Op, Op] = {}
         self.held: dict[Tensor, Tensor] = {}
 
-    def run(self) -> Nested[None]:
+    def run(self) -> Trampolined[None]:
         """Build the gradient graph and its `GradGraphInfo`. Reports missing gradients."""
         ir = self.forward_graph.ir
         self.graph = ir.create_gradient_graph(self.forward_graph)
@@ -210,7 +210,7 @@ class _Differentiation:
             self.graph.add_output(outputs[t])
         self._connect(required)
 
-    def _build(self) -> Nested[dict[Tensor, Tensor]]:
+    def _build(self) -> Trampolined[dict[Tensor, Tensor]]:
         """Fill the gradient graph. Returns the gradients, by the required tensors."""
         for t in self.provided:
             given = self.graph.add_input(t.spec, f"Gradient___{t.name}", path=f"Gradient___{t.path}")
@@ -251,7 +251,7 @@ class _Differentiation:
         for _, t in results:
             self.gradients.pop(t, None)
         if gs and wanted:
-            made = derivative.gradients(graph, wanted, gs, self.read)
+            made = derivative.gradients(graph, wanted, gs, self.counterpart)
             for i, gradient in zip(wanted, made, strict=True):
                 self._contribute(graph.inputs[i], gradient)
 
@@ -287,9 +287,9 @@ class _Differentiation:
         return info
 
     def _forward(self, op: Op) -> Forward:
-        return Forward(op, self.follows, self.read, self.infos.get)
+        return Forward(op, self.follows, self.counterpart, self.infos.get)
 
-    def _of_callee(self, callee: Graph, required: list[Tensor]) -> Nested[None]:
+    def _of_callee(self, callee: Graph, required: list[Tensor]) -> Trampolined[None]:
         """Differentiate a called graph for those tensors that have gradients."""
         if not callee.differentiable:
             raise PopxlError(
@@ -340,7 +340,7 @@ class _Differentiation:
             fitted = reshape(fitted, t.shape)
         self.contributions.setdefault(t, []).append(fitted)
 
-    def read(self, t: Tensor) -> Tensor:
+    def counterpart(self, t: Tensor) -> Tensor:
         """Gradient-graph counterpart of a forward tensor: activation, or copied constant."""
         if isinstance(t, Constant):
             if t not in self.copies:
@@ -385,7 +385,7 @@ class _Differentiation:
     def _operands_again(self, op: Op) -> list[Tensor]:
         """Operands of an op that is computed again. Where the graph says so, it waits for the gradients; that one
         operand waits is enough."""
-        operands = [self.read(u) for u in op.inputs]
+        operands = [self.counterpart(u) for u in op.inputs]
         given = [i for i, u in enumerate(op.inputs) if not isinstance(u, Constant) and self._is_caller_visible(u)]
         if self.forward_graph.keeps is not None and given and not any(u.producer in self.again for u in op.inputs):
             t = operands[given[0]]
@@ -398,10 +398,10 @@ class _Differentiation:
 def leading_to(graph: Graph, provided: Iterable[Tensor]) -> set[Tensor]:
     """Tensors with differentiable paths to provided tensors, also through called graphs: all candidates for required
     gradients."""
-    return done(_leading_through_calls(graph, provided))
+    return run_trampoline(_leading_through_calls(graph, provided))
 
 
-def _leading_through_calls(graph: Graph, provided: Iterable[Tensor]) -> Nested[set[Tensor]]:
+def _leading_through_calls(graph: Graph, provided: Iterable[Tensor]) -> Trampolined[set[Tensor]]:
     leads = set(provided)
     for op in reversed(graph.ops):
         if leads.isdisjoint(op.outputs):

@@ -91,13 +91,13 @@ def _merge(graph: Graph, first_id: int) -> None:
     rank: dict[Op, tuple[int, int]] = {}
     completed = {op: 0 for op in graph.ops[:start]}  # for each op, how many rounds are over after it
     for op in graph.ops[start:]:
-        completed[op] = max((completed[before] for before in needs[op].all), default=0)
+        completed[op] = max((completed[before] for before in needs[op].ops), default=0)
         rank[op] = (completed[op], -1)
         if op in candidates:
             place = places.setdefault((op.ipu, op.io_tiles, op.execution_context), len(places))
             # One that comes first only in order may be in the same exchange, where the order is kept.
             beside = {b for b in needs[op].order - needs[op].data if b in group_of and group_of[b][1] == place}
-            rounds = [completed[b] for b in needs[op].all - beside] + [group_of[b][0] for b in beside]
+            rounds = [completed[b] for b in needs[op].ops - beside] + [group_of[b][0] for b in beside]
             rank[op] = group_of[op] = (max(rounds, default=0), place)
             groups[rank[op]].append(op)
             completed[op] = rank[op][0] + 1
@@ -108,4 +108,4 @@ def _merge(graph: Graph, first_id: int) -> None:
         parts = [part for op in ops for part in op.parts]
         # Free names: no number is used up for a suffix, and what comes later is called as without the merging.
         names = [f"{t.name}/exchange" for part in parts for t in part.outputs]
-        graph.replace(ops, partial(multi_exchange_kind, parts=tuple(map(MergedOp.of, parts)), results=names))
+        graph.replace(ops, partial(multi_exchange_kind, parts=tuple(map(MergedOp.from_op, parts)), results=names))

@@ -23,7 +23,7 @@ class Axes:
         sizes: the name of each axis, and how many replicas there are along it.
 
     Example:
-        >>> axes = Axes.of({"data": 2, "tensor": 3})
+        >>> axes = Axes.from_mapping({"data": 2, "tensor": 3})
         >>> axes.count, axes.assignment(("tensor",)), axes.strided(("tensor",))
         (6, [0, 0, 0, 1, 1, 1], (1, 3))
     """
@@ -31,7 +31,7 @@ class Axes:
     sizes: tuple[tuple[str, int], ...]
 
     @classmethod
-    def of(cls, sizes: Any) -> Axes:
+    def from_mapping(cls, sizes: Any) -> Axes:
         """The axes of a mapping.
 
         Raises:
@@ -98,7 +98,7 @@ class Axes:
         return math.prod(size for _, size in sizes[chosen[-1] + 1 :]), math.prod(sizes[i][1] for i in chosen)
 
     @property
-    def places(self) -> dict[tuple[int, int], str]:
+    def by_stride(self) -> dict[tuple[int, int], str]:
         """The axes with several replicas, by how far apart neighbours are along them, and how many there are."""
         found = ((self.strided((name,)), name) for name, size in self.sizes if size > 1)
         return {place: name for place, name in found if place is not None}

@@ -50,7 +50,7 @@ class ShardLayout:
     length: int
     count: int | None = None
 
-    def of(self, values: np.ndarray) -> np.ndarray:
+    def shards_of(self, values: np.ndarray) -> np.ndarray:
         """Shards per replica of host values: one value, or one row per group."""
         groups, count = self.grouping.num_groups, self.count or 1
         known = values.reshape(groups, self.size)[:, : count * self.length]

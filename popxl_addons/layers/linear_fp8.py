@@ -60,8 +60,8 @@ class LinearFP8(Linear):
     def build(self, x: popxl.Tensor) -> popxl.Tensor:
         """`x` of shape (..., in) to (..., out_features)."""
         weight = self._weight(x)
-        x8 = _Float8.of(x, self._scale(x, popxl.float8_143), popxl.float8_143)
-        weight8 = _Float8.of(weight, self._scale(weight, popxl.float8_143), popxl.float8_143)
+        x8 = _Float8.quantize(x, self._scale(x, popxl.float8_143), popxl.float8_143)
+        weight8 = _Float8.quantize(weight, self._scale(weight, popxl.float8_143), popxl.float8_143)
         self.aux["x"], self.aux["x_scale"] = x8
         self.aux["weight"], self.aux["weight_scale"] = weight8
         return self._with_bias(_matmul(x8.value, weight8.value, x.dtype))
@@ -72,7 +72,7 @@ class LinearFP8(Linear):
         weight8 = _Float8(self.aux["weight"], self.aux["weight_scale"])
         scale = self._scale(dLdy, popxl.float8_152) - _GRADIENT_MARGIN
         scale = ops.clip(scale, min_scaling_bias, max_scaling_bias)
-        gradient = _Float8.of(dLdy, scale, popxl.float8_152).value
+        gradient = _Float8.quantize(dLdy, scale, popxl.float8_152).value
         self.var_grad["weight"] = _matmul(_rows(x8.value).T, _rows(gradient), dLdy.dtype)
         if self.bias:
             self.var_grad["bias"] = ops.sum(_rows(dLdy), axis=0)
@@ -91,7 +91,7 @@ class _Float8(NamedTuple):
     log2_scale: popxl.Tensor
 
     @staticmethod
-    def of(t: popxl.Tensor, log2_scale: popxl.Tensor, dtype: popxl.dtype) -> _Float8:
+    def quantize(t: popxl.Tensor, log2_scale: popxl.Tensor, dtype: popxl.dtype) -> _Float8:
         return _Float8(ops.pow2scale_cast_to_fp8(t, log2_scale, dtype), log2_scale)
 
     @property

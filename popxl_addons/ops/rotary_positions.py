@@ -37,7 +37,7 @@ class Stretch:
     high: float = 4.0
     length: int = 0
 
-    def of(self, frequencies: np.ndarray) -> np.ndarray:
+    def scale_frequencies(self, frequencies: np.ndarray) -> np.ndarray:
         """The frequencies after it."""
         if not self.length:
             return frequencies / self.factor
@@ -78,7 +78,7 @@ def rotary_positions(
 def _apply_rope(t: Any, first: Any, *, base: float, stretch: tuple[Any, ...] = ()) -> Any:
     half = t.shape[-1] // 2
     waves = float(base) ** (-np.arange(half) / half)
-    frequencies = jnp.asarray(Stretch(*stretch).of(waves) if stretch else waves, jnp.float32)
+    frequencies = jnp.asarray(Stretch(*stretch).scale_frequencies(waves) if stretch else waves, jnp.float32)
     angles = (first.reshape(-1, 1) + jnp.arange(t.shape[-2])).astype(jnp.float32)[..., None] * frequencies
     sin, cos = (f(angles).reshape(-1, *(1,) * (t.ndim - 3), *angles.shape[-2:]) for f in (jnp.sin, jnp.cos))
     a, b = t[..., :half], t[..., half:]

@@ -65,7 +65,7 @@ def autodiff(
     planned = _planned(named, memory)
     if planned is not None:
         given = merge_called_graphs(named.called_graphs_grad_info, called_graphs_grad_info)
-        called_graphs_grad_info = merge_called_graphs(called_graphs_grad_info, planned.of_given(given))
+        called_graphs_grad_info = merge_called_graphs(called_graphs_grad_info, planned.with_treatments(given))
     grad = named.differentiate(grads_provided, grads_required, called_graphs_grad_info, planned)
     return grad if planned is None else GraphWithNamedArgs.from_grad_graph(planned(grad.grad_graph_info))
 

@@ -237,7 +237,7 @@ def batch_serialise_fwd_and_grad(
             return source
         if given is None or means_groups(given):
             return RemoteHandle(batch_serial_buffer(t, steps, rows, given), 0, given)
-        return RemoteHandle.of("store_buffers", given)
+        return RemoteHandle.from_argument("store_buffers", given)
 
     def serialised(graph: GraphWithNamedArgs, seed_input: Tensor | None = None) -> BatchSerialResult:
         def own_tensors(places: dict[Tensor, Any]) -> dict[Tensor, Any]:
@@ -280,7 +280,7 @@ def _serialised(
     """Convert a checked graph, with inputs and outputs, to a loop."""
     _check_dictionaries("batch_serialise", load_handles, store_streams, store_buffers)
     loads = _load_sources(load_handles)
-    stores = {t: RemoteHandle.of("store_buffers", handle) for t, handle in store_buffers.items()}
+    stores = {t: RemoteHandle.from_argument("store_buffers", handle) for t, handle in store_buffers.items()}
     _check_tensors(graph, loads, store_streams, stores, seed_input)
     remote_loads = {t: source for t, source in loads.items() if isinstance(source, RemoteHandle)}
     new_values = {t: handle for t, handle in stores.items() if t not in remote_loads}
@@ -301,7 +301,9 @@ def _serialised(
 def _load_sources(load_handles: LoadHandles) -> dict[Tensor, popxl.HostToDeviceStream | RemoteHandle]:
     """The streams and handles themselves, also for tuples."""
     return {
-        t: handle if isinstance(handle, popxl.HostToDeviceStream) else RemoteHandle.of("load_handles", handle)
+        t: handle
+        if isinstance(handle, popxl.HostToDeviceStream)
+        else RemoteHandle.from_argument("load_handles", handle)
         for t, handle in load_handles.items()
     }
 

@@ -96,7 +96,7 @@ def copy_graph(graph: popxl.Graph) -> popxl.Graph:
 def _redirect(call: Op, to: popxl.Graph) -> None:
     """Have a call run another graph, which has the same inputs and outputs."""
 
-    def again(*inputs: popxl.Tensor) -> tuple[popxl.Tensor, ...]:
+    def recompute(*inputs: popxl.Tensor) -> tuple[popxl.Tensor, ...]:
         operands, attributes = call.kind.arguments(call, inputs)
         with get_current_context().set(debug_record=call.debug_record):
             name = next(iter(call.kind.graphs))
@@ -104,4 +104,4 @@ def _redirect(call: Op, to: popxl.Graph) -> None:
         twin.edit(modified=call.modified)
         return twin.outputs
 
-    call.graph.replace([call], again)
+    call.graph.replace([call], recompute)

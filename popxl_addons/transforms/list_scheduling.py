@@ -96,7 +96,7 @@ class Pipeline:
         return max(self.device_of) + 1
 
     @cached_property
-    def own(self) -> list[list[int]]:
+    def device_stages(self) -> list[list[int]]:
         """The stages of each device."""
         return [[s for s, d in enumerate(self.device_of) if d == device] for device in range(self.devices)]
 
@@ -135,7 +135,7 @@ class Pipeline:
             min(self.head[s] for s in own)
             + self.steps * sum(self.durations[s] for s in own)
             + min(self.tail[s] for s in own)
-            for own in self.own
+            for own in self.device_stages
         )
 
     @cached_property
@@ -166,7 +166,7 @@ def list_schedule(pipeline: Pipeline, rule: Rule, memory: float = math.inf) -> R
     stages, devices, last = range(len(needs)), range(pipeline.devices), pipeline.last
     sign = -1 if rule.forward_first else 1
     order = [(s in pipeline.fillers, sign * pipeline.tail[s]) for s in stages]
-    by_priority = [sorted(own, key=order.__getitem__) for own in pipeline.own]
+    by_priority = [sorted(own, key=order.__getitem__) for own in pipeline.device_stages]
     leads = pipeline.leads if rule.limits_lead else {}
     made: list[Counter[int]] = [Counter() for _ in stages]
     reads: list[list[int]] = [[] for _ in stages]

@@ -72,10 +72,10 @@ def forward_and_backward(
     for device in range(devices):
         own = range(device, len(forward), devices)
         is_ready = [Task(s, m) for group in groups for s in own for m in group]
-        back = [Task(ends - s, m) for group in groups for s in reversed(own) for m in group] if trains else []
+        add_backward = [Task(ends - s, m) for group in groups for s in reversed(own) for m in group] if trains else []
         first = warm_up(device, devices, parts)
         first = len(is_ready) if first is None else min(first, len(is_ready))
-        pairs = chain.from_iterable(zip_longest(is_ready[first:], back))
+        pairs = chain.from_iterable(zip_longest(is_ready[first:], add_backward))
         rows.append([*is_ready[:first], *(task for task in pairs if task is not None)])
     if trains and len(numbered) % 2:  # the last forward stage does the first backward one's work, too
         middle = len(forward)
@@ -165,42 +165,42 @@ def _dualpipe_row(device: int, devices: int, steps: int) -> list[Task]:
     late: deque[int] = deque()  # stages whose gradients of weights are still to come
     outer, inner = device, 2 * devices - 1 - device  # the forward stages
 
-    def do(stage: int) -> None:
+    def add_task(stage: int) -> None:
         row.append(Task(stage, count[stage]))
         count[stage] += 1
 
     def back(forward: int, with_weights: bool = True) -> None:
-        do(4 * devices - 1 - forward)
+        add_task(4 * devices - 1 - forward)
         if with_weights:
-            do(6 * devices - 1 - forward)
+            add_task(6 * devices - 1 - forward)
         else:
             late.append(6 * devices - 1 - forward)
 
     after = devices - 1 - device  # the devices that follow
     for _ in range(2 * after):
-        do(outer)
+        add_task(outer)
     for _ in range(device + 1):
-        do(outer)
-        do(inner)
+        add_task(outer)
+        add_task(inner)
     for _ in range(after):
         back(inner)
-        do(inner)
+        add_task(inner)
     for _ in range(steps - 2 * devices + device + 1):
-        do(outer)
+        add_task(outer)
         back(inner)
-        do(inner)
+        add_task(inner)
         back(outer)
     for _ in range(after):
         back(inner)
-        do(inner)
+        add_task(inner)
         back(outer)
     for i in range(2 * (device + 1)):  # in the second half, gradients of weights wait
         back(outer if i % 2 else inner, with_weights=i <= device)
     for _ in range(after):
-        do(late.popleft())
+        add_task(late.popleft())
         back(outer, with_weights=False)
     for stage in late:
-        do(stage)
+        add_task(stage)
     return row
 
 

@@ -118,7 +118,7 @@ class PlannedGradients:
         planned, _ = recompute_activations(info, by_treatment["keep"], by_treatment["offload"])
         return planned
 
-    def of_given(self, given: Mapping[popxl.Graph, GradGraphInfo]) -> dict[popxl.Graph, GradGraphInfo]:
+    def with_treatments(self, given: Mapping[popxl.Graph, GradGraphInfo]) -> dict[popxl.Graph, GradGraphInfo]:
         """Gradients that are known before, such as hand-written ones, with the treatments of their plans."""
         first = {name: graph for graph, name in reversed(self.names.items())}
         found = {}

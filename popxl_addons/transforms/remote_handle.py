@@ -63,7 +63,7 @@ class RemoteHandle:
             )
 
     @classmethod
-    def of(cls, argument: str, handle: Any) -> RemoteHandle:
+    def from_argument(cls, argument: str, handle: Any) -> RemoteHandle:
         """The handle itself, or one made of a tuple ``(buffer, row_offset)`` or ``(buffer, row_offset, shard_group)``.
 
         Raises:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from popxl.base.trampoline import Nested, done
+from popxl.base.trampoline import Trampolined, run_trampoline
 from popxl.core.tensor import Tensor
 from runtime.lowering.channels import Channel
 from runtime.plan.pieces import HostControlFlow, Key, Segment, SubPlan
@@ -56,7 +56,7 @@ def timing_of(
     """
     clock = _Clock(plan, seconds, bandwidth, channels, replicas)
     values: dict[Key, _There] = {}
-    done(clock.steps(plan.steps, values))
+    run_trampoline(clock.steps(plan.steps, values))
     for v, start, end in plan.changed:
         if start != end:
             clock.copied(v, values.get(v, (end, 0.0)), start)
@@ -86,7 +86,7 @@ class _Clock:
         self.links: dict[tuple[int, int], float] = defaultdict(float)
         self.found = Timing()
 
-    def steps(self, steps: PlanBuilder, values: dict[Key, _There]) -> Nested[None]:
+    def steps(self, steps: PlanBuilder, values: dict[Key, _There]) -> Trampolined[None]:
         """Simulate steps; `values` holds the values produced so far."""
         for step in steps.steps:
             for t, place in step.fetches:
@@ -118,11 +118,11 @@ class _Clock:
             if place != piece.place:
                 values[t] = self.copied(t, values[t], place)
 
-    def _entry(self, entry: HostControlFlow, values: dict[Key, _There]) -> Nested[None]:
+    def _entry(self, entry: HostControlFlow, values: dict[Key, _There]) -> Trampolined[None]:
         for way in entry.ways:  # of a conditional both, as costs count all branches
             yield self._run_subplan(entry, way, values)
 
-    def _run_subplan(self, entry: HostControlFlow, way: SubPlan, values: dict[Key, _There]) -> Nested[None]:
+    def _run_subplan(self, entry: HostControlFlow, way: SubPlan, values: dict[Key, _There]) -> Trampolined[None]:
         inner: dict[Key, _There] = {
             t: values[key] for (_, t), key in zip(way.given, way.keys, strict=True) if key in values
         }

@@ -237,7 +237,7 @@ def _loop(lowering: Lowering, op: Op, environment: Environment, context: Context
         return (after, inside.carried(streams)), further
 
     (run,) = op.runs
-    start, turns = (loop.start, loop_channels.start), jnp.arange(run.turns, dtype=jnp.int32)
+    start, turns = (loop.start, loop_channels.start), jnp.arange(run.iterations, dtype=jnp.int32)
     is_backwards = run.numbers.step < 0
     (state, positions), stacked = lax.scan(iterate, start, (turns, [*rows.values()]), reverse=is_backwards)
     context.channels.resume(loop_channels, positions, (state, stacked))

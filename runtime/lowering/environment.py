@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from popxl.base.arrays import Array
-from popxl.base.trampoline import Nested, done
+from popxl.base.trampoline import Trampolined, run_trampoline
 from popxl.core.aliasing import by_reference, written_inputs
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
@@ -174,7 +174,7 @@ class Environment:
         """The value of a storage, or of a view of several tensors."""
         joined = view_of(t)
         if joined is not None:
-            return done(self._read_concatenation(joined))
+            return run_trampoline(self._read_concatenation(joined))
         if t not in self.values:
             if not isinstance(t, Constant):
                 raise no_value(t)
@@ -195,7 +195,7 @@ class Environment:
             else:
                 return t, views[::-1]
 
-    def _read_concatenation(self, op: Op) -> Nested[Array]:
+    def _read_concatenation(self, op: Op) -> Trampolined[Array]:
         """Read a view of several tensors, which may be such views themselves."""
         parts = []
         for base in op.inputs:

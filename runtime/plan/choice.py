@@ -129,7 +129,7 @@ class SegmentationPolicy:
 
     def _numbers_of(self, op: Op) -> int:
         own = sum(t.nelms for t in (*op.inputs, *op.outputs))
-        return own + sum(run.turns * self._numbers_in(run.graph) for run in op.runs)
+        return own + sum(run.iterations * self._numbers_in(run.graph) for run in op.runs)
 
     def encoded(self, ops: Iterable[Op], changed: Iterable[Tensor] = ()) -> StructuralEncoder:
         """Structural encoding of ops. Segment calls match regardless of constants passed to them, such as a layer

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from popxl.base.trampoline import done
+from popxl.base.trampoline import run_trampoline
 from popxl.core.tensor import Tensor
 from popxl.graph import Graph
 from popxl.options import SessionOptions
@@ -200,5 +200,7 @@ def _placement(
 
 def _pays(main: Graph, changed: Sequence[Tensor], smallest: int | None, places: IpuPlacement) -> bool:
     """Whether distributing the work over cores makes a CPU faster."""
-    steps: PlanBuilder = done(PlanBuilder(main.ops, SegmentationPolicy(main, smallest, places), (), changed).planned())
+    steps: PlanBuilder = run_trampoline(
+        PlanBuilder(main.ops, SegmentationPolicy(main, smallest, places), (), changed).planned()
+    )
     return steps.is_worthwhile()

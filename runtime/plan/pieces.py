@@ -13,7 +13,7 @@ import numpy as np
 
 from popxl.base.arrays import Array
 from popxl.base.names import identifier
-from popxl.base.trampoline import Nested
+from popxl.base.trampoline import Trampolined
 from popxl.core.printing import summary
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
@@ -375,7 +375,7 @@ class HostControlFlow(Step):
         starts = self.ways[0].inside.starts
         self._numbered = tuple((t, starts[t]) for t in self.extra if t in starts)
 
-    def running(self, values: Values, run: Run) -> Nested[None]:
+    def running(self, values: Values, run: Run) -> Trampolined[None]:
         """Execute the op."""
         self.fetch(values, run)
         way = self.ways[0]

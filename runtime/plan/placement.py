@@ -27,7 +27,7 @@ def can_enter(op: Op, replicas: int = 1) -> bool:
     reference has to be apart, for each graph that the host goes through has its own storages.
     """
     runs = op.runs
-    if not runs or any(run.turns == 0 for run in runs) or shares_by_reference(op):
+    if not runs or any(run.iterations == 0 for run in runs) or shares_by_reference(op):
         return False
     if chooses(op) and (replicas > 1 or isinstance(op.inputs[0].origin, Constant)):
         return False

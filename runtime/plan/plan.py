@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from popxl.base.trampoline import done
+from popxl.base.trampoline import run_trampoline
 from popxl.core.tensor import Tensor
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
@@ -141,7 +141,7 @@ class Plan:
             channels[place] = Channels(self._initial_channels(place, given, run))
         for (buffer, place), slots in zip(self._buffers.items(), changing[count:], strict=True):
             channels[place].set_slots(buffer, slots)
-        done(self.steps.running(values, run))
+        run_trampoline(self.steps.running(values, run))
         fetches, failures = self._fetched(run)
         changed = [values[v] if start == end else run.copy_to_ipu(values[v], start) for v, start, end in self.changed]
         for buffer, place in self._buffers.items():
@@ -204,7 +204,7 @@ class Plan:
         """Memory curve: segments in order, each with bytes in use on its device besides variables and feeds, split into
         earlier values and its own results and temporaries. Also returns values live between segments."""
         copies = next(iter(self._terms_at.values())).replicas.per_device
-        return done(self.steps.curve(copies))
+        return run_trampoline(self.steps.curve(copies))
 
     def temporaries(self) -> int:
         """Peak bytes of one run on one device, excluding variables and feeds."""

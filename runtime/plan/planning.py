@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from popxl.base.trampoline import Nested
+from popxl.base.trampoline import Trampolined
 from popxl.core.aliasing import storages
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
@@ -79,7 +79,7 @@ class PlanBuilder:
         self._find_last_uses(set(self._kept))
         self.steps = list(self._grouped())
 
-    def planned(self) -> Nested[PlanBuilder]:
+    def planned(self) -> Trampolined[PlanBuilder]:
         """Build these steps, recursively including host-executed graphs."""
         for step in self.steps:
             if isinstance(step, Segment):
@@ -151,7 +151,7 @@ class PlanBuilder:
             ways=tuple(self._subplans(op, stacks)),
             condition=op.inputs[0].origin if chooses(op) else None,
             numbers=op.runs[0].numbers,
-            extra=op.runs[0].own,
+            extra=op.runs[0].op_inputs,
         )
 
     def _subplans(self, op: Op, stacks: Sequence[Tensor]) -> Iterator[SubPlan]:
@@ -238,7 +238,7 @@ class PlanBuilder:
 
     # Entries
 
-    def _enter(self, step: HostControlFlow) -> Nested[None]:
+    def _enter(self, step: HostControlFlow) -> Trampolined[None]:
         """Plan the graphs of a host-executed op, and route its arguments."""
         owned = set(self.owned)
         for way in step.ways:
@@ -251,7 +251,7 @@ class PlanBuilder:
             way.sent = tuple((t, ends[t]) for t in left if left[t] != ends[t])
         self._leave(step, ends)
 
-    def _go(self, step: HostControlFlow, way: SubPlan, owned_before: set[Tensor]) -> Nested[None]:
+    def _go(self, step: HostControlFlow, way: SubPlan, owned_before: set[Tensor]) -> Trampolined[None]:
         """Plan one graph of a host-executed op. If two storages share one array afterwards, neither is owned.
 
         What another way leaves with somebody else is not owned either.
@@ -340,7 +340,7 @@ class PlanBuilder:
             t: terms_at[self.starts.get(t, place)].replicas.broadcast(to_device(t.data, t.dtype)) for t in self.changed
         }
 
-    def running(self, values: Values, run: Run) -> Nested[None]:
+    def running(self, values: Values, run: Run) -> Trampolined[None]:
         """Execute the steps."""
         values.update(self._begin)
         for step in self.steps:
@@ -349,7 +349,7 @@ class PlanBuilder:
             else:
                 yield step.running(values, run)
 
-    def curve(self, copies: int) -> Nested[tuple[list[tuple[Segment, int, int]], list[LiveRange]]]:
+    def curve(self, copies: int) -> Trampolined[tuple[list[tuple[Segment, int, int]], list[LiveRange]]]:
         """Memory curve: segments in order, each with bytes in use on its IPU besides step inputs, split into earlier
         values and its own results and temporaries. Also returns values live between segments. Each value counts
         `copies` times."""

@@ -46,7 +46,7 @@ def stacks_of(loop: Op, home: Callable[[Tensor], int]) -> tuple[Stack, ...]:
     for result, value in zip(loop.outputs[run.carried :], run.outputs[run.carried :], strict=True):
         at = home(value)
         room = _detached_op(loop, at, init_kind, (), (result,), spec=result.spec, init_type="zero")
-        stacks.append(Stack(result, room, _detached_op(loop, at, turn_kind, (result, value, run.own[0]), ())))
+        stacks.append(Stack(result, room, _detached_op(loop, at, turn_kind, (result, value, run.op_inputs[0]), ())))
     return tuple(stacks)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from popxl.base.exact_key import exact_key
-from popxl.base.trampoline import Nested, done
+from popxl.base.trampoline import Trampolined, run_trampoline
 from popxl.core.aliasing import callees_first
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
@@ -148,9 +148,9 @@ class StructuralEncoder:
     def operand(self, t: Tensor) -> int:
         """Number of a tensor, after resolving aliases."""
         t = t.origin
-        return self.numbers[t] if t in self.numbers else done(self._number_tensor(t))
+        return self.numbers[t] if t in self.numbers else run_trampoline(self._number_tensor(t))
 
-    def _number_tensor(self, t: Tensor) -> Nested[int]:
+    def _number_tensor(self, t: Tensor) -> Trampolined[int]:
         """Assign a number to a new tensor. Views are numbered after their bases."""
         producer = t.producer
         if producer is not None and producer.kind.view is not None:

@@ -19,7 +19,7 @@ import numpy as np
 from popxl.base.arrays import Array
 from popxl.base.log import Logger
 from popxl.base.pages import Table
-from popxl.base.trampoline import Nested, doing
+from popxl.base.trampoline import Trampolined, drive
 from popxl.core.printing import line
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
@@ -102,7 +102,7 @@ class Debugged(Lowering):
         values: Mapping[Tensor, Array],
         context: Context,
         same: Mapping[Tensor, Tensor] | None = None,
-    ) -> Nested[Environment]:
+    ) -> Trampolined[Environment]:
         """Execute ops and check each result, yielding a `_CollectiveCall` at ops that communicate between replicas.
 
         A view is looked at where it is read.
@@ -114,7 +114,7 @@ class Debugged(Lowering):
                 yield (self._entered if op.called_graphs else self._watched)(op, environment, context)
         return environment
 
-    def _entered(self, op: Op, environment: Environment, context: Context) -> Nested[None]:
+    def _entered(self, op: Op, environment: Environment, context: Context) -> Trampolined[None]:
         """Execute an op with called graphs, checking their ops."""
         enter = self._loop if is_loop(op) else self._conditional if chooses(op) else self._call
         self._sites.append(_Site(op))
@@ -123,19 +123,19 @@ class Debugged(Lowering):
         finally:
             self._sites.pop()
 
-    def _graph(self, graph: Graph, inputs: Sequence[Array], context: Context, sharing: Sharing) -> Nested[Results]:
+    def _graph(self, graph: Graph, inputs: Sequence[Array], context: Context, sharing: Sharing) -> Trampolined[Results]:
         values, same = bind_inputs(graph, inputs, sharing)
         environment = yield self.run_ops(graph.ops, values, context.in_graph(inputs), same)
         return environment.results(graph, values, sharing)
 
-    def _call(self, op: Op, environment: Environment, context: Context) -> Nested[None]:
+    def _call(self, op: Op, environment: Environment, context: Context) -> Trampolined[None]:
         check_bound(op)
         (graph,) = op.called_graphs
         inputs = call_inputs(op, environment)
         results = yield self._graph(graph, inputs, context, environment.sharing(op))
         finish_call(op, environment, inputs, results)
 
-    def _loop(self, op: Op, environment: Environment, context: Context) -> Nested[None]:
+    def _loop(self, op: Op, environment: Environment, context: Context) -> Trampolined[None]:
         loop, (run,) = Loop(op, environment), op.runs
         state, rows = loop.start, []
         for i in run.numbers:
@@ -152,7 +152,7 @@ class Debugged(Lowering):
             stacked = [jnp.zeros(t.shape, t.dtype.as_jax()) for t in op.outputs[run.carried :]]
         loop.finish(state, stacked, environment)
 
-    def _conditional(self, op: Op, environment: Environment, context: Context) -> Nested[None]:
+    def _conditional(self, op: Op, environment: Environment, context: Context) -> Trampolined[None]:
         check_bound(op)
         taken = environment.value_of(op.inputs[0]).item()
         (run,) = (run for run in op.runs if run.when == taken)
@@ -160,7 +160,7 @@ class Debugged(Lowering):
         for t, value in zip(op.outputs, results.outputs, strict=False):  # the graph may have gained outputs since
             environment.write(t, value)
 
-    def _watched(self, op: Op, environment: Environment, context: Context) -> Nested[None]:
+    def _watched(self, op: Op, environment: Environment, context: Context) -> Trampolined[None]:
         """Execute and check an op without called graphs."""
         self.steps += 1
         operands = [environment.value_of(t) for t in op.inputs]
@@ -226,7 +226,7 @@ def _op_lines(op: Op, turn: int = 0) -> list[str]:
     """Lines with an op's printed form and source location."""
     graph, text = op.graph, f"`{op.source.text}` " if op.source.text else ""
     of = f", the gradient of {graph.gradient_of.title}" if graph.gradient_of is not None else ""
-    turns = f", in turn {turn} of {op.runs[0].turns}" if turn else ""
+    turns = f", in turn {turn} of {op.runs[0].iterations}" if turn else ""
     return [f"    {line(op)}{turns}", f"        in {graph.title}{of}, at {text}({op.source})"]
 
 
@@ -301,7 +301,7 @@ def _row(t: Tensor, what: str, array: Array) -> list[str]:
 
 
 def run_replicas(
-    works: Sequence[Nested[Any]], lowerings: Sequence[Debugged], devices: Sequence[jax.Device]
+    works: Sequence[Trampolined[Any]], lowerings: Sequence[Debugged], devices: Sequence[jax.Device]
 ) -> list[Any]:
     """Execute the work of all replicas: each replica independently until its next collective op, then the collective.
 
@@ -317,7 +317,7 @@ def run_replicas(
         NonFiniteError: of the replica that has got least far, if several have made a NaN or an infinity.
         PopxlError: if replicas come to different ops, where they would wait for each other.
     """
-    going = [doing(work) for work in works]
+    going = [drive(work) for work in works]
     answers: list[Any] = [None] * len(going)
     while True:
         meetings: list[_CollectiveCall] = []

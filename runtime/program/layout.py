@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 
 from popxl.analysis.transfers import transfers_of, unread_streams
 from popxl.base.arrays import Array
-from popxl.base.trampoline import done
+from popxl.base.trampoline import run_trampoline
 from popxl.core.aliasing import reachable
 from popxl.core.tensor import Tensor, Variable
 from popxl.fp8_utils import in_transit
@@ -141,7 +141,9 @@ class Layout:
 
     def _new_steps(self) -> PlanBuilder:
         assert self._choice is not None
-        steps: PlanBuilder = done(PlanBuilder(self.main.ops, self._choice, self.changed, self.changed).planned())
+        steps: PlanBuilder = run_trampoline(
+            PlanBuilder(self.main.ops, self._choice, self.changed, self.changed).planned()
+        )
         return steps
 
     def steps(self) -> PlanBuilder | None:

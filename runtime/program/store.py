@@ -125,7 +125,7 @@ class VariableStore:
     def mark_host_written(self) -> None:
         """Mark host copies as written, making an upload due."""
         has_run = self.has_run
-        self.host, self.constant = self._host_copies.note(), None
+        self.host, self.constant = self._host_copies.record_write(), None
         if has_run:
             self.device = self._host_copies.new_version()
 
@@ -183,7 +183,7 @@ class VariableStore:
     def download(self) -> None:
         """Download values of all changed variables from device to host."""
         layout = self._layout
-        version = self._host_copies.note()  # if this is interrupted, no store takes the host copies for its own
+        version = self._host_copies.record_write()  # if this is interrupted, no store takes the host copies for its own
         if layout.changed or layout.stored_to:
             layout.replicas.barrier("Session.weights_to_host", self.run_count)
         with layout.precision():
@@ -206,7 +206,7 @@ class VariableStore:
         def store_host_values() -> None:
             for v, data in whole.items():
                 np.copyto(v.data, data.reshape(v.shape_on_host))
-            self.host = self._host_copies.note()
+            self.host = self._host_copies.record_write()
             self.device = self._host_copies.new_version()
             self._host_copies.in_sync = False
 

@@ -83,7 +83,7 @@ def _replica_values(layout: Layout, t: Tensor, array: np.ndarray, count: int) ->
     """Initial value of a variable on each replica."""
     if _is_alike(layout, t):
         return np.broadcast_to(array, (count, *t.shape))
-    return shard_layout(layout.held[t]).of(array).reshape(count, *t.shape)
+    return shard_layout(layout.held[t]).shards_of(array).reshape(count, *t.shape)
 
 
 # To the host ----------------------------------------------------------------------------------------------------------

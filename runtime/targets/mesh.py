@@ -34,7 +34,7 @@ def dimensions_of(ir: Ir, are_weighed: bool = False) -> tuple[Dimension, ...]:
     axes, count = ir.checked_axes("Session"), ir.replication_factor
     ops = (op for op in lowered_ops(ir.main_graph) if op.kind.between_replicas)
     groups = {(op.attributes["stride"], op.attributes["group_size"]) for op in ops}
-    named = {} if axes is None else axes.places
+    named = {} if axes is None else axes.by_stride
     cuts = {1, count}
     for stride, size in {*groups, *named}:
         cuts |= {stride, stride * size} if size > 1 else set()

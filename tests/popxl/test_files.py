@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 import popxl
-from popxl.base.files import drafted, parsed, remove_abandoned, replace_file, sealed, unsealed
+from popxl.base.files import (
+    clean_stale_temporaries,
+    parsed,
+    replace_file,
+    temporary_sibling,
+    verify_digest,
+    with_digest,
+)
 from popxl.base.pages import Picture
 from popxl_addons import array_files, checkpoint
 
@@ -90,7 +97,7 @@ def test_a_checkpoint_that_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
 def test_what_somebody_still_writes_is_left_alone(tmp_path: Path, make) -> None:
-    with drafted(tmp_path / "program", make) as draft:
+    with temporary_sibling(tmp_path / "program", make) as draft:
         program(1.0).save(tmp_path / "program")
         assert draft.exists()
     assert not draft.exists()
@@ -156,7 +163,7 @@ def test_an_interruption_anywhere_leaves_nothing_for_long(tmp_path: Path) -> Non
         finally:
             sys.setprofile(before)
         assert path.read_bytes() in (b"whole", content)
-        remove_abandoned([path])
+        clean_stale_temporaries([path])
         assert not path.exists(), last  # nobody has it locked
         replace_file(path, b"whole")
         assert names(tmp_path) == ["file"], last
@@ -177,8 +184,8 @@ def test_links_and_pipes(tmp_path: Path) -> None:
 
 
 def test_sealed_texts() -> None:
-    text = sealed(b'{"digest": "", "a": [1, "\\"digest\\": \\"\\""]}')
-    assert unsealed(text, parsed(text)["digest"]) and not unsealed(text + b" ", parsed(text)["digest"])
+    text = with_digest(b'{"digest": "", "a": [1, "\\"digest\\": \\"\\""]}')
+    assert verify_digest(text, parsed(text)["digest"]) and not verify_digest(text + b" ", parsed(text)["digest"])
     assert parsed(text)["a"] == [1, '"digest": ""']
 
 

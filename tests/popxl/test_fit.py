@@ -46,7 +46,7 @@ def test_a_program_gets_the_first_option(monkeypatch: pytest.MonkeyPatch) -> Non
     assert popxl.choice("rows", (4, 8)) == 8 and popxl.choice("layers", [2, None]) is None
     with choosing({"rows": 4}) as choices:
         assert (popxl.choice("rows", [8, 4], is_work=True), popxl.choice("layers", [None, 3])) == (4, None)
-    assert choices.each() == {"rows": 4, "layers": None} and choices.work == {"rows"}
+    assert choices.selections() == {"rows": 4, "layers": None} and choices.work == {"rows"}
 
 
 @pytest.mark.parametrize(

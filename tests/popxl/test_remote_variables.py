@@ -68,7 +68,7 @@ def test_pieces(replicas, how, shape, asked, count, length, held):
     assert (v.shape, piece.shape, piece.meta_shape) == (value, (length,), value)
     parts = shard_layout(v)
     assert (parts.count, parts.length) == (count, length)
-    rows = parts.of(v.data)
+    rows = parts.shards_of(v.data)
     values = data.reshape(grouping.num_groups, -1)
     for replica, k in enumerate(held):
         expected = np.zeros(count * length, int)
@@ -89,7 +89,7 @@ def test_pieces_come_back(size, members, everywhere):
         for count in (n for n in range(1, members + 1) if members % n == 0):
             parts = ShardLayout(grouping, size, shard_length((size,), count), count)
             expected = values[grouping.assignment] if everywhere else values
-            np.testing.assert_array_equal(parts.values(parts.of(values), everywhere), expected)
+            np.testing.assert_array_equal(parts.values(parts.shards_of(values), everywhere), expected)
 
 
 @settings(max_examples=25)
@@ -103,7 +103,7 @@ def test_each_element_has_one_first_holder(size, members, room):
         for count in (None, *(n for n in range(1, members + 1) if members % n == 0)):
             length = (shard_length((size,), count or 1)) if room is None else room
             parts = ShardLayout(grouping, size, length, count)
-            rows = parts.of(values)
+            rows = parts.shards_of(values)
             found = np.zeros_like(values)
             for replica, (start, stop) in parts.first_holders.items():
                 assert not found[start:stop].any()
@@ -123,7 +123,7 @@ def test_a_stride_of_four():
         v, _ = popxl.replica_sharded_variable(
             np.arange(16).reshape(4, 4), replica_grouping=ir.replica_grouping(4, 4), shard_over=2
         )
-    rows = shard_layout(v).of(v.data).tolist()
+    rows = shard_layout(v).shards_of(v.data).tolist()
     assert [rows[r] for r in (0, 4, 8, 12)] == [[0, 1], [2, 3], [0, 1], [2, 3]]
     assert [rows[r] for r in (1, 5, 9, 13)] == [[4, 5], [6, 7], [4, 5], [6, 7]]
 
@@ -283,7 +283,7 @@ def test_pieces_on_the_device(device, on_chip, way, replicas, how, shape, asked,
             ops.remote_store(buffer, 0, piece)
     with popxl.Session(ir, device(ir)) as session:
         for turn in range(2):
-            expected = shard_layout(v).of(data) + turn  # zeros beyond the value are added to as well
+            expected = shard_layout(v).shards_of(data) + turn  # zeros beyond the value are added to as well
             np.testing.assert_array_equal(session.run()[seen][..., 0], expected)
         np.testing.assert_array_equal(session.get_tensor_data(v), data + 2)
         session.write_variable_data(v, -data)

@@ -18,7 +18,7 @@ import safetensors.numpy
 import popxl
 from popxl import ops
 from popxl.base.container import pack, unpack
-from popxl.base.files import digest, sealed
+from popxl.base.files import digest, with_digest
 from popxl.errors import PopxlError, UnreadableFileError
 from popxl.op import OpKind
 from popxl.program.saved import KIND
@@ -280,7 +280,7 @@ def write_format_2(ir: popxl.Ir, path: Path, named: str | None = None) -> None:
     name = f"{path.stem}-{digest(blobs['arrays'])[:16]}.safetensors"
     path.with_name(name).write_bytes(blobs["arrays"])
     program |= {"format": 2, "arrays": named or name}
-    path.write_bytes(sealed(json.dumps({"digest": ""} | program, indent=1).encode()))
+    path.write_bytes(with_digest(json.dumps({"digest": ""} | program, indent=1).encode()))
 
 
 def edited(program: dict[str, Any], damage: str) -> None:

@@ -69,13 +69,13 @@ def test_what_slurm_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (instance.num_total_replicas, instance.num_local_replicas, instance.replica_offset) == (32, 4, 20)
     host, _, port = instance.coordinator.partition(":")
     assert host == "node012" == instance.host and 60000 < int(port) < 65536
-    assert not instance.all_are_here and instance.launcher == ""
+    assert not instance.is_single_host and instance.launcher == ""
 
 
 def test_what_open_mpi_says(monkeypatch: pytest.MonkeyPatch) -> None:
     set_environment(monkeypatch, open_mpi(1))
     instance = scheduled()
-    assert instance is not None and instance.all_are_here
+    assert instance is not None and instance.is_single_host
     assert (instance.instance_index, instance.num_instances, instance.num_total_replicas) == (1, 2, 2)
 
 

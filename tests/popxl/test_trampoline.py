@@ -2,7 +2,7 @@
 
 import pytest
 
-from popxl.base.trampoline import done
+from popxl.base.trampoline import run_trampoline
 
 
 def depth(levels):
@@ -10,8 +10,8 @@ def depth(levels):
 
 
 def test_results_are_sent_back():
-    assert done(depth(3)) == 3
-    assert done(depth(100_000)) == 100_000
+    assert run_trampoline(depth(3)) == 3
+    assert run_trampoline(depth(100_000)) == 100_000
 
 
 def test_errors_come_out_where_the_work_was_asked_for():
@@ -33,7 +33,7 @@ def test_errors_come_out_where_the_work_was_asked_for():
         except ValueError as problem:
             return str(problem)
 
-    assert done(answers()) == "no"
+    assert run_trampoline(answers()) == "no"
     assert left == [0, 1, 2]
     with pytest.raises(ValueError, match="^no$"):
-        done(lets_pass(0))
+        run_trampoline(lets_pass(0))

@@ -119,7 +119,7 @@ def write_in_pieces(place, arrays, format="npz", shapes=None):
     with checkpoint.created(str(place)) as directory:
         checkpoint.write_info(directory, {"steps": 1})
         array_files.write_arrays(directory, {"known to all": np.arange(3)}, format)
-        shares = [pieces.Share(directory, number, 2, notes) for number in range(2)]
+        shares = [pieces.ShardWriter(directory, number, 2, notes) for number in range(2)]
         for number, share in enumerate(shares):
             own = {}
             for name, array in arrays.items():
@@ -128,7 +128,7 @@ def write_in_pieces(place, arrays, format="npz", shapes=None):
                 own[name] = [(start, flat[start:stop]) for start, stop in zip(cuts[::2], cuts[1::2], strict=True)]
             share.write(own, format)
         assert shares[0].problems() == [] and not notes
-        shapes = shapes or {name: pieces.Divided(shape=array.shape) for name, array in arrays.items()}
+        shapes = shapes or {name: pieces.ShardSpec(shape=array.shape) for name, array in arrays.items()}
         pieces.write_index(directory, pieces.Index(writers=2, arrays=shapes))
 
 
@@ -147,10 +147,10 @@ def test_pieces_are_put_together(tmp_path, format):
 def test_parts_of_groups_are_joined_along_their_axis(tmp_path):
     table = np.arange(24).reshape(2, 12)
     stacked = np.stack(np.split(table, 3, 1))
-    write_in_pieces(tmp_path, {"a": stacked}, shapes={"a": pieces.Divided(shape=stacked.shape, axis=1)})
+    write_in_pieces(tmp_path, {"a": stacked}, shapes={"a": pieces.ShardSpec(shape=stacked.shape, axis=1)})
     np.testing.assert_array_equal(read(tmp_path)[0]["a"], table)
     with pytest.raises(ValueError, match=r"parts of the shape \(2, 4\) have no axis 2"):
-        pieces.Divided(shape=stacked.shape, axis=2)
+        pieces.ShardSpec(shape=stacked.shape, axis=2)
 
 
 @pytest.mark.parametrize("format", ["npz", "safetensors"])
@@ -176,8 +176,8 @@ def test_elements_of_parts_that_are_cut_anew(axis):
             continue
         there = array_files.InMemory(shard(whole, stored, axis))
         joined = pieces.join(there, axis)
-        np.testing.assert_array_equal(pieces.whole(joined), whole)
-        expected, found = shard(whole, parts, axis), pieces.cut(joined, parts, axis)
+        np.testing.assert_array_equal(pieces.read_all(joined), whole)
+        expected, found = shard(whole, parts, axis), pieces.split(joined, parts, axis)
         assert found.shape == expected.shape
         for start, stop in [(0, expected.size), (5, 6), (7, 61), (expected.size, expected.size)]:
             np.testing.assert_array_equal(found.elements(start, stop), expected.reshape(-1)[start:stop])
@@ -240,10 +240,10 @@ def test_a_changed_byte_of_pieces(tmp_path, name):
 
 def test_who_cannot_write_says_so(tmp_path):
     notes = KeyValueStore()
-    first, second = (pieces.Share(tmp_path / "c", number, 2, notes) for number in range(2))
+    first, second = (pieces.ShardWriter(tmp_path / "c", number, 2, notes) for number in range(2))
     with pytest.raises(FileNotFoundError, match="Choose a place for checkpoints that all processes have in common"):
         second.write({}, "npz")
-    with pytest.raises(KeyboardInterrupt), first.told():
+    with pytest.raises(KeyboardInterrupt), first.reporting_failures():
         raise KeyboardInterrupt
     problems = first.problems()
     assert problems[0] == "Process 0: KeyboardInterrupt: " and problems[1].startswith("Process 1: FileNotFoundError: ")
@@ -500,7 +500,7 @@ def save(place, value, format):
             array_files.write_arrays(directory, {})
             pieces.write_pieces(directory, 0, {name: [(0, array[:1])] for name, array in arrays.items()})
             pieces.write_pieces(directory, 1, {name: [(1, array[1:])] for name, array in arrays.items()})
-            shapes = {name: pieces.Divided(shape=array.shape) for name, array in arrays.items()}
+            shapes = {name: pieces.ShardSpec(shape=array.shape) for name, array in arrays.items()}
             pieces.write_index(directory, pieces.Index(writers=2, arrays=shapes))
         else:
             array_files.write_arrays(directory, arrays, format)

@@ -350,8 +350,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"variables of the main graph; these are not: \['x'\]"):
         addons.load_safetensors({"x": np.ones(2)}, tmp_path)  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="has 2 numbers, and `layers.0.w` has 1"):
-        Names({"layers.*.w": "h.*.*.w"}).of("layers.0.w")
-    assert LLAMA.of("layers.11.mlp.up.weight") == Stored("model.layers.11.mlp.up_proj.weight", transposed=True)
+        Names({"layers.*.w": "h.*.*.w"}).stored_form("layers.0.w")
+    assert LLAMA.stored_form("layers.11.mlp.up.weight") == Stored("model.layers.11.mlp.up_proj.weight", transposed=True)
     for change, message in [
         ({"model_type": "bert"}, "of the type 'bert'; expected gpt2"),
         ({"hidden_act": "relu", "use_sliding_window": True}, "hidden_act='relu', use_sliding_window=True"),

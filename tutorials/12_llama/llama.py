@@ -108,7 +108,7 @@ names = config.names
 last = f"layers.{config.layers - 1}"
 shown = ["embedding.weight", f"{last}.attention.query.weight", f"{last}.mlp.down.weight"]
 for name in shown if config.tied else [*shown, "head.weight"]:
-    stored = names.of(name)
+    stored = names.stored_form(name)
     part, parts = stored.part
     form = [f"part {part + 1} of {parts}"] * (parts > 1) + ["transposed"] * stored.transposed
     print(", ".join([f"{name:32} {stored.name}", *form]))

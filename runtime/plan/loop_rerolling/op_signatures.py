@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from popxl.base.trampoline import Nested, done
+from popxl.base.trampoline import Trampolined, run_trampoline
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
 from runtime.lowering.environment import view_of
@@ -47,9 +47,9 @@ class OpSignatures:
 
     def _resolve_cached(self, t: Tensor) -> tuple[int, tuple[Tensor, ...]]:
         t = t.origin
-        return self._seen[t] if t in self._seen else done(self._resolve(t))
+        return self._seen[t] if t in self._seen else run_trampoline(self._resolve(t))
 
-    def _resolve(self, t: Tensor) -> Nested[tuple[int, tuple[Tensor, ...]]]:
+    def _resolve(self, t: Tensor) -> Trampolined[tuple[int, tuple[Tensor, ...]]]:
         view = view_of(t)
         if t in self._same:
             origin = self._same[t].origin

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from popxl.analysis.flops import own_flops
-from popxl.base.trampoline import Nested, done
+from popxl.base.trampoline import Trampolined, run_trampoline
 from popxl.core.aliasing import callees_first, changed_inputs, reachable, shares_by_reference
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor, Variable
@@ -69,7 +69,7 @@ class Rerolling(ProgramOrder):
                 self._write_out(loop, "it computes no products, and would be more kernels in a loop")
         while True:
             walk = _PackingAnalysis(self._schedules, signatures, main, held)
-            done(walk.visit_graph(main, {t: t for t in held}))
+            run_trampoline(walk.visit_graph(main, {t: t for t in held}))
             if not walk.refused:
                 break
             for loop, reason in walk.refused.items():
@@ -169,11 +169,11 @@ class _PackingAnalysis:
         self._requests: list[_PackingRequest] = []
         self.refused: dict[RerolledLoop, str] = {}
 
-    def visit_graph(self, graph: Graph, sources: dict[Tensor, Source]) -> Nested[dict[Tensor, Source]]:
+    def visit_graph(self, graph: Graph, sources: dict[Tensor, Source]) -> Trampolined[dict[Tensor, Source]]:
         """Visit a graph, given sources of its storages. Returns final sources."""
         return (yield self._visit_items(self._schedules[graph], sources))
 
-    def _visit_items(self, items: Sequence[Item], sources: dict[Tensor, Source]) -> Nested[dict[Tensor, Source]]:
+    def _visit_items(self, items: Sequence[Item], sources: dict[Tensor, Source]) -> Trampolined[dict[Tensor, Source]]:
         """Visit scheduled ops and loops."""
         for item in items:
             if isinstance(item, RerolledLoop):
@@ -192,7 +192,7 @@ class _PackingAnalysis:
                 yield self._visit_separately((item,))
         return sources
 
-    def _visit_separately(self, ops: Sequence[Op]) -> Nested[None]:
+    def _visit_separately(self, ops: Sequence[Op]) -> Trampolined[None]:
         """Visit graphs run by ops, each once, with unknown sources."""
         for callee in dict.fromkeys(callee for op in ops for callee in op.called_graphs):
             if callee in self._with_loops and callee not in self._known_apart:
@@ -201,7 +201,7 @@ class _PackingAnalysis:
 
     def _input_sources(self, run: Run, sources: dict[Tensor, Source]) -> dict[Tensor, Source]:
         """Sources of a called graph's inputs; unknown for copies of modified inputs."""
-        own = len(run.own)
+        own = len(run.op_inputs)
         written = {i - own for i in changed_inputs(run.graph)}
         copied = {*range(run.carried), *(returned_by_ref(run.op) if run.carried else ())}
         given = [*map(self._storage, run.given)]

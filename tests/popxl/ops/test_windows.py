@@ -431,4 +431,4 @@ def test_windows_lie_within_the_padding(pad_type) -> None:
         spare = size + w.begin + w.end - ((w.count - 1) * stride + reach)
         assert spare == 0 if pad_type == "not_set" and ceil else 0 <= spare < stride
         starts = range(-w.begin, w.count * stride - w.begin, stride)
-        assert w.inside().tolist() == [sum(0 <= i < size for i in range(s, s + reach)) for s in starts]
+        assert w.valid_counts().tolist() == [sum(0 <= i < size for i in range(s, s + reach)) for s in starts]

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from popxl.base import svg
 from popxl.base.pages import Picture, bytes_text
 
-_PLOT, _SIDE, _BASE, _ROWS = 540, 575, 300, 10
-"""Where the memory ends and where the mesh begins, from the left; the axis of the memory; how many rows are shown."""
+_PLOT, _SIDE, _BASE = 540, 575, 300
+"""Where the memory ends and where the mesh begins, from the left; the axis of the memory."""
 _CHIP, _GAP = 15, 11
 
 
@@ -137,7 +137,6 @@ def _collectives(axes: Sequence[tuple[str, int]], sent: Sequence[LineCollectives
     parts: list[str] = []
     groups = dict.fromkeys(each.axes for each in sent)
     rows = {along: [each for each in sent if each.axes == along] for along in groups}
-    room = _ROWS - len(rows)
     for along, found in sorted(rows.items(), key=lambda each: (len(each[0]), [-a for a in each[0]])):
         size = math.prod(axes[i][1] for i in along)
         name = " and ".join(axes[i][0] for i in along)
@@ -147,13 +146,18 @@ def _collectives(axes: Sequence[tuple[str, int]], sent: Sequence[LineCollectives
         ]
         y += 17
         for each in found:
-            if room <= 0:
-                continue
+            if y > _BASE + 20:
+                return parts
+            what = f"{each.kind} ×{each.times}"
             parts += [
-                svg.text(_SIDE + 16, y, f"{each.line} {each.phase}", "start"),
-                svg.text(svg.WIDTH - 74, y, f"{each.kind} ×{each.times}"),
+                svg.text(_SIDE + 16, y, _shortened(f"{each.line} {each.phase}", 37 - len(what)), "start"),
+                svg.text(svg.WIDTH - 74, y, what),
                 svg.text(svg.WIDTH - 14, y, bytes_text(each.bytes)),
             ]
-            y, room = y + 16, room - 1
+            y += 16
         y += 4
     return parts
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else f"…{text[1 - width :]}"

@@ -59,7 +59,7 @@ def train_step(
     loss_scaling: Scaling | None = None,
     sharded: bool = False,
     variables: NamedTensors | None = None,
-    memory: MemoryPlan | MemoryPolicy | str | None = None,
+    memory: MemoryPlan | MemoryPolicy | str | int | None = None,
     **settings: Any,
 ) -> Training:
     """Add a step of training to the main graph: run the session once for each step.
@@ -85,8 +85,8 @@ def train_step(
         variables: those of the model, if there are some already, whole or in pieces; otherwise they are made.
         memory: which activations of the model's layers the step keeps for the gradient, recomputes or offloads to the
             memory of the host: a policy (`"everything"`, `"products"`, `"products_without_batch"`, `"nothing"`) or a
-            `MemoryPlan`, such as that of a step that was made with a policy. Or a budget, such as `"14 GB"` of a
-            device: the step is built and compiled apart for the devices of this host, up to three times, for a plan
+            `MemoryPlan`, such as that of a step that was made with a policy. Or a budget, such as `"14 GB"` or bytes of
+            a device: the step is built and compiled apart for the devices of this host, up to three times, for a plan
             within it; see `plan_memory`, which takes other targets and what a program does besides. By default all are
             kept.
         **settings: further arguments of `build`.
@@ -137,7 +137,7 @@ def train_step(
                     "and there are tensors among the arguments. Take the plan of `plan_memory` as `memory`."
                 )
             how = {"accumulate": accumulate, "precision": precision, "loss_scaling": loss_scaling, "sharded": sharded}
-            memory = _planned_apart(module, streams, str(memory), optimizer=optimizer, **how, **settings)
+            memory = _planned_apart(module, streams, memory, optimizer=optimizer, **how, **settings)
     if loss_scaling is None:
         loss_scaling = DynamicLossScaling() if precision and precision.dtype is popxl.float16 else 1.0
     with popxl.in_sequence():
@@ -167,7 +167,7 @@ def train_step(
 
 
 def _planned_apart(
-    module: Module, streams: Sequence[popxl.HostToDeviceStream], budget: str, **arguments: Any
+    module: Module, streams: Sequence[popxl.HostToDeviceStream], budget: str | int, **arguments: Any
 ) -> MemoryPlan:
     """The plan within a budget for a step that is built in an Ir of its own."""
     outer = popxl.gir()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from popxl.analysis.memory import Memory
+from popxl.analysis.memory import Memory, steps_of
 from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, flops_text, seconds_text
 from popxl.errors import PopxlError
 from popxl.ir import Ir
@@ -55,6 +55,7 @@ class Compiled(NamedTuple):
     """A program that was compiled with a plan.
 
     Attributes:
+        ir: the program.
         memory, cost: what the compiler says.
         chip: its published figures, if there are any.
         may_offload: whether the compiled program has the host's memory apart.
@@ -63,6 +64,7 @@ class Compiled(NamedTuple):
             `plan_with(treatments)` another plan for the same program.
     """
 
+    ir: Ir
     memory: Memory
     cost: Cost
     chip: Chip | None
@@ -89,7 +91,7 @@ def compiled_program(ir: Ir, program: CompiledProgram, applied: Sequence[Any]) -
     may_offload = program.layout.destination.platform == "tpu"
     release = _RELEASES.get(program.layout.calls, "call")
     memory, cost = memory_of_program(ir, program), cost_of(program)
-    return Compiled(memory, cost, chip_of(program), may_offload, release, applied[0])
+    return Compiled(ir, memory, cost, chip_of(program), may_offload, release, applied[0])
 
 
 @dataclass(frozen=True)
@@ -242,7 +244,19 @@ class _Search:
         told = ", ".join(f"{part} {bytes_text(size)}" for size, part in held if size)
         return (
             f"memory: no plan was found within {bytes_text(self._budget)} of a device; the least that was compiled "
-            f"needs {bytes_text(memory.device)}: {told}. State a budget of that or more; smaller micro-batches "
-            "(`accumulate`) have smaller activations, and `sharded=True` divides variables and optimiser state over "
-            "replicas."
+            f"needs {bytes_text(memory.device)}: {told}. {_at_most(lowest.ir)} State a budget of that or more; smaller "
+            "micro-batches (`accumulate`) have smaller activations, and `sharded=True` divides variables and optimiser "
+            "state over replicas."
         )
+
+
+def _at_most(ir: Ir) -> str:
+    """The largest values of the step that holds most, counted op by op."""
+    steps = steps_of(ir.main_graph, each_call=True)
+    if not steps.moments:
+        return ""
+    highest = max(range(len(steps.moments)), key=lambda i: steps.moments[i].held + steps.moments[i].inside)
+    there = [each for each in steps.tensors if each.first <= highest <= each.last]
+    there.sort(key=lambda each: each.bytes, reverse=True)
+    largest = ", ".join(f"{each.name} ({bytes_text(each.bytes)})" for each in there[:4])
+    return f"Op by op, {steps.moments[highest].name} has most in memory; the largest of it: {largest}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import popxl
 from popxl.extend.arguments import check_type
@@ -74,6 +74,8 @@ def plan_memory(
     return plan_within(compiled, size, told)
 
 
-def is_budget(memory: Any) -> bool:
-    """Whether `memory` is meant as a budget: text that begins with a number."""
-    return isinstance(memory, str) and memory.strip()[:1] in tuple("0123456789.+-")
+def is_budget(memory: Any) -> TypeGuard[str | int]:
+    """Whether `memory` is meant as a budget: text that begins with a number, or bytes."""
+    if isinstance(memory, str):
+        return memory.strip()[:1] in tuple("0123456789.+-")
+    return isinstance(memory, int) and not isinstance(memory, bool)

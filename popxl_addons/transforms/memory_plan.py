@@ -236,8 +236,11 @@ class MemoryPlan(OnPage, BaseModel):
 
         Raises:
             TypeError: if `calls` is no slice.
-            ValueError: for a pattern that matches no activation, and for `calls` with a step.
+            ValueError: for another treatment, a pattern that matches no activation, and `calls` with a step.
         """
+        if treatment not in get_args(Treatment):
+            known_ones = ", ".join(map(repr, get_args(Treatment)))
+            raise ValueError(f"with_treatments: `treatment` is {treatment!r}; expected one of {known_ones}.")
         check_type(calls, slice, "with_treatments: `calls`", "a slice, such as `slice(8)` for the first eight calls")
         if calls.step not in (None, 1):
             raise ValueError(f"with_treatments: `calls` is {calls}; expected calls that follow each other, so no step.")

@@ -203,6 +203,8 @@ def test_what_a_plan_refuses(tmp_path: Path) -> None:
     plan = trained("everything")[2]
     with pytest.raises(ValueError, match=r"'softmax\*' match no activation\. There are .*tanh_out"):
         plan.with_treatments("keep", "softmax*")
+    with pytest.raises(ValueError, match=r"`treatment` is 'drop'; expected one of 'keep', 'recompute', 'offload'"):
+        plan.with_treatments("drop", "tanh_out")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"`calls` must be a slice, such as `slice\(8\)`.*got 8"):
         plan.with_treatments("keep", "*", calls=8)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"expected calls that follow each other"):

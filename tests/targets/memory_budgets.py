@@ -1,0 +1,249 @@
+"""Plans within memory budgets for TPUs and GPUs, beside the best policy of JAX for the same layers.
+
+    python -m tests.targets.memory_budgets [--programs gpt llama] [--targets "gpu h100"] [--shares 75 50 35]
+                                           [--into budgets.md]
+
+It prints a table: each program is planned within shares of the memory that it needs with everything kept, and compiled.
+Nothing runs. A file given with `--into` keeps the rows: a table may be made in several runs. In JAX the layers are the
+same, by `popxl.to_jax`, under `jax.checkpoint`; the best policy is the one that takes least time, by published figures,
+of those within the budget. Programs of several devices and loops over micro-batches have no row for JAX.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import popxl
+import popxl_addons as addons
+from popxl import ops
+from popxl.base.version import VERSION
+from popxl.errors import PopxlError
+from popxl.extend.memory import Compiled, asking, compiled_program, plan_within
+from popxl_addons import optimizers
+from popxl_addons.layers import MLP, Attention, Conv2D, Experts, GroupNorm, LayerNorm, TransformerBlock
+from runtime.costs.hlo import parse_hlo
+from runtime.costs.work import account_of
+from tests.targets.tables import Table
+
+TARGETS = ("gpu h100", "tpu v5e", "tpu v5p")
+SHARES = (75, 50, 35)
+LAYERS = 4
+POLICIES = ("everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
+HEAD = f"""\
+Written by `python -m tests.targets.memory_budgets`, with popxl {VERSION} and jax {jax.__version__}.
+
+| | program | % | budget, MB | compiled, MB | used, % | compilations | GB | Gflop | best policy of JAX | GB | Gflop |
+|---|---|---|---|---|---|---|---|---|---|---|---|"""
+
+
+class MixtureBlock(addons.Module):
+    """Attention, and experts in place of a multilayer perceptron."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = addons.Module.from_list([LayerNorm(), LayerNorm()])
+        self.attention, self.experts = Attention(4), Experts(4, 1024, chosen=2)
+
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        x = x + self.attention(self.norms[0](x))
+        y, _ = self.experts(self.norms[1](x))
+        return x + y
+
+
+class Residual(addons.Module):
+    """Two convolutions, each after a normalisation."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.convolutions = addons.Module.from_list([Conv2D(channels, 3, paddings=(1, 1, 1, 1)) for _ in range(2)])
+        self.norms = addons.Module.from_list([GroupNorm(8), GroupNorm(8)])
+
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        h = x
+        for norm, convolution in zip(self.norms, self.convolutions, strict=True):
+            h = convolution(ops.gelu(norm(h)))
+        return x + h
+
+
+class Program(NamedTuple):
+    """Layers that are called one after the other.
+
+    Attributes:
+        layer: makes the module of a layer.
+        shape: of what it takes and gives.
+        devices: how many the program runs on.
+        accumulate: how many micro-batches a step has.
+    """
+
+    layer: Callable[[], addons.Module]
+    shape: tuple[int, ...]
+    devices: int = 1
+    accumulate: int = 1
+
+
+def transformer(norm: Any, activation: Any, **attention: Any) -> addons.Module:
+    """A block of width 256."""
+    return TransformerBlock(Attention(4, **attention), MLP(1024, activation=activation), norm=norm)
+
+
+PROGRAMS = {
+    "gpt": Program(partial(transformer, "layer", "gelu"), (4, 512, 256)),
+    "llama": Program(partial(transformer, "rms", "swiglu", rotary=10000.0), (4, 512, 256)),
+    "experts": Program(MixtureBlock, (4, 256, 256)),
+    "vision transformer": Program(partial(transformer, "layer", "gelu", causal=False), (8, 196, 256)),
+    "convolutions": Program(partial(Residual, 64), (16, 64, 32, 32)),
+    "ring attention": Program(partial(transformer, "layer", "gelu", group="parts"), (4, 256, 256), 2),
+    "accumulation": Program(partial(transformer, "layer", "gelu"), (2, 512, 256), accumulate=3),
+}
+
+
+class Stack(addons.Module):
+    """The layers of a program, and a loss."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.layer = program.layer()
+
+    def build(self, x: popxl.Tensor) -> popxl.Tensor:
+        facts, graph = self.layer.create_graph(x)
+        for i in range(LAYERS):
+            (x,) = graph.bind(self.add_variable_inputs(f"layer{i}", facts)).call(x)
+        wide = x.astype(popxl.float32)
+        return ops.mean(wide * wide)
+
+
+def built(name: str, memory: Any) -> popxl.Ir:
+    """A step of training by plain gradients, in bfloat16."""
+    program = PROGRAMS[name]
+    ir = popxl.Ir(axes={"parts": program.devices})
+    ir.options.calledGraphs = "inlined"
+    with ir.main_graph:
+        x = popxl.h2d_stream(program.shape, popxl.bfloat16, "x")
+        how = {"optimizer": partial(optimizers.sgd, lr=0.1), "accumulate": program.accumulate, "memory": memory}
+        addons.host_store(addons.train_step(Stack(program), x, **how).loss)
+    return ir
+
+
+def machine(name: str, target: str) -> popxl.Target:
+    """A target with as many devices as a program has."""
+    count = PROGRAMS[name].devices
+    return popxl.Target(target if count == 1 else f"{target}:{'1x2' if target.startswith('tpu') else count}")
+
+
+@cache
+def everything(name: str, target: str) -> Compiled:
+    """The program with all activations kept."""
+    return _compiled(name, target, "everything")
+
+
+def _compiled(name: str, target: str, memory: Any) -> Compiled:
+    with asking(memory) as asked:
+        ir = built(name, memory)
+        session = popxl.Session(ir, machine(name, target))
+    return compiled_program(ir, session.program, asked.applied)
+
+
+class InJax(NamedTuple):
+    """A policy of JAX, and what the compiled step needs with it."""
+
+    policy: str
+    memory: int
+    bytes: int
+    flops: int
+
+
+@cache
+def in_jax(name: str, target: str) -> tuple[InJax, ...]:
+    """The same step in JAX with each policy."""
+    program = PROGRAMS[name]
+    if program.devices > 1 or program.accumulate > 1:
+        return ()
+    ir = popxl.Ir()
+    with ir.main_graph:
+        _, graph = program.layer().create_graph(popxl.TensorSpec(program.shape, popxl.bfloat16))
+    layer = popxl.to_jax(graph.graph)
+    weights = [jax.ShapeDtypeStruct(t.shape, jnp.dtype(t.dtype.name)) for t in graph.graph.inputs[1:]]
+    x = jax.ShapeDtypeStruct(program.shape, jnp.bfloat16)
+
+    def step(policy: str, variables: Any, x: Any) -> Any:
+        block = jax.checkpoint(layer, policy=getattr(jax.checkpoint_policies, policy))
+
+        def loss(variables: Any) -> Any:
+            h = x
+            for each in variables:
+                (h,) = jax.tree.leaves(block(h, *each))
+            return jnp.mean(jnp.square(h.astype(jnp.float32)))
+
+        value, gradients = jax.value_and_grad(loss)(variables)
+        return jax.tree.map(lambda w, g: (w - 0.1 * g.astype(jnp.float32)).astype(w.dtype), variables, gradients), value
+
+    place = jax.sharding.SingleDeviceSharding(machine(name, target).devices[0])
+    given = jax.tree.map(lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=place), ([weights] * LAYERS, x))
+    platform = "tpu" if target.startswith("tpu") else "cuda"
+    found = []
+    for policy in POLICIES:
+        jitted = jax.jit(partial(step, policy), donate_argnums=0)
+        compiled = jitted.trace(*given).lower(lowering_platforms=(platform,)).compile()
+        needs, work = compiled.memory_analysis(), account_of(parse_hlo(compiled.as_text())).total
+        memory = needs.argument_size_in_bytes + needs.temp_size_in_bytes
+        memory += needs.output_size_in_bytes - needs.alias_size_in_bytes + needs.generated_code_size_in_bytes
+        found.append(InJax(policy, memory, work.bytes, work.flops))
+    return tuple(found)
+
+
+def row(name: str, target: str, share: int) -> list[str]:
+    """A budget, as cells of the table."""
+    whole = everything(name, target)
+    budget = whole.memory.device * share // 100
+
+    def compiled(memory: Any) -> Compiled:
+        return whole if memory == "everything" else _compiled(name, target, memory)
+
+    try:
+        plan = plan_within(compiled, budget, lambda line: None)
+        ours = [
+            *(f"{plan.peak / 1e6:.1f}", f"{100 * plan.peak / budget:.0f}", str(plan.compilations)),
+            *(f"{plan.cost.bytes_accessed / 1e9:.3f}", f"{plan.cost.flops / 1e9:.1f}"),
+        ]
+    except PopxlError as problem:
+        least = str(problem).partition("needs ")[2].partition(":")[0]
+        ours = [f"none found; the least is {least}", *["–"] * 4]
+    chip = whole.chip
+    assert chip is not None
+    fitting = [each for each in in_jax(name, target) if each.memory <= budget]
+    if not fitting:
+        return [f"{budget / 1e6:.1f}", *ours, "–" if in_jax(name, target) == () else "none fits", "–", "–"]
+    best = min(fitting, key=lambda each: each.bytes / chip.memory_bandwidth + each.flops / chip.rate("bfloat16"))
+    return [f"{budget / 1e6:.1f}", *ours, f"`{best.policy}`", f"{best.bytes / 1e9:.3f}", f"{best.flops / 1e9:.1f}"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Plan and compile all that is asked for, and print the table. Rows come as soon as they are known."""
+    parser = argparse.ArgumentParser(description="Plans within memory budgets, beside the policies of JAX.")
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=[*PROGRAMS], metavar="PROGRAM")
+    parser.add_argument("--targets", nargs="+", default=TARGETS)
+    parser.add_argument(
+        "--shares", type=int, nargs="+", default=SHARES, help="of the memory with everything kept, in %%"
+    )
+    parser.add_argument(
+        "--into", type=Path, metavar="FILE", help="keeps the rows; those that it has are not made again"
+    )
+    given = parser.parse_args(arguments)
+    table = Table(HEAD, given.into)
+    for target in given.targets:
+        for name in given.programs:
+            for share in given.shares:
+                np.random.seed(0)
+                table.add((target, name, str(share)), partial(row, name, target, share))
+
+
+if __name__ == "__main__":
+    main()

@@ -73,6 +73,7 @@ class Emission:
 
     Attributes:
         tensors: by identity of a value, its tensor.
+        phases: of the ops that it has written, for a phased strategy.
         wanted: shapes and dtypes of the results of the op that is being lowered.
     """
 
@@ -86,6 +87,7 @@ class Emission:
         self.recomputed = {} if recomputed is None else recomputed
         self._is_part = is_part
         self.tensors: dict[int, popxl.Tensor] = {}
+        self.phases: dict[popxl.Op, int] = {}
         self._seed = seed
         self._placed = placed
         self._drawn = 0
@@ -201,6 +203,7 @@ class Emission:
                 "with other ops, or declare one with `poptorch.lowering.registry.lowers`."
             )
         self.wanted = tuple(map(spec_of, node.results))
+        count = len(popxl.gcg().ops)
         arguments = {name: self._plain(argument) for name, argument in node.arguments.items()}
         record = DebugRecord(node.op, f"{node.scope}/{node.op}", (), node.source, layer="poptorch")
         with ExitStack() as stack:
@@ -218,6 +221,8 @@ class Emission:
                 raise createPoptorchError(f"{node.op} at {node.source}, `{node.source.text}`: {problem}") from problem
             for i, (value, t) in enumerate(zip(node.results, made, strict=False)):
                 self.tensors[id(value)] = ops.detach(t) if i in node.stops else t
+        if node.site.phase is not None:
+            self.phases |= dict.fromkeys(popxl.gcg().ops[count:], node.site.phase)
 
     def _plain(self, argument: Any) -> Any:
         """Convert an argument for lowerings: values to tensors, PyTorch dtypes to popxl dtypes."""

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from poptorch.base.logging_ import logger
 from poptorch.enums import AutoStage, Liveness
 
 __all__ = [
@@ -340,8 +339,6 @@ class _IPhasedExecution(_IExecutionStrategy):
         Returns:
             The strategy itself.
         """
-        if use:
-            _tell_of_memory(self, "useSeparateBackwardPhase")
         self.separate_backward_phase = use
         return self
 
@@ -363,10 +360,6 @@ def _is_list_of_phases(given: Sequence[object]) -> bool:
     return not given or not all(isinstance(each, (str, Stage)) for each in given)
 
 
-def _tell_of_memory(strategy: _IPhasedExecution, method: str) -> None:
-    logger.warning("%s.%s counts phases, and has no effect on memory here.", type(strategy).__name__, method)
-
-
 class ParallelPhasedExecution(_IPhasedExecution):
     """Phases alternating between two groups of units: even phases on even units, odd phases on odd units.
 
@@ -386,8 +379,6 @@ class ParallelPhasedExecution(_IPhasedExecution):
 
     def sendTensorsOffChipAfterFwd(self, off_chip: bool = True) -> ParallelPhasedExecution:
         """Send tensors off the device at the end of the forward pass; returns the strategy itself."""
-        if off_chip:
-            _tell_of_memory(self, "sendTensorsOffChipAfterFwd")
         self.liveness = Liveness.OffChipAfterFwd if off_chip else Liveness.AlwaysLive
         return self
 
@@ -420,7 +411,5 @@ class SerialPhasedExecution(_IPhasedExecution):
         """
         if not isinstance(liveness, Liveness):
             raise AssertionError(f"setTensorsLiveness: `liveness` is {liveness!r}; expected a `poptorch.Liveness`.")
-        if liveness is not Liveness.AlwaysLive:
-            _tell_of_memory(self, "setTensorsLiveness")
         self.liveness = liveness
         return self

@@ -11,7 +11,8 @@ optimiser, the results kept so far. The model itself is one graph, and so is its
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -30,14 +31,18 @@ from poptorch.lowering import Emission
 from poptorch.lowering.emission import spec_of
 from poptorch.lowering.operands import cast_like
 from poptorch.options import Options
+from poptorch.placement.strategies import _IPhasedExecution
 from poptorch.program.batching import Batching
+from poptorch.program.passes import Given, Passes, Phases, Weight
 from poptorch.program.recomputation import Recomputation
+from poptorch.program.storage import Storage, Stored
 from poptorch.program.updates import Update
 from poptorch.settings.groups import is_off_chip
 from popxl import ops
 from popxl.extend.graphs import leading_to
 from popxl.tensor import Variable
 from popxl.transforms import GradGraphInfo
+from popxl_addons.rts import gather_replica_sharded_tensor, reduce_replica_sharded_tensor
 from popxl_addons.transforms.recomputation import recompute_activations
 
 Tensors = dict[str, popxl.Tensor]
@@ -162,11 +167,15 @@ class Program:
         self._groupings = dict(groupings or {})
         self._check_buffers()
         self._check_ops()
+        self._storage = Storage(ir)
+        self._weights: dict[str, Stored] = {}
+        self._sums: dict[str, Stored] = {}
         with self.ir.main_graph, popxl.in_sequence():
             self._model = self._write_model(name)
             self._gradient = self._differentiated()
             self._name_trained()
             tensors = self._declared(host, count, seed)
+            self._passes = self._with_transfers()
             results = self._all_iterations(tensors)
             for number, result in enumerate(results):
                 assert result is not None
@@ -295,11 +304,20 @@ class Program:
         """Declare streams and variables: the working tensors of all loops."""
         tensors = self._loaded() | self._on_device(host)
         if self._update is not None:
-            trained = self._trained() if self._gradient is not None else ()
-            self.state = self._update.create_state(
-                trained, partial(is_off_chip, self._options.TensorLocations.optimizer_location)
-            )
-            tensors |= {f"//{name}": v for name, v in self.state.items() if name not in self._update.off_chip}
+            trained = self._trained() if self._gradient is not None else {}
+            locations = self._options.TensorLocations
+            keep = partial(self._storage.variable, location=locations.optimizer_location)
+            self.state = self._update.create_state(trained, keep)
+            tensors |= {f"//{name}": s.held for name, s in self._update.stored.items() if s.held is not None}
+            if self._batching.gradient_accumulation > 1:
+                self._sums = {
+                    name: self._storage.accumulator(
+                        popxl.TensorSpec(t.shape, self._summed_in(t)),
+                        self._groupings.get(name),
+                        locations.accumulator_location,
+                    )
+                    for name, t in trained.items()
+                }
             if count:
                 self.numbers = popxl.h2d_stream((count,), popxl.float32, "optimizer")
                 tensors[VALUES] = ops.host_load(self.numbers, "optimizer")
@@ -342,15 +360,61 @@ class Program:
         return tensors
 
     def _on_device(self, host: Mapping[str, np.ndarray]) -> Tensors:
-        """Variables initialised from parameters and buffers, limited to used or overwritten tensors."""
-        each_its_own = self._each_its_own
+        """Variables initialised from parameters and buffers, limited to used or overwritten tensors. Returns what the
+        main graph holds of them.
+        """
+        each_its_own, location = self._each_its_own, self._options.TensorLocations.weight_location
+        leaves = self._phases is not None and self._phases.leave
         for name, data in host.items():
             if name in self._model.inputs or name in self.written:
                 grouping = self._groupings.get(name)
-                if name in self.written and each_its_own is not None:
-                    grouping, data = each_its_own, np.broadcast_to(data, (self._replicas, *data.shape))
-                self.variables[name] = popxl.variable(data, name=name, replica_grouping=grouping)
-        return dict(self.variables)
+                if name in self.written:
+                    if each_its_own is not None:
+                        grouping, data = each_its_own, np.broadcast_to(data, (self._replicas, *data.shape))
+                    v = popxl.variable(data, name=name, replica_grouping=grouping)
+                    self._weights[name] = Stored(v.spec, v, v)
+                else:
+                    self._weights[name] = self._storage.variable(name, data, grouping, location, leaves)
+        self.variables = {name: s.variable for name, s in self._weights.items() if s.variable is not None}
+        return {name: s.held for name, s in self._weights.items() if s.held is not None}
+
+    @cached_property
+    def _phases(self) -> Phases | None:
+        strategy = self._options.execution_strategy
+        if not isinstance(strategy, _IPhasedExecution):
+            return None
+        return Phases(self._model.emission.phases, strategy.liveness, strategy.separate_backward_phase)
+
+    def _with_transfers(self) -> Passes:
+        """The passes of a micro-batch, with transfers of what the options keep elsewhere."""
+        weights = {
+            self._model.inputs[name]: Weight(name, stored)
+            for name, stored in self._weights.items()
+            if not stored.is_plain and name in self._model.inputs
+        }
+        accumulated: defaultdict[popxl.Tensor, list[Any]] = defaultdict(list)
+        if self._gradient is not None:
+            by_parameter = dict(zip(self._gradient.outputs, self._gradient.graph.outputs, strict=True))
+            for name, t in self._trained().items():
+                if name in self._sums and self._sums[name].buffer is not None:
+                    accumulated[by_parameter[t]].append(partial(self._accumulate_off_chip, name))
+        return Passes(self._model.graph, self._gradient, weights, self._leaving(), accumulated, self._phases)
+
+    def _leaving(self) -> list[popxl.Tensor]:
+        """Activations that leave the device until the backward pass reads them."""
+        if self._gradient is None:
+            return []
+        phases, location = self._phases, self._options.TensorLocations.activation_location
+        wanted = {*map(self._model.emission.tensor, self._outputs()), *self._model.anchored.values()}
+        read = [e.fwd_tensor for e in self._gradient.expected_inputs if e.is_activation]
+        return [
+            t
+            for t in read
+            if t.producer is not None
+            and t not in wanted
+            and not (phases is not None and phases.of.get(t.producer) == phases.shared)
+            and is_off_chip(location, t.nelms, phases is not None and phases.leave)
+        ]
 
     def _all_iterations(self, tensors: Tensors) -> Sequence[popxl.Tensor | None]:
         """Loop over device iterations; returns the results."""
@@ -366,7 +430,7 @@ class Program:
             return
         graph = self.ir.create_empty_graph(name)
         with graph, popxl.in_sequence():
-            own = {k: popxl.graph_input(t.shape, t.dtype, k.lstrip("/"), by_ref=True) for k, t in tensors.items()}
+            own = {k: graph.add_input(t.spec, k.lstrip("/"), by_ref=True) for k, t in tensors.items()}
             turn(own)
         ops.repeat(graph, count, inputs_dict={own[key]: t for key, t in tensors.items()})
 
@@ -379,22 +443,30 @@ class Program:
             return self._micro_batch(tensors)[0]
         results: list[popxl.Tensor | None] = []
         if accumulation > 1:
-            sums = {
-                f"//sum/{name}": ops.init(t.shape, self._summed_in(t), f"Accum___{name}", "zero")
-                for name, t in self._trained().items()
-            }
+            sums: Tensors = {}
+            for name, stored in self._sums.items():
+                spec = stored.kept
+                zeros = ops.init(spec.shape, spec.dtype, f"Accum___{name}", "zero", spec.meta_shape)
+                if stored.buffer is None:
+                    sums[f"//sum/{name}"] = zeros
+                else:
+                    stored.store(zeros, None)
             if self._halves:
                 sums[LARGEST] = ops.init((), popxl.float32, "largest_gradient", "zero")
             self._loop(accumulation, "micro_batch", self._accumulate, tensors | sums)
-            gradients = {name: sums[f"//sum/{name}"] for name in self._trained()}
+            summed = {name: partial(self._summed, name, sums.get(f"//sum/{name}")) for name in self._sums}
+            is_lazy = any(stored.buffer is not None for stored in self._sums.values())
+            gradients: Mapping[str, popxl.Tensor]
+            gradients = _Lazy(summed) if is_lazy else {name: reduce() for name, reduce in summed.items()}
             largest = sums.get(LARGEST)
         else:
-            results, gradients = self._micro_batch(tensors)
-            largest = self._largest(gradients) if self._halves else None
+            results, made = self._micro_batch(tensors)
+            gradients = {name: self._reduced(name, gradient) for name, gradient in made.items()}
+            largest = self._largest(made) if self._halves else None
         if largest is not None and self._replicas > 1:
             largest = ops.collectives.replicated_all_reduce(largest, "max")
-        reduced = {name: self._reduced(name, gradient) for name, gradient in gradients.items()}
-        self._update(tensors, reduced, tensors.get(VALUES), self._state_on_chip(tensors), largest)
+        state = self._state_on_chip(tensors)
+        self._update(tensors, gradients, tensors.get(VALUES), state, largest, self._weights)
         self._return_updated(tensors, results)
         return results
 
@@ -405,7 +477,8 @@ class Program:
         """Store updated parameters as results."""
         for number, result in enumerate(self._returned):
             if _is_updated(result):
-                t = tensors[str(result.value).removeprefix(UPDATED)]
+                name = str(result.value).removeprefix(UPDATED)
+                t = self._weights[name].take(tensors.get(name), None)
                 if TURN not in tensors:
                     results[number] = t
                     continue
@@ -465,20 +538,24 @@ class Program:
         """Run one micro-batch: slice inputs, call the model, store results and written buffers. Returns results (`None`
         if not yet available) and gradients.
         """
-        site = ops.call_with_info(self._model.graph, *(self._argument(key, tensors) for key in self._model.inputs))
+        arguments = {
+            t: self._argument(key, tensors)
+            for key, t in self._model.inputs.items()
+            if key not in self._weights or self._weights[key].is_plain
+        }
+        made = self._passes.forward(arguments, tensors)
         found: dict[int | str, popxl.Tensor] = {
-            id(value): site.graph_to_parent(self._model.emission.tensor(value)) for value in self._outputs()
+            id(value): made[self._model.emission.tensor(value)] for value in self._outputs()
         }
         gradients: Tensors = {}
         if self._gradient is not None and self.loss is not None:
             start = self._loss_gradient(found[id(self.loss)], tensors)
-            outputs = ops.call(self._gradient.graph, start, inputs_dict=self._gradient.inputs_dict(site))
-            by_parameter = dict(zip(self._gradient.outputs, outputs, strict=True))
+            by_parameter = self._passes.backward(start, made, tensors)
             gradients = {name: by_parameter[t] for name, t in self._trained().items()}
         for name, value in self.written.items():
             new = found[id(value)]
             ops.var_updates.copy_var_update_(tensors[name], new)
-        found |= {name: site.graph_to_parent(t) for name, t in self._model.anchored.items()}
+        found |= {name: made[t] for name, t in self._model.anchored.items()}
         found |= {GRADIENT + name: gradient for name, gradient in gradients.items()}
         results = [found.get(_key(result.value)) for result in self._returned]
         if TURN in tensors:
@@ -548,24 +625,55 @@ class Program:
 
     def _accumulate(self, tensors: Tensors) -> None:
         """Run a micro-batch and accumulate its gradients."""
-        turn = tensors[TURN]
-        number = None
-        if self._strategy is MeanReductionStrategy.Running:
-            number = _step(turn, micro_batches=self._batching.gradient_accumulation)
+        number = self._number(tensors[TURN])
         _, gradients = self._micro_batch(tensors)
         if LARGEST in tensors:
             largest = ops.maximum(tensors[LARGEST], self._largest(gradients))
             ops.var_updates.copy_var_update_(tensors[LARGEST], largest)
         for name, gradient in gradients.items():
-            total = tensors[f"//sum/{name}"]
-            gradient = cast_like(gradient, total.dtype)
-            if number is None:
-                ops.var_updates.accumulate_(total, gradient)
-            else:
-                ops.var_updates.accumulate_mean_(total, gradient, number)
+            if self._sums[name].buffer is None:
+                self._add_to(name, gradient, number, tensors[f"//sum/{name}"])
 
-    def _reduced(self, name: str, gradient: popxl.Tensor) -> popxl.Tensor:
-        """Gradient of a parameter, reduced over all replicas sharing it."""
+    def _accumulate_off_chip(self, name: str, gradient: popxl.Tensor, given: Given) -> None:
+        """Accumulate a gradient within the backward pass."""
+        with popxl.in_sequence():
+            self._add_to(name, gradient, self._number(given(TURN, popxl.TensorSpec((1,), popxl.int32))), None)
+
+    def _number(self, turn: popxl.Tensor) -> popxl.Tensor | None:
+        """Number of a micro-batch, where the mean is accumulated."""
+        if self._strategy is not MeanReductionStrategy.Running:
+            return None
+        return _step(turn, micro_batches=self._batching.gradient_accumulation)
+
+    def _add_to(
+        self, name: str, gradient: popxl.Tensor, number: popxl.Tensor | None, held: popxl.Tensor | None
+    ) -> None:
+        """Accumulate a gradient of a micro-batch; of a sharded one, this replica's piece of the sum over replicas."""
+        stored = self._sums[name]
+        gradient = cast_like(gradient, stored.spec.dtype)
+        if stored.group is not None:
+            gradient = reduce_replica_sharded_tensor(gradient, "add", stored.group)
+        total = stored.load(held)
+        if number is None:
+            ops.var_updates.accumulate_(total, gradient)
+        else:
+            ops.var_updates.accumulate_mean_(total, gradient, number)
+        stored.store(total, held)
+
+    def _summed(self, name: str, held: popxl.Tensor | None) -> popxl.Tensor:
+        """Accumulated gradient of a parameter, reduced over all replicas sharing it."""
+        stored = self._sums[name]
+        return self._reduced(name, stored.load(held), stored.group)
+
+    def _reduced(self, name: str, gradient: popxl.Tensor, given: popxl.ReplicaGrouping | None = None) -> popxl.Tensor:
+        """Gradient of a parameter, reduced over all replicas sharing it; this replica's piece, if the step takes one.
+
+        Args:
+            name: of the parameter.
+            gradient: of this replica.
+            given: where it is the piece of a sum over replicas, these.
+        """
+        assert self._update is not None
         strategy, accumulation, replicas = self._strategy, self._batching.gradient_accumulation, self._replicas
         divisor = {
             None: 1,
@@ -573,10 +681,30 @@ class Program:
             MeanReductionStrategy.Post: accumulation * replicas,
             MeanReductionStrategy.PostAndLoss: accumulation,
         }[strategy]
-        if replicas > 1:
-            group = self._groupings.get(name)
+        pieces, group = self._update.pieces(name, self._weights[name]), self._groupings.get(name)
+        if given is not None:
+            gradient = gradient if pieces is not None else gather_replica_sharded_tensor(gradient, replica_group=given)
+        elif pieces is not None:
+            gradient = reduce_replica_sharded_tensor(gradient, "add", pieces)
+        elif replicas > 1:
             gradient = ops.collectives.replicated_all_reduce(gradient, "add", group=group)
         return gradient if divisor == 1 else gradient * (1 / divisor)
+
+
+class _Lazy(Mapping[str, popxl.Tensor]):
+    """Tensors whose ops are added to the current graph where the tensors are read."""
+
+    def __init__(self, made: Mapping[str, Callable[[], popxl.Tensor]]) -> None:
+        self._made = made
+
+    def __getitem__(self, name: str) -> popxl.Tensor:
+        return self._made[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
 
 
 def _name_of(key: str) -> str:

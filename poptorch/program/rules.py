@@ -68,6 +68,7 @@ class Rule:
         counts: steps are counted, as PyTorch counts them.
         takes_count: the formula takes the number of the step.
         count_needs: a number without which that number makes no difference: where it is constant and 0.
+        elementwise: each element of the results depends on the same element of the operands only.
     """
 
     def __init__(
@@ -77,8 +78,10 @@ class Rule:
         *kept: Kept,
         counts: bool = True,
         count_needs: str = "",
+        elementwise: bool = True,
     ) -> None:
         self.name = name
+        self.elementwise = elementwise
         self.kept = kept
         self.counts = counts
         self.count_needs = count_needs
@@ -151,7 +154,7 @@ _LARGEST = Kept("largest", "Accl3", "max_exp_avg_sq", _SECOND, needs="amsgrad")
 VELOCITY = Kept("v", "Accl1", "momentum_buffer", "velocity_accum_type", needs="momentum")
 
 SGD = Rule("SGD", sgd, VELOCITY, counts=False)
-_LAMB = Rule("LAMB", lamb, *_MOMENTS)
+_LAMB = Rule("LAMB", lamb, *_MOMENTS, elementwise=False)
 _RMSPROP = Rule(
     "RMSprop",
     rmsprop,

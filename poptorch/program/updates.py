@@ -44,9 +44,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -78,12 +79,14 @@ from poptorch.program.rules import (
     rule_of,
     usual_attributes,
 )
+from poptorch.program.storage import Stored
 from popxl import ops
 from popxl.extend.graphs import Readers, reading_ipus
 from popxl.op import Colocated, Overwrites
 from popxl.tensor import Variable
 
 Tensors = Mapping[str, popxl.Tensor]
+Keep = Callable[[str, np.ndarray, popxl.ReplicaGrouping | None], Stored]
 
 _ANEW = "To compile it anew, make a new wrapper or call `destroy()`."
 
@@ -170,6 +173,7 @@ class Update:
         group_of: the number of the group of each of these parameters.
         state: what the optimiser keeps.
         accumulation_dtype: the type in which gradients are to be summed over micro-batches.
+        stored: where the main graph keeps the state, by name, once `create_state` has been called.
 
     Raises:
         AssertionError: for another optimiser, and if groups differ in `centered`.
@@ -213,7 +217,7 @@ class Update:
         trained = {name: p for name, p in parameters.items() if p.requires_grad and id(p) in groups}
         self.group_of = {name: groups[id(p)] for name, p in trained.items()}
         self.names = tuple(trained)
-        self._buffers: dict[str, popxl.RemoteBuffer] = {}
+        self.stored: dict[str, Stored] = {}
         self._counts = {name: f"{STEP}___{name}" if name in counted_apart else STEP for name in trained}
         self.state = (*(s for name, p in trained.items() for s in self._kept(name, p)), *self._common())
 
@@ -388,36 +392,28 @@ class Update:
 
     # In a program ---------------------------------------------------------------------------------------------------
 
-    def create_state(
-        self, trained: Container[str] | None = None, off_chip: Callable[[int], bool] = lambda elements: False
-    ) -> dict[str, Variable]:
+    def create_state(self, trained: Container[str] | None = None, keep: Keep | None = None) -> dict[str, Variable]:
         """Variables of the main graph (the current graph) for all optimiser state, by name.
 
         Args:
             trained: names of the parameters that have a gradient; others need no state. By default all have one.
-            off_chip: whether state of a parameter is in a remote buffer, by the number of its elements. A step loads
-                and stores it; the main graph has no other use for its variable.
+            keep: creates what keeps the state of a parameter; by default a variable in the memory of the device.
         """
-        self._buffers = {}
-        return {
-            s.name: self._variable(s, s.parameter is not None and off_chip(s.value.size))
-            for s in self.state
-            if s.parameter is None or trained is None or s.parameter in trained
+        wanted = [s for s in self.state if s.parameter is None or trained is None or s.parameter in trained]
+        self.stored = {
+            s.name: (keep if keep and s.parameter else _on_device)(
+                s.name, s.value, self._groupings.get(s.parameter or "")
+            )
+            for s in wanted
         }
+        return {name: stored.variable for name, stored in self.stored.items() if stored.variable is not None}
 
-    def _variable(self, s: State, is_off_chip: bool) -> Variable:
-        grouping = self._groupings.get(s.parameter or "")
-        if not is_off_chip:
-            return popxl.variable(s.value, name=s.name, replica_grouping=grouping)
-        has_rows = grouping is not None and grouping.num_groups > 1
-        shape = s.value.shape[1:] if has_rows else s.value.shape
-        buffer = self._buffers[s.name] = popxl.remote_buffer(shape, popxl.dtype.as_dtype(s.value))
-        return popxl.remote_variable(s.value, buffer, name=s.name, replica_grouping=grouping)
-
-    @property
-    def off_chip(self) -> Collection[str]:
-        """Names of `create_state` entries stored in remote buffers."""
-        return self._buffers
+    def pieces(self, name: str, parameter: Stored) -> popxl.ReplicaGrouping | None:
+        """The replicas that take a piece each in the step of a parameter, as it or its state is sharded; `None` if the
+        step takes whole tensors.
+        """
+        kept = [parameter, *(s for k in self._rule.kept if (s := self.stored.get(f"{k.name}___{name}")) is not None)]
+        return next((s.group for s in kept if s.group is not None), None) if self._rule.elementwise else None
 
     def loss_scale(self, values: popxl.Tensor | None, state: Tensors) -> float | popxl.Tensor:
         """Initial gradient of the loss: a number, or a float32 tensor of one element if variable.
@@ -429,9 +425,14 @@ class Update:
         scale = self._number((None, "loss_scaling"), values)
         return state[LOSS_SCALE_FACTOR] * scale if self._automatic else scale
 
-    def largest(self, gradients: Tensors) -> popxl.Tensor:
-        """Largest gradient magnitude, a float32 tensor of one element; infinite if any NaN."""
-        return self._combined(_largest, gradients, "max")
+    def largest(self, gradients: Tensors, pieces: Container[str] = ()) -> popxl.Tensor:
+        """Largest gradient magnitude, a float32 tensor of one element; infinite if any NaN.
+
+        Args:
+            gradients: by name of the parameter.
+            pieces: names of those of which each replica has a piece.
+        """
+        return self._combined(_largest, gradients, "max", pieces)
 
     @property
     def adjusts(self) -> bool:
@@ -445,73 +446,87 @@ class Update:
         values: popxl.Tensor | None,
         state: Tensors,
         largest: popxl.Tensor | None = None,
+        stored: Mapping[str, Stored] = MappingProxyType({}),
     ) -> None:
         """Add the ops of one step to the current graph; they overwrite parameters and state.
 
         Args:
-            parameters: by name, those in `names` at least; in a subgraph, inputs by reference.
+            parameters: by name, those in `names` at least, but for those off chip; in a subgraph, inputs by reference.
             gradients: by name, of the parameters' shapes and of any float type: reduced over micro-batches and
                 replicas, and as many times too large as `loss_scale` says. A parameter without one stays as it is, as
-                does its state.
+                does its state. Where `pieces` says so, the piece of this replica.
             values: the vector of numbers, in the current graph.
             state: what the optimiser keeps, by name, but for what is off chip; in a subgraph, inputs by reference.
             largest: for automatic loss scaling, the largest magnitude of what the gradients in float16 were reduced
                 from; by default that of the gradients of float16 parameters as they are.
+            stored: where the parameters are, by name; by default whole, in the memory of the device.
         """
-        gradients = {name: gradients[name] for name in self.names if name in gradients}
-        if not gradients:
+        names = [name for name in self.names if name in gradients]
+        if not names:
             return
+        places = {name: stored[name] if name in stored else Stored(parameters[name].spec) for name in names}
+        pieces = {name for name in names if self.pieces(name, places[name]) is not None}
         with popxl.in_sequence():
             read = functools.cache(lambda key: self._number(key, values))
-            scale = self._gradient_scale(gradients, read, self.loss_scale(values, state))
-            for count in dict.fromkeys([STEP, *map(self._counts.__getitem__, gradients)]) if self._rule.counts else ():
+            limit = read((None, "max_grad_norm"))
+            clipped = {n: gradients[n] for n in names} if isinstance(limit, popxl.Tensor) or limit < math.inf else {}
+            scale = self._gradient_scale(clipped, limit, self.loss_scale(values, state), pieces)
+            for count in dict.fromkeys([STEP, *map(self._counts.__getitem__, names)]) if self._rule.counts else ():
                 ops.var_updates.accumulate_(state[count], popxl.constant(1.0, popxl.float32))
             readers = reading_ipus(popxl.gcg())
-            for name, gradient in gradients.items():
-                with _beside(parameters[name], readers):
-                    self._step(name, parameters[name], gradient, scale, read, state)
-            half = {name: g for name, g in gradients.items() if parameters[name].dtype == popxl.float16}
+            for name in names:
+                gradient = gradients[name]
+                with _beside(parameters.get(name, gradient), readers):
+                    self._step(name, parameters.get(name), gradient, scale, read, state, places[name])
+            half = [name for name in names if places[name].spec.dtype == popxl.float16]
             if self._automatic and (half or largest is not None):
-                largest = self.largest(half) if largest is None else largest
+                largest = self.largest({n: gradients[n] for n in half}, pieces) if largest is None else largest
                 _adjust(state[LOSS_SCALE_FACTOR], largest, read((None, "loss_scaling")))
 
     def _step(
         self,
         name: str,
-        parameter: popxl.Tensor,
+        parameter: popxl.Tensor | None,
         gradient: popxl.Tensor,
         scale: float | popxl.Tensor,
         read: Callable[[Key], Any],
         state: Tensors,
+        stored: Stored,
     ) -> None:
         """Add the update op of one parameter."""
         kept = {k.operand: f"{k.name}___{name}" for k in self._rule.kept}
-        remote = {operand: self._buffers[full] for operand, full in kept.items() if full in self._buffers}
-        others: dict[str, Any] = {operand: state.get(full) for operand, full in kept.items()}
-        others |= {operand: ops.remote_load(buffer, 0, kept[operand]) for operand, buffer in remote.items()}
+        places = {operand: self.stored[full] for operand, full in kept.items() if full in self.stored}
+        places["w"] = stored
+        held = {operand: parameter if operand == "w" else state.get(kept[operand]) for operand in places}
+        group = self.pieces(name, stored)
+        taken: dict[str, Any] = {operand: place.take(held[operand], group) for operand, place in places.items()}
+        others: dict[str, Any] = {operand: taken.get(operand) for operand in kept}
         others |= {number: read(self._key(name, number)) for number in self._rule.numbers}
         if self._rule.takes_count:
             others["t"] = state[self._counts[name]]
-        self._rule.step(parameter, gradient, **others, scale=scale)
-        for operand, buffer in remote.items():
-            ops.remote_store(buffer, 0, others[operand])
+        self._rule.step(taken["w"], gradient, **others, scale=scale)
+        for operand, place in places.items():
+            place.put(taken[operand], held[operand], group)
 
     def _gradient_scale(
-        self, gradients: Tensors, read: Callable[[Key], Any], loss_scale: float | popxl.Tensor
+        self,
+        gradients: Tensors,
+        limit: Any,
+        loss_scale: float | popxl.Tensor,
+        pieces: Container[str],
     ) -> float | popxl.Tensor:
-        """Factor that unscales and clips gradients."""
-        limit = read((None, "max_grad_norm"))
-        clips = isinstance(limit, popxl.Tensor) or limit < math.inf
-        if not clips and isinstance(loss_scale, float):
+        """Factor that unscales, and clips where there are gradients."""
+        if not gradients and isinstance(loss_scale, float):
             return 1 / loss_scale
-        squares = self._combined(_sum_of_squares, gradients, "add") if clips else None
+        squares = self._combined(_sum_of_squares, gradients, "add", pieces) if gradients else None
         return _gradient_scale(loss_scale, squares, limit)
 
-    def _combined(self, kind: popxl.OpKind, tensors: Tensors, over_groups: Any) -> popxl.Tensor:
+    def _combined(self, kind: popxl.OpKind, tensors: Tensors, over_groups: Any, pieces: Container[str]) -> popxl.Tensor:
         """Reduce many tensors to one number, equal on all replicas, even for tensors that differ between replica
-        groups.
+        groups, and for those of which each replica has a piece.
         """
         sizes = {name: self._groupings[name].group_size if name in self._groupings else None for name in tensors}
+        sizes |= dict.fromkeys((name for name in tensors if name in pieces), 1)
         parts = []
         for size in dict.fromkeys(sizes.values()):
             part = kind(*(t for name, t in tensors.items() if sizes[name] == size))
@@ -591,6 +606,11 @@ class Update:
             if unknown := sorted(names - known):
                 tell("Ignoring unexpected %s in %s optimizer: %s", kind, self._rule.name, unknown)
                 known |= names
+
+
+def _on_device(name: str, value: np.ndarray, grouping: popxl.ReplicaGrouping | None) -> Stored:
+    v = popxl.variable(value, name=name, replica_grouping=grouping)
+    return Stored(v.spec, v, v)
 
 
 def _beside(t: popxl.Tensor, readers: Readers) -> AbstractContextManager[Any]:

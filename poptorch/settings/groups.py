@@ -34,23 +34,33 @@ class TensorLocationSettings(OptionsDict):
 
     min_elements_for_off_chip: int | None = setting(
         None,
-        "of `setOptimizerLocation`: state of fewer elements stays in the memory of the device",
+        "tensors of fewer elements stay in the memory of the device; 2 if unset",
         "minElementsForOffChip",
         kind=int | None,
         shown="unset",
     )
     min_elements_for_replicated_tensor_sharding: int | None = setting(
-        None, _TOLD, "minElementsForReplicatedTensorSharding", kind=int | None, shown="unset"
+        None,
+        "tensors of fewer elements stay whole; 2 if unset",
+        "minElementsForReplicatedTensorSharding",
+        kind=int | None,
+        shown="unset",
     )
     use_on_chip_storage: bool | None = setting(
         None,
-        "of `setOptimizerLocation`: if False, state is in the memory of the host",
+        "if False, tensors are in the memory of the host; if unset, in that of the device, except for tensors that "
+        "leave it under the liveness of a phased strategy",
         "useOnChipStorage",
         kind=bool | None,
         shown="unset",
     )
     use_replicated_tensor_sharding: bool | None = setting(
-        None, _TOLD, "useReplicatedTensorSharding", kind=bool | None, shown="unset"
+        None,
+        "if True, each replica stores a part of every tensor whose elements can be divided evenly among the replicas "
+        "that share it; not for activations, as a warning says",
+        "useReplicatedTensorSharding",
+        kind=bool | None,
+        shown="unset",
     )
     use_io_tiles_to_load: bool | None = setting(None, _TOLD, "useIOTilesToLoad", kind=bool | None, shown="unset")
     use_io_tiles_to_store: bool | None = setting(None, _TOLD, "useIOTilesToStore", kind=bool | None, shown="unset")
@@ -80,16 +90,25 @@ class TensorLocationSettings(OptionsDict):
         return self._set(use_io_tiles_to_store=use)
 
 
-def is_off_chip(location: TensorLocationSettings, elements: int) -> bool:
-    """Whether a tensor of so many elements is stored in the memory of the host."""
-    return location.use_on_chip_storage is False and elements >= (location.min_elements_for_off_chip or 2)
+def is_off_chip(location: TensorLocationSettings, elements: int, leaves: bool = False) -> bool:
+    """Whether a tensor of so many elements is stored in the memory of the host, if `location` says or `leaves` does."""
+    on_chip = not leaves if location.use_on_chip_storage is None else location.use_on_chip_storage
+    return not on_chip and elements >= (location.min_elements_for_off_chip or 2)
 
 
-def _without_effect(location: TensorLocationSettings, is_of_optimizer: bool) -> list[str]:
+def is_sharded(location: TensorLocationSettings, elements: int, replicas: int) -> bool:
+    """Whether each of some replicas stores a part of a tensor of so many elements that they share."""
+    least = location.min_elements_for_replicated_tensor_sharding or 2
+    asked = location.use_replicated_tensor_sharding and elements >= least
+    return bool(asked) and replicas > 1 and elements % replicas == 0
+
+
+def _without_effect(location: TensorLocationSettings, is_of_activations: bool) -> list[str]:
     """The settings, by the names of their methods, that have been made and have no effect here."""
-    used = ("use_on_chip_storage", "min_elements_for_off_chip") if is_of_optimizer else ()
-    made = ((name, value, name == "use_on_chip_storage") for name, value in location._values().items())
-    return [_METHODS[name] for name, value, usual in made if name not in used and value not in (None, usual)]
+    lost = ["use_io_tiles_to_load", "use_io_tiles_to_store"]
+    if is_of_activations:  # each replica has activations of its own
+        lost += ["use_replicated_tensor_sharding", "min_elements_for_replicated_tensor_sharding"]
+    return [_METHODS[name] for name, value in location._values().items() if name in lost and value]
 
 
 _METHODS = {name: each.by for name, each in vars(TensorLocationSettings).items() if isinstance(each, Setting)}
@@ -116,27 +135,39 @@ class _TensorLocationOptions(OptionsDict):
         shown="none",
     )
     activation_location: TensorLocationSettings = setting(
-        TensorLocationSettings(), _TOLD, "setActivationLocation", shown="unset"
+        TensorLocationSettings(),
+        "with `useOnChipStorage(False)`, what the backward pass reads of the forward pass is in the memory of the host "
+        "meanwhile (`popxl.ops.offload`)",
+        "setActivationLocation",
+        shown="unset",
     )
     weight_location: TensorLocationSettings = setting(
-        TensorLocationSettings(), _TOLD, "setWeightLocation", shown="unset"
+        TensorLocationSettings(),
+        "with `useOnChipStorage(False)`, parameters, and buffers that `forward` does not overwrite, are in remote "
+        "buffers (`popxl`); each layer loads its own, once in the forward pass and once in the backward pass",
+        "setWeightLocation",
+        shown="unset",
     )
     optimizer_location: TensorLocationSettings = setting(
         TensorLocationSettings(),
-        "with `useOnChipStorage(False)`, the state of the optimiser is in remote buffers (`popxl`), in the memory of "
-        "the host; a step loads and stores that of one parameter after the other. Other settings give a warning",
+        "with `useOnChipStorage(False)`, the state of the optimiser is in remote buffers (`popxl`); a step loads and "
+        "stores that of one parameter after the other",
         "setOptimizerLocation",
         shown="unset",
     )
     accumulator_location: TensorLocationSettings = setting(
-        TensorLocationSettings(), _TOLD, "setAccumulatorLocation", shown="unset"
+        TensorLocationSettings(),
+        "with `useOnChipStorage(False)`, gradients are summed over micro-batches in remote buffers (`popxl`); the "
+        "backward pass loads and stores one sum after the other",
+        "setAccumulatorLocation",
+        shown="unset",
     )
 
     def _set(self, **values: Any) -> Self:
         super()._set(**values)
         for name, value in values.items():
             if isinstance(value, TensorLocationSettings):
-                lost = _without_effect(value, is_of_optimizer=name == "optimizer_location")
+                lost = _without_effect(value, is_of_activations=name == "activation_location")
                 if lost:
                     logger.warning("TensorLocations.%s: %s has no effect here.", _LOCATIONS[name], ", ".join(lost))
             elif value is not None:

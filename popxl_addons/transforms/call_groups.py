@@ -9,9 +9,9 @@ import popxl
 from popxl.context import get_current_context
 from popxl.extend.graphs import is_call
 from popxl.extend.ops import Op
-from popxl.tensor import Constant
+from popxl_addons.transforms.graph_copies import copy_graph
 
-__all__ = ["calls_in", "copy_graph", "divide_calls"]
+__all__ = ["calls_in", "divide_calls"]
 
 
 def calls_in(graph: popxl.Graph, times: int = 1) -> Iterator[tuple[Op, int]]:
@@ -62,35 +62,11 @@ def divide_calls(model: popxl.Graph, graph: popxl.Graph, counts: Sequence[int]) 
             f"memory: the plan has groups of {[*counts]} calls of {graph.title}, {bounds[-1]} together, and "
             f"{model.title} makes {done}."
         )
-    graphs = [graph, *(copy_graph(graph) for _ in counts[1:])]
+    graphs = [graph, *(copy_graph(graph)[0] for _ in counts[1:])]
     for op, group in group_of.items():
         if group:
             _redirect(op, graphs[group])
     return graphs
-
-
-def copy_graph(graph: popxl.Graph) -> popxl.Graph:
-    """A graph with the same ops, on the same devices, under the same names, and with the lines of the program.
-
-    It calls the graphs that `graph` calls.
-    """
-    copy = graph.ir.create_empty_graph(graph.name.partition("_subgraph")[0])
-    context = get_current_context()
-    of: dict[popxl.Tensor, popxl.Tensor] = {}
-    with copy, popxl.in_sequence(False), context.set(scope_prefix=""):
-        of.update((t, copy.add_input_like(t, t.by_ref)) for t in graph.inputs)
-        of.update((t, popxl.constant(t.data, t.dtype, t.name)) for t in graph.tensors if isinstance(t, Constant))
-        ids: dict[int, int] = {}
-        for op in graph.ops:
-            with context.set(ipu_id=op.ipu, io_tile_set=op.io_tiles, debug_record=op.debug_record):
-                twin = op.clone([of[t] for t in op.inputs])
-            twin.edit(modified=op.modified, name=op.name, after=tuple(ids[id] for id in op.after if id in ids))
-            of.update(zip(op.outputs, twin.outputs, strict=True))
-            ids[op.id] = twin.id
-        copy.show_as({twin: t.path for t, twin in of.items()})
-        for t in graph.outputs:
-            popxl.graph_output(of[t])
-    return copy
 
 
 def _redirect(call: Op, to: popxl.Graph) -> None:

@@ -1,0 +1,263 @@
+"""`Passes`: the forward and the backward pass of a micro-batch, with transfers of what does not stay on the device.
+
+Both are graphs, and know nothing of where their tensors are kept. Where something is kept elsewhere, a pass is a copy
+of its graph: weights come right before their first use, or with those of their phase; activations leave as soon as they
+are made, and come back right before the backward pass reads them; gradients are accumulated off chip as soon as they
+are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import popxl
+from poptorch.enums import Liveness
+from poptorch.program.storage import Stored
+from popxl import ops
+from popxl.op import Op
+from popxl.transforms import GradGraphInfo
+from popxl_addons.transforms.graph_copies import Transfers, copy_graph
+
+__all__ = ["Passes", "Phases", "Weight"]
+
+Key = popxl.Tensor | str
+"""A tensor of the model's graph; or the name of one that the caller has."""
+
+Values = Mapping[popxl.Tensor, popxl.Tensor]
+"""Tensors of the current graph by those of the model's graph."""
+
+START = "//start"
+"""Name of the gradient of the loss."""
+
+Given = Callable[[str, popxl.TensorSpec], popxl.Tensor]
+"""What gives a graph an input for a tensor of the caller, by its name."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter or buffer that is not whole in the memory of the device.
+
+    Attributes:
+        name: its name.
+        stored: where it is.
+    """
+
+    name: str
+    stored: Stored
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The phases of a phased strategy.
+
+    Attributes:
+        of: the phase of each op of the model's graph.
+        liveness: when tensors leave the device.
+        separate: whether the backward pass begins in a phase of its own. Otherwise it begins in the last phase, whose
+            tensors do not leave before.
+    """
+
+    of: Mapping[Op, int]
+    liveness: Liveness
+    separate: bool
+
+    @property
+    def leave(self) -> bool:
+        """Whether tensors leave the device between phases, unless options say where they are."""
+        return self.liveness is not Liveness.AlwaysLive
+
+    @property
+    def shared(self) -> int | None:
+        """The phase that the backward pass begins in, if it is one of the forward pass."""
+        return None if self.separate else max(self.of.values(), default=None)
+
+    def readers(self, graph: popxl.Graph) -> dict[popxl.Tensor, list[int]]:
+        """The phases that read each input of the model's graph, in order."""
+        found: dict[popxl.Tensor, dict[int, None]] = {t: {} for t in graph.inputs}
+        for op in graph.ops:
+            for t in op.inputs:
+                if t in found and op in self.of:
+                    found[t][self.of[op]] = None
+        return {t: sorted(phases) for t, phases in found.items()}
+
+
+@dataclass
+class _Pass:
+    """A graph, and what its inputs are bound to."""
+
+    graph: popxl.Graph
+    needs: dict[popxl.Tensor, Key]
+
+    def given(self, name: str, spec: popxl.TensorSpec) -> popxl.Tensor:
+        """The input for a tensor of the caller, by its name."""
+        for t, key in self.needs.items():
+            if key == name:
+                return t
+        t = self.graph.add_input(spec, name.lstrip("/"))
+        self.needs[t] = name
+        return t
+
+    def call(self, values: Values, tensors: Mapping[str, popxl.Tensor]) -> Sequence[popxl.Tensor]:
+        bound = {t: tensors[key] if isinstance(key, str) else values[key] for t, key in self.needs.items()}
+        return ops.call(self.graph, inputs_dict=bound)
+
+
+class Passes:
+    """The passes of a micro-batch.
+
+    Args:
+        graph: the model.
+        gradient: its gradient; `None` in inference.
+        weights: by input of `graph`, those that are not whole in the memory of the device.
+        leaving: tensors of `graph` that leave the device until the gradient reads them.
+        accumulated: by output of the gradient graph, what accumulates it as soon as it is made, with inputs for what it
+            needs of the caller.
+        phases: those of a phased strategy.
+    """
+
+    def __init__(
+        self,
+        graph: popxl.Graph,
+        gradient: GradGraphInfo | None,
+        weights: Mapping[popxl.Tensor, Weight],
+        leaving: Collection[popxl.Tensor] = (),
+        accumulated: Mapping[popxl.Tensor, Sequence[Callable[[popxl.Tensor, Given], None]]] = MappingProxyType({}),
+        phases: Phases | None = None,
+    ) -> None:
+        self._weights, self._phases = weights, phases
+        self._readers = {} if phases is None else phases.readers(graph)
+        self._forward = _Pass(graph, {t: t for t in graph.inputs})
+        self._results = list(graph.outputs)
+        self._backward: _Pass | None = None
+        self._gradients: Sequence[popxl.Tensor] = ()
+        if weights or leaving:
+            self._copy_forward(graph, leaving)
+        if gradient is not None:
+            self._gradients = gradient.outputs
+            start, *others = zip(gradient.graph.inputs, gradient.inputs, strict=True)
+            self._backward = _Pass(gradient.graph, {start[0]: START, **dict(others)})
+            if weights or leaving or accumulated:
+                self._copy_backward(gradient.graph, dict(others), leaving, accumulated)
+
+    def forward(self, arguments: Values, tensors: Mapping[str, popxl.Tensor]) -> Values:
+        """Add the forward pass to the current graph.
+
+        Args:
+            arguments: what the inputs of the model are bound to, but for those of `weights`.
+            tensors: what the caller holds of stored tensors, by name.
+
+        Returns:
+            The arguments, and the outputs of the model.
+        """
+        return {**arguments, **dict(zip(self._results, self._forward.call(arguments, tensors), strict=True))}
+
+    def backward(self, start: popxl.Tensor, values: Values, tensors: Mapping[str, popxl.Tensor]) -> Values:
+        """Add the backward pass to the current graph. Returns gradients by input of the model.
+
+        Args:
+            start: the gradient of the loss.
+            values: what `forward` returned.
+            tensors: what the caller holds of stored tensors, and what `accumulated` needs, by name.
+        """
+        assert self._backward is not None
+        results = self._backward.call(values, {**tensors, START: start})
+        return dict(zip(self._gradients, results, strict=True))
+
+    # Copies ---------------------------------------------------------------------------------------------------------
+
+    def _copy_forward(self, graph: popxl.Graph, leaving: Collection[popxl.Tensor]) -> None:
+        copy = graph.ir.create_empty_graph(graph.name.partition("_subgraph")[0])
+        made = _Pass(copy, {})
+        phases = self._phases
+        is_each = phases is not None and phases.liveness is Liveness.OffChipAfterEachPhase
+        transfers = Transfers(
+            fetched={t: self._fetch(made, weight) for t, weight in self._weights.items()},
+            together=lambda op, t: self._read_in(None if phases is None else phases.of.get(op), self._weights) or (t,),
+            period=phases.of.get if phases is not None and is_each else _no_period,
+            made=dict.fromkeys(leaving, ops.offload),
+            overlaps=self._overlaps,
+        )
+        _, of = copy_graph(graph, transfers, copy)
+        made.needs.update((of[t], t) for t in graph.inputs if t not in self._weights)
+        for t in self._weights:
+            if self._stays(t):
+                copy.add_output(of[t])
+                self._results.append(t)
+        self._forward = made
+        graph.ir.remove_graph(graph)
+
+    def _copy_backward(
+        self,
+        graph: popxl.Graph,
+        read: Mapping[popxl.Tensor, popxl.Tensor],
+        leaving: Collection[popxl.Tensor],
+        accumulated: Mapping[popxl.Tensor, Sequence[Callable[[popxl.Tensor, Given], None]]],
+    ) -> None:
+        copy = graph.ir.create_gradient_graph(self._forward.graph)
+        copy.gradient_of = self._forward.graph
+        made = _Pass(copy, {})
+        fetched: dict[popxl.Tensor, Callable[[popxl.Tensor | None], popxl.Tensor]] = {}
+        weights: dict[popxl.Tensor, popxl.Tensor] = {}  # inputs of the gradient graph, by those of the model
+        for t, of_model in read.items():
+            if of_model in self._weights and not self._stays(of_model):
+                fetched[t], weights[of_model] = self._fetch(made, self._weights[of_model]), t
+            elif of_model in leaving:
+                fetched[t] = _reload(made, of_model)
+        last = {weights[t]: self._readers.get(t, [-1])[-1] for t in weights}
+
+        def together(op: Op, t: popxl.Tensor) -> Iterable[popxl.Tensor]:
+            """The weights of a phase: of those read in several, the last."""
+            has_phase = last.get(t, -1) >= 0
+            return [each for each in last if last[each] == last[t]] if has_phase else [t]
+
+        def accumulate(t: popxl.Tensor) -> Callable[[popxl.Tensor], popxl.Tensor]:
+            def take(gradient: popxl.Tensor) -> popxl.Tensor:
+                for each in accumulated[t]:
+                    each(gradient, made.given)
+                return gradient
+
+            return take
+
+        leaves = {t: accumulate(t) for t in accumulated}
+        _, of = copy_graph(graph, Transfers(fetched, together, made=leaves, overlaps=self._overlaps), copy)
+        made.needs.update((of[t], read.get(t, START)) for t in graph.inputs if t not in fetched)
+        self._backward = made
+        graph.ir.remove_graph(graph)
+
+    @property
+    def _overlaps(self) -> bool:
+        return self._phases is None or self._phases.liveness is not Liveness.OffChipAfterFwdNoOverlap
+
+    def _fetch(self, made: _Pass, weight: Weight) -> Callable[[popxl.Tensor | None], popxl.Tensor]:
+        """What brings a weight to the device: as a whole, in a pass."""
+        stored = weight.stored
+
+        def fetch(after: popxl.Tensor | None) -> popxl.Tensor:
+            if stored.buffer is not None:  # the machine lets loads overlap with what comes before
+                return stored.whole(stored.load(None, None if self._overlaps else after))
+            return stored.whole(stored.load(made.given(weight.name, stored.kept), after))
+
+        return fetch
+
+    def _read_in(self, phase: int | None, weights: Iterable[popxl.Tensor]) -> list[popxl.Tensor]:
+        """The weights that a phase reads."""
+        return [t for t in weights if phase in self._readers.get(t, ())]
+
+    def _stays(self, t: popxl.Tensor) -> bool:
+        """Whether a weight is on the device when the backward pass begins."""
+        return self._phases is not None and self._phases.shared in self._readers.get(t, ())
+
+
+def _reload(made: _Pass, activation: popxl.Tensor) -> Callable[[popxl.Tensor | None], popxl.Tensor]:
+    def reload(after: popxl.Tensor | None) -> popxl.Tensor:
+        given = made.graph.add_input_like(activation)
+        made.needs[given] = activation
+        return ops.reload(given if after is None else ops.available_after(given, after))
+
+    return reload
+
+
+def _no_period(op: Op) -> None:
+    return None

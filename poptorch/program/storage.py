@@ -1,0 +1,165 @@
+"""Where a program keeps its tensors between uses: in the memory of the device or the host, whole or in pieces.
+
+`options.TensorLocations` decides for weights, the state of the optimiser and accumulators. Tensors off chip are slots
+of remote buffers, one buffer for all tensors of one kind; sharded ones have a piece on each replica. A program works
+with what `Stored` loads and gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+import popxl
+from poptorch.settings.groups import TensorLocationSettings, is_off_chip, is_sharded
+from popxl import ops
+from popxl.tensor import Variable
+from popxl_addons.rts import gather_replica_sharded_tensor
+
+__all__ = ["Storage", "Stored"]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where one tensor is kept.
+
+    Attributes:
+        spec: shape and dtype of the whole tensor, on a replica.
+        variable: what the host reads and writes; `None` for what only a run keeps.
+        held: the tensor of the main graph; `None` off chip.
+        buffer, slot: off chip, the slot.
+        group: the replicas that have a piece each; `None` for a whole tensor.
+    """
+
+    spec: popxl.TensorSpec
+    variable: Variable | None = None
+    held: popxl.Tensor | None = None
+    buffer: popxl.RemoteBuffer | None = None
+    slot: int = 0
+    group: popxl.ReplicaGrouping | None = None
+
+    @property
+    def kept(self) -> popxl.TensorSpec:
+        """Shape and dtype of what each replica keeps: the whole tensor, or a piece."""
+        if self.group is None:
+            return self.spec
+        size = prod(self.spec.shape) // self.group.group_size
+        return popxl.TensorSpec((size,), self.spec.dtype, self.spec.shape)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is whole, in the memory of the device."""
+        return self.buffer is None and self.group is None
+
+    def load(self, held: popxl.Tensor | None, after: popxl.Tensor | None = None) -> popxl.Tensor:
+        """The tensor as it is stored, in the current graph: a whole one, or a piece.
+
+        Args:
+            held: the tensor that stands for `self.held` there.
+            after: a tensor that has to be computed before.
+        """
+        if self.buffer is None:
+            assert held is not None
+            return held if after is None else ops.available_after(held, after)
+        slot = popxl.constant(self.slot, popxl.uint32, "slot")
+        return ops.remote_load(self.buffer, slot if after is None else ops.available_after(slot, after))
+
+    def whole(self, t: popxl.Tensor) -> popxl.Tensor:
+        """The whole of a loaded tensor."""
+        return t if self.group is None else gather_replica_sharded_tensor(t, replica_group=self.group)
+
+    def store(self, t: popxl.Tensor, held: popxl.Tensor | None) -> None:
+        """Overwrite the stored tensor by one of the same form, which may be `held` itself."""
+        if self.buffer is not None:
+            ops.remote_store(self.buffer, self.slot, t)
+        elif held is not None and t is not held:
+            ops.var_updates.copy_var_update_(held, t)
+
+    def take(self, held: popxl.Tensor | None, group: popxl.ReplicaGrouping | None) -> popxl.Tensor:
+        """The tensor as a step overwrites it: whole, or, with a group, as this replica's piece. A scalar is whole."""
+        t = self.load(held)
+        if group is None:
+            return self.whole(t)
+        return ops.collectives.replica_sharded_slice(t, group) if self.group is None and self.spec.shape else t
+
+    def put(self, t: popxl.Tensor, held: popxl.Tensor | None, group: popxl.ReplicaGrouping | None) -> None:
+        """Store what `take` has returned, once it is overwritten."""
+        if group is None and self.group is not None:
+            t = ops.collectives.replica_sharded_slice(t, self.group)
+        elif group is not None and self.group is None:
+            t = gather_replica_sharded_tensor(t, replica_group=group)
+        self.store(t, held)
+
+
+class Storage:
+    """Creates what a program keeps, in the main graph.
+
+    Args:
+        ir: of the program.
+    """
+
+    def __init__(self, ir: popxl.Ir) -> None:
+        self._ir = ir
+        self._buffers: dict[Hashable, popxl.RemoteBuffer] = {}
+
+    def variable(
+        self,
+        name: str,
+        value: np.ndarray,
+        grouping: popxl.ReplicaGrouping | None,
+        location: TensorLocationSettings,
+        leaves: bool = False,
+    ) -> Stored:
+        """A variable.
+
+        Args:
+            name, value, grouping: of the variable.
+            location: where it is to be.
+            leaves: whether it is off chip if `location` does not say.
+        """
+        shape = value.shape[1:] if grouping is not None and grouping.num_groups > 1 else value.shape
+        spec = popxl.TensorSpec(shape, popxl.dtype.as_dtype(value))
+        group = self._pieces(spec, grouping, location)
+        off_chip = is_off_chip(location, prod(shape), leaves)
+        if not off_chip and group is None:
+            v = popxl.variable(value, name=name, replica_grouping=grouping)
+            return Stored(spec, v, v)
+        if not off_chip:
+            v, piece = popxl.replica_sharded_variable(value, name=name, replica_grouping=grouping)
+            return Stored(spec, v, piece, group=group)
+        buffer, slot = self._slot(spec, group)
+        make = popxl.remote_variable if group is None else popxl.remote_replica_sharded_variable
+        v = make(value, buffer, slot, name=name, replica_grouping=grouping)
+        return Stored(spec, v, None, buffer, slot, group)
+
+    def accumulator(
+        self, spec: popxl.TensorSpec, grouping: popxl.ReplicaGrouping | None, location: TensorLocationSettings
+    ) -> Stored:
+        """What gradients are summed in, off chip or in the current graph; a run begins it."""
+        group = self._pieces(spec, grouping, location)
+        if not is_off_chip(location, prod(spec.shape)):
+            return Stored(spec, group=group)
+        return Stored(spec, None, None, *self._slot(spec, group), group)
+
+    def _pieces(
+        self, spec: popxl.TensorSpec, grouping: popxl.ReplicaGrouping | None, location: TensorLocationSettings
+    ) -> popxl.ReplicaGrouping | None:
+        """The replicas among which a tensor is shared out; `None` if it stays whole."""
+        group = grouping or self._ir.replica_grouping()
+        return group if is_sharded(location, prod(spec.shape), group.group_size) else None
+
+    def _slot(self, spec: popxl.TensorSpec, group: popxl.ReplicaGrouping | None) -> tuple[popxl.RemoteBuffer, int]:
+        """The next slot of the buffer for tensors of one shape, dtype and number of pieces."""
+        pieces = 1 if group is None else group.group_size
+        key = (spec.shape, spec.dtype, pieces)
+        if key in self._buffers:
+            self._buffers[key].entries += 1
+        elif group is None:
+            self._buffers[key] = popxl.remote_buffer(spec.shape, spec.dtype)
+        else:
+            self._buffers[key] = buffer = popxl.remote_buffer((prod(spec.shape) // pieces,), spec.dtype)
+            buffer.meta_shape, buffer.shard_over = spec.shape, pieces
+        return self._buffers[key], self._buffers[key].entries - 1

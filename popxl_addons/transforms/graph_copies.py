@@ -1,0 +1,87 @@
+"""Copies of graphs. In a copy, tensors may come to the device right before their first use, and leave it once made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import popxl
+from popxl.context import get_current_context
+from popxl.extend.ops import Op
+from popxl.tensor import Constant
+
+__all__ = ["Transfers", "copy_graph"]
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """What a copy of a graph does besides.
+
+    Attributes:
+        fetched: inputs that the copy lacks, with what adds the ops that bring each one. These come right before the
+            first op that reads the input. They get a tensor that was computed before the last such ops, so that
+            transfers may overlap with computation; `None` if there is none.
+        together: the inputs that come when an op reads one that is not there, by the op and this one.
+        period: ops of different periods share no fetched tensor: each period fetches its own.
+        made: tensors that leave, with what adds the ops that take each one away. These come right after the op that
+            makes the tensor, and return what the copy returns in its place.
+        overlaps: if False, the ops that bring inputs get the last computed tensor, so that transfers wait for all that
+            comes before.
+    """
+
+    fetched: Mapping[popxl.Tensor, Callable[[popxl.Tensor | None], popxl.Tensor]] = field(default_factory=dict)
+    together: Callable[[Op, popxl.Tensor], Iterable[popxl.Tensor]] = lambda op, t: (t,)
+    period: Callable[[Op], Hashable] = lambda op: None
+    made: Mapping[popxl.Tensor, Callable[[popxl.Tensor], popxl.Tensor]] = field(default_factory=dict)
+    overlaps: bool = True
+
+
+def copy_graph(
+    graph: popxl.Graph, transfers: Transfers | None = None, into: popxl.Graph | None = None
+) -> tuple[popxl.Graph, dict[popxl.Tensor, popxl.Tensor]]:
+    """A graph with the same ops, on the same devices, under the same names, and with the lines of the program.
+
+    It calls the graphs that `graph` calls.
+
+    Args:
+        graph: the graph to copy.
+        transfers: what the copy does besides; by default nothing.
+        into: an empty graph that becomes the copy; by default a new one.
+
+    Returns:
+        The copy, and its tensors by those of `graph`: of a tensor that leaves, what is returned in its place.
+    """
+    transfers = transfers or Transfers()
+    copy = into or graph.ir.create_empty_graph(graph.name.partition("_subgraph")[0])
+    context = get_current_context()
+    of: dict[popxl.Tensor, popxl.Tensor] = {}
+    with copy, popxl.in_sequence(False), context.set(scope_prefix=""):
+        of.update((t, copy.add_input_like(t, t.by_ref)) for t in graph.inputs if t not in transfers.fetched)
+        of.update((t, popxl.constant(t.data, t.dtype, t.name)) for t in graph.tensors if isinstance(t, Constant))
+        ids: dict[int, int] = {}
+        given_up = {t: transfers.made[t](of[t]) for t in graph.inputs if t in of and t in transfers.made}
+        before = latest = None
+        period: Hashable = None
+        for op in graph.ops:
+            with context.set(ipu_id=op.ipu, io_tile_set=op.io_tiles, debug_record=op.debug_record):
+                if transfers.period(op) != period:
+                    period = transfers.period(op)
+                    for t in transfers.fetched:
+                        of.pop(t, None)
+                used = [t for t in op.inputs if t in transfers.fetched and t not in of]
+                for t in dict.fromkeys(each for needed in used for each in transfers.together(op, needed)):
+                    if t not in of:
+                        of[t] = transfers.fetched[t](before if transfers.overlaps else latest)
+                if used:
+                    before = latest
+                twin = op.clone([of[t] for t in op.inputs])
+                of.update(zip(op.outputs, twin.outputs, strict=True))
+                given_up.update((t, transfers.made[t](of[t])) for t in op.outputs if t in transfers.made)
+            latest = next((t for t in twin.outputs if t.dtype.is_floating_point), latest)
+            twin.edit(modified=op.modified, name=op.name, after=tuple(ids[id] for id in op.after if id in ids))
+            ids[op.id] = twin.id
+        copy.show_as({twin: t.path for t, twin in of.items()})
+        of |= given_up
+        for t in graph.outputs:
+            popxl.graph_output(of[t])
+    return copy, of

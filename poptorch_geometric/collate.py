@@ -114,8 +114,8 @@ class FixedSizeCollater:
                     into[name] = self._default(name, value)
                     continue
                 dim = like[0].__cat_dim__(name, value, store)
-                of_nodes = is_nodes and _all_have(like, index, name, dim, "num_nodes")
-                of_edges = is_edges and _all_have(like, index, name, dim, "num_edges")
+                of_nodes = is_nodes and _has_size_in_all(like, index, name, dim, "num_nodes")
+                of_edges = is_edges and _has_size_in_all(like, index, name, dim, "num_edges")
                 if of_nodes and of_edges:  # as many nodes as edges, in all of them
                     of_edges = "edge" in name or "adj" in name
                     of_nodes = not of_edges
@@ -147,7 +147,7 @@ class FixedSizeCollater:
         )
 
 
-def _all_have(graphs: Sequence[Any], index: int, name: str, dim: Any, count: str) -> bool:
+def _has_size_in_all(graphs: Sequence[Any], index: int, name: str, dim: Any, count: str) -> bool:
     """Whether a tensor has one row per node or edge in all graphs."""
     return all(
         (value := graph.stores[index][name]).dim() and value.size(dim) == getattr(graph.stores[index], count)
@@ -178,22 +178,22 @@ class CombinedBatchingCollater:
         if len(batches) == 1:
             return first
         if not hasattr(first, "stores"):
-            return _joined(batches)
+            return _concatenate(batches)
         for index, store in enumerate(first.stores):
             for name in list(store.keys()):
-                store[name] = _joined([batch.stores[index][name] for batch in batches])
+                store[name] = _concatenate([batch.stores[index][name] for batch in batches])
         for name in ("_slice_dict", "_inc_dict"):  # what PyTorch Geometric takes a batch apart with
-            setattr(first, name, _joined([getattr(batch, name) for batch in batches]))
+            setattr(first, name, _concatenate([getattr(batch, name) for batch in batches]))
         return first
 
 
-def _joined(values: list[Any]) -> Any:
+def _concatenate(values: list[Any]) -> Any:
     """Concatenate tensors of several batches, within dictionaries and lists; other values come from the first batch."""
     first = values[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(values)
     if isinstance(first, dict):
-        return {name: _joined([value[name] for value in values]) for name in first}
+        return {name: _concatenate([value[name] for value in values]) for name in first}
     if isinstance(first, list):
         return [each for value in values for each in value]
     return first

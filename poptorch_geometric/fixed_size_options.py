@@ -95,7 +95,7 @@ class FixedSizeOptions:
         """
         graphs = max(batch_size - 1, 1)
         most = largest(sizes_of(graph) for graph in islice(iter(_elements(dataset)), sample_limit))
-        return cls._of(
+        return cls._from_sizes(
             Sizes({k: n * graphs for k, n in most.nodes.items()}, {k: n * graphs for k, n in most.edges.items()}),
             batch_size,
             values,
@@ -112,10 +112,10 @@ class FixedSizeOptions:
         """
         batches = list(islice(iter(loader), sample_limit))
         graphs = max((getattr(batch, "num_graphs", 1) for batch in batches), default=1)
-        return cls._of(largest(map(sizes_of, batches)), graphs + 1, values)
+        return cls._from_sizes(largest(map(sizes_of, batches)), graphs + 1, values)
 
     @classmethod
-    def _of(cls, most: Sizes, num_graphs: int, values: dict[str, Any]) -> FixedSizeOptions:
+    def _from_sizes(cls, most: Sizes, num_graphs: int, values: dict[str, Any]) -> FixedSizeOptions:
         """Options with one extra node per type, as an endpoint of padding edges."""
         if not most.nodes:
             raise ValueError("FixedSizeOptions: there is no graph to take sizes from.")

@@ -16,7 +16,7 @@ def without_nodes(graphs: Sequence[Any], excess: dict[Any, int]) -> list[Any]:
     """Remove excess nodes by type, along with their edges."""
     result = list(graphs)
     for kind, count in excess.items():
-        kept = _kept([sizes_of(graph).nodes.get(kind, 0) for graph in result], count)
+        kept = _counts_within([sizes_of(graph).nodes.get(kind, 0) for graph in result], count)
         for i, number in enumerate(kept):
             if number < sizes_of(result[i]).nodes.get(kind, 0):
                 subset = torch.arange(number)
@@ -28,7 +28,7 @@ def without_edges(graphs: Sequence[Any], excess: dict[Any, int]) -> list[Any]:
     """Remove excess edges by type."""
     result = list(graphs)
     for kind, count in excess.items():
-        kept = _kept([sizes_of(graph).edges.get(kind, 0) for graph in result], count)
+        kept = _counts_within([sizes_of(graph).edges.get(kind, 0) for graph in result], count)
         for i, number in enumerate(kept):
             if number == sizes_of(result[i]).edges.get(kind, 0):
                 continue
@@ -40,7 +40,7 @@ def without_edges(graphs: Sequence[Any], excess: dict[Any, int]) -> list[Any]:
     return result
 
 
-def _kept(counts: list[int], excess: int) -> list[int]:
+def _counts_within(counts: list[int], excess: int) -> list[int]:
     """Remaining counts after removing `excess` elements from the largest."""
     kept = list(counts)
     for _ in range(min(excess, sum(counts))):

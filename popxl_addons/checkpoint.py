@@ -3,7 +3,7 @@
 A checkpoint is a directory. In it:
 
     model/, model.safetensors    files of arrays, in one of two formats: `popxl_addons.array_files`
-    pieces/, pieces.json         parts of arrays, if several processes have written them: `popxl_addons.pieces`
+    pieces/, pieces.json         parts of arrays, if several processes have written them: `popxl_addons.sharded_arrays`
     session_info.json            the record
     dataloader.bin               what the data loader has written, if there is one
     checksums.json               the digests of all these files
@@ -44,7 +44,7 @@ from popxl.extend.files import (
 )
 from popxl_addons import _wandb
 from popxl_addons.array_files import MODEL, TENSORS, files_in
-from popxl_addons.pieces import INDEX, PIECES, arrays_of, read_all
+from popxl_addons.sharded_arrays import INDEX, PIECES, arrays_of, read_all
 
 __all__ = ["INFO", "LOADER", "Writer", "as_path", "check_maps", "created", "forget", "located", "mark_of"]
 __all__ += ["read_arrays", "read_info", "write_info"]

@@ -24,7 +24,7 @@ from popxl.extend.arguments import check_type
 from popxl.extend.files import ReplacedError, replace_file
 from popxl.extend.processes import Instance, launched
 from popxl.tensor import Constant, HostScalarTensor, Variable
-from popxl_addons import _wandb, array_files, checkpoint, pieces
+from popxl_addons import _wandb, array_files, checkpoint, sharded_arrays
 from popxl_addons.array_munging import unshard
 from popxl_addons.dot_tree import DotTree, check_leaves
 from popxl_addons.metrics import as_numbers
@@ -211,7 +211,7 @@ class TaskSession(popxl.Session):
         if missing and report_missing == "warn":
             text = f'{what}: {missing}. These keep their values. To expect that, say `report_missing="none"`.'
             warnings.warn(text, MissingStateWarning, stacklevel=2)
-        self._write({v: pieces.read_all(array) for v, array in values.items()})
+        self._write({v: sharded_arrays.read_all(array) for v, array in values.items()})
 
     # Checkpoints
 
@@ -327,13 +327,13 @@ class TaskSession(popxl.Session):
             raise problem
         if problems := [f"Process {i}: {each['problem']}" for i, each in enumerate(told) if each["problem"]]:
             raise PopxlRuntimeError(f"TaskSession.save_checkpoint: `{place}` has not been begun. {' '.join(problems)}")
-        share = pieces.ShardWriter(Path(told[0]["directory"]), number, count, self._key_value_store)
+        share = sharded_arrays.ShardWriter(Path(told[0]["directory"]), number, count, self._key_value_store)
         with share.reporting_failures():
             parts = self._saved_parts([*divided.values()])
             own = {name: parts[v] for name, v in divided.items()}
         if number > 0:
             return partial(share.write, own, format)
-        index = pieces.Index(writers=count, arrays={name: _is_sharded(v) for name, v in divided.items()})
+        index = sharded_arrays.Index(writers=count, arrays={name: _is_sharded(v) for name, v in divided.items()})
 
         def finish() -> None:
             try:
@@ -345,7 +345,7 @@ class TaskSession(popxl.Session):
                     f"TaskSession.save_checkpoint: `{place}` is not complete, and is not there. {' '.join(problems)}"
                 )
             write()
-            pieces.write_index(share.directory, index)
+            sharded_arrays.write_index(share.directory, index)
 
         return finish
 
@@ -419,7 +419,7 @@ class TaskSession(popxl.Session):
                 info = checkpoint.read_info(directory)
                 differences = _differences("Checkpoint", info.keys(), self.session_state.keys(), "session_state")
                 maps = {path.name for path in (directory / array_files.MODEL).glob("*")}
-                arrays = pieces.arrays_of(directory)
+                arrays = sharded_arrays.arrays_of(directory)
                 values, missing = self._matched(what, "Checkpoint", arrays, report_missing, differences, maps)
                 if missing and report_missing == "warn":
                     _log.warning("%s: %s.", what, missing)
@@ -430,7 +430,7 @@ class TaskSession(popxl.Session):
                 if together:
                     opened.push(stack.pop_all())
                 else:
-                    read = {v: pieces.read_all(array) for v, array in values.items()}
+                    read = {v: sharded_arrays.read_all(array) for v, array in values.items()}
             if together and values:
                 with (
                     self._joint(what, together, "not all values have been loaded; load them again"),
@@ -653,9 +653,9 @@ def _is_saved_in_pieces(t: Variable | Constant) -> bool:
     return t.retrieval_mode != "all_replicas" or t.replica_grouping.group_size == 1
 
 
-def _is_sharded(v: Variable) -> pieces.ShardSpec:
+def _is_sharded(v: Variable) -> sharded_arrays.ShardSpec:
     has_groups = v.replica_grouping.num_groups > 1
-    return pieces.ShardSpec(shape=v.shape_on_host, axis=v.group_axis if has_groups else None)
+    return sharded_arrays.ShardSpec(shape=v.shape_on_host, axis=v.group_axis if has_groups else None)
 
 
 def _merged_value(t: Variable | Constant, array: np.ndarray) -> np.ndarray:
@@ -675,10 +675,10 @@ def _in_groups(t: Variable | Constant, array: array_files.LazyArray) -> array_fi
     groups = t.replica_grouping.num_groups
     expected = (*t.shape[:axis], groups * t.shape[axis], *t.shape[axis + 1 :])
     has_rows = len(array.shape) == len(expected) + 1 and array.shape[0] > 0
-    whole = pieces.join(array, axis) if has_rows else array
+    whole = sharded_arrays.join(array, axis) if has_rows else array
     if whole.shape != expected:
         return array
-    return pieces.split(whole, groups, axis) if groups > 1 else whole
+    return sharded_arrays.split(whole, groups, axis) if groups > 1 else whole
 
 
 def _parts_text(t: Variable | Constant) -> str:

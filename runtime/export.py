@@ -12,7 +12,7 @@ import jax
 import jax.export
 import numpy as np
 
-from popxl.base.files import replace_file
+from popxl.base.atomic_files import replace_file
 from popxl.errors import PopxlError
 from popxl.ir import Ir
 from popxl.program.saved import safetensors_library

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from popxl.base.files import replace_file
+from popxl.base.atomic_files import replace_file
 from runtime.costs.hlo import parse_hlo
 from runtime.lowering.scopes import graph_of
 

@@ -129,15 +129,51 @@ def test_private_files_of_poptorch_stand_in_a_folder() -> None:
     assert files == {path for path in POPTORCH if "." not in path} | {"lightning"}
 
 
-@pytest.mark.parametrize("package", ["popxl", "popxl_addons", "runtime", "poptorch", "poptorch_geometric"])
+PACKAGES = ["popxl", "popxl_addons", "runtime", "poptorch", "poptorch_geometric"]
+
+FUNCTION_WORDS = set(
+    "a after all alone also an and anew any apart are around as at be been before beside both by can did do does "
+    "done each every far few for found from given had has have here how if in inside into is it its kept look "
+    "looked looks made may met more most near no not note of off on one ones only or other others out outside own "
+    "put read said same say says seen so some such taken tell than that the their them then there these they "
+    "thing this those to together told too under until was way ways were what when where which while who whole "
+    "whom whose will with would".split()
+)
+PRIVATE_WORDS = set("aside doubt doubts meeting meetings nobody seemingly somebody told whoever".split())
+
+
+@cache
+def definitions(package: str) -> list[tuple[ast.AST, str, str]]:
+    """Classes and functions of a package, with their names and files."""
+    return [
+        (node, node.name, str(file.relative_to(ROOT)))
+        for file in sorted((ROOT / package).rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    ]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
 def test_no_class_name_stands_twice_in_a_package(package: str) -> None:
     """But for `Options` of PopTorch and of PopDist, which are both names of programs."""
     found: dict[str, list[str]] = {}
-    for file in sorted((ROOT / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef) and node.name != "Options":
-                found.setdefault(node.name, []).append(str(file.relative_to(ROOT)))
+    for node, name, file in definitions(package):
+        if isinstance(node, ast.ClassDef) and name != "Options":
+            found.setdefault(name, []).append(file)
     assert {name: files for name, files in found.items() if len(files) > 1} == {}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_names_are_terms_of_the_field(package: str) -> None:
+    """Hardly any consists of function words alone, and none has a word that means something only in this code."""
+    words = {
+        f"{name} ({file})": {word.lower() for word in re.split(r"_+|(?<=[a-z])(?=[A-Z])", name) if word}
+        for _, name, file in definitions(package)
+        if not name.startswith("__")
+    }
+    assert [name for name, parts in words.items() if parts & PRIVATE_WORDS] == []
+    vague = [name for name, parts in words.items() if parts <= FUNCTION_WORDS]
+    assert len(vague) <= 0.02 * len(words), vague
 
 
 def test_terms_name_files_that_exist() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from popxl.base.files import replace_file
+from popxl.base.atomic_files import replace_file
 from popxl.values.spec import brief
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
-from popxl.base.files import digest, parsed
+from popxl.base.atomic_files import digest, parsed
 
 FORMAT = 3
 

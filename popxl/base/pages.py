@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from popxl.base.files import replace_file
+from popxl.base.atomic_files import replace_file
 
 LONGEST = 12
 """A table that is cut has so many rows; the record that it shows has all."""

@@ -6,8 +6,7 @@ Example:
     64
 """
 
-from popxl.base.container import is_packed, pack, unpack
-from popxl.base.files import (
+from popxl.base.atomic_files import (
     ARCHIVE_ERRORS,
     CHECKSUMS,
     ReplacedError,
@@ -23,6 +22,7 @@ from popxl.base.files import (
     temporary_sibling,
     write_checksums,
 )
+from popxl.base.container import is_packed, pack, unpack
 
 __all__ = [
     "CHECKSUMS",

@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from popxl.base.files import replace_file
+from popxl.base.atomic_files import replace_file
 from popxl.values.spec import brief
 
 if TYPE_CHECKING:

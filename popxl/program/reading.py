@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from popxl.base.atomic_files import digest, parsed, verify_digest
 from popxl.base.container import is_packed, unpack
-from popxl.base.files import digest, parsed, verify_digest
 from popxl.base.source import SourceLocation
 from popxl.core.declaration import OpKind
 from popxl.core.recording import Op

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from popxl.base.atomic_files import replace_file
 from popxl.base.container import pack
-from popxl.base.files import replace_file
 from popxl.base.version import VERSION
 from popxl.core.declaration import OpKind
 from popxl.core.recording import Op

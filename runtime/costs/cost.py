@@ -13,7 +13,7 @@ from typing import Any
 from popxl.analysis.communication import COPY
 from popxl.analysis.flops import moved
 from popxl.analysis.memory import runs_of
-from popxl.base.files import replace_file
+from popxl.base.atomic_files import replace_file
 from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, flops_text, seconds_text
 from popxl.base.records import Record
 from runtime.costs.hlo import Module, parse_hlo

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from popxl.base.trampoline import Trampolined, run_trampoline
 from popxl.core.tensor import Tensor
 from runtime.lowering.channels import Channel
-from runtime.plan.pieces import HostControlFlow, Key, Segment, SubPlan
 from runtime.plan.plan import Plan
 from runtime.plan.planning import PlanBuilder
+from runtime.plan.segments import HostControlFlow, Key, Segment, SubPlan
 from runtime.plan.structure import Structure
 
 LONGEST = 64

@@ -24,8 +24,8 @@ from types import MappingProxyType
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from popxl.base.atomic_files import replace_file
 from popxl.base.container import pack, unpack
-from popxl.base.files import replace_file
 from popxl.base.log import Logger
 from popxl.errors import PopxlError
 from popxl.ir import Ir

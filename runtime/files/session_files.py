@@ -15,8 +15,8 @@ from pathlib import Path
 import jax
 from pydantic import BaseModel, ConfigDict
 
+from popxl.base.atomic_files import replace_file
 from popxl.base.container import pack, unpack
-from popxl.base.files import replace_file
 from popxl.base.log import Logger
 from popxl.errors import PopxlError, UnreadableFileError
 from popxl.ir import Ir

@@ -26,8 +26,8 @@ from popxl.streams import HostToDeviceStream, Stream
 from runtime.compile_pool import CompilePool
 from runtime.lowering.channels import FAILURE, Channel, Channels, Failure
 from runtime.lowering.environment import no_value
-from runtime.plan.pieces import Array, Run, Segment
 from runtime.plan.planning import LiveRange, PlanBuilder
+from runtime.plan.segments import Array, Run, Segment
 from runtime.plan.structure import Structure
 from runtime.plan.terms import CompileOptions
 from runtime.progress import Watch

@@ -14,8 +14,8 @@ from popxl.core.traits import chooses
 from popxl.fp8_utils import to_device
 from runtime.lowering.channels import Channel
 from runtime.plan.choice import SegmentationPolicy
-from runtime.plan.pieces import HostControlFlow, Key, Run, Segment, Step, SubPlan, Values
 from runtime.plan.repeats import spans
+from runtime.plan.segments import HostControlFlow, Key, Run, Segment, Step, SubPlan, Values
 from runtime.plan.structure import Structure, structure_of
 from runtime.plan.terms import CompileOptions
 

@@ -47,7 +47,7 @@ BEGIN, END = "<!-- first calls: written by tests/benchmarks/first_call.py -->", 
 PHASES = {
     "capture": ("poptorch.run.compilation.captured_model",),
     "building": ("poptorch.run.compiled.Program",),
-    "tracing": ("runtime.program.compiled.lower", "runtime.plan.pieces.lower"),
+    "tracing": ("runtime.program.compiled.lower", "runtime.plan.segments.lower"),
 }
 """What is done in the thread that calls, and the functions that do it; all else is XLA, and moving weights."""
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import popxl
-from popxl.base.files import (
+from popxl.base.atomic_files import (
     clean_stale_temporaries,
     parsed,
     replace_file,

@@ -14,8 +14,8 @@ import pytest
 
 import popxl
 from popxl import ops
+from popxl.base.atomic_files import digest
 from popxl.base.container import pack, unpack
-from popxl.base.files import digest
 from popxl.base.source import SourceLocation
 from popxl.errors import PopxlError, UnreadableFileError
 from popxl.options import OF_THE_RUN

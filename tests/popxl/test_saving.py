@@ -17,8 +17,8 @@ import safetensors.numpy
 
 import popxl
 from popxl import ops
+from popxl.base.atomic_files import digest, with_digest
 from popxl.base.container import pack, unpack
-from popxl.base.files import digest, with_digest
 from popxl.errors import PopxlError, UnreadableFileError
 from popxl.op import OpKind
 from popxl.program.saved import KIND

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import popxl
-from popxl.base.files import ReplacedError
+from popxl.base.atomic_files import ReplacedError
 from popxl.errors import UnreadableFileError
-from popxl_addons import array_files, checkpoint, pieces
+from popxl_addons import array_files, checkpoint, sharded_arrays
 from popxl_addons.array_munging import shard
 from popxl_addons.task_session import initialise_memmap_dir_from_checkpoint
 from tests.popxl_addons import killed_training
@@ -119,7 +119,7 @@ def write_in_pieces(place, arrays, format="npz", shapes=None):
     with checkpoint.created(str(place)) as directory:
         checkpoint.write_info(directory, {"steps": 1})
         array_files.write_arrays(directory, {"known to all": np.arange(3)}, format)
-        shares = [pieces.ShardWriter(directory, number, 2, notes) for number in range(2)]
+        shares = [sharded_arrays.ShardWriter(directory, number, 2, notes) for number in range(2)]
         for number, share in enumerate(shares):
             own = {}
             for name, array in arrays.items():
@@ -128,8 +128,8 @@ def write_in_pieces(place, arrays, format="npz", shapes=None):
                 own[name] = [(start, flat[start:stop]) for start, stop in zip(cuts[::2], cuts[1::2], strict=True)]
             share.write(own, format)
         assert shares[0].problems() == [] and not notes
-        shapes = shapes or {name: pieces.ShardSpec(shape=array.shape) for name, array in arrays.items()}
-        pieces.write_index(directory, pieces.Index(writers=2, arrays=shapes))
+        shapes = shapes or {name: sharded_arrays.ShardSpec(shape=array.shape) for name, array in arrays.items()}
+        sharded_arrays.write_index(directory, sharded_arrays.Index(writers=2, arrays=shapes))
 
 
 @pytest.mark.parametrize("format", ["npz", "safetensors"])
@@ -147,17 +147,17 @@ def test_pieces_are_put_together(tmp_path, format):
 def test_parts_of_groups_are_joined_along_their_axis(tmp_path):
     table = np.arange(24).reshape(2, 12)
     stacked = np.stack(np.split(table, 3, 1))
-    write_in_pieces(tmp_path, {"a": stacked}, shapes={"a": pieces.ShardSpec(shape=stacked.shape, axis=1)})
+    write_in_pieces(tmp_path, {"a": stacked}, shapes={"a": sharded_arrays.ShardSpec(shape=stacked.shape, axis=1)})
     np.testing.assert_array_equal(read(tmp_path)[0]["a"], table)
     with pytest.raises(ValueError, match=r"parts of the shape \(2, 4\) have no axis 2"):
-        pieces.ShardSpec(shape=stacked.shape, axis=2)
+        sharded_arrays.ShardSpec(shape=stacked.shape, axis=2)
 
 
 @pytest.mark.parametrize("format", ["npz", "safetensors"])
 def test_only_the_pieces_that_are_asked_for_are_read(tmp_path, format):
     write_in_pieces(tmp_path, ARRAYS, format)
     with checkpoint.located(str(tmp_path)) as directory:
-        arrays = pieces.arrays_of(directory)
+        arrays = sharded_arrays.arrays_of(directory)
     shutil.rmtree(tmp_path / "pieces/0")
     for name, expected in ARRAYS.items():
         assert arrays[name].shape == expected.shape and arrays[name].dtype == expected.dtype
@@ -175,9 +175,9 @@ def test_elements_of_parts_that_are_cut_anew(axis):
         if whole.shape[axis] % stored or whole.shape[axis] % parts:
             continue
         there = array_files.InMemory(shard(whole, stored, axis))
-        joined = pieces.join(there, axis)
-        np.testing.assert_array_equal(pieces.read_all(joined), whole)
-        expected, found = shard(whole, parts, axis), pieces.split(joined, parts, axis)
+        joined = sharded_arrays.join(there, axis)
+        np.testing.assert_array_equal(sharded_arrays.read_all(joined), whole)
+        expected, found = shard(whole, parts, axis), sharded_arrays.split(joined, parts, axis)
         assert found.shape == expected.shape
         for start, stop in [(0, expected.size), (5, 6), (7, 61), (expected.size, expected.size)]:
             np.testing.assert_array_equal(found.elements(start, stop), expected.reshape(-1)[start:stop])
@@ -240,7 +240,7 @@ def test_a_changed_byte_of_pieces(tmp_path, name):
 
 def test_who_cannot_write_says_so(tmp_path):
     notes = KeyValueStore()
-    first, second = (pieces.ShardWriter(tmp_path / "c", number, 2, notes) for number in range(2))
+    first, second = (sharded_arrays.ShardWriter(tmp_path / "c", number, 2, notes) for number in range(2))
     with pytest.raises(FileNotFoundError, match="Choose a place for checkpoints that all processes have in common"):
         second.write({}, "npz")
     with pytest.raises(KeyboardInterrupt), first.reporting_failures():
@@ -402,7 +402,7 @@ def test_a_reader_is_told_of_another_checkpoint(tmp_path):
     """What it has read may be of both; and what looks damaged to it, is not."""
     write(tmp_path / "c", {"a": np.zeros(2)})
     with pytest.raises(ReplacedError, match="was replaced"), checkpoint.located(str(tmp_path / "c")) as directory:
-        arrays = pieces.arrays_of(directory)
+        arrays = sharded_arrays.arrays_of(directory)
         write(tmp_path / "c", {"a": np.ones(2)})
         assert arrays["a"].elements(0, 2).tolist() == [1, 1]
     with pytest.raises(ReplacedError), checkpoint.located(str(tmp_path / "c")) as directory:
@@ -473,7 +473,7 @@ INTERRUPTED = """
 import os, shutil, sys
 from pathlib import Path
 import numpy as np
-from popxl_addons import array_files, checkpoint, pieces
+from popxl_addons import array_files, checkpoint, sharded_arrays
 
 how, format, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 STEPS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "shutil.copyfile"}
@@ -498,10 +498,10 @@ def save(place, value, format):
         arrays = {f"only_{value}": np.full(3, value), "both": np.full(2, value)}
         if format == "pieces":
             array_files.write_arrays(directory, {})
-            pieces.write_pieces(directory, 0, {name: [(0, array[:1])] for name, array in arrays.items()})
-            pieces.write_pieces(directory, 1, {name: [(1, array[1:])] for name, array in arrays.items()})
-            shapes = {name: pieces.ShardSpec(shape=array.shape) for name, array in arrays.items()}
-            pieces.write_index(directory, pieces.Index(writers=2, arrays=shapes))
+            sharded_arrays.write_pieces(directory, 0, {name: [(0, array[:1])] for name, array in arrays.items()})
+            sharded_arrays.write_pieces(directory, 1, {name: [(1, array[1:])] for name, array in arrays.items()})
+            shapes = {name: sharded_arrays.ShardSpec(shape=array.shape) for name, array in arrays.items()}
+            sharded_arrays.write_index(directory, sharded_arrays.Index(writers=2, arrays=shapes))
         else:
             array_files.write_arrays(directory, arrays, format)
         if value == 1:

@@ -19,7 +19,7 @@ import pytest
 import popxl
 import popxl_addons as addons
 from popxl import ops
-from popxl.base.files import ReplacedError
+from popxl.base.atomic_files import ReplacedError
 from popxl_addons import checkpoint, task_session
 from popxl_addons.task_session import TaskSession, initialise_memmap_dir_from_checkpoint, write_variables_pb
 

@@ -17,6 +17,7 @@ from typing import Any
 from popxl.analysis.checking import check
 from popxl.analysis.memory import Memory
 from popxl.base.asked_memory import asking
+from popxl.base.container import is_packed
 from popxl.base.pages import OnPage
 from popxl.errors import DriftingVariableWarning, PopxlError
 from popxl.ir import Ir
@@ -30,6 +31,7 @@ from runtime.inspection import report_of
 from runtime.machine import Machine, PlanningMachine, TargetMachine
 from runtime.memory_budget import Compiled, bytes_of, compiled_program, plan_within
 from runtime.pipes import exit_on_broken_pipe
+from runtime.session import Session
 from runtime.targets.devices import ask_for_cpu_devices
 from runtime.targets.offline import FORMS, Target
 from runtime.versions import ShowVersions
@@ -85,7 +87,8 @@ its JAX function NAME, and prints what that needs, sends and costs, for argument
 
 _DIFF = """\
 Print what changed in memory, bytes, operations, kernels and collectives from one program to another, both compiled for
-one machine. `session.cost().save_budget("costs.json")` writes the cost of a program, which may stand for it.
+one machine: in all, by argument, graph and source line. Programs are files of Python, those of `Ir.save`, or costs that
+`session.cost().save_budget("costs.json")` has written.
 """
 
 _REMOVED = {
@@ -191,7 +194,9 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("diff", help=_DIFF, description=_DIFF, allow_abbrev=False)
     command.add_argument("--target", metavar="MACHINE", help=f"compile programs for this machine: {FORMS}")
     for name in ("old", "new"):
-        command.add_argument(name, metavar=name.upper(), help="FILE.py, FILE.py:NAME, or costs in a JSON file")
+        command.add_argument(
+            name, metavar=name.upper(), help="FILE.py, FILE.py:NAME, a saved program, or costs in a JSON file"
+        )
     return parser
 
 
@@ -365,7 +370,7 @@ def diff(old: str, new: str, machine: str | None) -> int:
 
 
 def _costs(description: str, target: Target | None) -> list[Cost]:
-    """Costs of a program's sessions, of its JAX function, or in a file.
+    """Costs of a program's sessions, of its JAX function, of a saved program, or in a file.
 
     Raises:
         PopxlError: if there is none.
@@ -373,9 +378,12 @@ def _costs(description: str, target: Target | None) -> list[Cost]:
     name, function = _function_of(description)
     file = Path(name)
     if not file.is_file():
-        raise PopxlError(f"{name!r} is no file; expected a program, or a JSON file of costs.")
+        raise PopxlError(f"{name!r} is no file; expected a program, one that was saved, or a JSON file of costs.")
     if file.suffix == ".json":
         return [read_budget(file)]
+    if is_packed(file.read_bytes()):
+        ir = Ir.load(file)
+        return [(Session(ir) if target is None else Session(ir, target)).cost()]
     if function and target is not None:
         ask_for_cpu_devices(target.count)
     with redirect_stdout(StringIO()):

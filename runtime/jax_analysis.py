@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +17,8 @@ from popxl.base.records import Record
 from popxl.errors import PopxlError
 from runtime.costs.cost import Cost, cost_of_executable
 from runtime.costs.hlo import Module, parse_hlo
-from runtime.costs.schedule import Buffer, Schedule, schedule_of
-from runtime.costs.work import account_of
+from runtime.costs.lines import LineCost, live_buffers
+from runtime.costs.schedule import schedule_of
 from runtime.targets import chip
 from runtime.targets.offline import Target
 
@@ -36,22 +35,6 @@ class LineMemory(Record):
     line: str
     bytes: int
     buffers: tuple[str, ...]
-
-
-class LineCost(Record):
-    """Work of the kernels of one source line in one run, on one chip. A fusion counts at the line of its result.
-
-    Attributes:
-        line: the line, `train.py:12`; "" for kernels whose line XLA does not say.
-        kernels: how many are run.
-        flops: floating point operations.
-        bytes_accessed: bytes that they read and write.
-    """
-
-    line: str
-    kernels: int
-    flops: int
-    bytes_accessed: int
 
 
 class Analysis(OnPage, Record):
@@ -216,6 +199,7 @@ def _analysis(name: str, executable: Any, seconds: float, target: Target | None)
     ordered = [*next(meshes, sorted(used, key=lambda device: device.id))]
     figures = chip.of_device(kind) if target is None else target.chip
     schedule = schedule_of(module)
+    cost = cost_of_executable(name, module, sizes, figures, ordered, seconds, kind)
     memory = Memory(
         name=f"{name}, on each device" if devices > 1 else name,
         source="schedule",
@@ -238,33 +222,16 @@ def _analysis(name: str, executable: Any, seconds: float, target: Target | None)
         devices=devices,
         capacity=None if figures is None else figures.memory_bytes,
         memory=memory,
-        live=_live(schedule),
-        cost=cost_of_executable(name, module, sizes, figures, ordered, seconds, kind),
-        lines=_lines(module),
+        live=_live(module),
+        cost=cost,
+        lines=tuple(line for line in cost.lines if line.kernels),
     )
 
 
-def _live(schedule: Schedule) -> tuple[LineMemory, ...]:
+def _live(module: Module) -> tuple[LineMemory, ...]:
     """Buffers live at the peak, by the lines that write them, most bytes first."""
-    live = schedule.live_bytes()
-    if not live:
-        return ()
-    by_line: defaultdict[str, list[Buffer]] = defaultdict(list)
-    for buffer in schedule.live_at(live.index(max(live))):
-        by_line[schedule.steps[buffer.first].line].append(buffer)
     found = [
         LineMemory(line=line, bytes=sum(b.bytes for b in alike), buffers=tuple(b.name for b in alike))
-        for line, alike in by_line.items()
+        for line, alike in live_buffers(module).items()
     ]
     return tuple(sorted(found, key=lambda each: -each.bytes))
-
-
-def _lines(module: Module) -> tuple[LineCost, ...]:
-    """Work of each source line, most bytes first."""
-    account = account_of(module, lambda instruction: instruction.line)
-    found = (
-        LineCost(line=line, kernels=work.kernels, flops=work.flops, bytes_accessed=work.bytes)
-        for line, work in account.graphs.items()
-        if work.kernels
-    )
-    return tuple(sorted(found, key=lambda each: -each.bytes_accessed))

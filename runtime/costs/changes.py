@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
-from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, flops_text
+from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, flops_text, seconds_text
 from popxl.base.records import Record
 from runtime.costs.cost import CollectiveUse, Cost
+from runtime.costs.lines import LineCost
 
 
 class CostChange(Record):
@@ -15,9 +16,9 @@ class CostChange(Record):
 
     Attributes:
         what: the quantity: "temporaries", "kernels", "bytes of all-reduce".
-        where: the graph or source line that it is of; "" for the whole program.
+        where: the graph, the source line or the argument that it is of; "" for the whole program.
         before, after: its values; 0 where there was none.
-        unit: "B", "FLOP", "cycles", or "" for a count.
+        unit: "B", "FLOP", "cycles", "ns", or "" for a count.
     """
 
     what: str
@@ -36,7 +37,12 @@ class CostChange(Record):
         return f"{100 * (self.after / self.before - 1):+.1f} %" if self.before else "new"
 
     def _text(self, count: int) -> str:
-        units = {"B": bytes_text, "FLOP": flops_text, "cycles": lambda n: f"{count_text(n)} cycles"}
+        units = {
+            "B": bytes_text,
+            "FLOP": flops_text,
+            "cycles": lambda n: f"{count_text(n)} cycles",
+            "ns": _nanoseconds_text,
+        }
         return units[self.unit](count) if self.unit in units else str(count)
 
     def cells(self) -> list[str]:
@@ -88,20 +94,38 @@ _TOTALS = {
     "kernels": ("kernels", ""),
     "copies": ("copies", ""),
     "cycles": ("cycles", "cycles"),
+    "a run, estimated": ("seconds", "ns"),
 }
 """Quantities of a whole program: the attribute of `Cost`, and the unit."""
 
 
 def changes_of(before: Cost, after: Cost) -> CostChanges:
     """Changes from one cost to another."""
-    found = (*_totals(before, after), *_of_graphs(before, after), *_of_collectives(before, after))
+    found = (
+        *_totals(before, after),
+        *_of_arguments(before, after),
+        *_of_graphs(before, after),
+        *_of_collectives(before, after),
+        *_of_lines(before, after),
+    )
     return CostChanges(before=before.name, after=after.name, changes=tuple(c for c in found if c.before != c.after))
 
 
 def _totals(before: Cost, after: Cost) -> Iterator[CostChange]:
     for what, (attribute, unit) in _TOTALS.items():
-        old, new = getattr(before, attribute), getattr(after, attribute)
-        yield CostChange(what=what, where="", before=old or 0, after=new or 0, unit=unit)
+        scale = 1e9 if unit == "ns" else 1
+        old, new = (round(scale * (getattr(cost, attribute) or 0)) for cost in (before, after))
+        yield CostChange(what=what, where="", before=old, after=new, unit=unit)
+
+
+def _of_arguments(before: Cost, after: Cost) -> Iterator[CostChange]:
+    """Changes of each argument. Files of earlier versions have none."""
+    if not (before.arguments and after.arguments):
+        return
+    for what, attribute in (("argument", "arguments"), ("overwritten with results", "overwritten")):
+        old, new = (getattr(cost, attribute) for cost in (before, after))
+        for name in {**old, **new}:
+            yield CostChange(what=what, where=name, before=old.get(name, 0), after=new.get(name, 0), unit="B")
 
 
 def _of_graphs(before: Cost, after: Cost) -> Iterator[CostChange]:
@@ -130,6 +154,79 @@ def _of_collectives(before: Cost, after: Cost) -> Iterator[CostChange]:
         yield CostChange(what=what, where=source, before=counts[0], after=counts[1], unit="B")
         runs = [sum(use.count * n for use, n in uses.items() if _place(use) == place) for uses in (old, new)]
         yield CostChange(what=f"{kind} between {replicas}", where=source, before=runs[0], after=runs[1])
+
+
+_OF_LINES = {
+    "kernels": ("kernels", ""),
+    "operations": ("flops", "FLOP"),
+    "read and written": ("bytes_accessed", "B"),
+    "live at the peak": ("live_bytes", "B"),
+}
+"""Quantities of a source line: the attribute of `LineCost`, and the unit."""
+
+
+def _of_lines(before: Cost, after: Cost) -> Iterator[CostChange]:
+    """Changes by source line: its work and memory, and what it computes. One that only moved has not changed.
+    Files of earlier versions have none."""
+    if not (before.lines and after.lines):
+        return
+    for old, new in _pairs(before.lines, after.lines):
+        where = new.line or old.line
+        for what, (attribute, unit) in _OF_LINES.items():
+            yield CostChange(
+                what=what, where=where, before=getattr(old, attribute), after=getattr(new, attribute), unit=unit
+            )
+        for kind in sorted({*old.kinds, *new.kinds}):
+            yield CostChange(what=kind, where=where, before=old.kinds.get(kind, 0), after=new.kinds.get(kind, 0))
+
+
+def _pairs(before: Sequence[LineCost], after: Sequence[LineCost]) -> Iterator[tuple[LineCost, LineCost]]:
+    """Lines that changed, before and after. Lines of equal cost are the same, wherever they are in a file; the others
+    are paired by their numbers, or in order if there are as many as before."""
+    old, new = ({line.line: line for line in lines if line.line} for lines in (before, after))
+    moved = Counter(map(_of_file, old.values())) & Counter(map(_of_file, new.values()))
+    old, new = _unmoved(old, moved), _unmoved(new, moved)
+    for file in dict.fromkeys(map(_file, (*old, *new))):
+        first, second = (sorted((name for name in names if _file(name) == file), key=_number) for names in (old, new))
+        if len(first) == len(second):
+            named = [*zip(first, second, strict=True)]
+        else:
+            named = [(name, name) for name in sorted({*first, *second}, key=_number)]
+        for one, other in named:
+            yield old.get(one, _nothing(one)), new.get(other, _nothing(other))
+
+
+def _unmoved(lines: Mapping[str, LineCost], moved: Counter[tuple[str, str]]) -> dict[str, LineCost]:
+    """The lines whose costs the other program does not have."""
+    left, found = moved.copy(), dict[str, LineCost]()
+    for name, line in lines.items():
+        if left[_of_file(line)]:
+            left[_of_file(line)] -= 1
+        else:
+            found[name] = line
+    return found
+
+
+def _of_file(line: LineCost) -> tuple[str, str]:
+    """A line by its file and cost."""
+    return _file(line.line), line.model_copy(update={"line": ""}).model_dump_json()
+
+
+def _file(line: str) -> str:
+    return line.rpartition(":")[0]
+
+
+def _number(line: str) -> int:
+    number = line.rpartition(":")[2]
+    return int(number) if number.isdigit() else 0
+
+
+def _nothing(line: str) -> LineCost:
+    return LineCost(line=line, kernels=0, flops=0, bytes_accessed=0)
+
+
+def _nanoseconds_text(count: int) -> str:
+    return seconds_text(count / 1e9)
 
 
 def _place(use: CollectiveUse) -> tuple[str, str, int]:

@@ -17,6 +17,7 @@ from popxl.base.atomic_files import replace_file
 from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, flops_text, seconds_text
 from popxl.base.records import Record
 from runtime.costs.hlo import Module, parse_hlo
+from runtime.costs.lines import LineCost, arguments_of, lines_of
 from runtime.costs.network import bandwidth_of, spans_of
 from runtime.costs.seconds import LEVELS, GraphCost, PrecisionCost, capped, dtype_of, graphs_of, precisions_of
 from runtime.costs.step import Pricer, StepTimeline, added, places_of, pricer, timeline_of
@@ -104,6 +105,9 @@ class Cost(OnPage, Record):
         axes: what goes along each dimension of the replicas, and over which wires.
         utilisation: share of the published rate of products that a run attains: its model FLOPs utilisation, if it
             recomputes nothing.
+        lines: work and memory by source lines, most bytes first.
+        arguments: bytes of what executables are given, by name.
+        overwritten: those of them that results overwrite.
         chip_hours: seconds of all chips in a run, in hours.
         ipus: these IPUs; nothing where one device stands for all.
         precisions: the same for the precision that float32 products have, and for faster ones: "highest", "high" and
@@ -138,6 +142,9 @@ class Cost(OnPage, Record):
     axes: tuple[AxisTraffic, ...] = ()
     utilisation: float | None = None
     chip_hours: float | None = None
+    lines: tuple[LineCost, ...] = ()
+    arguments: Mapping[str, int] = {}
+    overwritten: Mapping[str, int] = {}
 
     def page(self) -> Page:
         """Page for `print` and notebooks."""
@@ -240,7 +247,7 @@ class Cost(OnPage, Record):
 
 def cost_of(program: CompiledProgram) -> Cost:
     """Compute a compiled program's cost. See `Session.cost`."""
-    account, parts = _accounts(program)
+    account, parts, modules = _accounts(program)
     figures = chip_of(program)
     host = _host_traffic(program)
     count = program.layout.replicas.count
@@ -301,6 +308,7 @@ def cost_of(program: CompiledProgram) -> Cost:
         precisions={} if figures is None else precisions_of(account, figures, seconds),
         step=step,
         axes=axes_of(program, figures, account.collectives, price),
+        **_by_name(modules, _variables(program)),
         **_utilisation(total, figures, estimate, len(program.layout.devices), len(program.layout.ipus)),
     )
 
@@ -415,6 +423,7 @@ def cost_of_executable(
         seconds=None if step is None else step.seconds,
         precisions={} if figures is None else precisions_of(account, figures, run_seconds),
         step=step,
+        **_by_name([(module, 1)], {}),
         **_utilisation(total, figures, None if step is None else step.seconds, count),
     )
 
@@ -424,15 +433,37 @@ def account_of_program(program: CompiledProgram) -> Account:
     return _accounts(program)[0]
 
 
-def _accounts(program: CompiledProgram) -> tuple[Account, dict[Structure, Account]]:
-    """Account of one run of a program; for a plan, also one account per segment structure."""
-    account, parts = Account(), dict[Structure, Account]()
+def _accounts(program: CompiledProgram) -> tuple[Account, dict[Structure, Account], list[tuple[Module, int]]]:
+    """Account of one run of a program, one per segment structure for a plan, and the executables with their runs."""
+    account, parts, modules = Account(), dict[Structure, Account](), list[tuple[Module, int]]()
     for structure, executable, times in _runs(program):
-        found = account_of(parse_hlo(executable.as_text()))
+        modules.append((parse_hlo(executable.as_text()), times))
+        found = account_of(modules[-1][0])
         account.add(found, times)
         if structure is not None:
             parts[structure] = found
-    return account, parts
+    return account, parts, modules
+
+
+def _variables(program: CompiledProgram) -> dict[str, str]:
+    """Names of the variables in arguments of a program, by those that JAX gives to arguments."""
+    layout = program.layout
+    return {
+        f"{what}[{i}]": _listed([t.name for t in block.tensors])
+        for what, blocks in (("changing", layout.changing), ("constant", layout.constant))
+        for i, block in enumerate(blocks)
+    }
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names, of which only the first are told if there are many."""
+    return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more"
+
+
+def _by_name(modules: Sequence[tuple[Module, int]], names: Mapping[str, str]) -> dict[str, Any]:
+    """Costs of lines and sizes of arguments."""
+    arguments, overwritten = arguments_of(modules, names)
+    return {"lines": lines_of(modules), "arguments": arguments, "overwritten": overwritten}
 
 
 def copies_of(program: CompiledProgram) -> Timing:

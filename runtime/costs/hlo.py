@@ -7,6 +7,7 @@ instructions, each with how often a run carries it out. `runtime.costs.work` say
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -185,10 +186,12 @@ class Module:
     Attributes:
         computations: by their names.
         entry: the name of the one that is run.
+        overwritten: numbers of the arguments that results overwrite.
     """
 
     computations: Mapping[str, Computation]
     entry: str
+    overwritten: frozenset[int] = frozenset()
 
     def runs(self) -> Iterator[tuple[Computation, Instruction, int]]:
         """Every executed instruction, with its computation and execution count: all branches of a conditional, fusions
@@ -244,10 +247,15 @@ def parse_hlo(text: str) -> Module:
             instruction = _instruction(line[start.end() :], start[2], bool(start[1]))
             source = lines.get(frame[1], "") if frame else _line_of_parts(instruction, current, computations)
             current.instructions[instruction.name] = replace(instruction, line=source) if source else instruction
-    return Module(computations, entry)
+    aliases = text.partition("\n")[0].partition("input_output_alias=")[2]
+    overwritten = frozenset(int(number) for number in _ALIASED.findall(aliases.partition("alias) }")[0] + "alias)"))
+    return Module(computations, entry, overwritten)
 
 
+_ALIASED = re.compile(r"\((\d+), \{[\d, ]*\}, [\w-]*alias\)")
 _FRAME_OF = re.compile(r"\bstack_frame_id=(\d+)")
+_HOME = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+_OURS = tuple(os.path.join(_HOME, name, "") for name in ("popxl", "runtime", "popxl_addons", "poptorch"))
 _FILE = re.compile(r'^(\d+) "(.*)"$', re.MULTILINE)
 _LOCATION = re.compile(r"^(\d+) {file_name_id=(\d+) .*?\bline=(\d+) ", re.MULTILINE)
 _FRAME = re.compile(r"^(\d+) {file_location_id=(\d+) parent_frame_id=(\d+)}", re.MULTILINE)
@@ -260,7 +268,7 @@ def _user_lines(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for number, location, parent in _FRAME.findall(text):  # callers come before those that they call
         file, line = locations.get(location, ("", ""))
-        is_library = "site-packages" in file or "dist-packages" in file
+        is_library = "site-packages" in file or "dist-packages" in file or file.startswith(_OURS)
         # XLA prints the number of the caller plus one
         found[number] = found.get(str(int(parent) - 1), "") if is_library else f"{file.rpartition('/')[2]}:{line}"
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -158,3 +159,22 @@ def test_diff_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "Nothing changed." in capsys.readouterr().out
     assert main(["diff", files[0], "none.py"]) == 2
     assert "'none.py' is no file" in capsys.readouterr().err
+
+
+def test_diff_of_saved_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = []
+    for name, dtype in (("old.popxl", popxl.float16), ("new.popxl", popxl.float32)):
+        ir = popxl.Ir()
+        with ir.main_graph:
+            w = popxl.variable(np.ones((ROWS, WIDTH)), dtype, "w")
+            graph = ir.create_graph(lambda w: ops.tanh(w @ w.T), w)
+            (y,) = ops.call(graph, w)
+            ops.host_store(popxl.d2h_stream(y.shape, y.dtype, "out"), y)
+        files.append(str(tmp_path / name))
+        ir.save(files[-1])
+    assert main(["diff", *files]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"argument +w +768 B +1.54 kB", said) and re.search(r"operations +test_cost_changes.py:\d+", said)
+    assert "lower.py" not in said
+    assert main(["diff", files[0], files[0]]) == 0
+    assert "Nothing changed." in capsys.readouterr().out

@@ -1,0 +1,134 @@
+"""`LineCost`: work and memory of the source lines of a program, read off its compiled code."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from popxl.base.records import Record
+from runtime.costs.hlo import Instruction, Module
+from runtime.costs.schedule import Buffer, schedule_of
+from runtime.costs.work import account_of
+from runtime.lowering.scopes import source_of
+
+
+class LineCost(Record):
+    """Work of the kernels of one source line in one run, on one chip. A fusion counts at the line of its result.
+
+    Attributes:
+        line: the line, `train.py:12`; "" for kernels whose line XLA does not say.
+        kernels: how many are run.
+        flops: floating point operations.
+        bytes_accessed: bytes that they read and write.
+        live_bytes: buffers that the line has written and that are live at the peak.
+        kinds: what a run computes, within fusions too, by operation and dtype: `{"dot f32": 7, "while": 1}`.
+    """
+
+    line: str
+    kernels: int
+    flops: int
+    bytes_accessed: int
+    live_bytes: int = 0
+    kinds: Mapping[str, int] = {}
+
+
+_PLAIN = frozenset(
+    "parameter constant tuple get-tuple-element bitcast bitcast-convert broadcast iota reshape after-all call "
+    "async-start async-done async-update add-dependency domain opt-barrier optimization-barrier partition-id "
+    "replica-id".split()
+)
+"""Instructions that say little about a line: compilers add and drop them freely."""
+
+
+def line_of(instruction: Instruction) -> str:
+    """The user's source line of an instruction; "" where it is not known."""
+    return source_of(instruction.scope) or instruction.line
+
+
+def lines_of(modules: Sequence[tuple[Module, int]]) -> tuple[LineCost, ...]:
+    """Costs of source lines, most bytes first.
+
+    Args:
+        modules: the executables of a program, each with how often a run carries it out.
+    """
+    work: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    kinds: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    live: dict[str, int] = {}
+    for module, times in modules:
+        for line, done in account_of(module, line_of).graphs.items():
+            for i, count in enumerate((done.kernels, done.flops, done.bytes)):
+                work[line][i] += times * count
+        for line, kind, count in _kinds(module):
+            kinds[line][kind] += times * count
+        at_peak = live_by_line(module)
+        if sum(at_peak.values()) > sum(live.values()):
+            live = at_peak
+    found = (
+        LineCost(
+            line=line,
+            kernels=work[line][0],
+            flops=work[line][1],
+            bytes_accessed=work[line][2],
+            live_bytes=live.get(line, 0),
+            kinds=dict(sorted(kinds[line].items())),
+        )
+        for line in {**work, **live, **kinds}
+    )
+    return tuple(sorted(found, key=lambda each: (-each.bytes_accessed, each.line)))
+
+
+def live_buffers(module: Module) -> dict[str, list[Buffer]]:
+    """Buffers live at the peak of an executable, by the lines that write them."""
+    schedule = schedule_of(module)
+    live = schedule.live_bytes()
+    found: defaultdict[str, list[Buffer]] = defaultdict(list)
+    for buffer in schedule.live_at(live.index(max(live))) if live else ():
+        found[line_of(schedule.steps[buffer.first])].append(buffer)
+    return found
+
+
+def live_by_line(module: Module) -> dict[str, int]:
+    """Bytes live at the peak of an executable, by the lines that write them."""
+    return {line: sum(buffer.bytes for buffer in buffers) for line, buffers in live_buffers(module).items()}
+
+
+def _kinds(module: Module) -> Iterator[tuple[str, str, int]]:
+    """What the executed instructions compute: their lines, operations with dtypes, and how often."""
+    waiting = [(module.entry, 1)]
+    while waiting:
+        name, times = waiting.pop()
+        for instruction in module.computations[name].instructions.values():
+            if instruction.opcode == "while":
+                yield line_of(instruction), "while", times
+                waiting.append((instruction.attribute("body").lstrip("%"), times * module.trip_count(instruction)))
+                continue
+            if instruction.opcode in ("call", "conditional", "async-start", "fusion"):
+                waiting += ((callee, times) for callee in instruction.called if callee in module.computations)
+            if instruction.opcode not in _PLAIN and not instruction.opcode.endswith("-done"):
+                dtype = instruction.results[0].dtype if instruction.results else ""
+                kind = (
+                    instruction.kind if instruction.kind in ("fusion", "conditional") else f"{instruction.kind} {dtype}"
+                )
+                yield line_of(instruction), kind.strip(), times
+
+
+# Arguments -----------------------------------------------------------------------------------------------------------
+
+
+def arguments_of(
+    modules: Sequence[tuple[Module, int]], names: Mapping[str, str]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of the arguments of executables by name, and of those that results overwrite.
+
+    Args:
+        modules: the executables.
+        names: better names for some of them.
+    """
+    arguments, overwritten = Counter[str](), Counter[str]()
+    for module, _ in modules:
+        for number, parameter in module.computations[module.entry].parameters.items():
+            name, bytes = names.get(parameter.scope, parameter.scope), sum(shape.bytes for shape in parameter.results)
+            if name:
+                arguments[name] += bytes
+                overwritten[name] += bytes if number in module.overwritten else 0
+    return dict(sorted(arguments.items())), {name: n for name, n in sorted(overwritten.items()) if n}

@@ -83,7 +83,6 @@ class Typing:
         self.found: dict[tuple[Op, str], Finding] = {}
         self.buffers: dict[RemoteBuffer, Held] = {}
         self.made: dict[tuple[Any, ...], tuple[list[Along], tuple[str, ...]]] = {}
-        self.fed = self.feeds(collectives)
         variables = main.variables
         for v in variables:
             if (buffer := v.location_info.buffer) is not None:
@@ -92,6 +91,7 @@ class Typing:
         held = [v if v.piece is None else v.piece for v in variables]
         changed = {op.inputs[i].origin for op in main.ops for i in op.modified}
         first = tuple(variable_type(mesh, v, v in changed) for v in variables)
+        self.fed = self.feeds(collectives, [t for v, t in zip(variables, first, strict=True) if v in changed])
         outcome = _Pass(self, main, held, first).outcome
         repeated: set[int] = set()  # axes along which some variable gets what was summed though it was the same
         report.types |= dict(zip(variables, first, strict=True))
@@ -130,9 +130,20 @@ class Typing:
                 f"dimension {e}. Transpose these, or divide the variable otherwise.",
             )  # fmt: skip
 
-    def feeds(self, collectives: Sequence[Op]) -> Held:
-        """The type of what the host feeds: own data, but for axes along which some op needs the same."""
+    def feeds(self, collectives: Sequence[Op], learned: Sequence[Held]) -> Held:
+        """The type of what the host feeds: own data, but for axes along which some op needs the same.
+
+        So does a sum of more than single numbers along an axis where replicas share no weight, if they do so along
+        another: that is how layers are divided.
+        """
         found = [OWN_DATA] * self.width
+        shared = [any(each[i][0] is REPLICATED for each in learned) for i in range(self.width)]
+        divided = [any(each[i] == (VARYING, OWN) for each in learned) for i in range(self.width)]
+        for op in collectives if any(shared) else ():
+            axes = self.mesh.along(op.attributes["stride"], op.attributes["group_size"])
+            sums = op.attributes.get("op") == "add" and op.inputs[0].nelms > 1
+            if sums and len(axes) == 1 and divided[axes[0]] and not shared[axes[0]]:
+                found[axes[0]] = SAME
         for op in collectives:
             if op.kind.needs_same_feeds(op.attributes):
                 for i in self.mesh.along(op.attributes["stride"], op.attributes["group_size"]):

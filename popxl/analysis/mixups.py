@@ -1,13 +1,13 @@
-"""One thing that is taken for another: the seeds of dropouts, and what was gathered before its pieces were changed."""
+"""One thing that is taken for another: seeds of dropouts, batches, pieces of before an update, transposed weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import TYPE_CHECKING
 
 from popxl.analysis.mesh import Mesh
 from popxl.analysis.replication import REPLICATED, VARYING, Finding, Report, finding
-from popxl.core.tensor import Tensor
+from popxl.core.tensor import Tensor, Variable
 
 if TYPE_CHECKING:
     from popxl.core.recording import Op
@@ -43,7 +43,7 @@ def seeds(mesh: Mesh, report: Report, of_data: Set[int], alike: Set[int]) -> Ite
 
 
 def stale_pieces(mesh: Mesh, report: Report) -> Iterator[Finding]:
-    """What was gathered of a variable in pieces, and is read after these were changed."""
+    """What was gathered of a variable in pieces, and is used for products or calls after these were changed."""
     for graph in report.graphs:
         yield from _stale(mesh, graph)
 
@@ -54,13 +54,13 @@ def _stale(mesh: Mesh, graph: Graph) -> Iterator[Finding]:
     for op in graph.ops:
         makes = op.kind.exchanged(op.attributes) if op.kind.between_replicas and "op" not in op.attributes else None
         made = next((gathered[t] for t in op.inputs if t in gathered), None)
-        is_same = op.kind.view is not None or op.op_type in ("Cast", "Identity", "Reshape")
+        is_same = _is_same(op)
         if makes == "same" and op.inputs[0].origin.producer is None:
             gathered[op.outputs[0]] = op, op.inputs[0].origin
         elif made is not None and is_same:
             gathered |= dict.fromkeys(op.outputs, made)
             old.update(op.outputs if any(t in old for t in op.inputs) else ())
-        elif stale := [t for t in op.inputs if t in old]:
+        elif (op.kind.contracts or op.called_graphs) and (stale := [t for t in op.inputs if t in old]):
             (t, *_), (gather, pieces) = stale, gathered[stale[0]]
             axes = mesh.along(gather.attributes["stride"], gather.attributes["group_size"])
             yield finding(
@@ -71,3 +71,87 @@ def _stale(mesh: Mesh, graph: Graph) -> Iterator[Finding]:
             old.clear()
         changed = {op.inputs[i].origin for i in op.modified}
         old.update(t for t, (_, pieces) in gathered.items() if pieces in changed)
+
+
+def unread_batches(mesh: Mesh, report: Report) -> Iterator[Finding]:
+    """What the host feeds to each replica, and was gathered, where nothing but the part of one replica is read."""
+    for op in (op for graph in report.graphs for op in graph.ops):
+        if not op.kind.between_replicas or "op" in op.attributes or op.kind.exchanged(op.attributes) != "same":
+            continue
+        load, axes = _unmoved(op.inputs[0]).producer, mesh.along(op.attributes["stride"], op.attributes["group_size"])
+        own = [i for i in axes if report.fed and report.fed[i][0] is VARYING]
+        if load is None or not load.kind.exchange or not own:
+            continue
+        readers = [*_readers(op.outputs[0])]
+        parts = {(each.op_type, repr(each.attributes), each.outputs[0].nelms) for each in readers if each.outputs}
+        size = op.outputs[0].nelms // op.attributes["group_size"]
+        if len(parts) == 1 and all(kind == "Slice" and nelms <= size for kind, _, nelms in parts):
+            yield finding(
+                mesh, "same batch", load, op.inputs[0], own,
+                f"each replica along {mesh.text(own)} is fed its own `{op.inputs[0].path}`, and all read that of one. "
+                "Let each compute with its own.",
+            )  # fmt: skip
+
+
+def _unmoved(t: Tensor) -> Tensor:
+    """What a tensor was before it was moved or cast."""
+    while (op := t.producer) is not None and _is_same(op):
+        t = op.inputs[0]
+    return t
+
+
+def _is_same(op: Op) -> bool:
+    return op.kind.view is not None or op.op_type in ("Cast", "Identity", "Reshape")
+
+
+def _readers(t: Tensor) -> Iterator[Op]:
+    """The ops that read a tensor, also after it was reshaped or cast."""
+    for op in t.graph.ops:
+        if t in op.inputs:
+            if op.op_type in ("Cast", "Identity", "Reshape"):
+                yield from _readers(op.outputs[0])
+            else:
+                yield op
+
+
+def turned_weights(mesh: Mesh, report: Report) -> Iterator[Finding]:
+    """Square weights that are multiplied with, or transposed, where the gradient is that of the other product."""
+    for graph in report.graphs:
+        products = [op for op in graph.ops if op.kind.contracts is not None and op.inputs[1].rank == 2]
+        uses: dict[Tensor, dict[tuple[Tensor, bool], Op]] = {}
+        for op in products:
+            weight, is_turned = _turned(op.inputs[1])
+            if isinstance(weight, Variable) and weight.shape[0] == weight.shape[1]:
+                uses.setdefault(weight, {})[op.inputs[0], is_turned] = op
+        for op in graph.ops if uses else ():
+            for i in op.modified:
+                for given in op.inputs[:i] + op.inputs[i + 1 :]:
+                    yield from _of_gradient(mesh, uses.get(op.inputs[i].origin, {}), op.inputs[i].origin, given)
+
+
+def _of_gradient(mesh: Mesh, uses: Mapping[tuple[Tensor, bool], Op], w: Tensor, gradient: Tensor) -> Iterator[Finding]:
+    """Whether a gradient is `xᵀ @ dy`, where the product is `x @ wᵀ`; or `dyᵀ @ x`, where it is `x @ w`."""
+    while (op := gradient.producer) is not None and op.op_type in _SCALING and op.inputs[0].shape == gradient.shape:
+        gradient = op.inputs[0]
+    if op is None or op.kind.contracts is None:
+        return
+    (left, left_is_turned), (right, right_is_turned) = map(_turned, op.inputs)
+    for x, of_turned in ((left, False), (right, True)):
+        is_gradient = left_is_turned and not right_is_turned
+        if is_gradient and (x, not of_turned) in uses and (x, of_turned) not in uses:
+            now = "is multiplied with transposed" if not of_turned else "is not transposed where it is multiplied with"
+            yield finding(
+                mesh, "turned weight", uses[x, not of_turned], w, (),
+                f"`{w.path}` {now}, and the gradient that changes it, `{gradient.path}`, is that of the other product.",
+            )  # fmt: skip
+
+
+_SCALING = frozenset({"Cast", "Div", "Identity", "Mul", "Neg", "ReplicatedAllReduce", "ReplicatedAllReduceInplace"})
+
+
+def _turned(t: Tensor) -> tuple[Tensor, bool]:
+    """What a matrix is, and whether it was transposed."""
+    op = t.producer
+    if op is not None and t.rank == 2 and tuple(op.attributes.get("permutation") or ()) == (1, 0):
+        return op.inputs[0], True
+    return t, False

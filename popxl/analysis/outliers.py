@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from popxl.analysis.mesh import Mesh
-from popxl.analysis.mixups import seeds, stale_pieces
+from popxl.analysis.mixups import seeds, stale_pieces, turned_weights, unread_batches
 from popxl.analysis.replication import REPLICATED, VARYING, Finding, Report, begins_different, finding, is_term
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import is_call
@@ -86,10 +86,11 @@ def outliers(report: Report) -> Iterator[Finding]:
         stored += out
     yield from _losses(mesh, report, updates, stored)
     said = {i for graph in report.graphs for op in graph.ops if op.kind.asserts for i in _along(mesh, op)}
-    yield from _same_data(mesh, report, updates, said)
-    yield from _same_batches(mesh, report)
+    batches = {each.op: each for each in (*unread_batches(mesh, report), *_same_batches(mesh, report))}
+    yield from batches.values() if batches else _same_data(mesh, report, updates, said)
     yield from _scaled_sums(mesh, report)
     yield from stale_pieces(mesh, report)
+    yield from turned_weights(mesh, report)
     alike = said | {i for i, (kind, _) in enumerate(report.fed) if kind is REPLICATED}
     yield from seeds(mesh, report, {i for each in updates for i in each.axes}, alike)
     report.notes += _local_numbers(mesh, report, updates)
@@ -175,7 +176,8 @@ def _odd_ones(mesh: Mesh, updates: Sequence[_Update]) -> Iterator[Finding]:
         for each in some:
             by_scale[f"{each.scale:.5g}"].append(each)
         most = max(by_scale.values(), key=len)
-        if 2 * (len(some) - len(most)) > len(most):
+        of_one = len({each.of for each in some}) == 1  # who changes a variable in two ways cannot mean both
+        if 2 * (len(some) - len(most)) > len(most) and not of_one:
             continue
         for each in some:
             ratio = each.scale / most[0].scale

@@ -116,8 +116,8 @@ def _of_op(op: Op, sizes: dict[str, int], strides: dict[str, int]) -> Iterator[t
                 yield "exchange axes", lambda op, stride=strides[axis]: _edited(op, stride=stride)
             elif reduces and size < attributes["group_size"] and len(sizes) > 1:
                 yield "another group", lambda op, s=strides[axis], n=size: _edited(op, stride=s, group_size=n)
-        if "op" not in attributes and (before := _same_before(op)) is not None:
-            yield "read a stale piece", lambda op, t=before: _replaced(op, lambda *_: ops.identity(t))
+        if "op" not in attributes and _same_before(op) is not None:
+            yield "read a stale piece", _stale
     if op.op_type == "HostLoad" and op.outputs[0].dtype.is_floating_point:
         yield "feed the same batch to all", _fed_alike
     if op.op_type == "MatMul":
@@ -166,6 +166,12 @@ def _replaced(op: Op, by: Callable[..., Any]) -> None:
 
 def _clone(op: Op, *inputs: popxl.Tensor) -> Any:
     return op.kind(*inputs, **op.attributes)
+
+
+def _stale(op: Op) -> None:
+    before = _same_before(op)
+    assert before is not None
+    _replaced(op, lambda *_: ops.identity(before))
 
 
 def _doubled(op: Op) -> None:

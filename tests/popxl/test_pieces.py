@@ -191,9 +191,31 @@ def what_was_gathered_before() -> None:
     ops.matmul(x, w)  # found
 
 
+def a_turned_weight() -> None:
+    x, w = fed(5, 6), weight(6, 6)
+    y = ops.tanh(x @ w.T)  # found
+    update(w, c.replicated_all_reduce(x.T @ y, "mean"))
+
+
+def the_batch_of_one_replica() -> None:
+    x = ops.host_load(popxl.h2d_stream((5, 8), F32, "x"))  # found
+    rows = c.replicated_all_gather(x)
+    trained_with(rows[:5], seeds_of(8, ir_of_each()))
+
+
+def layers_whose_feeds_are_not_stated() -> None:
+    """Replicas share weights along `data` alone, and sum along `tensor`: they are fed the same along that."""
+    x, a, b = fed(5, 8), own(8, 6, name="a"), own(6, 8, name="b")
+    y = c.replicated_all_reduce(ops.tanh(x @ a) @ b, "add", group="tensor")
+    c.replicated_all_reduce(ops.tanh(y @ a) @ b, "mean", group="tensor")  # found
+
+
 @pytest.mark.parametrize(
     ("program", "category"),
     [
+        (a_turned_weight, "turned weight"),
+        (the_batch_of_one_replica, "same batch"),
+        (layers_whose_feeds_are_not_stated, "mean of a sum"),
         (one_seed_for_all, "same seed"),
         (a_seed_for_each_of_the_same, "different seeds"),
         (what_was_gathered_before, "stale pieces"),
@@ -259,6 +281,17 @@ def ir_of_each() -> popxl.ReplicaGrouping:
     return popxl.gcg().ir.replica_grouping(group_size=1)
 
 
+def a_weight_used_both_ways() -> None:
+    x, w = fed(5, 6), weight(6, 6)
+    y = ops.tanh(x @ w) @ w.T
+    update(w, c.replicated_all_reduce(x.T @ y, "mean"))
+
+
+def gathered_rows() -> None:
+    rows = c.replicated_all_gather(fed(5, 8))
+    trained_with(rows[:5] + rows[5:10], seeds_of(8, ir_of_each()))
+
+
 def seeds_for_each() -> None:
     trained_with(fed(5, 8), seeds_of(8, ir_of_each()))
 
@@ -290,6 +323,8 @@ def batches_of_each() -> None:
         a_share_of_a_bias,
         heads,
         data_in_variables,
+        a_weight_used_both_ways,
+        gathered_rows,
         seeds_for_each,
         seeds_along_data,
         gathered_again,

@@ -275,7 +275,7 @@ def of_the_same_data(all: bool) -> None:
     x = fed(5, 8)
     rows = c.replicated_all_gather(x)
     w = weight(8, 3)
-    x = rows[:5] if all else x
+    x = rows[:5] + rows[5:10] if all else x
     update(w, c.replicated_all_reduce(x.T @ (x @ w), "mean"))  # found
 
 
@@ -306,7 +306,7 @@ def statistics() -> None:
         (partial(three_layers, divisor=8), "factor of replicas", "b", ("data", "tensor"), "found in the factor"),
         (partial(three_layers, stored="add"), "sum of means", "mean_out_all_reduce", ("data", "tensor"), "in the loss"),
         (partial(three_layers, group="data"), "partly reduced number", "mean_out_all_reduce", ("tensor",), "the loss"),
-        (partial(of_the_same_data, True), "gradients of the same data", "matmul_out__t0", ("data", "tensor"), "found"),
+        (partial(of_the_same_data, True), "gradients of the same data", "matmul_out__t1", ("data", "tensor"), "found"),
         (partial(begun, True, True), "different beginnings", "w", ("data", "tensor"), "found begun"),
     ],
 )  # fmt: skip

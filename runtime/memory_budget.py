@@ -225,7 +225,7 @@ class _Search:
 
         One compiled program says what there is besides activations. Two say also what a byte of them weighs: XLA lays
         values over each other, so it may be less than one. After a plan above the budget, there is only one more try:
-        it leaves more room.
+        it leaves more room, the more that plan missed the budget.
         """
         release = self.tried[-1][1].release
         planned = [most_bytes(self._graphs, each.treatments, release) for each, _ in self.tried]
@@ -233,7 +233,8 @@ class _Search:
         weight = 1.0
         if planned[-1] != planned[0]:
             weight = min(max((peaks[0] - peaks[-1]) / (planned[0] - planned[-1]), 0.25), 2.0)
-        share = 0.95 if len(peaks) == 1 else 0.97 if peaks[-1] <= self._budget else 0.92
+        above = peaks[-1] / self._budget - 1
+        share = 0.95 if len(peaks) == 1 else 0.97 if above <= 0 else max(0.92 - above / 2, 0.7)
         return planned[-1] + (share * self._budget - peaks[-1]) / weight
 
     def _refusal(self) -> str:

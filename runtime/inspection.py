@@ -16,9 +16,10 @@ from popxl.core.recording import Op
 from popxl.core.traits import is_call
 from popxl.graph import Graph
 from popxl.ir import Ir
+from popxl.ops.memory import offloads
 from popxl.remote_buffer import RemoteBuffer
 from popxl.values.spec import brief
-from runtime.costs.cost import cost_of
+from runtime.costs.cost import cost_of, host_copies_of
 from runtime.costs.memory import memory_of_program
 from runtime.plan.plan import Plan
 from runtime.plan.structure import Structure
@@ -64,6 +65,7 @@ def report_of(ir: Ir, program: CompiledProgram, runner: Runner | None = None) ->
         precision=_precision(ir.options.precision, program.layout.destination.platform),
         seconds=program.seconds,
         memory=memory,
+        offloaded=_offloaded(main, program, memory),
         runs=0 if runner is None else runner.runs,
         run_seconds=0.0 if runner is None else runner.run_seconds,
         timeline=None if runner is None else runner.timeline,
@@ -83,6 +85,20 @@ def _loops(program: CompiledProgram) -> tuple[LoopReport, ...]:
             text=summary(loop.ops),
         )
         for loop in (() if rolling is None else rolling.loops)
+    )
+
+
+def _offloaded(main: Graph, program: CompiledProgram, memory: Memory) -> str | None:
+    """What becomes of offloaded tensors, in a sentence or two; `None` without any, and where both memories are one."""
+    is_one = program.layout.destination.platform == "cpu"
+    if is_one or not any(offloads(graph.ops) for graph in reachable(main)):
+        return None
+    if not memory.temporaries_on_host:
+        return "Warning: what the program offloads is in the memory of the device, and nothing is in that of the host."
+    beside, alone = host_copies_of(program)
+    return (
+        f"Of the copies of offloaded tensors between the memories of device and host, {beside} in a run have other "
+        f"kernels beside them, and {alone} have none."
     )
 
 

@@ -16,9 +16,6 @@ from runtime.program.laying_out import layout_for
 from runtime.targets.destination import DoesNotFit
 from runtime.targets.devices import Device
 
-LAUNCH = 1e-6
-"""Seconds between two kernels of a GPU, about. XLA's figures of TPUs have all in them."""
-
 
 def best(ir: Ir, device: Device) -> CompiledProgram:
     """Compile a program with the fastest mode that fits into memory, by estimate.
@@ -95,5 +92,4 @@ def estimated(program: CompiledProgram) -> tuple[float, str]:
         return cost.cycles, f"{count_text(cost.cycles)} cycles a run"
     if cost.seconds is None:
         return cost.bytes_accessed, f"{bytes_text(cost.bytes_accessed)} read and written in a run"
-    seconds = cost.seconds + LAUNCH * cost.kernels
-    return seconds, f"{seconds_text(seconds)} a run"
+    return cost.seconds, f"{seconds_text(cost.seconds)} a run"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from popxl.core.aliasing import through_calls
 from popxl.core.declaration import OpKind
+from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
 from popxl.ops.kernels import memory
 from popxl.values.shapes import like_first
@@ -30,6 +32,11 @@ def is_offloaded(t: Tensor) -> bool:
     """Whether `offload` makes a tensor, in its graph or in one that is called there."""
     *_, inner = through_calls(t)
     return inner.producer is not None and inner.producer.kind is _offload
+
+
+def offloads(ops: Iterable[Op]) -> bool:
+    """Whether any of `ops` is an `offload`."""
+    return any(op.kind is _offload for op in ops)
 
 
 def available_after(t: Tensor, other: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from popxl.base.atomic_files import replace_file
 from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, flops_text, seconds_text
 from popxl.base.records import Record
 from runtime.costs.hlo import Module, parse_hlo
+from runtime.costs.host_copies import HostCopies, host_copies
 from runtime.costs.lines import LineCost, arguments_of, lines_of
 from runtime.costs.network import bandwidth_of, spans_of
 from runtime.costs.seconds import LEVELS, GraphCost, PrecisionCost, capped, dtype_of, graphs_of, precisions_of
@@ -464,6 +465,12 @@ def _by_name(modules: Sequence[tuple[Module, int]], names: Mapping[str, str]) ->
     """Costs of lines and sizes of arguments."""
     arguments, overwritten = arguments_of(modules, names)
     return {"lines": lines_of(modules), "arguments": arguments, "overwritten": overwritten}
+
+
+def host_copies_of(program: CompiledProgram) -> HostCopies:
+    """Copies of one run of a program between the memories of device and host, summed over its executables."""
+    found = [(host_copies(parse_hlo(executable.as_text())), times) for _, executable, times in _runs(program)]
+    return HostCopies(sum(each.beside * n for each, n in found), sum(each.alone * n for each, n in found))
 
 
 def copies_of(program: CompiledProgram) -> Timing:

@@ -28,8 +28,9 @@ count, and no clock, so that all processes of a program decide alike."""
 
 LONGEST = 6000
 """Seconds that XLA may take by that count for what is written out, where nothing is compared: beyond, loops are taken.
-A limit of patience, not a measured one. Where both were compiled, loops took 1.2 to 2.2 times as long in a run, and
-never less: see `docs/costs.md`."""
+Where both were compiled, loops took longer in a run, at each point of `docs/costs.md`. So time alone decides: a program
+that runs for a day gains hours if it is written out, and this is the most that it may spend on that."""
+
 
 WITHOUT_PRODUCTS = 2000
 """A loop without products is made there if it saves so many: it has more kernels than what is written out."""

@@ -13,6 +13,7 @@ import pytest
 import popxl
 from popxl import ops
 from runtime.costs.hlo import Shape, parse_hlo, shapes
+from runtime.costs.host_copies import host_copies
 from runtime.costs.seconds import limited, precisions_of, seconds_of
 from runtime.costs.work import Product, account_of
 from runtime.targets.chip import Gpu, Tpu, of_device, shipped
@@ -99,6 +100,35 @@ ENTRY %main (count: f32[], x: f32[8]) -> f32[8] {
 }
 """
     assert account_of(parse_hlo(text)).total.kernels == 1
+
+
+def test_copies_to_the_host_run_beside_kernels_or_alone() -> None:
+    """In a loop of three turns: out while a sine is computed, back with nothing between, and once by a kernel."""
+    text = """HloModule step, is_scheduled=true
+
+%body (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %out = (f32[8]{0:S(5)}, f32[8]{0}, u32[]) copy-start(%x)
+  %sine.1 = f32[8]{0} sine(%x)
+  %there = f32[8]{0:S(5)} copy-done(%out)
+  %in = (f32[8]{0}, f32[8]{0:S(5)}, u32[]) copy-start(%there)
+  %here = f32[8]{0} copy-done(%in)
+  ROOT %add.1 = f32[8]{0} add(%here, %sine.1)
+}
+
+%condition (x: f32[8]) -> pred[] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %less = pred[] constant(true)
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %while.1 = f32[8]{0} while(%x), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %copy.1 = f32[8]{0:S(5)} copy(%while.1)
+  ROOT %copy.2 = f32[8]{0} copy(%copy.1)
+}
+"""
+    assert host_copies(parse_hlo(text)) == (3, 3 + 2)
 
 
 def test_types_are_read() -> None:

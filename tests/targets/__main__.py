@@ -44,6 +44,7 @@ AREAS: Mapping[str, Sequence[str]] = {
     "placement": ["tests/popxl/test_placement.py"],
     "calls": ["tests/popxl/test_call.py", "tests/popxl/test_autodiff.py", "tests/popxl/test_plan.py"],
     "random": ["tests/popxl/test_random_programs.py"],
+    "offloading": ["tests/targets/random_offloading.py"],
     "gpt": ["tests/targets/gpt_variants.py"],
     "poptorch": ["tests/poptorch/test_models.py", "tests/poptorch/test_operators.py"],
     "tutorials": [],
@@ -142,7 +143,8 @@ def page(found: Found) -> str:
         "",
         "`ops` is the table of ops: each row once in float32, float16 and bfloat16, or in the integers that it has; "
         "forward, in place, and its gradient. Of the other areas these are the tests of that name; those marked "
-        "`thorough` only where it says so. `all` is all of an area. A part is drawn by the names of the tests.",
+        "`thorough` only where it says so. `offloading` is 50 random programs with random memory plans. `all` is "
+        "all of an area. A part is drawn by the names of the tests.",
         "",
         "| | " + " | ".join(targets) + " |",
         "|---" * (len(targets) + 1) + "|",

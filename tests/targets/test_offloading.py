@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -30,9 +31,9 @@ class Deep(addons.Module):
         return ops.mean(x * x)
 
 
-def program(memory: Any) -> tuple[popxl.Ir, addons.MemoryPlan]:
+def program(memory: Any, way: Any = "rolled") -> tuple[popxl.Ir, addons.MemoryPlan]:
     ir = popxl.Ir()
-    ir.options.calledGraphs = "rolled"
+    ir.options.calledGraphs = way
     with ir.main_graph, popxl.in_sequence():
         x = popxl.h2d_stream((ROWS, 128), popxl.float32, "x")
         step = addons.train_step(Deep(), x, optimizer=partial(optimizers.sgd, lr=0.1), memory=memory)
@@ -42,13 +43,24 @@ def program(memory: Any) -> tuple[popxl.Ir, addons.MemoryPlan]:
 
 
 @pytest.mark.targets
-def test_stacks_of_loops_are_on_the_host() -> None:
+@pytest.mark.parametrize("target", ["tpu v5e", "gpu h100"])
+def test_stacks_of_loops_are_on_the_host(target: str) -> None:
     ir, plan = program("everything")
-    kept = popxl.Session(ir, popxl.Target("tpu v5e")).memory()
-    offloaded = popxl.Session(
-        program(plan.with_treatments("offload", "tanh_out", "sin_out"))[0], popxl.Target("tpu v5e")
-    )
+    session = popxl.Session(ir, popxl.Target(target))
+    kept = session.memory()
+    assert session.report.offloaded is None
+    offloaded = popxl.Session(program(plan.with_treatments("offload", "tanh_out", "sin_out"))[0], popxl.Target(target))
     memory = offloaded.memory()
     stacks = 2 * LAYERS * ROWS * HIDDEN * 4
     assert kept.temporaries_on_host == 0 and memory.temporaries_on_host >= stacks
     assert memory.temporaries <= kept.temporaries - 0.75 * stacks
+    assert re.search(r"\d+ in a run have other kernels beside them, and \d+ have none", str(offloaded.report.offloaded))
+
+
+@pytest.mark.targets
+def test_a_report_warns_where_nothing_is_on_the_host() -> None:
+    """Pieces of a plan hand on what they offload in the memory of the device."""
+    _, plan = program("everything")
+    ir, _ = program(plan.with_treatments("offload", "tanh_out"), "dispatched")
+    report = popxl.Session(ir, popxl.Target("gpu h100")).report
+    assert str(report.offloaded).startswith("Warning: what the program offloads is in the memory of the device")

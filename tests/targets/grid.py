@@ -3,8 +3,9 @@
     python -m tests.targets.grid [--only "llama|bert"] [--every 4] [--into grid.md]
 
 Each point is a training step as users write it, by the kit or by `poptorch`, compiled for its target with calls written
-out and with calls rolled. It prints a table: what the default takes, and its estimated time beside that of the faster
-way. The points cover each pair of settings rather than all combinations. Nothing runs.
+out and with calls in loops, with updates of all layers at once where there are some. It prints a table: what the
+default takes, and its estimated time beside that of the faster way. The points cover each pair of settings rather than
+all combinations. Nothing runs.
 Models by `poptorch` from `transformers` are left out where that is not installed.
 """
 
@@ -38,7 +39,7 @@ from tests.targets.tables import Table
 HEAD = f"""\
 Written by `python -m tests.targets.grid`, with popxl {VERSION} and jax {jax.__version__}.
 
-| | layers | width | | replicas | target | default | ops | inlined | rolled | default ÷ best | compiled in | rolled |
+| | layers | width | | replicas | target | default | ops | inlined | loops | default ÷ best | compiled in | loops |
 |---|---|---|---|---|---|---|---|---|---|---|---|---|"""
 
 CHIPS = {
@@ -223,8 +224,9 @@ def _comparing(results: list[Found]) -> Iterator[None]:
 
     def best(ir: Ir, device: Device) -> CompiledProgram:
         layout = layout_for(ir, device)
-        rolling = layout_for(ir, device, "rolled").rolling
-        both = ("inlined", "rolled") if rolling is not None and rolling.loops else ("inlined",)
+        rolling = layout_for(ir, device, "batched").rolling
+        loops = "batched" if rolling is not None and rolling.has_batches else "rolled"
+        both = ("inlined", loops) if rolling is not None and rolling.loops else ("inlined",)
         made = {way: compile_program(ir, device, Precompiled(way)) for way in both}
 
         def known(ir: Ir, device: Device, known: Precompiled | None = None) -> CompiledProgram:
@@ -248,10 +250,9 @@ def _comparing(results: list[Found]) -> Iterator[None]:
 
 def cells(result: Found) -> list[str]:
     """What was found, as cells of the table."""
-    costs = [
-        result.costs[way][1].removesuffix(" a run") if way in result.costs else "–" for way in ("inlined", "rolled")
-    ]
-    seconds = [f"{result.seconds[way]:.0f}" if way in result.seconds else "–" for way in ("inlined", "rolled")]
+    both = ("inlined", next((way for way in result.costs if way != "inlined"), ""))
+    costs = [result.costs[way][1].removesuffix(" a run") if way in result.costs else "–" for way in both]
+    seconds = [f"{result.seconds[way]:.0f}" if way in result.seconds else "–" for way in both]
     return [result.default, str(result.ops), *costs, f"{result.ratio:.2f}", *seconds]
 
 

@@ -1,14 +1,15 @@
 """Every lowering, beside PyTorch: results and gradients, in float32, float16 and bfloat16.
 
-All rows run in float32, those that only set options of an operator as thorough tests. In float16, of each
-family those do that bring an operator which no row before them has: other settings of an operator mean the same in all
-dtypes. `OPERATORS=all` runs all rows in float16, too.
+All rows run in float32; those that only set options of an operator, and every other gradient, as thorough tests. In
+float16, of each family those do that bring an operator which no row before them has: other settings of an operator mean
+the same in all dtypes. `OPERATORS=all` runs all rows in float16, too.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -57,7 +58,15 @@ def parts(chosen: Callable[[list[Row]], list[Row]]) -> Any:
 
 @parts(usual)
 def test_float32(rows: list[Row]) -> None:
-    check(*((row, torch.float32) for row in rows))
+    """All results, and gradients of every other row."""
+    check(*((replace(row, gradient=row.gradient and i % 2 == 0), torch.float32) for i, row in enumerate(rows)))
+
+
+@pytest.mark.thorough
+@parts(usual)
+def test_other_gradients_in_float32(rows: list[Row]) -> None:
+    if others := [row for row in rows[1::2] if row.gradient]:
+        check(*((row, torch.float32) for row in others))
 
 
 @pytest.mark.thorough

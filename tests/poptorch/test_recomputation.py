@@ -138,6 +138,7 @@ def test_checkpoints_of_pytorch(name: str, plain: tuple[Any, ...]) -> None:
     assert found[2] < share * plain[2]
 
 
+@pytest.mark.thorough
 def test_a_context_decides_by_op(plain: tuple[Any, ...]) -> None:
     """The policy is asked of the ops that PyTorch has; what it saves is not computed again."""
     asked = set()

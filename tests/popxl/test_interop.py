@@ -628,7 +628,7 @@ SLOW = ("gradient", "transformer", "various")
 """Functions that take long to compile."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.thorough] * (n == SLOW[0])) for n in FUNCTIONS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.thorough] * (n in SLOW[:2])) for n in FUNCTIONS])
 def test_numbers_and_gradients_are_those_of_jax(name) -> None:
     fn, arrays = FUNCTIONS[name]
     value, *gradients = gradients_by_autodiff(fn, *arrays)

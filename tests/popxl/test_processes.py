@@ -20,14 +20,16 @@ from runtime.processes import held_port
 from tests.popxl.conftest import Run
 from tests.popxl.shared_programs import PROGRAMS, REPLICAS
 
-IN_MANY = ("training", "grouped variables", "sharded variables", "seeds", "pipeline", "checkpoint in pieces")
-"""Programs that are run always, and in more than two processes; the others differ from these in what each process does
-by itself."""
+ALWAYS = ("sharded variables", "pipeline", "checkpoint in pieces")
+"""Programs that are run always."""
+
+IN_MANY = ("training", "grouped variables", "seeds", *ALWAYS)
+"""Those that are run in more than two processes; the others differ from these in what each process does by itself."""
 
 
 @pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize(
-    ("processes", "names"), [(2, IN_MANY), (2, tuple(PROGRAMS)), (4, IN_MANY)], ids=["2", "2, all programs", "4"]
+    ("processes", "names"), [(2, ALWAYS), (2, tuple(PROGRAMS)), (4, IN_MANY)], ids=["2", "2, all programs", "4"]
 )
 def test_the_numbers_of_one_process(processes: int, names: tuple[str, ...], poprun: Run, tmp_path: Path) -> None:
     """What is known to all, every process has; what replicas stored, the process that drives them."""

@@ -20,7 +20,7 @@ from runtime.targets.chip import Chip
 COMPILATIONS = 3
 """How often a program is compiled at most: with everything kept, with the plan, and with the corrected plan."""
 
-_RELEASES: Mapping[str, Release] = {"inlined": "read", "rolled": "loop"}
+_RELEASES: Mapping[str, Release] = {"inlined": "read", "rolled": "loop", "batched": "loop"}
 """By how called graphs are compiled; else memory is free after a call."""
 
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

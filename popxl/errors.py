@@ -152,3 +152,7 @@ class DriftingVariableWarning(PopxlWarning):
     Values differ that come from what each replica is fed, or from variables that it does not share, and that no op
     between replicas has met. A program that feeds all replicas the same numbers does well to switch this off.
     """
+
+
+class ContradictedStatementWarning(PopxlWarning):
+    """A value is stated to be the same on all replicas of a group, which have pieces of it, or terms of a sum."""

@@ -19,7 +19,7 @@ from popxl.analysis.memory import Memory
 from popxl.base.asked_memory import asking
 from popxl.base.container import is_packed
 from popxl.base.pages import OnPage
-from popxl.errors import DriftingVariableWarning, PopxlError
+from popxl.errors import ContradictedStatementWarning, DriftingVariableWarning, PopxlError
 from popxl.ir import Ir
 from runtime.compared_runs import compared_run
 from runtime.cost_budgets import read_budget
@@ -289,7 +289,8 @@ def check_program(asked: CommandArgs) -> int:
     """
     irs: dict[Ir, None] = {}
     with watched(WatchingMachine(PlanningMachine()), irs), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DriftingVariableWarning)  # which are among the findings
+        for category in (ContradictedStatementWarning, DriftingVariableWarning):  # which are among the findings
+            warnings.simplefilter("ignore", category)
         _, code = run_file(asked.file, asked.arguments)
     certain = False
     for number, ir in enumerate(irs):

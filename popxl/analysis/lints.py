@@ -24,6 +24,7 @@ from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.core.traits import is_call, is_loop
 from popxl.errors import (
+    ContradictedStatementWarning,
     CrossingUpdateWarning,
     DriftingVariableWarning,
     LostUpdateWarning,
@@ -65,6 +66,10 @@ def run_lints(main: Graph) -> None:
         report = infer(main.ir)
         for v, op, along in program.drifting(report, report.parted):
             told[_drifting(along), op.source][f"`{v.name}`"] = None
+        for each in report.findings:
+            if each.certain:  # which says what is contradicted
+                text = each.message.replace("{", "{{").replace("}", "}}").removesuffix(".")
+                told[Lint(ContradictedStatementWarning, f"{text} ({{line}})."), each.op.source][""] = None
     for found_in, doubt in _misplaced(main):
         told[doubt, SourceLocation.of(user_frame())][found_in] = None
     _warn(told)

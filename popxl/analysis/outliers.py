@@ -290,7 +290,7 @@ def _scaled_sums(mesh: Mesh, report: Report) -> Iterator[Finding]:
     sums = [
         op
         for op, held in report.reductions.items()
-        if op.attributes["op"] == "add" and op.outputs and all(is_term(held[i]) for i in _along(mesh, op))
+        if op.attributes["op"] == "add" and op.outputs and {is_term(held[i]) for i in _along(mesh, op)} == {True}
     ]
     odd: dict[Op, Op] = {}
     for op in sums:

@@ -262,6 +262,13 @@ def a_share_of_a_bias() -> None:
     c.replicated_all_reduce(h + own(8, name="bias"), group="tensor")
 
 
+def sums_of_one() -> None:
+    """Along an axis of size one there is no sum."""
+    w = popxl.variable(np.ones((8, 6)), F32, "w")
+    y = c.replicated_all_reduce(fed(5, 8) @ w, "add", popxl.gcg().ir.replica_grouping(group_size=1))
+    update(w, c.replicated_all_reduce(ops.matmul(fed(8, 5), y), "mean"))
+
+
 def heads() -> None:
     """Attention in which each replica has heads of its own, without saying so: products within a head are no terms."""
     x = same(5, 8)
@@ -322,6 +329,7 @@ def batches_of_each() -> None:
         terms_from_a_zero,
         a_share_of_a_bias,
         heads,
+        sums_of_one,
         data_in_variables,
         a_weight_used_both_ways,
         gathered_rows,

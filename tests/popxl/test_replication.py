@@ -13,7 +13,7 @@ import popxl
 import popxl_addons as addons
 from popxl import ops
 from popxl.analysis.checking import check
-from popxl.errors import DriftingVariableWarning
+from popxl.errors import ContradictedStatementWarning, DriftingVariableWarning
 from popxl_addons import optimizers
 from popxl_addons.layers import MLP, Attention, TransformerBlock
 from popxl_addons.ops.replicated_all_reduce_TP import (
@@ -240,6 +240,9 @@ def test_wrong_programs(program: Callable[[], None], category: str, tensor: str,
     lines, first = inspect.getsourcelines(program)
     (at,) = (first + i for i, line in enumerate(lines) if line.endswith("# found\n"))
     assert finding.line == f"test_replication.py:{at}"
+    if category == "contradicted statement":
+        with pytest.warns(ContradictedStatementWarning, match="`matmul_out` is said to be the same"):
+            popxl.Session(ir, "ipu_model")
     if category == "drifting variable":
         with pytest.warns(DriftingVariableWarning, match=f"Replicas share `{tensor}`"):
             popxl.Session(ir, "ipu_model")

@@ -112,7 +112,7 @@ class Typing:
         ]
 
     def of_own(self, v: Variable, was: Held, op: Op, by: Held) -> None:
-        """Look at what changes a variable that replicas have of their own, or in pieces."""
+        """Check updates of a variable that is per replica or sharded."""
         own = [i for i, along in enumerate(was) if along[0] in (VARYING, SHARDED) and along != (SHARDED, FLAT)]
         if alike := tuple(i for i in own if by[i] in BY_REDUCED):
             self.report.changed_alike[v] = op, alike
@@ -201,7 +201,7 @@ class _Pass:
         program.report.graphs.setdefault(graph, []).append(tuple(given))
 
     def of(self, t: Tensor) -> Held:
-        """The type of a tensor, as it is now."""
+        """Current type of a tensor."""
         found = self.content.get(t)
         if found is not None:
             return found
@@ -216,7 +216,7 @@ class _Pass:
         return self.program.given if op is None else (NOT_KNOWN,) * self.program.width
 
     def seen(self, op: Op, along: Along) -> Along:
-        """What a view is, along an axis, if this is what it is of."""
+        """Type of a view along an axis, given its source's type."""
         kind, dimension = along
         if kind is not SHARDED or dimension is None or dimension == FLAT:
             return along
@@ -277,7 +277,7 @@ class _Pass:
         return tuple(made)
 
     def asserted(self, op: Op, before: Held) -> Held:
-        """What the program says is the same on all replicas of a group."""
+        """Apply the program's statement that replicas of a group hold equal values."""
         axes = self.program.mesh.along(op.attributes["stride"], op.attributes["group_size"])
         if wrong := [i for i in axes if before[i][0] in (SHARDED, PARTIAL)]:
             what = " and ".join(dict.fromkeys(before[i][0].name.lower() for i in wrong))
@@ -302,7 +302,7 @@ class _Pass:
         return (VARYING, after_reduction(result[1])) if _is_of_own(result) and (whole[1] or 0) < SPOILED else result
 
     def spoiled(self, op: Op, axis: int, types: Sequence[Along], flaw: str) -> None:
-        """Note what is done to terms of a sum that their sum does not survive."""
+        """Record nonlinear use of summation terms."""
         t = next((t for t, (kind, _) in zip(op.inputs, types, strict=True) if kind is PARTIAL), op.inputs[0])
         others = [
             other
@@ -366,7 +366,7 @@ class _Pass:
         )
 
     def own_piece(self, along: Along, reduction: str | None) -> Along:
-        """The own piece of a value, or of what a reduction makes of it."""
+        """Type of a replica's own shard of a value, or of a reduced value."""
         return along if reduction is None and along[0] >= SHARDED else (SHARDED, FLAT)
 
     def reduced(self, op: Op, before: Held, axes: Sequence[int], reduction: str) -> bool:

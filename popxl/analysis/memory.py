@@ -288,7 +288,7 @@ def steps_of(main: Graph, size: Callable[[Tensor], int] = size, each_call: bool 
 
 @dataclass(frozen=True)
 class EnteredCall:
-    """An op that is replaced by the steps of the graph that it calls.
+    """Call op replaced by its graph's steps.
 
     Attributes:
         op: the op.

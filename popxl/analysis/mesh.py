@@ -50,7 +50,7 @@ class Mesh:
         return axes if alike == found else None
 
     def text(self, axes: Iterable[int]) -> str:
-        """Some axes in a sentence: `` `data` and `tensor` ``."""
+        """Axes for a sentence: `` `data` and `tensor` ``."""
         return " and ".join(f"`{self.names[i]}`" for i in axes)
 
 
@@ -84,7 +84,7 @@ def mesh_of(ir: Ir, collectives: Iterable[Op]) -> Mesh | None:
 
 
 def _name(places: dict[tuple[int, int], str], dimension: tuple[int, int], all: Sequence[tuple[int, int]]) -> str:
-    """The name of a dimension: that of an axis, of a part of an axis, or what it is."""
+    """Dimension name: an axis, part of an axis, or a description."""
     stride, size = dimension
     for (start, count), name in places.items():
         if start <= stride < start * count:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def seeds(mesh: Mesh, report: Report, of_data: Set[int], alike: Set[int]) -> Iterator[Finding]:
-    """Dropouts with one seed where each replica has its own data, or with several where all have the same.
+    """Dropouts with equal seeds for different data per replica, or different seeds for equal data.
 
     Args:
         of_data: positions of the axes along which gradients are reduced.
@@ -94,7 +94,7 @@ def unread_batches(mesh: Mesh, report: Report) -> Iterator[Finding]:
 
 
 def _unmoved(t: Tensor) -> Tensor:
-    """What a tensor was before it was moved or cast."""
+    """Source of a tensor before moves and casts."""
     while (op := t.producer) is not None and _is_same(op):
         t = op.inputs[0]
     return t
@@ -130,7 +130,7 @@ def turned_weights(mesh: Mesh, report: Report) -> Iterator[Finding]:
 
 
 def _of_gradient(mesh: Mesh, uses: Mapping[tuple[Tensor, bool], Op], w: Tensor, gradient: Tensor) -> Iterator[Finding]:
-    """Whether a gradient is `xᵀ @ dy`, where the product is `x @ wᵀ`; or `dyᵀ @ x`, where it is `x @ w`."""
+    """Whether a weight gradient is transposed: `xᵀ @ dy` for the product `x @ wᵀ`, or `dyᵀ @ x` for `x @ w`."""
     while (op := gradient.producer) is not None and op.op_type in _SCALING and op.inputs[0].shape == gradient.shape:
         gradient = op.inputs[0]
     if op is None or op.kind.contracts is None:
@@ -150,7 +150,7 @@ _SCALING = frozenset({"Cast", "Div", "Identity", "Mul", "Neg", "ReplicatedAllRed
 
 
 def _turned(t: Tensor) -> tuple[Tensor, bool]:
-    """What a matrix is, and whether it was transposed."""
+    """Source of a matrix, and whether it was transposed."""
     op = t.producer
     if op is not None and t.rank == 2 and tuple(op.attributes.get("permutation") or ()) == (1, 0):
         return op.inputs[0], True

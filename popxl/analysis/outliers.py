@@ -30,7 +30,7 @@ LINEAR = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Neg", "Sub"})
 
 @dataclass(frozen=True)
 class _Reduced:
-    """How a value has been made of what was reduced.
+    """Path from a reduction to a value.
 
     Attributes:
         by: the reductions, in their order.
@@ -47,7 +47,7 @@ class _Reduced:
 
 @dataclass(frozen=True)
 class _Update:
-    """A change of a variable by what was reduced.
+    """Variable update by a reduced value.
 
     Attributes:
         op: what makes the change.
@@ -67,13 +67,13 @@ class _Update:
 
     @property
     def manner(self) -> Hashable:
-        """What it has in common with changes that it can be compared with."""
+        """Grouping key: comparable changes share it."""
         constants = "" if self.op.called_graphs else repr(self.op.attributes)  # a graph may be made for each shape
         return self.axes, self.how.scalars, self.op.op_type, constants
 
 
 def outliers(report: Report) -> Iterator[Finding]:
-    """What differs from the rest of a program, by the types of its values."""
+    """Outliers of a program, by value types."""
     mesh = report.mesh
     if mesh is None:
         return
@@ -166,7 +166,7 @@ def _reduced_result(op: Op, known: dict[Tensor, _Reduced], report: Report) -> _R
 
 
 def _odd_ones(mesh: Mesh, updates: Sequence[_Update]) -> Iterator[Finding]:
-    """Changes by values that are larger or smaller than those of most others by the number of replicas."""
+    """Updates by values that differ from most others by a factor of the number of replicas."""
     alike: dict[Hashable, list[_Update]] = defaultdict(list)
     for each in updates:
         if each.axes:
@@ -286,7 +286,7 @@ def _local_numbers(mesh: Mesh, report: Report, updates: Sequence[_Update]) -> It
 
 
 def _scaled_sums(mesh: Mesh, report: Report) -> Iterator[Finding]:
-    """Sums of terms that are multiplied by the number of replicas, or divided by it, where others are not."""
+    """Sums that are scaled by the number of replicas, unlike others."""
     sums = [
         op
         for op, held in report.reductions.items()
@@ -310,7 +310,7 @@ def _scaled_sums(mesh: Mesh, report: Report) -> Iterator[Finding]:
 
 
 def _same_batches(mesh: Mesh, report: Report) -> Iterator[Finding]:
-    """Data of one replica that all of them call a graph with, which they call with data of their own elsewhere."""
+    """Graph calls with one replica's data on all replicas, beside calls with data of each replica."""
     for graph in report.graphs:
         sites = [site for site in graph.call_sites if is_call(site)]
         for given in zip(*(site.inputs for site in sites), strict=False):
@@ -328,7 +328,7 @@ def _same_batches(mesh: Mesh, report: Report) -> Iterator[Finding]:
 
 
 def _fed_by(t: Tensor) -> Op | None:
-    """The op that loads from the host what a value is made of, if there is one."""
+    """Host load that a value derives from, if any."""
     seen, left = {t}, [t]
     while left:
         op = left.pop().producer

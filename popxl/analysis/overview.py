@@ -49,7 +49,7 @@ def overview_of(ir: Ir) -> Picture:
 
 
 def _highest(totals: list[int]) -> Iterator[int]:
-    """The step with the most memory of each column."""
+    """Peak step of each column."""
     columns = min(len(totals), _COLUMNS)
     for c in range(columns):
         yield max(range(len(totals) * c // columns, len(totals) * (c + 1) // columns), key=totals.__getitem__)
@@ -57,7 +57,7 @@ def _highest(totals: list[int]) -> Iterator[int]:
 
 @dataclass
 class _Schedule:
-    """Steps of a program, and what its values are for."""
+    """Program steps with the purposes of values."""
 
     steps: Steps
 

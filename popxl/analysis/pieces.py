@@ -87,7 +87,7 @@ def is_linear(op: Op) -> bool:
 
 
 def made_by(op: Op, given: Sequence[Along]) -> tuple[list[Along], tuple[str, ...]]:
-    """The same for the function of an op."""
+    """Result types of an op's function, and flaws."""
 
     def traced() -> tuple[list[Along], tuple[str, ...]]:
         jaxpr, used = needed(op.on_arrays(), *op.signature[2:])
@@ -249,7 +249,7 @@ def _contracted(operands: Sequence[Along], left: Sequence[int], right: Sequence[
 
 
 def _kept(along: Along, dimensions: Sequence[int]) -> Along:
-    """Pieces, where these dimensions of them are kept, in this order."""
+    """Type of shards after keeping these dimensions, in this order."""
     d = along[1]
     if d is None or d == FLAT:
         return along if d is None else _PIECES

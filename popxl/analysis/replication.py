@@ -168,7 +168,7 @@ class Report:
 
 
 def type_text(mesh: Mesh, held: Held) -> str:
-    """A type as text, without what is the same on all replicas."""
+    """Text of a type, without replicated axes."""
     parts = []
     for name, (kind, dimension) in zip(mesh.names, held, strict=True):
         if kind > REPLICATED:
@@ -181,7 +181,7 @@ def type_text(mesh: Mesh, held: Held) -> str:
 
 @lru_cache(4096)
 def joined(left: Held, right: Held) -> Held:
-    """What may be either, or is made of both."""
+    """Join of two types."""
     return tuple(_joined(a, b) for a, b in zip(left, right, strict=True))
 
 
@@ -204,17 +204,17 @@ def _joined(a: Along, b: Along) -> Along:
 
 
 def is_term(along: Along) -> bool:
-    """Whether replicas have terms of a sum, for all that is known, or is presumed."""
+    """Whether replicas presumably hold terms of a sum."""
     return along[0] is PARTIAL or (along[0] is VARYING and plain(along[1]) == TERMS)
 
 
 def plain(slot: int | None) -> int | None:
-    """What differs by variables of each replica's own, wherever reductions have gone into it."""
+    """Slot without its mark for reductions."""
     return slot if slot is None or slot >= SPOILED else slot - SPOILED
 
 
 def after_reduction(slot: int | None) -> int | None:
-    """The same where a reduction has gone into it."""
+    """Slot after a reduction."""
     return 1 if slot is None else slot + SPOILED if SPOILED <= slot < 0 else slot
 
 

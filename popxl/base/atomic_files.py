@@ -38,7 +38,7 @@ except ImportError:  # on Windows
 
 
 def replace_file(path: Path, content: bytes | Callable[[Path], object], like: str | None = None) -> None:
-    """Write a file, all of it or nothing. What is no file but a pipe, say, is written to as it is.
+    """Write a file atomically. What is no file but a pipe, say, is written to as it is.
 
     Args:
         path: the file, or a symbolic link to it, which stays.
@@ -76,7 +76,7 @@ def clean_stale_temporaries(paths: Collection[Path] | Iterator[Path]) -> None:
 def temporary_sibling(
     path: Path, make: Callable[[Path], object] = Path.touch, like: str | None = None
 ) -> Iterator[Path]:
-    """A draft beside a path, and its lock, for a block. At the end of that it is deleted, if it is still there.
+    """Context with a locked draft beside a path. A remaining draft is deleted at the end.
 
     Args:
         path: what it is to become.
@@ -109,7 +109,7 @@ def _temporary_path(path: Path) -> Path:
 
 
 class _Lock:
-    """The lock of a file or directory. It is lifted by `release`, or when nobody has it any more.
+    """Lock of a file or directory. `release` or garbage collection lifts it.
 
     The latter is why it is an object: a signal may end a block just before its `release`.
     """
@@ -118,11 +118,11 @@ class _Lock:
         self._descriptor = os.open(path, os.O_RDONLY)
 
     def acquire(self) -> None:
-        """`BlockingIOError` if another one has it; another `OSError` if this file system has no locks."""
+        """Raise `BlockingIOError` if another process holds the lock; another `OSError` on file systems without locks."""
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def is_current(self, path: Path) -> bool:
-        """Whether it is of what is there now."""
+        """Whether the path still leads to the locked file."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), path.stat())
         except FileNotFoundError:
@@ -139,14 +139,14 @@ class _Lock:
 
 
 class _NoLock:
-    """Where the system has no locks."""
+    """Stand-in on systems without locks."""
 
     def release(self) -> None:
         pass
 
 
 def _locked(path: Path, surely: bool) -> _Lock | _NoLock | None:
-    """The lock of a file or directory; `None` if another one has it, or the path is gone.
+    """Lock a file or directory; `None` if another process holds the lock, or the path is gone.
 
     Args:
         path: what to lock.
@@ -211,7 +211,7 @@ def replace_directory(directory: Path, own: Collection[str]) -> Iterator[Path]:
 
 @contextmanager
 def _replacement_conflicts(directory: Path) -> Iterator[None]:
-    """`FileExistsError` for what is raised where another one replaces the same directory."""
+    """Raise `FileExistsError` for errors from concurrent replacement of a directory."""
     try:
         yield
     except OSError as problem:
@@ -222,7 +222,7 @@ def _replacement_conflicts(directory: Path) -> Iterator[None]:
 
 
 def resolve_replaced(directory: Path) -> Path:
-    """Where the contents of `directory` are: there, or beside it if they were about to be replaced.
+    """Path with the contents of `directory`: a sibling after an interrupted replacement.
 
     `FileNotFoundError` if there are none.
     """
@@ -238,7 +238,7 @@ class ReplacedError(UnreadableFileError):
 
 @contextmanager
 def consistent_read(directory: Path) -> Iterator[None]:
-    """A block that reads a directory, all of which is to be of one moment.
+    """Context that reads a directory consistently: all files from one moment.
 
     `ReplacedError` at its end, or in place of what went wrong in it, if the directory is not the same any more.
     """
@@ -264,7 +264,7 @@ def consistent_read(directory: Path) -> Iterator[None]:
 
 
 def discard(directory: Path) -> None:
-    """Delete `directory`: it is there complete, or not at all."""
+    """Delete `directory` atomically: an interruption leaves all or nothing."""
     _discard(directory, _temporary_path(directory))
 
 
@@ -299,7 +299,7 @@ def _previous(directory: Path) -> Path:
 
 
 def bring_to_disk(directory: Path) -> None:
-    """Wait until a directory, with all that is in it, is on the disk."""
+    """Flush a directory and its contents to disk."""
     for parent, _, files in os.walk(directory):
         for name in files:
             _sync(Path(parent) / name)
@@ -342,7 +342,7 @@ def with_digest(text: bytes) -> bytes:
 
 
 def verify_digest(text: bytes, seal: str) -> bool:
-    """Whether a text is what was sealed with this digest."""
+    """Verify the digest of a text."""
     return digest(text.replace(_digest_field(seal), _EMPTY, 1)) == seal
 
 
@@ -380,7 +380,7 @@ CHECKSUMS = "checksums.json"
 
 
 def write_checksums(directory: Path) -> None:
-    """Write the digests of all files in a directory to its `checksums.json`.
+    """Write file digests of a directory to its `checksums.json`.
 
     Of a directory in it that has digests of its own, these are taken, and what they are of is not read again.
     """

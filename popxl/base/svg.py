@@ -47,7 +47,7 @@ Scale = Callable[[float], float]
 
 
 def picture(height: float, parts: Sequence[str], style: str = "") -> Picture:
-    """The whole of a picture, with rules for classes of its own."""
+    """Complete SVG document with additional style rules."""
     body = "\n".join(parts)
     return Picture(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '

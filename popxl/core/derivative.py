@@ -25,7 +25,7 @@ class Derivative(Protocol):
     ops: int
 
     def is_of(self, function: Any) -> bool:
-        """Whether a function is the one that has the rule."""
+        """Whether the rule belongs to a function."""
 
     def on_arrays(self, *arrays: Any) -> Sequence[Any]:
         """The function on arrays, as JAX differentiates it."""

@@ -54,7 +54,7 @@ def rounds(op: Op) -> bool:
 
 
 def seed_of(ir: Ir) -> Variable | None:
-    """The variable with the seed, if the program has one."""
+    """Seed variable of a program, if any."""
     return next((v for v in ir.main_graph.variables if v.id == SEED), None)
 
 

@@ -133,7 +133,7 @@ def row(stack: Tensor, number: Tensor, name: str | None = None) -> Tensor:
 
 
 def picks_row(op: Op, number: Tensor) -> bool:
-    """Whether an op is the `row` with this number of its first operand."""
+    """Whether an op selects this row of its first operand."""
     is_plain = op.attributes.get("axis") == 0 and not op.attributes.get("zero_OOR")
     return op.kind is _gather_kind and is_plain and op.inputs[1] is number and op.inputs[0] is not number
 

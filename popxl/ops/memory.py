@@ -29,7 +29,7 @@ _reload = OpKind(
 
 
 def is_offloaded(t: Tensor) -> bool:
-    """Whether `offload` makes a tensor, in its graph or in one that is called there."""
+    """Whether `offload` produces a tensor, directly or in a called graph."""
     *_, inner = through_calls(t)
     return inner.producer is not None and inner.producer.kind is _offload
 

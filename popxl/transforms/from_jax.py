@@ -202,11 +202,11 @@ class Recorder:
         self._policy = policy
 
     def of(self, graph: Graph) -> Recorder:
-        """The recorder of what the rule of a graph keeps, in it."""
+        """Recorder for residuals of a graph's derivative rule."""
         return Recorder(self.ir, own=graph)
 
     def plain(self) -> Recorder:
-        """The recorder of graphs inside, which are as any."""
+        """Recorder for ordinary inner graphs."""
         return Recorder(self.ir)
 
     @contextmanager

@@ -117,7 +117,7 @@ def _choice(
 def _branch(
     recorder: Recorder, branches: Sequence[ClosedJaxpr], number: Tensor, operands: Sequence[Tensor], first: int
 ) -> tuple[Graph, Sequence[Tensor]]:
-    """A graph that runs one of some branches, and what its inputs are bound to."""
+    """Graph that runs one of several branches, with its input bindings."""
     if len(branches) == 1:
         (body,) = branches
         used = of_jax.used_operands(body)
@@ -134,7 +134,7 @@ def _branch(
 
 
 def _with_derivative(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequence[Tensor]:
-    """A function with a derivative of its own: a call of a graph that knows it."""
+    """Convert a function with a custom derivative: call a graph with this rule."""
     operands, function = of_equation(equation)
     given = tuple(map(read, operands))
     own = recorder.own
@@ -156,7 +156,7 @@ def _with_derivative(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequ
 
 
 def _remat(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequence[Tensor]:
-    """A `jax.checkpoint`: a call of a graph that is computed again for its gradient.
+    """Convert `jax.checkpoint`: call a graph that its gradient recomputes.
 
     One that JAX has differentiated already is what is computed again: it waits for its last operand, a gradient.
     """

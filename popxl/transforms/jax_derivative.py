@@ -29,7 +29,7 @@ Given = tuple[int, ...]
 
 
 class JaxDerivative:
-    """The derivative of a graph: the rule of the function that it was made of.
+    """Graph derivative by the rule of its source function.
 
     Args:
         recorder: adds equations to graphs.
@@ -49,7 +49,7 @@ class JaxDerivative:
         return jaxpr_as_fun(self._function.code)(*arrays)
 
     def is_of(self, function: Function) -> bool:
-        """Whether a function is the one that the graph was made of."""
+        """Whether the graph was recorded from a function."""
         return function.name == self.name and str(function.code) == str(self._function.code)
 
     def gradients(
@@ -143,7 +143,7 @@ class UnsavedDerivative:
         self.name, self.results, self.ops = name, results, ops
 
     def is_of(self, function: Any) -> bool:
-        """No function is known to be the one."""
+        """False: the source function is unknown."""
         return False
 
     def on_arrays(self, *arrays: Any) -> Sequence[Any]:

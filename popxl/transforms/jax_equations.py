@@ -47,14 +47,14 @@ def spec_of(aval: Any) -> TensorSpec | None:
 
 
 def known_spec(aval: Any) -> TensorSpec:
-    """The spec for a type of JAX that a tensor can have."""
+    """Tensor spec for a JAX type."""
     spec = spec_of(aval)
     assert spec is not None
     return spec
 
 
 def names_of(body: ClosedJaxpr) -> Sequence[str]:
-    """Names for the arguments of a function. JAX does not promise to have them."""
+    """Argument names of a function, where JAX has them."""
     names = body.jaxpr.debug_info.arg_names or ()
     count = len(body.jaxpr.invars)
     return names if len(names) == count else ("x",) * count
@@ -66,7 +66,7 @@ def is_from_jax(inner: ClosedJaxpr) -> bool:
 
 
 def is_op(equation: JaxprEqn) -> bool:
-    """Whether a function with a derivative of its own is an op of a graph, by `popxl.to_jax`."""
+    """Whether a function with a custom derivative is a graph op of `popxl.to_jax`."""
     return equation.params["call_jaxpr"].jaxpr.debug_info.func_filename == _OPS
 
 
@@ -167,7 +167,7 @@ def while_of(equation: JaxprEqn, turns: int) -> Loop:
 
 
 def _swapped(values: Sequence[Any], first: int, second: int) -> list[Any]:
-    """Values with the first ones after the second ones."""
+    """Swap two leading groups of values."""
     return [*values[first : first + second], *values[:first], *values[first + second :]]
 
 
@@ -250,7 +250,7 @@ def _counted(body: ClosedJaxpr, given: Sequence[np.ndarray | None]) -> list[np.n
 
 
 def as_counter(value: Any, aval: Any) -> np.ndarray | None:
-    """A number, if it is an integer or a bool."""
+    """Convert integer and bool scalars to NumPy; `None` for others."""
     counts = aval.shape == () and np.dtype(aval.dtype).kind in "iub"
     return np.asarray(value, aval.dtype) if counts else None
 
@@ -259,7 +259,7 @@ def as_counter(value: Any, aval: Any) -> np.ndarray | None:
 
 
 def branches_of(equation: JaxprEqn) -> tuple[list[ClosedJaxpr], Any, Sequence[Any]]:
-    """The branches of a `cond`, the number of the one that runs, and their operands."""
+    """Branches of a `cond`, selected index, and operands."""
     number, *operands = equation.invars
     return list(equation.params["branches"]), number, operands
 
@@ -290,7 +290,7 @@ def used_operands(body: ClosedJaxpr) -> list[int]:
 
 
 def with_operands(body: ClosedJaxpr, which: Sequence[int]) -> ClosedJaxpr:
-    """A function that takes only some of its arguments, which are all that it looks at."""
+    """Restrict a function to these arguments, the only ones it reads."""
     about = body.jaxpr.debug_info
     names = about.arg_names
     if names is not None and len(names) == len(body.jaxpr.invars):

@@ -428,7 +428,7 @@ def disk(monkeypatch):
     to_disk, work, program = os.fsync, threading.Thread.run, threading.current_thread()
 
     def run(thread):
-        assert not thread.name.startswith("write the checkpoint") or disk.goes_on.wait(20)
+        assert not thread.name.startswith("write the checkpoint") or disk.goes_on.wait(120)
         work(thread)
 
     def fsync(file):

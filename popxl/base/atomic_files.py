@@ -118,7 +118,7 @@ class _Lock:
         self._descriptor = os.open(path, os.O_RDONLY)
 
     def acquire(self) -> None:
-        """Raise `BlockingIOError` if another process holds the lock; another `OSError` on file systems without locks."""
+        """Raise `BlockingIOError` if another process holds the lock, and another `OSError` without locks."""
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def is_current(self, path: Path) -> bool:

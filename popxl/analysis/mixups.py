@@ -6,28 +6,31 @@ from collections.abc import Iterator, Mapping, Set
 from typing import TYPE_CHECKING
 
 from popxl.analysis.mesh import Mesh
-from popxl.analysis.replication import REPLICATED, VARYING, Finding, Report, finding
+from popxl.analysis.replication import REPLICATED, VARYING, Finding, Report, begins_different, finding
 from popxl.core.tensor import Tensor, Variable
+from popxl.core.traits import is_call
 
 if TYPE_CHECKING:
     from popxl.core.recording import Op
     from popxl.graph import Graph
 
 
-def seeds(mesh: Mesh, report: Report, of_data: Set[int], alike: Set[int]) -> Iterator[Finding]:
+def seeds(mesh: Mesh, report: Report, of_data: Set[int], fed_alike: Set[int]) -> Iterator[Finding]:
     """Dropouts with equal seeds for different data per replica, or different seeds for equal data.
 
     Args:
         of_data: positions of the axes along which gradients are reduced.
-        alike: those along which replicas are fed the same, as the program says.
+        fed_alike: those along which replicas are fed the same, as the program says.
     """
     for op in (op for graph in report.graphs if graph.gradient_of is None for op in graph.ops):
         if op.kind.drops is None or not op.attributes[op.kind.drops.ratio]:
             continue
         t, seed = op.inputs[0], op.inputs[op.operand_names().index(op.kind.drops.seed)]
         held = [*enumerate(zip(report.types.get(t, ()), report.types.get(seed, ()), strict=False))]
-        tied = [i for i, (x, s) in held if i in of_data and x[0] is VARYING and s[0] is REPLICATED]
-        apart = [i for i, (x, s) in held if i in alike and x[0] is REPLICATED and s[0] is VARYING]
+        begun = _begun_by(seed)
+        alike = {i for i in range(len(mesh.sizes)) if begun is not None and not begins_different(mesh, begun, i)}
+        tied = [i for i, (x, s) in held if i in of_data and x[0] is VARYING and (s[0] is REPLICATED or i in alike)]
+        apart = [i for i, (x, s) in held if i in fed_alike and x[0] is REPLICATED and s[0] is VARYING]
         if tied:
             yield finding(
                 mesh, "same seed", op, seed, tied,
@@ -40,6 +43,20 @@ def seeds(mesh: Mesh, report: Report, of_data: Set[int], alike: Set[int]) -> Ite
                 f"`{t.path}` is the same on all replicas along {mesh.text(apart)}, and each drops other elements, as "
                 f"it has its own `{seed.path}`. Let them share the seed.",
             )  # fmt: skip
+
+
+def _begun_by(seed: Tensor) -> Variable | None:
+    """The variable that a seed is made of, unless that has only zeros yet, which the host may replace."""
+    t = seed
+    while not isinstance(t, Variable):
+        op, sites = t.producer, t.graph.call_sites
+        before = [each for each in op.inputs if each.dtype is seed.dtype] if op is not None else []
+        if op is None and sites and is_call(sites[0]) and t in t.graph.inputs:
+            before = [sites[0].inputs[t.graph.inputs.index(t)]]
+        if not before:
+            return None
+        t = before[0]
+    return t if t.piece is None and t.numbers().any() else None
 
 
 def stale_pieces(mesh: Mesh, report: Report) -> Iterator[Finding]:

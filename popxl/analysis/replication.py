@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from popxl import dtypes
 from popxl.analysis.mesh import Mesh
 from popxl.core.printing import algebra
 from popxl.core.tensor import Tensor, Variable
@@ -245,8 +244,6 @@ def variable_type(mesh: Mesh, v: Variable, learned: bool = False) -> Held:
     if v.group_axis is None:
         own = (VARYING, OWN if learned and v.dtype.is_floating_point else None)
     found = [SAME if i in shared else own for i in range(len(mesh.names))]
-    if v.dtype is dtypes.uint32 and v.shape == (2,) and v.piece is None and v.replica_grouping.num_groups > 1:  # a seed
-        found = [SAME if not begins_different(mesh, v, i) else each for i, each in enumerate(found)]
     if v.piece is not None or v.location_info.sharded:
         pieces: Along = (SHARDED, FLAT)
         found = [pieces if i in shared else each for i, each in enumerate(found)]

@@ -178,6 +178,11 @@ def one_seed_for_all() -> None:
     trained_with(fed(5, 8), popxl.variable(popxl.create_seeds(3), popxl.uint32, "seeds"))
 
 
+def seeds_that_are_alike() -> None:
+    rows = [[1, 2]] * 8
+    trained_with(fed(5, 8), popxl.variable(rows, popxl.uint32, "seeds", replica_grouping=ir_of_each()))
+
+
 def a_seed_for_each_of_the_same() -> None:
     trained_with(same(5, 8), seeds_of(8, ir_of_each()))
 
@@ -217,6 +222,7 @@ def layers_whose_feeds_are_not_stated() -> None:
         (the_batch_of_one_replica, "same batch"),
         (layers_whose_feeds_are_not_stated, "mean of a sum"),
         (one_seed_for_all, "same seed"),
+        (seeds_that_are_alike, "same seed"),
         (a_seed_for_each_of_the_same, "different seeds"),
         (what_was_gathered_before, "stale pieces"),
         (a_bias_before_the_sum, "terms and a whole"),
@@ -303,6 +309,11 @@ def seeds_for_each() -> None:
     trained_with(fed(5, 8), seeds_of(8, ir_of_each()))
 
 
+def seeds_that_the_host_writes() -> None:
+    rows = [[0, 0]] * 8
+    trained_with(fed(5, 8), popxl.variable(rows, popxl.uint32, "seeds", replica_grouping=ir_of_each()))
+
+
 def seeds_along_data() -> None:
     """Replicas along `tensor` share theirs, as they share what is dropped of."""
     trained_with(same(5, 8), seeds_of(2, "tensor"), "data")
@@ -334,6 +345,7 @@ def batches_of_each() -> None:
         a_weight_used_both_ways,
         gathered_rows,
         seeds_for_each,
+        seeds_that_the_host_writes,
         seeds_along_data,
         gathered_again,
         batches_of_each,

@@ -77,6 +77,10 @@ PROGRAMS = {
         [],
         ["the same seed, the same texts: True", "after 120 steps: 3 of 3 lines known"],
     ),
+    "13_plan_512_chips/plan.py": (
+        [],
+        ["drifting variable: mean_token along data", "within the budget: True", "all-reduce"],
+    ),
 }
 """What to run: its options and what its output holds."""
 

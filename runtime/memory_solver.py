@@ -70,6 +70,7 @@ class GraphNeeds:
         steps: bytes of the gradient's own values in each step of the backward call.
         gradients: bytes that a backward call leaves until the end of the step: gradients of variables.
         ends: numbers of calls after which a group of calls may end.
+        span: the first and the last of its calls, among those of all graphs in the order of the step.
     """
 
     name: str
@@ -80,6 +81,7 @@ class GraphNeeds:
     steps: tuple[int, ...] = (0,)
     gradients: int = 0
     ends: tuple[int, ...] = ()
+    span: tuple[int, int] = (0, 0)
 
     @cached_property
     def moments(self) -> tuple[tuple[frozenset[str], int], ...]:
@@ -246,16 +248,21 @@ class _IntegerProgram:
         return found.fun, self._solution([x > 0.5 for x in found.x[:-1]])
 
     def columns(self, treatments: Treatments) -> list[bool]:
-        """The assignment that treatments mean."""
+        """The assignment that treatments mean, as compiled.
+
+        Where XLA sees forward and backward calls at once, it does not hold what is fused and has its operands kept.
+        """
         taken = [False] * len(self._times)
         for each in self._graphs:
             for number, group in enumerate(treatments[each.graph.name]):
                 missing = {*each.graph.read}
                 for i, op in reversed([*enumerate(each.graph.ops)]):
                     wanted = missing.intersection(op.results)
+                    is_held = not op.is_fused or self._release != "read"
+                    is_held = is_held or any(group.treatments[path] != "keep" for path in op.operands)
                     for path in wanted:
                         by = {"keep": self._kept, "offload": self._away}.get(group.treatments[path])
-                        if by is not None:
+                        if by is self._away or (by is not None and is_held):
                             taken[by[each.graph.name, number, path]] = True
                     if any(group.treatments[path] == "recompute" for path in wanted):
                         taken[self._again[each.graph.name, number, i]] = True
@@ -320,13 +327,20 @@ class _IntegerProgram:
         """What is in memory at each moment that may be the highest, and the bytes that are there in any case.
 
         While a group is differentiated, the activations of its other calls and of earlier groups are in memory, and the
-        gradients of later ones; of other graphs, in any order, all activations.
+        gradients of later ones; of graphs that are called later, their gradients; of other graphs, all activations.
         """
         kept = [[self._kept_row(each.graph, i, n) for i, n in enumerate(each.counts)] for each in self._graphs]
         yield {column: size for groups in kept for row in groups for column, size in row.items()}, 0.0
         for number, each in enumerate(self._graphs):
             g = each.graph
-            others = [row for i, groups in enumerate(kept) if i != number for row in groups]
+            ended = [other.graph for other in self._graphs if other.graph.span[0] > g.span[1]]
+            others = [
+                row
+                for i, other in enumerate(self._graphs)
+                if i != number and other.graph not in ended
+                for row in kept[i]
+            ]
+            gradients = sum(other.gradients * other.calls for other in ended)
             for group, count in enumerate(each.counts):
                 later = sum(each.counts[group + 1 :])
                 for left in {count - 1, 0} if self._release != "loop" else {count}:
@@ -336,7 +350,7 @@ class _IntegerProgram:
                     for paths, own in g.moments:
                         inside = self._inside_row(g, group, paths)
                         both = {column: row.get(column, 0.0) + inside.get(column, 0.0) for column in row | inside}
-                        yield both, own + g.gradients * done
+                        yield both, own + gradients + g.gradients * done
 
     def _kept_row(self, g: GraphNeeds, group: int, count: int) -> _Row:
         """What some calls of a group keep."""

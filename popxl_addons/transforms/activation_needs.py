@@ -46,7 +46,9 @@ def graph_needs(info: GradGraphInfo, name: str, model: popxl.Graph) -> GraphNeed
         for t, e in zip(info.graph.inputs, info.expected_inputs, strict=False)
         if e.is_activation and e.fwd_tensor in known
     }
-    counts = [times for op, times in calls_in(model) if info.forward_graph in op.called_graphs] or [1]
+    calls = [*calls_in(model)]
+    places = [i for i, (op, _) in enumerate(calls) if info.forward_graph in op.called_graphs]
+    counts = [calls[i][1] for i in places] or [1]
     return GraphNeeds(
         name,
         sum(counts),
@@ -56,6 +58,7 @@ def graph_needs(info: GradGraphInfo, name: str, model: popxl.Graph) -> GraphNeed
         tuple(_steps(info.graph)),
         _lasting(info, model),
         tuple(accumulate(counts[:-1])),
+        (min(places, default=0), max(places, default=0)),
     )
 
 

@@ -306,6 +306,16 @@ def test_groups_of_calls_use_the_limit(release: Release) -> None:
     assert (first.treatments["a"], last.treatments["a"]) == ("recompute", "keep") and last.calls in (5, 6)
 
 
+def test_graphs_that_are_called_later_are_differentiated_before() -> None:
+    """Of four graphs that are called once each, in order, one recomputes what a quarter of the memory needs."""
+    op = OpNeeds((), ("a",), 10**9, 10**6, "float32")
+    graphs = [GraphNeeds(f"g{i}", 1, {"a": 10**7}, {"a": (0, 0)}, (op,), span=(i, i)) for i in range(4)]
+    found = solve(graphs, 31e6, None, False)
+    assert found is not None and found.bytes == 3 * 10**7
+    chosen = [found.treatments[g.name][0].treatments["a"] for g in graphs]
+    assert chosen.count("keep") == 3 and chosen[-1] == "keep"
+
+
 # The command --------------------------------------------------------------------------------------------------------
 
 PROGRAM = """

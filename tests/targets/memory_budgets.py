@@ -31,6 +31,7 @@ from popxl_addons import optimizers
 from popxl_addons.layers import MLP, Attention, Conv2D, Experts, GroupNorm, LayerNorm, TransformerBlock
 from runtime.costs.hlo import parse_hlo
 from runtime.costs.work import account_of
+from tests.targets.programs import compile_faster
 from tests.targets.tables import Table
 
 TARGETS = ("gpu h100", "tpu v5e", "tpu v5p")
@@ -237,6 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--into", type=Path, metavar="FILE", help="keeps the rows; those that it has are not made again"
     )
     given = parser.parse_args(arguments)
+    compile_faster()
     table = Table(HEAD, given.into)
     for target in given.targets:
         for name in given.programs:

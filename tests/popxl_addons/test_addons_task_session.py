@@ -537,8 +537,8 @@ def test_the_end_of_a_process_waits_and_tells(tmp_path):
         owners = [Owner(), Owner()]
         writers = [checkpoint.Writer(owner) for owner in owners]
         ended = threading.main_thread().join  # which is when the program has come to its last line
-        writers[0].do(lambda: (ended(), open(sys.argv[1], "x").close()), "one", wait=False)
-        writers[1].do(lambda: (ended(), 1 / 0), "another", wait=False)
+        writers[0].submit(lambda: (ended(), open(sys.argv[1], "x").close()), "one", wait=False)
+        writers[1].submit(lambda: (ended(), 1 / 0), "another", wait=False)
     """
     command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path / "done")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -103,7 +103,7 @@ def fetch_values(layout: Layout, changing: Sequence[Array | None]) -> list[HostV
             continue
         replicas = layout.terms_for(block.tensors[0]).replicas
         changed = [t for t in block.tensors if t in layout.changed]
-        one_will_do = layout.divided is None and all(_is_replicated(layout, t) for t in changed)
+        one_will_do = layout.divided is None and all((v := layout.held[t]) is t and _is_replicated(v) for t in changed)
         array = replicas.fetched_once(value) if one_will_do else replicas.fetched(value)
         rows = array.reshape(replicas.count, len(block.tensors), -1)
         for t in changed:
@@ -115,10 +115,9 @@ def fetch_values(layout: Layout, changing: Sequence[Array | None]) -> list[HostV
     return fetched
 
 
-def _is_replicated(layout: Layout, t: Tensor) -> bool:
+def _is_replicated(v: Variable) -> bool:
     """Whether a variable is declared identical on all replicas, and retrieved from one replica."""
-    v = layout.held[t]
-    return v is t and v.replica_grouping.num_groups == 1 and v.retrieval_mode != "all_replicas"
+    return v.replica_grouping.num_groups == 1 and v.retrieval_mode != "all_replicas"
 
 
 def _host_value(layout: Layout, v: Variable, array: np.ndarray) -> HostValue:
@@ -161,12 +160,20 @@ def fetch_local(
         return None
     blocks = zip(layout.changing, changing, strict=False)
     changed = {layout.held[t]: (t, block, array) for block, array in blocks for t in block.tensors}
-    elsewhere = {v for v, (t, *_) in changed.items() if not _is_replicated(layout, t)}
-    elsewhere.update(v for b in layout.stored_to for v in layout.in_buffers[b])
+    buffers = zip(layout.in_buffers.items(), changing[len(layout.changing) :], strict=True)
+    stored = {v: (buffer, array) for (buffer, vs), array in buffers if buffer in layout.stored_to for v in vs}
+    elsewhere = {v for v, (t, *_) in changed.items() if v is not t or not _is_replicated(v)}
+    elsewhere.update(v for v in stored if v.location_info.isSharded() or not _is_replicated(v))
     if not elsewhere.isdisjoint(variables):
         return None
 
     def value(v: Variable) -> np.ndarray:
+        if v in stored:
+            buffer, array = stored[v]
+            replicas, first = layout.terms_for(buffer).replicas, layout.divided.own_replicas[0]
+            assert isinstance(replicas, DividedReplicas)
+            slots = replicas.fetched_here(array, {first})[first]
+            return to_host(remote.rows_of_slots(buffer, [v], slots)[v][0], v.dtype).reshape(v.shape)
         if v not in changed:
             return v.data
         t, block, array = changed[v]

@@ -48,5 +48,7 @@ def train(options: poptorch.Options, first: int = 0) -> dict[str, np.ndarray]:
 
 
 if __name__ == "__main__":
-    found = train(popdist.poptorch.Options(), popdist.getReplicaIndexOffset())
+    options, off_chip = popdist.poptorch.Options(), poptorch.TensorLocationSettings().useOnChipStorage(False)
+    options.TensorLocations.setWeightLocation(off_chip).setOptimizerLocation(off_chip)  # the test compares without
+    found = train(options, popdist.getReplicaIndexOffset())
     np.savez(Path(sys.argv[1], f"{popdist.getInstanceIndex()}.npz"), **found)

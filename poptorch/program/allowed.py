@@ -54,7 +54,8 @@ def check_placement(sites: Sequence[Site], options: Options, training: bool) -> 
 
     Raises:
         Error: if there are too few iterations or accumulation steps for the stages of a pipeline; too many units, or a
-            number of units that is no power of two; or a phase on units of the other group.
+            number of units that is no power of two; a phase on units of the other group; or a liveness that parallel
+            phases do not have.
     """
     strategy = options.execution_strategy
     units = _units(sites, options)
@@ -114,6 +115,11 @@ def _pipeline_stages(sites: Sequence[Site], options: Options, training: bool) ->
 def _check_phases(sites: Sequence[Site], strategy: _IPhasedExecution) -> None:
     if not isinstance(strategy, ParallelPhasedExecution):
         return
+    if strategy.liveness not in (Liveness.AlwaysLive, Liveness.OffChipAfterFwd):
+        raise Error(
+            f"ParallelPhasedExecution: the liveness is {strategy.liveness.name}; expected AlwaysLive or "
+            "OffChipAfterFwd, as `sendTensorsOffChipAfterFwd` sets them. SerialPhasedExecution has all of them."
+        )
     for site in sites:
         if (site.phase or 0) % 2 != site.unit % 2:
             raise Error(

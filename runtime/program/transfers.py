@@ -158,6 +158,7 @@ def fetch_local(
     """
     if layout.divided is None:
         return None
+    first = layout.divided.own_replicas[0]
     blocks = zip(layout.changing, changing, strict=False)
     changed = {layout.held[t]: (t, block, array) for block, array in blocks for t in block.tensors}
     buffers = zip(layout.in_buffers.items(), changing[len(layout.changing) :], strict=True)
@@ -170,7 +171,7 @@ def fetch_local(
     def value(v: Variable) -> np.ndarray:
         if v in stored:
             buffer, array = stored[v]
-            replicas, first = layout.terms_for(buffer).replicas, layout.divided.own_replicas[0]
+            replicas = layout.terms_for(buffer).replicas
             assert isinstance(replicas, DividedReplicas)
             slots = replicas.fetched_here(array, {first})[first]
             return to_host(remote.rows_of_slots(buffer, [v], slots)[v][0], v.dtype).reshape(v.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -288,3 +289,29 @@ def test_tensors_within_that_are_asked_for(caplog: pytest.LogCaptureFixture) -> 
 def test_an_unknown_kind() -> None:
     with pytest.raises(poptorch.Error, match=r"'autoRecomputation' is 'Standrad'; expected one of 0 \(NoRecompute\)"):
         trained(Model(), autoRecomputation="Standrad")
+
+
+class Wide(torch.nn.Module):
+    """Eight blocks with a norm and two linear layers, four times as wide inside."""
+
+    def __init__(self, checkpoints: bool, width: int = 64) -> None:
+        super().__init__()
+        self.checkpoints = checkpoints
+        inside = [torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width)]
+        block = torch.nn.Sequential(torch.nn.LayerNorm(width), *inside)
+        self.blocks = torch.nn.ModuleList(copy.deepcopy(block) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x))
+        return poptorch.identity_loss((x**2).mean(), "mean")
+
+
+def test_checkpoints_of_blocks_need_a_quarter_of_the_temporaries() -> None:
+    temporaries = []
+    for checkpoints in (True, False):
+        model = Wide(checkpoints)
+        run = poptorch.trainingModel(model, poptorch.Options(), torch.optim.SGD(model.parameters(), lr=0.1))
+        run.compile(torch.randn(512, 64))
+        temporaries.append(poptorch.sessionOf(run).memory().temporaries)
+    assert temporaries[0] <= 0.25 * temporaries[1]

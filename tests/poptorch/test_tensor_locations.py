@@ -284,6 +284,14 @@ def test_phases_bring_their_weights(liveness: Any, separate: bool) -> None:
     assert stays is separate  # what the shared phase makes does not leave
 
 
+def test_liveness_of_parallel_phases() -> None:
+    strategy = poptorch.ParallelPhasedExecution(["embed", "0", "1", "2", "3", "tied"])
+    strategy.liveness = poptorch.Liveness.OffChipAfterEachPhase
+    run = poptorch.trainingModel(Blocks(), poptorch.Options().setExecutionStrategy(strategy))
+    with pytest.raises(poptorch.Error, match="ParallelPhasedExecution: the liveness is OffChipAfterEachPhase"):
+        run(torch.randn(4, 6), torch.randn(4, 6))
+
+
 def test_a_location_wins_over_liveness() -> None:
     strategy = poptorch.SerialPhasedExecution(["embed", "0"], ["1", "2"], ["3", "tied"])
     strategy.setTensorsLiveness(poptorch.Liveness.OffChipAfterFwd)

@@ -9,6 +9,7 @@ import inspect
 import json
 import pkgutil
 import re
+import typing
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,6 +78,9 @@ def pages() -> dict[str, pdoc.doc.Module]:
                 page.docstring += f"\n\nAlso here: {', '.join(elsewhere)}."
     for page in found.values():
         for member in page.classes:
+            if issubclass(member.obj, tuple) and hasattr(member.obj, "_fields"):
+                # a named tuple makes its constructor in a namespace without the types that its module names
+                member.obj.__new__.__annotations__.update(typing.get_type_hints(member.obj))
             for key in [key for key, each in member.members.items() if each.taken_from[0].split(".")[0] == "torch"]:
                 del member.members[key]  # it has pages of its own
             for attribute in member.instance_variables:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import Mesh, NamedSharding
 
 from popxl.analysis.memory import Memory
@@ -19,6 +20,7 @@ from runtime.costs.cost import Cost, cost_of_executable
 from runtime.costs.hlo import Module, parse_hlo
 from runtime.costs.lines import LineCost, live_buffers
 from runtime.costs.schedule import schedule_of
+from runtime.jax_private import change_parameters
 from runtime.targets import chip
 from runtime.targets.offline import Target
 
@@ -96,18 +98,19 @@ def analyze(function: Callable[..., Any], *args: Any, target: Target | str | Non
     """Compile a JAX function for a machine that need not be here, and report what it needs, sends and costs there.
 
     The function stays as it is: scans, `jax.checkpoint`, donated arguments and shardings are the compiler's to see.
+    Meshes of other devices, in arguments and inside the function, stand for the same places of the target.
 
     Args:
         function: a jitted function; another one is jitted.
         args, kwargs: what it is called with, trees of arrays or of `jax.ShapeDtypeStruct`. For several chips, with
-            shardings on a mesh of the target, `popxl.Target(...).mesh(...)`; what has none is on all chips, or where
-            the function's own `in_shardings` say.
+            shardings on a mesh of the target, `popxl.Target(...).mesh(...)`, or of as many local devices; what has none
+            is on all chips, or where the function's own `in_shardings` say.
         target: the machine: a description such as `"gpu h100:8"`, or a `popxl.Target`. By default the local
             devices.
 
     Raises:
         TypeError: if `function` cannot be called, or `target` is neither.
-        PopxlError: if the shardings are of other devices than the target's.
+        PopxlError: if a mesh has more devices than the target, or the function names other devices without a mesh.
 
     Example:
         >>> target = popxl.Target("gpu h100:2")
@@ -142,7 +145,9 @@ def _compiled(jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target
     platform = "cuda" if target.kind == "gpu" else target.kind
     try:
         with jax.default_device(target.devices[0]):
-            executable = jitted.trace(*args, **kwargs).lower(lowering_platforms=(platform,)).compile()
+            traced = jitted.trace(*args, **kwargs)
+            change_parameters(traced, lambda value: _moved(value, target))
+            executable = traced.lower(lowering_platforms=(platform,)).compile()
     except ValueError as problem:
         if not re.search("incompatible devices|device_assignment", str(problem)):
             raise
@@ -154,8 +159,8 @@ def _compiled(jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target
 
 def _other_devices(target: Target, reason: str = "") -> PopxlError:
     return PopxlError(
-        f"analyze: a sharding in the function is of other devices than those of {target}; make its mesh by "
-        f"`popxl.Target({str(target)!r}).mesh(...)`.{reason}"
+        f"analyze: the function names devices that {target} does not have. Place arrays by `NamedSharding`, whose mesh "
+        f"is replaced by one of the target, or make the mesh by `popxl.Target({str(target)!r}).mesh(...)`.{reason}"
     )
 
 
@@ -172,17 +177,33 @@ def _on_target(leaf: Any, target: Target) -> Any:
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return leaf
     sharding = leaf.sharding
-    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-        devices, found = target.devices, sharding.mesh.devices
-        if found.size > len(devices):
-            raise PopxlError(f"analyze: an argument is on {found.size} devices, and {target} has {len(devices)}.")
-        if not {*found.flat} <= {*devices}:
-            places = np.arange(found.size).reshape(found.shape)
-            mesh = Mesh(np.asarray(devices)[places], sharding.mesh.axis_names, axis_types=sharding.mesh.axis_types)
-            sharding = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    if isinstance(sharding, NamedSharding):
+        sharding = _moved(sharding, target)
     elif isinstance(leaf, jax.Array):
         sharding = None  # a local device
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
+
+
+def _moved(value: Any, target: Target) -> Any:
+    """A parameter of JAX, with meshes of other machines replaced by those of the same places of the target."""
+    if isinstance(value, NamedSharding):
+        return NamedSharding(_moved(value.mesh, target), value.spec, memory_kind=value.memory_kind)
+    if isinstance(value, Mesh):
+        devices, found = target.devices, value.devices
+        if found.size > len(devices):
+            raise PopxlError(f"analyze: a mesh has {found.size} devices, and {target} has {len(devices)}.")
+        if value.empty or {*found.flat} <= {*devices}:
+            return value
+        places = np.arange(found.size).reshape(found.shape)
+        return Mesh(np.asarray(devices)[places], value.axis_names, axis_types=value.axis_types)
+    if isinstance(value, Jaxpr):
+        equations = [e.replace(params={n: _moved(v, target) for n, v in e.params.items()}) for e in value.eqns]
+        return value.replace(eqns=equations)
+    if isinstance(value, ClosedJaxpr):
+        return value.replace(jaxpr=_moved(value.jaxpr, target))
+    if type(value) in (tuple, list):
+        return type(value)(_moved(part, target) for part in value)
+    return value
 
 
 def _analysis(name: str, executable: Any, seconds: float, target: Target | None) -> Analysis:

@@ -120,6 +120,20 @@ def copied(array: jax.Array, sharding: Any) -> jax.Array:
     return copy
 
 
+def change_parameters(traced: Any, change: Callable[[Any], Any]) -> None:
+    """Change what a traced function is lowered from: its jaxpr, the shardings of arguments and results, and its mesh.
+
+    Args:
+        traced: what `jax.jit(function).trace(...)` returned, or what Flax wraps around that.
+        change: applied to each of these.
+    """
+    inner = getattr(traced, "traced", traced)
+    if not isinstance(inner, jax.stages.Traced):  # of something else that can be compiled
+        return
+    own = {name: change(inner._params[name]) for name in ("jaxpr", "in_shardings", "out_shardings", "ctx_mesh")}
+    inner._params = {**inner._params, **own}
+
+
 # Executables ----------------------------------------------------------------------------------------------------------
 
 

@@ -179,11 +179,20 @@ def test_functions_are_compiled_for_machines_that_are_not_here(
 
 
 @pytest.mark.targets
-def test_shardings_of_other_devices_are_told() -> None:
+def test_meshes_of_the_program_are_those_of_the_target() -> None:
+    """In arguments, in options of `jax.jit`, in constraints and in `shard_map`, by position."""
     mesh = Mesh(np.asarray(jax.devices("cpu")[:2]), ("data",))
+    rows, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
 
-    def split(x: Any) -> Any:
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec("data")))
+    def total(x: Any) -> Any:
+        return jax.lax.psum(x.sum(), "data")
 
-    with pytest.raises(popxl.errors.PopxlError, match=r"make its mesh by `popxl.Target\('gpu h100:2'\).mesh"):
-        popxl.analyze(split, *specs((8, 6)), target="gpu h100:2")
+    def step(w: Any, x: Any) -> Any:
+        x = jax.lax.with_sharding_constraint(jnp.tanh(x), rows)
+        return w + jax.shard_map(total, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec())(x)
+
+    jitted = jax.jit(step, in_shardings=(whole, rows), out_shardings=whole, donate_argnums=0)
+    found = popxl.analyze(jitted, *specs((6, 4), (8, 6)), target="gpu h100:2")
+    assert found.devices == 2 and found.cost.overwritten == {"w": 96} and "all-reduce" in found.cost.collectives
+    with pytest.raises(popxl.errors.PopxlError, match=r"a mesh has 2 devices, and gpu h100 has 1"):
+        popxl.analyze(jitted, *specs((6, 4), (8, 6)), target="gpu h100")

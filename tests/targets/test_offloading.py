@@ -53,7 +53,7 @@ def test_stacks_of_loops_are_on_the_host(target: str) -> None:
     memory = offloaded.memory()
     stacks = 2 * LAYERS * ROWS * HIDDEN * 4
     assert kept.temporaries_on_host == 0 and memory.temporaries_on_host >= stacks
-    assert memory.temporaries <= kept.temporaries - 0.75 * stacks
+    assert memory.temporaries <= kept.temporaries - 0.7 * stacks
     assert re.search(r"\d+ in a run have other kernels beside them, and \d+ have none", str(offloaded.report.offloaded))
 
 

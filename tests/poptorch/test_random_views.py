@@ -100,7 +100,7 @@ def _arguments() -> list[torch.Tensor]:
     return [x, x.view(3, 4), x.view(3, 4).t(), x.view(2, 3, 2).permute(2, 0, 1), x[:4].view(2, 2)]
 
 
-@pytest.mark.thorough(but_each=4)
+@pytest.mark.thorough(but_each=8)
 @pytest.mark.parametrize("seed", range(8))
 def test_programs(seed: int) -> None:
     programs = [_program(100 * seed + i, x, False) for i, x in enumerate(_arguments())]
@@ -125,7 +125,7 @@ class _Programs(torch.nn.Module):
         return poptorch.identity_loss(_loss(found), "none")
 
 
-@pytest.mark.thorough(but_each=4)
+@pytest.mark.thorough(but_each=8)
 @pytest.mark.parametrize("seed", range(8))
 def test_gradients(seed: int) -> None:
     first = [x.clone().contiguous().requires_grad_() for x in _arguments()]

@@ -174,6 +174,7 @@ def test_dropout_in_checkpoints(preserves: bool, with_dropout: tuple[Any, ...]) 
     assert found[2] < 0.6 * with_dropout[2]
 
 
+@pytest.mark.thorough
 def test_two_layers_in_a_checkpoint() -> None:
     """Layers that are outlined, called within a region, have their masks, too."""
 

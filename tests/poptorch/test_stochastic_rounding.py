@@ -80,7 +80,7 @@ def test_a_training_that_stalls_with_rounding_to_nearest_goes_on(how):
     assert fallen[1] > 0.05 and fallen[1] > 2 * fallen[0]
 
 
-@pytest.mark.thorough(but_each=2)
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize(
     "how",
     [{"optimizer": sgd, "dtype": FLOAT16}, {"optimizer": sgd, "off_chip": True}, {"optimizer": adam, "replicas": 2}],

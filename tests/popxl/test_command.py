@@ -338,7 +338,7 @@ NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reas
     [("popxl", "--help"), ("runtime.poprun", "--help"), pytest.param(("poptorch", "options"), marks=NEEDS_TORCH)],
     ids=" ".join,
 )
-@pytest.mark.thorough(but_each=3)
+@pytest.mark.thorough
 def test_nobody_reads_other_pages(arguments: tuple[str, ...]) -> None:
     assert _with_output_to_nobody(*arguments) == (128 + signal.SIGPIPE, "")
 
@@ -369,6 +369,7 @@ def _with_output_to_nobody(*arguments: str, **environment: str) -> tuple[int, st
 # Versions and devices -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_versions(tmp_path: Path) -> None:
     """Of a JAX that has a plugin for devices which cannot be used: that is a sentence, not a traceback."""
     plugin = tmp_path / "jax_plugins" / "drawer" / "__init__.py"

@@ -246,8 +246,8 @@ def test_arrays_of_the_user_are_not_given_up() -> None:
 # The same numbers -----------------------------------------------------------------------------------------------------
 
 
-OFTEN = ("grouped variables", "alone", "several IPUs")
-"""Programs that run in most modes of what replicas and IPUs do."""
+OFTEN = ("grouped variables", "alone")
+"""Programs of replicas, and of one."""
 
 
 @pytest.mark.parametrize(

@@ -967,6 +967,7 @@ def test_code_cannot_be_saved(tmp_path) -> None:
         ir.save(tmp_path / "program.popxl")
 
 
+@pytest.mark.thorough
 def test_no_device_is_started() -> None:
     program = """
         import jax, jax.numpy as jnp, numpy as np, popxl
@@ -997,7 +998,7 @@ def test_no_device_is_started() -> None:
 @pytest.mark.usefixtures("only_new_objects")
 def test_declarations_do_not_keep_programs_alive() -> None:
     ir = popxl.Ir()
-    graph = ir.create_graph(popxl.from_jax(transformer), spec_of(X), spec_of(W))
+    graph = ir.create_graph(popxl.from_jax(own_derivatives), spec_of(X), spec_of(W))
     autodiff(graph)
     popxl.to_jax(graph)(X, W)
     gone = weakref.ref(ir)

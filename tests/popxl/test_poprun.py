@@ -357,7 +357,7 @@ def train(poprun: Run) -> Run:
     return train
 
 
-@pytest.mark.thorough(but_each=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("who", [0, 1])
 def test_an_instance_is_killed(train: Run, who: int) -> None:
     done, said = train(f"def in_the_third_run(*_): me == {who} and os.kill(os.getpid(), 9)")

@@ -261,6 +261,7 @@ def test_on_two_ipus() -> None:
         np.testing.assert_array_equal(session.get_tensor_data(t), (START + 10) * 2)
 
 
+@pytest.mark.thorough
 def test_op_by_op() -> None:
     ir, variables = program()
     with popxl.Session(ir, "ipu_model") as session, session.debugging():

@@ -149,7 +149,7 @@ def test_the_same_as_in_torch(in_torch):
     PROGRAMS["plain"](session_of("plain", CONFIG))
 
 
-@pytest.mark.thorough(but_each=9)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "plain"])
 def test_the_same_numbers(name):
     """And the program, which takes long to compile, is what it is to be."""

@@ -80,6 +80,7 @@ def trained(model: Any, memory: Any, way: str = "auto", device: Any = None, accu
     return [*losses, *(weights[t] for t in step.variables.tensors)], step.memory
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize(("layer", "device"), [(Sparse, a_device_each), (Ring, one_device)])
 def test_replicas_that_talk(layer: Any, device: Any) -> None:
     expected, plan = trained(Deep(layer, 2), "everything", device=device)

@@ -103,7 +103,7 @@ ENTRY %main (count: f32[], x: f32[8]) -> f32[8] {
 
 
 def test_copies_to_the_host_run_beside_kernels_or_alone() -> None:
-    """In a loop of three turns: out while a sine is computed, back with nothing between, and once by a kernel."""
+    """Three turns copy out while a sine is computed, and back with a number between. Two kernels copy, too."""
     text = """HloModule step, is_scheduled=true
 
 %body (x: f32[8]) -> f32[8] {
@@ -111,7 +111,9 @@ def test_copies_to_the_host_run_beside_kernels_or_alone() -> None:
   %out = (f32[8]{0:S(5)}, f32[8]{0}, u32[]) copy-start(%x)
   %sine.1 = f32[8]{0} sine(%x)
   %there = f32[8]{0:S(5)} copy-done(%out)
+  %count = s32[]{:S(6)} constant(1)
   %in = (f32[8]{0}, f32[8]{0:S(5)}, u32[]) copy-start(%there)
+  %next = s32[]{:S(6)} add(%count, %count)
   %here = f32[8]{0} copy-done(%in)
   ROOT %add.1 = f32[8]{0} add(%here, %sine.1)
 }

@@ -51,6 +51,7 @@ docs/works
 docs/performance
 docs/targets
 docs/costs
+docs/time
 ```
 
 ```{toctree}

@@ -1,4 +1,4 @@
-"""Subcommands of `popxl`: `show`, `check`, `report`, `fit`, `plan`, `diff`. Invoked by `popxl.__main__`."""
+"""Subcommands of `popxl`, from `show` to `calibrate`. Invoked by `popxl.__main__`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from popxl.base.container import is_packed
 from popxl.base.pages import OnPage
 from popxl.errors import ContradictedStatementWarning, DriftingVariableWarning, PopxlError
 from popxl.ir import Ir
+from runtime.calibration import calibrate
 from runtime.compared_runs import compared_run
 from runtime.cost_budgets import read_budget
 from runtime.costs.changes import changes_of
@@ -51,6 +52,7 @@ examples:
   popxl fit train.py --target "tpu v5e:4x4"     try the choices of the program, and print which fit, and the fastest
   popxl diff costs.json train.py --target "tpu v5e"   what changed in cost since a file of costs was written
   popxl plan train.py --target "gpu h100" --budget 40GB   plan what gradients keep, so that it fits into 40 GB
+  popxl calibrate --save cpu.json           measure the device that is here, for the times of POPXL_CHIP=cpu.json
   popxl --version                           what programs run with here: for a report of a problem
 
 --target may come right after the file, too; a program that has such an option itself gets the second one.
@@ -91,6 +93,11 @@ one machine: in all, by argument, graph and source line. Programs are files of P
 `session.cost().save_budget("costs.json")` has written.
 """
 
+_CALIBRATE = """\
+Measure the device that is here, in less than a minute, and write its figures to a file. With `POPXL_CHIP=FILE`, reports
+and costs on this device have times by these figures.
+"""
+
 _REMOVED = {
     "foresee": "`popxl report FILE.py --target MACHINE` compiles the program and prints the exact memory that a chip "
     "needs; `popxl fit FILE.py --target MACHINE` does so for each of its choices"
@@ -106,6 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"`{arguments[0]}` was removed: {_REMOVED[arguments[0]]}.", 2)
     arguments, alone = _run_of(arguments)
     options = _parser().parse_args(arguments)
+    if options.command == "calibrate":
+        print(calibrate(options.save))
+        return 0
     if options.command == "diff":
         return diff(options.old, options.new, options.target)
     if options.target is None and options.command != "check":
@@ -166,7 +176,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=ShowVersions)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{show,check,report,fit,plan,diff}")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="{show,check,report,fit,plan,diff}|calibrate"
+    )
     for name, text in (("show", _SHOW), ("check", _CHECK), ("report", _REPORT), ("fit", _FIT), ("plan", _PLAN)):
         runs = name not in ("fit", "plan")  # which runs nothing in any case, and has no schedule to draw
         # Without abbreviations: what looks like several of these options may be one of the program.
@@ -197,6 +209,14 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             name, metavar=name.upper(), help="FILE.py, FILE.py:NAME, a saved program, or costs in a JSON file"
         )
+    command = commands.add_parser("calibrate", help=_CALIBRATE, description=_CALIBRATE, allow_abbrev=False)
+    command.add_argument(
+        "--save",
+        type=Path,
+        default=Path("chip.json"),
+        metavar="FILE.json",
+        help="write them there, by default chip.json",
+    )
     return parser
 
 

@@ -29,7 +29,7 @@ class Tried(_Frozen):
         choices: the value of each choice.
         memory_bytes: the memory that it needs; `None` if it was not compiled, or the compiler gave up.
         fits: whether that is there.
-        seconds: how long a run takes by the chip's published figures: an estimate; `None` if it was not compiled.
+        seconds: how long a run takes, an estimate as `Cost.seconds`; `None` if it was not compiled.
         units: how much a run does: the product of the choices that say so.
         problem: why it could not be compiled; empty if it was.
     """
@@ -91,7 +91,7 @@ class Fit(OnPage, _Frozen):
             else f'The fastest that fits: {VARIABLE}="{as_text(self.best.choices)}"'
         )
         has = bytes_text(self.capacity)
-        intro = f"A chip has {has}. Times are estimates from published figures; nothing has run."
+        intro = f"A chip has {has}. Times are estimates; nothing has run."
         stopped = [] if self.is_complete else ["Interrupted: other combinations were not tried."]
         return Page(f"Fitting into {self.target}", [intro, Table(columns, rows), *problems, *stopped, told])
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from html import escape
 
 from popxl.base import svg
@@ -111,6 +113,55 @@ def bars(title: str, spans: Iterable[Bar]) -> Picture:
         shown = [(_shortened(name), colours[name]) for name in names[2 * row : 2 * row + 2]]
         parts += svg.legend(shown, base + 42 + 18 * row, 380)
     return svg.picture(base + 36 + 18 * rows, parts)
+
+
+def scatter(title: str, below: str, beside: str, points: Iterable[tuple[str, str, float, float]]) -> Picture:
+    """Points of two times each, over logarithmic axes, with the line where both are equal.
+
+    Args:
+        title, below, beside: what to write above, and what both times are.
+        points: of each its kind, which is a colour, its name, and both times in seconds.
+    """
+    points = list(points)
+    kinds = list(dict.fromkeys(kind for kind, *_ in points))
+    times = [time for _, _, *both in points for time in both] or [1.0]
+    first, last = math.floor(math.log10(min(times))), math.floor(math.log10(max(times))) + 1
+    base = 500
+
+    def at(time: float, start: float, end: float) -> float:
+        return start + (end - start) * (math.log10(time) - first) / (last - first)
+
+    across, up = (partial(at, start=a, end=b) for a, b in ((svg.LEFT, svg.LEFT + base - svg.TOP), (base, svg.TOP)))
+    low, high = 10.0**first, 10.0**last
+    right = across(high)
+    parts = [svg.text(svg.LEFT, 20, title, "start", 13)]
+    for value in (10.0**power * part for power in range(first, last + 1) for part in (1, 2, 5)):
+        if value <= high:
+            parts += [
+                svg.line(across(value), svg.TOP, across(value), base),
+                svg.line(svg.LEFT, up(value), right, up(value)),
+                svg.text(across(value), base + 16, seconds_text(value), "middle"),
+                svg.text(svg.LEFT - 8, up(value) + 4, seconds_text(value)),
+            ]
+    ends = f'x1="{across(low):.1f}" y1="{up(low):.1f}" x2="{right:.1f}" y2="{up(high):.1f}"'
+    parts.append(f'<line {ends} stroke="#888"/>')
+    for kind, name, x, y in points:
+        parts.append(
+            f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="3.5" fill-opacity="0.7" '
+            f'class="c{kinds.index(kind) % svg.COLOURS}">'
+            f"<title>{escape(f'{name}: {seconds_text(x)}, {seconds_text(y)}')}</title></circle>"
+        )
+    parts += [
+        svg.text(right + 20, svg.TOP + 12, f"across: {below}", "start"),
+        svg.text(right + 20, svg.TOP + 30, f"up: {beside}", "start"),
+    ]
+    for i, kind in enumerate(kinds):
+        y = svg.TOP + 60 + 18 * i
+        parts += [
+            f'<circle cx="{right + 26:.1f}" cy="{y - 4}" r="4" class="c{i % svg.COLOURS}"/>',
+            svg.text(right + 38, y, kind, "start"),
+        ]
+    return svg.picture(base + 60, parts)
 
 
 def _shortened(name: str) -> str:

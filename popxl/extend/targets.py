@@ -1,4 +1,6 @@
-"""Machines to compile for: `Target`, and the figures of a chip of your own.
+"""Machines to compile for: `Target`; the figures of a chip of your own; and times by these before anything is compiled.
+
+`collective_time` prices a collective by the wires between its chips, `graph_time` a graph op by op.
 
 Example:
     >>> from popxl.extend.targets import Gpu, Target, shipped
@@ -8,8 +10,13 @@ Example:
     'NVIDIA H100 NVL'
 """
 
+from runtime.costs.graphs import GraphTime, graph_time, kernels_of
+from runtime.costs.network import CollectiveTime, collective_time, spans_of
 from runtime.program.host_arrays import Outputs
-from runtime.targets.chip import Chip, Gpu, Tpu, shipped
+from runtime.targets.chip import Chip, Efficiency, Gpu, Link, Tpu, shipped
 from runtime.targets.offline import Target
 
-__all__ = ["Chip", "Gpu", "Outputs", "Target", "Tpu", "shipped"]
+__all__ = [
+    "Chip", "CollectiveTime", "Efficiency", "GraphTime", "Gpu", "Link", "Outputs", "Target", "Tpu",
+    "collective_time", "graph_time", "kernels_of", "shipped", "spans_of",
+]  # fmt: skip

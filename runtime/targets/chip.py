@@ -139,6 +139,15 @@ class Tpu(Chip):
         return self.flops.get(dtype, self.flops["bfloat16"])
 
 
+class Cpu(Chip):
+    """A CPU, as `popxl calibrate` measures it: one device of JAX with all its cores."""
+
+    @property
+    def device_kind(self) -> str:
+        """JAX device kind."""
+        return self.name
+
+
 class Gpu(Chip):
     """A GPU. XLA chooses tiles and fusions by these figures; CUDA's `cudaGetDeviceProperties` gives them.
 
@@ -248,10 +257,21 @@ def shipped(kind: type[C], name: str) -> C:
 
 
 def of_device(device_kind: str) -> Chip | None:
-    """Shipped figures of a JAX device kind; `None` for an unknown kind."""
+    """Figures of a JAX device kind: those of the file that `POPXL_CHIP` names, if it is of this kind, or shipped ones;
+    `None` for an unknown kind."""
+    if measured := os.environ.get("POPXL_CHIP"):
+        found = _measured(measured)
+        if found.device_kind == device_kind:
+            return found
     kinds: tuple[type[Tpu] | type[Gpu], ...] = (Tpu, Gpu)
     known = (shipped(kind, name) for kind in kinds for name in names(kind))
     return next((chip for chip in known if chip.device_kind == device_kind), None)
+
+
+def _measured(path: str) -> Cpu | Gpu:
+    """Figures that `popxl calibrate` wrote."""
+    is_gpu = Path(path).is_file() and '"compute_capability"' in Path(path).read_text(encoding="utf-8")
+    return load_figures(Gpu, path) if is_gpu else load_figures(Cpu, path)
 
 
 def load_figures(kind: type[C], path: str | os.PathLike[str]) -> C:

@@ -1,0 +1,193 @@
+"""Time of a graph before it is compiled: each op is a kernel, priced by its own shapes.
+
+A compiler fuses ops, so a compiled program takes less; a framework that dispatches op by op, as PyTorch does, runs what
+is priced here. What only views an array otherwise (a reshape, a transpose, a part of it) is free: kernels take strides.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from popxl.analysis.communication import exchanges_of
+from popxl.core.recording import Op
+from popxl.core.tensor import Tensor
+from popxl.core.tracing import traces_in
+from popxl.graph import Graph
+from runtime.costs.kernels import kernel_time
+from runtime.costs.work import Product, SizedProduct, Work
+from runtime.targets.chip import Chip
+
+_VIEWS = frozenset("reshape transpose squeeze slice split broadcast_in_dim expand_dims copy stop_gradient".split())
+_NAMES = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16", "int8": "s8", "uint8": "u8"}
+
+Exchanged = Callable[[str, int, int, int], float]
+"""Seconds of a collective: its kind, the bytes of a replica, the stride between members of a group, and its size."""
+
+
+@dataclass
+class GraphTime:
+    """Time of one run of a graph, op by op.
+
+    Attributes:
+        seconds: of the chip and of the host, which dispatches ahead of it: whichever has more to do.
+        device: of the chip alone.
+        network: of that, collectives.
+        dispatched: how many kernels and collectives there are.
+        flops: operations of products.
+    """
+
+    seconds: float = 0.0
+    device: float = 0.0
+    network: float = 0.0
+    dispatched: int = 0
+    flops: int = 0
+
+    def plus(self, more: GraphTime, times: float = 1) -> GraphTime:
+        """The sum with another, `times` times."""
+        fields = ("seconds", "device", "network", "dispatched", "flops")
+        return GraphTime(*(getattr(self, name) + times * getattr(more, name) for name in fields))
+
+
+class GraphKernel(NamedTuple):
+    """What the host dispatches for a graph, in one run of it.
+
+    Attributes:
+        work: of a kernel; `None` for collectives.
+        exchanges: collectives: the kind and the bytes of a replica.
+        stride, size: of their groups.
+        runs: how often a run of the graph carries it out.
+        is_beside: whether collectives go on beside the kernel before, whose results they do not send.
+    """
+
+    work: Work | None
+    exchanges: tuple[tuple[str, int], ...]
+    stride: int
+    size: int
+    runs: int
+    is_beside: bool = False
+
+
+def kernels_of(graph: Graph) -> tuple[GraphKernel, ...]:
+    """Kernels and collectives of a graph, and of those that it calls.
+
+    Element-wise ops that only the next element-wise op reads are one kernel with it.
+    """
+    return tuple(_kernels(graph, 1))
+
+
+def graph_time(kernels: Graph | Sequence[GraphKernel], chip: Chip, exchanged: Exchanged) -> GraphTime:
+    """Time of one run of a graph on a chip whose host dispatches each kernel.
+
+    The host is ahead of the chip as long as the chip has more to do, so the longer of both counts. A collective goes on
+    beside the kernel before it, if it does not send what that one makes: a gradient beside that of the weights.
+
+    Args:
+        kernels: the graph, or `kernels_of` it.
+        chip: the figures of the chip; its `efficiency.dispatch` is what the host takes for each kernel.
+        exchanged: the time of a collective.
+    """
+    found, hidden = GraphTime(), 0.0
+    for each in kernels_of(kernels) if isinstance(kernels, Graph) else kernels:
+        if each.work is not None:
+            hidden = each.runs * kernel_time(chip, each.work).seconds
+            found.device += hidden
+            found.flops += each.runs * sum(product.flops for product in each.work.sized)
+            found.dispatched += each.runs
+        for kind, nbytes in each.exchanges:
+            time = each.runs * exchanged(kind, nbytes, each.stride, each.size)
+            found.device += max(0.0, time - hidden) if each.is_beside else time
+            found.network += time
+            found.dispatched += each.runs
+            hidden = 0.0
+    found.seconds = max(found.device, found.dispatched * chip.efficiency.dispatch)
+    return found
+
+
+def _kernels(graph: Graph, times: int) -> Iterator[GraphKernel]:
+    merged, last = _merged(graph), None
+    for op in graph.ops:
+        for run in op.runs:
+            yield from _kernels(run.graph, times * run.iterations)
+        if not op.runs and op.kind.between_replicas and op.attributes["group_size"] > 1:
+            is_beside = last is not None and set(op.inputs).isdisjoint(last.outputs)
+            groups = op.attributes["stride"], op.attributes["group_size"]
+            yield GraphKernel(None, _sent(op), *groups, times, is_beside)
+        elif work := merged.get(op):
+            last = op
+            yield GraphKernel(work, (), 1, 1, times)
+
+
+def _sent(op: Op) -> tuple[tuple[str, int], ...]:
+    """Collectives of an op, in the dtype of its tensors: compiled programs sum those of 16 bits in 32."""
+    most = max(t.nelms * t.dtype.itemsize for t in (*op.inputs, *op.outputs))
+    return tuple((kind, min(nbytes, most)) for kind, nbytes in exchanges_of(op))
+
+
+def _merged(graph: Graph) -> dict[Op, Work]:
+    """Work of the kernels of a graph, by the last op of each."""
+    ops = [op for op in graph.ops if not (op.runs or op.kind.between_replicas or op.kind.is_carried_out_by_others)]
+    users: defaultdict[Tensor, list[Op]] = defaultdict(list)
+    for op in graph.ops:
+        for t in {*op.inputs}:
+            users[t].append(op)
+    kept, known = {*graph.outputs}, {*ops}
+    works = {op: op.remembered("work of a kernel", partial(_work, op)) for op in ops}
+    found = {op: replace(work) for op, work in works.items() if work.kernels}
+    for op in ops:
+        if op not in found or not _is_elementwise(op) or len(op.outputs) != 1:
+            continue
+        (result,) = op.outputs
+        by = users[result]
+        if len(by) == 1 and by[0] in known and by[0] in found and _is_elementwise(by[0]):
+            own, into = found.pop(op), found[by[0]]
+            nbytes = result.nelms * result.dtype.itemsize
+            saved = nbytes if result in kept else 2 * nbytes
+            into.memory_bytes += own.memory_bytes - saved
+    return found
+
+
+def _is_elementwise(op: Op) -> bool:
+    """Whether each element of the results is of one element of each operand."""
+
+    def of_elements() -> bool:
+        return not any(re.match("dot|conv_|reduce|cum|sort|scatter|gather|arg", n) for n in _primitives(op.traced()))
+
+    return op.remembered("is element-wise", of_elements)
+
+
+def _work(op: Op) -> Work:
+    """Work of an op as one kernel, which reads its operands and writes its results."""
+    traced = op.traced()
+    if all(name in _VIEWS for name in _primitives(traced)):
+        return Work()
+    nbytes = sum(t.nelms * t.dtype.itemsize for t in {*op.inputs, *op.outputs})
+    return Work(kernels=1, bytes=nbytes, memory_bytes=nbytes, sized=[*_products(traced)])
+
+
+def _primitives(traced: Any) -> Iterator[str]:
+    for equation in traced.eqns:
+        inner = traces_in(equation)
+        if not inner:
+            yield equation.primitive.name
+        for each in inner:
+            yield from _primitives(each)
+
+
+def _products(traced: Any) -> Iterator[SizedProduct]:
+    for equation in traced.eqns:
+        if equation.primitive.name == "dot_general":
+            left, right = (v.aval for v in equation.invars[:2])
+            (inside, _), (beside, beside_right) = equation.params["dimension_numbers"]
+            depth, batch = (math.prod(left.shape[d] for d in each) for each in (inside, beside))
+            rows = left.size // max(1, depth * batch)
+            columns = right.size // max(1, depth * math.prod(right.shape[d] for d in beside_right))
+            product = Product(_NAMES.get(left.dtype.name, left.dtype.name), "default")
+            yield SizedProduct(product, 2 * batch * rows * columns * depth, batch, rows, columns, depth)
+        for each in traces_in(equation):
+            yield from _products(each)

@@ -1,0 +1,109 @@
+"""Programs on the CPUs that are here: the time that a session tells after `popxl calibrate`, beside the time of a run.
+
+    python -m popxl calibrate --save cpu.json
+    POPXL_CHIP=cpu.json python -m tests.benchmarks.foreseen
+
+It wants a machine that does nothing else. Each measured time is the fastest of the runs of a few seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+
+import popxl
+import popxl_addons as addons
+from popxl import ops
+from popxl_addons import optimizers
+from popxl_addons.layers import MLP, Attention, LanguageConfig, LanguageModel, TransformerBlock
+
+
+def stored(t: popxl.Tensor) -> None:
+    """Store a sum, so that a run waits for all."""
+    ops.host_store(popxl.d2h_stream((), popxl.float32, "sum"), ops.sum(ops.cast(t, popxl.float32)))
+
+
+def products(rows: int, width: int, layers: int) -> popxl.Ir:
+    """Products with an activation, one after the other."""
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        x = popxl.variable(np.ones((rows, width)), popxl.float32, "x")
+        for i in range(layers):
+            x = ops.relu(x @ popxl.variable(np.ones((width, width)) / width, popxl.float32, f"w{i}"))
+        stored(x)
+    return ir
+
+
+def elements(count: int, turns: int) -> popxl.Ir:
+    """Element-wise ops in a loop."""
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        x = popxl.variable(np.ones(count), popxl.float32, "x")
+        body = ir.create_graph(lambda x: x * 0.5 + 1.0, x)
+        stored(ops.repeat(body, turns, x)[0])
+    return ir
+
+
+def block(batch: int, length: int, width: int, heads: int) -> popxl.Ir:
+    """A transformer block, forwards."""
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        x = popxl.variable(np.ones((batch, length, width)), popxl.float32, "x")
+        facts, graph = TransformerBlock(Attention(heads), MLP()).create_graph(x)
+        stored(graph.bind(facts.init()).call(x)[0])
+    return ir
+
+
+def training(layers: int, width: int, batch: int, length: int) -> popxl.Ir:
+    """A step of training of a small GPT."""
+    config = LanguageConfig(layers=layers, width=width, heads=4, vocabulary=512, positions=length)
+    ir = popxl.Ir()
+    with ir.main_graph, popxl.in_sequence():
+        tokens, labels = (popxl.constant(np.ones((batch, length)), popxl.int32) for _ in range(2))
+        trained = addons.train_step(LanguageModel(config), tokens, labels, optimizer=partial(optimizers.adamw, lr=1e-3))
+        stored(trained.loss)
+    return ir
+
+
+PROGRAMS: dict[str, Callable[[], popxl.Ir]] = {
+    "2 products of (64, 256)": partial(products, 64, 256, 2),
+    "8 products of (256, 256)": partial(products, 256, 256, 8),
+    "4 products of (512, 1024)": partial(products, 512, 1024, 4),
+    "200 turns over 4 096 elements": partial(elements, 4096, 200),
+    "20 turns over 4 million elements": partial(elements, 1 << 22, 20),
+    "block of width 128, 2 texts of 64": partial(block, 2, 64, 128, 4),
+    "block of width 512, 4 texts of 128": partial(block, 4, 128, 512, 8),
+}
+
+
+def done(session: popxl.Session) -> None:
+    """Run a program, and wait for what it gives."""
+    for array in session.run().values():
+        np.asarray(array)
+
+
+def compared(seconds: float) -> Iterator[tuple[str, float, float]]:
+    """Names of programs, with foreseen and measured seconds."""
+    for name, build in PROGRAMS.items():
+        with popxl.Session(build(), "cpu") as session:
+            foreseen = session.cost().seconds
+            if foreseen is None:
+                raise SystemExit("`POPXL_CHIP` names no figures of this device; `popxl calibrate` measures them.")
+            done(session)
+            times, end = list[float](), time.perf_counter() + seconds
+            while len(times) < 3 or time.perf_counter() < end:
+                begin = time.perf_counter()
+                done(session)
+                times.append(time.perf_counter() - begin)
+        yield name, foreseen, min(times)
+
+
+if __name__ == "__main__":
+    print(f"With the figures of {os.environ.get('POPXL_CHIP')}, on {os.cpu_count()} cores.\n")
+    print("| program | foreseen | measured | foreseen / measured |\n|---|---|---|---|")
+    for name, foreseen, measured in compared(2.0):
+        print(f"| {name} | {1e3 * foreseen:.3f} ms | {1e3 * measured:.3f} ms | {foreseen / measured:.2f} |", flush=True)

@@ -190,6 +190,7 @@ POPXL = {
 }
 RUNTIME = {
     "poprun": "commands; processes; a program as a JAX file",
+    "compared_runs": "many replicas beside one, for a command",
     "poprun_options": "costs in reviewed files",
     "watched_runs": "runs of programs for commands",
     "jax_analysis": "analysis of JAX functions",

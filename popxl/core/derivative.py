@@ -15,14 +15,12 @@ class Derivative(Protocol):
 
     Attributes:
         name: of the function that has the rule.
-        results: how many outputs of the graph the rule is for, the first ones.
-        ops: how many ops of the graph compute them, the first ones. Later ones compute what the rule keeps, and are
-            differentiated as they are.
+        results: how many outputs of the graph the rule is for, the first ones. Ops that none of them needs compute what
+            the rule keeps, and are differentiated as they are.
     """
 
     name: str
     results: int
-    ops: int
 
     def is_of(self, function: Any) -> bool:
         """Whether the rule belongs to a function."""

@@ -199,10 +199,9 @@ class _Reader:
         if saved.keeps is not None:
             graph.keeps = frozenset(self._tensors_in(graph, saved.keeps, f"tensor that is kept of {graph.title}"))
         if saved.derivative is not None:
-            name, results, count = saved.derivative
+            name, results = saved.derivative
             check(0 <= results <= len(saved.outputs), f"{graph.title} has a rule for {results} outputs")
-            check(0 <= count <= len(saved.ops), f"{graph.title} has a rule for {count} ops")
-            graph.derivative = UnsavedDerivative(name, results, count)
+            graph.derivative = UnsavedDerivative(name, results)
         graph.gradient_of = None if saved.gradient_of is None else self._graphs[saved.gradient_of]
         once(f"input of {graph.title}", saved.inputs)
         check(bool(graph.id) or not saved.inputs, "the main graph has inputs")

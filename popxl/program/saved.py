@@ -83,13 +83,13 @@ class SavedOp(SavedRecord):
 
 
 class SavedGraph(SavedRecord):
-    """A graph. A rule of its own is code, of which only the name is saved, with how many outputs and ops it is for."""
+    """A graph. A rule of its own is code, of which only the name is saved, with how many outputs it is for."""
 
     id: str
     inputs: list[str]
     outputs: list[str]
     differentiable: bool
-    derivative: tuple[str, int, int] | None = None
+    derivative: tuple[str, int] | None = None
     keeps: list[str] | None = None
     gradient_of: str | None
     tensors: list[SavedTensor]

@@ -108,7 +108,7 @@ class _Writer:
             inputs=[t.id for t in graph.inputs],
             outputs=[t.id for t in graph.outputs],
             differentiable=graph.differentiable,
-            derivative=None if rule is None else (rule.name, rule.results, rule.ops),
+            derivative=None if rule is None else (rule.name, rule.results),
             keeps=None if graph.keeps is None else sorted(t.id for t in graph.keeps),
             gradient_of=None if graph.gradient_of is None else graph.gradient_of.id,
             tensors=[self.tensor(t) for _, t in sorted(graph._tensors.items())],

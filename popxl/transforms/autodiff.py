@@ -216,7 +216,8 @@ class _Differentiation:
             given = self.graph.add_input(t.spec, f"Gradient___{t.name}", path=f"Gradient___{t.path}")
             self._contribute(t, conjugate(given, _name_within(t)))
         derivative = self.forward_graph.derivative
-        for op in reversed(self.forward_graph.ops[0 if derivative is None else derivative.ops :]):
+        by_rule = set() if derivative is None else _computing(self.forward_graph, derivative.results)
+        for op in (op for op in reversed(self.forward_graph.ops) if op not in by_rule):
             gs = tuple(self.gradient(t) for t in op.outputs)
             if any(g is not None for g in gs) and not self.follows.isdisjoint(op.inputs):
                 for callee in op.called_graphs:
@@ -426,6 +427,16 @@ def _leading_to(graph: Graph, provided: Iterable[Tensor]) -> set[Tensor]:
         if not leads.isdisjoint(op.outputs):
             leads.update(t for i, t in enumerate(op.inputs) if passes(op, i))
     return leads
+
+
+def _computing(graph: Graph, count: int) -> set[Op]:
+    """The ops that compute the first outputs of a graph."""
+    needed, found = {*graph.outputs[:count]}, set[Op]()
+    for op in reversed(graph.ops):
+        if not needed.isdisjoint(op.outputs):
+            found.add(op)
+            needed.update(op.inputs)
+    return found
 
 
 def _following(graph: Graph, required: Iterable[Tensor]) -> set[Tensor]:

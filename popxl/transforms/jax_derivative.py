@@ -40,7 +40,6 @@ class JaxDerivative:
     def __init__(self, recorder: Recorder, function: Function, graph: Graph) -> None:
         self.name = function.name
         self.results = len(graph.outputs)
-        self.ops = len(graph.ops)
         self._recorder, self._function = recorder, function
         self._parts: dict[tuple[Wanted, Given], tuple[list[Tensor], ClosedJaxpr] | None] = {}
 
@@ -136,11 +135,10 @@ class UnsavedDerivative:
     Args:
         name: of the function.
         results: how many outputs of the graph it returns.
-        ops: how many ops of the graph compute them.
     """
 
-    def __init__(self, name: str, results: int, ops: int) -> None:
-        self.name, self.results, self.ops = name, results, ops
+    def __init__(self, name: str, results: int) -> None:
+        self.name, self.results = name, results
 
     def is_of(self, function: Any) -> bool:
         """False: the source function is unknown."""

@@ -218,3 +218,14 @@ def test_graphs_of_functions_are_saved_and_rules_are_not(tmp_path) -> None:
         autodiff(again)
     with pytest.raises(PopxlError, match=r"Differentiate before `Ir.save`"):
         jax.grad(popxl.to_jax(again))(X, W)
+
+
+def test_a_graph_with_a_rule_may_be_rewritten() -> None:
+    """The rule is for what it returns, however ops compute that."""
+    ir = popxl.Ir()
+    graph = graph_of(lambda x: (steep(x) * x).sum(), X, ir=ir)
+    (inner,) = graph.called_graphs
+    inner.replace(inner.ops, lambda x, three: x + x + x)
+    assert [op.op_type for op in inner.ops] == ["Add", "Add"]
+    gradient = popxl.to_jax(autodiff(graph).graph)
+    assert_close(gradient(1.0, X * 3, X), jax.grad(lambda x: (steep(x) * x).sum())(X))

@@ -6,7 +6,7 @@ on whole arrays an update is one kernel that works in place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,6 +20,7 @@ from popxl.core.aliasing import reachable
 from popxl.core.recording import Op
 from popxl.core.rounding import rounds
 from popxl.core.tensor import Tensor
+from popxl.core.tracing import traces_in
 from popxl.core.traits import is_call
 from runtime.lowering.packed_arrays import PackedArray, PackedSlot
 from runtime.lowering.rerolled_loops import LoopInput, RerolledLoop, is_constant, merge_overlapping, pack_together
@@ -36,11 +37,25 @@ def is_batchable(op: Op) -> bool:
     return all(_is_local(each) for each in (op, *called))
 
 
+_UNBATCHED = frozenset("pure_callback io_callback debug_callback ffi_call pallas_call shard_map".split())
+"""Primitives that `jax.vmap` refuses, or carries out in another form."""
+
+
 def _is_local(op: Op) -> bool:
     kind = op.kind
     if kind.exchange or kind.effect or kind.between_replicas or kind.requirements or op.parts != (op,) or rounds(op):
         return False
-    return is_call(op) if op.called_graphs else not own_flops(op).products
+    if op.called_graphs or kind.is_carried_out_by_others:
+        return is_call(op)
+    return not own_flops(op).products and op.remembered("batches", lambda: _UNBATCHED.isdisjoint(_names(op.traced())))
+
+
+def _names(jaxpr: Any) -> Iterator[str]:
+    """Names of all primitives in a trace."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for inner in traces_in(equation):
+            yield from _names(inner)
 
 
 def is_batch(loop: RerolledLoop) -> bool:
@@ -49,6 +64,7 @@ def is_batch(loop: RerolledLoop) -> bool:
     written = [taken for taken in loop.inputs if taken.is_written]
     return (
         all(taken.before is None for taken in loop.inputs)
+        and not all(taken.is_invariant for taken in loop.inputs)
         and all(len(by_name[taken]) == len(loop.iterations) for taken in written)
         and all(by_name[a].isdisjoint(by_name[b]) for a in written for b in loop.inputs if a is not b)
         and all(map(is_batchable, loop.ops))

@@ -150,6 +150,23 @@ def test_updates_of_all_turns_at_once(of_moments: Callable[..., Any]) -> None:
     assert text.count(" while(") == 2
 
 
+def test_calls_without_products_at_once() -> None:
+    """Of a row each, of the same in all turns, and of what calls Python."""
+
+    def build(x: popxl.Tensor) -> list[popxl.Tensor]:
+        graph = graph_of(lambda a, b: ops.tanh(a) * ops.exp(b), SPEC, SPEC)
+        rows = weights(shape=SPEC.shape)
+        of_rows = [ops.call(graph, x, row)[0] for row in rows]
+        alike = graph_of(lambda a: ops.sin(a) + a, SPEC)
+        same = [ops.call(alike, x)[0] for _ in rows]
+        called = popxl.from_jax(lambda a: jax.pure_callback(np.sin, a, a))  # which has no form for several rows
+        by_host = graph_of(lambda a: called(a) + ops.cos(a), SPEC)
+        of_host = [ops.call(by_host, row)[0] for row in rows]
+        return [ops.add_n(*of_rows), of_rows[2], *same, *of_host]
+
+    rolled(build, [TURNS] * 3)
+
+
 def test_updates_of_some_rows_at_once() -> None:
     """A variable of each layer is in no loop, and narrow ones that lie in one array have other updates."""
 

@@ -6,7 +6,8 @@
 It prints a table: each program is planned within shares of the memory that it needs with everything kept, and compiled.
 Nothing runs. A file given with `--into` keeps the rows: a table may be made in several runs. In JAX the layers are the
 same, by `popxl.to_jax`, under `jax.checkpoint`; the best policy is the one that takes least time, by published figures,
-of those within the budget. Programs of several devices and loops over micro-batches have no row for JAX.
+of those within the budget. Programs of several devices and loops over micro-batches have no row for JAX. The target
+"cpu" is this host, in float32.
 """
 
 from __future__ import annotations
@@ -121,20 +122,27 @@ class Stack(addons.Module):
         return ops.mean(wide * wide)
 
 
-def built(name: str, memory: Any) -> popxl.Ir:
-    """A step of training by plain gradients, in bfloat16."""
+def dtype_on(target: str) -> popxl.dtype:
+    """What layers compute in: CPUs have no bfloat16 of their own."""
+    return popxl.float32 if target == "cpu" else popxl.bfloat16
+
+
+def built(name: str, target: str, memory: Any) -> popxl.Ir:
+    """A step of training by plain gradients."""
     program = PROGRAMS[name]
     ir = popxl.Ir(axes={"parts": program.devices})
-    ir.options.calledGraphs = "inlined"
+    ir.options.calledGraphs = "kept" if target == "cpu" else "inlined"  # what is the fastest, known without a search
     with ir.main_graph:
-        x = popxl.h2d_stream(program.shape, popxl.bfloat16, "x")
+        x = popxl.h2d_stream(program.shape, dtype_on(target), "x")
         how = {"optimizer": partial(optimizers.sgd, lr=0.1), "accumulate": program.accumulate, "memory": memory}
         addons.host_store(addons.train_step(Stack(program), x, **how).loss)
     return ir
 
 
-def machine(name: str, target: str) -> popxl.Target:
+def machine(name: str, target: str) -> str | popxl.Target:
     """A target with as many devices as a program has."""
+    if target == "cpu":
+        return target
     count = PROGRAMS[name].devices
     return popxl.Target(target if count == 1 else f"{target}:{'1x2' if target.startswith('tpu') else count}")
 
@@ -147,7 +155,7 @@ def everything(name: str, target: str) -> Compiled:
 
 def _compiled(name: str, target: str, memory: Any) -> Compiled:
     with asking(memory) as asked:
-        ir = built(name, memory)
+        ir = built(name, target, memory)
         session = popxl.Session(ir, machine(name, target))
     return compiled_program(ir, session.program, asked.applied)
 
@@ -169,10 +177,10 @@ def in_jax(name: str, target: str) -> tuple[InJax, ...]:
         return ()
     ir = popxl.Ir()
     with ir.main_graph:
-        _, graph = program.layer().create_graph(popxl.TensorSpec(program.shape, popxl.bfloat16))
+        _, graph = program.layer().create_graph(popxl.TensorSpec(program.shape, dtype_on(target)))
     layer = popxl.to_jax(graph.graph)
     weights = [jax.ShapeDtypeStruct(t.shape, jnp.dtype(t.dtype.name)) for t in graph.graph.inputs[1:]]
-    x = jax.ShapeDtypeStruct(program.shape, jnp.bfloat16)
+    x = jax.ShapeDtypeStruct(program.shape, jnp.dtype(dtype_on(target).name))
 
     def step(policy: str, variables: Any, x: Any) -> Any:
         block = jax.checkpoint(layer, policy=getattr(jax.checkpoint_policies, policy))
@@ -186,9 +194,11 @@ def in_jax(name: str, target: str) -> tuple[InJax, ...]:
         value, gradients = jax.value_and_grad(loss)(variables)
         return jax.tree.map(lambda w, g: (w - 0.1 * g.astype(jnp.float32)).astype(w.dtype), variables, gradients), value
 
-    place = jax.sharding.SingleDeviceSharding(machine(name, target).devices[0])
+    where = machine(name, target)
+    device = jax.devices()[0] if isinstance(where, str) else where.devices[0]
+    place = jax.sharding.SingleDeviceSharding(device)
     given = jax.tree.map(lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=place), ([weights] * LAYERS, x))
-    platform = "tpu" if target.startswith("tpu") else "cuda"
+    platform = {"gpu": "cuda"}.get(device.platform, device.platform)
     found = []
     for policy in POLICIES:
         jitted = jax.jit(partial(step, policy), donate_argnums=0)
@@ -218,11 +228,11 @@ def row(name: str, target: str, share: int) -> list[str]:
         least = str(problem).partition("needs ")[2].partition(":")[0]
         ours = [f"none found; the least is {least}", *["–"] * 4]
     chip = whole.chip
-    assert chip is not None
     fitting = [each for each in in_jax(name, target) if each.memory <= budget]
     if not fitting:
         return [f"{budget / 1e6:.1f}", *ours, "–" if in_jax(name, target) == () else "none fits", "–", "–"]
-    best = min(fitting, key=lambda each: each.bytes / chip.memory_bandwidth + each.flops / chip.rate("bfloat16"))
+    seconds = (1.0, 0.0) if chip is None else (1 / chip.memory_bandwidth, 1 / chip.rate("bfloat16"))
+    best = min(fitting, key=lambda each: each.bytes * seconds[0] + each.flops * seconds[1])
     return [f"{budget / 1e6:.1f}", *ours, f"`{best.policy}`", f"{best.bytes / 1e9:.3f}", f"{best.flops / 1e9:.1f}"]
 
 

@@ -128,10 +128,12 @@ def scatter(title: str, below: str, beside: str, points: Iterable[tuple[str, str
     first, last = math.floor(math.log10(min(times))), math.floor(math.log10(max(times))) + 1
     base = 500
 
-    def at(time: float, start: float, end: float) -> float:
+    def position(time: float, start: float, end: float) -> float:
         return start + (end - start) * (math.log10(time) - first) / (last - first)
 
-    across, up = (partial(at, start=a, end=b) for a, b in ((svg.LEFT, svg.LEFT + base - svg.TOP), (base, svg.TOP)))
+    across, up = (
+        partial(position, start=a, end=b) for a, b in ((svg.LEFT, svg.LEFT + base - svg.TOP), (base, svg.TOP))
+    )
     low, high = 10.0**first, 10.0**last
     right = across(high)
     parts = [svg.text(svg.LEFT, 20, title, "start", 13)]

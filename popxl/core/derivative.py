@@ -22,7 +22,7 @@ class Derivative(Protocol):
     name: str
     results: int
 
-    def is_of(self, function: Any) -> bool:
+    def belongs_to(self, function: Any) -> bool:
         """Whether the rule belongs to a function."""
 
     def on_arrays(self, *arrays: Any) -> Sequence[Any]:

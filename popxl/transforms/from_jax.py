@@ -201,11 +201,11 @@ class Recorder:
         self.own = own
         self._policy = policy
 
-    def of(self, graph: Graph) -> Recorder:
+    def for_graph(self, graph: Graph) -> Recorder:
         """Recorder for residuals of a graph's derivative rule."""
         return Recorder(self.ir, own=graph)
 
-    def plain(self) -> Recorder:
+    def for_inner_graphs(self) -> Recorder:
         """Recorder for ordinary inner graphs."""
         return Recorder(self.ir)
 

@@ -37,7 +37,7 @@ def why_one_op(equation: JaxprEqn, read: Read) -> str:
         return _ONE_OP.get(name, f"no graph says what `{name}` does") if _holds_code(equation) else ""
     if name == "scan" and not parameters["length"]:
         return "it takes no turn"
-    if name == "while" and of_jax.turns_of(equation, lambda operand: _number(operand, read)) is None:
+    if name == "while" and of_jax.iteration_count(equation, lambda operand: _number(operand, read)) is None:
         return "how many turns it takes is known when it runs"
     if name in DERIVATIVES and of_jax.is_op(equation):
         return "it is an op with rules"
@@ -80,10 +80,10 @@ def _scan(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequence[Tensor
     return _loop(recorder, of_jax.scan_of(equation), read)
 
 
-def _while(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequence[Tensor]:
-    turns = of_jax.turns_of(equation, lambda operand: _number(operand, read))
+def _convert_while(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequence[Tensor]:
+    turns = of_jax.iteration_count(equation, lambda operand: _number(operand, read))
     assert turns is not None
-    return _loop(recorder, of_jax.while_of(equation, turns), read)
+    return _loop(recorder, of_jax.while_loop(equation, turns), read)
 
 
 def _loop(recorder: Recorder, loop: of_jax.Loop, read: Read) -> Sequence[Tensor]:
@@ -139,11 +139,11 @@ def _with_derivative(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequ
     given = tuple(map(read, operands))
     own = recorder.own
     rule = None if own is None else own.derivative
-    if own is not None and rule is not None and given == own.inputs and rule.is_of(function):
+    if own is not None and rule is not None and given == own.inputs and rule.belongs_to(function):
         return own.outputs[: rule.results]
     body = of_jax.closed(equation.params["call_jaxpr"])
     graph = recorder.ir.create_empty_graph(function.name)
-    plain = recorder.plain()
+    plain = recorder.for_inner_graphs()
     with plain.within(graph):
         named = zip(equation.invars, of_jax.names_of(body), strict=True)
         names = {operand: name for operand, name in named if not isinstance(operand, Literal)}
@@ -172,7 +172,7 @@ _REMAT = ("checkpoint", "remat", "remat2")
 
 _AS_GRAPHS: dict[str, Callable[[Recorder, JaxprEqn, Read], Sequence[Tensor]]] = {
     "scan": _scan,
-    "while": _while,
+    "while": _convert_while,
     "cond": _cond,
     **dict.fromkeys(DERIVATIVES, _with_derivative),
     **dict.fromkeys(_REMAT, _remat),

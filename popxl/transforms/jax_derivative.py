@@ -47,7 +47,7 @@ class JaxDerivative:
         """The function on arrays, as JAX differentiates it."""
         return jaxpr_as_fun(self._function.code)(*arrays)
 
-    def is_of(self, function: Function) -> bool:
+    def belongs_to(self, function: Function) -> bool:
         """Whether the graph was recorded from a function."""
         return function.name == self.name and str(function.code) == str(self._function.code)
 
@@ -108,7 +108,7 @@ class JaxDerivative:
         if obstacle(second):
             return None
         site = graph.call_sites[0]
-        recorder = self._recorder.of(graph)
+        recorder = self._recorder.for_graph(graph)
         with get_current_context().set(ipu_id=site.ipu, io_tile_set=site.io_tiles), recorder.within(graph):
             return recorder.record(first, graph.inputs), second
 
@@ -140,7 +140,7 @@ class UnsavedDerivative:
     def __init__(self, name: str, results: int) -> None:
         self.name, self.results = name, results
 
-    def is_of(self, function: Any) -> bool:
+    def belongs_to(self, function: Any) -> bool:
         """False: the source function is unknown."""
         return False
 

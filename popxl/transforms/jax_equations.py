@@ -158,7 +158,7 @@ def _rank(value: Any) -> int:
     return len(value.aval.shape)
 
 
-def while_of(equation: JaxprEqn, turns: int) -> Loop:
+def while_loop(equation: JaxprEqn, turns: int) -> Loop:
     """A `while` with a known number of turns as a loop."""
     of_condition, same = equation.params["cond_nconsts"], equation.params["body_nconsts"]
     body, operands = equation.params["body_jaxpr"], equation.invars[of_condition:]
@@ -206,7 +206,7 @@ _COUNTING: dict[str, Callable[..., Any]] = {
 """What counters are computed by."""
 
 
-def turns_of(equation: JaxprEqn, known: Callable[[Any], np.ndarray | None]) -> int | None:
+def iteration_count(equation: JaxprEqn, known: Callable[[Any], np.ndarray | None]) -> int | None:
     """How many turns a `while` takes, if that depends only on counters that begin with known numbers.
 
     Args:
@@ -221,16 +221,16 @@ def turns_of(equation: JaxprEqn, known: Callable[[Any], np.ndarray | None]) -> i
     state = values[of_condition + of_body :]
     with np.errstate(over="ignore"):  # integers wrap
         for turns in range(MOST_TURNS + 1):
-            (goes_on,) = _counted(condition, [*fixed_condition, *state])
+            (goes_on,) = _fold_counters(condition, [*fixed_condition, *state])
             if goes_on is None:
                 return None
             if not goes_on:
                 return turns
-            state = _counted(body, [*fixed_body, *state])
+            state = _fold_counters(body, [*fixed_body, *state])
     return None
 
 
-def _counted(body: ClosedJaxpr, given: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
+def _fold_counters(body: ClosedJaxpr, given: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
     """What a function returns, as far as it is counted from known numbers."""
     found: dict[Any, np.ndarray | None] = dict(zip(body.jaxpr.invars, given, strict=True))
 

@@ -394,7 +394,8 @@ class _Walk:
         if kind.exchange:
             stream = op.attributes.get("stream")
             bits |= _UNKNOWN if stream is None else _PER_RUN
-        if kind.between_replicas and op.attributes.get("group_size") != 1:
+        combines = kind.between_replicas and op.attributes.get("group_size") != 1
+        if combines and not ("op" in op.attributes and kind.exchanged(op.attributes) == "own"):  # declared the same
             self.run.reduced |= same
         if kind.drops is not None and op.attributes[kind.drops.ratio]:
             self.run.masks.add((op, self.dependence(op.inputs[op.operand_names().index(kind.drops.seed)])))

@@ -188,6 +188,13 @@ def reduced_along_the_axis_it_is_divided_over() -> None:
     ops.scaled_add_(w, g, b=-0.1)  # found
 
 
+def not_reduced_where_divided_layers_begin() -> None:
+    """What is declared the same along one axis is not reduced by that."""
+    w, x = weight(3), fed(5, 3)
+    y = x * replicated_all_reduce_identical_inputs(w, group="tensor")
+    ops.scaled_add_(w, ops.sum(y, axis=0), b=-0.1)  # found
+
+
 def summed_twice() -> None:
     w, g = gradient()
     g = c.replicated_all_reduce(g)
@@ -225,6 +232,7 @@ def not_summed_between_layers() -> None:
         (not_reduced, "drifting variable", "w", ("data", "tensor")),
         (reduced_along_one_axis, "drifting variable", "w", ("data",)),
         (reduced_along_the_axis_it_is_divided_over, "drifting variable", "w", ("data",)),
+        (not_reduced_where_divided_layers_begin, "drifting variable", "w", ("data",)),
         (summed_twice, "repeated reduction", "matmul_out__t0_all_reduce", ("tensor",)),
         (mean_of_terms, "mean of a sum", "matmul_out__t0", ("tensor",)),
         (summed_pieces, "reduced pieces", "w", ("tensor",)),

@@ -177,7 +177,6 @@ class Passes:
             together=lambda op, t: self._read_in(None if phases is None else phases.of.get(op), self._weights) or (t,),
             period=phases.of.get if phases is not None and is_each else _no_period,
             made=dict.fromkeys(leaving, ops.offload),
-            overlaps=self._overlaps,
         )
         _, of = copy_graph(graph, transfers, copy)
         made.needs.update((of[t], t) for t in graph.inputs if t not in self._weights)
@@ -221,7 +220,7 @@ class Passes:
             return take
 
         leaves = {t: accumulate(t) for t in accumulated}
-        _, of = copy_graph(graph, Transfers(fetched, together, made=leaves, overlaps=self._overlaps), copy)
+        _, of = copy_graph(graph, Transfers(fetched, together, made=leaves), copy)
         made.needs.update((of[t], read.get(t, START)) for t in graph.inputs if t not in fetched)
         self._backward = made
         graph.ir.remove_graph(graph)

@@ -19,21 +19,18 @@ class Transfers:
 
     Attributes:
         fetched: inputs that the copy lacks, with what adds the ops that bring each one. These come right before the
-            first op that reads the input. They get a tensor that was computed before the last such ops, so that
-            transfers may overlap with computation; `None` if there is none.
+            first op that reads the input, and get the tensor that was computed last, for which they may wait; `None`
+            if there is none.
         together: the inputs that come when an op reads one that is not there, by the op and this one.
         period: ops of different periods share no fetched tensor: each period fetches its own.
         made: tensors that leave, with what adds the ops that take each one away. These come right after the op that
             makes the tensor, and return what the copy returns in its place.
-        overlaps: if False, the ops that bring inputs get the last computed tensor, so that transfers wait for all that
-            comes before.
     """
 
     fetched: Mapping[popxl.Tensor, Callable[[popxl.Tensor | None], popxl.Tensor]] = field(default_factory=dict)
     together: Callable[[Op, popxl.Tensor], Iterable[popxl.Tensor]] = lambda op, t: (t,)
     period: Callable[[Op], Hashable] = lambda op: None
     made: Mapping[popxl.Tensor, Callable[[popxl.Tensor], popxl.Tensor]] = field(default_factory=dict)
-    overlaps: bool = True
 
 
 def copy_graph(
@@ -60,7 +57,7 @@ def copy_graph(
         of.update((t, popxl.constant(t.data, t.dtype, t.name)) for t in graph.tensors if isinstance(t, Constant))
         ids: dict[int, int] = {}
         given_up = {t: transfers.made[t](of[t]) for t in graph.inputs if t in of and t in transfers.made}
-        before = latest = None
+        latest = None
         period: Hashable = None
         for op in graph.ops:
             with context.set(ipu_id=op.ipu, io_tile_set=op.io_tiles, debug_record=op.debug_record):
@@ -71,9 +68,7 @@ def copy_graph(
                 used = [t for t in op.inputs if t in transfers.fetched and t not in of]
                 for t in dict.fromkeys(each for needed in used for each in transfers.together(op, needed)):
                     if t not in of:
-                        of[t] = transfers.fetched[t](before if transfers.overlaps else latest)
-                if used:
-                    before = latest
+                        of[t] = transfers.fetched[t](latest)
                 twin = op.clone([of[t] for t in op.inputs])
                 of.update(zip(op.outputs, twin.outputs, strict=True))
                 given_up.update((t, transfers.made[t](of[t])) for t in op.outputs if t in transfers.made)

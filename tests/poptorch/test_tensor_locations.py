@@ -123,6 +123,17 @@ class Blocks(torch.nn.Module):
             return h, torch.nn.functional.mse_loss(h, y)
 
 
+class Loss(torch.nn.Module):
+    """The mean of squares of what a model returns."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return poptorch.identity_loss((self.model(x) ** 2).mean(), "mean")
+
+
 def with_phases(options: poptorch.Options) -> poptorch.Options:
     return options.setExecutionStrategy(poptorch.SerialPhasedExecution(["embed", "0"], ["1", "2"], ["3", "tied"]))
 
@@ -290,6 +301,26 @@ def test_liveness_of_parallel_phases() -> None:
     run = poptorch.trainingModel(Blocks(), poptorch.Options().setExecutionStrategy(strategy))
     with pytest.raises(poptorch.Error, match="ParallelPhasedExecution: the liveness is OffChipAfterEachPhase"):
         run(torch.randn(4, 6), torch.randn(4, 6))
+
+
+def test_layers_off_chip_are_turns_of_loops() -> None:
+    """Equal layers, whose weights and activations come turn by turn, in both passes."""
+    torch.manual_seed(2)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    found = []
+    for location in (SETTINGS(), SETTINGS().useOnChipStorage(False)):
+        model = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        options = poptorch.Options()
+        options._Popart.set("calledGraphs", "rolled").set("remoteBuffers", "host")
+        options.TensorLocations.setWeightLocation(location).setActivationLocation(location)
+        loss = Loss(model)
+        run = poptorch.trainingModel(loss, options, torch.optim.SGD(loss.parameters(), lr=0.1))
+        x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
+        found.append([run(x) for _ in range(2)])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    report = str(poptorch.sessionOf(run).report)
+    turns = [line.split()[-2] for line in report.splitlines() if line.startswith("  model.layers") and "ops" in line]
+    assert len(turns) == 2 and min(map(int, turns)) >= 3, report
 
 
 def test_a_location_wins_over_liveness() -> None:

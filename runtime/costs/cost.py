@@ -254,7 +254,7 @@ def cost_of(program: CompiledProgram) -> Cost:
     count = program.layout.replicas.count
     total = account.total
     price = None if figures is None else pricer(figures, places_of(figures, program.layout.replicas.devices))
-    steps = None if figures is None or price is None else _Steps(program, figures, price)
+    steps = None if figures is None or price is None else _Steps(program, modules, figures, price)
 
     def timed(level: str = LEVELS[0]) -> Timing:
         """Timing of the IPUs, with product precision capped at `level`."""
@@ -327,11 +327,12 @@ def _utilisation(
 class _Steps:
     """Timelines of the executables of a program, by the precision that its products have at most."""
 
-    def __init__(self, program: CompiledProgram, figures: Chip, price: Pricer) -> None:
+    def __init__(
+        self, program: CompiledProgram, modules: Sequence[tuple[Module, int]], figures: Chip, price: Pricer
+    ) -> None:
         self._figures, self._price = figures, price
-        self._runs = [
-            (structure, parse_hlo(executable.as_text()), times) for structure, executable, times in _runs(program)
-        ]
+        structures = (structure for structure, *_ in _runs(program))
+        self._runs = [(structure, *run) for structure, run in zip(structures, modules, strict=True)]
         self._known: dict[tuple[int, str], StepTimeline] = {}
 
     def _timeline(self, number: int, level: str) -> StepTimeline:

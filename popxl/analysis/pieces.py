@@ -18,6 +18,7 @@ import numpy as np
 from popxl.analysis.replication import (
     FLAT,
     GIVEN,
+    NOT_KNOWN,
     OWN,
     PARTIAL,
     REPLICATED,
@@ -87,10 +88,13 @@ def is_linear(op: Op) -> bool:
 
 
 def made_by(op: Op, given: Sequence[Along]) -> tuple[list[Along], tuple[str, ...]]:
-    """Result types of an op's function, and flaws."""
+    """Result types of an op's function, and flaws; unknown types if it refuses its operands."""
 
     def traced() -> tuple[list[Along], tuple[str, ...]]:
-        jaxpr, used = needed(op.on_arrays(), *op.signature[2:])
+        try:
+            jaxpr, used = needed(op.on_arrays(), *op.signature[2:])
+        except Exception:  # whatever a function raises, lowering says it, with the line of the op
+            return [NOT_KNOWN] * len(op.outputs), ()
         return made_of_pieces(jaxpr, [each for each, is_used in zip(given, used, strict=True) if is_used])
 
     return op.remembered("held", traced, tuple(given))

@@ -198,7 +198,9 @@ svg { width: 100%; min-width: 40rem; height: auto; }
 
 def _text(part: str | Table | Page) -> str:
     if isinstance(part, str):
-        return textwrap.fill(part, 100, initial_indent="  ", subsequent_indent="  ")
+        return textwrap.fill(
+            part, 100, initial_indent="  ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
     return part.text() if isinstance(part, Table) else str(part)
 
 

@@ -152,7 +152,7 @@ def test_a_process_dies_while_all_write(tmp_path: Path, who: int, where: str) ->
         import numpy as np
         import popdist, popxl
         import popxl_addons as addons
-        from popxl_addons import checkpoint, pieces as in_pieces
+        from popxl_addons import checkpoint, sharded_arrays
 
         place, who, where = Path(sys.argv[1]) / "c", int(sys.argv[2]), sys.argv[3]
         ir = popxl.Ir("popdist")
@@ -171,7 +171,7 @@ def test_a_process_dies_while_all_write(tmp_path: Path, who: int, where: str) ->
                 session.run()
                 session.save_checkpoint(place)
                 if popdist.getInstanceIndex() == who:
-                    for module in (checkpoint, in_pieces):
+                    for module in (checkpoint, sharded_arrays):
                         setattr(module, where, lambda *_: os.kill(os.getpid(), 9))
             session.run()
             session.save_checkpoint(place, wait=False)

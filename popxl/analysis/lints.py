@@ -313,7 +313,7 @@ class _Walk:
         self.made_of = storages(graph.ops)
         self.number = {t: i for i, t in enumerate(held)}
         self.content: dict[Tensor, int] = {t: 1 << (_INPUTS + i) for t, i in self.number.items()}
-        self.same = dict(self.content)
+        self.same = dict(self.content) if graph.ir.replication_factor > 1 else {}  # it is asked about replicas only
         self.writer: dict[Tensor, Op] = {}
         self.last: dict[Tensor, tuple[Op, bool]] = {}  # the op that touched a storage last, and whether it changed it
         self.loaded: dict[Tensor, None] = {}  # copies of slots of remote buffers
@@ -326,7 +326,7 @@ class _Walk:
         run.outputs = [self.dependence(t) for t in graph.outputs]
         run.same = [self.copies(t) for t in graph.outputs]
         run.contents = [self.content[t] for t in held]
-        run.copied = [self.same[t] for t in held]
+        run.copied = [self.same.get(t, 0) for t in held]
         run.writers = [self.writer.get(t) for t in held]
         run.loaded = {i for i, t in enumerate(graph.outputs) if t in self.loaded}
         run.not_stored = [*self.not_stored()]

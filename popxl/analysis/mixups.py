@@ -131,15 +131,15 @@ def _readers(t: Tensor) -> Iterator[Op]:
                 yield op
 
 
-def turned_weights(mesh: Mesh, report: Report) -> Iterator[Finding]:
+def transposed_weights(mesh: Mesh, report: Report) -> Iterator[Finding]:
     """Square weights that are multiplied with, or transposed, where the gradient is that of the other product."""
     for graph in report.graphs:
         products = [op for op in graph.ops if op.kind.contracts is not None and op.inputs[1].rank == 2]
         uses: dict[Tensor, dict[tuple[Tensor, bool], Op]] = {}
         for op in products:
-            weight, is_turned = _turned(op.inputs[1])
+            weight, is_transposed = _transposed(op.inputs[1])
             if isinstance(weight, Variable) and weight.shape[0] == weight.shape[1]:
-                uses.setdefault(weight, {})[op.inputs[0], is_turned] = op
+                uses.setdefault(weight, {})[op.inputs[0], is_transposed] = op
         for op in graph.ops if uses else ():
             for i in op.modified:
                 for given in op.inputs[:i] + op.inputs[i + 1 :]:
@@ -152,13 +152,17 @@ def _of_gradient(mesh: Mesh, uses: Mapping[tuple[Tensor, bool], Op], w: Tensor, 
         gradient = op.inputs[0]
     if op is None or op.kind.contracts is None:
         return
-    (left, left_is_turned), (right, right_is_turned) = map(_turned, op.inputs)
-    for x, of_turned in ((left, False), (right, True)):
-        is_gradient = left_is_turned and not right_is_turned
-        if is_gradient and (x, not of_turned) in uses and (x, of_turned) not in uses:
-            now = "is multiplied with transposed" if not of_turned else "is not transposed where it is multiplied with"
+    (left, left_is_transposed), (right, right_is_transposed) = map(_transposed, op.inputs)
+    for x, of_transposed in ((left, False), (right, True)):
+        is_gradient = left_is_transposed and not right_is_transposed
+        if is_gradient and (x, not of_transposed) in uses and (x, of_transposed) not in uses:
+            now = (
+                "is multiplied with transposed"
+                if not of_transposed
+                else "is not transposed where it is multiplied with"
+            )
             yield finding(
-                mesh, "turned weight", uses[x, not of_turned], w, (),
+                mesh, "transposed weight", uses[x, not of_transposed], w, (),
                 f"`{w.path}` {now}, and the gradient that changes it, `{gradient.path}`, is that of the other product.",
             )  # fmt: skip
 
@@ -166,7 +170,7 @@ def _of_gradient(mesh: Mesh, uses: Mapping[tuple[Tensor, bool], Op], w: Tensor, 
 _SCALING = frozenset({"Cast", "Div", "Identity", "Mul", "Neg", "ReplicatedAllReduce", "ReplicatedAllReduceInplace"})
 
 
-def _turned(t: Tensor) -> tuple[Tensor, bool]:
+def _transposed(t: Tensor) -> tuple[Tensor, bool]:
     """Source of a matrix, and whether it was transposed."""
     op = t.producer
     if op is not None and t.rank == 2 and tuple(op.attributes.get("permutation") or ()) == (1, 0):

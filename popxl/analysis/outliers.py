@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from popxl.analysis.mesh import Mesh
-from popxl.analysis.mixups import seeds, stale_pieces, turned_weights, unread_batches
+from popxl.analysis.mixups import seeds, stale_pieces, transposed_weights, unread_batches
 from popxl.analysis.replication import REPLICATED, VARYING, Finding, Report, begins_different, finding, is_term
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import is_call
@@ -90,7 +90,7 @@ def outliers(report: Report) -> Iterator[Finding]:
     yield from batches.values() if batches else _same_data(mesh, report, updates, said)
     yield from _scaled_sums(mesh, report)
     yield from stale_pieces(mesh, report)
-    yield from turned_weights(mesh, report)
+    yield from transposed_weights(mesh, report)
     alike = said | {i for i, (kind, _) in enumerate(report.fed) if kind is REPLICATED}
     yield from seeds(mesh, report, {i for each in updates for i in each.axes}, alike)
     report.notes += _local_numbers(mesh, report, updates)

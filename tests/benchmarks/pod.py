@@ -15,6 +15,7 @@ import math
 import resource
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import popxl
@@ -109,6 +110,25 @@ class Adam:
             ops.remote_store(slot, layer, state[key])
 
 
+def reporter() -> Callable[[str], None]:
+    """Function that prints what was done, with the CPU time since now and the most memory of the process."""
+    begun = time.process_time()
+
+    def report(what: str) -> None:
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+        print(f"{what}: {time.process_time() - begun:.1f} s of CPU time so far, {most:.2f} GB of memory", flush=True)
+
+    return report
+
+
+def report_compiled(ir: popxl.Ir, target: str | None, report: Callable[[str], None]) -> None:
+    """Compile a program for a target, if there is one, and print its memory and what differs in what it sends."""
+    if target is not None:
+        session = popxl.Session(ir, target)
+        report("compiled")
+        print(session.memory(), *session.communication().differences, sep="\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"layers": 96, "width": 12288, "rows": 2048, "data": 64, "tensor": 8}
@@ -116,12 +136,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--target", help='a machine, such as "tpu v5p:8x8x8"')
     options = parser.parse_args()
-
-    def said(what: str) -> None:
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-        print(f"{what}: {time.process_time() - begun:.1f} s of CPU time so far, {most:.2f} GB of memory", flush=True)
-
-    begun = time.process_time()
+    said = reporter()
     ir = training(**{name: getattr(options, name) for name in sizes})
     counts = (math.prod(v.shape_on_host) for v in ir.main_graph.variables if not v.location_info.isRemote())
     said(f"built, {sum(counts) / 1e9:.1f} billion parameters")
@@ -130,10 +145,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         ir.save(Path(folder) / "pod.popxl")
         said(f"saved, {sum(file.stat().st_size for file in Path(folder).iterdir()) / 1e6:.1f} MB")
-    if options.target is not None:
-        session = popxl.Session(ir, options.target)
-        said("compiled")
-        print(session.memory(), *session.communication().differences, sep="\n")
+    report_compiled(ir, options.target, said)
 
 
 if __name__ == "__main__":

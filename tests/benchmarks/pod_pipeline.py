@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import resource
-import time
 from typing import NamedTuple
 
 import popxl
@@ -29,6 +27,7 @@ from popxl_addons.ops.replicated_all_reduce_TP import (
     replicated_all_reduce_identical_inputs,
 )
 from popxl_addons.rts import gather_replica_sharded_tensor
+from tests.benchmarks.pod import report_compiled, reporter
 
 DTYPE = popxl.bfloat16
 PRECISION = addons.MixedPrecision(DTYPE)
@@ -172,12 +171,7 @@ def main() -> None:
     parser.add_argument("--schedule", default="1f1b", help="the name of a schedule")
     parser.add_argument("--target", help='a machine, such as "gpu h100:512"')
     options = parser.parse_args()
-
-    def said(what: str) -> None:
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-        print(f"{what}: {time.process_time() - begun:.1f} s of CPU time so far, {most:.2f} GB of memory", flush=True)
-
-    begun = time.process_time()
+    said = reporter()
     ir, schedule = training(options)
     count = sum(math.prod(v.shape_on_host) for v in ir.main_graph.variables if v.name.startswith("stage"))
     said(f"built, {count / 1e9:.1f} billion parameters")
@@ -185,10 +179,7 @@ def main() -> None:
         f"devices wait for {schedule.simulate([1.0] * options.stages + [3.0] * options.stages).bubble:.1%} of the time"
     )
     print(f"sends {ir.communication().bytes / 1e9:.1f} GB a step and replica")
-    if options.target is not None:
-        session = popxl.Session(ir, options.target)
-        said("compiled")
-        print(session.memory(), *session.communication().differences, sep="\n")
+    report_compiled(ir, options.target, said)
 
 
 if __name__ == "__main__":

@@ -218,7 +218,7 @@ def layers_whose_feeds_are_not_stated() -> None:
 @pytest.mark.parametrize(
     ("program", "category"),
     [
-        (a_turned_weight, "turned weight"),
+        (a_turned_weight, "transposed weight"),
         (the_batch_of_one_replica, "same batch"),
         (layers_whose_feeds_are_not_stated, "mean of a sum"),
         (one_seed_for_all, "same seed"),

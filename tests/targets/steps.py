@@ -1,22 +1,30 @@
 """What a step of training costs on TPUs and GPUs, as users write it: a language model of the kit in mixed precision.
 
     python -m tests.targets.steps [--layers 8 16] [--width 1024] [--targets "gpu h100" "tpu v5e"] [--ways auto unrolled]
-                                  [--into steps.md]
+                                  [--vocabulary 8192] [--into steps.md] [--limit 900]
 
 It prints a table: of each way to compile called graphs, of the default, and of the same in plain JAX with Optax, what
-XLA for the target says. Nothing runs. A file given with `--into` keeps the rows: a table may be made in several runs.
+XLA for the target says. Nothing runs. A file given with `--into` keeps each row as soon as it is made: a table may be
+made in several runs. Seconds are those of the CPU. With `--limit`, a row that needs more of them says so, and the next
+one begins.
 On a target of several devices, such as "gpu h100:8", each has 4 texts, and a part of the parameters and of the
 optimiser's state: in JAX by shardings.
-The sizes are a Llama's of the width: heads of 128 channels, a SwiGLU of 11/4 the width, 8192 tokens, 4 texts of 512.
+The sizes are a Llama's of the width: heads of 128 channels, a SwiGLU of 11/4 the width, 4 texts of 512. Those of 1.2
+and of 6.9 billion parameters: `--layers 22 --width 2048 --vocabulary 32000`, `--layers 32 --width 4096 --vocabulary
+32000`.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +48,7 @@ IN_JAX = ("unrolled", "scan", "scan, checkpoint")
 HEAD = f"""\
 Written by `python -m tests.targets.steps`, with popxl {VERSION} and jax {jax.__version__}.
 
-| | layers | width | way | compiled | GB moved | kernels | M cycles | temporaries, MB | GB sent | compile seconds |
+| | layers | width | way | compiled | GB moved | kernels | M cycles | temporaries, MB | GB sent | CPU seconds |
 |---|---|---|---|---|---|---|---|---|---|---|"""
 
 
@@ -140,14 +148,26 @@ def in_jax(sizes: Sizes, way: str, target: str) -> Found:
 
 def costs(sizes: Sizes, way: str, target: str, **how: Any) -> list[str]:
     """What it costs, as cells of the table."""
-    begun = perf_counter()
+    begun = process_time()
     found = in_jax(sizes, way, target) if way in IN_JAX else ours(sizes, way, target, **how)
     cycles = f"{found.cycles / 1e6:.1f}" if found.cycles else "–"
     return [
         *(found.compiled, f"{found.bytes / 1e9:.1f}", str(found.kernels), cycles),
         *(f"{found.temporaries / 1e6:.0f}", f"{found.sent / 1e9:.1f}" if found.sent else "–"),
-        f"{perf_counter() - begun:.0f}",
+        f"{process_time() - begun:.0f}",
     ]
+
+
+def within(limit: int | None, sizes: Sizes, way: str, target: str, **how: Any) -> list[str]:
+    """The same cells; or that a process of its own, which may use so many CPU seconds, was stopped."""
+    if limit is None:
+        return costs(sizes, way, target, **how)
+    most = resource.RLIMIT_CPU, (limit, limit)
+    with ProcessPoolExecutor(1, get_context("spawn"), resource.setrlimit, most) as pool:
+        try:
+            return pool.submit(costs, sizes, way, target, **how).result()
+        except BrokenProcessPool:
+            return [*"––––––", f"stopped at {limit}"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -155,19 +175,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="What a step of training costs on TPUs and GPUs.")
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--targets", nargs="+", default=TARGETS)
     parser.add_argument("--ways", nargs="+", choices=(*WAYS, *IN_JAX), default=(*WAYS, *IN_JAX))
     parser.add_argument("--clip", type=float, help="the norm that the kit clips gradients to")
     parser.add_argument(
         "--into", type=Path, metavar="FILE", help="keeps the rows; those that it has are not made again"
     )
+    parser.add_argument("--limit", type=int, metavar="SECONDS", help="the most CPU seconds of a row")
     given = parser.parse_args(arguments)
     table = Table(HEAD, given.into)
     for target in given.targets:
         for layers in given.layers:
             for way in given.ways:
-                sizes = Sizes(layers, given.width, max(1, given.width // 128), given.width * 11 // 4)
-                made = partial(costs, sizes, way, target, clip=given.clip)
+                heads, hidden = max(1, given.width // 128), given.width * 11 // 4
+                sizes = Sizes(layers, given.width, heads, hidden, given.vocabulary)
+                how = {} if way in IN_JAX else {"clip": given.clip}
+                made = partial(within, given.limit, sizes, way, target, **how)
                 table.add((target, str(layers), str(given.width), way), made)
 
 

@@ -100,10 +100,15 @@ def code(page: Path) -> Iterator[str]:
 
 
 def test_code_fits_its_column() -> None:
+    """On pages; and in the tutorials, of which pages show parts."""
     pages = [*PAGES, *sorted(ROOT.glob("tutorials/*/README.md"))]
     wide = {line for page in pages for line in code(page) if len(line) > COLUMNS}
     in_one_line = {line for line in wide if line.startswith("python3 -m venv .venv && ")}  # to be copied as one
     assert wide == in_one_line
+    programs = sorted(ROOT.glob("tutorials/**/*.py"))
+    assert programs and not [
+        line for p in programs for line in p.read_text("utf-8").splitlines() if len(line) > COLUMNS
+    ]
 
 
 # Links ----------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # PyTorch
 #
-# A PyTorch model, as it is, as one compiled program: its loop, its graph, its report, four replicas of it, and several
-# processes.
+# A PyTorch model, as it is, as one compiled program: its loop, its graph, its report,
+# four replicas of it, and several processes.
 # README.md beside this file tells the story.
 #
 #     python tutorials/10_pytorch/pytorch.py
@@ -20,8 +20,11 @@ import popdist
 import popdist.poptorch
 import poptorch
 
-# digits.py is shared by the tutorials. A notebook has no file, and runs in the folder it lies in.
-sys.path.append(str(Path(globals().get("__file__", "notebook")).resolve().parent.parent))
+# digits.py is shared by the tutorials. A notebook has no file, and runs in the folder
+# it lies in.
+sys.path.append(
+    str(Path(globals().get("__file__", "notebook")).resolve().parent.parent)
+)
 from digits import load
 
 BATCH_SIZE = 16
@@ -44,7 +47,9 @@ def title(text: str) -> None:
 # %%
 title("1. In PyTorch")
 train, test = (
-    torch.utils.data.TensorDataset(torch.from_numpy(part.images), torch.from_numpy(part.labels).long())
+    torch.utils.data.TensorDataset(
+        torch.from_numpy(part.images), torch.from_numpy(part.labels).long()
+    )
     for part in load()
 )
 
@@ -85,12 +90,17 @@ print(f"loss of step {STEPS}: {native_loss.item():.4f}")
 # %%
 title("2. The same on poptorch")
 options = poptorch.Options().deviceIterations(STEPS).randomSeed(7)
-model = poptorch.trainingModel(net, options, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
+model = poptorch.trainingModel(
+    net, options, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+)
 
 call = [torch.cat(tensors) for tensors in zip(*in_order[:STEPS], strict=True)]
 _, loss = model(*call)
 print(f"rows of a call: {len(call[0])}, loss of step {STEPS}: {loss.item():.4f}")
-same = all(torch.allclose(p, q, atol=1e-5) for p, q in zip(net.parameters(), native.parameters(), strict=True))
+same = all(
+    torch.allclose(p, q, atol=1e-5)
+    for p, q in zip(net.parameters(), native.parameters(), strict=True)
+)
 print("the same weights as PyTorch:", same)
 assert same
 
@@ -101,9 +111,13 @@ assert same
 title("3. Training and testing")
 
 
-def trained(model: poptorch.PoplarExecutor, options: poptorch.Options, replicas: int = 1) -> None:
+def trained(
+    model: poptorch.PoplarExecutor, options: poptorch.Options, replicas: int = 1
+) -> None:
     """Shows all digits to the model, several times over."""
-    loader = poptorch.DataLoader(options, train, batch_size=BATCH_SIZE // replicas, shuffle=True)
+    loader = poptorch.DataLoader(
+        options, train, batch_size=BATCH_SIZE // replicas, shuffle=True
+    )
     print(f"calls of an epoch: {len(loader)}, rows of each: {loader.combinedBatchSize}")
     for _ in range(EPOCHS):
         for images, labels in loader:
@@ -146,7 +160,9 @@ title("5. Four replicas")
 model.destroy()
 torch.manual_seed(0)
 several = Net()
-options = poptorch.Options().deviceIterations(STEPS).replicationFactor(REPLICAS).randomSeed(7)
+options = (
+    poptorch.Options().deviceIterations(STEPS).replicationFactor(REPLICAS).randomSeed(7)
+)
 optimizer = torch.optim.SGD(several.parameters(), lr=0.05, momentum=0.9)
 model = poptorch.trainingModel(several, options, optimizer)
 trained(model, options, REPLICAS)
@@ -165,7 +181,8 @@ together = Net()
 options = popdist.poptorch.Options().deviceIterations(STEPS).randomSeed(7)
 processes = options.Distributed
 print(
-    f"I am process {processes.processId} of {processes.numProcesses}, and have {options.replication_factor} replica(s)"
+    f"I am process {processes.processId} of {processes.numProcesses}, and have "
+    f"{options.replication_factor} replica(s)"
 )
 optimizer = torch.optim.SGD(together.parameters(), lr=0.05, momentum=0.9)
 model = poptorch.trainingModel(together, options, optimizer)

@@ -1,4 +1,5 @@
-"""A small GPT: its text, its model, its training, and what it writes. README.md beside this file tells the story.
+"""A small GPT: its text, its model, its training, and what it writes. README.md beside
+this file tells the story.
 
 gpt_in_flax.py is the same program in Flax NNX and Optax, in the same order.
 """
@@ -14,9 +15,18 @@ import popxl
 import popxl_addons as addons
 from popxl import ops
 from popxl_addons import optimizers
-from popxl_addons.layers import MLP, Attention, Embedding, LayerNorm, Linear, TransformerBlock
+from popxl_addons.layers import (
+    MLP,
+    Attention,
+    Embedding,
+    LayerNorm,
+    Linear,
+    TransformerBlock,
+)
 
-TEXT = np.frombuffer("\n\n".join(topics.values()).encode("ascii", "replace"), np.uint8).astype(np.int32)
+TEXT = np.frombuffer(
+    "\n\n".join(topics.values()).encode("ascii", "replace"), np.uint8
+).astype(np.int32)
 VOCABULARY = 128
 
 
@@ -31,7 +41,9 @@ class Config:
 
 
 def batch(config: Config, step: int) -> np.ndarray:
-    starts = np.random.default_rng(step).integers(0, len(TEXT) - config.length, config.batch)
+    starts = np.random.default_rng(step).integers(
+        0, len(TEXT) - config.length, config.batch
+    )
     return TEXT[starts[:, None] + np.arange(config.length + 1)]
 
 
@@ -41,7 +53,10 @@ class GPT(addons.Module):
         self.config = config
         self.tokens = Embedding(popxl.float32, VOCABULARY, config.width)
         self.positions = Embedding(popxl.float32, config.length, config.width)
-        blocks = [TransformerBlock(Attention(config.heads), MLP()) for _ in range(config.layers)]
+        blocks = [
+            TransformerBlock(Attention(config.heads), MLP())
+            for _ in range(config.layers)
+        ]
         self.blocks = addons.Module.from_list(blocks)
         self.norm = LayerNorm()
         self.head = Linear(VOCABULARY)
@@ -60,20 +75,30 @@ class Loss(addons.Module):
 
     def build(self, tokens: popxl.Tensor) -> popxl.Tensor:
         logits = self.gpt(tokens[:, :-1])
-        return addons.cross_entropy(logits.reshape((-1, VOCABULARY)), tokens[:, 1:].flatten())
+        return addons.cross_entropy(
+            logits.reshape((-1, VOCABULARY)), tokens[:, 1:].flatten()
+        )
 
 
 def optimizer_of(config: Config) -> Callable[..., addons.NamedTensors]:
     rate = optimizers.schedules.cosine(3e-3, config.steps, warmup=config.steps // 10)
-    return partial(optimizers.adamw, lr=rate, beta2=0.99, weight_decay=0.1, clip_norm=1.0)
+    return partial(
+        optimizers.adamw, lr=rate, beta2=0.99, weight_decay=0.1, clip_norm=1.0
+    )
 
 
-def training(config: Config, replicas: int = 1, device: str = "ipu_hw", **how) -> addons.TaskSession:
+def training(
+    config: Config, replicas: int = 1, device: str = "ipu_hw", **how
+) -> addons.TaskSession:
     np.random.seed(0)
     ir = popxl.Ir(replication=replicas)
     with ir.main_graph:
-        tokens = popxl.h2d_stream((config.batch // replicas, config.length + 1), popxl.int32, "tokens")
-        step = addons.train_step(Loss(config), tokens, optimizer=optimizer_of(config), **how)
+        tokens = popxl.h2d_stream(
+            (config.batch // replicas, config.length + 1), popxl.int32, "tokens"
+        )
+        step = addons.train_step(
+            Loss(config), tokens, optimizer=optimizer_of(config), **how
+        )
         loss = addons.host_store(step.loss)
     state = addons.NamedTensors(model=step.variables.gpt, optimizer=step.state)
     return addons.TaskSession([tokens], [loss], state, ir=ir, device_desc=device)
@@ -99,6 +124,8 @@ def sample(session: addons.TaskSession, config: Config, prompt: str, count: int)
         writing.use_variables_of(session, variables.to_mapping(session.state.model))
         for _ in range(count):
             seen = text[-config.length :]
-            scores = writing.run({window: [seen + [0] * (config.length - len(seen))]})[logits][0, len(seen) - 1]
+            scores = writing.run({window: [seen + [0] * (config.length - len(seen))]})[
+                logits
+            ][0, len(seen) - 1]
             text.append(int((scores / 0.8 + random.gumbel(size=VOCABULARY)).argmax()))
     return bytes(text).decode("ascii", "replace")

@@ -1,4 +1,5 @@
-"""The program of gpt.py in Flax NNX and Optax, in the same order. It needs `flax`, which this project does not."""
+"""The program of gpt.py in Flax NNX and Optax, in the same order. It needs `flax`,
+which this project does not."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,9 @@ import optax
 import orbax.checkpoint
 from flax import nnx
 
-TEXT = np.frombuffer("\n\n".join(topics.values()).encode("ascii", "replace"), np.uint8).astype(np.int32)
+TEXT = np.frombuffer(
+    "\n\n".join(topics.values()).encode("ascii", "replace"), np.uint8
+).astype(np.int32)
 VOCABULARY = 128
 
 
@@ -26,14 +29,18 @@ class Config:
 
 
 def batch(config: Config, step: int) -> np.ndarray:
-    starts = np.random.default_rng(step).integers(0, len(TEXT) - config.length, config.batch)
+    starts = np.random.default_rng(step).integers(
+        0, len(TEXT) - config.length, config.batch
+    )
     return TEXT[starts[:, None] + np.arange(config.length + 1)]
 
 
 class Block(nnx.Module):
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.attention_norm = nnx.LayerNorm(config.width, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(config.heads, config.width, decode=False, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            config.heads, config.width, decode=False, rngs=rngs
+        )
         self.mlp_norm = nnx.LayerNorm(config.width, rngs=rngs)
         self.up = nnx.Linear(config.width, 4 * config.width, rngs=rngs)
         self.down = nnx.Linear(4 * config.width, config.width, rngs=rngs)
@@ -73,13 +80,22 @@ def step(model: GPT, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array:
 
 def training(config: Config) -> tuple[GPT, nnx.Optimizer]:
     model = GPT(config, nnx.Rngs(0))
-    rate = optax.warmup_cosine_decay_schedule(0.0, 3e-3, config.steps // 10, config.steps)
-    transformation = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.99, weight_decay=0.1))
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, 3e-3, config.steps // 10, config.steps
+    )
+    transformation = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.99, weight_decay=0.1)
+    )
     return model, nnx.Optimizer(model, transformation, wrt=nnx.Param)
 
 
-def train(model: GPT, optimizer: nnx.Optimizer, config: Config, steps: int) -> list[float]:
-    return [float(step(model, optimizer, batch(config, i))) for i in range(int(optimizer.step[...]), steps)]
+def train(
+    model: GPT, optimizer: nnx.Optimizer, config: Config, steps: int
+) -> list[float]:
+    return [
+        float(step(model, optimizer, batch(config, i)))
+        for i in range(int(optimizer.step[...]), steps)
+    ]
 
 
 def save(model: GPT, optimizer: nnx.Optimizer, folder: Path) -> None:
@@ -89,7 +105,10 @@ def save(model: GPT, optimizer: nnx.Optimizer, folder: Path) -> None:
 
 def load(model: GPT, optimizer: nnx.Optimizer, folder: Path) -> None:
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        nnx.update((model, optimizer), checkpointer.restore(folder, nnx.state((model, optimizer))))
+        nnx.update(
+            (model, optimizer),
+            checkpointer.restore(folder, nnx.state((model, optimizer))),
+        )
 
 
 @nnx.jit
@@ -101,6 +120,8 @@ def sample(model: GPT, config: Config, prompt: str, count: int) -> str:
     random, text = np.random.default_rng(0), list(prompt.encode())
     for _ in range(count):
         seen = text[-config.length :]
-        scores = scores_of(model, np.array([seen + [0] * (config.length - len(seen))]))[0, len(seen) - 1]
+        scores = scores_of(model, np.array([seen + [0] * (config.length - len(seen))]))[
+            0, len(seen) - 1
+        ]
         text.append(int((scores / 0.8 + random.gumbel(size=VOCABULARY)).argmax()))
     return bytes(text).decode("ascii", "replace")

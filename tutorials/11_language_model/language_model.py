@@ -1,9 +1,10 @@
 # %% [markdown]
 # # A language model
 #
-# A small GPT learns from Python's own documentation, resumes from a checkpoint, and writes. Then the same program runs
-# sharded over four replicas, in bfloat16, and as a pipeline, and is compiled for sixteen chips that are not here.
-# README.md beside this file tells the story.
+# A small GPT learns from Python's own documentation, resumes from a checkpoint, and
+# writes. Then the same program runs sharded over four replicas, in bfloat16, and as a
+# pipeline, and is compiled for sixteen chips that are not here. README.md beside this
+# file tells the story.
 #
 #     python tutorials/11_language_model/language_model.py
 
@@ -19,14 +20,26 @@ import numpy as np
 import popxl
 import popxl_addons as addons
 
-# gpt.py and pipeline.py lie beside this file. A notebook has no file, and runs in the folder it lies in.
+# gpt.py and pipeline.py lie beside this file. A notebook has no file, and runs in the
+# folder it lies in.
 sys.path.append(str(Path(globals().get("__file__", "notebook")).resolve().parent))
 import gpt
 import pipeline
 
-parser = argparse.ArgumentParser(description="Train a small GPT on Python's documentation.")
-parser.add_argument("--quick", action="store_true", help="a tiny model and few steps, to see that all of it runs")
-parser.add_argument("--steps", type=int, default=600, help="how many steps of training (default: %(default)s)")
+parser = argparse.ArgumentParser(
+    description="Train a small GPT on Python's documentation."
+)
+parser.add_argument(
+    "--quick",
+    action="store_true",
+    help="a tiny model and few steps, to see that all of it runs",
+)
+parser.add_argument(
+    "--steps",
+    type=int,
+    default=600,
+    help="how many steps of training (default: %(default)s)",
+)
 options, _ = parser.parse_known_args()
 
 CONFIG = gpt.Config(steps=options.steps)
@@ -75,7 +88,9 @@ with gpt.training(CONFIG) as session:
 with gpt.training(CONFIG) as session:
     session.load_checkpoint(checkpoint, report_missing="error")
     resumed = gpt.train(session, CONFIG, half + 5)
-print("the same losses after a restart, bit for bit:", resumed == losses[half : half + 5])
+print(
+    "the same losses after a restart, bit for bit:", resumed == losses[half : half + 5]
+)
 
 # %% [markdown]
 # ## 4. Writing
@@ -94,13 +109,19 @@ expected = losses[half : half + 3]
 
 
 def compare(name: str, found: list[float], near: float) -> None:
-    print(f"{name}: the same losses to {near:g}: {np.allclose(found, expected, rtol=near, atol=0)}")
+    print(
+        f"{name}: the same losses to {near:g}: "
+        f"{np.allclose(found, expected, rtol=near, atol=0)}"
+    )
 
 
 with gpt.training(CONFIG, replicas=4, sharded=True) as session:
     session.load_checkpoint(checkpoint, report_missing="error")
     weight = session.state.model.blocks[0].mlp.up.weight
-    print(f"the weight {weight.shape} is a quarter on each replica: {weight.piece.shape == (weight.nelms // 4,)}")
+    print(
+        f"the weight {weight.shape} is a quarter on each replica: "
+        f"{weight.piece.shape == (weight.nelms // 4,)}"
+    )
     compare("on four replicas, sharded", gpt.train(session, CONFIG, half + 3), 1e-4)
 
 with gpt.training(CONFIG, precision=bfloat16) as session:
@@ -118,13 +139,16 @@ with pipeline.pipelined(CONFIG) as session:
 # %%
 title("6. Chips that are not here")
 try:
-    far = gpt.training(CONFIG, replicas=16, sharded=True, precision=bfloat16, device=TARGET)
+    far = gpt.training(
+        CONFIG, replicas=16, sharded=True, precision=bfloat16, device=TARGET
+    )
 except popxl.errors.PopxlError as missing:
     print(f"not compiled: {missing}")
 else:
     memory, cost = far.memory(), far.cost()
     print(f"for {TARGET}: {len(memory.devices)} chips")
     print(
-        f"a chip holds {memory.variables / 1e6:.2f} MB of variables, and needs {memory.temporaries / 1e6:.2f} MB more"
+        f"a chip holds {memory.variables / 1e6:.2f} MB of variables, and needs "
+        f"{memory.temporaries / 1e6:.2f} MB more"
     )
     print(f"a step takes some {cost.cycles} cycles, in {cost.kernels} kernels")

@@ -1,4 +1,5 @@
-"""The same in Flax NNX: a Llama, its weights from Hugging Face's layout, and a loop with a cache. Greedy.
+"""The same in Flax NNX: a Llama, its weights from Hugging Face's layout, and a loop
+with a cache. Greedy.
 
 `python tutorials/12_llama/llama.py --flax` compares; README.md puts both side by side.
 """
@@ -25,11 +26,18 @@ class Attention(nnx.Module):
         self.v_proj = linear(c["hidden_size"], c["num_key_value_heads"] * self.channels)
         self.o_proj = linear(c["num_attention_heads"] * self.channels, c["hidden_size"])
 
-    def __call__(self, x: jax.Array, cache: Any, first: jax.Array) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x: jax.Array, cache: Any, first: jax.Array
+    ) -> tuple[jax.Array, Any]:
         places = first[:, None] + jnp.arange(x.shape[1])
-        q, k, v = (p(x).reshape(*x.shape[:2], -1, self.channels) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            p(x).reshape(*x.shape[:2], -1, self.channels)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         q, k = self.turned(q, places), self.turned(k, places)
-        put = jax.vmap(lambda kept, new, at: jax.lax.dynamic_update_slice_in_dim(kept, new, at, 0))
+        put = jax.vmap(
+            lambda kept, new, at: jax.lax.dynamic_update_slice_in_dim(kept, new, at, 0)
+        )
         k, v = put(cache[0], k, first), put(cache[1], v, first)
         sees = (places[..., None] >= jnp.arange(k.shape[1]))[:, None]
         mixed = jax.nn.dot_product_attention(q, k, v, mask=sees)
@@ -56,11 +64,15 @@ class MLP(nnx.Module):
 
 class Block(nnx.Module):
     def __init__(self, c: dict[str, Any], rngs: nnx.Rngs) -> None:
-        norm = partial(nnx.RMSNorm, c["hidden_size"], epsilon=c["rms_norm_eps"], rngs=rngs)
+        norm = partial(
+            nnx.RMSNorm, c["hidden_size"], epsilon=c["rms_norm_eps"], rngs=rngs
+        )
         self.input_layernorm, self.post_attention_layernorm = norm(), norm()
         self.self_attn, self.mlp = Attention(c, rngs), MLP(c, rngs)
 
-    def __call__(self, x: jax.Array, cache: Any, first: jax.Array) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, x: jax.Array, cache: Any, first: jax.Array
+    ) -> tuple[jax.Array, Any]:
         mixed, cache = self.self_attn(self.input_layernorm(x), cache, first)
         x = x + mixed
         return x + self.mlp(self.post_attention_layernorm(x)), cache
@@ -71,9 +83,13 @@ class Llama(nnx.Module):
         self.embed_tokens = nnx.Embed(c["vocab_size"], c["hidden_size"], rngs=rngs)
         self.layers = nnx.List([Block(c, rngs) for _ in range(c["num_hidden_layers"])])
         self.norm = nnx.RMSNorm(c["hidden_size"], epsilon=c["rms_norm_eps"], rngs=rngs)
-        self.lm_head = nnx.Linear(c["hidden_size"], c["vocab_size"], use_bias=False, rngs=rngs)
+        self.lm_head = nnx.Linear(
+            c["hidden_size"], c["vocab_size"], use_bias=False, rngs=rngs
+        )
 
-    def __call__(self, tokens: jax.Array, caches: list[Any], first: jax.Array) -> tuple[jax.Array, list[Any]]:
+    def __call__(
+        self, tokens: jax.Array, caches: list[Any], first: jax.Array
+    ) -> tuple[jax.Array, list[Any]]:
         x, after = self.embed_tokens(tokens), []
         for layer, cache in zip(self.layers, caches, strict=True):
             x, kept = layer(x, cache, first)

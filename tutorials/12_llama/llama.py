@@ -1,12 +1,14 @@
 # %% [markdown]
 # # Llama's weights in, text out
 #
-# Weights as Hugging Face keeps them, the model that they are of, and text from it, many tokens a run. Then the model
-# learns, and speaks between two steps with the weights that it has just then; and these go back into a file.
-# README.md beside this file tells the story.
+# Weights as Hugging Face keeps them, the model that they are of, and text from it, many
+# tokens a run. Then the model learns, and speaks between two steps with the weights
+# that it has just then; and these go back into a file. README.md beside this file tells
+# the story.
 #
 #     python tutorials/12_llama/llama.py
-#     python tutorials/12_llama/llama.py --weights FOLDER --prompt "The capital of France is"
+#     python tutorials/12_llama/llama.py --weights FOLDER \
+#         --prompt "The capital of France is"
 
 # %%
 import argparse
@@ -33,11 +35,25 @@ with contextlib.redirect_stdout(io.StringIO()):  # it prints itself
     import this
 
 parser = argparse.ArgumentParser(description="Llama's weights in, text out.")
-parser.add_argument("--weights", type=Path, help="a folder with config.json, .safetensors and maybe tokenizer.json")
-parser.add_argument("--prompt", action="append", help="what a text begins with; may be given several times")
+parser.add_argument(
+    "--weights",
+    type=Path,
+    help="a folder with config.json, .safetensors and maybe tokenizer.json",
+)
+parser.add_argument(
+    "--prompt",
+    action="append",
+    help="what a text begins with; may be given several times",
+)
 parser.add_argument("--tokens", type=int, default=32, help="how many are to follow")
-parser.add_argument("--bfloat16", action="store_true", help="keep weights and cache in bfloat16")
-parser.add_argument("--device", default="cpu", help="where all of it runs, such as gpu or tpu (default: %(default)s)")
+parser.add_argument(
+    "--bfloat16", action="store_true", help="keep weights and cache in bfloat16"
+)
+parser.add_argument(
+    "--device",
+    default="cpu",
+    help="where all of it runs, such as gpu or tpu (default: %(default)s)",
+)
 parser.add_argument("--flax", action="store_true", help="run the program in Flax, too")
 # A notebook has no arguments of its own.
 args = parser.parse_args(sys.argv[1:] if "__file__" in globals() else [])
@@ -60,32 +76,62 @@ WIDTH, HIDDEN, LAYERS, HEADS, KEY_HEADS, CHANNELS = 64, 160, 4, 4, 2, 16
 
 
 def random_llama(folder: Path) -> Path:
-    """A Llama whose tokens are bytes, with random weights, as `save_pretrained` would write it: in two files."""
+    """A Llama whose tokens are bytes, with random weights, as `save_pretrained` would
+    write it: in two files."""
     config = {
-        "model_type": "llama", "vocab_size": 256, "hidden_size": WIDTH, "intermediate_size": HIDDEN,
-        "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KEY_HEADS,
-        "head_dim": CHANNELS, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "tie_word_embeddings": False,
-    }  # fmt: skip
-    shapes = {"model.embed_tokens.weight": (256, WIDTH), "model.norm.weight": (WIDTH,), "lm_head.weight": (256, WIDTH)}
+        "model_type": "llama",
+        "vocab_size": 256,
+        "hidden_size": WIDTH,
+        "intermediate_size": HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KEY_HEADS,
+        "head_dim": CHANNELS,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+    }
+    shapes = {
+        "model.embed_tokens.weight": (256, WIDTH),
+        "model.norm.weight": (WIDTH,),
+        "lm_head.weight": (256, WIDTH),
+    }
     for i in range(LAYERS):
         for name, shape in {
-            "input_layernorm": (WIDTH,), "post_attention_layernorm": (WIDTH,),
-            "self_attn.q_proj": (HEADS * CHANNELS, WIDTH), "self_attn.k_proj": (KEY_HEADS * CHANNELS, WIDTH),
-            "self_attn.v_proj": (KEY_HEADS * CHANNELS, WIDTH), "self_attn.o_proj": (WIDTH, HEADS * CHANNELS),
-            "mlp.gate_proj": (HIDDEN, WIDTH), "mlp.up_proj": (HIDDEN, WIDTH), "mlp.down_proj": (WIDTH, HIDDEN),
-        }.items():  # fmt: skip
+            "input_layernorm": (WIDTH,),
+            "post_attention_layernorm": (WIDTH,),
+            "self_attn.q_proj": (HEADS * CHANNELS, WIDTH),
+            "self_attn.k_proj": (KEY_HEADS * CHANNELS, WIDTH),
+            "self_attn.v_proj": (KEY_HEADS * CHANNELS, WIDTH),
+            "self_attn.o_proj": (WIDTH, HEADS * CHANNELS),
+            "mlp.gate_proj": (HIDDEN, WIDTH),
+            "mlp.up_proj": (HIDDEN, WIDTH),
+            "mlp.down_proj": (WIDTH, HIDDEN),
+        }.items():
             shapes[f"model.layers.{i}.{name}.weight"] = shape
     random = np.random.default_rng(0)
     weights = {
-        name: (np.ones(shape) if "norm" in name else random.normal(0, 0.05, shape)).astype(np.float32)
+        name: (
+            np.ones(shape) if "norm" in name else random.normal(0, 0.05, shape)
+        ).astype(np.float32)
         for name, shape in shapes.items()
     }
     names = list(weights)
-    where = {name: f"model-0000{1 + 2 * i // len(names)}-of-00002.safetensors" for i, name in enumerate(names)}
+    where = {
+        name: f"model-0000{1 + 2 * i // len(names)}-of-00002.safetensors"
+        for i, name in enumerate(names)
+    }
     for file in sorted(set(where.values())):
-        safetensors.numpy.save_file({n: weights[n] for n in names if where[n] == file}, folder / file, {"format": "pt"})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+        safetensors.numpy.save_file(
+            {n: weights[n] for n in names if where[n] == file},
+            folder / file,
+            {"format": "pt"},
+        )
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": where})
+    )
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -106,11 +152,17 @@ model = LanguageModel(config, dtype)
 
 names = config.names
 last = f"layers.{config.layers - 1}"
-shown = ["embedding.weight", f"{last}.attention.query.weight", f"{last}.mlp.down.weight"]
+shown = [
+    "embedding.weight",
+    f"{last}.attention.query.weight",
+    f"{last}.mlp.down.weight",
+]
 for name in shown if config.tied else [*shown, "head.weight"]:
     stored = names.stored_form(name)
     part, parts = stored.part
-    form = [f"part {part + 1} of {parts}"] * (parts > 1) + ["transposed"] * stored.transposed
+    form = [f"part {part + 1} of {parts}"] * (parts > 1) + [
+        "transposed"
+    ] * stored.transposed
     print(", ".join([f"{name:32} {stored.name}", *form]))
 
 # %% [markdown]
@@ -145,15 +197,24 @@ class Tokenizer:
         return self._known.decode(tokens)
 
 
-speech = Tokenizer(folder / "tokenizer.json") if (folder / "tokenizer.json").exists() else Bytes()
+speech = (
+    Tokenizer(folder / "tokenizer.json")
+    if (folder / "tokenizer.json").exists()
+    else Bytes()
+)
 prompts = args.prompt or ["Beautiful", "Explicit is", "Flat is better"]
 tokens = [speech.encode(prompt) for prompt in prompts]
 longest = max(map(len, tokens))
 room = min(config.context, longest + args.tokens)
-end = json.loads((folder / "config.json").read_text()).get("eos_token_id")  # one, several, or none
+# one, several, or none
+end = json.loads((folder / "config.json").read_text()).get("eos_token_id")
 
-generator_of = partial(addons.Generator, model, prompt=longest, tokens=8, device_desc=args.device)
-generator = generator_of(batch=len(prompts), room=room, temperature=0.8, top_k=50, top_p=0.95, end=end)
+generator_of = partial(
+    addons.Generator, model, prompt=longest, tokens=8, device_desc=args.device
+)
+generator = generator_of(
+    batch=len(prompts), room=room, temperature=0.8, top_k=50, top_p=0.95, end=end
+)
 addons.load_safetensors(generator.variables, folder, names, narrow=args.bfloat16)
 
 with generator as generate:
@@ -164,11 +225,17 @@ for prompt, text in zip(prompts, texts, strict=True):
 print("the same seed, the same texts:", texts == again)
 
 memory = generator.writing.memory()
-weights_bytes = sum(v.nelms * v.dtype.itemsize for v in generator.variables.values_flat())
+weights_bytes = sum(
+    v.nelms * v.dtype.itemsize for v in generator.variables.values_flat()
+)
 cache_bytes = memory.variables - weights_bytes
 print(f"weights {weights_bytes:,} bytes, cache {cache_bytes:,} bytes")
-if dtype is popxl.float32:  # a CPU multiplies bfloat16 in float32, so it needs a layer's weights in that, too
-    print("a run needs less than a fifth of the cache besides:", memory.temporaries < cache_bytes / 5)
+# a CPU multiplies bfloat16 in float32, so it needs a layer's weights in that, too
+if dtype is popxl.float32:
+    print(
+        "a run needs less than a fifth of the cache besides:",
+        memory.temporaries < cache_bytes / 5,
+    )
 
 # %% [markdown]
 # A folder of one's own ends here. The model that was made up goes on, and learns.
@@ -187,7 +254,8 @@ lines = codecs.decode(this.s, "rot13").splitlines()[2:7]  # of the Zen of Python
 said = np.frombuffer(("\n".join(lines * 3) + "\n").encode(), np.uint8).astype(np.int32)
 starts = np.cumsum([0, *(len(line) + 1 for line in lines[:-1])])
 LENGTH, STEPS = 64, 120
-windows = np.stack([said[start : start + LENGTH + 1] for start in starts])  # one from the start of each line on
+# one from the start of each line on
+windows = np.stack([said[start : start + LENGTH + 1] for start in starts])
 
 
 class Loss(addons.Module):
@@ -199,13 +267,23 @@ class Loss(addons.Module):
 
     def build(self, text: popxl.Tensor, following: popxl.Tensor) -> popxl.Tensor:
         logits = self.model(text)
-        return addons.cross_entropy(logits.reshape((-1, config.vocabulary)), following.reshape((-1,)))
+        return addons.cross_entropy(
+            logits.reshape((-1, config.vocabulary)), following.reshape((-1,))
+        )
 
 
 ir = popxl.Ir()
 with ir.main_graph:
-    text, following = (popxl.h2d_stream((len(lines), LENGTH), popxl.int32, name) for name in ("text", "following"))
-    training = addons.train_step(Loss(), text, following, optimizer=partial(optimizers.adamw, lr=3e-3, clip_norm=1.0))
+    text, following = (
+        popxl.h2d_stream((len(lines), LENGTH), popxl.int32, name)
+        for name in ("text", "following")
+    )
+    training = addons.train_step(
+        Loss(),
+        text,
+        following,
+        optimizer=partial(optimizers.adamw, lr=3e-3, clip_norm=1.0),
+    )
     loss = popxl.d2h_stream((), popxl.float32, "loss")
     ops.host_store(loss, training.loss)
 learned = training.variables.model
@@ -213,16 +291,23 @@ addons.load_safetensors(learned, folder, names)
 
 
 def recited(generate: addons.Generator) -> list[str]:
-    return [prompt + speech.decode(t) for prompt, t in zip(prompts, generate(tokens, args.tokens), strict=True)]
+    return [
+        prompt + speech.decode(t)
+        for prompt, t in zip(prompts, generate(tokens, args.tokens), strict=True)
+    ]
 
 
 def known(texts: list[str]) -> str:
-    return f"{sum(text.rstrip() in lines for text in texts)} of {len(texts)} lines known"
+    return (
+        f"{sum(text.rstrip() in lines for text in texts)} of {len(texts)} lines known"
+    )
 
 
 with (
     popxl.Session(ir, args.device) as session,
-    generator_of(batch=3, temperature=0, end=ord("\n"), weights=(session, learned)) as generate,
+    generator_of(
+        batch=3, temperature=0, end=ord("\n"), weights=(session, learned)
+    ) as generate,
 ):
     print("before:", known(recited(generate)))
     for _ in range(STEPS):
@@ -246,7 +331,9 @@ print(len(kept), "weights, such as lm_head.weight", kept["lm_head.weight"].shape
 
 # %%
 wrong = Path(scratch.name, "wrong.safetensors")
-safetensors.numpy.save_file({"head.weight" if n == "lm_head.weight" else n: w for n, w in kept.items()}, wrong)
+safetensors.numpy.save_file(
+    {"head.weight" if n == "lm_head.weight" else n: w for n, w in kept.items()}, wrong
+)
 try:
     addons.load_safetensors(learned, wrong, names)
 except ValueError as problem:

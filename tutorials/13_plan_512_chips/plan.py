@@ -44,7 +44,9 @@ class Run(NamedTuple):
 
 
 def llama(**sizes: int) -> LanguageConfig:
-    parts = dict(norm="rms", activation="swiglu", bias=False, mlp_bias=False, tied=False)
+    parts = dict(
+        norm="rms", activation="swiglu", bias=False, mlp_bias=False, tied=False
+    )
     return LanguageConfig(rotary=1e4, **parts, **sizes)
 
 
@@ -93,7 +95,9 @@ def build(memory, run=RUN, statistics=False):
 ir = build("products")
 weights = [v for v in ir.main_graph.variables if not v.name.startswith("optimizer")]
 count = sum(math.prod(v.shape_on_host) for v in weights)
-print(f"{count / 1e9:.1f} billion parameters on {ir.replication_factor} chips: {ir.axes}")
+print(
+    f"{count / 1e9:.1f} billion parameters on {ir.replication_factor} chips: {ir.axes}"
+)
 
 # %% [markdown]
 # ## 2. A budget

@@ -1,8 +1,10 @@
-"""The models of this tutorial: a linear layer, a network that nests it, and the same network with a shared graph.
+"""The models of this tutorial: a linear layer, a network that nests it, and the same
+network with a shared graph.
 
-`build` is the mathematics of a module. It runs while a graph is made, never while the program runs: what it says with
-tensors is recorded as ops. A variable is declared where it is used, by its name and by a function that makes its first
-value; the graph gets an input for it, and the value itself is made later, in the main graph.
+`build` is the mathematics of a module. It runs while a graph is made, never while the
+program runs: what it says with tensors is recorded as ops. A variable is declared where
+it is used, by its name and by a function that makes its first value; the graph gets an
+input for it, and the value itself is made later, in the main graph.
 """
 
 from functools import partial
@@ -23,16 +25,21 @@ class Linear(addons.Module):
 
     def build(self, x: popxl.Tensor) -> popxl.Tensor:
         n = x.shape[-1]
-        random = partial(np.random.normal, 0, n**-0.5, (n, self.features))  # keeps the size of what passes through
+        # keeps the size of what passes through
+        random = partial(np.random.normal, 0, n**-0.5, (n, self.features))
         weight = self.add_variable_input("weight", random, x.dtype)
-        bias = self.add_variable_input("bias", partial(np.zeros, self.features), x.dtype)
+        bias = self.add_variable_input(
+            "bias", partial(np.zeros, self.features), x.dtype
+        )
         return x @ weight + bias
 
 
 class Net(addons.Module):
-    """Four linear layers with gelu between them, from images (..., 28, 28) to ten scores for each.
+    """Four linear layers with gelu between them, from images (..., 28, 28) to ten
+    scores for each.
 
-    The layers are nested: calling `self.fc2` writes the ops of its `build` into the graph of the network.
+    The layers are nested: calling `self.fc2` writes the ops of its `build` into the
+    graph of the network.
     """
 
     def __init__(self):
@@ -52,8 +59,8 @@ class Net(addons.Module):
 class OutlinedNet(addons.Module):
     """`Net` once more, with one graph for the two layers in the middle, called twice.
 
-    `fc2` and `fc3` do the same with different variables. So the layer is made a graph of its own, once, and each of
-    its two calls gets a set of inputs under its own name.
+    `fc2` and `fc3` do the same with different variables. So the layer is made a graph
+    of its own, once, and each of its two calls gets a set of inputs under its own name.
     """
 
     def __init__(self):

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Data parallelism
 #
-# One network on several replicas, each with a share of every batch, and the numbers that one replica would get.
-# README.md beside this file tells the story.
+# One network on several replicas, each with a share of every batch, and the numbers
+# that one replica would get. README.md beside this file tells the story.
 #
 #     python tutorials/3_data_parallelism/data_parallelism.py
 
@@ -20,8 +20,11 @@ import popxl
 import popxl_addons as addons
 from popxl import ops
 
-# digits.py is shared by the tutorials. A notebook has no file, and runs in the folder it lies in.
-sys.path.append(str(Path(globals().get("__file__", "notebook")).resolve().parent.parent))
+# digits.py is shared by the tutorials. A notebook has no file, and runs in the folder
+# it lies in.
+sys.path.append(
+    str(Path(globals().get("__file__", "notebook")).resolve().parent.parent)
+)
 from digits import SIZE, Batches, Digits, load
 
 REPLICAS = 4
@@ -50,12 +53,19 @@ with ir.main_graph:
     number_stream = popxl.h2d_stream((), popxl.float32, "number")
     number = ops.host_load(number_stream)
     sum_streams = {
-        name: addons.host_store(ops.collectives.replicated_all_reduce(number, op="add", group=grouping))
+        name: addons.host_store(
+            ops.collectives.replicated_all_reduce(number, op="add", group=grouping)
+        )
         for name, grouping in groupings.items()
     }
 
 with popxl.Session(ir, "ipu_hw") as session:
-    print("the shape of a number on a replica:", number.shape, "and on the host:", session.host_shape(number.shape))
+    print(
+        "the shape of a number on a replica:",
+        number.shape,
+        "and on the host:",
+        session.host_shape(number.shape),
+    )
     sums = session.run({number_stream: np.array([1, 2, 3, 4], np.float32)})
 for name, grouping in groupings.items():
     print(f"{name:>12}: groups {grouping.assignment}, sums {sums[sum_streams[name]]}")
@@ -76,7 +86,11 @@ with ir.main_graph:
     ops.scaled_add_(alone, gradient, b=-1.0)
     ops.scaled_add_(together, mean, b=-1.0)
 
-    own = popxl.variable([10.0, 20.0, 30.0, 40.0], name="own", replica_grouping=ir.replica_grouping(group_size=1))
+    own = popxl.variable(
+        [10.0, 20.0, 30.0, 40.0],
+        name="own",
+        replica_grouping=ir.replica_grouping(group_size=1),
+    )
     ops.scaled_add_(own, mean, b=-1.0)
 
 with popxl.Session(ir, "ipu_hw") as session:
@@ -103,12 +117,15 @@ class Linear(addons.Module):
         n = x.shape[-1]
         random = partial(np.random.normal, 0, n**-0.5, (n, self.features))
         weight = self.add_variable_input("weight", random, x.dtype)
-        bias = self.add_variable_input("bias", partial(np.zeros, self.features), x.dtype)
+        bias = self.add_variable_input(
+            "bias", partial(np.zeros, self.features), x.dtype
+        )
         return x @ weight + bias
 
 
 class Net(addons.Module):
-    """Two linear layers with gelu between them, from images (..., 28, 28) to ten scores for each."""
+    """Two linear layers with gelu between them, from images (..., 28, 28) to ten scores
+    for each."""
 
     def __init__(self):
         super().__init__()
@@ -121,7 +138,8 @@ class Net(addons.Module):
 
 
 class MicroBatch(addons.Module):
-    """Loads a few digits, stores their loss, and takes its gradients into means over all micro-batches of the step."""
+    """Loads a few digits, stores their loss, and takes its gradients into means over
+    all micro-batches of the step."""
 
     def build(
         self,
@@ -132,7 +150,9 @@ class MicroBatch(addons.Module):
         images, labels = ops.host_load(image_stream), ops.host_load(label_stream)
 
         facts, forward = Net().create_graph(images)
-        mean_facts, backward = addons.autodiff_with_accumulation(forward, forward.args.tensors)
+        mean_facts, backward = addons.autodiff_with_accumulation(
+            forward, forward.args.tensors
+        )
         variables = self.add_variable_inputs("net", facts)
         means = self.add_variable_inputs("means", mean_facts)
 
@@ -159,7 +179,8 @@ title("4. A step of training")
 
 
 class Program(NamedTuple):
-    """A session with the handles that the host needs: what to feed, what to read, and the variables by name."""
+    """A session with the handles that the host needs: what to feed, what to read, and
+    the variables by name."""
 
     session: popxl.Session
     inputs: list[popxl.HostToDeviceStream]
@@ -167,7 +188,8 @@ class Program(NamedTuple):
     variables: addons.NamedTensors
 
     def run(self, *arrays: np.ndarray) -> np.ndarray:
-        """One run of the program: one array for each input, which is dealt out to micro-batches and replicas."""
+        """One run of the program: one array for each input, which is dealt out to
+        micro-batches and replicas."""
         shares = {
             stream: array.reshape(self.session.host_shape(stream.shape))
             for stream, array in zip(self.inputs, arrays, strict=True)
@@ -176,7 +198,8 @@ class Program(NamedTuple):
 
 
 def training_program(replicas: int, micro_batches: int) -> Program:
-    """Takes a batch of images and labels, improves the variables by one step, gives the loss of each micro-batch."""
+    """Takes a batch of images and labels, improves the variables by one step, gives the
+    loss of each micro-batch."""
     np.random.seed(42)  # so that all training programs start with the same weights
     ir = popxl.Ir(replication=replicas)
     ir.num_host_transfers = micro_batches
@@ -189,10 +212,14 @@ def training_program(replicas: int, micro_batches: int) -> Program:
         # Each replica for itself: forward, backward, and into the means.
         facts, micro_batch = MicroBatch().create_graph(images, labels, losses)
         state = facts.init()
-        ops.repeat(micro_batch.graph, micro_batches, inputs_dict=micro_batch.bind(state).args)
+        ops.repeat(
+            micro_batch.graph, micro_batches, inputs_dict=micro_batch.bind(state).args
+        )
 
         # All replicas together: one mean of their means, and the same step everywhere.
-        for variable, gradient in zip(state.net.tensors, state.means.accum.tensors, strict=True):
+        for variable, gradient in zip(
+            state.net.tensors, state.means.accum.tensors, strict=True
+        ):
             ops.collectives.replicated_all_reduce_(gradient, op="mean")
             ops.scaled_add_(variable, gradient, b=-LEARNING_RATE)
         ops.var_updates.accumulator_zero_(state.means.mean_accum_counter)
@@ -201,7 +228,10 @@ def training_program(replicas: int, micro_batches: int) -> Program:
 
 training = training_program(REPLICAS, MICRO_BATCHES)
 for stream in (*training.inputs, training.output):
-    print(f"{stream.tensor_id}: {stream.shape} on a replica, {training.session.host_shape(stream.shape)} on the host")
+    print(
+        f"{stream.tensor_id}: {stream.shape} on a replica, "
+        f"{training.session.host_shape(stream.shape)} on the host"
+    )
 
 # %% [markdown]
 # ## 5. The same numbers
@@ -214,7 +244,9 @@ training_digits, test_digits = load()
 def weights_after(program: Program, steps: int) -> list[np.ndarray]:
     """The variables after so many steps from the start, sorted by name."""
     with program.session as session:
-        for images, labels in islice(Batches(training_digits, BATCH_SIZE, seed=1), steps):
+        for images, labels in islice(
+            Batches(training_digits, BATCH_SIZE, seed=1), steps
+        ):
             program.run(images, labels)
     return list(session.get_tensors_data(program.variables.tensors).values())
 
@@ -222,8 +254,14 @@ def weights_after(program: Program, steps: int) -> list[np.ndarray]:
 expected = weights_after(training_program(replicas=1, micro_batches=1), steps=5)
 for replicas, micro_batches in ((1, 4), (4, 1), (4, 4), (8, 2)):
     weights = weights_after(training_program(replicas, micro_batches), steps=5)
-    same = all(np.allclose(ours, theirs, atol=1e-5) for ours, theirs in zip(weights, expected, strict=True))
-    print(f"replicas: {replicas}, micro-batches on each: {micro_batches}, the same weights as one with all: {same}")
+    same = all(
+        np.allclose(ours, theirs, atol=1e-5)
+        for ours, theirs in zip(weights, expected, strict=True)
+    )
+    print(
+        f"replicas: {replicas}, micro-batches on each: {micro_batches}, the same "
+        f"weights as one with all: {same}"
+    )
     assert same
 
 
@@ -241,7 +279,9 @@ def train(program: Program, digits: Digits) -> None:
         for epoch in range(1, EPOCHS + 1):
             for images, labels in batches:
                 losses = program.run(images, labels)
-                bar.set_description(f"Epoch {epoch}/{EPOCHS}, loss {losses.mean():.4f}", refresh=False)
+                bar.set_description(
+                    f"Epoch {epoch}/{EPOCHS}, loss {losses.mean():.4f}", refresh=False
+                )
                 bar.update()
 
 
@@ -258,10 +298,13 @@ def test_program(digits: int) -> Program:
 
 
 def copy_variables(source: Program, target: Program) -> None:
-    """Gives the variables of `target` the values of those in `source` that have the same names."""
+    """Gives the variables of `target` the values of those in `source` that have the
+    same names."""
     values = source.session.get_tensors_data(source.variables.tensors)
     partners = source.variables.to_mapping(target.variables)
-    target.session.write_variables_data({theirs: values[ours] for ours, theirs in partners.items()})
+    target.session.write_variables_data(
+        {theirs: values[ours] for ours, theirs in partners.items()}
+    )
 
 
 train(training, training_digits)

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Phased execution
 #
-# A network that is trained with one layer on the device at a time: weights, optimiser state and activations are in
-# remote memory. How much of the device it needs does not depend on how many layers it has. README.md beside this file
-# tells the story.
+# A network that is trained with one layer on the device at a time: weights, optimiser
+# state and activations are in remote memory. How much of the device it needs does not
+# depend on how many layers it has. README.md beside this file tells the story.
 #
 #     python tutorials/6_phased_execution/phased_execution.py
 
@@ -21,10 +21,17 @@ from popxl import ops
 from popxl_addons import NamedTensors, NamedVariableFactories
 from popxl_addons.layers import Linear
 from popxl_addons.optimizers.adam import AdamOptimizerStep
-from popxl_addons.remote import load_remote_graph, named_variable_buffers, store_remote_graph
+from popxl_addons.remote import (
+    load_remote_graph,
+    named_variable_buffers,
+    store_remote_graph,
+)
 
-# digits.py is shared by the tutorials, one folder up. A notebook has no file; it runs where it is.
-sys.path.append(str(Path(globals().get("__file__", "notebook")).resolve().parent.parent))
+# digits.py is shared by the tutorials, one folder up. A notebook has no file; it runs
+# where it is.
+sys.path.append(
+    str(Path(globals().get("__file__", "notebook")).resolve().parent.parent)
+)
 from digits import SIZE, Batches, Digits, load
 
 np.random.seed(42)
@@ -41,9 +48,16 @@ def tenfold(x: popxl.Tensor) -> popxl.Tensor:
 ir = popxl.Ir()
 with ir.main_graph, popxl.in_sequence():
     buffer = popxl.remote_buffer((), popxl.float32, entries=12)
-    slots = [popxl.remote_variable(float(i + 1) if i < 4 else 0.0, buffer, i, name=f"slot{i}") for i in range(12)]
+    slots = [
+        popxl.remote_variable(
+            float(i + 1) if i < 4 else 0.0, buffer, i, name=f"slot{i}"
+        )
+        for i in range(12)
+    ]
 
-    layer = addons.GraphWithNamedArgs(ir.create_graph(tenfold, popxl.TensorSpec((), popxl.float32)))
+    layer = addons.GraphWithNamedArgs(
+        ir.create_graph(tenfold, popxl.TensorSpec((), popxl.float32))
+    )
     (x,), (y,) = layer.graph.inputs, layer.graph.outputs
     serial = addons.batch_serialise(
         layer,
@@ -78,7 +92,8 @@ def halved(images: popxl.Tensor) -> popxl.Tensor:
 
 
 class Hidden(addons.Module):
-    """`x + gelu(x @ weight + bias)`: what comes in and what goes out have the same shape."""
+    """`x + gelu(x @ weight + bias)`: what comes in and what goes out have the same
+    shape."""
 
     def __init__(self):
         super().__init__()
@@ -89,9 +104,12 @@ class Hidden(addons.Module):
 
 
 class Head(addons.Module):
-    """The last layer with its loss, forwards and backwards: gradients go into running means, the loss goes out."""
+    """The last layer with its loss, forwards and backwards: gradients go into running
+    means, the loss goes out."""
 
-    def build(self, x: popxl.Tensor, labels: popxl.Tensor) -> tuple[popxl.Tensor, popxl.Tensor]:
+    def build(
+        self, x: popxl.Tensor, labels: popxl.Tensor
+    ) -> tuple[popxl.Tensor, popxl.Tensor]:
         facts, linear = Linear(CLASSES).create_graph(x)
         mean_facts, gradient = addons.autodiff_with_accumulation(
             linear, linear.args.tensors, grads_required=linear.graph.inputs[:1]
@@ -99,7 +117,9 @@ class Head(addons.Module):
         call = linear.bind(self.add_variable_inputs("weights", facts)).call_with_info(x)
         loss, d_scores = addons.cross_entropy_with_grad(call.outputs[0], labels)
         activations = gradient.grad_graph_info.inputs_dict(call)
-        (dx,) = gradient.bind(self.add_variable_inputs("means", mean_facts)).call(d_scores, args=activations)
+        (dx,) = gradient.bind(self.add_variable_inputs("means", mean_facts)).call(
+            d_scores, args=activations
+        )
         return dx, loss
 
 
@@ -120,14 +140,17 @@ class Streams(NamedTuple):
 
 
 class Phases:
-    """The graphs that work on micro-batches, each a loop over all of them, and the buffers between them.
+    """The graphs that work on micro-batches, each a loop over all of them, and the
+    buffers between them.
 
-    Row i of `values` is what goes into layer i, and row i of `gradients` is its gradient. The last row belongs to the
-    head.
+    Row i of `values` is what goes into layer i, and row i of `gradients` is its
+    gradient. The last row belongs to the head.
     """
 
     def __init__(self, layers: int, streams: Streams):
-        first = addons.GraphWithNamedArgs(popxl.gir().create_graph(halved, streams.images.spec))
+        first = addons.GraphWithNamedArgs(
+            popxl.gir().create_graph(halved, streams.images.spec)
+        )
         activation = first.graph.outputs[0].spec
         values = addons.batch_serial_buffer(activation, STEPS, rows=layers + 1)
         gradients = addons.batch_serial_buffer(activation, STEPS, rows=layers + 1)
@@ -149,9 +172,15 @@ class Phases:
             gradient,
             hidden.args,
             STEPS,
-            load_handles={hidden.graph.inputs[0]: (values, 0), gradient.graph.inputs[0]: (gradients, 1)},
+            load_handles={
+                hidden.graph.inputs[0]: (values, 0),
+                gradient.graph.inputs[0]: (gradients, 1),
+            },
             store_streams={},
-            store_buffers={hidden.graph.outputs[0]: (values, 1), gradient.graph.outputs[0]: (gradients, 0)},
+            store_buffers={
+                hidden.graph.outputs[0]: (values, 1),
+                gradient.graph.outputs[0]: (gradients, 0),
+            },
             rows=layers,
             io_mode="compute",
         )
@@ -176,17 +205,24 @@ class Phases:
 
 # %%
 class Slots:
-    """The weights and the optimiser state of layers that are alike: those of layer i are in slot i."""
+    """The weights and the optimiser state of layers that are alike: those of layer i
+    are in slot i."""
 
     def __init__(self, facts: NamedVariableFactories, layers: int, prefix: str):
         adam = AdamOptimizerStep(cache=True)
         states, self.steps = {}, {}
         for name, factory in facts.to_dict().items():
             spec = popxl.TensorSpec(factory.shape, factory.dtype)
-            states[name], self.steps[name] = adam.create_graph(spec, spec, lr=LEARNING_RATE, first_order_dtype=FLOAT)
-        everything = NamedVariableFactories(weights=facts, adam=NamedVariableFactories.from_dict(states))
+            states[name], self.steps[name] = adam.create_graph(
+                spec, spec, lr=LEARNING_RATE, first_order_dtype=FLOAT
+            )
+        everything = NamedVariableFactories(
+            weights=facts, adam=NamedVariableFactories.from_dict(states)
+        )
         buffers = named_variable_buffers(everything, entries=layers)
-        self.variables = [everything.init_remote(buffers, i, f"{prefix}{i}") for i in range(layers)]
+        self.variables = [
+            everything.init_remote(buffers, i, f"{prefix}{i}") for i in range(layers)
+        ]
         self.load_weights, self.weight_names = load_remote_graph(buffers.weights)
         self.load_all, self.names = load_remote_graph(buffers)
         self.store_all = store_remote_graph(buffers)
@@ -209,10 +245,12 @@ class Slots:
 
 # %%
 def phased_session(layers: int) -> addons.TaskSession:
-    """Takes images and labels in micro-batches, improves the weights by one step, gives the losses."""
+    """Takes images and labels in micro-batches, improves the weights by one step, gives
+    the losses."""
     ir = popxl.Ir()
     ir.options.remoteBuffers = "host"
-    ir.options.calledGraphs = "rolled"  # the layers are turns of loops; `auto` may choose what is faster on a CPU
+    # the layers are turns of loops; `auto` may choose what is faster on a CPU
+    ir.options.calledGraphs = "rolled"
     ir.num_host_transfers = STEPS
     with ir.main_graph, popxl.in_sequence():
         streams = Streams.of(BATCH)
@@ -234,19 +272,31 @@ def phased_session(layers: int) -> addons.TaskSession:
             arguments.update(means.copy())
             phases.backward.bind(arguments).call(i)
             hidden.update(i, means.accum)
-    state = {f"layers.{i}": variables.weights for i, variables in enumerate(hidden.variables)}
+    state = {
+        f"layers.{i}": variables.weights for i, variables in enumerate(hidden.variables)
+    }
     state["head"] = head.variables[0].weights
     return task_session(ir, streams, NamedTensors.from_dict(state))
 
 
-def task_session(ir: popxl.Ir, streams: Streams, state: NamedTensors) -> addons.TaskSession:
-    return addons.TaskSession(streams[:2], streams[2:], state, ir=ir, device_desc="ipu_model")
+def task_session(
+    ir: popxl.Ir, streams: Streams, state: NamedTensors
+) -> addons.TaskSession:
+    return addons.TaskSession(
+        streams[:2], streams[2:], state, ir=ir, device_desc="ipu_model"
+    )
 
 
 def run(session: addons.TaskSession, *arrays: np.ndarray) -> np.ndarray:
-    """One run: an array for each input, with a row for each micro-batch if there are several. Gives the output."""
-    feeds = (array.reshape(session.host_shape(s.shape)) for s, array in zip(session.inputs, arrays, strict=True))
-    return session.run(dict(zip(session.inputs, feeds, strict=True)))[session.outputs[0]]
+    """One run: an array for each input, with a row for each micro-batch if there are
+    several. Gives the output."""
+    feeds = (
+        array.reshape(session.host_shape(s.shape))
+        for s, array in zip(session.inputs, arrays, strict=True)
+    )
+    return session.run(dict(zip(session.inputs, feeds, strict=True)))[
+        session.outputs[0]
+    ]
 
 
 # %% [markdown]
@@ -270,7 +320,8 @@ class Net(addons.Module):
 
 
 def ordinary_session(layers: int) -> addons.TaskSession:
-    """As `phased_session`, with everything on the device, and all micro-batches at once."""
+    """As `phased_session`, with everything on the device, and all micro-batches at
+    once."""
     ir = popxl.Ir()
     with ir.main_graph, popxl.in_sequence():
         streams = Streams.of(STEPS * BATCH)
@@ -283,11 +334,15 @@ def ordinary_session(layers: int) -> addons.TaskSession:
         ops.host_store(streams.losses, loss)
         activations = backward.grad_graph_info.inputs_dict(forward_call)
         backward_call = backward.call_with_info(d_scores, args=activations)
-        gradients = backward.grad_graph_info.fwd_parent_ins_to_grad_parent_outs(forward_call, backward_call)
+        gradients = backward.grad_graph_info.fwd_parent_ins_to_grad_parent_outs(
+            forward_call, backward_call
+        )
         adam = AdamOptimizerStep(cache=True)
         for name, variable in variables.to_dict().items():
             gradient = gradients[variable]
-            state_facts, step = adam.create_graph(variable, gradient, lr=LEARNING_RATE, first_order_dtype=FLOAT)
+            state_facts, step = adam.create_graph(
+                variable, gradient, lr=LEARNING_RATE, first_order_dtype=FLOAT
+            )
             step.bind(state_facts.init(f"adam.{name}")).call(variable, gradient)
     return task_session(ir, streams, variables)
 
@@ -302,7 +357,9 @@ def test_session(layers: int, count: int) -> addons.TaskSession:
         variables = facts.init()
         (scores,) = network.bind(variables).call(images)
         score_stream = addons.host_store(scores)
-    return addons.TaskSession([image_stream], [score_stream], variables, ir=ir, device_desc="ipu_model")
+    return addons.TaskSession(
+        [image_stream], [score_stream], variables, ir=ir, device_desc="ipu_model"
+    )
 
 
 # %% [markdown]
@@ -311,7 +368,8 @@ def test_session(layers: int, count: int) -> addons.TaskSession:
 
 # %%
 class Memory(NamedTuple):
-    """What a session needs, in KiB: variables on the device, what comes and goes there in a run, and remote buffers."""
+    """What a session needs, in KiB: variables on the device, what comes and goes there
+    in a run, and remote buffers."""
 
     kept: float
     temporary: float
@@ -319,10 +377,14 @@ class Memory(NamedTuple):
 
     @classmethod
     def of(cls, session: popxl.Session) -> "Memory":
-        variables = [v for v in session.ir.main_graph.variables if not v.location_info.isRemote()]
+        variables = [
+            v for v in session.ir.main_graph.variables if not v.location_info.isRemote()
+        ]
         buffers = session.ir.remote_buffers
         kept = sum(v.nelms * v.dtype.itemsize for v in variables)
-        remote = sum(b.entries * b.slot_nelms * b.tensor_dtype.itemsize for b in buffers)
+        remote = sum(
+            b.entries * b.slot_nelms * b.tensor_dtype.itemsize for b in buffers
+        )
         return cls(kept / 1024, session.program.temporaries() / 1024, remote / 1024)
 
     @property
@@ -335,8 +397,15 @@ ordinary = {layers: Memory.of(ordinary_session(layers)) for layers in COUNTS}
 phased = {layers: Memory.of(phased_session(layers)) for layers in COUNTS}
 print("layers | ordinary: on the device | phased: on the device, in remote memory")
 for layers in COUNTS:
-    device, other_device, remote = ordinary[layers].on_device, phased[layers].on_device, phased[layers].remote
-    print(f"{layers:6} | {device:19.0f} KiB | {other_device:18.0f} KiB, {remote:12.0f} KiB")
+    device, other_device, remote = (
+        ordinary[layers].on_device,
+        phased[layers].on_device,
+        phased[layers].remote,
+    )
+    print(
+        f"{layers:6} | {device:19.0f} KiB | {other_device:18.0f} KiB, {remote:12.0f} "
+        "KiB"
+    )
 
 
 def growth(memory: dict[int, Memory]) -> float:
@@ -345,7 +414,10 @@ def growth(memory: dict[int, Memory]) -> float:
     return (memory[last].on_device - memory[first].on_device) / (last - first)
 
 
-print(f"each layer adds to the device: {growth(ordinary):.1f} KiB if ordinary, {growth(phased):.1f} KiB if phased")
+print(
+    f"each layer adds to the device: {growth(ordinary):.1f} KiB if ordinary, "
+    f"{growth(phased):.1f} KiB if phased"
+)
 assert growth(phased) < 0.01 * growth(ordinary)
 
 
@@ -355,13 +427,31 @@ def draw() -> None:
     from matplotlib import pyplot as plt  # here, so that the rest runs without it
 
     figure, axis = plt.subplots(figsize=(6, 3.4), layout="constrained")
-    axis.plot(COUNTS, [ordinary[n].on_device / 1024 for n in COUNTS], "s-C1", label="ordinary: on the device")
-    axis.plot(COUNTS, [phased[n].on_device / 1024 for n in COUNTS], "o-C0", label="phased: on the device")
-    axis.plot(COUNTS, [phased[n].remote / 1024 for n in COUNTS], "o:C0", label="phased: in remote memory")
+    axis.plot(
+        COUNTS,
+        [ordinary[n].on_device / 1024 for n in COUNTS],
+        "s-C1",
+        label="ordinary: on the device",
+    )
+    axis.plot(
+        COUNTS,
+        [phased[n].on_device / 1024 for n in COUNTS],
+        "o-C0",
+        label="phased: on the device",
+    )
+    axis.plot(
+        COUNTS,
+        [phased[n].remote / 1024 for n in COUNTS],
+        "o:C0",
+        label="phased: in remote memory",
+    )
     axis.set(xlabel="layers", ylabel="memory [MiB]", ylim=(0, None), xticks=COUNTS)
     axis.grid(alpha=0.3)
     axis.legend(frameon=False)
-    figure.savefig(Path(globals().get("__file__", "notebook")).with_name("memory.svg"), metadata={"Date": None})
+    figure.savefig(
+        Path(globals().get("__file__", "notebook")).with_name("memory.svg"),
+        metadata={"Date": None},
+    )
 
 
 if "--picture" in sys.argv:
@@ -378,7 +468,10 @@ def first_losses(session: addons.TaskSession, digits: Digits) -> list[float]:
     """The losses of ten steps, means over the micro-batches."""
     batches = Batches(digits, STEPS * BATCH, seed=42)
     with session:
-        return [float(run(session, *batch).mean()) for batch, _ in zip(batches, range(10), strict=False)]
+        return [
+            float(run(session, *batch).mean())
+            for batch, _ in zip(batches, range(10), strict=False)
+        ]
 
 
 def train(session: addons.TaskSession, batches: Batches, epochs: int) -> None:
@@ -386,7 +479,9 @@ def train(session: addons.TaskSession, batches: Batches, epochs: int) -> None:
         for epoch in range(1, epochs + 1):
             for images, labels in batches:
                 losses = run(session, images, labels)
-                bar.set_description(f"Epoch {epoch}/{epochs}, loss {losses.mean():.4f}", refresh=False)
+                bar.set_description(
+                    f"Epoch {epoch}/{epochs}, loss {losses.mean():.4f}", refresh=False
+                )
                 bar.update()
 
 
@@ -399,9 +494,13 @@ def accuracy(session: addons.TaskSession, digits: Digits) -> float:
 
 training_digits, test_digits = load()
 training, reference = phased_session(LAYERS), ordinary_session(LAYERS)
-reference.load_from_session(training, report_missing="error")  # both start from the same weights
+# both start from the same weights
+reference.load_from_session(training, report_missing="error")
 losses = first_losses(training, training_digits)
-print("the same losses:", np.allclose(losses, first_losses(reference, training_digits), rtol=1e-3))
+print(
+    "the same losses:",
+    np.allclose(losses, first_losses(reference, training_digits), rtol=1e-3),
+)
 
 train(training, Batches(training_digits, STEPS * BATCH, seed=42), EPOCHS)
 testing = test_session(LAYERS, len(test_digits))

@@ -1,8 +1,10 @@
-"""From a JAX function to an op and back: a network in JAX with an op of our own, trained here, looked at there, saved.
+"""From a JAX function to an op and back: a network in JAX with an op of our own,
+trained here, looked at there, saved.
 
     python tutorials/7_jax_and_back/jax_and_back.py
 
-README.md beside this file tells the story. The file is also a notebook: each `# %%` opens a cell.
+README.md beside this file tells the story. The file is also a notebook: each `# %%`
+opens a cell.
 """
 
 # %%
@@ -27,8 +29,15 @@ from popxl import ops
 from popxl_addons.optimizers import AdamOptimizerStep
 from ternary import Ternary, ternary
 
-# A notebook has no file, and runs in the folder it is in. digits.py, in the folder above, is shared by the tutorials.
-sys.path.append(str(Path(__file__).resolve().parents[1] if "__file__" in globals() else Path.cwd().parent))
+# A notebook has no file, and runs in the folder it is in. digits.py, in the folder
+# above, is shared by the tutorials.
+sys.path.append(
+    str(
+        Path(__file__).resolve().parents[1]
+        if "__file__" in globals()
+        else Path.cwd().parent
+    )
+)
 from digits import SIZE, Batches, load
 
 
@@ -45,7 +54,8 @@ print("rounded:        ", ternary(numbers, step=1.0))
 print("JAX's gradient: ", jax.grad(lambda w: ternary(w, step=1.0).sum())(numbers))
 
 # %%
-PlainTernary = popxl.OpKind("PlainTernary", ternary)  # as Ternary, but with JAX's gradient
+# as Ternary, but with JAX's gradient
+PlainTernary = popxl.OpKind("PlainTernary", ternary)
 
 
 def rounded(w: popxl.Tensor, kind: popxl.OpKind) -> popxl.Tensor:
@@ -54,7 +64,9 @@ def rounded(w: popxl.Tensor, kind: popxl.OpKind) -> popxl.Tensor:
 
 ir = popxl.Ir()
 spec = popxl.TensorSpec(numbers.shape, popxl.float32)
-with_plain, with_ternary = (ir.create_graph(rounded, spec, kind) for kind in (PlainTernary, Ternary))
+with_plain, with_ternary = (
+    ir.create_graph(rounded, spec, kind) for kind in (PlainTernary, Ternary)
+)
 for graph in (with_plain, with_ternary):
     print(popxl.transforms.autodiff(graph).graph)
 
@@ -76,7 +88,8 @@ def network(images: jax.Array, weights: list[jax.Array]) -> jax.Array:
 
 
 class Net(addons.Module):
-    """`network` with weights that are -step, 0 or step, from images (n, 28, 28) to ten scores for each."""
+    """`network` with weights that are -step, 0 or step, from images (n, 28, 28) to ten
+    scores for each."""
 
     def build(self, images: popxl.Tensor) -> popxl.Tensor:
         weights = [
@@ -89,7 +102,9 @@ class Net(addons.Module):
 
     def weight(self, name: str, n: int, features: int) -> popxl.Tensor:
         step = n**-0.5  # keeps the size of what passes through
-        w = self.add_variable_input(name, partial(np.random.normal, 0, step, (n, features)), popxl.float32)
+        w = self.add_variable_input(
+            name, partial(np.random.normal, 0, step, (n, features)), popxl.float32
+        )
         return Ternary(w, step=step)
 
 
@@ -107,7 +122,8 @@ train_digits, test_digits = load()
 
 
 class Training(NamedTuple):
-    """A program that takes images and labels, improves the variables, and gives the loss."""
+    """A program that takes images and labels, improves the variables, and gives the
+    loss."""
 
     ir: popxl.Ir
     inputs: list[popxl.HostToDeviceStream]
@@ -132,11 +148,15 @@ def training_program() -> Training:
         loss, d_scores = addons.cross_entropy_with_grad(forward_call.outputs[0], labels)
         activations = backward.grad_graph_info.inputs_dict(forward_call)
         backward_call = backward.call_with_info(d_scores, args=activations)
-        gradients = backward.grad_graph_info.fwd_parent_ins_to_grad_parent_outs(forward_call, backward_call)
+        gradients = backward.grad_graph_info.fwd_parent_ins_to_grad_parent_outs(
+            forward_call, backward_call
+        )
 
         adamw = AdamOptimizerStep(cache=True)
         for name, variable in variables.to_dict().items():
-            facts, step = adamw.create_graph(variable, gradients[variable], lr=0.001, weight_decay=0.0)
+            facts, step = adamw.create_graph(
+                variable, gradients[variable], lr=0.001, weight_decay=0.0
+            )
             step.bind(facts.init(name)).call(variable, gradients[variable])
         loss_stream = addons.host_store(loss)
     return Training(ir, inputs, loss_stream, variables)
@@ -145,13 +165,25 @@ def training_program() -> Training:
 training = training_program()
 batches = Batches(train_digits, BATCH)
 losses: list[float] = []
-with popxl.Session(training.ir, "ipu_hw") as session, tqdm(total=EPOCHS * len(batches)) as bar:
+with (
+    popxl.Session(training.ir, "ipu_hw") as session,
+    tqdm(total=EPOCHS * len(batches)) as bar,
+):
     for _ in range(EPOCHS):
         for arrays in batches:
-            losses.append(float(session.run(dict(zip(training.inputs, arrays, strict=True)))[training.loss]))
+            losses.append(
+                float(
+                    session.run(dict(zip(training.inputs, arrays, strict=True)))[
+                        training.loss
+                    ]
+                )
+            )
             bar.set_description(f"loss {losses[-1]:.4f}", refresh=False)
             bar.update()
-weights = {name: session.get_tensor_data(variable) for name, variable in training.variables.to_dict().items()}
+weights = {
+    name: session.get_tensor_data(variable)
+    for name, variable in training.variables.to_dict().items()
+}
 print(f"loss of the first and the last step: {losses[0]:.1f}, {losses[-1]:.1f}")
 
 # %%
@@ -183,19 +215,26 @@ def advantage(image: jax.Array, label: jax.Array) -> jax.Array:
     return scores[label] - scores.mean()
 
 
-influence = jax.jit(jax.vmap(jax.grad(advantage)))(test_digits.images, test_digits.labels)
+influence = jax.jit(jax.vmap(jax.grad(advantage)))(
+    test_digits.images, test_digits.labels
+)
 print("influence:", influence.shape)
 
 
 def draw(influence: np.ndarray) -> Any:
-    """For each digit its mean image, and the mean influence of the pixels on its score."""
+    """For each digit its mean image, and the mean influence of the pixels on its
+    score."""
     from matplotlib import pyplot as plt  # here, so that the rest needs no matplotlib
 
     figure, axes = plt.subplots(2, 10, figsize=(10, 2.1), layout="constrained")
     for digit, (above, below) in enumerate(axes.T):
         chosen = test_digits.labels == digit
         mean = influence[chosen].mean(axis=0)
-        above.imshow(test_digits.images[chosen].mean(axis=0), cmap="gray_r", interpolation="nearest")
+        above.imshow(
+            test_digits.images[chosen].mean(axis=0),
+            cmap="gray_r",
+            interpolation="nearest",
+        )
         most = abs(mean).max()
         below.imshow(mean, cmap="RdBu", vmin=-most, vmax=most, interpolation="nearest")
         above.axis("off")
@@ -227,7 +266,10 @@ def epoch(variables: dict[str, jax.Array], batches: dict[str, jax.Array]) -> Any
 images, labels = map(np.stack, zip(*Batches(train_digits, BATCH), strict=True))
 variables, stored = epoch(step.variables(), {"images": images, "labels": labels})
 for name, values in stored.items():
-    print(f"{name}: {len(values)} values, the same as before:", np.allclose(values, losses[: len(values)], atol=1e-3))
+    print(
+        f"{name}: {len(values)} values, the same as before:",
+        np.allclose(values, losses[: len(values)], atol=1e-3),
+    )
 
 # %%
 title("6. A program in a file")
@@ -237,9 +279,13 @@ def reading_program() -> popxl.Ir:
     """Takes all images of the test digits, and gives their scores."""
     ir = popxl.Ir()
     with ir.main_graph:
-        images = ops.host_load(popxl.h2d_stream(test_digits.images.shape, popxl.float32, "images"))
+        images = ops.host_load(
+            popxl.h2d_stream(test_digits.images.shape, popxl.float32, "images")
+        )
         _, network = Net().create_graph(images)
-        variables = {name: popxl.variable(data, name=name) for name, data in weights.items()}
+        variables = {
+            name: popxl.variable(data, name=name) for name, data in weights.items()
+        }
         (scores,) = network.bind(addons.NamedTensors.from_dict(variables)).call(images)
         addons.host_store(scores)
     return ir
@@ -257,5 +303,12 @@ with tempfile.TemporaryDirectory() as folder:
 
     session.save(Path(folder, "digits.session"))
     print("\nin a process of its own:")
-    command = [sys.executable, read_digits.__file__, str(Path(folder, "digits.session"))]
-    print(subprocess.run(command, check=True, capture_output=True, text=True).stdout, end="")
+    command = [
+        sys.executable,
+        read_digits.__file__,
+        str(Path(folder, "digits.session")),
+    ]
+    print(
+        subprocess.run(command, check=True, capture_output=True, text=True).stdout,
+        end="",
+    )

@@ -1,4 +1,5 @@
-"""Reads the digits that were held back for testing, with a network that another process has trained and saved.
+"""Reads the digits that were held back for testing, with a network that another process
+has trained and saved.
 
     python tutorials/7_jax_and_back/read_digits.py FILE
 
@@ -14,7 +15,8 @@ import numpy as np
 import popxl
 from ternary import Ternary
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # digits.py is shared by the tutorials
+# digits.py is shared by the tutorials
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from digits import load
 
 

@@ -1,4 +1,5 @@
-"""An op of our own: the nearest of three numbers. Whoever loads a program that uses it imports this file first."""
+"""An op of our own: the nearest of three numbers. Whoever loads a program that uses it
+imports this file first."""
 
 import jax
 import jax.numpy as jnp
@@ -11,5 +12,6 @@ def ternary(w: jax.Array, *, step: float) -> jax.Array:
     return step * jnp.clip(jnp.round(w / step), -1, 1)
 
 
-# The derivative of rounding is 0. What arrives is passed on instead, as if nothing had been rounded.
+# The derivative of rounding is 0. What arrives is passed on instead, as if nothing had
+# been rounded.
 Ternary = popxl.OpKind("Ternary", ternary, gradient={"w": lambda g: g})

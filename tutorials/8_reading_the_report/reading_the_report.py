@@ -1,8 +1,10 @@
-"""What a program needs, before and after it is compiled; and why a graph that is called often pays.
+"""What a program needs, before and after it is compiled; and why a graph that is called
+often pays.
 
     python tutorials/8_reading_the_report/reading_the_report.py
 
-README.md beside this file tells the story. The file is also a notebook: each `# %%` opens a cell.
+README.md beside this file tells the story. The file is also a notebook: each `# %%`
+opens a cell.
 """
 
 # %%
@@ -22,8 +24,15 @@ from popxl import ops
 from popxl.ops.call import CallSiteInfo
 from popxl_addons.layers import LayerNorm, Linear
 
-# A notebook has no file, and runs in the folder it is in. digits.py, in the folder above, is shared by the tutorials.
-sys.path.append(str(Path(__file__).resolve().parents[1] if "__file__" in globals() else Path.cwd().parent))
+# A notebook has no file, and runs in the folder it is in. digits.py, in the folder
+# above, is shared by the tutorials.
+sys.path.append(
+    str(
+        Path(__file__).resolve().parents[1]
+        if "__file__" in globals()
+        else Path.cwd().parent
+    )
+)
 from digits import SIZE, Batches, load
 
 BATCH = 32
@@ -41,7 +50,8 @@ title("1. A deep network, nested or outlined")
 
 
 class Embed(addons.Module):
-    """From images (n, 28, 28) to what the blocks work on: a row of WIDTH for each row of pixels, (n * 28, WIDTH)."""
+    """From images (n, 28, 28) to what the blocks work on: a row of WIDTH for each row
+    of pixels, (n * 28, WIDTH)."""
 
     def __init__(self):
         super().__init__()
@@ -52,7 +62,8 @@ class Embed(addons.Module):
 
 
 class Block(addons.Module):
-    """A block of a transformer: the rows of an image look at each other, then each at itself."""
+    """A block of a transformer: the rows of an image look at each other, then each at
+    itself."""
 
     def __init__(self):
         super().__init__()
@@ -65,9 +76,14 @@ class Block(addons.Module):
         return x + self.down(ops.gelu(self.up(self.norms[1](x)))) * 0.2
 
     def attend(self, x: popxl.Tensor) -> popxl.Tensor:
-        heads = (t.reshape((-1, SIZE, HEADS, WIDTH // HEADS)) for t in ops.split(self.qkv(x), 3, axis=-1))
+        heads = (
+            t.reshape((-1, SIZE, HEADS, WIDTH // HEADS))
+            for t in ops.split(self.qkv(x), 3, axis=-1)
+        )
         q, k, v = (t.transpose((0, 2, 1, 3)) for t in heads)
-        shares = ops.softmax(q @ k.transpose((0, 1, 3, 2)) * (WIDTH // HEADS) ** -0.5, -1)
+        shares = ops.softmax(
+            q @ k.transpose((0, 1, 3, 2)) * (WIDTH // HEADS) ** -0.5, -1
+        )
         return self.out((shares @ v).transpose((0, 2, 1, 3)).reshape(x.shape))
 
 
@@ -107,8 +123,11 @@ class Part:
     def call(self, x: popxl.Tensor, variables: addons.NamedTensors) -> CallSiteInfo:
         return self.forward.bind(variables).call_with_info(x)
 
-    def learn(self, call: CallSiteInfo, gradient: popxl.Tensor, variables: addons.NamedTensors) -> popxl.Tensor:
-        """Improves the variables of a call, from the gradient of its result. Returns the gradient of its `x`."""
+    def learn(
+        self, call: CallSiteInfo, gradient: popxl.Tensor, variables: addons.NamedTensors
+    ) -> popxl.Tensor:
+        """Improves the variables of a call, from the gradient of its result. Returns
+        the gradient of its `x`."""
         info = self.backward.grad_graph_info
         back = self.backward.call_with_info(gradient, args=info.inputs_dict(call))
         gradients = info.fwd_parent_ins_to_grad_parent_outs(call, back)
@@ -118,9 +137,16 @@ class Part:
 
 
 class Network:
-    """So many blocks, each graph of which holds `in_a_graph`: with 1 the block is outlined, with all it is nested."""
+    """So many blocks, each graph of which holds `in_a_graph`: with 1 the block is
+    outlined, with all it is nested."""
 
-    def __init__(self, images: popxl.Tensor, layers: int, in_a_graph: int = 1, recompute: bool = False):
+    def __init__(
+        self,
+        images: popxl.Tensor,
+        layers: int,
+        in_a_graph: int = 1,
+        recompute: bool = False,
+    ):
         self.variables = addons.NamedTensors()
         self.calls: list[tuple[Part, CallSiteInfo, addons.NamedTensors]] = []
         x = self.add("embed", Part(Embed(), images), images)
@@ -156,7 +182,9 @@ class Program:
         return session.run(dict(zip(self.inputs, arrays, strict=True)))[self.output]
 
 
-def training_program(layers: int, in_a_graph: int = 1, recompute: bool = False) -> Program:
+def training_program(
+    layers: int, in_a_graph: int = 1, recompute: bool = False
+) -> Program:
     """Takes images and labels, takes a step downhill, gives the loss."""
     np.random.seed(42)  # the layers draw their first weights from here
     ir = popxl.Ir()
@@ -164,7 +192,9 @@ def training_program(layers: int, in_a_graph: int = 1, recompute: bool = False) 
         images = popxl.h2d_stream((BATCH, SIZE, SIZE), popxl.float32, "images")
         labels = popxl.h2d_stream((BATCH,), popxl.int32, "labels")
         network = Network(ops.host_load(images), layers, in_a_graph, recompute)
-        loss, gradient = addons.cross_entropy_with_grad(network.scores, ops.host_load(labels))
+        loss, gradient = addons.cross_entropy_with_grad(
+            network.scores, ops.host_load(labels)
+        )
         network.learn(gradient)
         return Program(ir, [images, labels], addons.host_store(loss), network.variables)
 
@@ -175,13 +205,18 @@ def test_program(layers: int, count: int) -> Program:
     with ir.main_graph:
         images = popxl.h2d_stream((count, SIZE, SIZE), popxl.float32, "images")
         network = Network(ops.host_load(images), layers)
-        return Program(ir, [images], addons.host_store(network.scores), network.variables)
+        return Program(
+            ir, [images], addons.host_store(network.scores), network.variables
+        )
 
 
 for in_a_graph in (12, 1):
     main = training_program(12, in_a_graph).ir.main_graph
     sizes = [len(graph.ops) for graph in main.called_graphs]
-    print(f"{in_a_graph:2} blocks in a graph: {len(main.ops)} ops in the main graph, {sizes} in those that it calls")
+    print(
+        f"{in_a_graph:2} blocks in a graph: {len(main.ops)} ops in the main graph, "
+        f"{sizes} in those that it calls"
+    )
 
 # %%
 title("2. Before anything is compiled")
@@ -230,7 +265,9 @@ def draw() -> Any:
     figure, axes = plt.subplots(1, 2, figsize=(8, 2.8), layout="constrained")
     for number, what in enumerate(("seconds to compile", "MB of temporaries")):
         for (name, found), style in zip(prices.items(), ("s-", "o-"), strict=True):
-            axes[number].plot(COUNTS, [pair[number] for pair in found], style, label=name)
+            axes[number].plot(
+                COUNTS, [pair[number] for pair in found], style, label=name
+            )
         axes[number].set(title=what, xlabel="layers", xticks=COUNTS, ylim=(0, None))
     axes[0].legend(frameon=False)
     return figure
@@ -250,7 +287,10 @@ again = session.report
 
 for name, each in (("kept", report), ("computed again", again)):
     held = max(moment.held for moment in each.memory.moments)
-    print(f"{name:15} {held / 1e6:5.1f} MB between pieces at most, {each.graphs[2].runs} forward runs of the block")
+    print(
+        f"{name:15} {held / 1e6:5.1f} MB between pieces at most, {each.graphs[2].runs} "
+        "forward runs of the block"
+    )
 assert again.memory.temporaries < report.memory.temporaries / 4
 if "--draw" in sys.argv:
     report.memory.picture().save(Path(__file__).with_name("kept.svg"))
@@ -266,7 +306,10 @@ batches = Batches(train_digits, BATCH)
 
 with session:
     for epoch in range(1, EPOCHS + 1):
-        losses = [training.run(session, *batch) for batch in tqdm(batches, f"epoch {epoch}", leave=False)]
+        losses = [
+            training.run(session, *batch)
+            for batch in tqdm(batches, f"epoch {epoch}", leave=False)
+        ]
         print(f"epoch {epoch}: loss {np.mean(losses):.2f}")
     with session.recording() as timeline:
         training.run(session, *next(iter(batches)))
@@ -282,7 +325,9 @@ testing = test_program(LAYERS, len(test_digits))
 trained = session.get_tensors_data(training.variables.tensors)
 partners = training.variables.to_mapping(testing.variables)
 with popxl.Session(testing.ir, "ipu_hw") as session:
-    session.write_variables_data({theirs: trained[ours] for ours, theirs in partners.items()})
+    session.write_variables_data(
+        {theirs: trained[ours] for ours, theirs in partners.items()}
+    )
     answers = testing.run(session, test_digits.images).argmax(axis=-1)
 correct = 100 * np.mean(answers == test_digits.labels)
 print(f"Accuracy on test set: {correct:.2f}%")

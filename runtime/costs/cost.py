@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from popxl.base.records import Record
 from runtime.costs.hlo import Module, parse_hlo
 from runtime.costs.host_copies import HostCopies, host_copies
 from runtime.costs.lines import LineCost, arguments_of, lines_of
-from runtime.costs.network import bandwidth_of, spans_of
+from runtime.costs.network import LinkSpan, collective_time, spans_of
 from runtime.costs.seconds import LEVELS, GraphCost, PrecisionCost, capped, dtype_of, graphs_of, precisions_of
 from runtime.costs.step import Pricer, StepTimeline, added, places_of, pricer, timeline_of
 from runtime.costs.timing import Timing, timing_of
@@ -484,16 +483,18 @@ def _timing(program: CompiledProgram, figures: Chip | None, seconds: Callable[[S
     layout = program.layout
     buffers = ((buffer, bytes) for buffer, (bytes, _) in layout.bytes_of_buffers().items())
     sizes: list[tuple[Channel, int]] = [*layout.bytes_of_streams().items(), *buffers]
-    bandwidth = math.inf if figures is None else _between_stages(program, figures)
-    return timing_of(program.executable, cache(seconds), bandwidth, dict(sizes), program.layout.replicas.per_device)
+    return timing_of(
+        program.executable, cache(seconds), _copying(program, figures), dict(sizes), program.layout.replicas.per_device
+    )
 
 
-def _between_stages(program: CompiledProgram, figures: Chip) -> float:
-    """Bytes a second between the IPUs of a replica: over the slowest wires that any of these use."""
-    devices = program.layout.destination.devices
-    places = places_of(figures, devices)
-    spans = spans_of(figures, places[: len(program.layout.ipus)], places)
-    return bandwidth_of(figures, spans[-1].link if spans else figures.levels[0])
+def _copying(program: CompiledProgram, figures: Chip | None) -> Callable[[int], float]:
+    """Seconds of a copy between the IPUs of a replica: over the slowest wires that any of these use."""
+    if figures is None:
+        return lambda nbytes: 0.0
+    places = places_of(figures, program.layout.destination.devices)
+    spans = spans_of(figures, places[: len(program.layout.ipus)], places) or (LinkSpan(figures.levels[0], 2),)
+    return lambda nbytes: collective_time(figures, "collective-permute", nbytes, spans).seconds
 
 
 def chip_of(program: CompiledProgram) -> Chip | None:

@@ -41,7 +41,7 @@ class Timing:
 def timing_of(
     plan: Plan,
     seconds: Callable[[Structure], float],
-    bandwidth: float,
+    copying: Callable[[int], float],
     channels: Mapping[Channel, int],
     replicas: int,
 ) -> Timing:
@@ -50,11 +50,11 @@ def timing_of(
     Args:
         plan: the plan.
         seconds: how long a piece takes.
-        bandwidth: the bytes that an IPU sends another in a second. The copies from one to another follow each other.
+        copying: how long a copy of so many bytes takes. The copies from one IPU to another follow each other.
         channels: the bytes of streams and buffers. One that pieces on several IPUs use is copied, too.
         replicas: how many of them share a device: each has its own values.
     """
-    clock = _Clock(plan, seconds, bandwidth, channels, replicas)
+    clock = _Clock(plan, seconds, copying, channels, replicas)
     values: dict[Key, _There] = {}
     run_trampoline(clock.steps(plan.steps, values))
     for v, start, end in plan.changed:
@@ -75,11 +75,11 @@ class _Clock:
         self,
         plan: Plan,
         seconds: Callable[[Structure], float],
-        bandwidth: float,
+        copying: Callable[[int], float],
         channels: Mapping[Channel, int],
         replicas: int,
     ) -> None:
-        self._seconds, self._bandwidth, self._replicas = seconds, bandwidth, replicas
+        self._seconds, self._copying, self._replicas = seconds, copying, replicas
         self._bytes = channels
         self._channels: dict[Channel, _There] = {c: (place, 0.0) for c, place in plan.steps.homes().items()}
         self.free: dict[int, float] = defaultdict(float)
@@ -169,7 +169,7 @@ class _Clock:
         """Arrival time of a copy of `bytes` bytes at `place`."""
         source, ready = there
         begin = max(ready, self.links[source, place])
-        end = self.links[source, place] = begin + bytes / self._bandwidth
+        end = self.links[source, place] = begin + self._copying(bytes)
         self.found.copies += 1
         self.found.copied_bytes += bytes
         return end

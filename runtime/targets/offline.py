@@ -23,7 +23,7 @@ from runtime.targets.chip import Chip, Gpu, Tpu
 
 _DESCRIPTION = re.compile(r"(?P<kind>tpu|gpu) +(?P<name>[^:\s](?:[^:]*[^:\s])?)(?::(?P<layout>[0-9x]+))?")
 
-FORMS = "'tpu v5e:4x4', 'gpu h100:8' or 'gpu my.json:8'"
+FORMS = "'tpu v5e:4x4', 'gpu h100:8', 'gpu h100:16x4' or 'gpu my.json:8'"
 """How machines are described, as errors show it."""
 
 
@@ -34,8 +34,8 @@ class Target:
     Compiling needs the extra `tpu` or `gpu`, which install a compiler, and no such hardware.
 
     Args:
-        description: `"tpu v5e:4x4"`, TPUs of a generation, and how they stand; `"gpu h100:8"`, GPUs, and how many.
-            Without a colon it is one chip.
+        description: `"tpu v5e:4x4"`, TPUs of a generation, and how they stand; `"gpu h100:8"`, GPUs, and how many;
+            `"gpu h100:16x4"`, hosts and the GPUs of each. Without a colon it is one chip.
         figures: of another GPU than those that are known: what is published of it, or a JSON file of that. The name in
             the description is then yours. A description may name the file itself: `"gpu my.json:8"`.
 
@@ -86,13 +86,16 @@ class Target:
 
     @cached_property
     def layout(self) -> tuple[int, ...]:
-        """Chip count along each dimension of a TPU slice; GPU count."""
+        """Chip count along each dimension of a TPU slice; GPU count, or hosts and the GPUs of each."""
         text = self._description_field("layout")
-        dimensions = len(self.chip.host) if isinstance(self.chip, Tpu) else 1
-        found = tuple(int(size) for size in text.split("x") if size) if text else (1,) * dimensions
-        if len(found) == dimensions and 0 not in found and text.count("x") in (0, dimensions - 1):
+        if isinstance(self.chip, Tpu):
+            forms = [len(self.chip.host)]
+            wanted = "x".join("abc"[: forms[0]]) + ", its chips along each dimension"
+        else:
+            forms, wanted = [1, 2], "a number, or hosts x GPUs of each,"
+        found = tuple(int(size or 0) for size in text.split("x")) if text else (1,) * forms[0]
+        if len(found) in forms and 0 not in found:
             return found
-        wanted = "x".join("abc"[:dimensions]) + ", its chips along each dimension" if dimensions > 1 else "a number"
         raise ValueError(f"Target: in {self.description!r}, expected {wanted} after the colon; got {text!r}.")
 
     @cached_property
@@ -128,13 +131,19 @@ class Target:
             whole, name = self._slice_shape(count), self._description_field("name").lower()
             return compilers.tpu_devices(name, whole, self.chip.host, self.chip.config)[:count]
         assert isinstance(self.chip, Gpu)
-        per_host = min(self.count, self.chip.per_host)
+        per_host = self.layout[1] if len(self.layout) > 1 else min(self.count, self.chip.per_host)
         hosts, over = divmod(self.count, per_host)
         if over:
             raise ValueError(
-                f"Target: {self.count} GPUs in {self.description!r}, and a host has {per_host}; expected a multiple."
+                f"Target: {self.count} GPUs in {self.description!r}, and a host has {per_host}; expected a multiple, "
+                "or hosts and the GPUs of each, such as 'gpu h100:3x4'."
             )
-        name = re.sub(r"\W+", "_", f"{Path(self._description_field('name')).stem}_{self.count}")
+        if per_host > self.chip.per_host:
+            raise ValueError(
+                f"Target: {per_host} GPUs of each host in {self.description!r}, and a host of {self.chip.name} has "
+                f"{self.chip.per_host} at most. Figures of your own may say otherwise: their field `per_host`."
+            )
+        name = re.sub(r"\W+", "_", f"{Path(self._description_field('name')).stem}_{hosts}x{per_host}")
         return compilers.gpu_devices(name, self.chip.for_xla(), hosts, per_host)[:count]
 
     def mesh(self, **axes: int) -> Mesh:

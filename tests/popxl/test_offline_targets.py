@@ -49,6 +49,7 @@ def network(replicas: int = 1) -> tuple[popxl.Ir, popxl.HostToDeviceStream, popx
         ("tpu v5e", (1, 1), "TPU v5e"),
         ("tpu v5p:2x2x4", (2, 2, 4), "TPU v5p"),
         ("gpu h100:8", (8,), "NVIDIA H100 80GB HBM3"),
+        ("gpu h100:16x4", (16, 4), "NVIDIA H100 80GB HBM3"),
         ("gpu A100", (1,), "NVIDIA A100-SXM4-80GB"),
     ],
 )
@@ -68,7 +69,8 @@ def test_a_target_is_a_description(description: str, layout: tuple[int, ...], na
         (("tpu v5e:8",), "in 'tpu v5e:8', expected axb, its chips along each dimension after the colon; got '8'"),
         (("tpu v5p:2x2",), "expected axbxc"),
         (("tpu v5e:0x2",), "got '0x2'"),
-        (("gpu h100:2x2",), "expected a number after the colon; got '2x2'"),
+        (("gpu h100:2x2x2",), "expected a number, or hosts x GPUs of each, after the colon; got '2x2x2'"),
+        (("gpu h100:8x",), "got '8x'"),
         (("tpu v5e", "my.json"), "are TPUs, whose figures are known"),
     ],
 )

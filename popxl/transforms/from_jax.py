@@ -40,6 +40,7 @@ from popxl.transforms.jax_equations import (
     names_of,
     source_of,
 )
+from popxl.transforms.jax_keys import key_data
 from popxl.transforms.jax_kinds import as_op, last_name
 from popxl.values.spec import brief
 
@@ -67,14 +68,17 @@ def from_jax(fn: Callable[..., Any]) -> Callable[..., Any]:
     - `jax.checkpoint` is a graph whose gradient graph computes it again, but for what the policy keeps.
 
     What no graph can say is one op, whose attribute `because` says why, and which `Ir.save` refuses: it saves no code.
-    Such are a `while_loop` whose number of turns depends on values, `jax.shard_map`, kernels of Pallas, and loops that
-    handle random keys. A session runs an op on one device, so that a `shard_map` over several is for `popxl.to_jax`.
-    What `fn` closes over becomes constants.
+    Such are a `while_loop` whose number of turns depends on values, `jax.shard_map` and kernels of Pallas. A session
+    runs an op on one device, so that a `shard_map` over several is for `popxl.to_jax`. What `fn` closes over becomes
+    constants.
+
+    A random key is a tensor of its data, `u32[2]` for the generator that JAX takes by default: as a value within `fn`,
+    as a result, and as an argument. `fn` gets this data, which `jax.random` takes as a key.
 
     Which of the three:
         - `popxl.from_jax(fn)` shows what `fn` does: the ops can be read, transformed, and kept in a file.
         - `popxl.OpKind("Name", fn)` makes `fn` one op that nobody looks into. Take it for kernels, for functions with
-          an effect or with values that no tensor can hold (random keys), and where one name says enough.
+          an effect or with values that no tensor can hold, and where one name says enough.
         - `popxl.to_jax(graph)` goes the other way.
 
     Args:
@@ -258,6 +262,8 @@ class Recorder:
                 return self.record(inner, given)
             results = call(self._graph_of_jitted(inner), *given)
             return results[: len(equation.outvars)]  # autodiff may have given the graph further outputs
+        if equation.primitive.name in ("random_wrap", "random_unwrap"):  # of a key and its data, which are one tensor
+            return [read(equation.invars[0])]
         why = why_one_op(equation, read)
         made = None if why else record_as_graphs(self, equation, read)
         if made is not None:
@@ -315,4 +321,5 @@ _graphs: weakref.WeakKeyDictionary[Ir, dict[ClosedJaxpr, weakref.ref[Graph]]] = 
 
 def _constant(value: Any, aval: Any) -> Tensor:
     spec = known_spec(aval)
-    return constant(np.asarray(value, spec.dtype.as_jax()), spec.dtype)
+    (data,) = key_data([value])
+    return constant(np.asarray(data, spec.dtype.as_jax()), spec.dtype)

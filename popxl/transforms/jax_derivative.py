@@ -18,6 +18,7 @@ from popxl.core.tracing import depend_on_arguments, trace, with_results
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.transforms.jax_equations import known_spec, obstacle
+from popxl.transforms.jax_keys import generator_of, on_key_data, with_keys
 from popxl.transforms.jax_kinds import Function, function_kind, last_name
 from popxl.transforms.op_gradient import Derivation, vjp_kind
 
@@ -45,7 +46,7 @@ class JaxDerivative:
 
     def on_arrays(self, *arrays: Any) -> Sequence[Any]:
         """The function on arrays, as JAX differentiates it."""
-        return jaxpr_as_fun(self._function.code)(*arrays)
+        return on_key_data(self._function.code)(*arrays)
 
     def belongs_to(self, function: Function) -> bool:
         """Whether the graph was recorded from a function."""
@@ -99,7 +100,8 @@ class JaxDerivative:
 
         def backward(*arrays: Any) -> Any:
             count = len(arrays) - len(given)
-            computed, others = iter(arrays[:count]), iter(jaxpr_as_fun(fixed)())
+            generators = [generator_of(value.aval) for value in first.jaxpr.outvars]
+            computed, others = iter(with_keys(arrays[:count], generators)), iter(jaxpr_as_fun(fixed)())
             kept = [next(computed if each else others) for each in depends]
             return jax.tree.unflatten(trees[-1], kept)([*arrays[count:]])
 

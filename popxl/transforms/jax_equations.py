@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from popxl.base.source import SourceLocation
 from popxl.dtypes import dtype
+from popxl.transforms.jax_keys import data_type
 from popxl.values.spec import TensorSpec
 
 LIBRARY = os.path.dirname(jax.__file__) + os.sep
@@ -39,10 +40,11 @@ def at_line(equation: JaxprEqn) -> str:
 
 
 def spec_of(aval: Any) -> TensorSpec | None:
-    """Tensor spec of a JAX type, if possible."""
+    """Tensor spec of a JAX type, if possible; of a random key that of its data."""
     try:
-        return TensorSpec(tuple(map(int, aval.shape)), dtype.as_dtype(np.dtype(aval.dtype)))
-    except (AttributeError, TypeError, ValueError):  # tokens; random keys; narrow integers and the like
+        data = data_type(aval)
+        return TensorSpec(tuple(map(int, data.shape)), dtype.as_dtype(np.dtype(data.dtype)))
+    except (AttributeError, TypeError, ValueError):  # tokens; keys of unknown generators; narrow integers and the like
         return None
 
 

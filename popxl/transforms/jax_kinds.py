@@ -14,13 +14,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, jaxpr_as_fun, primitives
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, primitives
 
 from popxl.base.names import camel
 from popxl.core.declaration import OpKind
 from popxl.core.tracing import abstract_evaluation
 from popxl.core.traits import VJP
 from popxl.dtypes import dtype
+from popxl.transforms.jax_keys import generator_from, generator_name, generator_of, key_data, on_key_data, with_keys
 
 __all__ = ["Function", "as_op", "function_kind", "kind_with_key", "of_equation"]
 
@@ -56,7 +57,9 @@ def as_op(equation: JaxprEqn, why: str) -> tuple[OpKind, Sequence[Any], dict[str
     reason = {"because": why} if why else {}
     if primitive.name not in DERIVATIVES:
         attributes = {n: _attribute(n, value) for n, value in parameters.items()}
-        return _kind(primitive), equation.invars, attributes | reason
+        generators = tuple(generator_of(value.aval) for value in equation.invars)
+        keys = {"keys": generators} if any(generators) else {}
+        return _kind(primitive), equation.invars, attributes | keys | reason
     operands, function = of_equation(equation)
     return function_kind(last_name(function.name)), operands, {"function": function, **reason}
 
@@ -75,12 +78,14 @@ def of_equation(equation: JaxprEqn) -> tuple[list[Any], Function]:
 
 @cache
 def _kind(primitive: Primitive) -> OpKind:
-    """The declaration of a primitive. Made once."""
+    """The declaration of a primitive. Made once. `keys` are the generators of operands that are random keys."""
 
-    def lowering(*operands: Any, because: str = "", **attributes: Any) -> Any:
+    def lowering(*operands: Any, because: str = "", keys: tuple[str | None, ...] = (), **attributes: Any) -> Any:
         parameters = {n: _multiplying(n, _parameter(v)) for n, v in attributes.items()}
-        results = primitive.bind(*operands, **primitive.get_bind_params(parameters))
-        return list(results) if primitive.multiple_results else results  # those of a `shard_map` are no list
+        given = with_keys(operands, keys) if keys else operands
+        results = primitive.bind(*given, **primitive.get_bind_params(parameters))
+        # Those of a `shard_map` are no list.
+        return key_data(results) if primitive.multiple_results else key_data([results])[0]
 
     gradient = None if primitive.name == "stop_gradient" else VJP
     return _declared(primitive.name, lowering, f"jax.{primitive.name}", gradient)
@@ -91,7 +96,7 @@ def function_kind(name: str) -> OpKind:
     """Cached declaration for functions with custom derivatives, by name."""
 
     def lowering(*operands: Any, function: Function, because: str = "") -> Any:
-        results = jaxpr_as_fun(_multiplying("", function.code))(*operands)
+        results = on_key_data(_multiplying("", function.code))(*operands)
         return results[0] if len(results) == 1 else results
 
     return _declared(name or "function", lowering, f"jax.function.{name}", VJP)
@@ -131,6 +136,8 @@ def _attribute(name: str, value: Any) -> Any:
         return f"{type(value).__name__}.{value.name}"
     if isinstance(value, np.generic):  # `vmap` counts axes in NumPy's numbers
         return value.item()
+    if (generator := generator_name(value)) is not None:
+        return f"{_GENERATOR}.{generator}"
     if isinstance(value, tuple) and type(value) is not tuple:
         if not hasattr(jax.lax, type(value).__name__):  # it could not be found again: the code of a solver, say
             return Function(type(value).__name__, value)
@@ -153,6 +160,8 @@ def _parameter(value: Any) -> Any:
         return value.code
     if isinstance(value, str):
         kind, _, member = value.partition(".")
+        if kind == _GENERATOR:
+            return generator_from(member)
         found = getattr(jax.lax, kind, None) if member else None
         return found[member] if isinstance(found, type) and issubclass(found, Enum) else value
     if isinstance(value, tuple):
@@ -160,6 +169,10 @@ def _parameter(value: Any) -> Any:
         found = getattr(jax.lax, parts[0], None) if parts and isinstance(parts[0], str) else None
         return found(*parts[1:]) if isinstance(found, type) and issubclass(found, tuple) else parts
     return value
+
+
+_GENERATOR = "PRNGImpl"
+"""What JAX calls a generator of random numbers among the parameters of equations."""
 
 
 def _multiplying(name: str, value: Any) -> Any:

@@ -74,6 +74,30 @@ def _normed_back(kept, g):
 normed.defvjp(_normed, _normed_back)
 
 
+KEY = jax.random.key(7)
+
+
+def dropped(x, key):
+    return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)
+
+
+def with_a_key(c, row):
+    c, key = c
+    key, own = jax.random.split(key)
+    return (dropped(c * row, own), key), c
+
+
+@jax.custom_vjp
+def noisy(x, key):
+    return x + jax.random.normal(key, x.shape)
+
+
+noisy.defvjp(
+    lambda x, key: (noisy(x, key), (x, key)),
+    lambda kept, g: (g * kept[0] * jax.random.uniform(kept[1], g.shape), None),
+)
+
+
 @jax.custom_vjp
 def rounded(x):
     return jnp.round(x * 8) / 8
@@ -293,6 +317,23 @@ FUNCTIONS: dict[str, Function] = {
     "rule in remat": (lambda x: jax.checkpoint(lambda x: exponential(jnp.sin(x)) * x)(x).sum(), (X,)),
     "remat of a jitted function": (lambda x, w: jax.checkpoint(layer)(layer(x, w), w).sum(), (X, W)),
     "gradient of remat": (lambda x, w: jnp.sum(jax.grad(lambda x: checkpointed()(x, w).sum())(x) ** 2), (X, W)),
+    # random keys
+    "dropout": (lambda x: (dropped(x, jax.random.key(1)) ** 2).sum(), (X,)),
+    "dropout of an old key": (lambda x: (dropped(x, jax.random.PRNGKey(1)) ** 2).sum(), (X,)),
+    "dropout in scan": (lambda x: scan(with_a_key, x, start=(B, jax.random.key(2)))[1].sum(), (X,)),
+    "keys of turns": (
+        lambda x: scan(lambda c, key: (dropped(c, key) * c, None), jax.random.split(jax.random.key(3), 3), start=x)[
+            0
+        ].sum(),
+        (X,),
+    ),
+    "dropout in remat": (lambda x, w: jax.checkpoint(lambda x: dropped(jnp.sin(x @ w), KEY) ** 2)(x).sum(), (X, W)),
+    "dropout in cond": (
+        lambda x: lax.cond(x.sum() > 0, dropped, lambda x, key: x * 2, x, jax.random.fold_in(KEY, 5)).sum() ** 2,
+        (X,),
+    ),
+    "custom_vjp that keeps a key": (lambda x: (noisy(x, KEY) ** 2).sum(), (X,)),
+    "other generator": (lambda x: (x * jax.random.normal(jax.random.key(4, impl="rbg"), x.shape)).sum() ** 2, (X,)),
     # and all of it
     "llama": (llama, (X, LAYERS, W)),
     "step of a llama": (llama_step, (X, LAYERS, W)),

@@ -861,7 +861,6 @@ def wrong_shapes(x):
     ("fn", "message"),
     [
         (printing, "`printing` does more than compute its results .*ops.print_tensor"),
-        (random, r"`random` handles a value of the type key<fry>\[\] in `random_.*at `.*OpKind\('Random', random\)"),
         (
             nibbles,
             r"`nibbles` handles a value of the type int4\[3,4\] in `convert_element_type`, at `return \(x\.astype",
@@ -881,9 +880,10 @@ def test_functions_that_cannot_be_written_as_ops(fn, message) -> None:
     assert main.ops == [] and len(ir.graphs) == 1
 
 
-def test_random_numbers_in_one_op() -> None:
-    (found,) = evaluate(popxl.OpKind("Random", random), X)
-    assert_close(found, random(X))
+def test_random_numbers() -> None:
+    for build in (popxl.from_jax(random), popxl.OpKind("Random", random)):
+        (found,) = evaluate(build, X)
+        assert_close(found, random(X))
 
 
 def test_other_errors() -> None:

@@ -170,15 +170,25 @@ def halved(x: Any) -> Any:
     return jax.lax.while_loop(lambda c: c.sum() > 1, lambda c: c / 2, x)
 
 
-def noisy(x: Any) -> Any:
-    return jax.lax.scan(lambda c, r: (c + jax.random.normal(jax.random.key(1), (4,)), None), x[0], x)[0]
+def until_it_is_large(x: Any) -> Any:
+    def larger(c: Any) -> Any:
+        x, key = c
+        key, own = jax.random.split(key)
+        return x + jax.random.uniform(own, x.shape), key
+
+    return jax.lax.while_loop(lambda c: c[0].sum() < 9, larger, (x, jax.random.key(1)))[0]
+
+
+def narrow(x: Any) -> Any:
+    return jax.lax.scan(lambda c, r: (c + r.astype(jnp.int4).astype(c.dtype), None), x[0], x)[0]
 
 
 @pytest.mark.parametrize(
     ("fn", "why"),
     [
         (halved, "because=how many turns it takes is known when it runs"),
-        (noisy, "because=no tensor holds a value of the type key<fry>[]"),
+        (until_it_is_large, "because=how many turns it takes is known when it runs"),
+        (narrow, "because=no tensor holds a value of the type int4[4]"),
         (lambda x: jax.pure_callback(lambda x: x, x, x), "because=it is code of Python"),
         (jax.lax.composite(lambda x: x * 2, "tests.double"), "because=no graph says what `composite` does"),
     ],
@@ -218,6 +228,25 @@ def test_graphs_of_functions_are_saved_and_rules_are_not(tmp_path) -> None:
         autodiff(again)
     with pytest.raises(PopxlError, match=r"Differentiate before `Ir.save`"):
         jax.grad(popxl.to_jax(again))(X, W)
+
+
+def test_a_key_is_the_tensor_of_its_data(tmp_path) -> None:
+    """As an input and a result of a graph, and in a file."""
+
+    def step(x: Any, key: Any) -> Any:
+        key, own = jax.random.split(key)
+        return x + jax.random.normal(own, x.shape), key
+
+    x, key = X, jax.random.key(3)
+    data = np.asarray(jax.random.key_data(key))
+    ir = popxl.Ir()
+    graph = graph_of(step, x, data, ir=ir)
+    assert [str(t.spec) for t in graph.inputs + graph.outputs] == ["f32[3, 4]", "u32[2]", "f32[3, 4]", "u32[2]"]
+    expected, after = step(x, key)
+    for _ in range(2):
+        assert_close(popxl.to_jax(graph)(x, data), (expected, jax.random.key_data(after)))
+        ir.save(tmp_path / "program.popxl")
+        (graph,) = (g for g in popxl.Ir.load(tmp_path / "program.popxl").graphs if g.id == graph.id)
 
 
 def test_a_graph_with_a_rule_may_be_rewritten() -> None:

@@ -20,7 +20,7 @@ from popxl.ops import CallSiteInfo
 from popxl_addons.grad_info import as_grad_graph_info
 from popxl_addons.module import Module
 from popxl_addons.transforms._pipeline import BEFORE, OpId, PipelineBoundGraph, Pipelining, get_op_pipeline_stage
-from popxl_addons.transforms.schedule import PipelineSchedule, PipelineValue, Search
+from popxl_addons.transforms.schedule import PipelineSchedule, PipelineTimeline, PipelineValue, Search
 
 if TYPE_CHECKING:
     from popxl.op import Op
@@ -144,6 +144,40 @@ class StageContext:
         Known after the block. Without a schedule, rings that the program has asked for are not among them.
         """
         return self.pipeline.values
+
+    def durations(self, session: popxl.Session) -> list[float]:
+        """Seconds of each stage for one micro-batch, estimated from its compiled graph, for the device of a session.
+
+        Args:
+            session: a session of the program, for a target such as `"gpu h100:4"`, or for a device that
+                `popxl calibrate` has measured.
+
+        Raises:
+            PopxlError: if no figures of the device are known.
+        """
+        step = session.cost().step
+        if step is None:
+            raise popxl.errors.PopxlError(
+                "durations: no figures are known of the device of the session. Compile the program for a target, such "
+                "as 'gpu h100:4'; or measure the device, with `popxl calibrate --save cpu.json`, and set "
+                "POPXL_CHIP=cpu.json."
+            )
+        stages = self.pipeline.stages
+        return [step.inclusive.get(stage.graph.name, 0.0) / self.pipeline.steps for stage in stages]
+
+    def simulate(self, session: popxl.Session) -> PipelineTimeline:
+        """Timeline of the pipeline on the device of a session: its schedule, with the `durations` of the stages.
+
+        What a stage waits for copies from others is not in it; `session.cost().seconds` has that, too.
+
+        Args:
+            session: as for `durations`.
+
+        Example:
+            >>> timeline = p.simulate(popxl.Session(ir, "gpu h100:4"))
+            >>> timeline.seconds, timeline.bubble, timeline.stashed_bytes
+        """
+        return self.schedule.simulate(self.durations(session), self.values)
 
     def hook(self, op: Op) -> None:
         """Record a new op's stage. Raises `RuntimeError` without stage."""

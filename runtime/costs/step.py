@@ -19,7 +19,7 @@ from runtime.costs.hlo import Computation, Instruction, Module
 from runtime.costs.kernels import Limit, kernel_time
 from runtime.costs.network import CollectiveTime, Place, collective_time, spans_of
 from runtime.costs.work import COLLECTIVES, Collective, Work, collectives_of, is_kernel, work_of
-from runtime.lowering.scopes import graph_of
+from runtime.lowering.scopes import graph_of, graphs_in
 from runtime.targets.chip import Chip, Tpu
 
 LONGEST_TIMELINE = 400
@@ -70,6 +70,7 @@ class StepTimeline(OnPage, Record):
         limits: how much of this each of these bounds: "compute", "memory", "launch" of kernels; "network" and "host",
             as far as kernels wait for them; and "dispatch", the calls of the host.
         graphs: the same for each graph; that of the main graph is "".
+        inclusive: seconds of each graph but the main graph, with those of the graphs that it calls.
         traffic: collectives by lines, those that kernels wait longest for first.
         spans: what goes on when, in order; parts of the first turn of each loop.
     """
@@ -77,6 +78,7 @@ class StepTimeline(OnPage, Record):
     seconds: float
     limits: Mapping[str, float]
     graphs: Mapping[str, Mapping[str, float]]
+    inclusive: Mapping[str, float]
     traffic: tuple[LineTraffic, ...]
     spans: tuple[StepSpan, ...]
 
@@ -161,6 +163,7 @@ def added(parts: Sequence[tuple[StepTimeline, int]], seconds: float, dispatch: f
     The host takes `dispatch` seconds to call each. The spans are those of each executable once, one after the other.
     """
     limits, graphs = defaultdict[str, float](float), defaultdict[str, dict[str, float]](dict)
+    inclusive = defaultdict[str, float](float)
     traffic: dict[tuple[str, str, str, str], LineTraffic] = {}
     spans, begin = list[StepSpan](), 0.0
     for part, times in parts:
@@ -168,6 +171,8 @@ def added(parts: Sequence[tuple[StepTimeline, int]], seconds: float, dispatch: f
             for limit, each in own.items():
                 limits[limit] += times * each
                 graphs[name][limit] = graphs[name].get(limit, 0.0) + times * each
+        for name, each in part.inclusive.items():
+            inclusive[name] += times * each
         for each_line in part.traffic:
             key = each_line.line, each_line.kind, each_line.over, each_line.algorithm
             before = traffic.get(key)
@@ -185,6 +190,7 @@ def added(parts: Sequence[tuple[StepTimeline, int]], seconds: float, dispatch: f
         seconds=seconds,
         limits=dict(limits),
         graphs=dict(graphs),
+        inclusive=dict(inclusive),
         traffic=tuple(sorted(traffic.values(), key=lambda each: -each.exposed)),
         spans=tuple(spans[:LONGEST_TIMELINE]),
     )
@@ -200,11 +206,11 @@ class _Line:
 
 @dataclass
 class _Pending:
-    """What goes on beside kernels, until `end`."""
+    """What goes on beside kernels, until `end`, for an instruction with a scope."""
 
     end: float
     limit: Limit
-    graph: str
+    scope: str
     lines: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -218,6 +224,7 @@ class _Chip:
         self.pending: dict[tuple[str, str], _Pending] = {}
         self.unwaited: list[_Pending] = []
         self.graphs: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self.inclusive: defaultdict[str, float] = defaultdict(float)
         self.lines: dict[tuple[str, str], _Line] = {}
         self.spans: list[StepSpan] = []
         self.times = 1
@@ -254,12 +261,13 @@ class _Chip:
             self._kernel(computation, instruction)
 
     def _kernel(self, computation: Computation, instruction: Instruction) -> None:
-        work, graph = self.cap(work_of(self.module, computation, instruction)), graph_of(instruction.scope)
+        work, scope = self.cap(work_of(self.module, computation, instruction)), instruction.scope
+        graph = graph_of(scope)
         found = collectives_of(self.module, computation, instruction, graph)
         is_start, key = instruction.opcode.endswith("-start"), (computation.name, instruction.name)
         if instruction.kind in COLLECTIVES:
             for each in found:
-                going = self._sent(each)
+                going = self._sent(each, scope)
                 if is_start:
                     self.pending[key] = going
                 else:
@@ -268,14 +276,14 @@ class _Chip:
         if is_start:  # a copy from memory to memory
             limit: Limit = "host" if work.host_bytes else "memory"
             seconds = kernel_time(self.chip, replace(work, kernels=0)).seconds
-            self.pending[key] = self._begin("host" if work.host_bytes else "copies", graph, limit, seconds, graph)
+            self.pending[key] = self._begin("host" if work.host_bytes else "copies", graph, limit, seconds, scope)
             return
         for each in found:  # a TPU carries it out beside the products of its fusion and of those that follow
-            self.unwaited.append(self._sent(each))
+            self.unwaited.append(self._sent(each, scope))
         time = kernel_time(self.chip, work)
         self._span("kernels", graph or "main graph", self.now, self.now + time.seconds)
         self.now += time.seconds
-        self.graphs[graph][time.limit] += self.times * time.seconds
+        self._spent(scope, time.limit, time.seconds)
 
     def _beside(self, instruction: Instruction) -> _Pending:
         """Begin a computation that goes on beside kernels."""
@@ -288,7 +296,8 @@ class _Chip:
                     lines.append(self._noted(collective))
                 if each.kind not in COLLECTIVES:
                     seconds += kernel_time(self.chip, self.cap(work_of(self.module, inside, each))).seconds
-        found = self._begin("network" if lines else "copies", graph, "network" if lines else "memory", seconds, graph)
+        limit: Limit = "network" if lines else "memory"
+        found = self._begin("network" if lines else "copies", graph, limit, seconds, instruction.scope)
         return replace(found, lines=lines)
 
     def _noted(self, collective: Collective) -> tuple[str, str]:
@@ -298,24 +307,30 @@ class _Chip:
         line.seconds += self.times * time.seconds
         return key
 
-    def _sent(self, collective: Collective) -> _Pending:
+    def _sent(self, collective: Collective, scope: str) -> _Pending:
         """Begin a collective."""
         key, seconds = self._noted(collective), self.price(collective).seconds
         name = f"{collective.kind} {collective.source}".strip()
-        return replace(self._begin("network", name, "network", seconds, collective.graph), lines=[key])
+        return replace(self._begin("network", name, "network", seconds, scope), lines=[key])
 
-    def _begin(self, lane: str, name: str, limit: Limit, seconds: float, graph: str) -> _Pending:
+    def _begin(self, lane: str, name: str, limit: Limit, seconds: float, scope: str) -> _Pending:
         begin = max(self.now, self.free[lane])
         self.free[lane] = begin + seconds
         self._span(lane, name or "main graph", begin, begin + seconds)
-        return _Pending(begin + seconds, limit, graph)
+        return _Pending(begin + seconds, limit, scope)
 
     def _wait(self, going: _Pending) -> None:
-        waited = self.times * max(0.0, going.end - self.now)
+        waited = max(0.0, going.end - self.now)
         self.now = max(self.now, going.end)
-        self.graphs[going.graph][going.limit] += waited
+        self._spent(going.scope, going.limit, waited)
         for key in going.lines:
-            self.lines[key].exposed += waited / len(going.lines)
+            self.lines[key].exposed += self.times * waited / len(going.lines)
+
+    def _spent(self, scope: str, limit: Limit, seconds: float) -> None:
+        """Count seconds of an instruction, for its graph and for those that call this."""
+        self.graphs[graph_of(scope)][limit] += self.times * seconds
+        for name in dict.fromkeys(graphs_in(scope)):
+            self.inclusive[name] += self.times * seconds
 
     def _span(self, lane: str, name: str, start: float, end: float) -> None:
         """Note a span, as a part of the one before it if that is alike."""
@@ -353,6 +368,7 @@ class _Chip:
             seconds=self.now,
             limits=dict(limits),
             graphs={name: {**own} for name, own in self.graphs.items()},
+            inclusive=dict(self.inclusive),
             traffic=tuple(sorted(traffic, key=lambda each: -each.exposed)),
             spans=tuple(self.spans),
         )

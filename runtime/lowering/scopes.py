@@ -28,9 +28,14 @@ def of_op(op: Op) -> AbstractContextManager[None]:
     return jax.named_scope(f"{op.op_type} [{op.source}]")
 
 
+def graphs_in(scope: str) -> list[str]:
+    """Parse the graph names from a scope, the outermost first."""
+    return re.findall(r"\{([^{}]*)\}", scope)
+
+
 def graph_of(scope: str) -> str:
     """Parse the innermost graph name from a scope; "" for the main graph."""
-    found = re.findall(r"\{([^{}]*)\}", scope)
+    found = graphs_in(scope)
     return found[-1] if found else ""
 
 

@@ -12,6 +12,7 @@ from popxl import ops
 from popxl_addons.transforms.autodiff import autodiff_with_accumulation
 from popxl_addons.transforms.pipelining import pipelined_execution
 from popxl_addons.transforms.schedule import SCHEDULES, PipelineSchedule, PipelineValue
+from runtime.targets.chip import Cpu
 
 F32 = popxl.float32
 IN_TURN = PipelineSchedule.one_forward_one_backward
@@ -194,6 +195,32 @@ def training(steps, schedule):
     with popxl.Session(ir, "ipu_model") as session:
         outputs = session.run({x_s: feed})
         return [outputs[y_s], *(session.get_tensor_data(w) for *_, w in layers)], p
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", None])
+def test_stages_take_the_times_of_their_compiled_graphs(schedule, tmp_path, monkeypatch):
+    """The second stage has two products in a graph of its own, the first has one."""
+    rates = dict(memory_bandwidth=1e12, network_bandwidth=1e12, host_bandwidth=1e12)
+    cpu = Cpu(name="cpu", sources=("a test",), flops={"float32": 1e9}, memory_bytes=1 << 30, **rates)
+    (tmp_path / "cpu.json").write_text(cpu.model_dump_json())
+    ir = popxl.Ir()
+    ir.num_host_transfers = 4
+    with ir.main_graph:
+        w = popxl.variable(np.ones((32, 32)), F32)
+        x_s, y_s = popxl.h2d_stream((16, 32), F32), popxl.d2h_stream((16, 32), F32)
+        twice = ir.create_graph(lambda x, w: x @ w @ w, x_s.spec, w)
+        with pipelined_execution(4, schedule) as p:
+            with p.stage(0), popxl.ipu(0):
+                x = (ops.host_load(x_s) @ w).copy_to_ipu(1)
+            with p.stage(1), popxl.ipu(1):
+                ops.host_store(y_s, *ops.call(twice, x, w))
+    with pytest.raises(popxl.errors.PopxlError, match="durations: no figures are known of the device"):
+        p.durations(popxl.Session(ir, "ipu_model"))
+    monkeypatch.setenv("POPXL_CHIP", str(tmp_path / "cpu.json"))
+    session = popxl.Session(ir, "ipu_model")
+    product = 2 * 16 * 32 * 32 / 1e9
+    assert p.durations(session) == pytest.approx([product, 2 * product], rel=0.05)
+    assert p.simulate(session).seconds == pytest.approx(9 * product, rel=0.05)
 
 
 OWN = PipelineSchedule(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from popxl.base.choices import VARIABLE, Choices, as_text, choosing
+from popxl.base.choices import VARIABLE, Choices, as_text, choosing, unknown_in_environment
 from popxl.base.pages import OnPage, Page, Table, bytes_text, seconds_text
 from popxl.errors import PopxlError
 from popxl.ir import Ir
@@ -113,11 +113,13 @@ class CompiledTrial(NamedTuple):
 
 
 def fit(compiled: Callable[[], CompiledTrial], told: Callable[[str], object]) -> Fit:
-    """Compile a program for each combination of its choices. Ctrl-C returns the combinations tried so far.
+    """Compile a program for each combination of its choices, but for those that the environment has made. Ctrl-C
+    returns the combinations tried so far.
 
     Args:
         compiled: runs the program as far as its first run on a device.
-        told: is called with a line after each combination: its choices, and what came of them.
+        told: is called with a line after each combination: its choices, and what came of them; and with one about
+            choices of the environment that the program has not asked for.
 
     Raises:
         PopxlError: if the program has no choices, makes no session, or cannot be compiled with any of them.
@@ -138,10 +140,13 @@ def fit(compiled: Callable[[], CompiledTrial], told: Callable[[str], object]) ->
         tried.append(found)
         if choices.options:
             told(f"{len(tried)}: {found[0].line()}")
+            if len(tried) == 1 and (unknown := unknown_in_environment(choices.options)):
+                told(unknown)
         got = list(choices.selections().items())
         for number in range(len(taken), len(got)):
             name = got[number][0]
-            others = (option for option in choices.options[name] if option != got[number][1])
+            open_options = () if name in choices.fixed else choices.options[name]
+            others = (option for option in open_options if option != got[number][1])
             untried += reversed([{**dict(got[:number]), name: option} for option in others])
     if is_complete and len(tried) == 1 and not tried[0][0].choices:
         raise PopxlError("the program has no choices; it asks for them by `popxl.choice(name, options)`.")

@@ -20,18 +20,22 @@ class Choices:
     """Open choices of a program, with their selected values.
 
     Attributes:
-        taken: by name, the value that the program gets; of names that are not there, the first option.
+        taken: by name, the value that the program gets; of names that are not there, what the environment says, or
+            the first option.
         options: by name, what the program could choose from; known as the program asks.
         work: the names of choices that say how much a run does.
+        fixed: by name, what the environment has said.
     """
 
     taken: Mapping[str, Any] = field(default_factory=dict)
     options: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     work: set[str] = field(default_factory=set)
+    fixed: dict[str, Any] = field(default_factory=dict)
 
     def selections(self) -> dict[str, Any]:
         """Selected value of each requested choice."""
-        return {name: self.taken.get(name, options[0]) for name, options in self.options.items()}
+        known = {**self.fixed, **self.taken}
+        return {name: known.get(name, options[0]) for name, options in self.options.items()}
 
 
 _choices: ContextVar[Choices | None] = ContextVar("choices", default=None)
@@ -46,8 +50,9 @@ def choice(name: str, options: Sequence[T], is_work: bool = False) -> T:
     ``popxl fit FILE.py --target "tpu v5e:4x4"`` compiles the program with each combination of its choices. It says
     which fit the machine, and which of these is the fastest by the estimate. The environment variable `POPXL_CHOICES`
     then chooses: ``POPXL_CHOICES="micro_batch=8 recompute=True" python FILE.py``; values with blanks stand in quotes,
-    as in ``"mesh='(2, 4)'"``. Ask before the first run: `popxl fit` looks no further, and a run refuses a name in the
-    variable that the program has not asked for, where it has choices.
+    as in ``"mesh='(2, 4)'"``. `popxl fit` varies only what the variable leaves open. Ask before the first run:
+    `popxl fit` looks no further, and a run refuses a name in the variable that the program has not asked for, where it
+    has choices.
 
     Args:
         name: what it is called; one name has the same options everywhere in a program.
@@ -87,9 +92,12 @@ def choice(name: str, options: Sequence[T], is_work: bool = False) -> T:
         return choices.taken[name]
     if _choices.get() is None:
         _asked[name] = values
-    wanted = _from_environment().get(name, str(values[0]))
+    wanted = _from_environment().get(name)
+    if wanted is None:
+        return values[0]
     for value in values:
         if str(value) == wanted:
+            choices.fixed[name] = value
             return value
     raise ValueError(f"choice: {VARIABLE} says {name}={wanted}, expected one of {', '.join(map(str, values))}.")
 
@@ -98,12 +106,16 @@ def check_environment() -> None:
     """Raise `ValueError` for environment choices that the program never requests."""
     if not _asked or _choices.get() is not None:
         return
-    if unknown := {name: value for name, value in _from_environment().items() if name not in _asked}:
-        known = "; ".join(f"{name}: {', '.join(map(str, values))}" for name, values in _asked.items())
-        raise ValueError(
-            f"Session.run: {VARIABLE} says {as_text(unknown)}, and the program has not asked for that. Its choices are "
-            f"{known}. Correct the name, or call `popxl.choice` before the first run."
-        )
+    if unknown := unknown_in_environment(_asked):
+        raise ValueError(f"Session.run: {unknown} Correct the name, or call `popxl.choice` before the first run.")
+
+
+def unknown_in_environment(asked: Mapping[str, Sequence[Any]]) -> str:
+    """What the environment chooses that a program does not ask for, with what it asks for; "" if there is nothing."""
+    if not (unknown := {name: value for name, value in _from_environment().items() if name not in asked}):
+        return ""
+    known = "; ".join(f"{name}: {', '.join(map(str, values))}" for name, values in asked.items())
+    return f"{VARIABLE} says {as_text(unknown)}, and the program has not asked for that. Its choices are {known}."
 
 
 def as_text(taken: Mapping[str, Any]) -> str:

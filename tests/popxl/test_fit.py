@@ -119,6 +119,26 @@ def test_choices_that_depend_on_others() -> None:
     assert 'POPXL_CHOICES="recompute=False"' in str(Fit(target="tpu v5e", capacity=3, tried=(one, other)))
 
 
+def test_the_environment_fixes_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says is what is compiled, and what is told; the other choices are tried."""
+    monkeypatch.setenv("POPXL_CHOICES", "rows=8 colums=2")
+    seen, told = [], []
+
+    def compiled() -> Any:
+        seen.append((popxl.choice("kind", ["relu", "gelu"]), popxl.choice("rows", [4, 8])))
+        return CompiledTrial([], "there is no compiler")
+
+    with pytest.raises(PopxlError):
+        fit(compiled, told.append)
+    assert seen == [("relu", 8), ("gelu", 8)]
+    assert told == [
+        "1: kind=relu rows=8: not compiled, does not fit",
+        "POPXL_CHOICES says colums=2, and the program has not asked for that. Its choices are kind: relu, gelu; "
+        "rows: 4, 8.",
+        "2: kind=gelu rows=8: not compiled, does not fit",
+    ]
+
+
 def tried(rows: int, seconds: float | None, fits: bool = True) -> Tried:
     problem = "it is too large" if seconds is None else ""
     memory = None if seconds is None else rows * 1000

@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in _REMOVED:
         return _fail(f"`{arguments[0]}` was removed: {_REMOVED[arguments[0]]}.", 2)
-    arguments, alone = _run_of(arguments)
+    arguments, alone = _run_of(_options_of_plan(arguments))
     options = _parser().parse_args(arguments)
     if options.command == "calibrate":
         print(calibrate(options.save))
@@ -150,6 +150,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return plan(CommandArgs(file, options.args, pages=options.pages, target=target), budget, options.save)
     run = {"show": show, "check": check_program, "report": report, "fit": fit_into}[options.command]
     return run(CommandArgs(file, options.args, options.pictures, options.pages, target, function, alone))
+
+
+def _options_of_plan(arguments: Sequence[str]) -> Sequence[str]:
+    """Move the options of `plan` that follow the file before it. With the budget there, they are the program's."""
+    file = next((i for i, each in enumerate(arguments) if each.endswith(".py")), 0)
+    if arguments[:1] != ["plan"] or not file or any(each.startswith("--budget") for each in arguments[:file]):
+        return arguments
+    end = file + 1
+    while end < len(arguments) and arguments[end].partition("=")[0] in ("--target", "--budget", "--save", "--pages"):
+        end += 1 if "=" in arguments[end] else 2
+    return ["plan", *arguments[file + 1 : end], *arguments[1 : file + 1], *arguments[end:]]
 
 
 def _run_of(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str] | None]:

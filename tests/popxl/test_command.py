@@ -282,6 +282,16 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.endswith("popxl show: error: the following arguments are required: FILE.py\n")
 
 
+@pytest.mark.parametrize("budget", ["--budget=little", "--budget", "--save=plan.json"])
+def test_plan_takes_its_options_before_and_after_the_file(budget: str, capsys: pytest.CaptureFixture[str]) -> None:
+    value = ["little"] if budget == "--budget" else []
+    late = [] if "--budget" in budget else ["--budget=little"]
+    assert main(["plan", __file__, "--target", "abacus", budget, *value, *late]) == 2
+    assert capsys.readouterr().err.startswith("popxl: --target: Target: 'abacus' describes no machine")
+    assert main(["plan", "--budget=1GB", "none.py", "--save", "of the program"]) == 2
+    assert "'none.py' does not exist" in capsys.readouterr().err
+
+
 def test_fit_has_no_schedule_and_draws_no_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["fit", "--pictures", str(tmp_path / "pictures"), "program.py", "--target", "gpu h100"])

@@ -12,7 +12,7 @@ from popxl import ops
 from popxl.base.pictures import scatter
 from popxl.extend.targets import Efficiency, Gpu, graph_time, kernels_of, shipped
 from popxl_addons.step_time import gpt_step_time
-from tests.targets.gpt_times import EACH, errors, rank_correlation, report, rows
+from tests.targets.gpt_times import EACH, errors, published, rank_correlation, recomputed, report, rows
 
 A100 = shipped(Gpu, "a100").model_copy(update={"efficiency": Efficiency()})
 SIZES = {"layers": 4, "hidden": 1024, "heads": 16, "sequence": 1024}
@@ -119,6 +119,12 @@ def test_times_are_those_that_were_measured() -> None:
     alike = [row for row in measured["within a host"] if row.model[:2] == (1024, 12)][:9]
     lines, picture = report({"within a host": alike}, Efficiency())
     assert "| within a host | 9 | 3 |" in lines[-1] and picture.count("<circle") == 9 + 2
+
+
+@pytest.mark.thorough
+def test_published_steps_take_about_the_time_that_is_foreseen() -> None:
+    off = [recomputed(row) / row.seconds - 1 for row in published()]
+    assert len(off) == 20 and np.abs(off).mean() < 0.1
 
 
 def test_points_lie_where_their_times_are() -> None:

@@ -3,6 +3,7 @@
     python -m tests.targets.gpt_times                      # print the errors
     python -m tests.targets.gpt_times --fit                # fit the four numbers on a third of the rows, first
     python -m tests.targets.gpt_times --into docs/time     # draw the picture, too
+    python -m tests.targets.gpt_times --published          # beside those of two papers, in place of these
 
 Nothing is compiled or run. Each third row, from the first, is one that was fitted; errors are of the others.
 """
@@ -81,6 +82,72 @@ def _seconds(row: dict[str, str]) -> float:
     return float(row["iteration time (ms)"]) / 1e3
 
 
+class PublishedRow(NamedTuple):
+    """A step of a paper: the year of the paper, arguments of `gpt_step_time`, and seconds."""
+
+    paper: int
+    sizes: dict[str, int]
+    seconds: float
+
+    @property
+    def parameters(self) -> float:
+        """Parameters of the model, in billions."""
+        layers, hidden = self.sizes["layers"], self.sizes["hidden"]
+        return (12 * layers * hidden**2 + 13 * layers * hidden + (VOCABULARY + SEQUENCE) * hidden) / 1e9
+
+
+VOCABULARY, SEQUENCE = 51200, 2048
+"""Of all models of the papers."""
+
+
+def published(file: Path = FOLDER / "megatron.csv") -> list[PublishedRow]:
+    """Steps by their published times or rates: operations as the paper counts them, with recomputation. Where it does
+    not state the micro-batch, it is that of 1, 2, 4 and 8 with the shortest estimate."""
+    found = []
+    with file.open(encoding="utf-8") as text:
+        for row in csv.DictReader(text):
+            given = {name: int(row[name]) for name in COLUMNS if row.get(name)}
+            layers, hidden, chips, batch = (given[name] for name in ("layers", "hidden", "chips", "global_batch"))
+            data = chips // given["tensor"] // given["pipeline"]
+            ratio = 1 + SEQUENCE / (6 * hidden) + VOCABULARY / (16 * layers * hidden)
+            flops = 96 * batch * SEQUENCE * layers * hidden**2 * ratio
+            rate = row["teraflops of a GPU"]
+            seconds = flops / (chips * 1e12 * float(rate)) if rate else float(row["seconds"])
+            micro = [given["micro_batch"]] if "micro_batch" in given else [1, 2, 4, 8]
+            ways = [
+                PublishedRow(
+                    int(row["paper"]), {**given, "data": data, "sequence": SEQUENCE, "micro_batch": m}, seconds
+                )
+                for m in micro
+                if batch % (data * m) == 0
+            ]
+            found.append(min(ways, key=recomputed))
+    return found
+
+
+def recomputed(row: PublishedRow) -> float:
+    """Estimated seconds of a published step, whose layers are computed again."""
+    return gpt_step_time(**row.sizes, recompute=True).seconds
+
+
+def report_published() -> list[str]:
+    """Lines of a table."""
+    lines = [
+        "| paper | parameters | GPUs | tensor × stages × data | batch | micro-batch | measured | estimated | off |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    off = []
+    for row in published():
+        sizes, estimate = row.sizes, recomputed(row)
+        off.append(estimate / row.seconds - 1)
+        parts = " × ".join(str(sizes[name]) for name in ("tensor", "pipeline", "data"))
+        lines.append(
+            f"| {row.paper} | {row.parameters:.1f} billion | {sizes['chips']} | {parts} | {sizes['global_batch']} | "
+            f"{sizes['micro_batch']} | {row.seconds:.3g} s | {estimate:.3g} s | {off[-1]:+.0%} |"
+        )
+    return [*lines, "", f"Mean error {np.abs(off).mean():.1%}, worst {np.abs(off).max():.0%}."]
+
+
 def errors(measured: Sequence[Row], efficiency: Efficiency = MEGATRON_ON_A100) -> np.ndarray:
     """Relative errors."""
     return np.asarray([row.foreseen(efficiency) / row.seconds - 1 for row in measured])
@@ -154,7 +221,11 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--data", type=Path, default=FOLDER, help="a folder with files of the same form")
     parser.add_argument("--into", type=Path, help="a folder for the picture")
+    parser.add_argument("--published", action="store_true")
     options = parser.parse_args()
+    if options.published:
+        print(*report_published(), sep="\n")
+        return
     measured = rows(options.data)
     efficiency = fitted(measured) if options.fit else MEGATRON_ON_A100
     print(*(f"{name}={getattr(efficiency, name):.4g}" for name in FITTED))

@@ -58,7 +58,8 @@ class Compiled(NamedTuple):
         ir: the program.
         memory, cost: what the compiler says.
         chip: its published figures, if there are any.
-        may_offload: whether the compiled program has the host's memory apart.
+        may_offload: whether offloaded activations are on the host meanwhile: in loops, on devices with memory of their
+            own. XLA brings those of inlined calls back long before they are read.
         release: when it frees the memory of an activation.
         applied: what applied the plan: its `needs` are the graphs, its `plan` is what was applied, and
             `plan_with(treatments)` another plan for the same program.
@@ -88,8 +89,8 @@ def compiled_program(ir: Ir, program: CompiledProgram, applied: Sequence[Any]) -
             f"plan_memory: the program applies {len(applied)} memory plans; expected one. Give `memory` to the one "
             "`train_step` or `autodiff` of the program."
         )
-    may_offload = program.layout.destination.platform == "tpu"
     release = _RELEASES.get(program.layout.calls, "call")
+    may_offload = program.layout.calls == "rolled" and program.layout.destination.platform != "cpu"
     memory, cost = memory_of_program(ir, program), cost_of(program)
     return Compiled(ir, memory, cost, chip_of(program), may_offload, release, applied[0])
 
@@ -234,7 +235,7 @@ class _Search:
         if planned[-1] != planned[0]:
             weight = min(max((peaks[0] - peaks[-1]) / (planned[0] - planned[-1]), 0.25), 2.0)
         above = peaks[-1] / self._budget - 1
-        share = 0.95 if len(peaks) == 1 else 0.97 if above <= 0 else max(0.92 - above / 2, 0.7)
+        share = 0.93 if len(peaks) == 1 else 0.97 if above <= 0 else max(0.95 - 0.75 * above, 0.7)
         return planned[-1] + (share * self._budget - peaks[-1]) / weight
 
     def _refusal(self) -> str:

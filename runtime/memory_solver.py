@@ -357,16 +357,23 @@ class _IntegerProgram:
         return {self._kept[g.name, group, path]: count * float(size) for path, size in g.bytes.items()}
 
     def _inside_row(self, g: GraphNeeds, group: int, paths: frozenset[str]) -> _Row:
-        """What a backward call has of the activations that it needs then."""
+        """What a backward call has of the activations that it needs then.
+
+        A call that is compiled by itself recomputes all at its beginning: XLA for CPUs puts first what can run side by
+        side.
+        """
+        is_whole = self._release == "call"
         row = {
-            self._again[g.name, group, number]: float(sum(g.bytes[path] for path in op.results if path in paths))
+            self._again[g.name, group, number]: float(
+                sum(g.bytes[path] for path in op.results if path in paths or (is_whole and not op.is_fused))
+            )
             for number, op in enumerate(g.ops)
-            if not op.is_fused or self._release == "call"
+            if not op.is_fused or is_whole
         }
         away = ((self._away.get((g.name, group, path)), path) for path in paths)
         row |= {column: float(g.bytes[path]) for column, path in away if column is not None}
         if self._release != "loop":
-            held = g.bytes if self._release == "call" else paths
+            held = g.bytes if is_whole else paths
             row |= {self._kept[g.name, group, path]: float(g.bytes[path]) for path in held}
         return row
 

@@ -40,9 +40,11 @@ from poptorch.program.updates import Update
 from poptorch.settings.groups import is_off_chip
 from popxl import ops
 from popxl.extend.graphs import leading_to
+from popxl.extend.memory import asked_memory
 from popxl.tensor import Variable
 from popxl.transforms import GradGraphInfo
 from popxl_addons.rts import gather_replica_sharded_tensor, reduce_replica_sharded_tensor
+from popxl_addons.transforms.planned_gradients import PlannedGradients
 from popxl_addons.transforms.recomputation import recompute_activations
 
 Tensors = dict[str, popxl.Tensor]
@@ -278,7 +280,23 @@ class Program:
             )
         if not required:
             return None
-        return popxl.transforms.autodiff(self._model.graph, [loss], required, called_graphs_transform=self._recomputed)
+        planned = self._planned()
+        transform = self._recomputed if planned is None else planned
+        info = popxl.transforms.autodiff(self._model.graph, [loss], required, called_graphs_transform=transform)
+        return info if planned is None else planned(info)
+
+    def _planned(self) -> PlannedGradients | None:
+        """What applies the memory plan of the options, or the one that a tool asks for where these leave it open."""
+        plan, asked = self._options.Training.memory_plan, asked_memory()
+        has_checkpoints = bool(self._model.emission.recomputed)
+        if plan is not None and has_checkpoints:
+            raise createPoptorchError(
+                "setMemoryPlan: the model has checkpoints, or options that recompute (`autoRecomputation`, a "
+                "pipeline), which say what the backward pass keeps. Leave out one of both."
+            )
+        if plan is None and asked is not None and not has_checkpoints:
+            plan = asked.memory
+        return None if plan is None else PlannedGradients(self._model.graph, plan)
 
     def _recomputed(self, gradient: GradGraphInfo) -> GradGraphInfo:
         """Rewrite the gradient of a called graph to recompute activations of recomputed regions."""

@@ -38,7 +38,7 @@ from poptorch.run.arguments import Signature
 from poptorch.run.captured import constant_of, host_functions_of
 from poptorch.run.devices import chosen_device
 from poptorch.run.times import Times
-from popxl.errors import DeviceError
+from popxl.errors import DeviceError, PopxlRuntimeError
 from popxl.extend.targets import Outputs
 from popxl.fp8_utils import as_array
 from popxl.tensor import Variable
@@ -569,7 +569,16 @@ class Compiled:
         if store is not None and self.is_attached:
             found = store.local_values(wanted)
         if found is None:
-            found = self.session.values_of(wanted)
+            try:
+                found = self.session.values_of(wanted)
+            except PopxlRuntimeError as problem:
+                if self.session.program.layout.divided is None:
+                    raise
+                raise PopxlRuntimeError(
+                    f"{problem} No process has all parts of these values, such as those of weights with "
+                    "`useReplicatedTensorSharding`: all processes read them together. Call `model.copyWeightsToHost()` "
+                    "in each process, and read the weights of the PyTorch model then."
+                ) from problem
         return {name: np.asarray(found[v]) for name, v in variables.items()}
 
 

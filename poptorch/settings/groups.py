@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, get_args
 
 import torch
 from pydantic import ValidationError
@@ -15,6 +15,7 @@ from poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, Redu
 from poptorch.errors import Error
 from poptorch.settings.setting import NO_EFFECT, OptionsDict, Setting, positive, setting, strings
 from popxl.options import SessionOptions
+from popxl_addons.transforms.memory_plan import MemoryPlan, MemoryPolicy
 
 _Group = TypeVar("_Group", bound=OptionsDict)
 
@@ -241,6 +242,15 @@ class _TrainingOptions(OptionsDict):
     convolution_dithering: bool | None = setting(
         None, NO_EFFECT, "setConvolutionDithering", kind=bool | None, shown="unset"
     )
+    memory_plan: MemoryPlan | MemoryPolicy | None = setting(
+        None,
+        "which activations of outlined layers the backward pass keeps, recomputes or loads from the host",
+        "setMemoryPlan",
+        kind=MemoryPlan | str | None,
+        valid=lambda plan: not isinstance(plan, str) or plan in get_args(MemoryPolicy),
+        expects=f"a popxl_addons.MemoryPlan, or one of {', '.join(map(repr, get_args(MemoryPolicy)))}",
+        shown="unset",
+    )
 
     @property
     def meanAccumulationAndReplicationReductionStrategy(self) -> MeanReductionStrategy:
@@ -296,6 +306,21 @@ class _TrainingOptions(OptionsDict):
     def setConvolutionDithering(self, enabled: bool) -> _TrainingOptions:
         """Lay convolutions out from different tiles."""
         return self._set(convolution_dithering=enabled)
+
+    def setMemoryPlan(self, plan: MemoryPlan | MemoryPolicy) -> _TrainingOptions:
+        """Keep, recompute or offload activations by a plan, as `train_step(memory=…)` does.
+
+        The graphs that a plan names are layers that the model has several times; without such, it is the whole model.
+        `popxl plan train.py --target "gpu h100" --budget 40GB` computes one for a program that sets none.
+
+        Args:
+            plan: `MemoryPlan.read_json(file)`, or a policy such as `"products"`.
+
+        Raises:
+            AssertionError: for another value. A plan of another model is a ValueError when the model is compiled, and
+                a model with checkpoints an Error.
+        """
+        return self._set(memory_plan=plan)
 
 
 class _PrecisionOptions(OptionsDict):

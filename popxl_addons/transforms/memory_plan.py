@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 import popxl
 from popxl.extend.arguments import check_type
 from popxl.extend.files import replace_file
-from popxl.extend.graphs import has_effect, own_flops, through_calls
+from popxl.extend.graphs import has_effect, own_flops, through_calls, written_inputs
 from popxl.extend.pages import OnPage, Page, Table, bytes_text
 from popxl.transforms import GradGraphInfo
 
@@ -32,6 +32,7 @@ __all__ = [
     "PlannedActivation",
     "Treatment",
     "activations_of",
+    "is_transposed_input",
 ]
 
 Treatment = Literal["keep", "recompute", "offload"]
@@ -57,7 +58,9 @@ class Activation(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor, on each replica."""
+        """Memory of the tensor, on each replica: none for a transposed input, see `is_transposed_input`."""
+        if is_transposed_input(self.tensor):
+            return 0
         return math.prod(self.tensor.shape) * self.tensor.dtype.itemsize
 
     @property
@@ -74,6 +77,25 @@ class Activation(NamedTuple):
     def has_batch(self) -> bool:
         """Whether batched matrix products compute it, such as attention scores."""
         return all(t.rank > 2 for t in self.made_by.inputs[:2])
+
+
+def is_transposed_input(t: popxl.Tensor) -> bool:
+    """Whether `t` is a transposed input of its graph, such as a weight.
+
+    With any treatment, a gradient reads the input itself, and transposes it. So there is no transposed copy to keep,
+    and products of it sum in the same order with each plan.
+
+    Example:
+        >>> ir = popxl.Ir()
+        >>> spec = popxl.TensorSpec((2, 3), popxl.float32)
+        >>> graph = ir.create_graph(lambda w: popxl.ops.tanh(w.T), spec)
+        >>> [is_transposed_input(op.outputs[0]) for op in graph.ops]
+        [True, False]
+    """
+    op, inputs = t.producer, t.graph.inputs
+    if op is None or op.op_type != "Transpose" or op.inputs[0] not in inputs:
+        return False
+    return inputs.index(op.inputs[0]) not in written_inputs(t.graph)
 
 
 def candidates(info: GradGraphInfo) -> list[Activation]:
@@ -131,7 +153,7 @@ class PlannedActivation(BaseModel):
         path: the name of the activation within its graph.
         treatment: `"keep"`, `"recompute"` or `"offload"`.
         line: the line of the program that computes it: `model.py:12`.
-        bytes: size of one, on each replica.
+        bytes: memory that keeping one needs, on each replica; 0 for a transposed input, which gradients read itself.
         operations: floating-point operations to compute it from what the op that makes it reads.
     """
 

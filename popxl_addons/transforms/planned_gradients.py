@@ -23,6 +23,7 @@ from popxl_addons.transforms.memory_plan import (
     Treatment,
     candidates,
     is_kept_by_policy,
+    is_transposed_input,
     matches_nothing,
 )
 from popxl_addons.transforms.recomputation import ops_again, recompute_activations
@@ -111,7 +112,11 @@ class PlannedGradients:
             calls=self.calls[graph],
             activations=tuple(_line(each, treatments[each.path]) for each in known if each.tensor in shown),
         )
-        if all(treatments[each.path] == "keep" for each in known if each.tensor in read):
+        if all(
+            treatments[each.path] == "keep" and not is_transposed_input(each.tensor)
+            for each in known
+            if each.tensor in read
+        ):
             return info
         if graph not in self._given:
             apply_patterns([info.graph])

@@ -16,7 +16,14 @@ from popxl.tensor import Constant
 from popxl.transforms import ExpectedConnectionType, GradGraphInfo
 from popxl.transforms.autodiff import make_grad_graph_info
 from popxl_addons.graph import GraphWithNamedArgs
-from popxl_addons.transforms.memory_plan import Activation, MemoryPolicy, candidates, is_kept_by_policy, matches_nothing
+from popxl_addons.transforms.memory_plan import (
+    Activation,
+    MemoryPolicy,
+    candidates,
+    is_kept_by_policy,
+    is_transposed_input,
+    matches_nothing,
+)
 from popxl_addons.utils import suffix_graph_name
 
 __all__ = ["add_recompute_inputs", "recompute_graph"]
@@ -151,15 +158,16 @@ def recompute_activations(
         held: _Bound = {}
         waiting: set[popxl.Tensor] = set()
         for op in again:
-            # One operand that waits is enough for the results to wait.
+            # One operand that waits is enough for the results to wait. Transposing an input is free: it does not wait.
+            is_free = is_transposed_input(op.outputs[0])
             with get_current_context().set(ipu_id=op.ipu, io_tile_set=op.io_tiles):
-                if waiting.isdisjoint(op.inputs) and op.inputs:
-                    t = next((u for u in op.inputs if u not in inputs), op.inputs[0])
+                if waiting.isdisjoint(op.inputs) and op.inputs and not is_free:
+                    t = min(op.inputs, key=lambda u: (is_transposed_input(u), u in inputs))
                     held[t] = ops.available_after(_forward_tensor(t, of), first)
                     waiting.add(t)
-                copy = op.clone([held[u] if u in held else _forward_tensor(u, of) for u in op.inputs])
+                copy = op.clone([held[u] if u in held and not is_free else _forward_tensor(u, of) for u in op.inputs])
             of |= dict(zip(op.outputs, copy.outputs, strict=False))
-            waiting.update(op.outputs)
+            waiting.update(() if is_free else op.outputs)
         bound |= {t: _forward_tensor(of_t, of) for t, of_t in read.items()}
         for result in ops.call(grad, inputs_dict=bound):
             popxl.graph_output(result)
@@ -178,14 +186,17 @@ def ops_again(info: GradGraphInfo, given: Collection[popxl.Tensor]) -> tuple[lis
 
     Args:
         info: of the gradient graph.
-        given: tensors of the forward graph to take. Outputs whose gradients are provided are taken, too, as the caller
-            has them, and what ops with effects make.
+        given: tensors of the forward graph to take, except transposed inputs. Outputs whose gradients are provided are
+            taken, too, as the caller has them, and what ops with effects make.
 
     Returns:
         The ops in order; and the tensors: the inputs of the forward graph, then what it computes.
     """
     missing = {e.fwd_tensor for e in info.expected_inputs if e.is_activation}
-    known = {*given, *(e.fwd_tensor for e in info.expected_inputs if not e.is_activation)}
+    known = {
+        *(t for t in given if not is_transposed_input(t)),
+        *(e.fwd_tensor for e in info.expected_inputs if not e.is_activation),
+    }
     taken, again = list[popxl.Tensor](), list[Op]()
     for op in reversed(info.forward_graph.ops):
         wanted = missing.intersection(op.outputs)

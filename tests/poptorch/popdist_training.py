@@ -1,5 +1,5 @@
 """A PyTorch model that several processes train together, or one alone. Run as a script by `poprun`, it writes what it
-found: `popdist_training.py FOLDER`."""
+found: `popdist_training.py FOLDER`. With `sharded` after it, each replica has a part of the weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPLICAS, ITERATIONS, ACCUMULATION, BATCH = 4, 2, 3, 2
 class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.dropout = torch.nn.Linear(5, 3), torch.nn.Dropout(0.25)
+        self.layer, self.dropout = torch.nn.Linear(5, 4), torch.nn.Dropout(0.25)
 
     def forward(self, x: Any, labels: Any) -> Any:
         return torch.nn.functional.cross_entropy(self.layer(x), labels), self.dropout(torch.ones_like(x))
@@ -48,7 +48,11 @@ def train(options: poptorch.Options, first: int = 0) -> dict[str, np.ndarray]:
 
 
 if __name__ == "__main__":
-    options, off_chip = popdist.poptorch.Options(), poptorch.TensorLocationSettings().useOnChipStorage(False)
-    options.TensorLocations.setWeightLocation(off_chip).setOptimizerLocation(off_chip)  # the test compares without
+    options, location = popdist.poptorch.Options(), poptorch.TensorLocationSettings()
+    if sys.argv[2:] == ["sharded"]:
+        location.useReplicatedTensorSharding().minElementsForReplicatedTensorSharding(2)
+    else:
+        location.useOnChipStorage(False)
+    options.TensorLocations.setWeightLocation(location).setOptimizerLocation(location)  # the test compares without
     found = train(options, popdist.getReplicaIndexOffset())
     np.savez(Path(sys.argv[1], f"{popdist.getInstanceIndex()}.npz"), **found)

@@ -105,6 +105,7 @@ SETTERS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ),
     ("Training.setAutomaticLossScaling", (True,), {"Training.automatic_loss_scaling": True}),
     ("Training.setConvolutionDithering", (True,), {"Training.convolution_dithering": True}),
+    ("Training.setMemoryPlan", ("products",), {"Training.memory_plan": "products"}),
     ("Precision.enableFloatingPointExceptions", (True,), {"Precision.floating_point_exceptions": True}),
     ("Precision.enableStochasticRounding", (True,), {"Precision.stochastic_rounding": True}),
     ("Precision.setPartialsType", (torch.half,), {"Precision.partials_type": torch.half}),

@@ -24,12 +24,24 @@ from tests.poptorch.popdist_training import REPLICAS, train
 ROOT = Path(__file__).parents[2]
 
 
+def trained_by_two(timeout: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Two processes train. One of them reads the weights, alone, after each call."""
+    command = [sys.executable, "-m", "runtime.poprun", "--num-instances=2", f"--num-replicas={REPLICAS}"]
+    command += [f"--timeout={timeout}", sys.executable, "-m", "tests.poptorch.popdist_training", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
+
+
+@pytest.mark.thorough
+def test_one_process_cannot_read_parts_of_others(tmp_path: Path) -> None:
+    done = trained_by_two(20, str(tmp_path), "sharded")
+    assert done.returncode != 0
+    assert "No process has all parts of these values, such as those of weights with `useReplicated" in done.stderr
+    assert "Call `model.copyWeightsToHost()` in each process, and read the weights" in done.stderr
+
+
 @pytest.mark.thorough
 def test_the_numbers_of_one_process(tmp_path: Path) -> None:
-    """One of the processes reads the weights, alone, after each call."""
-    command = [sys.executable, "-m", "runtime.poprun", "--num-instances=2", f"--num-replicas={REPLICAS}"]
-    command += ["--timeout=60", sys.executable, "-m", "tests.poptorch.popdist_training", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
+    done = trained_by_two(60, str(tmp_path))
     assert done.returncode == 0, done.stderr
     first, second = (np.load(tmp_path / f"{index}.npz") for index in range(2))
     expected = train(poptorch.Options().replicationFactor(REPLICAS))

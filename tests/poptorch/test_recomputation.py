@@ -80,12 +80,16 @@ def nested(block: Any, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(lambda x: torch.cos(inner(torch.sin(x))), x, use_reentrant=False)
 
 
-def trained(model: Model, accumulate: int = 1, strategy: Any = None, **session: Any) -> tuple[Any, ...]:
+def trained(
+    model: Model, accumulate: int = 1, strategy: Any = None, memory: Any = None, **session: Any
+) -> tuple[Any, ...]:
     """Losses and weights of two steps, and the temporaries of the program."""
     options = poptorch.Options().randomSeed(7)
     options.Training.gradientAccumulation(accumulate)
     if strategy is not None:
         options.setExecutionStrategy(strategy)
+    if memory is not None:
+        options.Training.setMemoryPlan(memory)
     for key, value in session.items():
         options._Popart.set(key, value)
     wrapped = poptorch.trainingModel(model, options, poptorch.optim.SGD(model.parameters(), lr=0.5))
@@ -290,6 +294,16 @@ def test_tensors_within_that_are_asked_for(caplog: pytest.LogCaptureFixture) -> 
 def test_an_unknown_kind() -> None:
     with pytest.raises(poptorch.Error, match=r"'autoRecomputation' is 'Standrad'; expected one of 0 \(NoRecompute\)"):
         trained(Model(), autoRecomputation="Standrad")
+
+
+def test_a_memory_plan(plain: tuple[Any, ...]) -> None:
+    found = trained(Model(), memory="nothing")
+    assert_same(found, plain)
+    assert found[2] < 0.6 * plain[2]
+    with pytest.raises(poptorch.Error, match=r"setMemoryPlan: the model has checkpoints.*Leave out one of both"):
+        trained(Model(CHECKPOINT), memory="nothing")
+    with pytest.raises(AssertionError, match=r"`memory_plan` is 'some'; expected a popxl_addons.MemoryPlan, or one of"):
+        trained(Model(), memory="some")
 
 
 class Wide(torch.nn.Module):

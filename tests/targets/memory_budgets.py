@@ -6,13 +6,14 @@
 It prints a table: each program is planned within shares of the memory that it needs with everything kept, and compiled.
 Nothing runs. A file given with `--into` keeps the rows: a table may be made in several runs. In JAX the layers are the
 same, by `popxl.to_jax`, under `jax.checkpoint`; the best policy is the one that takes least time, by published figures,
-of those within the budget. Programs of several devices and loops over micro-batches have no row for JAX. The target
-"cpu" is this host, in float32.
+of those within the budget. Programs of several devices, loops over micro-batches and models of PyTorch have none in JAX
+beside them. The target "cpu" is this host, in float32.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from popxl_addons import optimizers
 from popxl_addons.layers import MLP, Attention, Conv2D, Experts, GroupNorm, LayerNorm, TransformerBlock
 from runtime.costs.hlo import parse_hlo
 from runtime.costs.work import account_of
+from tests.targets.budgeted_programs import OF_PYTORCH, pipeline, torch_session
 from tests.targets.programs import compile_faster
 from tests.targets.tables import Table
 
@@ -127,11 +129,18 @@ def dtype_on(target: str) -> popxl.dtype:
     return popxl.float32 if target == "cpu" else popxl.bfloat16
 
 
-def built(name: str, target: str, memory: Any) -> popxl.Ir:
+def calls_on(target: str, asked: str) -> Any:
+    """How called graphs are compiled: by default as is the fastest, known without a search."""
+    return asked or ("kept" if target == "cpu" else "inlined")
+
+
+def built(name: str, target: str, calls: Any, memory: Any) -> popxl.Ir:
     """A step of training by plain gradients."""
+    if name == "pipeline":
+        return pipeline(dtype_on(target), memory)
     program = PROGRAMS[name]
     ir = popxl.Ir(axes={"parts": program.devices})
-    ir.options.calledGraphs = "kept" if target == "cpu" else "inlined"  # what is the fastest, known without a search
+    ir.options.calledGraphs = calls
     with ir.main_graph:
         x = popxl.h2d_stream(program.shape, dtype_on(target), "x")
         how = {"optimizer": partial(optimizers.sgd, lr=0.1), "accumulate": program.accumulate, "memory": memory}
@@ -143,21 +152,23 @@ def machine(name: str, target: str) -> str | popxl.Target:
     """A target with as many devices as a program has."""
     if target == "cpu":
         return target
-    count = PROGRAMS[name].devices
+    count = 2 if name == "pipeline" else PROGRAMS[name].devices
     return popxl.Target(target if count == 1 else f"{target}:{'1x2' if target.startswith('tpu') else count}")
 
 
 @cache
-def everything(name: str, target: str) -> Compiled:
+def everything(name: str, target: str, calls: Any) -> Compiled:
     """The program with all activations kept."""
-    return _compiled(name, target, "everything")
+    return _compiled(name, target, calls, "everything")
 
 
-def _compiled(name: str, target: str, memory: Any) -> Compiled:
+def _compiled(name: str, target: str, calls: Any, memory: Any) -> Compiled:
     with asking(memory) as asked:
-        ir = built(name, target, memory)
-        session = popxl.Session(ir, machine(name, target))
-    return compiled_program(ir, session.program, asked.applied)
+        if name in OF_PYTORCH:
+            session = torch_session(OF_PYTORCH[name], target, calls, memory)
+        else:
+            session = popxl.Session(built(name, target, calls, memory), machine(name, target))
+    return compiled_program(session.ir, session.program, asked.applied)
 
 
 class InJax(NamedTuple):
@@ -172,8 +183,8 @@ class InJax(NamedTuple):
 @cache
 def in_jax(name: str, target: str) -> tuple[InJax, ...]:
     """The same step in JAX with each policy."""
-    program = PROGRAMS[name]
-    if program.devices > 1 or program.accumulate > 1:
+    program = PROGRAMS.get(name)
+    if program is None or program.devices > 1 or program.accumulate > 1:
         return ()
     ir = popxl.Ir()
     with ir.main_graph:
@@ -210,16 +221,16 @@ def in_jax(name: str, target: str) -> tuple[InJax, ...]:
     return tuple(found)
 
 
-def row(name: str, target: str, share: int) -> list[str]:
+def row(name: str, target: str, calls: Any, share: int, beside: bool) -> list[str]:
     """A budget, as cells of the table."""
-    whole = everything(name, target)
+    whole = everything(name, target, calls)
     budget = whole.memory.device * share // 100
 
     def compiled(memory: Any) -> Compiled:
-        return whole if memory == "everything" else _compiled(name, target, memory)
+        return whole if memory == "everything" else _compiled(name, target, calls, memory)
 
     try:
-        plan = plan_within(compiled, budget, lambda line: None)
+        plan = plan_within(compiled, budget, lambda line: print(line, file=sys.stderr, flush=True))
         ours = [
             *(f"{plan.peak / 1e6:.1f}", f"{100 * plan.peak / budget:.0f}", str(plan.compilations)),
             *(f"{plan.cost.bytes_accessed / 1e9:.3f}", f"{plan.cost.flops / 1e9:.1f}"),
@@ -228,9 +239,10 @@ def row(name: str, target: str, share: int) -> list[str]:
         least = str(problem).partition("needs ")[2].partition(":")[0]
         ours = [f"none found; the least is {least}", *["–"] * 4]
     chip = whole.chip
-    fitting = [each for each in in_jax(name, target) if each.memory <= budget]
+    known = in_jax(name, target) if beside else ()
+    fitting = [each for each in known if each.memory <= budget]
     if not fitting:
-        return [f"{budget / 1e6:.1f}", *ours, "–" if in_jax(name, target) == () else "none fits", "–", "–"]
+        return [f"{budget / 1e6:.1f}", *ours, "none fits" if known else "–", "–", "–"]
     seconds = (1.0, 0.0) if chip is None else (1 / chip.memory_bandwidth, 1 / chip.rate("bfloat16"))
     best = min(fitting, key=lambda each: each.bytes * seconds[0] + each.flops * seconds[1])
     return [f"{budget / 1e6:.1f}", *ours, f"`{best.policy}`", f"{best.bytes / 1e9:.3f}", f"{best.flops / 1e9:.1f}"]
@@ -239,7 +251,8 @@ def row(name: str, target: str, share: int) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Plan and compile all that is asked for, and print the table. Rows come as soon as they are known."""
     parser = argparse.ArgumentParser(description="Plans within memory budgets, beside the policies of JAX.")
-    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=[*PROGRAMS], metavar="PROGRAM")
+    known = [*PROGRAMS, "pipeline", *OF_PYTORCH]
+    parser.add_argument("--programs", nargs="+", choices=known, default=known, metavar="PROGRAM")
     parser.add_argument("--targets", nargs="+", default=TARGETS)
     parser.add_argument(
         "--shares", type=int, nargs="+", default=SHARES, help="of the memory with everything kept, in %%"
@@ -247,6 +260,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--into", type=Path, metavar="FILE", help="keeps the rows; those that it has are not made again"
     )
+    parser.add_argument("--calls", default="", help="`calledGraphs` of the programs; by default what is the fastest")
+    parser.add_argument("--without-jax", action="store_true", help="leave out the policies of JAX")
     given = parser.parse_args(arguments)
     compile_faster()
     table = Table(HEAD, given.into)
@@ -254,7 +269,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in given.programs:
             for share in given.shares:
                 np.random.seed(0)
-                table.add((target, name, str(share)), partial(row, name, target, share))
+                calls = calls_on(target, given.calls)
+                about = target if calls == calls_on(target, "") else f"{target}, {calls}"
+                table.add((about, name, str(share)), partial(row, name, target, calls, share, not given.without_jax))
 
 
 if __name__ == "__main__":

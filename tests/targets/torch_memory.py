@@ -17,6 +17,7 @@ import torch
 
 import poptorch
 from tests.targets import torch_models
+from tests.targets.programs import compile_faster
 from tests.targets.tables import Table
 
 ROWS, TOKENS = 16, 128
@@ -126,6 +127,7 @@ def main() -> None:
     parser.add_argument("--into", type=Path, help="a file that keeps the rows")
     parser.add_argument("--only", nargs="*", default=(), help="parts of the names of settings")
     asked = parser.parse_args()
+    compile_faster()
     head = "| setting | temporaries | variables | on the host |\n|---|---|---|---|"
     table = Table(head, asked.into)
     for name, setting in SETTINGS.items():

@@ -53,7 +53,8 @@ class Ir(NotCopyable):
         replication: number of replicas that run the program side by side; by default 1, or as many as `axes` have.
             `"popdist"`: as many as `poprun` was told of; this process drives its share of them.
         axes: how the replicas stand: the names of dimensions, the outermost first, with their sizes. Replicas are then
-            grouped by names: see `grouping`.
+            grouped by names: see `grouping`. One axis may have the size `"ipus"`: the IPUs of a replica, which are the
+            stages of a pipeline, lie along it: see `adjacent_replicas`.
 
     Raises:
         PopxlError: for `"popdist"`, if `poprun` has not started this process.
@@ -76,7 +77,9 @@ class Ir(NotCopyable):
     """
 
     def __init__(
-        self, replication: int | Literal["popdist"] | None = None, axes: Mapping[str, int] | None = None
+        self,
+        replication: int | Literal["popdist"] | None = None,
+        axes: Mapping[str, int | Literal["ipus"]] | None = None,
     ) -> None:
         self._id = next(_ids)
         self._axes = Axes.from_mapping(axes) if axes else None
@@ -171,6 +174,23 @@ class Ir(NotCopyable):
         """Number of replicas that this process drives."""
         return self.options.instance_replication_factor
 
+    @property
+    def adjacent_replicas(self) -> int:
+        """How many replicas have their devices for an IPU side by side, before the devices for the next IPU.
+
+        With 1, the default, all IPUs of a replica are next to each other, within a process or host; with all replicas,
+        the stages of a pipeline are as far from each other as can be. The place of `"ipus"` among the axes says it, or
+        `poprun` for a program of several processes.
+
+        Example:
+            >>> popxl.Ir(axes={"data": 2, "stage": "ipus", "tensor": 8}).adjacent_replicas
+            8
+        """
+        instance = launched() if self.options.enableDistributedReplicatedGraphs else None
+        if instance is not None:
+            return instance.adjacent
+        return (None if self._axes is None else self._axes.adjacent) or 1
+
     def _share_replicas(self) -> None:
         """Take replica counts from the launcher; this process drives its share."""
         instance = launched()
@@ -185,12 +205,18 @@ class Ir(NotCopyable):
         self.options.globalReplicationFactor = instance.num_total_replicas
         self.options.globalReplicaOffset = instance.replica_offset
         self.options.enableDistributedReplicatedGraphs = True
-        self.checked_axes("Ir")
+        axes = self.checked_axes("Ir")
+        wanted = None if axes is None else axes.adjacent
+        if wanted not in (None, instance.adjacent) and instance.num_ipus_per_replica > 1:
+            raise PopxlError(
+                f"Ir: by `axes`, {wanted} replicas have their devices for an IPU side by side, and `poprun` has laid "
+                f"{instance.adjacent}. Give `poprun --adjacent-replicas {wanted}`."
+            )
 
     @property
     def axes(self) -> dict[str, int]:
         """The axes along which replicas stand, the outermost first, with their sizes; empty if they have no names."""
-        return {} if self._axes is None else dict(self._axes.sizes)
+        return {} if self._axes is None else dict(self._axes.sizes)  # without that of the IPUs
 
     @property
     def named_axes(self) -> Axes | None:

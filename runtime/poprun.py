@@ -20,7 +20,9 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from types import FrameType
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
+
+from pydantic import ValidationError
 
 from popxl.base.distributed import LOOPBACK, PREFIX, Instance
 from popxl.errors import PopxlError
@@ -64,7 +66,8 @@ def _scheduled(options: argparse.Namespace) -> Instance | None:
         return None
     try:
         name = None if options.scheduler == "auto" else options.scheduler
-        return scheduled(options.num_replicas, options.ipus_per_replica, options.timeout, name)
+        counts = (options.num_replicas, options.ipus_per_replica, options.adjacent_replicas)
+        return scheduled(*counts, timeout=options.timeout, name=name)
     except PopxlError as problem:
         raise ValueError(str(problem)) from None
 
@@ -125,10 +128,12 @@ class Launch:
             raise ValueError(
                 "there is no program to run. Write it after the options: poprun --num-instances 2 python a.py"
             )
-        if replicas % self._count:
+        self._replicas: int = replicas
+        if not self._can_be(self._count):
             raise ValueError(
                 f"--num-replicas {replicas} cannot be shared out evenly among --num-instances {self._count}; choose a "
-                "multiple of it."
+                "multiple of it, or so many instances that each gets a stage, or several, of replicas with several "
+                "devices (--ipus-per-replica)."
             )
         if not self._hosts or self._count % len(self._hosts):
             raise ValueError(
@@ -143,7 +148,6 @@ class Launch:
                 f"--only-output-from-instance {options.only_output_from_instance}: there is no such instance; their "
                 f"numbers are 0 to {self._count - 1}."
             )
-        self._replicas: int = replicas
         self._lock = threading.Lock()
 
     def become(self, instance: Instance) -> int:
@@ -179,7 +183,26 @@ class Launch:
     def _next_count(self) -> int:
         """Instance count for a restart: fewer, if permitted and divisible by replicas and machines."""
         fewer = range(self._count - 1, self._least - 1, -1)
-        return next((n for n in fewer if not self._replicas % n and not n % len(self._hosts)), self._count)
+        return next((n for n in fewer if self._can_be(n) and not n % len(self._hosts)), self._count)
+
+    def _can_be(self, count: int) -> bool:
+        """Whether so many instances can get equal shares."""
+        try:
+            self._instance(0, count)
+        except ValidationError:
+            return False
+        return True
+
+    def _instance(self, index: int, count: int, **fields: Any) -> Instance:
+        """One of `count` instances."""
+        return Instance(
+            instance_index=index,
+            num_instances=count,
+            num_total_replicas=self._replicas,
+            num_ipus_per_replica=self._options.ipus_per_replica,
+            adjacent_replicas=self._options.adjacent_replicas,
+            **fields,
+        )
 
     def _once(self, restart: int) -> _End:
         """Start all instances and wait for their end."""
@@ -282,12 +305,10 @@ class Launch:
         """Start an instance. Returns threads that read its output."""
         share = self._count // len(self._hosts)
         host = self._hosts[index // share]
-        instance = Instance(
-            instance_index=index,
-            num_instances=self._count,
+        instance = self._instance(
+            index,
+            self._count,
             local_instance_index=index % share,
-            num_total_replicas=self._replicas,
-            num_ipus_per_replica=self._options.ipus_per_replica,
             launcher=launcher,
             host=here if _is_this_machine(host) else host,
             token=self._token,
@@ -369,7 +390,7 @@ class Launch:
 def _for_instance(instance: Instance) -> dict[str, str]:
     """Environment variables controlling an instance's execution."""
     # More than it takes: each has a thread, and those that wait for other instances leave some to say so.
-    devices = str(max(8, instance.num_local_replicas * instance.num_ipus_per_replica))
+    devices = str(max(8, instance.num_local_replicas * instance.share.stages))
     return {"PYTHONUNBUFFERED": "1", "POPXL_CPU_DEVICES": os.environ.get("POPXL_CPU_DEVICES", devices)}
 
 

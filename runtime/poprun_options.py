@@ -28,6 +28,9 @@ examples:
       If a process dies, all four start again, up to ten times. The program goes on from its last checkpoint:
       `if os.path.exists("state"): session.load_checkpoint("state")`.
 
+  poprun --host node0,node1,node2,node3 --num-instances 4 --num-replicas 8 --ipus-per-replica 4 python train.py
+      A pipeline of four stages over four machines: each process drives one stage of all eight replicas.
+
   srun --ntasks 64 poprun --num-replicas 256 python train.py
       Slurm starts 64 processes, and each becomes an instance. So do those of Open MPI (mpirun), of an indexed job of
       Kubernetes, and of a TPU pod: where neither --num-instances nor --host is given, poprun asks who has started it.
@@ -107,6 +110,15 @@ def parser() -> argparse.ArgumentParser:
         default=1,
         metavar="N",
         help="how many devices each replica has; on GPUs, instances on one machine get different ones (default: 1)",
+    )
+    add(
+        "--adjacent-replicas",
+        type=_positive,
+        default=0,
+        metavar="N",
+        help="how many replicas have their devices for a stage of a pipeline side by side. With 1, an instance gets "
+        "whole replicas if it can; with all, a stage, or several, of all (default: 1 if instances can get whole "
+        "replicas, else all)",
     )
     add(
         "--host",

@@ -21,7 +21,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 
@@ -30,6 +30,9 @@ from popxl.base.log import Logger
 from popxl.errors import PopxlError, PopxlRuntimeError
 from runtime.jax_private import HAS_TPUS, exchange_on, service
 from runtime.schedulers import Service
+
+if TYPE_CHECKING:
+    from popxl.ir import Ir
 
 _log = Logger("session")
 
@@ -164,7 +167,7 @@ def join() -> None:
 
 def _connect(instance: Instance, coordinator: str, own: str, timeout: int) -> None:
     """Connect instances by `jax.distributed`; instance 0 serves the coordinator's address."""
-    devices = instance.num_local_replicas * instance.num_ipus_per_replica
+    devices = instance.num_local_replicas * instance.share.stages
     first = instance.local_instance_index * devices
     # JAX would hold SIGTERM back, and the process could not be stopped.
     jax.config.update("jax_enable_preemption_service", False)
@@ -272,18 +275,16 @@ class KeyValueStore:
 # Replicas of a program over processes --------------------------------------------------------------------------------
 
 
-def spans(instance_replicas: int, replicas: int) -> bool:
-    """Whether a program's replicas span several instances.
-
-    Args:
-        instance_replicas: number of replicas of this process, as the program says.
-        replicas: number of replicas, over all processes.
+def spans(ir: Ir) -> bool:
+    """Whether a program's replicas, or their stages, span several instances.
 
     Raises:
         PopxlError: if the launcher has counted otherwise.
     """
-    instance = launched()
-    if instance is None or instance.num_instances == 1 or replicas == instance_replicas:
+    instance, instance_replicas, replicas = launched(), ir.instance_replication_factor, ir.replication_factor
+    if instance is None or instance.num_instances == 1 or not ir.options.enableDistributedReplicatedGraphs:
+        return False
+    if replicas == instance_replicas and instance.has_whole_replicas:
         return False
     if (instance_replicas, replicas) != (instance.num_local_replicas, instance.num_total_replicas):
         raise PopxlError(
@@ -292,6 +293,17 @@ def spans(instance_replicas: int, replicas: int) -> bool:
             "`popxl.Ir(replication='popdist')`, and give `poprun --num-replicas` the number that you want."
         )
     return True
+
+
+def check_stages(ipus: int) -> None:
+    """Raise `PopxlError` unless a program that instances share by stages uses as many IPUs as the launcher said."""
+    instance = launched()
+    if instance is not None and not instance.has_whole_replicas and ipus != instance.num_ipus_per_replica:
+        raise PopxlError(
+            f"Session: each of the {instance.num_instances} instances drives some stages of its replicas, and `poprun` "
+            f"was told of {instance.num_ipus_per_replica} devices a replica; the program uses {ipus} IPUs. Give "
+            f"`poprun --ipus-per-replica {ipus}`."
+        )
 
 
 def devices_of_all(own: Sequence[jax.Device], count: int, best: int) -> list[jax.Device]:

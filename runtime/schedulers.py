@@ -12,6 +12,8 @@ import os
 import threading
 from typing import Any
 
+from pydantic import ValidationError
+
 from popxl.base.distributed import Instance, launched
 from popxl.errors import PopxlError, PopxlRuntimeError
 from runtime.jax_private import schedulers
@@ -33,13 +35,18 @@ TIMEOUT = 300.0
 
 
 def scheduled(
-    num_replicas: int | None = None, ipus_per_replica: int = 1, timeout: float = TIMEOUT, name: str | None = None
+    num_replicas: int | None = None,
+    ipus_per_replica: int = 1,
+    adjacent_replicas: int = 0,
+    timeout: float = TIMEOUT,
+    name: str | None = None,
 ) -> Instance | None:
     """Instance description from a scheduler; `None` without a scheduler, or for a single process.
 
     Args:
         num_replicas: how many replicas all processes drive together; by default one each.
         ipus_per_replica: how many devices each replica has.
+        adjacent_replicas: how many replicas have their devices for a stage side by side; 0 leaves it to the counts.
         timeout: for how many seconds processes wait for each other.
         name: which scheduler; by default what `POPDIST_SCHEDULER` says, or the first that is there.
 
@@ -63,20 +70,22 @@ def scheduled(
             f"Set {SCHEDULER}=none if it is alone."
         ) from problem
     replicas = count if num_replicas is None else num_replicas
-    if replicas % count:
+    try:
+        return Instance(
+            instance_index=index,
+            num_instances=count,
+            local_instance_index=local,
+            num_total_replicas=replicas,
+            num_ipus_per_replica=ipus_per_replica,
+            adjacent_replicas=adjacent_replicas,
+            coordinator=address,
+            host=address.rpartition(":")[0],
+            timeout=timeout,
+        )
+    except ValidationError:
         raise ValueError(
             f"popdist: {replicas} replicas cannot be shared out evenly among the {count} processes of {name}."
-        )
-    return Instance(
-        instance_index=index,
-        num_instances=count,
-        local_instance_index=local,
-        num_total_replicas=replicas,
-        num_ipus_per_replica=ipus_per_replica,
-        coordinator=address,
-        host=address.rpartition(":")[0],
-        timeout=timeout,
-    )
+        ) from None
 
 
 def _present(wanted: str) -> str | None:

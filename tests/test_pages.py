@@ -79,7 +79,7 @@ def test_there_are_programs() -> None:
         "memory": 5,
         "popxl-programs": 1,
         "pytorch": 3,
-        "scaling": 7,
+        "scaling": 8,
     }
 
 

@@ -1,14 +1,15 @@
 """What the launcher `poprun`, or a scheduler, tells each process: how many instances there are, and which one this is.
 
 An *instance* is one process of a program that several run together. Each builds the same program and drives its share
-of the replicas, which are numbered through: those of the first instance come first. Nothing is connected here; see
-`runtime.processes`.
+of the replicas, which are numbered through: those of the first instance come first. Where replicas have several devices
+each, the stages of a pipeline, an instance may drive some stages of its replicas, and others the rest: see `Share`.
+Nothing is connected here; see `runtime.processes`.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Self
+from typing import NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -19,6 +20,56 @@ LOOPBACK = "127.0.0.1"
 
 PREFIX = "POPDIST_"
 """What the names of the environment variables begin with; the rest is the name of the field, in capitals."""
+
+
+class Share(NamedTuple):
+    """Part of a program that one of several processes drives: consecutive replicas, and consecutive stages of these.
+
+    The devices of all processes are numbered through, those of the first process first. `adjacent` replicas have their
+    devices for one stage next to each other; then come their devices for the next stage, and after the last stage the
+    next replicas. So with 1 each replica has its stages side by side, and with all replicas each stage has all of its
+    own.
+
+    Attributes:
+        first_replica, replicas: the first of its replicas, and how many they are.
+        first_stage, stages: the first of its stages, and how many they are.
+
+    Example:
+        >>> Share.of(3, 4, replicas=2, stages=4, adjacent=2)  # a stage of both replicas
+        Share(first_replica=0, replicas=2, first_stage=3, stages=1)
+        >>> Share.of(3, 4, replicas=4, stages=2, adjacent=4)  # two replicas of a stage
+        Share(first_replica=2, replicas=2, first_stage=1, stages=1)
+    """
+
+    first_replica: int
+    replicas: int
+    first_stage: int
+    stages: int
+
+    @classmethod
+    def of(cls, index: int, count: int, replicas: int, stages: int, adjacent: int) -> Share:
+        """Share of process `index` among `count`.
+
+        Raises:
+            ValueError: if they cannot get equal shares.
+        """
+        if adjacent == 1 and not replicas % count:  # whole replicas, however many devices each takes
+            return cls(index * (replicas // count), replicas // count, 0, stages)
+        devices, left = divmod(replicas * stages, count)
+        rows, loose = divmod(devices, adjacent)  # of replicas that are adjacent
+        if left or replicas % adjacent or not devices:
+            fits = False
+        elif rows == 0:
+            fits = not adjacent % devices
+        else:
+            fits = not loose and not (stages % rows if rows <= stages else rows % stages)
+        if not fits:
+            of_stages = f" of {stages} stages" if stages > 1 else ""
+            raise ValueError(f"{replicas} replicas{of_stages} cannot be shared out evenly among {count} instances")
+        row, first = divmod(index * devices, adjacent)
+        block, stage = divmod(row, stages)
+        own = devices if rows == 0 else adjacent * max(1, rows // stages)
+        return cls(block * adjacent + first, own, stage, min(max(1, rows), stages))
 
 
 class Instance(BaseModel):
@@ -37,6 +88,9 @@ class Instance(BaseModel):
     local_instance_index: int = Field(default=0, ge=0, description="Its number among those on the same machine.")
     num_total_replicas: int = Field(default=1, ge=1, description="How many replicas all instances drive together.")
     num_ipus_per_replica: int = Field(default=1, ge=1, description="How many devices each replica has.")
+    adjacent_replicas: int = Field(
+        default=0, ge=0, description="How many replicas have their devices for a stage side by side: see `Share`."
+    )
     launcher: str = Field(default="", description="Where the launcher listens: `host:port`.")
     token: str = Field(default="", repr=False, description="A secret, by which the launcher knows its instances.")
     host: str = Field(default="localhost", description="A name of this machine that all instances know.")
@@ -47,10 +101,7 @@ class Instance(BaseModel):
     def _counts_fit(self) -> Self:
         if self.instance_index >= self.num_instances:
             raise ValueError(f"there is no instance {self.instance_index} among {self.num_instances}")
-        if self.num_total_replicas % self.num_instances:
-            raise ValueError(
-                f"{self.num_total_replicas} replicas cannot be shared out evenly among {self.num_instances} instances"
-            )
+        _ = self.share
         return self
 
     @property
@@ -59,14 +110,32 @@ class Instance(BaseModel):
         return self.host in (LOOPBACK, "localhost")
 
     @property
+    def adjacent(self) -> int:
+        """How many replicas have their devices for a stage side by side; by default 1 if the instances can get whole
+        replicas, else all."""
+        whole = self.num_total_replicas % self.num_instances == 0
+        return self.adjacent_replicas or (1 if whole else self.num_total_replicas)
+
+    @property
+    def share(self) -> Share:
+        """What this instance drives."""
+        counts = (self.num_total_replicas, self.num_ipus_per_replica, self.adjacent)
+        return Share.of(self.instance_index, self.num_instances, *counts)
+
+    @property
+    def has_whole_replicas(self) -> bool:
+        """Whether this instance drives all stages of its replicas."""
+        return self.share.stages == self.num_ipus_per_replica
+
+    @property
     def num_local_replicas(self) -> int:
-        """How many replicas this instance drives."""
-        return self.num_total_replicas // self.num_instances
+        """How many replicas this instance drives, or has stages of."""
+        return self.share.replicas
 
     @property
     def replica_offset(self) -> int:
         """Global number of the first local replica."""
-        return self.instance_index * self.num_local_replicas
+        return self.share.first_replica
 
     def environment(self) -> dict[str, str]:
         """Environment variables that describe this instance to a process."""

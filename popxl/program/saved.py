@@ -116,7 +116,7 @@ class SavedProgram(SavedRecord, Stamp):
     counters: dict[str, int]
     graphs: list[SavedGraph]
     buffers: list[SavedBuffer] = []
-    axes: dict[str, int] = {}
+    axes: dict[str, int | Literal["ipus"]] = {}
 
 
 def safetensors_library() -> Any:

@@ -91,7 +91,7 @@ class _Writer:
             popxl=VERSION,
             options=ir.options,
             num_host_transfers=ir.num_host_transfers,
-            axes=ir.axes,
+            axes={} if ir.named_axes is None else ir.named_axes.mapping,
             stream_transfers=dict(sorted(ir.stream_transfers.items())),
             counters=ir.counters,
             graphs=[self.graph(graph) for graph in ir.graphs],

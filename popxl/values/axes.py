@@ -10,9 +10,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, Final, Literal
 
 from popxl.values.shapes import integer
+
+IPUS: Final = "ipus"
+"""In place of the size of an axis: along it lie the IPUs of a replica."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,7 @@ class Axes:
 
     Attributes:
         sizes: the name of each axis, and how many replicas there are along it.
+        ipus: the name of the axis of the IPUs of a replica, if it has a place among these, and how many are before it.
 
     Example:
         >>> axes = Axes.from_mapping({"data": 2, "tensor": 3})
@@ -29,6 +33,7 @@ class Axes:
     """
 
     sizes: tuple[tuple[str, int], ...]
+    ipus: tuple[str, int] | None = None
 
     @classmethod
     def from_mapping(cls, sizes: Any) -> Axes:
@@ -36,27 +41,50 @@ class Axes:
 
         Raises:
             TypeError: if it is no mapping of names to integers.
-            ValueError: if a name is empty or no word, or a size is below 1.
+            ValueError: if a name is empty or no word, a size is below 1, or two axes are of the IPUs.
         """
         if not isinstance(sizes, Mapping):
             raise TypeError(
                 f"Ir: `axes` must be a dictionary such as {{'data': 16, 'tensor': 8}}; got {sizes!r} "
                 f"({type(sizes).__name__})."
             )
-        found = []
+        found: list[tuple[str, int]] = []
+        ipus = None
         for name, size in sizes.items():
             if not isinstance(name, str):
                 raise TypeError(f"Ir: `axes` must have names for keys; got {name!r} ({type(name).__name__}).")
             if not name.isidentifier():
                 raise ValueError(f"Ir: an axis is called {name!r}; expected a word of letters, digits and underscores.")
+            if isinstance(size, str) and size == IPUS:
+                if ipus is not None:
+                    raise ValueError(
+                        f"Ir: the axes {ipus[0]!r} and {name!r} are both of the IPUs; expected one at most."
+                    )
+                ipus = name, len(found)
+                continue
             count = integer(size, f"Ir: the size of the axis {name!r}")
             if count < 1:
                 raise ValueError(f"Ir: the axis {name!r} has the size {count}; expected 1 or more.")
             found.append((name, count))
-        return cls(tuple(found))
+        return cls(tuple(found), ipus)
 
     def __str__(self) -> str:
         return " × ".join(f"{name} {size}" for name, size in self.sizes)
+
+    @property
+    def mapping(self) -> dict[str, int | Literal["ipus"]]:
+        """What `from_mapping` makes these of."""
+        sizes: list[tuple[str, int | Literal["ipus"]]] = [*self.sizes]
+        if self.ipus is not None:
+            name, before = self.ipus
+            sizes.insert(before, (name, IPUS))
+        return dict(sizes)
+
+    @property
+    def adjacent(self) -> int | None:
+        """How many replicas stand between an IPU of a replica and its next one, itself included; `None` if the IPUs
+        have no place among the axes."""
+        return None if self.ipus is None else math.prod(size for _, size in self.sizes[self.ipus[1] :])
 
     @property
     def count(self) -> int:

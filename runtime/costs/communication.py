@@ -19,7 +19,7 @@ from popxl.analysis.communication import COPY, Communication, communication_of
 from popxl.base.pages import OnPage, Page, Table, bytes_text
 from popxl.base.records import Record
 from popxl.ir import Ir
-from runtime.costs.cost import account_of_program, copies_of
+from runtime.costs.cost import account_of_program, check_whole, copies_of
 from runtime.program.compiled import CompiledProgram
 
 Verdict = Literal["the same", "merged", "as all-reduce", "not all needed", "added first", "differs"]
@@ -132,6 +132,7 @@ def _repeated_text(exchange: Exchange) -> str:
 
 def communication_of_program(ir: Ir, program: CompiledProgram) -> CommunicationReport:
     """Compare a compiled program's traffic with its Ir. See `Session.communication`."""
+    check_whole(program, "communication")
     said, count = communication_of(ir), program.layout.replicas.count
     copied = _copied(said, program)
     if program.layout.replicas.mesh is None:

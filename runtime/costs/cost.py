@@ -247,6 +247,7 @@ class Cost(OnPage, Record):
 
 def cost_of(program: CompiledProgram) -> Cost:
     """Compute a compiled program's cost. See `Session.cost`."""
+    check_whole(program, "cost")
     account, parts, modules = _accounts(program)
     figures = chip_of(program)
     host = _host_traffic(program)
@@ -478,6 +479,15 @@ def copies_of(program: CompiledProgram) -> Timing:
     return _timing(program, None, lambda each: 0.0)
 
 
+def check_whole(program: CompiledProgram, what: str) -> None:
+    """Raise `NotImplementedError` for a program some of whose stages other processes have compiled."""
+    if program.layout.stages is not None:
+        raise NotImplementedError(
+            f"Session.{what}: this process has compiled the IPUs {program.layout.own_ipus} of the program only, and "
+            "other processes the others. Ask a session for a target that is not here, or one of a single process."
+        )
+
+
 def _timing(program: CompiledProgram, figures: Chip | None, seconds: Callable[[Structure], float]) -> Timing:
     """Timing of the IPUs of a program, if each IPU is a separate device."""
     layout = program.layout
@@ -492,8 +502,10 @@ def _copying(program: CompiledProgram, figures: Chip | None) -> Callable[[int], 
     """Seconds of a copy between the IPUs of a replica: over the slowest wires that any of these use."""
     if figures is None:
         return lambda nbytes: 0.0
-    places = places_of(figures, program.layout.destination.devices)
-    spans = spans_of(figures, places[: len(program.layout.ipus)], places) or (LinkSpan(figures.levels[0], 2),)
+    devices = program.layout.destination.devices
+    places = dict(zip(devices, places_of(figures, devices), strict=True))
+    of_one = [places[terms.replicas.devices[0]] for terms in program.layout.terms.values()]
+    spans = spans_of(figures, of_one, [*places.values()]) or (LinkSpan(figures.levels[0], 2),)
     return lambda nbytes: collective_time(figures, "collective-permute", nbytes, spans).seconds
 
 

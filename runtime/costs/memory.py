@@ -24,19 +24,19 @@ from runtime.program.layout import Layout
 
 def memory_of_program(ir: Ir, program: CompiledProgram) -> Memory:
     """Memory required by a compiled program. See `Session.memory`."""
-    parts = {ipu: _of_ipu(ir, program, ipu) for ipu in program.layout.ipus}
-    per_replica = [*parts.values()]
+    layout = program.layout
+    parts = {ipu: _of_ipu(ir, program, ipu) for ipu in layout.own_ipus}
+    ipus = {device: ipu for ipu in parts for device in layout.terms[ipu].replicas.devices}
     devices = tuple(
-        per_replica[i % len(per_replica)].model_copy(update={"name": str(device)})
-        for i, device in enumerate(program.layout.devices)
+        parts[ipus[device]].model_copy(update={"name": str(device)}) for device in layout.devices if device in ipus
     )
     fullest = max(parts, key=lambda ipu: parts[ipu].device)
     moments, tensors = _steps(ir, program, fullest)
-    buffers = sum(bytes for bytes, is_on_host in program.layout.bytes_of_buffers().values() if is_on_host)
+    buffers = sum(bytes for bytes, is_on_host in layout.bytes_of_buffers().values() if is_on_host)
     analyses = [executable.memory_analysis() for executable in program.executables()]
     return Memory(
         **parts[fullest].model_dump(exclude={"name", "device"}),
-        name=f"{ir!r}, on each device" if len(program.layout.devices) > 1 else repr(ir),
+        name=f"{ir!r}, on each device" if len(layout.devices) > 1 else repr(ir),
         source="pieces" if isinstance(program.executable, Plan) else "program",
         devices=devices,
         buffers_on_host=buffers,

@@ -55,8 +55,7 @@ class About(BaseModel):
 
 def write(path: str | os.PathLike[str], ir: Ir, program: CompiledProgram) -> None:
     """Write a compiled program to a file; see `Session.save`."""
-    replicas = program.layout.replicas
-    if replicas.local_count < replicas.count:
+    if program.layout.divided is not None:
         raise PopxlError(
             "Session.save: the program runs over several processes, and what is compiled for all of them cannot be "
             "kept. Save its Ir, with `ir.save`."

@@ -7,9 +7,12 @@ A single replica exchanges nothing. Members are in replica order, and floats are
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
 from itertools import chain
+from operator import add
 from typing import Literal
 
+import jax.numpy as jnp
 from jax import lax
 
 from popxl.base.arrays import Array
@@ -18,8 +21,9 @@ from popxl.core.recording import Op
 from popxl.errors import PopxlError, PopxlInternalError
 from popxl.ops.collectives.collectives import OP_MAP
 from popxl.ops.collectives.exchanging import CollectiveBackend
-from popxl.ops.collectives.group import Group
-from runtime.targets.replicas import AXIS, Replicas
+from popxl.ops.collectives.group import Group, chunk_size
+from runtime.noinline import noinline
+from runtime.targets.replicas import AXIS, DividedReplicas, Replicas
 
 
 def group_of(replicas: Replicas, stride: int, size: int) -> Group:
@@ -37,7 +41,8 @@ def group_of(replicas: Replicas, stride: int, size: int) -> Group:
         return _SingletonGroup(replicas.count, stride, size)
     if replicas.mesh is None:
         return _VmappedGroup(replicas.count, stride, size)
-    return _MeshGroup(replicas, stride, size)
+    is_ordered = isinstance(replicas, DividedReplicas) and replicas.is_cpu
+    return (_OrderedMeshGroup if is_ordered else _MeshGroup)(replicas, stride, size)
 
 
 class _SingletonGroup(Group):
@@ -121,6 +126,37 @@ class _MeshGroup(CollectiveBackend):
         groups = self._groups or [list(range(self.size))]  # along some dimensions of the mesh, all groups do the same
         pairs = [(group[i - distance % self.size], member) for group in groups for i, member in enumerate(group)]
         return lax.ppermute(t, self._along, pairs)
+
+
+class _OrderedMeshGroup(_MeshGroup):
+    """A group of CPU devices of several processes, with the sums of one process, bit for bit.
+
+    Within a process, XLA for CPUs adds what members have to zero, in their order. Between processes it adds along a
+    ring, from another member on for each part. So here each member gets its part of what the others have, and adds that
+    itself. As many bytes are sent. XLA does not fuse any of it with the ops around, which it would round otherwise.
+    """
+
+    def summed(self, t: Array) -> Array:
+        return noinline(self._summed)(t) if jnp.issubdtype(t.dtype, jnp.inexact) else super().summed(t)
+
+    def scattered(self, rows: Array) -> Array:
+        is_rounded = jnp.issubdtype(rows.dtype, jnp.inexact)
+        return noinline(self._scattered)(rows) if is_rounded else super().scattered(rows)
+
+    def _summed(self, t: Array) -> Array:
+        if self.size == 2:
+            return _added_to_zero(super().summed(t))
+        own = self._scattered(self.chunks(t, chunk_size(t.size, self.size)))
+        return self.members(own).reshape(-1)[: t.size].reshape(t.shape)
+
+    def _scattered(self, rows: Array) -> Array:
+        of_members = self.exchanged(rows).reshape(self.size, -1, *rows.shape[1:])
+        return _added_to_zero(reduce(add, of_members))
+
+
+def _added_to_zero(total: Array) -> Array:
+    """A sum to which zero was added first: it is never -0."""
+    return jnp.where(total == 0, jnp.zeros_like(total), total)
 
 
 def devices_meet(ops: Iterable[Op], replicas: Replicas) -> bool:

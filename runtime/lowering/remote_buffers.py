@@ -336,13 +336,6 @@ def fill_buffer(
     return replicas.transfer(whole, where)
 
 
-def variable_rows(
-    buffer: RemoteBuffer, variables: Iterable[Variable], replicas: Replicas, array: Array
-) -> dict[Variable, np.ndarray]:
-    """Per variable in a buffer, its replicas' values as rows."""
-    return rows_of_slots(buffer, variables, replicas.fetched(array), replicas.count)
-
-
 def rows_of_slots(
     buffer: RemoteBuffer, variables: Iterable[Variable], slots: np.ndarray, count: int = 1
 ) -> dict[Variable, np.ndarray]:

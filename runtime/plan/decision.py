@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from popxl.base.trampoline import run_trampoline
 from popxl.core.tensor import Tensor
+from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.options import SessionOptions
 from runtime.plan.choice import REPEATED, SMALLEST, SegmentationPolicy
@@ -182,11 +183,20 @@ def _placement(
     main: Graph, options: SessionOptions, destination: Destination, changed: Sequence[Tensor], smallest: int | None
 ) -> tuple[IpuPlacement | None, str]:
     """IPU placement, if each IPU is a separate device; plus a sentence explaining why or why not."""
-    count, found = destination.replicas.count, len(destination.devices)
+    count, found = destination.count, len(destination.devices)
     places = IpuPlacement(main, count)
     needed = len(places.ipus) * count
     if len(places.ipus) <= 1:
         return None, ""
+    shown = ", ".join(map(str, places.ipus))
+    placed = f"Ops are on the IPUs {shown}, and each of these is a device of its own."
+    if found >= needed and destination.has_parts_elsewhere(len(places.ipus)):
+        if options.placement == "one":
+            raise PopxlError(
+                "Session: `ir.options.placement` is 'one', and each process drives some of the IPUs of its replicas. "
+                "Set it to 'auto', or start so many instances that each gets whole replicas."
+            )
+        return places, placed
     if options.placement == "one":
         why = "`ir.options.placement` says so"
     elif found < needed:
@@ -194,8 +204,7 @@ def _placement(
     elif options.placement == "auto" and destination.platform == "cpu" and not _pays(main, changed, smallest, places):
         why = "there is so little work that a CPU would take longer to share it out than to do it"
     else:
-        shown = ", ".join(map(str, places.ipus))
-        return places, f"Ops are on the IPUs {shown}, and each of these is a device of its own."
+        return places, placed
     return None, f" The {len(places.ipus)} IPUs of a replica are all on one device: {why}."
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,10 +27,12 @@ from runtime.compile_pool import CompilePool
 from runtime.lowering.channels import FAILURE, Channel, Channels, Failure
 from runtime.lowering.environment import no_value
 from runtime.plan.planning import LiveRange, PlanBuilder
-from runtime.plan.segments import Array, Run, Segment
+from runtime.plan.segments import Array, Run, Segment, described_state
+from runtime.plan.stages import stages_of
 from runtime.plan.structure import Structure
 from runtime.plan.terms import CompileOptions
 from runtime.progress import Watch
+from runtime.targets.destination import HOST
 from runtime.timeline import Recorder
 
 
@@ -57,6 +59,16 @@ def compile_all(pieces: Sequence[Segment], terms_at: Mapping[int, CompileOptions
         piece.take(executable)
 
 
+def _check_shared(shared: Collection[Channel], terms_at: Mapping[int, CompileOptions]) -> None:
+    """Raise `NotImplementedError` for a buffer in host memory that stages of several processes use."""
+    buffers = [c for c in shared if isinstance(c, RemoteBuffer)]
+    if buffers and any(terms.slots.memory_kind == HOST for terms in terms_at.values()):
+        raise NotImplementedError(
+            f"Session: ops on several IPUs use {buffers[0]!r}, which is in the memory of one host, and the IPUs are of "
+            "several processes. Give each stage a buffer of its own; or set `ir.options.remoteBuffers = 'device'`."
+        )
+
+
 class Plan:
     """Host-executed program: `(changing, constant, feeds) -> (changing, fetches)`.
 
@@ -72,7 +84,7 @@ class Plan:
         terms_at: what to compile for, by the places.
         ends: for each place with streams two compiled JAX functions: what makes the first state of its channels of the
             feeds, where `None` in place of the transfers of a feed means the feed itself; and what makes the fetches of
-            the last state.
+            the last state. The first one is `None` where the place is another process's.
         watch: is told what is being compiled.
 
     Attributes:
@@ -101,6 +113,7 @@ class Plan:
         self._channels = channels
         self._where = {c: place for place, cs in channels.items() for c in cs} | dict(buffers)
         self._terms_at = terms_at
+        self._stages = stages_of(terms_at)
         self._ends = ends
         known = {*self._variables, *steps.changed}
         for step in steps.steps:
@@ -113,6 +126,8 @@ class Plan:
             for c in piece.channels:
                 users[c].add(piece.place)
         self._shared = {c for c, places in users.items() if len(places) > 1 and c is not FAILURE}
+        if self._stages is not None:
+            _check_shared(self._shared, terms_at)
         for piece in self.segments:
             piece.shared = tuple(c for c in piece.channels if c in self._shared)
         steps.prepare(terms_at, next(iter(terms_at)))
@@ -120,7 +135,7 @@ class Plan:
             step.prepare(terms_at)
         fresh: dict[Structure, Segment] = {}
         for piece in self.segments:
-            if piece.structure.executable is None:
+            if piece.structure.executable is None and not terms_at[piece.place].destination.is_elsewhere:
                 fresh.setdefault(piece.structure, piece)
         compile_all(tuple(fresh.values()), terms_at, watch)
 
@@ -135,7 +150,7 @@ class Plan:
         count = len(self.changed)
         values = dict(zip(self._variables, (*changing[:count], *constant), strict=True))
         channels: dict[int, Channels] = {}
-        run = Run(self._terms_at, self._where, channels, recorder)
+        run = Run(self._terms_at, self._where, channels, recorder, self._stages)
         given: dict[Channel, Array] = dict(zip(self._inputs, feeds, strict=True))
         for place in self._terms_at:
             channels[place] = Channels(self._initial_channels(place, given, run))
@@ -154,6 +169,8 @@ class Plan:
             return {}
         here = self._channels[place]
         begin, _ = self._ends[place]
+        if begin is None:
+            return {c: described_state(c, self._terms_at[place]) for c in here}
         states = run.call(begin, lambda: "feeds", tuple(given[c] for c in here if c in given))
         return {
             c: (self._fed(given[c], place) if array is None else array, position)
@@ -170,8 +187,8 @@ class Plan:
         failures: list[Array] = []
         for place, (_, end) in self._ends.items():
             here = [c for c in self._channels[place] if not isinstance(c, HostToDeviceStream)]
-            channels = run.channels(place, self._shared.intersection(here))
-            found = run.call(end, lambda: "fetches", [channels.transfers(c) for c in here])
+            channels = run.channels(place, [c for c in here if c in self._shared])
+            found = run.call(end, lambda: "fetches", [run.own_copy(channels.transfers(c)) for c in here])
             streams = [c for c in here if c is not FAILURE]
             fetches |= zip(streams, found[: len(streams)], strict=True)
             failures += found[len(streams) :]
@@ -193,8 +210,9 @@ class Plan:
 
     @property
     def structures(self) -> tuple[Structure, ...]:
-        """Distinct structures of the segments."""
-        return tuple(dict.fromkeys(piece.structure for piece in self.segments))
+        """Distinct structures of the segments that this process runs."""
+        own = (piece for piece in self.segments if not self._terms_at[piece.place].destination.is_elsewhere)
+        return tuple(dict.fromkeys(piece.structure for piece in own))
 
     def text(self) -> str:
         """Compiled text of each distinct segment."""

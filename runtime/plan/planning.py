@@ -363,7 +363,8 @@ class PlanBuilder:
         for step in self.steps:
             made = {t: copies * t.nelms * t.dtype.itemsize for t in step.makes if t not in step.reads}
             if isinstance(step, Segment):
-                needed = step.structure.executable.memory_analysis().temp_size_in_bytes
+                executable = step.structure.executable  # `None` where another process runs it
+                needed = 0 if executable is None else executable.memory_analysis().temp_size_in_bytes
                 curve.append((step, bytes_on(step.place), sum(made.values()) + needed))
             else:  # what an entry makes, its steps make
                 for way in step.ways:

@@ -29,6 +29,7 @@ from runtime.lowering.channels import Channel, Channels, Failure, channels_of_op
 from runtime.lowering.collectives import devices_meet
 from runtime.lowering.lower import Lowering
 from runtime.lowering.platform_hooks import CollectiveLock, hooks_for
+from runtime.plan.stages import Stages, call_now
 from runtime.plan.structure import Structure, structure_of
 from runtime.plan.terms import CompileOptions
 from runtime.targets.destination import HOST
@@ -49,6 +50,7 @@ class Run:
         where: the place of each stream and buffer.
         channels: by their places.
         recorder: calls executables, and copies, in place of the steps.
+        stages: the stages of the program, if some are other processes'.
     """
 
     def __init__(
@@ -57,11 +59,13 @@ class Run:
         where: Mapping[Channel, int],
         channels: Mapping[int, Channels],
         recorder: Recorder | None,
+        stages: Stages | None,
     ) -> None:
         self._terms_at = terms_at
         self._where = dict(where)
         self._channels = channels
         self._recorder = recorder
+        self._stages = stages
 
     def call(
         self, executable: Any, name: Callable[[], str], *arguments: Any, lock: CollectiveLock | None = None
@@ -69,13 +73,19 @@ class Run:
         """Call an executable, holding `lock` if given."""
         if self._recorder is not None:
             executable = partial(self._recorder, name(), executable)
-        return executable(*arguments) if lock is None else lock.run_exclusive(executable, *arguments)
+        return call_now(executable, name, *arguments, lock=lock)
 
     def copy_to_ipu(self, array: Array, place: int) -> Array:
         """Copy an array to another IPU."""
         return self._copy(array, self._terms_at[place].replicas.sharding())
 
+    def own_copy(self, array: Array) -> Array:
+        """An array as it is on devices of this process, which may have none of its IPU."""
+        return array if self._stages is None else self._stages.own_copy(array, self.call)
+
     def _copy(self, array: Array, sharding: Any) -> Array:
+        if self._stages is not None:
+            return self._stages.copy(array, sharding, self.call)
         return copied(array, sharding) if self._recorder is None else self._recorder.copy(array, sharding)
 
     def number(self, value: Any, place: int) -> Array:
@@ -123,6 +133,15 @@ class Step:
         """Copy values needed on other IPUs."""
         for t, place in self.fetches:
             values[t, place] = run.copy_to_ipu(values[t], place)
+
+
+def described_state(channel: Stream | Failure, terms: CompileOptions) -> tuple[Any, Any]:
+    """Types of a stream's transfers, or of the failure flag, and of the index of the next transfer."""
+    position = terms.replicas.spec((), np.dtype(np.int32))
+    if isinstance(channel, Failure):
+        return terms.replicas.spec(channel.shape, channel.start.dtype), position
+    shape = (channel.num_host_transfers, *channel.shape)
+    return terms.replicas.spec(shape, in_transit(channel.dtype)), position
 
 
 class CompiledSegment(NamedTuple):
@@ -184,6 +203,8 @@ class Segment(Step):
         self.kept = tuple(t for t in self.encoding.roots if t not in self.donated)
         self.new = tuple(t for t in self.makes if t not in self.donated)
         self._given_up, self._given = (tuple(self.keys.get(t, t) for t in ts) for ts in (self.donated, self.kept))
+        self._is_elsewhere = terms.destination.is_elsewhere
+        self._described = {t: terms.replicas.spec(t.shape, t.dtype.as_jax()) for t in self.makes}
         passed = (t for t in self.kept if isinstance(t, Constant) and t not in self.reads)
         self._constants = {t: terms.replicas.broadcast(to_device(t.data, t.dtype)) for t in passed}
         self._sent = tuple((t, place) for t, place in self.ends.items() if place != self.place)
@@ -239,31 +260,36 @@ class Segment(Step):
         return [*[None] * len(overwritten), *carried, *[None] * len(new)]
 
     def _arguments(self, terms: CompileOptions) -> tuple[Any, ...]:
-        def spec(shape: tuple[int, ...], dtype: Any) -> Any:
-            return terms.replicas.spec(shape, dtype)
-
-        def transfers(c: Stream | Failure) -> Any:
-            if isinstance(c, Failure):
-                return spec(c.shape, c.start.dtype)
-            return spec((c.num_host_transfers, *c.shape), in_transit(c.dtype))
+        def spec(t: Tensor) -> Any:
+            return terms.replicas.spec(t.shape, t.dtype.as_jax())
 
         def carried(c: Channel) -> Any:
             if isinstance(c, RemoteBuffer):
                 return remote.spec(c, terms.replicas, terms.slots)
-            return position if isinstance(c, HostToDeviceStream) else (transfers(c), position)
+            transfers, position = described_state(c, terms)
+            return position if isinstance(c, HostToDeviceStream) else (transfers, position)
 
-        position = spec((), np.dtype(np.int32))
         return (
-            [spec(t.shape, t.dtype.as_jax()) for t in self.donated],
-            [spec(t.shape, t.dtype.as_jax()) for t in self.kept],
-            [transfers(c) for c in self.feeds],
+            [spec(t) for t in self.donated],
+            [spec(t) for t in self.kept],
+            [described_state(c, terms)[0] for c in self.feeds],
             {i: carried(c) for i, c in enumerate(self.channels)},
         )
 
     def __call__(self, values: Values, run: Run) -> None:
-        """Run the ops."""
+        """Run the ops, unless another process does."""
         self.fetch(values, run)
         channels = run.channels(self.place, self.shared)
+        if self._is_elsewhere:
+            values.update(self._described)
+        else:
+            self._run_ops(values, run, channels)
+        for t, place in self._sent:
+            values[t] = run.copy_to_ipu(values[t], place)
+        for key in self.drops:
+            del values[key]
+
+    def _run_ops(self, values: Values, run: Run, channels: Channels) -> None:
         overwritten, positions, new = run.call(
             self.structure.executable,
             self._name,
@@ -276,10 +302,6 @@ class Segment(Step):
         channels.set_carried(self.channels, positions)
         values.update(zip(self.donated, overwritten, strict=True))
         values.update(zip(self.new, new, strict=True))
-        for t, place in self._sent:
-            values[t] = run.copy_to_ipu(values[t], place)
-        for key in self.drops:
-            del values[key]
 
     def _borrowed_arguments(self, values: Values) -> list[Array]:
         """Arguments read without donation; constants passed to calls are identical in all runs."""
@@ -379,7 +401,7 @@ class HostControlFlow(Step):
         """Execute the op."""
         self.fetch(values, run)
         way = self.ways[0]
-        if self.condition is not None and not np.asarray(values[self.condition]).item():
+        if self.condition is not None and not np.asarray(run.own_copy(values[self.condition])).item():
             way = self.ways[1]
         inner = way.initial_values(values)
         for turn in self.numbers:

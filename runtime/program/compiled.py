@@ -26,8 +26,8 @@ from runtime.lowering.lower import Lowering, raised_recursion_limit
 from runtime.lowering.rerolled_loops import ProgramOrder
 from runtime.plan.plan import Plan
 from runtime.plan.planning import PlanBuilder
+from runtime.plan.segments import described_state
 from runtime.plan.structure import Structure, forget
-from runtime.plan.terms import CompileOptions
 from runtime.program.laying_out import layout_for
 from runtime.program.layout import Layout
 from runtime.progress import Watch
@@ -85,7 +85,7 @@ class CompiledProgram:
     def executables(self) -> tuple[Any, ...]:
         """All distinct JAX executables of the program, in deterministic order."""
         if isinstance(self.executable, Plan):
-            ends = (executable for pair in self.ends.values() for executable in pair)
+            ends = (executable for pair in self.ends.values() for executable in pair if executable is not None)
             return (*ends, *(structure.executable for structure in self.executable.structures))
         return (self.executable,)
 
@@ -248,7 +248,7 @@ def _plan(layout: Layout, steps: PlanBuilder, known: Sequence[Any] | None, watch
     # Of several places, some may have no streams; the only one always has its ends.
     with_ends = [place for place, here in channels.items() if here or len(channels) == 1]
     if known is None:
-        ends = {place: _begin_and_end(layout, layout.terms[place], channels[place]) for place in with_ends}
+        ends = {place: _begin_and_end(layout, place, channels[place]) for place in with_ends}
         held = []
     else:
         pairs = zip(known[::2], known[1::2], strict=False)
@@ -276,12 +276,16 @@ def _adopt(layout: Layout, steps: PlanBuilder, executables: Sequence[Any]) -> li
     return [*structures]
 
 
-def _begin_and_end(layout: Layout, terms: CompileOptions, channels: Sequence[Stream | Failure]) -> tuple[Any, Any]:
+def _begin_and_end(layout: Layout, place: int, channels: Sequence[Stream | Failure]) -> tuple[Any, Any]:
     """Compile prologue and epilogue of a run: initial channel state from feeds, and fetches from final channel state.
 
     Where host arrays look like the transfers of a stream, nothing is copied: those of feeds are `None` in the first
     state, for the plan to fill in, and the others are donated.
+
+    Of an IPU of other processes there is no prologue, and the epilogue is for copies on devices of this one.
     """
+    is_elsewhere = layout.terms[place].destination.is_elsewhere
+    terms = layout.terms[layout.stages.own if is_elsewhere and layout.stages is not None else place]
     replicas = terms.replicas
 
     def is_alike(channel: Stream | Failure) -> bool:
@@ -305,11 +309,11 @@ def _begin_and_end(layout: Layout, terms: CompileOptions, channels: Sequence[Str
 
     beginning = jax.jit(begin, out_shardings=replicas.sharding())
     started = lower(lambda: terms.destination.lower(beginning, layout.feed_specs(replicas, channels)))
-    results = [
-        jax.ShapeDtypeStruct(transfers.shape, transfers.dtype, sharding=replicas.sharding())
-        for c, (transfers, _) in zip(channels, started.out_info, strict=True)
-        if not isinstance(c, HostToDeviceStream)
-    ]
+    results = [described_state(c, terms)[0] for c in channels if not isinstance(c, HostToDeviceStream)]
     ended = lower(lambda: terms.destination.lower(jax.jit(end, donate_argnums=0 if are_donated else ()), results))
+
+    def compile() -> tuple[Any, Any]:
+        return None if is_elsewhere else terms.destination.compile(started), terms.destination.compile(ended)
+
     with CompilePool(1) as pool:
-        return pool.submit(lambda: (terms.destination.compile(started), terms.destination.compile(ended))).result()
+        return pool.submit(compile).result()

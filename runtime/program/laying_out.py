@@ -7,6 +7,7 @@ from popxl.core.aliasing import reachable, used_storages, written_tensors
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.ir import Ir
+from runtime import processes
 from runtime.lowering import remote_buffers as remote
 from runtime.plan.decision import decide
 from runtime.program.layout import Layout
@@ -28,8 +29,12 @@ def layout_for(ir: Ir, device: Device, calls: str | None = None) -> Layout:
         NotImplementedError: if XLA does not compile programs for such parts of a slice.
     """
     dimensions = dimensions_of(ir, are_weighed=device.jax_devices[0].platform == "tpu")
-    destination = Destination(device.jax_devices, ir.instance_replication_factor, device.target is None, dimensions)
+    is_divided = len({each.process_index for each in device.jax_devices}) > 1 and device.target is None
+    count = ir.replication_factor if is_divided else ir.instance_replication_factor
+    destination = Destination(device.jax_devices, count, device.target is None, dimensions, ir.adjacent_replicas)
     layout = lay_out(ir, destination, calls)
+    if is_divided:
+        processes.check_stages(len(layout.terms))
     device.check_parts([terms.replicas.devices for terms in layout.terms.values()])
     return layout
 

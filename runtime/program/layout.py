@@ -28,6 +28,7 @@ from runtime.lowering.channels import FAILURE, Channel, Failure, channels_of, pr
 from runtime.lowering.collectives import devices_meet
 from runtime.plan.decision import Decision
 from runtime.plan.planning import PlanBuilder
+from runtime.plan.stages import stages_of
 from runtime.plan.terms import CompileOptions
 from runtime.program.blocks import PackedVariables, blocks_of
 from runtime.targets.destination import HOST, Destination
@@ -50,7 +51,8 @@ class Layout:
 
     Attributes:
         destination, decision: as given.
-        replicas: those that run the program.
+        stages: its stages, if some are other processes'.
+        replicas: those that run the program, on the first IPU of this process.
         divided: the same, if several processes drive them.
         main: the graph that is run.
         options: those of the Ir.
@@ -87,8 +89,6 @@ class Layout:
     ) -> None:
         main = self.main = ir.main_graph
         self.destination, self.decision = destination, decision
-        self.replicas = destination.replicas
-        self.divided = self.replicas if isinstance(self.replicas, DividedReplicas) else None
         self.options = ir.options
         channels = channels_of(main)
         self.buffers = tuple(c for c in channels if isinstance(c, RemoteBuffer))
@@ -121,6 +121,9 @@ class Layout:
         self.terms: Mapping[int, CompileOptions] = {
             ipu: CompileOptions(each, self.options, self.wide) for ipu, each in zip(ipus, destinations, strict=True)
         }
+        self.stages = stages_of(self.terms)
+        self.replicas = self.terms[ipus[0] if self.stages is None else self.stages.own].replicas
+        self.divided = self.replicas if isinstance(self.replicas, DividedReplicas) else None
         # A plan knows only one kind of arrays.
         alike = {t for t in self.read if t is self.held[t] and t.replica_grouping.num_groups == 1}
         alone = [b for b in self.constant if alike.issuperset(b.tensors) and self.calls != "dispatched"]
@@ -170,6 +173,11 @@ class Layout:
         """IPUs that are separate devices; otherwise only 0, representing all IPUs."""
         return tuple(self.terms)
 
+    @property
+    def own_ipus(self) -> tuple[int, ...]:
+        """Those of `ipus` that this process drives."""
+        return tuple(ipu for ipu, terms in self.terms.items() if not terms.destination.is_elsewhere)
+
     def ipu_of(self, thing: Variable | Stream | RemoteBuffer) -> int | None:
         """IPU number of a variable, stream or buffer; `None` unless IPUs are separate devices."""
         if len(self.terms) == 1:
@@ -180,6 +188,10 @@ class Layout:
         """Compile options at a variable's, stream's or buffer's location."""
         first = next(iter(self.terms))
         return self.terms[self.homes.get(thing, first)]
+
+    def is_elsewhere(self, thing: Tensor | Channel) -> bool:
+        """Whether a variable, stream or buffer is on an IPU of other processes only."""
+        return self.stages is not None and self.terms_for(thing).destination.is_elsewhere
 
     def precision(self) -> AbstractContextManager[Any]:
         """Context enabling 64-bit dtypes in JAX, only for programs using them."""
@@ -233,8 +245,9 @@ class Layout:
 
     def feed_sharding(self, stream: Stream) -> Any:
         """Sharding of JAX arrays fed to a stream, for this process's replicas."""
-        replicas = self.terms_for(stream).replicas
-        return replicas.sharding(self.axis(stream)) if self.divided is None else SingleDeviceSharding(replicas.device)
+        if self.divided is not None:
+            return SingleDeviceSharding(self.divided.device)
+        return self.terms_for(stream).replicas.sharding(self.axis(stream))
 
     # Arrays of the program ------------------------------------------------------------------------------------------
 

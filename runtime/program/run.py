@@ -33,6 +33,11 @@ _KEPT_OFF: set[Runner] = set()
 """Who keeps garbage from being collected at present, in whichever threads. The last one has it collected again."""
 
 
+def _is_lost(array: Array) -> bool:
+    """Whether an array has been donated; what only other processes have is described, and cannot be."""
+    return isinstance(array, jax.Array) and array.is_deleted()
+
+
 class Runner:
     """Runner of a compiled program on its variables, reusable for any number of runs.
 
@@ -117,7 +122,7 @@ class Runner:
             else:
                 fetches = self._call_whole(changing, feeds)
         except BaseException:
-            if store.changing is changing and any(value.is_deleted() for value in changing):
+            if store.changing is changing and any(map(_is_lost, changing)):
                 store.changing = None
             raise
         return fetches
@@ -165,7 +170,9 @@ class Runner:
         """Global feed arrays of all replicas, assembled from local feeds."""
         layout = self._layout
         return tuple(
-            layout.terms_for(s).replicas.assemble_global(feed, layout.shape_of_all(s), layout.axis(s))
+            None
+            if layout.is_elsewhere(s)
+            else layout.terms_for(s).replicas.assemble_global(feed, layout.shape_of_all(s), layout.axis(s))
             for s, feed in zip(layout.fed, feeds, strict=True)
         )
 

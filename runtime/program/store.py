@@ -23,6 +23,7 @@ from runtime.program.transfers import (
     fetch_local,
     fetch_values,
     fill_buffer,
+    holder,
     put_variables,
     saved_parts,
     write_host_copies,
@@ -231,7 +232,7 @@ class VariableStore:
 
         `ValueError` if they do not lie in arrays of the same form, on the same devices.
         """
-        wanted = {_holder(mine): _holder(theirs) for mine, theirs in variables.items()}
+        wanted = {holder(mine): holder(theirs) for mine, theirs in variables.items()}
         found: dict[Slot, BorrowedArray] = {}
         for slot, block in self._blocks().items():
             if not (mine := [t for t in block.tensors if t in wanted]):
@@ -338,8 +339,3 @@ class VariableStore:
                 held[number] = array
         self.changing = None if changing is None else tuple(changing)
         self.constant = None if constant is None else tuple(constant)
-
-
-def _holder(v: Variable) -> Tensor:
-    """Tensor representing a variable on the device: the variable, or its shard."""
-    return v if v.piece is None else v.piece

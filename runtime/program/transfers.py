@@ -29,12 +29,20 @@ Given = Mapping[Variable, Callable[[int, int], np.ndarray]]
 HostValue = tuple[Variable, np.ndarray, np.ndarray | None]
 """A variable, a row for each value of its host copy, and a row for each replica if all replicas are read."""
 
+
+def holder(v: Variable) -> Tensor:
+    """Tensor representing a variable on the device: the variable, or its shard."""
+    return v if v.piece is None else v.piece
+
+
 # To the device --------------------------------------------------------------------------------------------------------
 
 
 def put_variables(layout: Layout, block: PackedVariables, given: Given) -> Array:
     """Create the device array of a block's variables, from host copies or given values."""
     replicas = layout.terms_for(block.tensors[0]).replicas
+    if layout.is_elsewhere(block.tensors[0]):
+        return replicas.spec(block.shape, block.dtype)
     variables = [layout.held[t] for t in block.tensors]
     alike = all(_is_alike(layout, t) for t in block.tensors)
     if not alike and not layout.is_replicated(block) and replicas.mesh is not None:
@@ -56,6 +64,8 @@ def put_variables(layout: Layout, block: PackedVariables, given: Given) -> Array
 def fill_buffer(layout: Layout, buffer: RemoteBuffer, before: Array | None, given: Given) -> Array:
     """Write variables into remote buffer slots; other slots keep their contents from `before`."""
     terms = layout.terms_for(buffer)
+    if layout.is_elsewhere(buffer):
+        return remote.spec(buffer, terms.replicas, terms.slots)
     rows = {v: _rows(v, given) for v in layout.in_buffers[buffer]}
     return remote.fill_buffer(buffer, rows, terms.replicas, terms.slots, before)
 
@@ -104,15 +114,24 @@ def fetch_values(layout: Layout, changing: Sequence[Array | None]) -> list[HostV
         replicas = layout.terms_for(block.tensors[0]).replicas
         changed = [t for t in block.tensors if t in layout.changed]
         one_will_do = layout.divided is None and all((v := layout.held[t]) is t and _is_replicated(v) for t in changed)
-        array = replicas.fetched_once(value) if one_will_do else replicas.fetched(value)
+        array = replicas.fetched_once(value) if one_will_do else _fetched(layout, block.tensors[0], value)
         rows = array.reshape(replicas.count, len(block.tensors), -1)
         for t in changed:
             fetched.append(_host_value(layout, layout.held[t], rows[:, block.tensors.index(t)]))
     for (buffer, vs), slots in zip(layout.in_buffers.items(), changing[count:], strict=True):
         if vs and buffer in layout.stored_to:
-            for v, array in remote.variable_rows(buffer, vs, layout.terms_for(buffer).replicas, slots).items():
-                fetched.append(_host_value(layout, v, array))
+            rows_of = remote.rows_of_slots(buffer, vs, _fetched(layout, buffer, slots), layout.replicas.count)
+            fetched += [_host_value(layout, v, array) for v, array in rows_of.items()]
     return fetched
+
+
+def _fetched(layout: Layout, thing: Tensor | RemoteBuffer, array: Array) -> np.ndarray:
+    """Copy an array of all replicas to the host. If several processes run the program, each gets it, also of a stage of
+    others."""
+    if layout.stages is None:
+        return layout.terms_for(thing).replicas.fetched(array)
+    replicas = layout.replicas if layout.is_elsewhere(thing) else layout.terms_for(thing).replicas
+    return replicas.fetched(layout.stages.own_copy(array))
 
 
 def _is_replicated(v: Variable) -> bool:
@@ -156,7 +175,7 @@ def fetch_local(
 
     `None`, unless several processes run the program and this one alone has all that is asked for.
     """
-    if layout.divided is None:
+    if layout.divided is None or layout.stages is not None:
         return None
     first = layout.divided.own_replicas[0]
     blocks = zip(layout.changing, changing, strict=False)
@@ -200,6 +219,10 @@ def saved_parts(
     own = layout.divided.own_replicas
     parts = _parts_on_devices(layout, changing, set(variables), set(own)) if is_ahead else {}
     for v in variables:
+        buffer = v.location_info.buffer
+        if layout.is_elsewhere(holder(v) if v.piece is not None or buffer is None else buffer):
+            parts[v] = []
+            continue
         held = shard_layout(v)
         wanted = [*(held.without_room if own[0] == 0 else ())]
         if v not in parts:
@@ -229,12 +252,16 @@ def _parts_on_devices(
 
     for block, array in zip(layout.changing, changing, strict=False):
         held = {layout.held[t]: k for k, t in enumerate(block.tensors) if t in layout.changed}
+        if layout.is_elsewhere(block.tensors[0]):
+            continue
         if vs := variables & held.keys():
             parts |= {v: [] for v in vs}
             for replica, values in fetched(array, block.tensors[0], vs).items():
                 rows = values.reshape(len(block.tensors), -1)
                 add_replica(replica, {v: rows[held[v]] for v in vs})
     for (buffer, inside), array in zip(layout.in_buffers.items(), changing[count:], strict=True):
+        if layout.is_elsewhere(buffer):
+            continue
         if buffer in layout.stored_to and (vs := variables & set(inside)):
             parts |= {v: [] for v in vs}
             for replica, slots in fetched(array, buffer, vs).items():

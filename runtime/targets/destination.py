@@ -81,8 +81,10 @@ class Destination:
     Attributes:
         devices: the devices, of one platform. Of several processes, those of one after the other. The first replica of
             a process has the first of its devices; if there are too few for that, all are on the first.
-        count: how many replicas each process drives.
+        count: how many replicas there are, over all processes.
         dimensions: how the replicas stand on a mesh; by default in a row. See `runtime.targets.mesh`.
+        adjacent: how many replicas have their devices for an IPU side by side: see `popxl.base.distributed.Share`.
+        is_part: whether these are the devices of an IPU, and other processes may have those of others.
         is_here: whether the devices are there, in this process or others. If not, they are compiled for and nothing
             more, all of them by this process, whichever hosts they would be on.
 
@@ -98,11 +100,23 @@ class Destination:
     count: int = 1
     is_here: bool = True
     dimensions: tuple[Dimension, ...] = ()
+    adjacent: int = 1
+    is_part: bool = False
 
     def of_ipu(self, number: int, ipus: int) -> Destination:
-        """Compile target of IPU `number`, if each replica has `ipus` consecutive IPUs as separate devices."""
-        chosen = (device for found in self._by_process() for device in found[number::ipus][: self.count])
-        return replace(self, devices=tuple(chosen))
+        """Compile target of IPU `number`, if each replica has `ipus` IPUs as separate devices."""
+        rows = (divmod(replica, self.adjacent) for replica in range(self.count))
+        chosen = tuple(self.devices[(row * ipus + number) * self.adjacent + first] for row, first in rows)
+        return replace(self, devices=chosen, is_part=self.is_here and len(self._by_process()) > 1)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether all devices are those of other processes, which compile and run what is here for this one, too."""
+        return self.is_part and all(each.process_index != jax.process_index() for each in self.devices)
+
+    def has_parts_elsewhere(self, ipus: int) -> bool:
+        """Whether no process has all IPUs of a replica, if each replica has `ipus`."""
+        return self.is_here and any(self.of_ipu(i, ipus).is_elsewhere for i in range(ipus))
 
     def _by_process(self) -> list[list[jax.Device]]:
         if not self.is_here:
@@ -122,13 +136,14 @@ class Destination:
     @cached_property
     def replicas(self) -> Replicas:
         """Replicas of all processes, with their mesh."""
-        chosen = [found[: self.count] for found in self._by_process()]
-        devices = [device for found in chosen for device in found]
-        count = self.count * len(chosen)
-        if 1 < count <= len(devices):
+        found = [list(self.devices)] if self.is_part else self._by_process()
+        devices = [device for own in found for device in own[: self.count // len(found)]]
+        if 1 < self.count <= len(devices):
             devices = laid(devices, self.dimensions)
-        kind = DescribedReplicas if not self.is_here else Replicas if len(chosen) == 1 else DividedReplicas
-        return kind(count, devices, self.dimensions)
+        is_absent = not self.is_here or self.is_elsewhere
+        is_divided = self.is_part or len(found) > 1
+        kind = DescribedReplicas if is_absent else DividedReplicas if is_divided else Replicas
+        return kind(self.count, devices, self.dimensions)
 
     @cached_property
     def on_host(self) -> Any:

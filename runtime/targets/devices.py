@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 import jax
 
+from popxl.base.distributed import launched
 from popxl.core.aliasing import reachable
 from popxl.errors import PopxlError
 from popxl.ir import Ir
@@ -284,8 +285,7 @@ def find_device(description: str | Device | Target, ir: Ir) -> Device:
     ipus = devices_needed(ir)
     count = ir.instance_replication_factor
     best = count * len(ipus_used(ir))
-    is_divided = processes.spans(count, ir.replication_factor)
-    if is_divided:
+    if processes.spans(ir):
         found = _over_processes(description, count, ipus, best)
     else:
         processes.warn_if_forgotten()
@@ -306,8 +306,11 @@ def _resolve_device(description: str | Device | Target, count: int, ipus: int, b
 
 
 def _over_processes(description: str | Device | Target, count: int, ipus: int, best: int) -> Device:
-    """Device of a multi-process program, of which this process drives `count` replicas."""
+    """Device of a multi-process program, of which this process drives `count` replicas, or some stages of them."""
     processes.join()
+    instance = launched()
+    if instance is not None and not instance.has_whole_replicas:
+        count = best = count * instance.share.stages
     own = _resolve_device(description, count, ipus, best)
     if own.target is not None:
         raise PopxlError(

@@ -252,15 +252,17 @@ class DividedReplicas(Replicas):
     def fetched(self, array: Array) -> np.ndarray:
         """Copy an array of all replicas to every process's host; a collective operation.
 
-        It goes piece by piece, as meanwhile each device has what those of all other replicas have.
+        It goes piece by piece, as meanwhile each device has what those of all other replicas have. All devices of this
+        process are waited for: a CPU might begin the next exchange before this one, and take one for the other.
         """
+        if self.count == 1:  # its device is this process's
+            return super().fetched(array)
         size, everywhere = int(np.prod(array.shape[1:], dtype=np.int64)), self.sharding(None)
         step = max(1, min(size, _PIECE // (len(array) * array.dtype.itemsize)))
         whole = np.empty((len(array), size), array.dtype)
         for start in (min(first, size - step) for first in range(0, size, step)):
-            whole[:, start : start + step] = defer_signals(
-                partial(_slice_per_replica, array, start, step, everywhere)
-            ).addressable_data(0)
+            pieces = defer_signals(partial(_slice_per_replica, array, start, step, everywhere))
+            whole[:, start : start + step] = jax.block_until_ready(pieces).addressable_data(0)
         return whole.reshape(array.shape)
 
     def fetched_here(self, array: Array, which: Collection[int]) -> dict[int, np.ndarray]:
@@ -276,7 +278,7 @@ class DividedReplicas(Replicas):
         return processes.barrier(f"{place} after {runs} run{'s' * (runs != 1)}", payload)
 
     def assemble_global(self, array: Array, shape: tuple[int, ...], axis: int) -> Array:
-        own = array.reshape(*shape[:axis], self.local_count, *shape[axis + 1 :])
+        own = array if self.count == 1 else array.reshape(*shape[:axis], self.local_count, *shape[axis + 1 :])
         return jax.make_array_from_process_local_data(self.sharding(axis), own, shape)
 
     def local_shards(self, array: Array, shape: tuple[int, ...]) -> Array:

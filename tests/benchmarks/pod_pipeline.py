@@ -97,7 +97,7 @@ class Last(Stage):
 
 def training(options: argparse.Namespace) -> tuple[popxl.Ir, addons.PipelineSchedule]:
     """A training step: the micro-batches of a replica through all stages, and the update of each stage."""
-    ir = popxl.Ir(axes={"data": options.data, "tensor": options.tensor})
+    ir = popxl.Ir(axes={"data": options.data, "stage": "ipus", "tensor": options.tensor})
     ir.num_host_transfers = options.micro_batches
     last, each = options.stages - 1, math.ceil(options.layers / options.stages)
     counts = [min(each, options.layers - each * s) for s in range(options.stages)]

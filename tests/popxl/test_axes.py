@@ -36,6 +36,20 @@ def test_groupings_by_name_are_the_strided_ones() -> None:
         assert ir.grouping(*names).is_const
 
 
+def test_ipus_have_a_place_among_axes(tmp_path: Path) -> None:
+    """Which is no axis of replicas."""
+    ir = popxl.Ir(axes={"data": 2, "stage": "ipus", "tensor": 3})
+    assert (ir.axes, ir.replication_factor, ir.adjacent_replicas) == ({"data": 2, "tensor": 3}, 6, 3)
+    assert popxl.Ir(axes={"stage": "ipus", "data": 2, "tensor": 3}).adjacent_replicas == 6
+    assert popxl.Ir(axes={"data": 2, "stage": "ipus"}).adjacent_replicas == popxl.Ir(axes=AXES).adjacent_replicas == 1
+    ir.save(tmp_path / "program")
+    assert popxl.Ir.load(tmp_path / "program").adjacent_replicas == 3
+    with pytest.raises(ValueError, match="there is no axis 'stage'"):
+        ir.grouping("stage")
+    with pytest.raises(ValueError, match="the axes 'a' and 'b' are both of the IPUs"):
+        popxl.Ir(axes={"a": "ipus", "b": "ipus"})
+
+
 def test_axes_that_are_not_neighbours_are_for_variables_only() -> None:
     ir = popxl.Ir(axes=AXES)
     numbers = np.arange(12).reshape(2, 1, 3, 2)

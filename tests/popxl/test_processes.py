@@ -14,7 +14,7 @@ import pytest
 import popdist
 import popxl
 from popxl import ops
-from popxl.base.distributed import LOOPBACK, Instance, launched
+from popxl.base.distributed import LOOPBACK, Instance, Share, launched
 from popxl.errors import PopxlError
 from runtime.processes import held_port
 from tests.popxl.conftest import Run
@@ -110,6 +110,39 @@ def test_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (ir.replication_factor, ir.instance_replication_factor) == (12, 4)
     assert ir.options.globalReplicaOffset == 4
     assert ir.replica_grouping(stride=4).assignment == [0, 1, 2, 3] * 3
+
+
+@pytest.mark.parametrize(
+    ("instances", "replicas", "stages", "adjacent", "shares"),
+    [
+        (2, 1, 2, 1, [(0, 1, 0, 1), (0, 1, 1, 1)]),
+        (2, 2, 4, 2, [(0, 2, 0, 2), (0, 2, 2, 2)]),
+        (4, 4, 2, 4, [(0, 2, 0, 1), (2, 2, 0, 1), (0, 2, 1, 1), (2, 2, 1, 1)]),
+        (4, 4, 2, 2, [(0, 2, 0, 1), (0, 2, 1, 1), (2, 2, 0, 1), (2, 2, 1, 1)]),
+        (2, 4, 2, 2, [(0, 2, 0, 2), (2, 2, 0, 2)]),
+        (2, 4, 3, 1, [(0, 2, 0, 3), (2, 2, 0, 3)]),
+        (3, 2, 2, 2, None),
+        (8, 2, 2, 2, None),
+        (4, 2, 3, 2, None),
+        (2, 6, 1, 4, None),
+    ],
+)
+def test_shares(instances: int, replicas: int, stages: int, adjacent: int, shares: Any) -> None:
+    """The first replica, how many; the first stage, how many."""
+    if shares is None:
+        with pytest.raises(ValueError, match=f"{replicas} replicas.* cannot be shared out evenly among {instances}"):
+            Share.of(0, instances, replicas, stages, adjacent)
+    else:
+        assert [Share.of(i, instances, replicas, stages, adjacent) for i in range(instances)] == shares
+
+
+def test_stages_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, instance_index=3, num_instances=4, num_total_replicas=2, num_ipus_per_replica=4)
+    assert (popdist.getNumLocalReplicas(), popdist.getReplicaIndexOffset()) == (2, 0)
+    ir = popxl.Ir("popdist", axes={"stage": "ipus", "data": 2})
+    assert (ir.replication_factor, ir.instance_replication_factor, ir.adjacent_replicas) == (2, 2, 2)
+    with pytest.raises(PopxlError, match="by `axes`, 1 replicas .* `poprun` has laid 2. Give `poprun --adjacent-rep"):
+        popxl.Ir("popdist", axes={"data": 2, "stage": "ipus"})
 
 
 @pytest.mark.parametrize(

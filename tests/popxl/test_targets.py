@@ -38,6 +38,12 @@ def test_each_ipu_of_a_replica_has_its_device(devices: tuple[jax.Device, ...]) -
     assert destination.of_ipu(1, 3).replicas.count == 2
 
 
+def test_replicas_may_be_side_by_side(devices: tuple[jax.Device, ...]) -> None:
+    """Two have their devices for an IPU next to each other."""
+    ipus = [Destination(devices * 2, 4, adjacent=2).of_ipu(i, 3).devices for i in range(3)]
+    assert ipus == [(*devices[i : i + 2], *devices[i : i + 2]) for i in (0, 2, 4)]
+
+
 def test_what_is_compiled_for_a_device_is_made_for_all_of_its_kind(devices: tuple[jax.Device, ...]) -> None:
     made_for = Destination(devices[:1]).build_stamp
     assert made_for == Destination(devices[1:2], 2).build_stamp != Destination(devices[:2]).build_stamp

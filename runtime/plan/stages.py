@@ -1,0 +1,150 @@
+"""Stages over processes: what one process knows of arrays that are on IPUs of others, and copies between them.
+
+All processes go through the same steps in the same order, and each runs the steps of its own IPUs only. An array on
+IPUs of others is described, as a `jax.ShapeDtypeStruct` with its sharding. A copy between IPUs of different processes
+is a collective of the devices of both. As the steps are in one order, the copies are too, and no two processes wait
+for each other in different ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from popxl.base.arrays import Array
+from runtime.jax_private import copied
+from runtime.lowering.platform_hooks import CollectiveLock, hooks_for
+from runtime.plan.terms import CompileOptions
+from runtime.targets.destination import HOST
+from runtime.targets.replicas import AXIS
+
+Call = Callable[..., Any]
+"""Calls an executable: see `call_now`."""
+
+
+def call_now(executable: Any, name: Callable[[], str], *arguments: Any, lock: CollectiveLock | None = None) -> Any:
+    """Call an executable, which has a name for people, holding `lock` if given."""
+    return executable(*arguments) if lock is None else lock.run_exclusive(executable, *arguments)
+
+
+class Stages:
+    """IPUs of a program whose replicas have some IPUs in this process and some in others.
+
+    Args:
+        terms_at: what is compiled for, by the places.
+
+    Attributes:
+        own: the first place of this process.
+    """
+
+    def __init__(self, terms_at: Mapping[int, CompileOptions]) -> None:
+        self.own = next(place for place, terms in terms_at.items() if not terms.destination.is_elsewhere)
+        self._own_processes = _processes(terms_at[self.own].replicas.sharding())
+        self._firsts: dict[tuple[int, ...], Any] = {}  # for each group of processes, where its first place is
+        for terms in terms_at.values():
+            sharding = terms.replicas.sharding()
+            self._firsts.setdefault(_processes(sharding), sharding)
+
+    def copy(self, array: Array, sharding: Any, call: Call) -> Array:
+        """Copy an array to other devices. All processes call this, also those that have neither these nor those."""
+        return _link(array.sharding, sharding)(array, call)
+
+    def own_copy(self, array: Array, call: Call = call_now) -> Array:
+        """An array as it is on this process's devices for the same replicas. All processes call this."""
+        if array.sharding.memory_kind == HOST:  # from where nothing is sent
+            sharding = array.sharding.with_memory_kind("device")
+            is_there = isinstance(array, jax.Array)
+            array = jax.device_put(array, sharding) if is_there else array.update(sharding=sharding)
+        found, processes = array, _processes(array.sharding)
+        for others, sharding in self._firsts.items():
+            if others != processes:
+                copy = self.copy(array, sharding, call)
+                found = copy if others == self._own_processes else found
+        return found
+
+
+def stages_of(terms_at: Mapping[int, CompileOptions]) -> Stages | None:
+    """The stages of a program, if some are other processes'."""
+    return Stages(terms_at) if any(terms.destination.is_elsewhere for terms in terms_at.values()) else None
+
+
+class StageLink:
+    """Way of arrays from the devices of one IPU to those of another, replica by replica.
+
+    Args:
+        source: sharding of what is sent.
+        target: sharding of what is received.
+    """
+
+    def __init__(self, source: Any, target: Any) -> None:
+        self._target = target
+        senders, receivers = _devices(source), _devices(target)
+        self._is_within = _processes(source) == _processes(target)
+        here = jax.process_index()
+        self._own = [device for device in (*senders, *receivers) if device.process_index == here]
+        self._receivers = frozenset(receivers)
+        self._is_spread = len(senders) > 1
+        self._mesh = Mesh(np.asarray([senders, receivers]), (_ENDS, AXIS))
+        # Each replica has one array at either end; that both ends have the same is true afterwards only.
+        self._both = NamedSharding(self._mesh, PartitionSpec(AXIS) if self._is_spread else PartitionSpec())
+        self._lock = hooks_for(senders[0].platform).collective_lock
+        self._executables: dict[Any, Any] = {}
+
+    def __call__(self, array: Array, call: Call) -> Array:
+        """Send an array, receive it, or describe what others send."""
+        description = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._target)
+        if not self._own:
+            return description
+        if self._is_within:
+            return copied(array, self._target)
+        sent = {} if isinstance(array, jax.ShapeDtypeStruct) else _shards(array)
+        shape = self._both.shard_shape(array.shape)
+        parts = [sent[d] if d in sent else jnp.zeros(shape, array.dtype, device=d) for d in self._own]
+        given = jax.make_array_from_single_device_arrays(array.shape, self._both, parts)
+        both = call(self._executable(given), lambda: "copy between processes", given, lock=self._lock)
+        received = [part for device, part in _shards(both).items() if device in self._receivers]
+        if not received:
+            return description
+        return jax.make_array_from_single_device_arrays(array.shape, self._target, received)
+
+    def _executable(self, array: Array) -> Any:
+        """What sends arrays of one kind, compiled."""
+        kind = (array.shape, array.dtype)
+        if kind not in self._executables:
+            spec = self._both.spec
+            send = jax.shard_map(_send, mesh=self._mesh, in_specs=spec, out_specs=spec, check_vma=False)
+            self._executables[kind] = jax.jit(send).lower(array).compile()
+        return self._executables[kind]
+
+
+_ENDS = "ends"
+
+
+def _send(array: Array) -> Array:
+    return lax.ppermute(array, _ENDS, [(0, 1)])
+
+
+_link = cache(StageLink)
+
+
+def _devices(sharding: Any) -> Sequence[jax.Device]:
+    """Devices of a sharding, in the order of the replicas."""
+    return [*sharding.mesh.devices.flat] if isinstance(sharding, NamedSharding) else [*sharding.device_set]
+
+
+@cache
+def _processes(sharding: Any) -> tuple[int, ...]:
+    """Which process has the device of each replica."""
+    return tuple(device.process_index for device in _devices(sharding))
+
+
+def _shards(array: jax.Array) -> dict[jax.Device, jax.Array]:
+    """What this process has of an array, by devices."""
+    return {shard.device: shard.data for shard in array.addressable_shards}

@@ -42,10 +42,10 @@ import pytest
 
 TESTS = Path(__file__).parent
 
-gc.set_threshold(20_000, 20)  # programs are many small objects: by default, a tenth of the time goes to looking at them
+gc.set_threshold(50_000, 20)  # programs are many small objects: by default, a tenth of the time goes to looking at them
 
 hypothesis.settings.register_profile(  # the first example compiles, and the machine may have more to do than this
-    "popxl", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "popxl", max_examples=40, deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("popxl")
 
@@ -187,19 +187,26 @@ def quickly_compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     LLVM does not optimise; loops do not go through MLIR before, which costs ten milliseconds for each; and MLIR need
     not learn its dialects for each program, which costs another three. All else that compiling does stays as users have
     it. So does all of it in thorough tests, and in those that are marked `compiled_whole`; with `--thorough=3/10`, as
-    in `.ci/run`, in a tenth of the files, each day another one.
+    in `.ci/run`, in a part of the files, each day another one.
     """
     import jax
+    from jax._src import compiler
     from jax._src.interpreters import mlir
-
-    from runtime.cpu import flags
 
     part, parts = request.config.getoption("thorough") or (0, 1)
     if request.node.get_closest_marker("compiled_whole") or _part_of(request.path.name, parts) == part:
         yield
         return
-    options, contexts = (flags.compile_options() or {}) | _without_mlir(), _contexts()
-    monkeypatch.setattr(flags, "compile_options", lambda: options)
+    options, contexts, get_compile_options = _without_mlir(), _contexts(), compiler.get_compile_options
+
+    def get_quick_options(*args: Any, backend: Any = None, **kwargs: Any) -> Any:
+        """Also of what tests call `jax.jit` for."""
+        found = get_compile_options(*args, backend=backend, **kwargs)
+        if options and backend is not None and backend.platform == "cpu":
+            found.env_option_overrides = [*found.env_option_overrides, *options.items()]
+        return found
+
+    monkeypatch.setattr(compiler, "get_compile_options", get_quick_options)
     monkeypatch.setattr(mlir, "make_ir_context", contexts.take)
     jax.config.update("jax_disable_most_optimizations", True)
     request.node.add_report_section("call", "XLA", "It took less time than for users: see `compiled_whole`.")

@@ -10,6 +10,8 @@ from runtime.costs.changes import changes_of
 from runtime.costs.cost import Cost
 from tests.popxl.cost_regressions import REGRESSIONS, Side
 
+pytestmark = pytest.mark.compiled_whole  # what XLA makes of functions is what is tested
+
 FILE = "cost_regressions.py"
 
 
@@ -19,6 +21,7 @@ def cost(side: Side) -> Cost:
     return popxl.analyze(jax.jit(side.function, compiler_options=compiler, **options), *side.arguments).cost
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("name", REGRESSIONS)
 def test_regressions_are_named_by_kind_and_place(name: str) -> None:
     regression = REGRESSIONS[name]
@@ -32,7 +35,7 @@ def test_regressions_are_named_by_kind_and_place(name: str) -> None:
         assert any(place.startswith(FILE) for place in places), str(found)
 
 
-@pytest.mark.thorough(but_each=6)
+@pytest.mark.thorough(but_each=22)  # other tests of the process trace anew what they share, each time
 @pytest.mark.parametrize("name", REGRESSIONS)
 def test_two_clean_builds_do_not_differ(name: str) -> None:
     before = cost(REGRESSIONS[name].after)

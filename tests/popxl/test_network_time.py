@@ -178,6 +178,7 @@ ENTRY %main (p: (s32[], f32[{nbytes // 4}])) -> (s32[], f32[{nbytes // 4}]) {{
     assert "not hidden" in str(found) and "<rect" in found.picture()
 
 
+@pytest.mark.compiled_whole
 def test_a_compiled_function_is_a_schedule() -> None:
     """Seven turns of a product, each no shorter than a launch."""
 

@@ -892,6 +892,7 @@ def test_autocast_means_what_it_means_in_pytorch() -> None:
         model(x, t)
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated")
 @pytest.mark.parametrize("runs", [0, 1, 3])
 @pytest.mark.parametrize("how", ["script", "trace"])

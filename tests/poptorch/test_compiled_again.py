@@ -58,7 +58,7 @@ def add_groups(module: Net, optimizer: torch.optim.Optimizer, step: int) -> None
         optimizer.param_groups[0]["params"] += module.norm.parameters()
 
 
-@pytest.mark.thorough(but_each=6)
+@pytest.mark.thorough(but_each=12)
 @pytest.mark.parametrize("change, parts", [(thaw, ("body", "norm", "head")), (add_groups, ("head",))])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_is_trained_may_change(
@@ -177,6 +177,7 @@ def take_out(module: Tied) -> None:
     module.mid = torch.nn.Identity()
 
 
+@pytest.mark.thorough(but_each=5)  # each change, with and without training, at each time
 @pytest.mark.parametrize("change", [untie, tie, add, take_out])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("when", ["before", "copy", "load"])

@@ -98,6 +98,7 @@ class WithLoss(nn.Module):
         return out, poptorch.identity_loss(out.abs().square().mean(), "none")
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_infer_and_train_as_in_pytorch(name: str) -> None:
     torch.manual_seed(0)

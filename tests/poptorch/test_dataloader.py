@@ -429,6 +429,7 @@ KEPT = {
 }
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("buffer_size", [1, 3])
 @pytest.mark.parametrize("kept", KEPT)
 def test_batches_that_are_kept_stay_as_they_are(kept, buffer_size):

@@ -156,6 +156,7 @@ def test_an_observer_of_channels_that_has_seen_nothing() -> None:
         poptorch.inferenceModel(layer)(torch.ones(3, 2))
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("dim", [None, 0])
 def test_normed_weights_learn(dim: int | None) -> None:
     torch.manual_seed(0)

@@ -208,7 +208,7 @@ class Rows(lightning.loggers.logger.Logger):
         pass
 
 
-@pytest.mark.thorough(but_each=2)
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("how", ["plain", "steps", "accumulated"])
 def test_logged_values_are_those_of_lightning(tmp_path: Path, how: str) -> None:
     """Those of all steps and micro-batches of a call."""

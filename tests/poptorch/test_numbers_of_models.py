@@ -338,6 +338,7 @@ def test_cells_compute_in_the_dtype_of_their_input(cell: Callable[..., nn.Module
 # Optimisers on the CPU ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize(
     "numbers",
     [

@@ -34,6 +34,7 @@ def options(iterations: int = 1, accumulation: int = 1, replicas: int = 1) -> po
     return made
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("iterations, replicas, size", [(1, 1, 4), (3, 1, 2), (2, 2, 2), (1, 2, 4)])
 def test_inference(iterations: int, replicas: int, size: int) -> None:
     module = Net()
@@ -44,7 +45,7 @@ def test_inference(iterations: int, replicas: int, size: int) -> None:
     torch.testing.assert_close(torch.cat([model(*batch) for batch in loader]), module(X).detach())
 
 
-@pytest.mark.thorough(but_each=4)
+@pytest.mark.thorough(but_each=5)
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
 @pytest.mark.parametrize(
     "iterations, accumulation, replicas, size",

@@ -135,7 +135,13 @@ CHECKPOINTS: dict[str, tuple[Run, float]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.thorough] * (name in ("not reentrant", "sequential")))
+        for name in CHECKPOINTS
+    ],
+)
 def test_checkpoints_of_pytorch(name: str, plain: tuple[Any, ...]) -> None:
     run, share = CHECKPOINTS[name]
     found = trained(Model(run))
@@ -229,7 +235,7 @@ def test_layers_that_are_not_outlined() -> None:
 
 
 def test_stages_of_a_pipeline_are_recomputed() -> None:
-    """By default; the last one need not be."""
+    """By default."""
     strategies = {"pipelined": poptorch.PipelinedExecution, "sharded": poptorch.ShardedExecution}
     found = {
         name: trained(Model(p=0.2, units=2), accumulate=4, strategy=strategy(poptorch.AutoStage.SameAsIpu))
@@ -237,8 +243,15 @@ def test_stages_of_a_pipeline_are_recomputed() -> None:
     }
     assert_same(found["pipelined"], found["sharded"])
     assert found["pipelined"][2] < 0.7 * found["sharded"][2]
+
+
+@pytest.mark.thorough
+def test_stages_of_a_pipeline_need_not_be_recomputed() -> None:
+    sharded = trained(
+        Model(p=0.2, units=2), accumulate=4, strategy=poptorch.ShardedExecution(poptorch.AutoStage.SameAsIpu)
+    )
     how = {"accumulate": 4, "strategy": poptorch.PipelinedExecution(poptorch.AutoStage.SameAsIpu)}
-    assert trained(Model(p=0.2, units=2), **how, autoRecomputation=0)[2] == found["sharded"][2]
+    assert trained(Model(p=0.2, units=2), **how, autoRecomputation=0)[2] == sharded[2]
 
 
 def test_accumulation_and_rolled_layers(plain: tuple[Any, ...]) -> None:
@@ -322,6 +335,7 @@ class Wide(torch.nn.Module):
         return poptorch.identity_loss((x**2).mean(), "mean")
 
 
+@pytest.mark.thorough
 def test_checkpoints_of_blocks_need_about_a_quarter_of_the_temporaries() -> None:
     """A fifth by the XLA of JAX 0.10; that of 0.12 needs less without them."""
     temporaries = []

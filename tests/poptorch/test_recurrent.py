@@ -59,7 +59,7 @@ def test_gradients_of_weights_are_made_after_the_loop() -> None:
     assert len(others) == 3, "the input's, and the gradients of both weights"
 
 
-@pytest.mark.thorough(but_each=6)
+@pytest.mark.thorough(but_each=8)
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize(
     ("name", "make"),
@@ -145,7 +145,9 @@ def _halves(name: str) -> list[Any]:
     return [(random.normal(size=shape) / 8).astype(popxl.bfloat16.as_numpy()) for shape in LAYERS[name][0]]
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name == "GRU")) for name in LAYERS]
+)
 def test_gradients_of_products_of_halves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs round what they multiply, and compute the same but for that."""
     expected = evaluate(partial(_gradients, name), *_halves(name))

@@ -24,6 +24,7 @@ class Columns(torch.nn.Module):
         return poptorch.identity_loss(((x @ self.weight) ** 2).sum(), "sum")
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize(
     ("of_weight", "of_input"),
     [

@@ -352,6 +352,7 @@ def emulated(
     return factors, weights
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize(
     ("dtype", "used_in", "replicas"),
     [(torch.half, torch.half, 1), (torch.half, torch.half, 2), (torch.float, torch.half, 1), (torch.float,) * 2 + (1,)],
@@ -448,7 +449,7 @@ MAKES = {
 }
 
 
-@pytest.mark.thorough(but_each=4)
+@pytest.mark.thorough(but_each=6)
 @pytest.mark.parametrize("name", MAKES)
 def test_training_goes_on_exactly_from_a_state_and_in_pytorch_too(name: str) -> None:
     make = MAKES[name]
@@ -486,6 +487,7 @@ def test_training_goes_on_exactly_from_a_state_and_in_pytorch_too(name: str) -> 
     torch.testing.assert_close(back.state_dict(), reference.state_dict(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RAdam, optim.Adam])
 @pytest.mark.parametrize(
     "schedule",
@@ -529,6 +531,7 @@ def losses_in_turn(layers: Layers) -> list[Head]:
     return [Head("a", layers, functional.mse_loss), Head("b", layers, functional.l1_loss)]
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("name", ["sgd", "adamw", "nadam"])
 def test_the_state_of_one_optimizer_is_where_it_was_used_last(name: str) -> None:
     ours, theirs = Layers(), Layers()
@@ -721,6 +724,7 @@ def test_a_wrapper_that_is_forgotten_leaves_the_state(make) -> None:
     torch.testing.assert_close(optimizer.state_dict()["state"][0]["momentum_buffer"], 1.5 * X[0])
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_state_of_narrow_parameters_is_exact_if_it_is_loaded_into_a_wrapper(
     dtype: torch.dtype, caplog: pytest.LogCaptureFixture

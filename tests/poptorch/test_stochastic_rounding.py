@@ -63,7 +63,7 @@ class Training:
         return [p.detach().clone() for p in self.model.parameters()]
 
 
-@pytest.mark.thorough(but_each=2)
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize(
     "how",
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def test_state_off_chip() -> None:
     assert on_device[0] - on_device[1] == 4 * 2 * (8 * 40 + 40 + 40 * 16)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adam, poptorch.optim.LAMB])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, pytest.param(poptorch.optim.LAMB, marks=pytest.mark.thorough)])
 def test_state_off_chip_in_loops_and_replicas(kind: Any) -> None:
     found, expected = [], []
     for losses, location in ((found, OFF_CHIP), (expected, poptorch.TensorLocationSettings())):
@@ -160,6 +161,12 @@ def trained(
     return state, optimizer, run
 
 
+@cache
+def trained_on_device() -> tuple[Any, Any, Any]:
+    """`trained` with all tensors on the device, which several tests compare with."""
+    return trained(plain_options())
+
+
 def everywhere(options: poptorch.Options, location: Any) -> poptorch.Options:
     for kind in STORED:
         getattr(options.TensorLocations, f"set{kind}Location")(location)
@@ -177,7 +184,7 @@ def test_weights_off_chip() -> None:
     options.TensorLocations.setWeightLocation(SETTINGS().useOnChipStorage(False).minElementsForOffChip(48))
     options._Popart.set("remoteBuffers", "host")
     found, _, run = trained(options)
-    expected, _, plain = trained(plain_options())
+    expected, _, plain = trained_on_device()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     buffers = poptorch.sessionOf(run).ir.remote_buffers
     assert sorted((b.tensor_shape, b.entries) for b in buffers) == [((8, 6), 1), ((8, 12), 4), ((12, 8), 4)]
@@ -213,7 +220,7 @@ def test_activations_off_chip() -> None:
     location = SETTINGS().useOnChipStorage(False).minElementsForOffChip(30)
     options.TensorLocations.setActivationLocation(location)
     found, _, run = trained(with_phases(options))
-    expected, *_ = trained(with_phases(poptorch.Options()))
+    expected, *_ = trained_on_device()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     forward, backward = passes(run)
     away, back = ops_of(forward, "Offload"), ops_of(backward, "Reload")
@@ -224,7 +231,12 @@ def test_activations_off_chip() -> None:
 @pytest.mark.parametrize(
     ("location", "kind", "numbers"),
     [
-        (SETTINGS().useOnChipStorage(False), poptorch.optim.AdamW, {"max_grad_norm": 0.05}),
+        pytest.param(
+            SETTINGS().useOnChipStorage(False),
+            poptorch.optim.AdamW,
+            {"max_grad_norm": 0.05},
+            marks=pytest.mark.thorough,  # the last one is off chip, too
+        ),
         (SHARDED, poptorch.optim.LAMB, {}),
         (BOTH, poptorch.optim.AdamW, {"max_grad_norm": 0.05}),
     ],
@@ -237,6 +249,7 @@ def test_all_locations_with_replicas(location: Any, kind: Any, numbers: Any) -> 
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("strategy", poptorch.MeanReductionStrategy)
 def test_accumulators_in_pieces_off_chip(strategy: Any) -> None:
     found = []
@@ -273,14 +286,20 @@ def test_setters_and_checkpoints_with_everything_elsewhere() -> None:
     assert_same_state(optimizer, expected)
 
 
-@pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize("liveness", list(poptorch.Liveness)[1:])
+@pytest.mark.parametrize(
+    ("liveness", "separate"),
+    [
+        pytest.param(liveness, separate, marks=[pytest.mark.thorough] * (separate is not bool(i % 2)))
+        for i, liveness in enumerate(list(poptorch.Liveness)[1:])
+        for separate in (False, True)
+    ],
+)
 def test_phases_bring_their_weights(liveness: Any, separate: bool) -> None:
     strategy = poptorch.SerialPhasedExecution(["embed", "0"], ["1", "2"], ["3", "tied"])
     strategy.setTensorsLiveness(liveness).useSeparateBackwardPhase(separate)
     options = poptorch.Options().setExecutionStrategy(strategy)
     found, _, run = trained(options)
-    expected, *_ = trained(plain_options())
+    expected, *_ = trained_on_device()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     forward, backward = passes(run)
     loads = ops_of(forward, "RemoteLoad")
@@ -330,7 +349,7 @@ def test_a_location_wins_over_liveness() -> None:
     options.TensorLocations.setWeightLocation(SETTINGS().useOnChipStorage(True))
     options.TensorLocations.setActivationLocation(SETTINGS().useOnChipStorage(True))
     found, _, run = trained(options)
-    torch.testing.assert_close(found, trained(plain_options())[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, trained_on_device()[0], rtol=1e-5, atol=1e-6)
     assert not poptorch.sessionOf(run).ir.remote_buffers
 
 

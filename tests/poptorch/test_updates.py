@@ -253,6 +253,7 @@ def test_an_adam_whose_weight_decay_is_decoupled_is_an_adamw() -> None:
     assert_equal(program.run(gradients()), by_torch(torch.optim.AdamW(theirs.values(), 0.01, weight_decay=0.3), theirs))
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop", *dict(OTHERS)])
 def test_one_group_maximises(name: str) -> None:
     numbers = dict(lr=0.05, weight_decay=0.2)

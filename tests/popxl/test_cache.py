@@ -100,6 +100,7 @@ KINDS = [
 ]  # on one device, on a device for each, and several on one
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind['calls']}-{kind['replicas']}")
 def test_the_second_session_compiles_nothing(kind, session, folder):
     lines, compiled, found = session(Program(**kind))

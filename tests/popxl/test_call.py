@@ -571,7 +571,7 @@ def test_deep_calls(ir, run, depth):
 @pytest.mark.parametrize("called_graphs", ["dispatched", "kept", "inlined", "auto"])
 def test_calls_may_be_nested_deeper_than_python_recurses(ir, called_graphs, tmp_path):
     """Building, printing, differentiating, saving, checking, compiling, running and measuring."""
-    depth = 400
+    depth = 300
     ir.options.calledGraphs = called_graphs
     with ir.main_graph:
         x, leaf = popxl.variable(1.0), ir.create_graph(lambda x: x * 1.0, SCALAR)

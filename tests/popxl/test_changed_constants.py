@@ -92,7 +92,7 @@ def program(replicas: int) -> tuple[popxl.Ir, popxl.HostToDeviceStream]:
 
 
 @pytest.mark.filterwarnings("ignore::popxl.errors.LostUpdateWarning")  # the last change of a graph's own
-@pytest.mark.thorough(but_each=2)
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize(
     "way, placement, replicas",
     [(way, placement, 1) for way in ("kept", "dispatched", "inlined") for placement in ("several", "one")]

@@ -142,7 +142,7 @@ def random_program(seed: int, axes: dict[str, int]) -> popxl.Ir:
     return ir
 
 
-@pytest.mark.thorough(but_each=20)
+@pytest.mark.thorough(but_each=40)
 @pytest.mark.parametrize("seed", range(40))
 def test_random_right_programs(seed: int, recwarn: pytest.WarningsRecorder) -> None:
     """They are right by experiment, and no session warns."""

@@ -636,7 +636,7 @@ def test_numbers_and_gradients_are_those_of_jax(name) -> None:
     assert_close((value, tuple(gradients)), expected, 2e-4)
 
 
-@pytest.mark.thorough(but_each=3)
+@pytest.mark.thorough(but_each=5)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[pytest.mark.thorough] * (n in SLOW)) for n in FUNCTIONS if n != "gradient"],

@@ -46,7 +46,9 @@ def several(count: int) -> None:
         pytest.skip("JAX was started with fewer devices")
 
 
-@pytest.mark.parametrize(("schedule", "steps"), [(None, 8), (None, 200), ("gpipe", 8), ("1f1b", 8)])
+@pytest.mark.parametrize(
+    ("schedule", "steps"), [(None, 8), pytest.param(None, 200, marks=pytest.mark.thorough), ("gpipe", 8), ("1f1b", 8)]
+)
 def test_a_run_takes_as_long_as_its_schedule(schedule: str | None, steps: int) -> None:
     """A stage takes a second for each micro-batch, and a copy half of one: the pipeline fills and drains."""
     several(3)

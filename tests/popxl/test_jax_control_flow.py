@@ -37,7 +37,7 @@ SLOW = ("llama", "step of a llama")
 """Functions that take long to compile."""
 
 
-@pytest.mark.thorough(but_each=8)
+@pytest.mark.thorough(but_each=12)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.thorough] * (n in SLOW)) for n in FUNCTIONS if n != SLOW[1]]
 )
@@ -73,7 +73,7 @@ def test_numbers_and_both_derivatives_are_those_of_jax(name: str) -> None:
     assert_close(evaluate(program, *arrays), jax.jit(expected)(*arrays))
 
 
-@pytest.mark.thorough(but_each=8)
+@pytest.mark.thorough(but_each=12)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.thorough] * (n in SLOW)) for n in FUNCTIONS if n != SLOW[0]]
 )

@@ -60,7 +60,7 @@ OPTAX = """
 """
 
 STEPS = {
-    "import": "import popxl",
+    "import": "import sys, popxl\nassert not [name for name in sys.modules if name.startswith('popxl.extend')]",
     "import of the addons": "import popxl_addons",
     "build": BUILD,
     "print": "str(ir), ir.main_graph.print_schedule(), repr(info)",

@@ -50,6 +50,7 @@ def training(steps: int, by_graphs: bool) -> tuple[popxl.Session, list[popxl.ten
     return popxl.Session(ir, "cpu"), weights, stream
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("steps", [1, 5])
 @pytest.mark.parametrize("by_graphs", [False, True])
 def test_weights_are_not_copied(steps: int, by_graphs: bool) -> None:

@@ -314,7 +314,7 @@ PROGRAMS = [
 
 
 @pytest.mark.filterwarnings("ignore::popxl.errors.DriftingVariableWarning")
-@pytest.mark.thorough(but_each=3)
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_numbers(program: Callable[[], Any], replicas: int) -> None:

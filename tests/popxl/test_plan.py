@@ -135,7 +135,10 @@ def test_pieces_that_come_in_the_same_order_are_one() -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("count", "calls", "pieces"), [(3, 1, 9), (5, 1, 5), (5, 400, 5 * (100 + 2))])
+@pytest.mark.parametrize(
+    ("count", "calls", "pieces"),
+    [(3, 1, 9), (5, 1, 5), pytest.param(5, 400, 5 * (100 + 2), marks=pytest.mark.thorough)],
+)
 def test_how_many_pieces_are_one(count: int, calls: int, pieces: int) -> None:
     """As many as come again and again; fewer, if compiling so many ops would take long."""
     ir = popxl.Ir()

@@ -23,7 +23,7 @@ SEEDS = [range(n * TOGETHER, (n + 1) * TOGETHER) for n in NUMBERS] + [range(240,
 """The last ones are differentiated twice."""
 
 
-@pytest.mark.thorough(but_each=16)
+@pytest.mark.thorough(but_each=32)
 @pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: f"{seeds.start}:{seeds.stop}")
 def test_agreement(seeds: range) -> None:
     check(seeds)

@@ -600,12 +600,12 @@ def other_keys(feeds, echo):
     "transfers, replicas, calls", [(1, 1, "kept"), (3, 1, "dispatched"), (1, 2, "kept"), (2, 2, "dispatched")]
 )
 def test_feeds_of_all_kinds(transfers, replicas, calls, tmp_path):
-    """250 for each program, a third of them good."""
+    """120 for each program, a third of them good."""
     echo = Echo(transfers, replicas, calls)
     numbers, choice = np.random.default_rng(transfers), random.Random(replicas)
     runs = 0
     with popxl.Session(echo.ir, "ipu_hw") as session:
-        for _ in range(250):
+        for _ in range(120):
             arrays = {s: echo.good(session, s, numbers) for s in echo.out}
             feeds = {s: GOOD[choice.choice([*GOOD])](a, tmp_path) for s, a in arrays.items()}
             what = choice.choice(["good", "bad", "keys"])

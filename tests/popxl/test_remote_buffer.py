@@ -233,6 +233,7 @@ def options(request, ir):
     return ir.options
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("way", WAYS)
 def test_everywhere(ir, options, way):
     """In the main graph, called graphs, loops and branches, by numbers of all kinds; in all ways to compile it."""

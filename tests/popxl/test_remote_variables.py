@@ -403,6 +403,7 @@ def test_retrieval(device, mode, sharded):
         assert found == (pieces * 2 if sharded else [[11, 12, 13], [24, 25, 26], [31, 32, 33], [44, 45, 46]])
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("dtype", [popxl.float8_143, popxl.float8_152], ids=str)
 def test_float8(device, dtype):
     """Plain, remote, in pieces, in remote pieces: loaded, used, read back, written, run again."""
@@ -524,6 +525,7 @@ def test_host_memory(device):
     assert [v.data.tolist() for v in h] == [[0, 4, 8, 12, 16], [4, 8, 12, 16, 20]]
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("way", ["inlined", "kept"])
 def test_host_memory_in_branches(device, way):
     """Each replica has its own condition and its own slot; one beyond the last is the last, here as elsewhere."""

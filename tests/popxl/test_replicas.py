@@ -168,6 +168,7 @@ def test_every_replica_draws_from_its_own_seed(device: Any) -> None:
     np.testing.assert_array_equal(same, [second, second])
 
 
+@pytest.mark.thorough(but_each=4)
 def test_conditionals_and_loops_go_their_own_ways(device: Any, way: str) -> None:
     ir = popxl.Ir(replication=2)
     ir.num_host_transfers = 2

@@ -148,7 +148,7 @@ def trained(sharded: bool) -> None:
         counted,
         in_pieces,
         in_a_loop,
-        partial(trained, sharded=False),
+        pytest.param(partial(trained, sharded=False), marks=pytest.mark.thorough),
         partial(trained, sharded=True),
     ],
 )

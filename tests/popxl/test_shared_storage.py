@@ -211,6 +211,7 @@ def check(session: popxl.Session, variables: dict[str, popxl.tensor.Variable]) -
         np.testing.assert_array_equal(array, expected(name), err_msg=name)
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("way", WAYS)
 def test_one_storage_under_two_names(way: str) -> None:
     ir, variables = program()

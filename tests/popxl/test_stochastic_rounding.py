@@ -40,6 +40,7 @@ def ran(ir, w, runs=1):
     return session.get_tensor_data(w).astype(np.float32)
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("start", [1.0, -3.0, 2.0**-15, 1e-7])
 def test_both_neighbours_come_with_the_right_probability(dtype, start):

@@ -321,6 +321,7 @@ def test_a_loop_writes_each_turn_into_a_buffer(ir, program):
     assert results(ir, i, buf + 0) == [[4], [0, 10, 20, 30]]
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize(
     ("hint", "count", "expected"),
     [

@@ -134,6 +134,7 @@ def test_loss_scaling(scaling):
     assert state["first_order"].dtype == np.float32
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("limit", [1.0, np.array(1.0, np.float32)], ids=repr)
 @pytest.mark.parametrize("norm, scale", [(4.0, 0.25), (0.5, 1.0)])
 @pytest.mark.parametrize("scaling", [1, 8])

@@ -475,6 +475,7 @@ def numbers():
     return {k: rng.normal(size=shape).astype(np.float32) for k, shape in shapes.items()}
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("x_from", ["stream", "buffer"])
 def test_a_pair(ir, numbers, mode, x_from):
@@ -533,6 +534,7 @@ def test_masks_agree(ir, numbers, mode):
     assert_near(outputs[dxs], expected, 1e-5)
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("pieces", ["grouping", "tensor", ("data", "tensor")])
 def test_activations_in_rows_and_pieces(pieces):
     """Two layers that are one pair of graphs. A grouping stands for a buffer of pieces, wherever values are kept."""

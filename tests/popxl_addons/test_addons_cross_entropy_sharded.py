@@ -140,6 +140,7 @@ def test_indices_have_no_gradient() -> None:
 # Within a replica ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough(but_each=5)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("widths", [(4, 4), (3, 5, 1), (6,)], ids=str)
 @pytest.mark.parametrize("labels_dtype", [np.int32, np.uint32])

@@ -96,6 +96,7 @@ def test_what_is_printed_and_refused() -> None:
             layer_norm_distributed(t, w, w[:3])
 
 
+@pytest.mark.thorough(but_each=4)
 @both_ways
 @pytest.mark.parametrize(("stride", "size"), [(1, 4), (1, 2), (2, 2)])
 def test_the_layer(device: Devices, stride: int, size: int) -> None:

@@ -305,6 +305,7 @@ class TestLinearFP8:
             assert array.dtype == dtype
             np.testing.assert_allclose(array, reference, rtol=2e-3 if dtype == np.float16 else 1e-5, atol=1e-6)
 
+    @pytest.mark.thorough(but_each=3)
     @pytest.mark.parametrize("metric", ["amax", "mse"])
     @pytest.mark.parametrize("size", [0, 1e-9])
     def test_zeros_and_small_gradients(self, metric, size):

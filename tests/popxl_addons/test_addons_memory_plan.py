@@ -106,7 +106,7 @@ def test_recomputed_activations_are_not_kept(way: str) -> None:
     assert nothing < 0.7 * everything
 
 
-@pytest.mark.thorough(but_each=3)
+@pytest.mark.thorough(but_each=9)
 @pytest.mark.parametrize("way", ["kept", "inlined", "rolled", "auto"])
 def test_forward_graphs_that_run_again_are_not_merged(way: str) -> None:
     def temporaries(again: bool) -> int:
@@ -129,6 +129,7 @@ def test_forward_graphs_that_run_again_are_not_merged(way: str) -> None:
     assert temporaries(again=True) < 0.6 * temporaries(again=False)
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_model_that_calls_no_graphs(accumulate: int) -> None:
     found = trained("nothing", Flat, accumulate=accumulate)

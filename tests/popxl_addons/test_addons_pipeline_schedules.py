@@ -75,7 +75,9 @@ def activations(placement):
     return [PipelineValue("x", s, (2 * count - 1 - s, 3 * count - 1 - s), nbytes, placement[s]) for s in range(count)]
 
 
-@pytest.mark.parametrize("devices", [1, 2, 3, 4, 5, 8, 13, 16])
+@pytest.mark.parametrize(
+    "devices", [1, 2, 3, 4, 5, 8, *(pytest.param(n, marks=pytest.mark.thorough) for n in (13, 16))]
+)
 def test_zero_bubbles(devices):
     """The last of the devices that begin never waits, in the memory that 1F1B takes."""
     placement = [*trained(devices), *reversed(range(devices))]

@@ -211,6 +211,7 @@ def test_values_from_all_earlier_stages():
     assert_same(program, 13)
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("distance", [1, 2, 3])
 @pytest.mark.parametrize("shape", [(), (2, 3)])
 def test_stashes(distance, shape):
@@ -514,7 +515,7 @@ def test_pipelines_one_after_another(ir):
     assert total == ((1 + 6) * 2 + 22) * 2
 
 
-@pytest.mark.thorough(but_each=4)
+@pytest.mark.thorough(but_each=8)
 @pytest.mark.parametrize("seed", range(6))
 def test_random_programs(seed):
     """Ops of random stages on random values of earlier stages, some of them stashed; sums and stores on the way."""

@@ -351,6 +351,7 @@ def attention(group: popxl.ReplicaGrouping, heads: int) -> Callable[..., popxl.T
     return build
 
 
+@pytest.mark.thorough(but_each=3)
 @both_ways
 @each_grouping
 def test_an_attention_block(device: Devices, count: int, stride: int, size: int) -> None:

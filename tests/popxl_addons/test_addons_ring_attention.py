@@ -49,7 +49,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.thorough(but_each=3)
+@pytest.mark.thorough(but_each=5)
 @pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
 @pytest.mark.parametrize(("axes", "group", "groups", "device"), LAYOUTS)
 def test_ring(axes, group, groups, device, causal):
@@ -83,7 +83,7 @@ def test_ring(axes, group, groups, device, causal):
     assert kinds == ({} if size == 1 else {"collective-permute": 2 * (size - 1) + 4 * (size - 1) + 2})
 
 
-@pytest.mark.parametrize("rotary", [None, 100.0], ids=["plain", "rotary"])
+@pytest.mark.parametrize("rotary", [pytest.param(None, marks=pytest.mark.thorough), 100.0], ids=["plain", "rotary"])
 def test_a_layer_whose_texts_are_divided_is_that_of_whole_texts(rotary):
     """The means of gradients over replicas, times how many there are, are those of the sum over all places."""
     length, width = 8, 8

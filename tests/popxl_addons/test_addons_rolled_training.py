@@ -87,7 +87,7 @@ def test_layers_are_turns(config: LanguageConfig, how: dict[str, Any], loops: li
     assert not rolling.unrolled_graphs
 
 
-@pytest.mark.thorough(but_each=2)
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("how", [{"precision": BF16, "clip": 1.0}, {"precision": BF16, "replicas": 2, "sharded": True}])
 @pytest.mark.parametrize("way", ["rolled", "batched"])
 def test_turns_give_what_layers_give(how: dict[str, Any], way: str) -> None:

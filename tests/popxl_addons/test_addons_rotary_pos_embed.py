@@ -53,6 +53,7 @@ def test_the_example_of_the_specification(ir: popxl.Ir, evaluate: Any) -> None:
     np.testing.assert_allclose(y[0, :, 0], expected, atol=1e-4)
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("rotary_dim", [4, 16, 32, None, 0])
 @pytest.mark.parametrize("leading", [(), (1,), (2,)], ids=str)
 def test_values_and_gradient_to_the_bit(ir: popxl.Ir, evaluate: Any, rotary_dim: Any, leading: tuple[int, ...]) -> None:

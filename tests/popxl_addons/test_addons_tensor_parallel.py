@@ -91,7 +91,7 @@ def on_one_replica(config: LanguageConfig) -> tuple[dict[str, Array], list[Any],
     return begin, losses, variables
 
 
-@pytest.mark.thorough(but_each=3)
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize(
     ("axes", "device"),

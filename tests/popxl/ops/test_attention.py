@@ -177,9 +177,10 @@ def test_a_gradient_that_has_nothing_of_the_forward_pass(length: int, masked: bo
     mask = np.random.default_rng(5).random((length, length)) < 0.5 if masked else None
     seed = np.uint32([1, 2]) if dropout else None
     how: dict[str, Any] = {"causal": not masked, "scale": 0.5, "dropout": dropout}
-    kept = forward(q, k, v, mask, seed, **how)
-    wanted = attention_backward(g, q, k, v, *kept, mask, seed, **how)
-    for found, wish in zip(attended_backward_anew(g, q, k, v, *kept, mask, seed, **how), wanted, strict=True):
+    kept = jax.jit(partial(forward, **how))(q, k, v, mask, seed)
+    backward, anew = (jax.jit(partial(fn, **how)) for fn in (attention_backward, attended_backward_anew))
+    wanted = backward(g, q, k, v, *kept, mask, seed)
+    for found, wish in zip(anew(g, q, k, v, *kept, mask, seed), wanted, strict=True):
         np.testing.assert_allclose(found, wish, rtol=1e-4, atol=1e-5)
 
 

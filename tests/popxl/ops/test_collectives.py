@@ -584,6 +584,7 @@ def test_a_sharded_optimiser_is_a_whole_one(device: Any, way: Any, size: int) ->
 # Inside of graphs ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("way", ["kept", "dispatched", "inlined"])
 def test_in_calls_loops_and_branches(device: Any, way: Any) -> None:
     ir = popxl.Ir(replication=4)

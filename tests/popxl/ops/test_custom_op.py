@@ -463,6 +463,7 @@ def test_attributes_that_python_takes_for_equal_make_different_results(first, se
         assert [kind(x, by=by).dtype for by in (first, second, first)] == [popxl.int32, popxl.float32, popxl.int32]
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("calls", ["inlined", "kept", "dispatched"])
 @pytest.mark.parametrize("number", [float, np.float32, complex])
 def test_attributes_of_either_sign_of_zero(calls, number):

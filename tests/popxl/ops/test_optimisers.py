@@ -155,6 +155,7 @@ def test_step_by_step(name, how) -> None:
     assert count == STEPS
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("dtype", ["i4", "u4", "i2", "f4", "f2"])
 def test_the_time_step_may_be_an_integer(dtype) -> None:
     """It stays of its dtype, and the steps are the same."""

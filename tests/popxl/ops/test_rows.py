@@ -204,14 +204,14 @@ def check_numbers(every: list[tuple[Row, list[Sample]]]) -> None:
         expected.extend((row, value, what) for value in values)
 
     with ir.main_graph, popxl.in_sequence():
-        for row, sample in ((row, sample) for row, samples in every for sample in samples):
+        for row, sample, is_first in ((row, s, s is samples[0]) for row, samples in every for s in samples):
             operands = tensors_for(sample.operands, feeds)
             results = (row.build or row.op)(*operands, **sample.attributes)
             values = meant(row, sample)
             expect(row, results, values, (row.name, sample))
             if row.overwrites:
                 expect(row, operands[0], values, (row.name, sample, "overwritten"))
-            elif any(isinstance(t, popxl.Tensor) for t in flat(operands)):
+            elif is_first and any(isinstance(t, popxl.Tensor) for t in flat(operands)):
                 untouched = [t for t in flat(operands) if isinstance(t, popxl.Tensor)]
                 expect(row, untouched, arrays_of(sample.operands), (row.name, sample, "not to be touched"))
             if row.inplace and fits(sample, values):
@@ -431,7 +431,7 @@ def telling_gradients(row: Row) -> list[Sample]:
     return found[:: -(-len(found) // MOST_GRADIENTS)]
 
 
-MOST_GRADIENTS = 6
+MOST_GRADIENTS = 3
 
 
 def other_gradients(row: Row) -> list[Sample]:

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Run tests with each Python and each JAX: `.ci/matrix.py [--torch | --whole] [--jax oldest|newest] [PYTHON ...]`.
 
-For each Python there are two environments, made anew each time: one with the oldest JAX that pyproject.toml allows, one
-with the newest that there is. Both are installed from the index that pip uses, with the newest of all else. A line says
-how each went, and more name the tests that failed; the whole output is in the folder `.cache/matrix`. Pythons are
-looked for in PATH, and among those of pyenv. Those that are not here are left out, with a line that says so.
+For each Python there are two environments: one with the oldest JAX that pyproject.toml allows, one with the newest that
+there is. Both are installed from the index that pip uses, with the newest of all else. They are made anew each time in
+`.cache/matrix`, and removed after their tests; `--install` makes them and stops there, and `--installed` takes what it
+has left. A line says how each went, and more name the tests that failed; the whole output is beside the environment.
+Pythons are looked for in PATH, and among those of pyenv. Those that are not here are left out, and a line says so.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--whole", action="store_true", help="all tests in place of a part, with all that they need")
     parser.add_argument("--jax", choices=("oldest", "newest"), help="with this JAX alone")
+    steps = parser.add_mutually_exclusive_group()
+    steps.add_argument("--install", action="store_true", help="make the environments, and run nothing there")
+    steps.add_argument("--installed", action="store_true", help="use the environments that `--install` has made")
     options = parser.parse_args(arguments)
     extras, tests = "test,tutorials", SMOKE
     if options.torch:
@@ -73,7 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.jax not in (None, age):
                 continue
             print(f"python {version}, the {age} jax: ", end="", flush=True)
-            is_good, what = tried(python, wanted, LOGS / f"{version}-{age}.log", extras, tests)
+            environment = Environment(python, LOGS / f"{version}-{age}")
+            is_good, what = True, "installed"
+            if not options.installed:
+                is_good, what = environment.install(f".[{extras}]", *wanted)
+            if is_good and not options.install:
+                is_good, what = environment.test(tests)
             failed += not is_good
             print(what, flush=True)
         if python is None:
@@ -105,31 +114,53 @@ def _candidates(version: str) -> Iterator[Path]:
     yield from sorted(versions.glob(f"{version}.*/bin/python"))
 
 
-def tried(python: Path, jax: Sequence[str], log: Path, extras: str, tests: Sequence[str]) -> tuple[bool, str]:
-    """Whether the tests pass in a fresh environment with these extras, and a few words on them; no tests are all."""
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, log.open("w", encoding="utf-8") as output:
-        own = Path(folder, "bin", "python")
+@dataclass(frozen=True)
+class Environment:
+    """An environment of a Python in a folder; the output of its commands is in a file with the suffix `.log` beside it.
 
-        def does(*command: str | Path) -> bool:
-            return subprocess.run(command, cwd=ROOT, env=_environment(), stdout=output, stderr=output).returncode == 0
+    Methods return whether all went well, and a few words on it.
+    """
 
-        if not does(python, "-m", "venv", folder):
-            return False, f"makes no environment, see {log.relative_to(ROOT)}"
-        if not does(own, "-m", "pip", "install", "--quiet", "--editable", f".[{extras}]", *jax):
-            return False, f"cannot be installed, see {log.relative_to(ROOT)}"
+    python: Path
+    folder: Path
+
+    @property
+    def log(self) -> Path:
+        """The output of the commands."""
+        return self.folder.with_name(f"{self.folder.name}.log")
+
+    def install(self, *packages: str) -> tuple[bool, str]:
+        """Make the environment, in place of an older one, and install packages into it."""
+        self.log.unlink(missing_ok=True)
+        if not self._run(self.python, "-m", "venv", "--clear", self.folder):
+            return False, f"makes no environment, see {self.log.relative_to(ROOT)}"
+        if not self._run(self._own("python"), "-m", "pip", "install", "--quiet", "--editable", *packages):
+            return False, f"cannot be installed, see {self.log.relative_to(ROOT)}"
+        return True, "installed"
+
+    def test(self, tests: Sequence[str]) -> tuple[bool, str]:
+        """Run tests, by default all, and several processes; and remove the environment."""
+        began, own = time.monotonic(), self._own("python")
         versions = subprocess.run([own, "-c", VERSIONS], capture_output=True, text=True).stdout
-        passed = does(own, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "auto", *tests)
-        *lines, last = log.read_text(encoding="utf-8").rstrip().split("\n")
+        passed = self._run(own, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "auto", *tests)
+        *lines, last = self.log.read_text(encoding="utf-8").rstrip().split("\n")
         failures = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
         options = ("--num-instances=2", "--num-replicas=4")
-        if not does(own.with_name("poprun"), *options, own, "-W", "error", PROCESSES):
+        if not self._run(self._own("poprun"), *options, own, "-W", "error", PROCESSES):
             passed, last = False, f"poprun fails; {last}"
-    said = f"{last} of {time.monotonic() - began:.0f}s, with {versions.strip()}"
-    return passed, said if passed else "\n".join([f"FAILED, see {log.relative_to(ROOT)}: {said}", *failures])
+        shutil.rmtree(self.folder)
+        said = f"{last} of {time.monotonic() - began:.0f}s, with {versions.strip()}"
+        return passed, said if passed else "\n".join([f"FAILED, see {self.log.relative_to(ROOT)}: {said}", *failures])
+
+    def _own(self, command: str) -> Path:
+        return self.folder / "bin" / command
+
+    def _run(self, *command: str | Path) -> bool:
+        with self.log.open("a", encoding="utf-8") as output:
+            return subprocess.run(command, cwd=ROOT, env=_variables(), stdout=output, stderr=output).returncode == 0
 
 
-def _environment() -> dict[str, str]:
+def _variables() -> dict[str, str]:
     """The variables without what would lead to other packages."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"JAX_PLATFORMS": "cpu"}
 

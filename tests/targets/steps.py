@@ -1,7 +1,7 @@
 """What a step of training costs on TPUs and GPUs, as users write it: a language model of the kit in mixed precision.
 
     python -m tests.targets.steps [--layers 8 16] [--width 1024] [--targets "gpu h100" "tpu v5e"] [--ways auto unrolled]
-                                  [--vocabulary 8192] [--into steps.md] [--limit 900]
+                                  [--vocabulary 8192] [--memory nothing] [--into steps.md] [--limit 900]
 
 It prints a table: of each way to compile called graphs, of the default, and of the same in plain JAX with Optax, what
 XLA for the target says. Nothing runs. A file given with `--into` keeps each row as soon as it is made: a table may be
@@ -82,14 +82,14 @@ class Sizes(NamedTuple):
         )
 
 
-def program(sizes: Sizes, replicas: int = 1, clip: float | None = None) -> popxl.Ir:
-    """A step in bfloat16, of float32 variables. Replicas share these out."""
+def program(sizes: Sizes, replicas: int = 1, clip: float | None = None, memory: Any = None) -> popxl.Ir:
+    """A step in bfloat16, of float32 variables. Replicas share these out. A policy says what layers keep."""
     ir = popxl.Ir(replication=replicas)
     with ir.main_graph:
         tokens = popxl.h2d_stream((sizes.texts, sizes.length + 1), popxl.int32, "tokens")
         optimizer = partial(optimizers.adamw, lr=3e-4, weight_decay=0.1, clip_norm=clip)
         bfloat16 = addons.MixedPrecision(popxl.bfloat16)
-        how = {"optimizer": optimizer, "precision": bfloat16, "sharded": replicas > 1}
+        how = {"optimizer": optimizer, "precision": bfloat16, "sharded": replicas > 1, "memory": memory}
         step = addons.train_step(NextTokenLoss(LanguageModel(sizes.config)), tokens, **how)
         addons.host_store(step.loss)
     return ir
@@ -179,6 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--targets", nargs="+", default=TARGETS)
     parser.add_argument("--ways", nargs="+", choices=(*WAYS, *IN_JAX), default=(*WAYS, *IN_JAX))
     parser.add_argument("--clip", type=float, help="the norm that the kit clips gradients to")
+    parser.add_argument("--memory", metavar="POLICY", help="what the kit's layers keep, such as 'nothing'")
     parser.add_argument(
         "--into", type=Path, metavar="FILE", help="keeps the rows; those that it has are not made again"
     )
@@ -190,9 +191,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for way in given.ways:
                 heads, hidden = max(1, given.width // 128), given.width * 11 // 4
                 sizes = Sizes(layers, given.width, heads, hidden, given.vocabulary)
-                how = {} if way in IN_JAX else {"clip": given.clip}
+                how = {} if way in IN_JAX else {"clip": given.clip, "memory": given.memory}
                 made = partial(within, given.limit, sizes, way, target, **how)
-                table.add((target, str(layers), str(given.width), way), made)
+                named = f"{way}, {given.memory}" if how.get("memory") else way
+                table.add((target, str(layers), str(given.width), named), made)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -82,7 +82,6 @@ class Typing:
         self.stored: dict[Graph, dict[Tensor, tuple[Tensor, ...]]] = {g: storages(g.ops) for g in reachable(main)}
         self.found: dict[tuple[Op, str], Finding] = {}
         self.buffers: dict[RemoteBuffer, Held] = {}
-        self.made: dict[tuple[Any, ...], tuple[list[Along], tuple[str, ...]]] = {}
         variables = main.variables
         for v in variables:
             if (buffer := v.location_info.buffer) is not None:
@@ -158,17 +157,6 @@ class Typing:
             found = self.known[key] = _Pass(self, graph, graph.inputs, key[1]).outcome
         return found
 
-    def made_by(self, op: Op, given: Sequence[Along]) -> tuple[list[Along], tuple[str, ...]]:
-        """What the function of an op makes of operands that are held like this along an axis."""
-        key = (op.kind, op.operands, *op.attributes.items(), *(t.shape for t in op.inputs), *given)
-        try:
-            found = self.made.get(key)  # quicker than what the op remembers
-        except TypeError:  # from the hash
-            return made_by(op, given)
-        if found is None:
-            found = self.made[key] = made_by(op, given)
-        return found
-
     def find(self, category: str, certain: bool, op: Op, t: Tensor, axes: Sequence[int], message: str) -> None:
         """Note a finding, once for an op."""
         names = tuple(self.mesh.names[i] for i in axes)
@@ -220,7 +208,7 @@ class _Pass:
         kind, dimension = along
         if kind is not SHARDED or dimension is None or dimension == FLAT:
             return along
-        return joined_along(self.program.made_by(op, [along] * len(op.inputs))[0])
+        return joined_along(made_by(op, [along] * len(op.inputs))[0])
 
     def writes(self, t: Tensor, type_: Held, whole: bool = True) -> None:
         """Note what an op has written to a tensor."""
@@ -294,7 +282,7 @@ class _Pass:
         whole = joined_along(types)
         if len(types) == 1 and whole[0] is VARYING and plain(whole[1]) == OWN:
             return whole
-        made, flaws = self.program.made_by(op, [_plain(each) for each in types])
+        made, flaws = made_by(op, [_plain(each) for each in types])
         if not op.modified:
             for flaw in flaws:
                 self.spoiled(op, axis, types, flaw)

@@ -8,10 +8,11 @@ not known of a primitive leaves pieces along an unknown dimension.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from popxl.analysis.replication import (
     Along,
     joined_along,
 )
+from popxl.core.declaration import OpKind, holds_graph
 from popxl.core.tracing import needed, traces_in
 
 if TYPE_CHECKING:
@@ -59,7 +61,13 @@ _NONLINEAR = frozenset(
 )
 
 
-def made_of_pieces(jaxpr: Any, given: Sequence[Along]) -> tuple[list[Along], tuple[str, ...]]:
+Made = tuple[list[Along], tuple[str, ...]]
+"""Result types of a function, and the flaws."""
+
+_MEMORY: WeakKeyDictionary[OpKind, dict[Hashable, Made]] = WeakKeyDictionary()
+
+
+def made_of_pieces(jaxpr: Any, given: Sequence[Along]) -> Made:
     """How replicas hold the results of a function, by how they hold its operands, along one axis.
 
     Args:
@@ -87,17 +95,30 @@ def is_linear(op: Op) -> bool:
     return not flaws and all(each == _SUM for each in made)
 
 
-def made_by(op: Op, given: Sequence[Along]) -> tuple[list[Along], tuple[str, ...]]:
-    """Result types of an op's function, and flaws; unknown types if it refuses its operands."""
+def made_by(op: Op, given: Sequence[Along]) -> Made:
+    """Result types of an op's function, and flaws; unknown types if it refuses its operands.
 
-    def traced() -> tuple[list[Along], tuple[str, ...]]:
-        try:
-            jaxpr, used = needed(op.on_arrays(), *op.signature[2:])
-        except Exception:  # whatever a function raises, lowering says it, with the line of the op
-            return [NOT_KNOWN] * len(op.outputs), ()
-        return made_of_pieces(jaxpr, [each for each, is_used in zip(given, used, strict=True) if is_used])
+    Remembered for ops of the same kind with the same attributes, shapes and dtypes.
+    """
+    known = _MEMORY.setdefault(op.kind, {})
+    key = (op.operands, *op.attributes.items(), *[(t.shape, t.dtype) for t in op.inputs], *given)
+    try:
+        found = known.get(key)
+    except TypeError:  # from the hash
+        return _traced(op, given)
+    if found is None:
+        found = _traced(op, given)
+        if not holds_graph(key):
+            known[key] = found
+    return found
 
-    return op.remembered("held", traced, tuple(given))
+
+def _traced(op: Op, given: Sequence[Along]) -> Made:
+    try:
+        jaxpr, used = needed(op.on_arrays(), *op.signature[2:])
+    except Exception:  # whatever a function raises, lowering says it, with the line of the op
+        return [NOT_KNOWN] * len(op.outputs), ()
+    return made_of_pieces(jaxpr, [each for each, is_used in zip(given, used, strict=True) if is_used])
 
 
 def _through(jaxpr: Any, given: Sequence[Along], flaws: Flaws) -> list[Along]:

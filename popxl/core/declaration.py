@@ -227,7 +227,7 @@ class OpKind:
         Nothing is kept for a key that cannot be hashed, or that holds a graph or a tensor: a declaration lives longer
         than any Ir.
         """
-        if _holds_graph(key):
+        if holds_graph(key):
             return make()
         key = exact_key(key)
         try:
@@ -404,10 +404,10 @@ def _specs(made: Any) -> Specs:
 _declared: weakref.WeakValueDictionary[str, OpKind] = weakref.WeakValueDictionary()
 
 
-def _holds_graph(value: Any) -> bool:
+def holds_graph(value: Any) -> bool:
     """Test whether a value contains a graph or tensor."""
     if isinstance(value, tuple | list | frozenset):
-        return any(map(_holds_graph, value))
+        return any(map(holds_graph, value))
     return isinstance(value, Tensor | Graph)
 
 

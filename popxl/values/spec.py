@@ -67,6 +67,11 @@ class TensorSpec(Mapping[str, Any]):
     def __len__(self) -> int:
         return 3
 
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, TensorSpec):  # far quicker than to compare mappings
+            return self.to_tuple() == other.to_tuple()
+        return super().__eq__(other)
+
     def __hash__(self) -> int:
         return hash(self.to_tuple())
 

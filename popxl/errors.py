@@ -146,7 +146,19 @@ class CrossingUpdateWarning(PopxlWarning):
     """A variable updated on another device than its reader, causing copies in both directions every run."""
 
 
-class DriftingVariableWarning(PopxlWarning):
+class ReplicationWarning(PopxlWarning):
+    """Numbers that are wrong on any reading of the program, as replicas differ; base class of what a session finds.
+
+    As an error, a session refuses such a program before compiling it.
+
+    Example:
+        import warnings
+
+        warnings.filterwarnings("error", category=popxl.errors.ReplicationWarning)
+    """
+
+
+class DriftingVariableWarning(ReplicationWarning):
     """Replicas that share a variable update it with different values, so that their copies diverge.
 
     Values differ that come from what each replica is fed, or from variables that it does not share, and that no op
@@ -154,5 +166,5 @@ class DriftingVariableWarning(PopxlWarning):
     """
 
 
-class ContradictedStatementWarning(PopxlWarning):
+class ContradictedStatementWarning(ReplicationWarning):
     """A value is stated to be the same on all replicas of a group, which have pieces of it, or terms of a sum."""

@@ -19,7 +19,7 @@ from popxl.analysis.memory import Memory
 from popxl.base.asked_memory import asking
 from popxl.base.container import is_packed
 from popxl.base.pages import OnPage
-from popxl.errors import ContradictedStatementWarning, DriftingVariableWarning, PopxlError
+from popxl.errors import PopxlError, ReplicationWarning
 from popxl.ir import Ir
 from runtime.calibration import calibrate
 from runtime.compared_runs import compared_run
@@ -320,8 +320,7 @@ def check_program(asked: CommandArgs) -> int:
     """
     irs: dict[Ir, None] = {}
     with watched(WatchingMachine(PlanningMachine()), irs), warnings.catch_warnings():
-        for category in (ContradictedStatementWarning, DriftingVariableWarning):  # which are among the findings
-            warnings.simplefilter("ignore", category)
+        warnings.simplefilter("ignore", ReplicationWarning)  # which is among the findings
         _, code = run_file(asked.file, asked.arguments)
     certain = False
     for number, ir in enumerate(irs):

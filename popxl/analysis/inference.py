@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from popxl.analysis.means import share_of_mean
 from popxl.analysis.mesh import Mesh, mesh_of
 from popxl.analysis.pieces import made_by
 from popxl.analysis.replication import (
@@ -91,6 +92,7 @@ class Typing:
         changed = {op.inputs[i].origin for op in main.ops for i in op.modified}
         first = tuple(variable_type(mesh, v, v in changed) for v in variables)
         self.fed = self.feeds(collectives, [t for v, t in zip(variables, first, strict=True) if v in changed])
+        self.divided = [i for i, along in enumerate(self.fed) if along == SAME]
         outcome = _Pass(self, main, held, first).outcome
         repeated: set[int] = set()  # axes along which some variable gets what was summed though it was the same
         report.types |= dict(zip(variables, first, strict=True))
@@ -113,7 +115,7 @@ class Typing:
     def of_own(self, v: Variable, was: Held, op: Op, by: Held) -> None:
         """Check updates of a variable that is per replica or sharded."""
         own = [i for i, along in enumerate(was) if along[0] in (VARYING, SHARDED) and along != (SHARDED, FLAT)]
-        if alike := tuple(i for i in own if by[i] in BY_REDUCED):
+        if alike := tuple(i for i in own if by[i] in BY_REDUCED or (by[i] == SAME and _is_reduced_and_gathered(op))):
             self.report.changed_alike[v] = op, alike
         if terms := [i for i in own if by[i][0] is PARTIAL and was[i][0] is SHARDED]:
             self.find(
@@ -256,6 +258,8 @@ class _Pass:
         found = joined_all(types)
         if op.kind.asserts:
             return self.asserted(op, found)
+        if op.kind.contracts is not None and self.program.divided:
+            self.unsummed(op, types)
         axes = [i for i, along in enumerate(found) if along[0] in (SHARDED, PARTIAL) or _is_of_own(along)]
         if not axes:
             return found
@@ -288,6 +292,25 @@ class _Pass:
                 self.spoiled(op, axis, types, flaw)
         result = joined_along(made) if made else whole
         return (VARYING, after_reduction(result[1])) if _is_of_own(result) and (whole[1] or 0) < SPOILED else result
+
+    def unsummed(self, op: Op, types: Sequence[Held]) -> None:
+        """Find terms, presumably, with something replicated added, that enter the next divided layer without a sum."""
+        for t, with_more, weight, own in zip(op.inputs, types, op.inputs[::-1], types[::-1], strict=True):
+            if not self.is_given(weight):
+                continue
+            if axes := [i for i in self.program.divided if _is_of_own(with_more[i], WITH_MORE) and own[i][1] == OWN]:
+                self.program.find(
+                    "terms and a whole", False, op, t, axes,
+                    "{t} was made of products with what each replica along {axes} has of its own, and of something "
+                    f"that is the same on all, and is multiplied with `{weight.path}`, which is divided among them, "
+                    "too. The products are terms of a sum, presumably: reduce them first, and add then.",
+                )  # fmt: skip
+
+    def is_given(self, t: Tensor) -> bool:
+        """Whether a tensor is a variable or an input of the graph, a view of one, or its transpose."""
+        if t.producer is not None and t.producer.attributes.get("permutation"):
+            (t,) = t.producer.inputs
+        return all(s.producer is None and not isinstance(s, Constant) for s in self.made_of.get(t, (t,)))
 
     def spoiled(self, op: Op, axis: int, types: Sequence[Along], flaw: str) -> None:
         """Record nonlinear use of summation terms."""
@@ -342,6 +365,8 @@ class _Pass:
             return tuple(NOT_KNOWN if i in axes else each for i, each in enumerate(before))
         reduction = op.attributes.get("op")
         repeated = False
+        if reduction is None and makes == "same" and op.inputs[0].meta_shape:
+            self.gathered(op, before, axes)
         if reduction is not None and makes != "own":
             repeated = self.reduced(op, before, axes, reduction)
             known = self.program.report.reductions
@@ -352,6 +377,16 @@ class _Pass:
             each if i not in axes else self.own_piece(each, reduction) if makes == "pieces" else after.get(makes, each)
             for i, each in enumerate(before)
         )
+
+    def gathered(self, op: Op, before: Held, axes: Sequence[int]) -> None:
+        """Find shards that are gathered along another axis than the one that they are divided along."""
+        others = [i for i, along in enumerate(before) if along == (SHARDED, FLAT) and i not in axes]
+        if others and all(before[i][0] is not SHARDED for i in axes):
+            self.program.find(
+                "pieces of another layout", False, op, op.inputs[0], others,
+                f"replicas along {{axes}} have shards of {{t}}, and copies of a shard are gathered over "
+                f"{self.program.mesh.text(axes)}, as if these were the whole. Gather it over {{axes}}.",
+            )  # fmt: skip
 
     def own_piece(self, along: Along, reduction: str | None) -> Along:
         """Type of a replica's own shard of a value, or of a reduced value."""
@@ -366,7 +401,7 @@ class _Pass:
                  "{t} is the same on all replicas along {axes}, and is summed over them: the result is as many times "
                  "too large as there are. Leave that reduction out, or take the mean.")  # fmt: skip
         terms = [i for i in axes if is_term(before[i])]
-        if terms and reduction == "mean":
+        if terms and reduction == "mean" and share_of_mean(t) is None:
             find("mean of a sum", False, op, t, terms,
                  "{t} is a term of a sum over {axes}, and the mean of the terms is taken: the result is as many times "
                  "too small as there are replicas. Write \"add\".")  # fmt: skip
@@ -466,6 +501,15 @@ def _is_at_once(op: Op) -> bool:
     if before is None or before.kind is not op.kind or before.attributes != op.attributes:
         return False
     return made.nelms > 1 and all(t.nelms > 1 for each in op.graph.ops if made in each.inputs for t in each.inputs)
+
+
+def _is_reduced_and_gathered(op: Op) -> bool:
+    """Whether an update takes what was reduced in shards, and gathered."""
+    for t in op.inputs:
+        if (gather := t.producer) is not None and gather.kind.between_replicas and "op" not in gather.attributes:
+            scatter = gather.inputs[0].producer
+            return scatter is not None and scatter.attributes.get("op") in ("add", "mean")
+    return False
 
 
 def _is_of_own(along: Along, slot: int | None = None) -> bool:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from popxl.analysis.means import share_of_mean
 from popxl.analysis.mesh import Mesh
 from popxl.analysis.mixups import seeds, stale_pieces, transposed_weights, unread_batches
-from popxl.analysis.replication import REPLICATED, VARYING, Finding, Report, begins_different, finding, is_term
+from popxl.analysis.replication import PARTIAL, REPLICATED, VARYING, Finding, Report, begins_different, finding, is_term
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import is_call
 
@@ -177,6 +178,9 @@ def _odd_ones(mesh: Mesh, updates: Sequence[_Update]) -> Iterator[Finding]:
             by_scale[f"{each.scale:.5g}"].append(each)
         most = max(by_scale.values(), key=len)
         of_one = len({each.of for each in some}) == 1  # who changes a variable in two ways cannot mean both
+        if len(some) == 2 and len(by_scale) == 2 and not of_one:
+            yield from _two_ways(mesh, *some)
+            continue
         if 2 * (len(some) - len(most)) > len(most) and not of_one:
             continue
         for each in some:
@@ -184,6 +188,18 @@ def _odd_ones(mesh: Mesh, updates: Sequence[_Update]) -> Iterator[Finding]:
             groups = (op.attributes["group_size"] for one in (each, most[0]) for op in one.how.by)
             if _is_of_replicas(ratio, each.count, *groups):
                 yield from _odd(mesh, each, most[0], ratio)
+
+
+def _two_ways(mesh: Mesh, one: _Update, other: _Update) -> Iterator[Finding]:
+    """The only two gradients, of which one is as many times as large as the other as there are replicas: either may be
+    the wrong one, but if one alone is scaled by a constant."""
+    pairs = [(one, other), (other, one)]
+    if (one.how.factor == 1) != (other.how.factor == 1):
+        pairs = [pair for pair in pairs if pair[0].how.factor != 1]
+    for each, usual in pairs:
+        ratio = each.scale / usual.scale
+        if _is_of_replicas(ratio, each.count, *(op.attributes["group_size"] for op in (*one.how.by, *other.how.by))):
+            yield from _odd(mesh, each, usual, ratio)
 
 
 def _is_of_replicas(ratio: float, *counts: int) -> bool:
@@ -205,7 +221,7 @@ def _odd(mesh: Mesh, one: _Update, usual: _Update, ratio: float) -> Iterator[Fin
             "Leave that factor out.",
         )  # fmt: skip
     elif (
-        this == "sum" or _share_of_mean(op.inputs[0]) is None
+        this == "sum" or share_of_mean(op.inputs[0]) is None
     ):  # statistics of rows are means, however gradients are reduced
         yield finding(
             mesh, "mixed reductions", op, one.of, one.axes,
@@ -231,7 +247,7 @@ def _losses(
                 f"each replica stores another number. Reduce it over {mesh.text(missing)}, too.",
             )  # fmt: skip
         before = how.by[0].inputs[0]
-        (along, scale), share = _completed(mesh, report, how), _share_of_mean(before)
+        (along, scale), share = _completed(mesh, report, how), share_of_mean(before)
         if share is None or how.scalars or not along or any(by_axis[i] != {"mean"} for i in along):
             continue
         count = math.prod(mesh.sizes[i] for i in along)
@@ -248,26 +264,6 @@ def _losses(
                 f"`{before.path}` is a mean over what a replica has, and `{t.path}`, which is stored, {ratio:g} times "
                 f"the mean of these over {mesh.text(along)}, where there are {count} replicas. Leave that factor out.",
             )  # fmt: skip
-
-
-def _share_of_mean(t: Tensor) -> float | None:
-    """How many times a mean a value is, maybe of several, or in a graph that is called; `None` if it is none."""
-    op = t.producer
-    if op is None:
-        return None
-    if is_call(op):
-        return _share_of_mean(op.called_graphs[0].outputs[op.outputs.index(t)])
-    if op.op_type == "ReduceMean" or op.attributes.get("reduction") == "mean":
-        return 1.0
-    if op.op_type in ("Cast", "Identity") or op.kind.view is not None:
-        return _share_of_mean(op.inputs[0])
-    if op.op_type in ("Add", "Sum"):
-        shares = [_share_of_mean(each) for each in op.inputs]
-        return None if None in shares else sum(each for each in shares if each is not None)
-    if op.op_type in ("Mul", "Div") and isinstance(op.inputs[-1], Constant) and op.inputs[-1].nelms == 1:
-        share, number = _share_of_mean(op.inputs[0]), float(np.asarray(op.inputs[-1].data, np.float64).reshape(()))
-        return share and number and (share * number if op.op_type == "Mul" else share / number)
-    return None
 
 
 def _local_numbers(mesh: Mesh, report: Report, updates: Sequence[_Update]) -> Iterator[Finding]:
@@ -300,8 +296,10 @@ def _scaled_sums(mesh: Mesh, report: Report) -> Iterator[Finding]:
                 count = op.attributes["group_size"]
                 if made is not None and any(math.isclose(made.factor, n) for n in (count, 1 / count)):
                     odd[op] = reader
-    if 2 * len(odd) <= len(sums):
-        for op, reader in odd.items():
+    for op, reader in odd.items():
+        of_mesh = report.reductions[op]
+        is_sum = all(of_mesh[i][0] is PARTIAL for i in _along(mesh, op)) and share_of_mean(op.inputs[0]) is None
+        if 2 * len(odd) <= len(sums) or (is_sum and op.attributes["group_size"] > 2):  # a half is a half of anything
             yield finding(
                 mesh, "factor of replicas", reader, op.inputs[0], _along(mesh, op),
                 f"replicas along {mesh.text(_along(mesh, op))} have terms of a sum, `{op.inputs[0].path}`, and their "

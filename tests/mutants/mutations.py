@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -42,8 +42,8 @@ class Mutation:
         graph, number = self.where
         if graph < 0:
             v = ir.main_graph.variables[number]
-            reads = (op for op in ir.main_graph.ops if v in op.inputs or op.kind.between_replicas or op.kind.drops)
-            lines = {str(op.source) for op in reads}
+            reads = (op for op in ir.main_graph.ops if op.kind.between_replicas or op.kind.drops)
+            lines = {str(op.source) for op in (*reads, *_readers_of({v}, ir.main_graph))}
             self.apply(v)
             return lines, v.name
         op = graphs(ir)[graph].ops[number]
@@ -59,17 +59,40 @@ def graphs(ir: popxl.Ir) -> tuple[Graph, ...]:
 def right_lines(op: Op) -> set[str]:
     """The line of an op, and those of the ops that its result reaches up to the next that changes something in place:
     what is missing is seen where it matters."""
-    lines, reached = {str(op.source)}, {*op.outputs, *(op.inputs[i] for i in op.modified)}
-    for later in op.graph.ops[op.graph.ops.index(op) + 1 :]:
-        if not reached.isdisjoint(later.inputs):
-            lines.add(str(later.source))
-            if not later.modified:
-                reached.update(later.outputs)
-    if not reached.isdisjoint(op.graph.outputs):
-        lines.update(str(site.source) for site in op.graph.call_sites)
-        for site in op.graph.call_sites:
-            lines |= right_lines(site)
-    return lines
+    found = {op}
+    _follow(op.graph, {*op.outputs, *(op.inputs[i] for i in op.modified)}, op.graph.ops.index(op) + 1, found)
+    return {str(each.source) for each in found}
+
+
+def _follow(graph: Graph, reached: set[popxl.Tensor], first: int, found: set[Op]) -> None:
+    """Note the ops of a graph, from one on, that tensors reach, also in the graphs that it calls and that call it."""
+    for op in graph.ops[first:]:
+        if not reached.isdisjoint(op.inputs):
+            if op not in found:
+                found.add(op)
+                for run in op.runs:
+                    _follow(run.graph, _bound(run, reached), 0, found)
+            if not op.modified:
+                reached.update(op.outputs)
+    if not reached.isdisjoint(graph.outputs):
+        for site in graph.call_sites:
+            if site not in found:
+                found.add(site)
+                _follow(site.graph, {*site.outputs}, site.graph.ops.index(site) + 1, found)
+
+
+def _bound(run: Any, to: Set[popxl.Tensor]) -> set[popxl.Tensor]:
+    """The inputs of a run of a graph that are bound to some tensors of the caller."""
+    return {t for t, given in zip(run.inputs, run.given, strict=False) if given in to}
+
+
+def _readers_of(some: Set[popxl.Tensor], graph: Graph) -> Iterator[Op]:
+    """The ops that take one of these tensors themselves, also in called graphs."""
+    for op in graph.ops if some else ():
+        if not some.isdisjoint(op.inputs):
+            yield op
+            for run in op.runs:
+                yield from _readers_of(_bound(run, some), run.graph)
 
 
 def mutations(ir: popxl.Ir) -> Iterator[Mutation]:

@@ -215,9 +215,42 @@ def layers_whose_feeds_are_not_stated() -> None:
     c.replicated_all_reduce(ops.tanh(y @ a) @ b, "mean", group="tensor")  # found
 
 
+def a_layer_that_enters_the_next_without_a_sum() -> None:
+    """Two layers, divided alike, of which the first lacks its sum."""
+    x, a, b = fed(5, 8), own(8, 6, name="a"), own(6, 8, name="b")
+    y = x + ops.tanh(x @ a) @ b
+    h = ops.tanh(y @ a)  # found
+    c.replicated_all_reduce(h @ b, group="tensor")
+
+
+def a_gradient_that_enters_the_layer_before_without_a_sum() -> None:
+    x, a, b = fed(5, 8), own(8, 6, name="a"), own(6, 8, name="b")
+    y = c.replicated_all_reduce(ops.tanh(x @ a) @ b, group="tensor")
+    dy = y + ops.tanh(y @ b.T) @ a.T
+    ops.matmul(dy, b.T)  # found
+
+
+def one_of_two_gradients_is_scaled() -> None:
+    x, a, b = fed(5, 8), weight(8, 6, name="a"), weight(6, 3, name="b")
+    h = x @ a
+    dy = h @ b
+    update(a, c.replicated_all_reduce(x.T @ (dy @ b.T), "mean"))
+    update(b, c.replicated_all_reduce(h.T @ dy, "mean") * 8.0)  # found
+
+
+def a_scaled_sum_of_squares() -> None:
+    """The only sum of terms: its scale is that of a mean, and what is summed is none."""
+    w = divided(1, 8, 6)
+    ops.mul(c.replicated_all_reduce(ops.sum(w * w), group="tensor"), 0.25)  # found
+
+
 @pytest.mark.parametrize(
     ("program", "category"),
     [
+        (a_layer_that_enters_the_next_without_a_sum, "terms and a whole"),
+        (a_gradient_that_enters_the_layer_before_without_a_sum, "terms and a whole"),
+        (one_of_two_gradients_is_scaled, "factor of replicas"),
+        (a_scaled_sum_of_squares, "factor of replicas"),
         (a_turned_weight, "transposed weight"),
         (the_batch_of_one_replica, "same batch"),
         (layers_whose_feeds_are_not_stated, "mean of a sum"),
@@ -251,6 +284,37 @@ def test_wrong_programs(program: Callable[[], None], category: str) -> None:
     assert (finding.category, finding.line, finding.certain) == (category, f"test_pieces.py:{at}", False)
 
 
+def test_both_of_two_gradients_are_named_if_either_may_be_wrong() -> None:
+    with (ir := mesh()).main_graph:
+        x, a, b = fed(5, 8), weight(8, 6, name="a"), weight(6, 3, name="b")
+        h = x @ a
+        dy = h @ b
+        update(a, c.replicated_all_reduce(x.T @ (dy @ b.T), "mean"))
+        update(b, c.replicated_all_reduce(h.T @ dy, "add"))
+    found = [(each.category, each.tensor) for each in check(ir).findings]
+    assert found == [("mixed reductions", "a"), ("mixed reductions", "b")]
+
+
+def test_shards_are_gathered_along_their_axis() -> None:
+    """Where groups are equally large, the shape does not tell."""
+    with (ir := popxl.Ir(axes={"data": 2, "tensor": 2})).main_graph:
+        x, w = fed(5, 8), weight(8, 3)
+        shard = c.replicated_reduce_scatter(x.T @ (x @ w), "mean", "tensor", True)
+        c.replicated_all_gather(shard, 0, "tensor")
+        assert check(ir).findings == []
+        c.replicated_all_gather(shard, 0, "data")
+    assert [(each.category, each.axes) for each in check(ir).findings] == [("pieces of another layout", ("tensor",))]
+
+
+def test_beginnings_differ_where_updates_were_reduced_in_shards_and_gathered() -> None:
+    rows = np.arange(96, dtype=np.float32).reshape((2, 8, 6))
+    with (ir := popxl.Ir(axes={"data": 2})).main_graph:
+        w, x = popxl.variable(rows, F32, "w", replica_grouping=ir_of_each()), fed(5, 8)
+        shard = c.replicated_reduce_scatter(x.T @ (x @ w), "mean", None, True)
+        update(w, c.replicated_all_gather(shard))
+    assert [each.category for each in check(ir).findings] == ["different beginnings"]
+
+
 # Right siblings -------------------------------------------------------------------------------------------------------
 
 
@@ -266,6 +330,12 @@ def a_share_of_a_bias() -> None:
     """What each has of its own may be added to a term."""
     h = ops.gelu(same(5, 8) @ own(8, 6)) @ own(6, 8, name="b")
     c.replicated_all_reduce(h + own(8, name="bias"), group="tensor")
+
+
+def a_mean_over_divided_channels() -> None:
+    """The mean of the means of shards is that of all."""
+    h = same(5, 8) @ divided(1, 8, 6)
+    c.replicated_all_reduce(ops.mean(h * h, axis=1), "mean", group="tensor")
 
 
 def sums_of_one() -> None:
@@ -339,6 +409,7 @@ def batches_of_each() -> None:
         a_bias_after_the_sum,
         terms_from_a_zero,
         a_share_of_a_bias,
+        a_mean_over_divided_channels,
         heads,
         sums_of_one,
         data_in_variables,

@@ -1,6 +1,7 @@
 """What replicas have in common, as it is inferred: small programs, right and wrong, with what is found in them."""
 
 import inspect
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import popxl
 import popxl_addons as addons
 from popxl import ops
 from popxl.analysis.checking import check
-from popxl.errors import ContradictedStatementWarning, DriftingVariableWarning
+from popxl.errors import ContradictedStatementWarning, DriftingVariableWarning, ReplicationWarning
 from popxl_addons import optimizers
 from popxl_addons.layers import MLP, Attention, TransformerBlock
 from popxl_addons.ops.replicated_all_reduce_TP import (
@@ -253,6 +254,15 @@ def test_wrong_programs(program: Callable[[], None], category: str, tensor: str,
             popxl.Session(ir, "ipu_model")
     if category == "drifting variable":
         with pytest.warns(DriftingVariableWarning, match=f"Replicas share `{tensor}`"):
+            popxl.Session(ir, "ipu_model")
+
+
+def test_a_session_refuses_what_is_certainly_wrong_where_that_is_an_error() -> None:
+    with (ir := mesh()).main_graph:
+        update(*gradient())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", category=ReplicationWarning)
+        with pytest.raises(DriftingVariableWarning, match="Replicas share `w`"):
             popxl.Session(ir, "ipu_model")
 
 

@@ -1,0 +1,28 @@
+"""Means over what one replica has, which are told from sums: their mean over replicas is that of all."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from popxl.core.tensor import Constant, Tensor
+from popxl.core.traits import is_call
+
+
+def share_of_mean(t: Tensor) -> float | None:
+    """How many times a mean a value is, maybe of several, or in a graph that is called; `None` if it is none."""
+    op = t.producer
+    if op is None:
+        return None
+    if is_call(op):
+        return share_of_mean(op.called_graphs[0].outputs[op.outputs.index(t)])
+    if op.op_type == "ReduceMean" or op.attributes.get("reduction") == "mean":
+        return 1.0
+    if op.op_type in ("Cast", "Identity") or op.kind.view is not None:
+        return share_of_mean(op.inputs[0])
+    if op.op_type in ("Add", "Sum"):
+        shares = [share_of_mean(each) for each in op.inputs]
+        return None if None in shares else sum(each for each in shares if each is not None)
+    if op.op_type in ("Mul", "Div") and isinstance(op.inputs[-1], Constant) and op.inputs[-1].nelms == 1:
+        share, number = share_of_mean(op.inputs[0]), float(np.asarray(op.inputs[-1].data, np.float64).reshape(()))
+        return share and number and (share * number if op.op_type == "Mul" else share / number)
+    return None

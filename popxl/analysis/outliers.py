@@ -16,8 +16,8 @@ import numpy as np
 
 from popxl.analysis.means import share_of_mean
 from popxl.analysis.mesh import Mesh
-from popxl.analysis.mixups import seeds, stale_pieces, transposed_weights, unread_batches
 from popxl.analysis.replication import PARTIAL, REPLICATED, VARYING, Finding, Report, begins_different, finding, is_term
+from popxl.analysis.value_lints import seed_lints, stale_shards, transposed_weights, unread_batches
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import is_call
 
@@ -81,8 +81,8 @@ def outliers(report: Report) -> Iterator[Finding]:
     updates: list[_Update] = []
     stored: list[tuple[Tensor, _Reduced]] = []
     for graph in report.graphs:
-        made, out = _followed(graph, mesh, report)
-        yield from _odd_ones(mesh, made)
+        made, out = _reduced_updates(graph, mesh, report)
+        yield from _outlying_updates(mesh, made)
         updates += made
         stored += out
     yield from _losses(mesh, report, updates, stored)
@@ -90,15 +90,15 @@ def outliers(report: Report) -> Iterator[Finding]:
     batches = {each.op: each for each in (*unread_batches(mesh, report), *_same_batches(mesh, report))}
     yield from batches.values() if batches else _same_data(mesh, report, updates, said)
     yield from _scaled_sums(mesh, report)
-    yield from stale_pieces(mesh, report)
+    yield from stale_shards(mesh, report)
     yield from transposed_weights(mesh, report)
     alike = said | {i for i, (kind, _) in enumerate(report.fed) if kind is REPLICATED}
-    yield from seeds(mesh, report, {i for each in updates for i in each.axes}, alike)
+    yield from seed_lints(mesh, report, {i for each in updates for i in each.axes}, alike)
     report.notes += _local_numbers(mesh, report, updates)
-    yield from _beginnings(mesh, report)
+    yield from _initial_values(mesh, report)
 
 
-def _followed(graph: Graph, mesh: Mesh, report: Report) -> tuple[list[_Update], list[tuple[Tensor, _Reduced]]]:
+def _reduced_updates(graph: Graph, mesh: Mesh, report: Report) -> tuple[list[_Update], list[tuple[Tensor, _Reduced]]]:
     """Changes by reduced values in a graph, and the single numbers of reduced values that it stores."""
     known: dict[Tensor, _Reduced] = {}
     updates, stored = [], []
@@ -111,7 +111,7 @@ def _followed(graph: Graph, mesh: Mesh, report: Report) -> tuple[list[_Update], 
                 behind = [t for t in op.inputs if t in known and t.nelms == target.nelms > 1]
                 if target.producer is None and len(behind) == 1:
                     how = known[behind[0]]
-                    axes, scale = _completed(mesh, report, how)
+                    axes, scale = _completed_axes(mesh, report, how)
                     count = math.prod(mesh.sizes[i] for i in axes)
                     updates.append(_Update(op, target, how, axes, scale, count))
             found = _reduced_result(op, known, report)
@@ -122,7 +122,7 @@ def _followed(graph: Graph, mesh: Mesh, report: Report) -> tuple[list[_Update], 
     return updates, stored
 
 
-def _completed(mesh: Mesh, report: Report, how: _Reduced) -> tuple[tuple[int, ...], float]:
+def _completed_axes(mesh: Mesh, report: Report, how: _Reduced) -> tuple[tuple[int, ...], float]:
     """Positions of the axes along which replicas had values of their own before these were reduced; and what one of
     these counts for. The mean of what is the same changes nothing, and its sum is a multiple."""
     axes: set[int] = set()
@@ -166,7 +166,7 @@ def _reduced_result(op: Op, known: dict[Tensor, _Reduced], report: Report) -> _R
     return found
 
 
-def _odd_ones(mesh: Mesh, updates: Sequence[_Update]) -> Iterator[Finding]:
+def _outlying_updates(mesh: Mesh, updates: Sequence[_Update]) -> Iterator[Finding]:
     """Updates by values that differ from most others by a factor of the number of replicas."""
     alike: dict[Hashable, list[_Update]] = defaultdict(list)
     for each in updates:
@@ -187,7 +187,7 @@ def _odd_ones(mesh: Mesh, updates: Sequence[_Update]) -> Iterator[Finding]:
             ratio = each.scale / most[0].scale
             groups = (op.attributes["group_size"] for one in (each, most[0]) for op in one.how.by)
             if _is_of_replicas(ratio, each.count, *groups):
-                yield from _odd(mesh, each, most[0], ratio)
+                yield from _outlier(mesh, each, most[0], ratio)
 
 
 def _two_ways(mesh: Mesh, one: _Update, other: _Update) -> Iterator[Finding]:
@@ -199,7 +199,7 @@ def _two_ways(mesh: Mesh, one: _Update, other: _Update) -> Iterator[Finding]:
     for each, usual in pairs:
         ratio = each.scale / usual.scale
         if _is_of_replicas(ratio, each.count, *(op.attributes["group_size"] for op in (*one.how.by, *other.how.by))):
-            yield from _odd(mesh, each, usual, ratio)
+            yield from _outlier(mesh, each, usual, ratio)
 
 
 def _is_of_replicas(ratio: float, *counts: int) -> bool:
@@ -207,7 +207,7 @@ def _is_of_replicas(ratio: float, *counts: int) -> bool:
     return any(n > 1 and math.isclose(number, n, rel_tol=1e-4) for n in counts for number in (ratio, 1 / ratio))
 
 
-def _odd(mesh: Mesh, one: _Update, usual: _Update, ratio: float) -> Iterator[Finding]:
+def _outlier(mesh: Mesh, one: _Update, usual: _Update, ratio: float) -> Iterator[Finding]:
     op, are = one.how.by[-1], usual.how.by[-1].attributes["op"]
     times = f"{ratio:g} times as large as" if ratio > 1 else f"{1 / ratio:g} times smaller than"
     words = {"add": "sum", "mean": "mean"}
@@ -247,7 +247,7 @@ def _losses(
                 f"each replica stores another number. Reduce it over {mesh.text(missing)}, too.",
             )  # fmt: skip
         before = how.by[0].inputs[0]
-        (along, scale), share = _completed(mesh, report, how), share_of_mean(before)
+        (along, scale), share = _completed_axes(mesh, report, how), share_of_mean(before)
         if share is None or how.scalars or not along or any(by_axis[i] != {"mean"} for i in along):
             continue
         count = math.prod(mesh.sizes[i] for i in along)
@@ -364,9 +364,9 @@ def _along(mesh: Mesh, op: Op) -> tuple[int, ...]:
     return mesh.along(op.attributes["stride"], size) if size > 1 else ()
 
 
-def _beginnings(mesh: Mesh, report: Report) -> Iterator[Finding]:
+def _initial_values(mesh: Mesh, report: Report) -> Iterator[Finding]:
     """Variables that differ between replicas from the beginning, and are changed alike on all of them."""
-    for v, (op, axes) in report.changed_alike.items():
+    for v, (op, axes) in report.reduced_updates.items():
         if v.dtype.is_floating_point and (found := [i for i in axes if begins_different(mesh, v, i)]):
             yield finding(
                 mesh, "different beginnings", op, v, found,

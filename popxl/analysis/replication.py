@@ -51,7 +51,7 @@ class Replication(IntEnum):
 
 GIVEN, REPLICATED, SHARDED, PARTIAL, VARYING, UNKNOWN = Replication
 
-Along = tuple[Replication, int | None]
+AxisType = tuple[Replication, int | None]
 """How a value is held along one axis. With pieces goes the dimension that they are along, where it is known: -1 for
 pieces of a flattened value. With what is replicated or varying goes 1 if a reduction along the axis has gone into it:
 what differs then may be meant, as the program has reduced what it wants to be the same; and 2, if that has summed what
@@ -59,21 +59,21 @@ was the same already. With what is varying may go a negative number: nothing dif
 own, which the program changes. Such variables are mostly pieces whose dimension the program does not say, and products
 of two such values, terms of a sum; so they are taken to be if they are summed in the end, and only then."""
 
-Held = tuple[Along, ...]
+ReplicaType = tuple[AxisType, ...]
 """The same for each axis of the mesh: the type of a value."""
 
 FLAT = -1
-OWN, TERMS, WITH_MORE, SPOILED = -1, -2, -3, -4
+OWN, TERMS, TERMS_PLUS_SHARED, NONLINEAR_TERMS = -1, -2, -3, -4
 """Made of variables of each replica's own; terms of a sum of such, as is presumed; to which something was added on
 each replica; of which something was made that is not linear. Less four where a reduction has gone into it, too."""
 REPEATED = "repeated reduction"
-BY_TEXT: Along = (GIVEN, None)
-SAME: Along = (REPLICATED, None)
-REDUCED: Along = (REPLICATED, 1)
-REPEATED_SUM: Along = (REPLICATED, 2)
+LITERAL: AxisType = (GIVEN, None)
+SAME: AxisType = (REPLICATED, None)
+REDUCED: AxisType = (REPLICATED, 1)
+REPEATED_SUM: AxisType = (REPLICATED, 2)
 BY_REDUCED = (REDUCED, REPEATED_SUM)
-OWN_DATA: Along = (VARYING, None)
-NOT_KNOWN: Along = (UNKNOWN, None)
+OWN_DATA: AxisType = (VARYING, None)
+NOT_KNOWN: AxisType = (UNKNOWN, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,10 +123,10 @@ class Report:
         untyped: why values are unknown: the ops that make them, with the reason.
         graphs: for each graph, the types of what it is given, for each way in which it is called.
         types: for each tensor, its type: what it may be in any call.
-        parted: variables that replicas share, or have in pieces, and that a run leaves different, with the positions
+        diverged: variables that replicas share, or have in pieces, and that a run leaves different, with the positions
             of the axes.
-        unsettled: the same, where something was reduced along these axes before they were changed.
-        changed_alike: variables that replicas have of their own, and that all change by the same reduced values; with
+        maybe_diverged: the same, where something was reduced along these axes before they were changed.
+        reduced_updates: variables that replicas have of their own, and that all change by the same reduced values; with
             the op, and the positions of the axes.
         reductions: for each reduction, the type of what it takes.
         fed: the type of what the host feeds; empty if it feeds single numbers only.
@@ -136,13 +136,13 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     notes: list[Finding] = field(default_factory=list)
     untyped: dict[Op, str] = field(default_factory=dict)
-    graphs: dict[Graph, list[tuple[Held, ...]]] = field(default_factory=dict)
-    types: dict[Tensor, Held] = field(default_factory=dict)
-    parted: dict[Variable, tuple[int, ...]] = field(default_factory=dict)
-    unsettled: dict[Variable, tuple[int, ...]] = field(default_factory=dict)
-    changed_alike: dict[Variable, tuple[Op, tuple[int, ...]]] = field(default_factory=dict)
-    reductions: dict[Op, Held] = field(default_factory=dict)
-    fed: Held = ()
+    graphs: dict[Graph, list[tuple[ReplicaType, ...]]] = field(default_factory=dict)
+    types: dict[Tensor, ReplicaType] = field(default_factory=dict)
+    diverged: dict[Variable, tuple[int, ...]] = field(default_factory=dict)
+    maybe_diverged: dict[Variable, tuple[int, ...]] = field(default_factory=dict)
+    reduced_updates: dict[Variable, tuple[Op, tuple[int, ...]]] = field(default_factory=dict)
+    reductions: dict[Op, ReplicaType] = field(default_factory=dict)
+    fed: ReplicaType = ()
 
     def text(self, t: Tensor) -> str:
         """The type of a tensor, such as `{data: varying, tensor: sharded 1}`; empty where it is the same on all."""
@@ -166,7 +166,7 @@ class Report:
         return "\n".join(parts)
 
 
-def type_text(mesh: Mesh, held: Held) -> str:
+def type_text(mesh: Mesh, held: ReplicaType) -> str:
     """Text of a type, without replicated axes."""
     parts = []
     for name, (kind, dimension) in zip(mesh.names, held, strict=True):
@@ -179,12 +179,12 @@ def type_text(mesh: Mesh, held: Held) -> str:
 
 
 @lru_cache(4096)
-def joined(left: Held, right: Held) -> Held:
+def join(left: ReplicaType, right: ReplicaType) -> ReplicaType:
     """Join of two types."""
-    return tuple(_joined(a, b) for a, b in zip(left, right, strict=True))
+    return tuple(_join_axis(a, b) for a, b in zip(left, right, strict=True))
 
 
-def _joined(a: Along, b: Along) -> Along:
+def _join_axis(a: AxisType, b: AxisType) -> AxisType:
     if a == b:
         return a
     larger = max(a[0], b[0])
@@ -194,34 +194,40 @@ def _joined(a: Along, b: Along) -> Along:
         if most > 1 or larger is REPLICATED or not slots:
             return (larger, most if slots else None)
         own = [slot for kind, slot in (a, b) if kind is VARYING]
-        reduced = any(slot == 1 or slot < SPOILED for slot in slots)
+        reduced = any(slot == 1 or slot < NONLINEAR_TERMS for slot in slots)
         if None in own or 1 in own:
             return (VARYING, 1 if reduced else None)
-        kept = plain(own[0]) if len(own) == 1 or plain(own[0]) == plain(own[1]) else OWN
-        return (VARYING, after_reduction(kept) if reduced else kept)
+        kept = unreduced_slot(own[0]) if len(own) == 1 or unreduced_slot(own[0]) == unreduced_slot(own[1]) else OWN
+        return (VARYING, reduced_slot(kept) if reduced else kept)
     return (larger, None) if a[0] == b[0] else a if a[0] is larger else b
 
 
-def is_term(along: Along) -> bool:
+def differs_by_own_variables(along: AxisType, slot: int | None = None) -> bool:
+    """Whether nothing differs but variables of each replica's own; and if it is asked, in which way."""
+    kind, now = along
+    return kind is VARYING and now is not None and now < 0 and slot in (None, unreduced_slot(now))
+
+
+def is_term(along: AxisType) -> bool:
     """Whether replicas presumably hold terms of a sum."""
-    return along[0] is PARTIAL or (along[0] is VARYING and plain(along[1]) == TERMS)
+    return along[0] is PARTIAL or (along[0] is VARYING and unreduced_slot(along[1]) == TERMS)
 
 
-def plain(slot: int | None) -> int | None:
+def unreduced_slot(slot: int | None) -> int | None:
     """Slot without its mark for reductions."""
-    return slot if slot is None or slot >= SPOILED else slot - SPOILED
+    return slot if slot is None or slot >= NONLINEAR_TERMS else slot - NONLINEAR_TERMS
 
 
-def after_reduction(slot: int | None) -> int | None:
+def reduced_slot(slot: int | None) -> int | None:
     """Slot after a reduction."""
-    return 1 if slot is None else slot + SPOILED if SPOILED <= slot < 0 else slot
+    return 1 if slot is None else slot + NONLINEAR_TERMS if NONLINEAR_TERMS <= slot < 0 else slot
 
 
-def joined_along(all: Sequence[Along]) -> Along:
+def join_axis(all: Sequence[AxisType]) -> AxisType:
     """The join of several, along one axis."""
     found = all[0]
     for each in all[1:]:
-        found = _joined(found, each)
+        found = _join_axis(found, each)
     return found
 
 
@@ -235,25 +241,25 @@ def begins_different(mesh: Mesh, v: Variable, axis: int) -> bool:
     return not np.array_equal(rows[groups.ravel()], rows[first.ravel()], equal_nan=v.dtype.is_floating_point)
 
 
-def variable_type(mesh: Mesh, v: Variable, learned: bool = False) -> Held:
+def variable_type(mesh: Mesh, v: Variable, learned: bool = False) -> ReplicaType:
     """The type of a variable, as it is declared. What each replica has of its own, and is not `learned`, is data."""
     shared = mesh.spanned_axes(v.replica_grouping)
     if shared is None:
         return (NOT_KNOWN,) * len(mesh.names)
-    own: Along = (SHARDED, v.group_axis)
+    own: AxisType = (SHARDED, v.group_axis)
     if v.group_axis is None:
         own = (VARYING, OWN if learned and v.dtype.is_floating_point else None)
     found = [SAME if i in shared else own for i in range(len(mesh.names))]
     if v.piece is not None or v.location_info.sharded:
-        pieces: Along = (SHARDED, FLAT)
+        pieces: AxisType = (SHARDED, FLAT)
         found = [pieces if i in shared else each for i, each in enumerate(found)]
     return tuple(found)
 
 
-def joined_all(types: Sequence[Held]) -> Held:
+def join_all(types: Sequence[ReplicaType]) -> ReplicaType:
     """The join of several types."""
     found = types[0]
     for each in types[1:]:
         if each is not found:
-            found = joined(found, each)
+            found = join(found, each)
     return found

@@ -236,7 +236,7 @@ def not_summed_between_layers() -> None:
         (not_reduced_where_divided_layers_begin, "drifting variable", "w", ("data",)),
         (summed_twice, "repeated reduction", "matmul_out__t0_all_reduce", ("tensor",)),
         (mean_of_terms, "mean of a sum", "matmul_out__t0", ("tensor",)),
-        (summed_pieces, "reduced pieces", "w", ("tensor",)),
+        (summed_pieces, "reduced shards", "w", ("tensor",)),
         (said_to_be_the_same, "contradicted statement", "matmul_out", ("tensor",)),
         (not_summed_between_layers, "drifting variable", "bias", ("tensor",)),
     ],

@@ -19,17 +19,17 @@ import numpy as np
 from popxl.analysis.replication import (
     FLAT,
     GIVEN,
+    NONLINEAR_TERMS,
     NOT_KNOWN,
     OWN,
     PARTIAL,
     REPLICATED,
     SHARDED,
-    SPOILED,
     TERMS,
+    TERMS_PLUS_SHARED,
     VARYING,
-    WITH_MORE,
-    Along,
-    joined_along,
+    AxisType,
+    join_axis,
 )
 from popxl.core.declaration import OpKind, holds_graph
 from popxl.core.tracing import needed, traces_in
@@ -41,11 +41,11 @@ Flaws = dict[str, None]
 """What is done to terms of a sum that their sum does not survive: "more" is added to each, or a function that is not
 "linear" is taken of each."""
 
-_ZERO: Along = (GIVEN, 0)
-_PIECES: Along = (SHARDED, None)
-_SUM: Along = (PARTIAL, None)
-_OWN: Along = (VARYING, OWN)
-_TERMS: Along = (VARYING, TERMS)
+_ZERO: AxisType = (GIVEN, 0)
+_SHARDS: AxisType = (SHARDED, None)
+_SUM: AxisType = (PARTIAL, None)
+_OWN: AxisType = (VARYING, OWN)
+_TERMS: AxisType = (VARYING, TERMS)
 
 _ADDING = frozenset(
     "add sub add_any concatenate select_n dynamic_update_slice scatter-add scatter_add scatter pad".split()
@@ -61,13 +61,13 @@ _NONLINEAR = frozenset(
 )
 
 
-Made = tuple[list[Along], tuple[str, ...]]
+Propagated = tuple[list[AxisType], tuple[str, ...]]
 """Result types of a function, and the flaws."""
 
-_MEMORY: WeakKeyDictionary[OpKind, dict[Hashable, Made]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[OpKind, dict[Hashable, Propagated]] = WeakKeyDictionary()
 
 
-def made_of_pieces(jaxpr: Any, given: Sequence[Along]) -> Made:
+def propagate(jaxpr: Any, given: Sequence[AxisType]) -> Propagated:
     """How replicas hold the results of a function, by how they hold its operands, along one axis.
 
     Args:
@@ -79,11 +79,11 @@ def made_of_pieces(jaxpr: Any, given: Sequence[Along]) -> Made:
 
     Example:
         >>> jaxpr = jax.make_jaxpr(jnp.matmul)(np.ones((3, 4)), np.ones((4, 5))).jaxpr
-        >>> made_of_pieces(jaxpr, [(SHARDED, 1), (SHARDED, 0)])
+        >>> propagate(jaxpr, [(SHARDED, 1), (SHARDED, 0)])
         ([(<Replication.PARTIAL: 3>, None)], ())
     """
     flaws: Flaws = {}
-    return _through(jaxpr, given, flaws), tuple(flaws)
+    return _jaxpr_types(jaxpr, given, flaws), tuple(flaws)
 
 
 def is_linear(op: Op) -> bool:
@@ -91,41 +91,41 @@ def is_linear(op: Op) -> bool:
     if op.kind.is_carried_out_by_others:
         return op.kind.between_replicas
     terms = tuple(_SUM if t.nelms > 1 else _ZERO for t in op.inputs)
-    made, flaws = made_by(op, terms)
+    made, flaws = result_types(op, terms)
     return not flaws and all(each == _SUM for each in made)
 
 
-def made_by(op: Op, given: Sequence[Along]) -> Made:
+def result_types(op: Op, given: Sequence[AxisType]) -> Propagated:
     """Result types of an op's function, and flaws; unknown types if it refuses its operands.
 
     Remembered for ops of the same kind with the same attributes, shapes and dtypes.
     """
-    known = _MEMORY.setdefault(op.kind, {})
+    known = _KNOWN.setdefault(op.kind, {})
     key = (op.operands, *op.attributes.items(), *[(t.shape, t.dtype) for t in op.inputs], *given)
     try:
         found = known.get(key)
     except TypeError:  # from the hash
-        return _traced(op, given)
+        return _trace_types(op, given)
     if found is None:
-        found = _traced(op, given)
+        found = _trace_types(op, given)
         if not holds_graph(key):
             known[key] = found
     return found
 
 
-def _traced(op: Op, given: Sequence[Along]) -> Made:
+def _trace_types(op: Op, given: Sequence[AxisType]) -> Propagated:
     try:
         jaxpr, used = needed(op.on_arrays(), *op.signature[2:])
     except Exception:  # whatever a function raises, lowering says it, with the line of the op
         return [NOT_KNOWN] * len(op.outputs), ()
-    return made_of_pieces(jaxpr, [each for each, is_used in zip(given, used, strict=True) if is_used])
+    return propagate(jaxpr, [each for each, is_used in zip(given, used, strict=True) if is_used])
 
 
-def _through(jaxpr: Any, given: Sequence[Along], flaws: Flaws) -> list[Along]:
-    same: Along = (REPLICATED, None)
-    known: dict[Any, Along] = dict(zip(jaxpr.invars, given, strict=True))
+def _jaxpr_types(jaxpr: Any, given: Sequence[AxisType], flaws: Flaws) -> list[AxisType]:
+    same: AxisType = (REPLICATED, None)
+    known: dict[Any, AxisType] = dict(zip(jaxpr.invars, given, strict=True))
 
-    def of(v: Any) -> Along:
+    def of(v: Any) -> AxisType:
         if hasattr(v, "val"):
             return same if np.any(v.val) else _ZERO
         return known.get(v, same)
@@ -135,15 +135,15 @@ def _through(jaxpr: Any, given: Sequence[Along], flaws: Flaws) -> list[Along]:
         if all(kind <= REPLICATED for kind, _ in operands):
             zero = operands == [_ZERO] and equation.primitive.name in ("broadcast_in_dim", "convert_element_type")
             made = [_ZERO if zero else same] * len(equation.outvars)
-        elif (inner := _called(equation)) is not None:
-            made = _through(inner, operands, flaws)
+        elif (inner := _called_jaxpr(equation)) is not None:
+            made = _jaxpr_types(inner, operands, flaws)
         else:
-            made = [_made(equation, operands, flaws)] * len(equation.outvars)
+            made = [_equation_type(equation, operands, flaws)] * len(equation.outvars)
         known |= zip(equation.outvars, made, strict=False)
     return [of(v) for v in jaxpr.outvars]
 
 
-def _called(equation: Any) -> Any:
+def _called_jaxpr(equation: Any) -> Any:
     """The function that an equation calls once, on its operands; `None` if it does something else."""
     inner = traces_in(equation)
     if len(inner) != 1 or equation.primitive.name == "scan":
@@ -152,17 +152,17 @@ def _called(equation: Any) -> Any:
     return inner[0] if len({*map(tuple, shapes)}) == 1 else None
 
 
-def _made(equation: Any, operands: Sequence[Along], flaws: Flaws) -> Along:
+def _equation_type(equation: Any, operands: Sequence[AxisType], flaws: Flaws) -> AxisType:
     """What an equation makes of operands of which some differ between replicas."""
     name = equation.primitive.name
-    whole = joined_along(operands)
+    whole = join_axis(operands)
     if any(map(_is_sum, operands)):
-        return _of_terms(equation, operands, flaws)
+        return _type_of_terms(equation, operands, flaws)
     if name == "dot_general":
         return _product(operands, equation.params["dimension_numbers"], [v.aval.ndim for v in equation.invars])
     if name == "conv_general_dilated":
         numbers = equation.params["dimension_numbers"]
-        return _contracted(operands, (numbers.lhs_spec[1],), (numbers.rhs_spec[1],)) or _whole(whole)
+        return _contracted(operands, (numbers.lhs_spec[1],), (numbers.rhs_spec[1],)) or _without_dimension(whole)
     if whole[0] is not SHARDED:
         return whole
     if name == "reduce_sum":
@@ -170,9 +170,9 @@ def _made(equation: Any, operands: Sequence[Along], flaws: Flaws) -> Along:
         (_, dimension), size = operands[0], equation.invars[0].aval.ndim
         if dimension in axes or (dimension == FLAT and len(axes) == size):
             return _SUM
-        return _kept(whole, [i for i in range(size) if i not in axes])
+        return _kept_dimensions(whole, [i for i in range(size) if i not in axes])
     if name == "transpose":
-        return _kept(whole, equation.params["permutation"])
+        return _kept_dimensions(whole, equation.params["permutation"])
     if name == "reshape":
         return _reshaped(whole, equation.invars[0].aval.shape, equation.outvars[0].aval.shape)
     if name == "broadcast_in_dim":
@@ -181,28 +181,28 @@ def _made(equation: Any, operands: Sequence[Along], flaws: Flaws) -> Along:
         return whole if d is None or d == FLAT or not 0 <= d < len(places) else (SHARDED, places[d])
     if name == "squeeze":
         gone = [d % equation.invars[0].aval.ndim for d in equation.params["dimensions"]]
-        return _kept(whole, [i for i in range(equation.invars[0].aval.ndim) if i not in gone])
+        return _kept_dimensions(whole, [i for i in range(equation.invars[0].aval.ndim) if i not in gone])
     if name.startswith(("reduce_", "arg", "sort", "top_k", "cum")):
-        return _PIECES
+        return _SHARDS
     shape = equation.outvars[0].aval.shape  # what is smaller is broadcast, and leaves pieces where they are
     cut = {
         along
         for v, along in zip(equation.invars, operands, strict=True)
         if along[0] is SHARDED and v.aval.shape == shape
     }
-    return cut.pop() if len(cut) == 1 else _PIECES
+    return cut.pop() if len(cut) == 1 else _SHARDS
 
 
-def _whole(along: Along) -> Along:
+def _without_dimension(along: AxisType) -> AxisType:
     """Pieces, along a dimension that is not known any more."""
-    return _PIECES if along[0] is SHARDED else along
+    return _SHARDS if along[0] is SHARDED else along
 
 
-def _is_sum(along: Along) -> bool:
+def _is_sum(along: AxisType) -> bool:
     return along[0] is PARTIAL or along == _TERMS
 
 
-def _of_terms(equation: Any, operands: Sequence[Along], flaws: Flaws) -> Along:
+def _type_of_terms(equation: Any, operands: Sequence[AxisType], flaws: Flaws) -> AxisType:
     """What an equation makes of terms of a sum."""
     name = equation.primitive.name
     sums = [i for i, each in enumerate(operands) if _is_sum(each)]
@@ -212,7 +212,7 @@ def _of_terms(equation: Any, operands: Sequence[Along], flaws: Flaws) -> Along:
     if name in _ADDING:
         first = 1 if name == "select_n" else 0
         if first and sums[0] < first:
-            return joined_along(operands)
+            return join_axis(operands)
         added = [
             (v, each) for v, each in zip(equation.invars[first:], operands[first:], strict=True) if not _is_sum(each)
         ]
@@ -220,32 +220,32 @@ def _of_terms(equation: Any, operands: Sequence[Along], flaws: Flaws) -> Along:
         if not added:
             return terms
         if all(kind <= REPLICATED for _, (kind, _) in added):
-            return _spoiled(terms, "more", flaws)
-        return joined_along([terms, *(each for _, each in added)]) if terms is _SUM else _OWN
+            return _with_flaw(terms, "more", flaws)
+        return join_axis([terms, *(each for _, each in added)]) if terms is _SUM else _OWN
     if name in ("mul", "dot_general", "conv_general_dilated"):
         if len(sums) > 1:
-            return _spoiled(terms, "linear", flaws) if name == "mul" or terms is _SUM else terms
-        return terms if alone or name != "mul" else joined_along([terms, *others]) if terms is _SUM else _OWN
+            return _with_flaw(terms, "linear", flaws) if name == "mul" or terms is _SUM else terms
+        return terms if alone or name != "mul" else join_axis([terms, *others]) if terms is _SUM else _OWN
     if name == "div":
         if sums == [0]:
-            return terms if alone else joined_along(operands)
-        return _spoiled(terms, "linear", flaws) if alone or terms is _SUM else _OWN
+            return terms if alone else join_axis(operands)
+        return _with_flaw(terms, "linear", flaws) if alone or terms is _SUM else _OWN
     if name in _NONLINEAR:
-        return _spoiled(terms, "linear", flaws) if alone else joined_along(operands)
+        return _with_flaw(terms, "linear", flaws) if alone else join_axis(operands)
     if name in _LINEAR or name in ("reduce_sum", "transpose", "reshape", "broadcast_in_dim", "squeeze"):
         return terms
     return terms if terms is _SUM else _OWN
 
 
-def _spoiled(terms: Along, flaw: str, flaws: Flaws) -> Along:
+def _with_flaw(terms: AxisType, flaw: str, flaws: Flaws) -> AxisType:
     """Of terms that are presumed to be some, it is seen later whether they are summed."""
     if terms is _SUM:
         flaws[flaw] = None
         return _SUM if flaw == "more" else (VARYING, None)
-    return (VARYING, WITH_MORE if flaw == "more" else SPOILED)
+    return (VARYING, TERMS_PLUS_SHARED if flaw == "more" else NONLINEAR_TERMS)
 
 
-def _product(operands: Sequence[Along], numbers: Any, ranks: Sequence[int]) -> Along:
+def _product(operands: Sequence[AxisType], numbers: Any, ranks: Sequence[int]) -> AxisType:
     (left, right), (left_batch, right_batch) = numbers
     made = _contracted(operands, left, right)
     if made is not None:
@@ -260,10 +260,10 @@ def _product(operands: Sequence[Along], numbers: Any, ranks: Sequence[int]) -> A
         if d in free and operands[1 - i][0] is not SHARDED:
             before = 0 if i == 0 else ranks[0] - len(left) - len(left_batch)
             return (SHARDED, len(left_batch) + before + free.index(d))
-    return _whole(joined_along(operands))
+    return _without_dimension(join_axis(operands))
 
 
-def _contracted(operands: Sequence[Along], left: Sequence[int], right: Sequence[int]) -> Along | None:
+def _contracted(operands: Sequence[AxisType], left: Sequence[int], right: Sequence[int]) -> AxisType | None:
     """What a product makes if both operands differ between replicas, and the dimensions that are summed over do."""
     (kind, d), (other, e) = operands
     if kind is SHARDED and other is SHARDED and (d in left or e in right):
@@ -273,15 +273,15 @@ def _contracted(operands: Sequence[Along], left: Sequence[int], right: Sequence[
     return None
 
 
-def _kept(along: Along, dimensions: Sequence[int]) -> Along:
+def _kept_dimensions(along: AxisType, dimensions: Sequence[int]) -> AxisType:
     """Type of shards after keeping these dimensions, in this order."""
     d = along[1]
     if d is None or d == FLAT:
-        return along if d is None else _PIECES
-    return (SHARDED, [*dimensions].index(d)) if d in dimensions else _PIECES
+        return along if d is None else _SHARDS
+    return (SHARDED, [*dimensions].index(d)) if d in dimensions else _SHARDS
 
 
-def _reshaped(along: Along, before: tuple[int, ...], after: tuple[int, ...]) -> Along:
+def _reshaped(along: AxisType, before: tuple[int, ...], after: tuple[int, ...]) -> AxisType:
     """Pieces of another shape: along what their dimension becomes a part of, or the first of what it is split into."""
     d = along[1]
     if d is None or d == FLAT or before == after:
@@ -293,4 +293,4 @@ def _reshaped(along: Along, before: tuple[int, ...], after: tuple[int, ...]) -> 
         for i, size in enumerate(after)
         if starts[i] <= start < end <= starts[i + 1] or (starts[i] == start and before[d] % size == 0)
     ]
-    return (SHARDED, found[0]) if len(found) == 1 else _PIECES  # one of size 1 may be what is divided
+    return (SHARDED, found[0]) if len(found) == 1 else _SHARDS  # one of size 1 may be what is divided

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from popxl.graph import Graph
 
 
-def seeds(mesh: Mesh, report: Report, of_data: Set[int], fed_alike: Set[int]) -> Iterator[Finding]:
+def seed_lints(mesh: Mesh, report: Report, of_data: Set[int], fed_alike: Set[int]) -> Iterator[Finding]:
     """Dropouts with equal seeds for different data per replica, or different seeds for equal data.
 
     Args:
@@ -27,7 +27,7 @@ def seeds(mesh: Mesh, report: Report, of_data: Set[int], fed_alike: Set[int]) ->
             continue
         t, seed = op.inputs[0], op.inputs[op.operand_names().index(op.kind.drops.seed)]
         held = [*enumerate(zip(report.types.get(t, ()), report.types.get(seed, ()), strict=False))]
-        begun = _begun_by(seed)
+        begun = _seed_variable(seed)
         alike = {i for i in range(len(mesh.sizes)) if begun is not None and not begins_different(mesh, begun, i)}
         tied = [i for i, (x, s) in held if i in of_data and x[0] is VARYING and (s[0] is REPLICATED or i in alike)]
         apart = [i for i, (x, s) in held if i in fed_alike and x[0] is REPLICATED and s[0] is VARYING]
@@ -45,7 +45,7 @@ def seeds(mesh: Mesh, report: Report, of_data: Set[int], fed_alike: Set[int]) ->
             )  # fmt: skip
 
 
-def _begun_by(seed: Tensor) -> Variable | None:
+def _seed_variable(seed: Tensor) -> Variable | None:
     """The variable that a seed is made of, unless that has only zeros yet, which the host may replace."""
     t = seed
     while not isinstance(t, Variable):
@@ -59,7 +59,7 @@ def _begun_by(seed: Tensor) -> Variable | None:
     return t if t.piece is None and t.numbers().any() else None
 
 
-def stale_pieces(mesh: Mesh, report: Report) -> Iterator[Finding]:
+def stale_shards(mesh: Mesh, report: Report) -> Iterator[Finding]:
     """What was gathered of a variable in pieces, and is used for products or calls after these were changed."""
     for graph in report.graphs:
         yield from _stale(mesh, graph)
@@ -71,7 +71,7 @@ def _stale(mesh: Mesh, graph: Graph) -> Iterator[Finding]:
     for op in graph.ops:
         makes = op.kind.exchanged(op.attributes) if op.kind.between_replicas and "op" not in op.attributes else None
         made = next((gathered[t] for t in op.inputs if t in gathered), None)
-        is_same = _is_same(op)
+        is_same = _is_copy(op)
         if makes == "same" and op.inputs[0].origin.producer is None:
             gathered[op.outputs[0]] = op, op.inputs[0].origin
         elif made is not None and is_same:
@@ -81,7 +81,7 @@ def _stale(mesh: Mesh, graph: Graph) -> Iterator[Finding]:
             (t, *_), (gather, pieces) = stale, gathered[stale[0]]
             axes = mesh.along(gather.attributes["stride"], gather.attributes["group_size"])
             yield finding(
-                mesh, "stale pieces", op, t, axes,
+                mesh, "stale shards", op, t, axes,
                 f"`{t.path}` was gathered of `{pieces.path}` before that was changed, and is read afterwards. Gather "
                 "it again.",
             )  # fmt: skip
@@ -95,7 +95,10 @@ def unread_batches(mesh: Mesh, report: Report) -> Iterator[Finding]:
     for op in (op for graph in report.graphs for op in graph.ops):
         if not op.kind.between_replicas or "op" in op.attributes or op.kind.exchanged(op.attributes) != "same":
             continue
-        load, axes = _unmoved(op.inputs[0]).producer, mesh.along(op.attributes["stride"], op.attributes["group_size"])
+        load, axes = (
+            _source_tensor(op.inputs[0]).producer,
+            mesh.along(op.attributes["stride"], op.attributes["group_size"]),
+        )
         own = [i for i in axes if report.fed and report.fed[i][0] is VARYING]
         if load is None or not load.kind.exchange or not own:
             continue
@@ -110,14 +113,14 @@ def unread_batches(mesh: Mesh, report: Report) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _unmoved(t: Tensor) -> Tensor:
+def _source_tensor(t: Tensor) -> Tensor:
     """Source of a tensor before moves and casts."""
-    while (op := t.producer) is not None and _is_same(op):
+    while (op := t.producer) is not None and _is_copy(op):
         t = op.inputs[0]
     return t
 
 
-def _is_same(op: Op) -> bool:
+def _is_copy(op: Op) -> bool:
     return op.kind.view is not None or op.op_type in ("Cast", "Identity", "Reshape")
 
 

@@ -247,8 +247,8 @@ def a_scaled_sum_of_squares() -> None:
 @pytest.mark.parametrize(
     ("program", "category"),
     [
-        (a_layer_that_enters_the_next_without_a_sum, "terms and a whole"),
-        (a_gradient_that_enters_the_layer_before_without_a_sum, "terms and a whole"),
+        (a_layer_that_enters_the_next_without_a_sum, "partial plus replicated"),
+        (a_gradient_that_enters_the_layer_before_without_a_sum, "partial plus replicated"),
         (one_of_two_gradients_is_scaled, "factor of replicas"),
         (a_scaled_sum_of_squares, "factor of replicas"),
         (a_turned_weight, "transposed weight"),
@@ -257,18 +257,18 @@ def a_scaled_sum_of_squares() -> None:
         (one_seed_for_all, "same seed"),
         (seeds_that_are_alike, "same seed"),
         (a_seed_for_each_of_the_same, "different seeds"),
-        (what_was_gathered_before, "stale pieces"),
-        (a_bias_before_the_sum, "terms and a whole"),
-        (a_function_before_the_sum, "function of terms"),
-        (a_function_of_a_users_own, "function of terms"),
-        (a_softmax_over_pieces, "function of terms"),
-        (a_norm_of_pieces, "function of terms"),
-        (a_product_of_terms, "function of terms"),
-        (an_update_by_terms, "terms in an update"),
-        (an_update_by_other_pieces, "pieces of another layout"),
+        (what_was_gathered_before, "stale shards"),
+        (a_bias_before_the_sum, "partial plus replicated"),
+        (a_function_before_the_sum, "nonlinear function of partial"),
+        (a_function_of_a_users_own, "nonlinear function of partial"),
+        (a_softmax_over_pieces, "nonlinear function of partial"),
+        (a_norm_of_pieces, "nonlinear function of partial"),
+        (a_product_of_terms, "nonlinear function of partial"),
+        (an_update_by_terms, "partial update"),
+        (an_update_by_other_pieces, "shards of another layout"),
         (a_mean_of_own_products, "mean of a sum"),
-        (a_bias_in_a_sum_of_own_products, "terms and a whole"),
-        (a_sum_of_functions_of_own_products, "function of terms"),
+        (a_bias_in_a_sum_of_own_products, "partial plus replicated"),
+        (a_sum_of_functions_of_own_products, "nonlinear function of partial"),
         (summed_twice_at_once, "repeated reduction"),
         (one_of_two_sums_is_scaled, "factor of replicas"),
         (a_scaled_loss, "factor of replicas"),
@@ -281,7 +281,7 @@ def test_wrong_programs(program: Callable[[], None], category: str) -> None:
     (finding,) = check(ir).findings
     lines, first = inspect.getsourcelines(trained_with if "seed" in category else program)
     (at,) = (first + i for i, line in enumerate(lines) if line.endswith("# found\n"))
-    assert (finding.category, finding.line, finding.certain) == (category, f"test_pieces.py:{at}", False)
+    assert (finding.category, finding.line, finding.certain) == (category, f"test_propagation.py:{at}", False)
 
 
 def test_both_of_two_gradients_are_named_if_either_may_be_wrong() -> None:
@@ -303,7 +303,7 @@ def test_shards_are_gathered_along_their_axis() -> None:
         c.replicated_all_gather(shard, 0, "tensor")
         assert check(ir).findings == []
         c.replicated_all_gather(shard, 0, "data")
-    assert [(each.category, each.axes) for each in check(ir).findings] == [("pieces of another layout", ("tensor",))]
+    assert [(each.category, each.axes) for each in check(ir).findings] == [("shards of another layout", ("tensor",))]
 
 
 def test_beginnings_differ_where_updates_were_reduced_in_shards_and_gathered() -> None:

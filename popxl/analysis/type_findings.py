@@ -1,0 +1,184 @@
+"""What types contradict, with a text for each: reductions of shards, functions of terms of a sum, statements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from popxl.analysis.means import share_of_mean
+from popxl.analysis.mesh import Mesh
+from popxl.analysis.replication import (
+    BY_REDUCED,
+    FLAT,
+    NONLINEAR_TERMS,
+    OWN,
+    PARTIAL,
+    REPEATED,
+    REPLICATED,
+    SAME,
+    SHARDED,
+    TERMS_PLUS_SHARED,
+    VARYING,
+    AxisType,
+    Finding,
+    ReplicaType,
+    Report,
+    differs_by_own_variables,
+    is_term,
+    unreduced_slot,
+)
+from popxl.core.tensor import Constant, Tensor, Variable
+
+if TYPE_CHECKING:
+    from popxl.core.recording import Op
+
+
+class TypeFindings:
+    """The findings of an inference, each category once for an op.
+
+    Args:
+        report: what gets updates by reduced values.
+        mesh: the axes.
+    """
+
+    def __init__(self, report: Report, mesh: Mesh) -> None:
+        self.report, self.mesh = report, mesh
+        self.divided: Sequence[int] = ()  # positions of axes along which layers are divided
+        self.found: dict[tuple[Op, str], Finding] = {}
+
+    def find(self, category: str, certain: bool, op: Op, t: Tensor, axes: Sequence[int], message: str) -> None:
+        """Note a finding, once for an op."""
+        names = tuple(self.mesh.names[i] for i in axes)
+        text = message.format(t=f"`{t.path}`", axes=self.mesh.text(axes))
+        self.found.setdefault((op, category), Finding(category, certain, op, t.path, names, text))
+
+    def variable_update(self, v: Variable, was: ReplicaType, op: Op, by: ReplicaType) -> None:
+        """Check updates of a variable that is per replica or sharded."""
+        own = [i for i, along in enumerate(was) if along[0] in (VARYING, SHARDED) and along != (SHARDED, FLAT)]
+        if alike := tuple(i for i in own if by[i] in BY_REDUCED or (by[i] == SAME and _is_gathered_reduction(op))):
+            self.report.reduced_updates[v] = op, alike
+        if terms := [i for i in own if by[i][0] is PARTIAL and was[i][0] is SHARDED]:
+            self.find(
+                "partial update", False, op, v, terms,
+                "{t} has pieces on replicas along {axes}, and each is changed by a term of a sum over them. Reduce "
+                "that first, with `ops.collectives.replicated_all_reduce`.",
+            )  # fmt: skip
+        if turned := [i for i in own if was[i][0] is by[i][0] is SHARDED and by[i][1] not in (None, FLAT, was[i][1])]:
+            (d, e) = was[turned[0]][1], by[turned[0]][1]
+            self.find(
+                "shards of another layout", False, op, v, turned,
+                f"{{t}} has pieces along its dimension {d} on replicas along {{axes}}, and is changed by pieces along "
+                f"dimension {e}. Transpose these, or divide the variable otherwise.",
+            )  # fmt: skip
+
+    def missing_sum(self, op: Op, types: Sequence[ReplicaType], is_given: Callable[[Tensor], bool]) -> None:
+        """Find terms, presumably, with something replicated added, that enter the next divided layer without a sum."""
+        for t, with_more, weight, own in zip(op.inputs, types, op.inputs[::-1], types[::-1], strict=True):
+            if not is_given(weight):
+                continue
+            if axes := [
+                i
+                for i in self.divided
+                if differs_by_own_variables(with_more[i], TERMS_PLUS_SHARED) and own[i][1] == OWN
+            ]:
+                self.find(
+                    "partial plus replicated", False, op, t, axes,
+                    "{t} was made of products with what each replica along {axes} has of its own, and of something "
+                    f"that is the same on all, and is multiplied with `{weight.path}`, which is divided among them, "
+                    "too. The products are terms of a sum, presumably: reduce them first, and add then.",
+                )  # fmt: skip
+
+    def nonlinear_use(self, op: Op, axis: int, types: Sequence[AxisType], flaw: str) -> None:
+        """Record nonlinear use of summation terms."""
+        t = next((t for t, (kind, _) in zip(op.inputs, types, strict=True) if kind is PARTIAL), op.inputs[0])
+        others = [
+            other
+            for other, (kind, _) in zip(op.inputs, types, strict=True)
+            if kind <= REPLICATED and other.dtype.is_floating_point
+        ]
+        if flaw == "linear":
+            self.find(
+                "nonlinear function of partial", False, op, t, [axis],
+                "replicas along {axes} have terms of a sum, {t}, and "
+                f"{op.op_type} of each is taken, which is not linear: the sum of the results is not that of the sum. "
+                "Reduce {t} first, with `ops.collectives.replicated_all_reduce`.",
+            )  # fmt: skip
+        elif not (others and all(isinstance(each, Constant) and not np.any(each.data) for each in others)):
+            more = f"`{others[0].path}`" if others else "a constant"
+            self.find(
+                "partial plus replicated", False, op, t, [axis],
+                "replicas along {axes} have terms of a sum, {t}, and "
+                f"each adds {more}, which is the same on all: the sum has it as many times as there are replicas. "
+                "Reduce {t} first, with `ops.collectives.replicated_all_reduce`, and add then.",
+            )  # fmt: skip
+
+    def gather(self, op: Op, before: ReplicaType, axes: Sequence[int]) -> None:
+        """Find shards that are gathered along another axis than the one that they are divided along."""
+        others = [i for i, along in enumerate(before) if along == (SHARDED, FLAT) and i not in axes]
+        if others and all(before[i][0] is not SHARDED for i in axes):
+            self.find(
+                "shards of another layout", False, op, op.inputs[0], others,
+                f"replicas along {{axes}} have shards of {{t}}, and copies of a shard are gathered over "
+                f"{self.mesh.text(axes)}, as if these were the whole. Gather it over {{axes}}.",
+            )  # fmt: skip
+
+    def reduction(self, op: Op, before: ReplicaType, axes: Sequence[int], reduction: str) -> bool:
+        """Look at a reduction: whether it is what completes the value. Returns whether it sums what is the same."""
+        find, (t, *_) = self.find, op.inputs
+        repeated = bool(axes) and reduction in ("add", "square_add") and all(before[i][0] is REPLICATED for i in axes)
+        if repeated:
+            find(REPEATED, False, op, t, axes,
+                 "{t} is the same on all replicas along {axes}, and is summed over them: the result is as many times "
+                 "too large as there are. Leave that reduction out, or take the mean.")  # fmt: skip
+        terms = [i for i in axes if is_term(before[i])]
+        if terms and reduction == "mean" and share_of_mean(t) is None:
+            find("mean of a sum", False, op, t, terms,
+                 "{t} is a term of a sum over {axes}, and the mean of the terms is taken: the result is as many times "
+                 "too small as there are replicas. Write \"add\".")  # fmt: skip
+        for slot, flaw in ((TERMS_PLUS_SHARED, "more"), (NONLINEAR_TERMS, "linear")):
+            if reduction == "add" and (
+                spoiled := [i for i in axes if before[i][0] is VARYING and unreduced_slot(before[i][1]) == slot]
+            ):
+                self.sum_of_flawed_terms(op, t, spoiled, flaw)
+        if cut := [i for i in axes if before[i][0] is SHARDED and before[i][1] is not None and reduction != "max"]:
+            find("reduced shards", False, op, t, cut,
+                 "replicas along {axes} have different pieces of {t}, and these are reduced as if they were terms of a "
+                 "sum. Gather them, with `replicated_all_gather`, or reduce over another axis.")  # fmt: skip
+        return repeated
+
+    def sum_of_flawed_terms(self, op: Op, t: Tensor, axes: Sequence[int], flaw: str) -> None:
+        """Note a sum of what was made of terms, as is presumed, in a way that their sum does not survive."""
+        if flaw == "linear":
+            self.find(
+                "nonlinear function of partial", False, op, t, axes,
+                "{t} is summed over {axes}, and was made by a function that is not linear of products with what each "
+                "replica has of its own, which are terms of a sum: the sum of the results is not that of the sum. "
+                "Reduce before.",
+            )  # fmt: skip
+        else:
+            self.find(
+                "partial plus replicated", False, op, t, axes,
+                "{t} is summed over {axes}, and was made of products with what each replica has of its own, and of "
+                "something that is the same on all: the sum has that as many times as there are replicas. Reduce "
+                "first, and add then.",
+            )  # fmt: skip
+
+    def contradiction(self, op: Op, before: ReplicaType, axes: Sequence[int]) -> None:
+        """Find a statement that values are equal, of shards or of terms of a sum."""
+        if wrong := [i for i in axes if before[i][0] in (SHARDED, PARTIAL)]:
+            what = " and ".join(dict.fromkeys(before[i][0].name.lower() for i in wrong))
+            self.find(
+                "contradicted statement", True, op, op.inputs[0], wrong,
+                f"{{t}} is said to be the same on all replicas along {{axes}}, and it is {what}.",
+            )  # fmt: skip
+
+
+def _is_gathered_reduction(op: Op) -> bool:
+    """Whether an update takes what was reduced in shards, and gathered."""
+    for t in op.inputs:
+        if (gather := t.producer) is not None and gather.kind.between_replicas and "op" not in gather.attributes:
+            scatter = gather.inputs[0].producer
+            return scatter is not None and scatter.attributes.get("op") in ("add", "mean")
+    return False

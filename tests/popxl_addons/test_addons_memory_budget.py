@@ -176,10 +176,10 @@ def explicit() -> popxl.Ir:
 # The solver ---------------------------------------------------------------------------------------------------------
 
 
-def drawn(seed: int, most: int = 8) -> GraphNeeds:
+def drawn(seed: int, most: int = 8, least: int = 4) -> GraphNeeds:
     """A graph of random ops, of which each reads some values before it, and a gradient that reads some of them."""
     rng = np.random.default_rng(seed)
-    count, calls, steps = (int(rng.integers(*each)) for each in ((4, most), (1, 5), (2, 5)))
+    count, calls, steps = (int(rng.integers(*each)) for each in ((least, most), (1, 5), (2, 5)))
     names = [f"t{i}" for i in range(count)]
     operands = [{names[int(rng.integers(0, i))] for _ in range(2) if rng.random() < 0.8 and i} for i in range(count)]
     ops_of = tuple(
@@ -270,11 +270,14 @@ CASES = [
 def test_plans_cost_as_little_as_the_best_of_all(
     seed: int, size: int, treatments: tuple[Treatment, ...], divided: bool
 ) -> None:
-    g, chip = drawn(seed, size), shipped(Gpu, "h100")
-    if not divided:
-        g = replace(g, ends=())
-    offload = "offload" in treatments
-    costs = [(seconds(g, plan, chip), bytes_at_most(g, plan)) for plan in plans(g, treatments, divided)]
+    g = drawn(seed, size)
+    compare_with_all(g if divided else replace(g, ends=()), treatments)
+
+
+def compare_with_all(g: GraphNeeds, treatments: tuple[Treatment, ...]) -> None:
+    """Compare with all plans of a graph; with two groups of calls, too, where it may be divided."""
+    chip, offload = shipped(Gpu, "h100"), "offload" in treatments
+    costs = [(seconds(g, plan, chip), bytes_at_most(g, plan)) for plan in plans(g, treatments, bool(g.ends))]
     least, whole = min(size for _, size in costs), costs[0][1]
     assert solve([g], least - 1000, chip, offload) is None
     for share in (0.1, 0.4, 0.8):
@@ -286,6 +289,12 @@ def test_plans_cost_as_little_as_the_best_of_all(
         assert bytes_at_most(g, plan) <= found.bytes + 1
         assert seconds(g, plan, chip) <= found.seconds + 1e-12
         assert found.seconds <= 1.03 * best + 1e-12
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(10, 14))
+def test_plans_of_fourteen_activations_cost_as_little_as_the_best_of_all(seed: int) -> None:
+    compare_with_all(replace(drawn(seed, 15, least=14), ends=()), ("keep", "recompute"))
 
 
 def test_the_least_is_without_regard_to_time() -> None:

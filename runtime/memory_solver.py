@@ -359,13 +359,13 @@ class _IntegerProgram:
     def _inside_row(self, g: GraphNeeds, group: int, paths: frozenset[str]) -> _Row:
         """What a backward call has of the activations that it needs then.
 
-        A call that is compiled by itself recomputes all at its beginning: XLA for CPUs puts first what can run side by
-        side.
+        A call that is compiled by itself recomputes all at its beginning, as XLA for CPUs puts first what can run side
+        by side: it has all that the gradient reads, and no longer what was computed on the way.
         """
         is_whole = self._release == "call"
         row = {
             self._again[g.name, group, number]: float(
-                sum(g.bytes[path] for path in op.results if path in paths or (is_whole and not op.is_fused))
+                sum(g.bytes[path] for path in op.results if path in (g.read if is_whole else paths))
             )
             for number, op in enumerate(g.ops)
             if not op.is_fused or is_whole

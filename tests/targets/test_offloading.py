@@ -45,6 +45,7 @@ def program(memory: Any, way: Any = "rolled") -> tuple[popxl.Ir, addons.MemoryPl
 @pytest.mark.targets
 @pytest.mark.parametrize("target", ["tpu v5e", "gpu h100"])
 def test_stacks_of_loops_are_on_the_host(target: str) -> None:
+    """The device holds what one layer has offloaded, in its iteration, in place of that of all."""
     ir, plan = program("everything")
     session = popxl.Session(ir, popxl.Target(target))
     kept = session.memory()
@@ -53,7 +54,7 @@ def test_stacks_of_loops_are_on_the_host(target: str) -> None:
     memory = offloaded.memory()
     stacks = 2 * LAYERS * ROWS * HIDDEN * 4
     assert kept.temporaries_on_host == 0 and memory.temporaries_on_host >= stacks
-    assert memory.temporaries <= kept.temporaries - 0.7 * stacks
+    assert memory.temporaries <= kept.temporaries - stacks * (LAYERS - 1) / LAYERS
     assert re.search(r"\d+ in a run have other kernels beside them, and \d+ have none", str(offloaded.report.offloaded))
 
 

@@ -181,7 +181,8 @@ def _on_target(leaf: Any, target: Target) -> Any:
         sharding = _moved(sharding, target)
     elif isinstance(leaf, jax.Array):
         sharding = None  # a local device
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
+    weak = getattr(leaf, "weak_type", False)  # arrays of random keys do not say
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
 
 
 def _moved(value: Any, target: Target) -> Any:

@@ -196,3 +196,13 @@ def test_meshes_of_the_program_are_those_of_the_target() -> None:
     assert found.devices == 2 and found.cost.overwritten == {"w": 96} and "all-reduce" in found.cost.collectives
     with pytest.raises(popxl.errors.PopxlError, match=r"a mesh has 2 devices, and gpu h100 has 1"):
         popxl.analyze(jitted, *specs((6, 4), (8, 6)), target="gpu h100")
+
+
+@pytest.mark.targets
+def test_random_keys_are_arguments() -> None:
+    def dropped(x: Any, key: Any, keys: Any) -> Any:
+        return x * jax.random.bernoulli(key, 0.5, x.shape) + jax.random.normal(keys[1], x.shape)
+
+    (x,) = specs((6, 4))
+    key = jax.random.key(0)
+    assert popxl.analyze(dropped, x, key, jax.eval_shape(jax.random.split, key), target="gpu h100").fits

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from popxl.base import svg
 from popxl.base.pages import Picture, bytes_text
 
-_PLOT, _SIDE, _BASE = 540, 575, 300
+_PLOT, _SIDE, _BASE = 500, 535, 300
 """Where the memory ends and where the mesh begins, from the left; the axis of the memory."""
 _CHIP, _GAP = 15, 11
 
@@ -151,8 +151,8 @@ def _collectives(axes: Sequence[tuple[str, int]], sent: Sequence[LineCollectives
             what = f"{each.kind} ×{each.times}"
             parts += [
                 svg.text(_SIDE + 16, y, _shortened(f"{each.line} {each.phase}", 37 - len(what)), "start"),
-                svg.text(svg.WIDTH - 74, y, what),
-                svg.text(svg.WIDTH - 14, y, bytes_text(each.bytes)),
+                svg.text(svg.WIDTH - 64, y, what),
+                svg.text(svg.WIDTH - 8, y, bytes_text(each.bytes)),
             ]
             y += 16
         y += 4

@@ -1,8 +1,8 @@
 """`Options`: everything that can be said about how a model is compiled and run.
 
 Each group declares its settings in its class body, with what they accept and what they do here; its methods store
-them. Here is the whole; the groups within it are in `poptorch.settings.groups`, what settings are made of in
-`poptorch.settings.setting`, how files and JSON are read in `poptorch.settings.files`. `python -m poptorch options`
+them. The groups are in `poptorch.settings.groups`, `locations` and `session_options`; descriptors of settings in
+`poptorch.settings.setting`; readers of files and JSON in `poptorch.settings.files`. `python -m poptorch options`
 prints a page of all settings.
 """
 
@@ -26,15 +26,9 @@ from poptorch.enums import CommGroupType, ConnectionType, OutputMode, PartialBat
 from poptorch.placement import strategies
 from poptorch.placement.strategies import PipelinedExecution, _IExecutionStrategy
 from poptorch.settings.files import ConfigFileError, run_calls, run_lines
-from poptorch.settings.groups import (
-    TensorLocationSettings,
-    _DistributedOptions,
-    _JitOptions,
-    _PopartOptions,
-    _PrecisionOptions,
-    _TensorLocationOptions,
-    _TrainingOptions,
-)
+from poptorch.settings.groups import _DistributedOptions, _JitOptions, _PrecisionOptions, _TrainingOptions
+from poptorch.settings.locations import TensorLocationSettings, _TensorLocationOptions
+from poptorch.settings.session_options import _PopartOptions
 from poptorch.settings.setting import NO_EFFECT, Group, OptionsDict, group, in_words, positive, setting, strings, table
 
 __all__ = ["Anchor", "ConfigFileError", "Options", "TensorLocationSettings", "options_page"]

@@ -37,7 +37,7 @@ from poptorch.program.passes import Given, Passes, Phases, Weight
 from poptorch.program.recomputation import Recomputation
 from poptorch.program.storage import Storage, Stored
 from poptorch.program.updates import Update
-from poptorch.settings.groups import is_off_chip
+from poptorch.settings.locations import is_off_chip
 from popxl import ops
 from popxl.extend.graphs import leading_to
 from popxl.extend.memory import asked_memory

@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 
 import popxl
-from poptorch.settings.groups import TensorLocationSettings, is_off_chip, is_sharded
+from poptorch.settings.locations import TensorLocationSettings, is_off_chip, is_sharded
 from popxl import ops
 from popxl.tensor import Variable
 from popxl_addons.rts import gather_replica_sharded_tensor

@@ -5,9 +5,10 @@
 
 from popxl_addons.optimizers import schedules
 from popxl_addons.optimizers.adam import AdamOptimizerStep
-from popxl_addons.optimizers.functional import adafactor, adamw, global_norm, lion, sgd
+from popxl_addons.optimizers.functional import adafactor, adamw, lion, sgd
 from popxl_addons.optimizers.loss_scaling import DynamicLossScaling, LossScale
 from popxl_addons.optimizers.of_optax import from_optax
+from popxl_addons.optimizers.steps import global_norm
 
 __all__ = [
     "AdamOptimizerStep",

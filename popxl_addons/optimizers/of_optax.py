@@ -12,11 +12,12 @@ import jax.numpy as jnp
 
 import popxl
 from popxl.errors import PopxlError, ShardedUpdateWarning
+from popxl.extend.kernels import Array
 from popxl.extend.source import SourceLocation, user_frame, warn_at
 from popxl.op import Colocated, OpKind, Overwrites
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.optimizers.elementwise import combining
-from popxl_addons.optimizers.functional import Array, Scale, Step, Tensors, Trained, select_if_finite
+from popxl_addons.optimizers.steps import Scale, Step, Tensors, Trained, select_if_finite
 
 __all__ = ["from_optax"]
 

@@ -107,7 +107,7 @@ class Program:
         ir: an empty Ir, of whose replicas this process has as many as `batching` says.
         captured: the model.
         leaves: names of its inputs.
-        host: the values of its parameters and buffers, by name, as `poptorch.run.weights.read` gives them.
+        host: values of its parameters and buffers by name, as from `poptorch.run.weight_values.read_host_values`.
         batching: how the rows of a call are dealt.
         options: the options.
         returned: the results.

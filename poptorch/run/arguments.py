@@ -1,6 +1,6 @@
 """Call arguments of wrapped models: binding to the parameters of `forward`, and comparison with the first call.
 
-Values of other tensors than arguments are found in `weights.py`.
+Values of parameters and buffers are read in `weight_values.py`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from poptorch.capture.tensor_layout import TensorLayout
 from poptorch.options import Options
 from poptorch.program.batching import Batching
 from poptorch.program.program import Returned
-from poptorch.run import weights
+from poptorch.run import weight_values
 from poptorch.run.arguments import Signature
 from poptorch.run.captured import captured_model, layouts_of
 from poptorch.run.compiled import Compiled
@@ -226,7 +226,7 @@ def _check_apart(model: HostModel, captured: Captured, trained: Iterable[str]) -
     trace = captured.trace
     values = {id(value) for node in trace.nodes for value in node.inputs} | set(map(id, trace.outputs))
     used = {name for name, value in captured.state.items() if id(value) in values} | written
-    weights.check_apart({name: t for name, t in model.tensors().items() if name in used}, written)
+    weight_values.check_apart({name: t for name, t in model.tensors().items() if name in used}, written)
 
 
 def _groupings(ir: popxl.Ir, model: HostModel, options: Options) -> dict[str, popxl.ReplicaGrouping]:

@@ -36,10 +36,11 @@ from poptorch.errors import Error, createPoptorchError
 from poptorch.options import Options
 from poptorch.placement.blocks import module_repr
 from poptorch.run import hooks, saving
+from poptorch.run.change_warnings import ChangeWarnings
 from poptorch.run.compilation import carries, compiled_model, compiling, progress_bar
 from poptorch.run.compiled import Compiled
-from poptorch.run.host_changes import HostChanges
 from poptorch.run.host_model import HostModel
+from poptorch.run.host_writes import HostWrites
 from poptorch.run.in_parts import BrokenGraph
 from poptorch.run.kinds import ByArguments, calls_of, with_lasting_cache
 from poptorch.run.own_options import for_fewer_rows, needs_running_mean, own_options, with_running_mean
@@ -47,7 +48,7 @@ from poptorch.run.smaller import Run, SmallerBatches
 from poptorch.run.times import Latency, Times
 from poptorch.run.trained_in_parts import TrainedInParts
 from poptorch.run.trainer import Trainer, default_optimizer
-from poptorch.run.weights import HostWrites, LazyWeights, TrainingRegistry
+from poptorch.run.weights import LazyWeights, TrainingRegistry
 from popxl.extend.graphs import estimate_of
 
 Model = torch.nn.Module | Callable[..., Any]
@@ -140,8 +141,7 @@ class PoplarExecutor:
         self._autocast: tuple[torch.dtype | None] | None = None  # known if it was compiled here
         self._trainings = TrainingRegistry(self._host.module)
         self._host_writes = HostWrites(self._host.module)
-        self._host_changes: HostChanges | None = None
-        self._told: set[str] = set()  # what has been warned of
+        self._change_warnings = ChangeWarnings(self._host, self._training, self._host_writes)
         self._instrumented: LazyWeights | None = None
         self._trainer: Trainer | None = None
         if training:
@@ -187,7 +187,7 @@ class PoplarExecutor:
                 if not compiled.is_attached:
                     self._check_online("run a model")
                     self._attach(compiled)
-                self._tell_of_changes()
+                self._change_warnings.warn(compiled, self._attributes)
                 if self._trainer is not None:
                     assert self._instrumented is not None
                     self._instrumented.check_hooks()
@@ -239,60 +239,6 @@ class PoplarExecutor:
     @property
     def _structure_changed(self) -> bool:
         return self._host.structure() != self._form
-
-    def _tell_of_changes(self) -> None:
-        """Warn, once each, about module changes without effect on the device."""
-        module, attributes = self._host.module, self._attributes
-        if module is None:
-            return
-        if "mode" not in self._told and module.training is self._training is not attributes.training:
-            here, there = ("train", "eval") if self._training else ("eval", "train")
-            self._warn_once(
-                "mode",
-                "The module is in `%s()` mode, and this wrapper runs it in `%s()` mode, in which it was compiled: "
-                "dropout and batch norms may do something else. Call `module.%s()` before `poptorch.%s(module)`, "
-                "or `%s()` of the wrapper before its first call.",
-                here,
-                there,
-                here,
-                "trainingModel" if self._training else "inferenceModel",
-                here,
-            )
-        if "numbers" not in self._told and (changed := attributes.changed_number()) is not None:
-            self._warn_once(
-                "numbers",
-                "An attribute of the module has changed since it was wrapped: %s. Numbers of Python are a part of the "
-                "program, so this has no effect on the device. What is to change from call to call is a tensor: an "
-                "argument of `forward`. Otherwise call `destroy()`, and set it through the wrapper.",
-                changed,
-            )
-        if "writes" not in self._told and (written := self._host_writes.names()):
-            self._warn_once(
-                "writes",
-                "%s been changed on the host, after the device had taken %s. The device goes on with its own numbers"
-                "%s. Call `copyWeightsToDevice()` of the wrapper after it, or load with its `load_state_dict`.",
-                f"{written[0]} and {len(written) - 1} other tensors have" if written[1:] else f"{written[0]} has",
-                "them" if written[1:] else "it",
-                ", which overwrite those of the host" * (self._training or written[0] in self._required.ends.written),
-            )
-        if "others" not in self._told and (others := self._host_writes.replaced()):
-            self._warn_once(
-                "others",
-                "The module has another %s than when the device took its numbers. The device goes on with what it had "
-                "then. Call `copyWeightsToDevice()` of the wrapper to have it take the new one. For training, have the "
-                "optimizer know what is new, too: `optimizer.add_param_group(...)`.",
-                " and another ".join(others),
-            )
-        if self._host_changes is not None and (changes := self._host_changes.new_changes()):
-            logger.warning(
-                "The module has been changed since it was compiled: %s. A program is what `forward` did then, so this "
-                "has no effect on the device. Wrap the module anew.",
-                ", ".join(changes),
-            )
-
-    def _warn_once(self, what: str, text: str, *values: str) -> None:
-        self._told.add(what)
-        logger.warning(text, *values)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's `generate` method (transformers API), executing each model call on the device.
@@ -402,9 +348,8 @@ class PoplarExecutor:
         """Install a compiled program for subsequent calls."""
         self._compiled, self._form = compiled, self._host.structure()
         self._attributes = self._host.attributes
-        if self._host.module is not None:
-            with self._attributes.restored():
-                self._host_changes = HostChanges(self._host.module)
+        with self._attributes.restored():
+            self._change_warnings.track()
         self._trainings.track()
         offline = self._options.connection_type is ConnectionType.Never
         if not self._training and (written := compiled.ends.written):

@@ -1,7 +1,7 @@
 """Detection of user changes to a module after compilation: hooks, methods, attribute contents.
 
-A program is what `forward` did before, so the user is warned. Parameters, buffers and layers are looked at in
-`weights.py`.
+A program is what `forward` did before, so the user is warned. `host_writes.py` detects changes of parameters, buffers
+and layers.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from poptorch.base.replica_groups import GroupedParameter
 from poptorch.capture.attributes import Attributes, noting
 from poptorch.capture.counters import COUNTED
 from poptorch.errors import createPoptorchError
-from poptorch.run import weights
+from poptorch.run import weight_values
 
 
 class HostModel:
@@ -92,8 +92,8 @@ class HostModel:
                 yield module, key
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers by name; see `weights.tensors_of`."""
-        return weights.tensors_of(self.module)
+        """Parameters and buffers by name; see `weight_values.tensors_of`."""
+        return weight_values.tensors_of(self.module)
 
     def structure(self) -> tuple[tuple[str, Any], ...]:
         """Model structure that a program depends on: modules, parameter and buffer names (first names of tied ones)."""
@@ -107,12 +107,12 @@ class HostModel:
         )
 
     def read_values(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-        """Parameter and buffer values, all or only named ones; see `weights.read`."""
-        return weights.read_host_values(self.module, self.grouped, names)
+        """Parameter and buffer values, all or only named ones; see `weight_values.read_host_values`."""
+        return weight_values.read_host_values(self.module, self.grouped, names)
 
     def write(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Overwrite parameters and buffers with device values; see `weights.write`."""
-        weights.write(self.module, arrays, self.grouped)
+        """Overwrite parameters and buffers with device values; see `weight_values.write`."""
+        weight_values.write(self.module, arrays, self.grouped)
 
     def check_buffers(self, names: Iterable[str]) -> None:
         """Raise an `Error` if a buffer named in the options is missing."""

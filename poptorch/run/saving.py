@@ -42,7 +42,7 @@ from poptorch.errors import createPoptorchError
 from poptorch.options import Options
 from poptorch.program.batching import Batching
 from poptorch.program.updates import STEP
-from poptorch.run import weights
+from poptorch.run import weight_values
 from poptorch.run.arguments import Signature
 from poptorch.run.as_data import OptimizerData, from_data, options_from_data, options_to_data, to_data
 from poptorch.run.compiled import Compiled, ProgramIO, Result
@@ -230,7 +230,7 @@ def save(
     call, tensors = _call(compiled)
     model = None
     if export_model:
-        own = weights.tensors_of(module)
+        own = weight_values.tensors_of(module)
         tensors |= {f"weights/{name}": t.detach().contiguous() for name, t in own.items()}
         model = _model(module, OptimizerData.of(trainer.optimizer, own) if trainer is not None else None)
     about = _About(
@@ -285,7 +285,7 @@ def _call(compiled: Compiled) -> tuple[_Call, dict[str, torch.Tensor]]:
 def _model(module: torch.nn.Module | None, optimizer: OptimizerData | None) -> _SavedModel:
     if module is None:
         return _SavedModel(training=True, tensors={}, optimizer=optimizer)
-    first = {id(t): name for name, t in weights.tensors_of(module).items()}
+    first = {id(t): name for name, t in weight_values.tensors_of(module).items()}
     parameters = torch.nn.Module.named_parameters(module, remove_duplicate=False)
     buffers = torch.nn.Module.named_buffers(module, remove_duplicate=False)
     transient = {
@@ -432,7 +432,7 @@ class Saved:
         """Recreate the saved optimiser for a module's parameters."""
         assert self._about.model is not None
         data = self._about.model.optimizer
-        return None if data is None else data.make(weights.tensors_of(module))
+        return None if data is None else data.make(weight_values.tensors_of(module))
 
     def check(self, module: torch.nn.Module | None, training: bool) -> None:
         """Raise an `Error` if this program is incompatible with a module."""
@@ -441,7 +441,7 @@ class Saved:
             raise createPoptorchError(
                 f"{self._name} was saved by a model for {kinds[self.training]}, and this one is for {kinds[training]}."
             )
-        have = weights.tensors_of(module)
+        have = weight_values.tensors_of(module)
         if missing := [name for name in self._about.ends.variables if name not in have]:
             raise createPoptorchError(
                 f"{self._name} was saved by another model: this one has no {', '.join(missing)}; it has "
@@ -451,7 +451,7 @@ class Saved:
     def prepare(self, trainer: Trainer, module: torch.nn.Module | None, options: Options) -> None:
         """Prepare a trainer using the saved optimiser settings."""
         assert self._about.optimizer is not None
-        parameters = weights.tensors_of(module)
+        parameters = weight_values.tensors_of(module)
         apart = [name for name in parameters if f"{STEP}___{name}" in self._about.ends.state]
         trainer.prepare(parameters, options, made_with=self._about.optimizer, counted_apart=apart)
 

@@ -1,10 +1,9 @@
-"""Parameters and buffers on host and device: ownership of current values, and lazy copying back to the host.
+"""Lazy copies of trained parameters and buffers from device to host: `LazyWeights`.
 
 A run changes what it writes on the device and nothing else: the weights that it trains, and the buffers that `forward`
-overwrites. The host's copies are *stale* from then on. The first read of them, wherever it is, brings them home, once.
-For that the classes of the module and of these parameters and buffers are replaced by subclasses that look first
-whether they are stale; `LazyWeights` does so, and undoes it. Values are written in place, so that views and optimisers
-keep what they have.
+overwrites. The host's copies are *stale* from then on, and their first read anywhere copies the device's values
+back, once. Reads are intercepted by subclasses, which temporarily replace the classes of the module and of these
+parameters and buffers. Values are written in place, so that views and optimisers keep their tensors.
 """
 
 from __future__ import annotations
@@ -13,138 +12,17 @@ import copy
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from operator import is_, itemgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.lib.array_utils import byte_bounds
 
-from poptorch.base.dtypes import as_array, from_numpy, to_device_dtype, to_numpy
 from poptorch.base.logging_ import logger
-from poptorch.base.replica_groups import GroupedParameter
-from poptorch.capture.tensor_layout import overwrite
 from poptorch.errors import Error, createPoptorchError
-
-Groupings = Mapping[str, GroupedParameter]
-
-_Known = TypeVar("_Known")
-
-# Values ---------------------------------------------------------------------------------------------------------------
-
-
-def tensors_of(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
-    """A module's parameters, then its buffers, by name; tied tensors appear once, under their first name.
-
-    Args:
-        module: the module; `None` has none.
-
-    Raises:
-        Error: if a buffer is no tensor.
-    """
-    if module is None:
-        return {}
-    found: dict[str, Any] = dict(torch.nn.Module.named_parameters(module))
-    found |= torch.nn.Module.named_buffers(module)
-    for name, value in found.items():
-        if not isinstance(value, torch.Tensor):
-            raise createPoptorchError(
-                f"All buffers must be an instance of torch.Tensor; {name} is {value!r} ({type(value).__name__})."
-            )
-    return found
-
-
-def check_apart(tensors: Mapping[str, torch.Tensor], written: Container[str]) -> None:
-    """Check that tensors overwritten by a program share no memory with other tensors, which would not change too.
-
-    Args:
-        tensors: parameters and buffers by name; those that are the same object have one name.
-        written: names of those that it overwrites.
-
-    Raises:
-        Error: if one is.
-    """
-    own = [(name, t) for name, t in tensors.items() if t.layout is torch.strided and t.device.type == "cpu"]
-    arrays = [(name, as_array(t)) for name, t in own]
-    bounded = sorted(((*byte_bounds(array), name, array) for name, array in arrays if array.size), key=itemgetter(0))
-    near: list[tuple[int, str, np.ndarray]] = []  # those that may reach beyond the beginning of the next
-    for start, stop, name, array in bounded:
-        near = [each for each in near if each[0] > start]
-        for _, other, memory in near:
-            if (name in written or other in written) and np.shares_memory(memory, array):
-                raise createPoptorchError(
-                    f"{other} and {name} share memory, and the model overwrites {name if name in written else other}. "
-                    "In a wrapped model each parameter and buffer is a tensor of its own, so the other would not "
-                    f"change with it. Have one of them: tie parameters by `module.{name} = module.{other}`, and make "
-                    "a view of one in `forward`. Or give each its memory: `tensor.clone()`."
-                )
-        near.append((stop, name, array))
-
-
-def read_host_values(
-    module: torch.nn.Module | None, groupings: Groupings | None = None, names: Iterable[str] | None = None
-) -> dict[str, np.ndarray]:
-    """Host values in device format: data for `popxl.variable`s. Arrays may share memory with tensors.
-
-    Args:
-        module: whose parameters and buffers to read.
-        groupings: the parameters with a value for each group of replicas.
-        names: read these only.
-
-    Raises:
-        Error: for a name that the module does not have, or a dtype or an integer that the device does not have.
-    """
-    tensors = tensors_of(module)
-    names = tensors if names is None else list(names)
-    _check_names(names, tensors)
-    arrays = {name: to_numpy(to_device_dtype(tensors[name], f"`{name}`")) for name in names}
-    return {name: g.to_device(array) if (g := (groupings or {}).get(name)) else array for name, array in arrays.items()}
-
-
-def write(module: torch.nn.Module | None, arrays: Mapping[str, np.ndarray], groupings: Groupings | None = None) -> None:
-    """Overwrite parameters and buffers in place with device values. All values are checked before any write.
-
-    Args:
-        module: whose parameters and buffers to write.
-        arrays: values by name, in the shapes that `read_host_values` gives.
-        groupings: the parameters with a value for each group of replicas.
-
-    Raises:
-        Error: for a name that the module does not have, or a value of another shape.
-    """
-    _write(tensors_of(module), arrays, groupings or {})
-
-
-def _write(tensors: Mapping[str, torch.Tensor], arrays: Mapping[str, np.ndarray], groupings: Groupings) -> None:
-    _check_names(arrays, tensors)
-    values = {name: g.to_host(a) if (g := groupings.get(name)) else a for name, a in arrays.items()}
-    for name, value in values.items():
-        shape = tuple(tensors[name].shape)
-        if value.shape != shape and (name not in groupings or value.shape[1:] != shape[1:]):
-            raise createPoptorchError(
-                f"{name} has the shape {list(shape)} on the host and {list(value.shape)} on the device. It must keep "
-                "its shape while the model is compiled; call `destroy()` before it changes."
-            )
-    for name, value in values.items():
-        new = from_numpy(np.require(value, requirements="W"))  # torch warns of memory that it must not write
-        tensor = tensors[name]
-        if new.shape != tensor.shape:  # one row for each replica, from now on
-            tensor.data = new.to(tensor.dtype, copy=True)
-        else:
-            overwrite(tensor.data, new)
-
-
-def _check_names(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> None:
-    if unknown := [name for name in names if name not in tensors]:
-        raise createPoptorchError(
-            f"The model has no parameters or buffers named {', '.join(unknown)}. It has {', '.join(tensors) or 'none'}."
-        )
-
-
-# Staleness ------------------------------------------------------------------------------------------------------------
+from poptorch.run.weight_values import Groupings, overwrite_tensors, read_host_values, tensors_of
 
 
 class LazyWeights:
@@ -288,7 +166,7 @@ class LazyWeights:
         version = self.device if self.is_stale else next(self._versions)
         with self._as_current():
             arrays = (fetch or self._fetch())()
-            _write(self._homes, arrays, self._groupings)
+            overwrite_tensors(self._homes, arrays, self._groupings)
         self.has_given_data = False
         self.host, self.device = version, max(version, self.device)  # it may have run since in another thread
 
@@ -403,79 +281,6 @@ class TrainingRegistry:
             training.to_host_if_stale()
             self._seen[training] = training.host
         return bool(news) or has_missed
-
-
-class HostWrites:
-    """Detects host writes to parameters and buffers already read by a device.
-
-    Args:
-        module: whose tensors. What is written to the `data` of one is not noticed.
-
-    Example:
-        >>> module = torch.nn.Linear(2, 3)
-        >>> writes = HostWrites(module)
-        >>> writes.forget()
-        >>> with torch.no_grad():
-        ...     _ = module.bias.zero_()
-        >>> writes.names()
-        ['bias']
-    """
-
-    def __init__(self, module: torch.nn.Module | None) -> None:
-        self._module = module
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._versions: dict[str, int] = {}
-        self._places: dict[str, tuple[dict[str, Any], str, Any]] = {}
-        self._homes: list[tuple[str, dict[str, Any], int]] = []  # what holds them, and of how many
-        self._holders: tuple[dict[str, Any], ...] = ()
-        self._keys: tuple[str, ...] = ()
-        self._held: tuple[Any, ...] = ()
-
-    def forget(self, names: Collection[str] | None = None) -> None:
-        """Record that device and host values agree: all of them, or only the named parameters and buffers."""
-        tensors, versions, places = self._tensors, self._versions, self._places
-        with torch._C.DisableTorchFunctionSubclass():
-            self._tensors = {name: t for name, t in tensors_of(self._module).items() if not t.is_inference()}
-        self._versions = self._now()
-        homes = list(_holders(self._module))
-        self._places = {path + key: (h, key, value) for path, h in homes for key, value in h.items()}
-        if names is None:
-            self._homes = [(path, holder, len(holder)) for path, holder in homes]
-        else:
-            self._tensors |= _without(tensors, names)
-            self._versions |= _without(versions, names)
-            self._places |= _without(places, names)
-        self._holders, self._keys, self._held = zip(*self._places.values(), strict=True) if self._places else ((),) * 3
-
-    def names(self) -> list[str]:
-        """Names of tensors modified since `forget`. Every model call checks, so this must be fast."""
-        now = self._now()
-        if now == self._versions:
-            return []
-        return [name for name, version in now.items() if version != self._versions[name]]
-
-    def replaced(self) -> list[str]:
-        """Names of replaced or added parameters, buffers and modules since `forget`. Equally fast."""
-        grown = [home for home in self._homes if len(home[1]) > home[2]]
-        if not grown and all(map(is_, map(dict.get, self._holders, self._keys), self._held)):
-            return []
-        others = [name for name, (holder, key, held) in self._places.items() if holder.get(key) is not held]
-        return others + [path + key for path, holder, _ in grown for key in holder if path + key not in self._places]
-
-    def _now(self) -> dict[str, int]:
-        with torch._C.DisableTorchFunctionSubclass():  # to ask for a version is not to read
-            return {name: t._version for name, t in self._tensors.items()}
-
-
-def _without(known: Mapping[str, _Known], names: Collection[str]) -> dict[str, _Known]:
-    return {name: each for name, each in known.items() if name not in names}
-
-
-def _holders(module: torch.nn.Module | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Dictionaries containing parameters, buffers and modules, each with its name prefix."""
-    for path, each in () if module is None else torch.nn.Module.named_modules(module):
-        for holder in (each._parameters, each._buffers, each._modules):
-            yield f"{path}." if path else "", holder
 
 
 # What stands in for classes -------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from poptorch.base.replica_groups import GroupedParameter, ParameterProxy, Repli
 from poptorch.capture.attributes import Attributes, not_rebound
 from poptorch.enums import CommGroupType, VariableRetrievalMode
 from poptorch.errors import Error
-from poptorch.run.weights import LazyWeights, TrainingRegistry, read_host_values, tensors_of, write
+from poptorch.run.weight_values import read_host_values, tensors_of, write
+from poptorch.run.weights import LazyWeights, TrainingRegistry
 
 
 class Model(torch.nn.Module):

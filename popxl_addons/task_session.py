@@ -10,11 +10,10 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import numpy as np
 
@@ -25,16 +24,22 @@ from popxl.extend.files import ReplacedError, replace_file
 from popxl.extend.processes import Instance, launched
 from popxl.tensor import Constant, HostScalarTensor, Variable
 from popxl_addons import _wandb, array_files, checkpoint, sharded_arrays
-from popxl_addons.array_munging import unshard
 from popxl_addons.dot_tree import DotTree, check_leaves
 from popxl_addons.metrics import as_numbers
 from popxl_addons.named_tensors import NamedTensorData, NamedTensors
+from popxl_addons.state_matching import (
+    ReportMissingMethods,
+    is_saved_as_shards,
+    key_differences,
+    match_state,
+    merged_value,
+    named_tensors,
+    shard_spec,
+)
 from popxl_addons.streams import InputStreams, OutputStreams
 from popxl_addons.utils import timer
 
 __all__ = ["TaskSession", "write_variables_pb"]
-
-ReportMissingMethods = Literal["none", "warn", "error"]
 
 _log = logging.getLogger(__name__)
 
@@ -131,7 +136,7 @@ class TaskSession(popxl.Session):
     @state.setter
     def state(self, state: NamedTensors) -> None:
         _check_state(state)
-        for t in _readable(state).values():
+        for t in named_tensors(state).values():
             self._check_own("state", t)
         self._state = state
         self._writer = checkpoint.Writer(self)
@@ -184,7 +189,7 @@ class TaskSession(popxl.Session):
         A variable with several groups of replicas has a leading dimension for them. The arrays change with the host
         copies of the variables; copy them to keep them.
         """
-        named = _readable(self.state)
+        named = named_tensors(self.state)
         data = self.values_of(named.values())
         return NamedTensorData.from_dict({name: data[t] for name, t in named.items()})
 
@@ -204,10 +209,10 @@ class TaskSession(popxl.Session):
         """
         check_type(src, TaskSession, "TaskSession.load_from_session: `src`", "another TaskSession")
         # Copies: sessions of one Ir share the host copies of its variables.
-        theirs = src._values(_readable(src.state), copied=True)
+        theirs = src._values(named_tensors(src.state), copied=True)
         arrays = {name: array_files.InMemory(a.copy() if array_files.map_file(a) else a) for name, a in theirs.items()}
         what = f"TaskSession.load_from_session, from {src!r}"
-        values, missing = self._matched(what, "Source", arrays, report_missing)
+        values, missing = match_state(self._readable_state(), what, "Source", arrays, report_missing)
         if missing and report_missing == "warn":
             text = f'{what}: {missing}. These keep their values. To expect that, say `report_missing="none"`.'
             warnings.warn(text, MissingStateWarning, stacklevel=2)
@@ -263,8 +268,8 @@ class TaskSession(popxl.Session):
         """See `save_checkpoint`. One thread at a time."""
         self._writer.join()  # there is room for one copy of the values
         together = self._is_divided and not place.startswith(_wandb.SCHEME)
-        named = _readable(self.state)
-        divided = {name: t for name, t in named.items() if together and _is_saved_in_pieces(t)}
+        named = named_tensors(self.state)
+        divided = {name: t for name, t in named.items() if together and is_saved_as_shards(t)}
         arrays = self._values({name: t for name, t in named.items() if name not in divided}, copied=not wait)
         is_first = (launched() or Instance()).instance_index == 0
         with ExitStack() as stack:
@@ -333,7 +338,7 @@ class TaskSession(popxl.Session):
             own = {name: parts[v] for name, v in divided.items()}
         if number > 0:
             return partial(share.write, own, format)
-        index = sharded_arrays.Index(writers=count, arrays={name: _is_sharded(v) for name, v in divided.items()})
+        index = sharded_arrays.Index(writers=count, arrays={name: shard_spec(v) for name, v in divided.items()})
 
         def finish() -> None:
             try:
@@ -417,10 +422,12 @@ class TaskSession(popxl.Session):
                 directory = stack.enter_context(checkpoint.located(place, *share))
                 said["mark"] = checkpoint.mark_of(directory)
                 info = checkpoint.read_info(directory)
-                differences = _differences("Checkpoint", info.keys(), self.session_state.keys(), "session_state")
+                differences = key_differences("Checkpoint", info.keys(), self.session_state.keys(), "session_state")
                 maps = {path.name for path in (directory / array_files.MODEL).glob("*")}
                 arrays = sharded_arrays.arrays_of(directory)
-                values, missing = self._matched(what, "Checkpoint", arrays, report_missing, differences, maps)
+                values, missing = match_state(
+                    self._readable_state(), what, "Checkpoint", arrays, report_missing, differences, maps
+                )
                 if missing and report_missing == "warn":
                     _log.warning("%s: %s.", what, missing)
                 if self._dataloader is not None:
@@ -467,45 +474,11 @@ class TaskSession(popxl.Session):
         if len({each.get("mark") for each in told}) > 1:
             raise ReplacedError(f"{what}: {otherwise}. Processes found different checkpoints there. Read it again.")
 
-    def _matched(
-        self,
-        what: str,
-        source: str,
-        stored: Mapping[str, array_files.LazyArray],
-        report_missing: ReportMissingMethods,
-        differences: Iterable[str] = (),
-        maps: AbstractSet[str] = frozenset(),
-    ) -> tuple[dict[Variable, array_files.LazyArray], str]:
-        """Match arrays with variables, listing missing ones. Reports all mismatches together.
-
-        Memory-mapped variables whose files are among `maps` are not expected in `stored`.
-        """
-        if report_missing not in ("none", "warn", "error"):
-            raise ValueError(f"{what}: `report_missing` is {report_missing!r}; expected 'none', 'warn' or 'error'.")
-        named = _readable(self.state)
+    def _readable_state(self) -> dict[str, Variable | Constant]:
+        named = named_tensors(self.state)
         for t in named.values():
             self._check_readable(t)
-        stored = {name: _in_groups(named[name], a) if name in named else a for name, a in stored.items()}
-        expected = {name for name, t in named.items() if name in stored or not _is_mapped_to(t, maps)}
-        missing = [*_differences(source, stored.keys(), expected), *differences]
-        both = {name: (named[name], array) for name, array in stored.items() if name in named}
-        others = {name: (t, a) for name, (t, a) in both.items() if (a.dtype, a.shape) != _on_host(t)}
-        unfit = [
-            f"`{name}` is {_brief(array.dtype, array.shape)} there and {_brief(*_on_host(t))} in the "
-            f"state{_parts_text(t)}"
-            for name, (t, array) in others.items()
-        ]
-        if expected and expected.isdisjoint(stored):
-            unfit = ["No name is on both sides: values are copied by their names in `state`, so these have to agree"]
-        if any(_may_be_divided(t, array.shape) for t, array in others.values()):
-            unfit.append(
-                "If groups of replicas have parts of one value, say along which axis where the variable is made, with "
-                "`group_axis`; if each has a value of its own, leave the variable out of `state`"
-            )
-        if unfit or (missing and report_missing == "error"):
-            raise ValueError(f"{what}: nothing has been loaded. {'. '.join([*missing, *unfit])}.")
-        values = {v: stored[name] for name, v in named.items() if name in stored and isinstance(v, Variable)}
-        return values, ". ".join(missing)
+        return named
 
     def _write(self, values: Mapping[Variable, np.ndarray]) -> None:
         """`write_variables_data` for exclusively owned arrays; unlisted variables keep their values."""
@@ -520,7 +493,7 @@ class TaskSession(popxl.Session):
         """Whole tensor values by name: memory maps unchanged, other arrays optionally copied."""
         with self._lock, self.ir.host_copies.lock:
             data = self.values_of(named.values())
-            wholes = {name: _merged_value(t, data[t]) for name, t in named.items()}
+            wholes = {name: merged_value(t, data[t]) for name, t in named.items()}
             if copied:
                 for name, t in named.items():
                     if wholes[name] is data[t] and array_files.map_file(data[t]) is None:
@@ -640,86 +613,3 @@ def _check_state(state: Any) -> None:
         "TaskSession: `state`",
         "NamedTensors of variables and constants, as `facts.init()` is",
     )
-
-
-def _readable(state: NamedTensors) -> dict[str, Variable | Constant]:
-    return {name: cast("Variable | Constant", t) for name, t in state.to_dict().items()}
-
-
-def _is_saved_in_pieces(t: Variable | Constant) -> bool:
-    """Whether processes save separate shards; false for shared files and replicated values."""
-    if not isinstance(t, Variable) or (t.initial is None and array_files.map_file(t.data) is not None):
-        return False
-    return t.retrieval_mode != "all_replicas" or t.replica_grouping.group_size == 1
-
-
-def _is_sharded(v: Variable) -> sharded_arrays.ShardSpec:
-    has_groups = v.replica_grouping.num_groups > 1
-    return sharded_arrays.ShardSpec(shape=v.shape_on_host, axis=v.group_axis if has_groups else None)
-
-
-def _merged_value(t: Variable | Constant, array: np.ndarray) -> np.ndarray:
-    """Merge group parts to a whole value; other arrays, including memory maps, unchanged."""
-    if not isinstance(t, Variable) or t.group_axis is None or t.replica_grouping.num_groups == 1:
-        return array
-    if array.shape != t.shape_on_host or array_files.map_file(array):
-        return array
-    return unshard(array, t.group_axis)
-
-
-def _in_groups(t: Variable | Constant, array: array_files.LazyArray) -> array_files.LazyArray:
-    """Expand a whole value or group rows to one row per group of `t`; other arrays unchanged."""
-    axis = t.group_axis if isinstance(t, Variable) else None
-    if not isinstance(t, Variable) or axis is None or array.shape == t.shape_on_host:
-        return array
-    groups = t.replica_grouping.num_groups
-    expected = (*t.shape[:axis], groups * t.shape[axis], *t.shape[axis + 1 :])
-    has_rows = len(array.shape) == len(expected) + 1 and array.shape[0] > 0
-    whole = sharded_arrays.join(array, axis) if has_rows else array
-    if whole.shape != expected:
-        return array
-    return sharded_arrays.split(whole, groups, axis) if groups > 1 else whole
-
-
-def _parts_text(t: Variable | Constant) -> str:
-    """Whole-value spec for group parts."""
-    if not isinstance(t, Variable) or t.group_axis is None or t.replica_grouping.num_groups == 1:
-        return ""
-    shape = list(t.shape)
-    shape[t.group_axis] *= t.replica_grouping.num_groups
-    return f", {shape} as one value"
-
-
-def _may_be_divided(t: Variable | Constant, shape: tuple[int, ...]) -> bool:
-    """Whether differing group partition might explain a mismatched value."""
-    if not isinstance(t, Variable) or t.group_axis is not None:
-        return False
-    return t.replica_grouping.num_groups > 1 or len(shape) == len(t.shape) + 1
-
-
-def _differences(source: str, stored: AbstractSet[str], present: AbstractSet[str], where: str = "") -> list[str]:
-    sides = {
-        f"{source} keys not in state": stored - present,
-        f"state keys not in {source.lower()}": present - stored,
-    }
-    of = f" (of `{where}`)" if where else ""
-    return [f"{text}: {', '.join(sorted(names))}{of}" for text, names in sides.items() if names]
-
-
-def _is_mapped_to(t: Variable | Constant, names: AbstractSet[str]) -> bool:
-    if isinstance(t, Variable) and t.initial is not None:
-        return False
-    file = array_files.map_file(t.data)
-    return file is not None and file.name in names
-
-
-def _on_host(t: Variable | Constant) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Host dtype and shape; one row per replica for per-replica reads."""
-    shape = t.shape_on_host if isinstance(t, Variable) else t.shape
-    if isinstance(t, Variable) and t.retrieval_mode == "all_replicas" and t.replica_grouping.group_size > 1:
-        shape = (len(t.replica_grouping.assignment), *t.shape)
-    return t.dtype.as_numpy(), shape
-
-
-def _brief(dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:
-    return f"{dtype.names[0] if dtype.names else dtype.name}{list(shape)}"  # the name of a float8, and of others

@@ -6,11 +6,8 @@ returns the factories of all its placeholders as `NamedVariableFactories`, whose
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
-from numbers import Number
 from pathlib import Path
 from typing import Any, Literal, SupportsInt
 
@@ -19,10 +16,8 @@ import numpy as np
 import popxl
 from popxl import ops
 from popxl.dtypes import check_dtype
-from popxl.errors import RowsAsValuesWarning
 from popxl.extend.arguments import check_type, integer, one_axis
 from popxl.extend.collectives import shard_count, shard_length
-from popxl.extend.source import SourceLocation, user_frame, warn_at
 from popxl.fp8_utils import as_array
 from popxl.initial import Initial, stacked
 from popxl.replica_grouping import Groups
@@ -31,11 +26,8 @@ from popxl_addons._memory_map import memory_map
 from popxl_addons.dot_tree import DotTree, check_leaves
 from popxl_addons.named_replica_grouping import NamedReplicaGrouping, resolved
 from popxl_addons.named_tensors import NamedTensors
+from popxl_addons.variable_data import DataIter, PeekableIterator, data_elements, first_element, warn_of_rows
 
-# What an element of the data may be: an array of some library, or a scalar of NumPy.
-host_scalar_tensor_types: tuple[type, ...] = (*popxl.tensor.host_tensor_types, Number, np.generic)
-
-DataIter = Callable[[], Any] | Iterable[Any]
 PathLike = str | os.PathLike[str]
 
 
@@ -86,11 +78,11 @@ class VariableFactory:
             check_dtype(dtype, f"VariableFactory `{name}`: `dtype`")
         if name is not None:
             check_type(name, str, "The name of a VariableFactory", "a string")
-        self.data_iter = _Peekable(_elements(data_iter, name))
+        self.data_iter = PeekableIterator(data_elements(data_iter, name))
         self.name = name
         self.by_ref = by_ref
         self.replica_grouping = resolved(replica_grouping, f"VariableFactory `{name}`: `replica_grouping`")
-        _warn_of_rows(data_iter, name, self.replica_grouping.num_groups)
+        warn_of_rows(data_iter, name, self.replica_grouping.num_groups)
 
         shard_over = _whole_number(shard_over, f"VariableFactory `{name}`: `shard_over`")
         if shard_over > self.replica_grouping.group_size:
@@ -100,7 +92,7 @@ class VariableFactory:
             )
         self.replica_sharded = shard_over > 1
 
-        first = _first_element(self.data_iter, name)
+        first = first_element(self.data_iter, name)
         of_data = first.dtype if isinstance(first, Initial) else None
         self.dtype = dtype or of_data or popxl.dtype.as_dtype(first.dtype)
         if isinstance(first, Initial):
@@ -423,66 +415,6 @@ def replica_sharded_factory(
     group = resolved(replica_grouping, f"VariableFactory `{name}`: `replica_grouping`")
     pieces = group.group_size if shard_over is None else shard_over
     return VariableFactory(data_iter, dtype, name, by_ref, group, pieces, group_axis)
-
-
-class _Peekable(Iterator[Any]):
-    """Iterator with lookahead by one element."""
-
-    def __init__(self, elements: Iterable[Any]):
-        self._elements = iter(elements)
-
-    def peek(self) -> Any:
-        element = next(self._elements)
-        self._elements = itertools.chain((element,), self._elements)
-        return element
-
-    def __next__(self) -> Any:
-        return next(self._elements)
-
-
-def _elements(data_iter: DataIter, name: str | None) -> Iterable[Any]:
-    if callable(data_iter):
-        try:
-            data_iter()
-        except Exception as error:
-            raise ValueError(f"VariableFactory `{name}`: calling `data_iter` without arguments failed.") from error
-        return itertools.starmap(data_iter, itertools.repeat(()))
-    if isinstance(data_iter, Iterable):
-        return data_iter
-    raise ValueError(
-        f"VariableFactory `{name}`: `data_iter` is a {type(data_iter).__name__}, expected a callable that returns an "
-        "array, or an iterable of arrays. Wrap a constant in a `lambda`."
-    )
-
-
-def _warn_of_rows(data_iter: DataIter, name: str | None, groups: int) -> None:
-    """Warn about array data without one row per replica group, perhaps intended as one value."""
-    shape = getattr(data_iter, "shape", ())
-    if shape and shape[0] != groups:
-        whom = "each group of replicas" if groups > 1 else "each variable"
-        warn_at(
-            SourceLocation.of(user_frame()),
-            f"VariableFactory `{name}`: `data_iter` is an array of the shape {tuple(shape)}, which is taken for "
-            f"{shape[0]} values, one for {whom}. If it is one value, wrap it in a `lambda`; if not, in `iter`.",
-            RowsAsValuesWarning,
-        )
-
-
-def _first_element(elements: _Peekable, name: str | None) -> Any:
-    try:
-        first = elements.peek()
-    except StopIteration:
-        raise ValueError(f"VariableFactory `{name}`: `data_iter` is empty.") from None
-    if not isinstance(first, (*host_scalar_tensor_types, Initial)):
-        raise ValueError(
-            f"VariableFactory `{name}`: `data_iter` gives a {type(first).__name__}, expected NumPy or torch arrays."
-        )
-    if not hasattr(first, "shape"):
-        raise AttributeError(
-            f"VariableFactory `{name}`: `data_iter` gives a plain {type(first).__name__}, which has no shape. "
-            "Wrap it in `np.array(...)`."
-        )
-    return first
 
 
 def _whole_number(number: Any, what: str) -> int:

@@ -20,12 +20,12 @@ from torch.utils import _pytree as pytree
 
 from poptorch.base.structures import structure_of
 from poptorch.capture.composed import COMPOSED, sequential_update
-from poptorch.capture.counters import holds_counters, with_numbers
 from poptorch.capture.cuts import GraphBreaks
 from poptorch.capture.devices import ASKING, HOST, IPU, LIKE_ANOTHER, on_cpu
 from poptorch.capture.frozen import is_users
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.indexing import getitem, setitem
+from poptorch.capture.number_inputs import holds_counters, with_numbers
 from poptorch.capture.recorder import Recorder
 from poptorch.capture.seeding import Remade
 from poptorch.capture.tensor_layout import TensorLayout

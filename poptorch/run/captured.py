@@ -16,10 +16,11 @@ from poptorch.base.answers import Answer, SideEffects
 from poptorch.base.host_numbers import NumberPath
 from poptorch.base.logging_ import logger
 from poptorch.capture.constants import numbers_of
-from poptorch.capture.counters import Tape, merge_captures
+from poptorch.capture.counters import Tape
 from poptorch.capture.cuts import GraphBreaks
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.model import Captured, capture
+from poptorch.capture.number_inputs import merge_captures
 from poptorch.capture.recorder import Data
 from poptorch.capture.tensor_layout import TensorLayout
 from poptorch.capture.trace import Node, Trace, Value, with_values

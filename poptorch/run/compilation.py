@@ -27,7 +27,8 @@ from poptorch.run.arguments import Signature
 from poptorch.run.captured import captured_model, layouts_of
 from poptorch.run.compiled import Compiled
 from poptorch.run.host_model import HostModel
-from poptorch.run.in_parts import BrokenGraph, ExecutionPath
+from poptorch.run.in_parts import BrokenGraph
+from poptorch.run.subgraphs import ExecutionPath
 from poptorch.run.trained_in_parts import TrainedInParts
 from poptorch.run.trainer import Trainer
 from popxl.session import CompilationProgress, compilation_progress

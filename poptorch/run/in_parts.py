@@ -13,9 +13,8 @@ A model for training is cut in another way: see `poptorch.run.trained_in_parts`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
@@ -29,114 +28,28 @@ from poptorch.base.answers import Answer
 from poptorch.base.dtypes import from_numpy, to_numpy
 from poptorch.base.host_numbers import Number
 from poptorch.base.logging_ import logger
-from poptorch.base.structures import Structure
 from poptorch.capture.cuts import GraphBreak
 from poptorch.capture.model import Captured
 from poptorch.capture.tensor_layout import overwrite
-from poptorch.capture.trace import Node, Trace, Value
+from poptorch.capture.trace import Trace, Value
 from poptorch.errors import createPoptorchError
 from poptorch.options import Options
 from poptorch.program.batching import Batching
 from poptorch.run.arguments import Signature
 from poptorch.run.captured import constant_of
 from poptorch.run.compiled import Compiled, ProgramIO
+from poptorch.run.subgraphs import (
+    Content,
+    ExecutionPath,
+    Subgraph,
+    ValueId,
+    ValueIds,
+    is_constant,
+    outputs_of,
+    segment_bounds,
+    segment_ops,
+)
 from poptorch.run.times import Times
-
-ValueId = tuple[Any, ...]
-"""Where a value comes from: an argument, a parameter or buffer, an op by its number, what was made at a cut."""
-
-
-@dataclass(frozen=True)
-class ExecutionPath:
-    """A model capture along a single execution path, determined by host results at graph breaks.
-
-    Attributes:
-        captured: the model.
-        answer: the structure of what it returns.
-        cuts: where it is cut.
-    """
-
-    captured: Captured
-    answer: Structure
-    cuts: Sequence[GraphBreak]
-
-
-@dataclass(frozen=True)
-class Content:
-    """Ops, inputs and outputs of a subgraph between two graph breaks.
-
-    Attributes:
-        nodes: its ops.
-        given, wanted: what it takes from before, and what it gives to what comes after it.
-    """
-
-    nodes: list[Node]
-    given: list[ValueId]
-    wanted: list[ValueId]
-
-    def select_inputs(self, known: Mapping[ValueId, torch.Tensor]) -> list[torch.Tensor]:
-        """Select subgraph inputs from known values, contiguous as programs require."""
-        return [known[place].detach().contiguous() for place in self.given]
-
-
-@dataclass(eq=False)
-class Subgraph:
-    """A subgraph between two graph breaks.
-
-    Attributes:
-        content: what the program does; `None` if that could not be found out.
-        ops: what `forward` does there, by name.
-        make: makes the program; `None` if that has been done, or there is nothing to do.
-        compiled: the program.
-        cut: what the host does after it, and with what; `None` at the end.
-        after: what comes then.
-        way: at the end, how the model was captured to there.
-        used: the number of the run that it was used in last.
-    """
-
-    content: Content | None = None
-    ops: list[str] = field(default_factory=list)
-    make: Callable[[], Compiled] | None = None
-    compiled: Compiled | None = None
-    cut: GraphBreak | None = None
-    asked: list[ValueId] = field(default_factory=list)
-    after: dict[tuple[Any, ...], Subgraph] = field(default_factory=dict)
-    way: ExecutionPath | None = None
-    used: int = 0
-
-    def descendants(self) -> Iterator[Subgraph]:
-        """Iterate over this node and its descendants. Chains may contain a thousand nodes."""
-        waiting = [self]
-        while waiting:
-            part = waiting.pop()
-            yield part
-            waiting += reversed(part.after.values())
-
-
-class ValueIds:
-    """Maps values of an execution path to stable identifiers.
-
-    Args:
-        way: the way.
-        held: the buffers that are given to programs, and are no state of these.
-    """
-
-    def __init__(self, way: ExecutionPath, held: Container[str] = ()) -> None:
-        captured = way.captured
-        self.value: dict[ValueId, Value] = {("input", i): value for i, value in enumerate(captured.inputs)}
-        self.value |= {("held", name): value for name, value in captured.state.items() if name in held}
-        self.state = {("state", name): value for name, value in captured.state.items() if name not in held}
-        self.value |= self.state
-        for i, cut in enumerate(way.cuts):
-            self.value |= {("cut", i, j): value for j, value in enumerate(cut.made)}
-        for i, node in enumerate(captured.trace.nodes):
-            self.value |= {("op", i, j): value for j, value in enumerate(node.results)}
-        self._of: dict[int, ValueId] = {}
-        for place, value in self.value.items():
-            self._of.setdefault(id(value), place)
-
-    def __getitem__(self, value: Value) -> ValueId:
-        return self._of[id(value)]
 
 
 class BrokenGraph:
@@ -210,7 +123,7 @@ class BrokenGraph:
         for cut in way.cuts:
             parts[-1].cut = parts[-1].cut or cut
             parts.append(parts[-1].after.setdefault(cut.key, Subgraph(used=self._runs)))
-        for part, ops in zip(parts, _ops(way), strict=True):
+        for part, ops in zip(parts, segment_ops(way), strict=True):
             if part.content is not None and part.ops != ops:
                 raise createPoptorchError(
                     f"`forward` does something else than before, up to where the host looks ({way.cuts[0].source}), "
@@ -263,7 +176,7 @@ class BrokenGraph:
             needed: the values that are needed after the last of them.
             with_effects: whether ops are kept that nothing uses, for their effect.
         """
-        trace, (begins, ends) = way.captured.trace, _bounds(way)
+        trace, (begins, ends) = way.captured.trace, segment_bounds(way)
         ordered = {place: i for i, place in enumerate(places.value)}
         constants = {id(node) for node in trace.nodes if is_constant(node)}
         found: list[Content] = []
@@ -518,24 +431,3 @@ class BrokenGraph:
 
     def write_numbers(self, numbers: np.ndarray) -> None:
         """No-op: this model has no optimiser."""
-
-
-def is_constant(node: Node) -> bool:
-    """Whether an op is side-effect-free and produces identical results in every run."""
-    return node.made_of == frozenset() and not node.has_effect
-
-
-def _bounds(way: ExecutionPath) -> tuple[list[int], list[int]]:
-    """Start and end op indices of each subgraph."""
-    inner = [cut.at for cut in way.cuts]
-    return [0, *inner], [*inner, len(way.captured.trace.nodes)]
-
-
-def _ops(way: ExecutionPath) -> list[list[str]]:
-    names = [node.op for node in way.captured.trace.nodes]
-    return [names[begin:end] for begin, end in zip(*_bounds(way), strict=True)]
-
-
-def outputs_of(way: ExecutionPath) -> list[Value]:
-    """Model outputs, and final values of overwritten arguments."""
-    return [*way.captured.trace.outputs, *way.captured.written_inputs.values()]

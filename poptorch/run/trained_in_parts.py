@@ -28,7 +28,8 @@ from poptorch.program.updates import Update
 from poptorch.run.arguments import Signature
 from poptorch.run.captured import constant_of
 from poptorch.run.compiled import Compiled, ProgramIO
-from poptorch.run.in_parts import BrokenGraph, Content, ExecutionPath, Subgraph, ValueIds, is_constant, outputs_of
+from poptorch.run.in_parts import BrokenGraph
+from poptorch.run.subgraphs import Content, ExecutionPath, Subgraph, ValueIds, is_constant, outputs_of
 from popxl.tensor import Variable
 
 

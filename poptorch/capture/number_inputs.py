@@ -1,0 +1,220 @@
+"""Program inputs for numbers that `forward` updates, in place of the arguments of ops that have these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from poptorch.base.host_numbers import HostNumbers, Number, NumberPath, Operand
+from poptorch.capture.counters import COUNTED, Counter, Tape, as_python
+from poptorch.capture.torch_private import without_modes
+from poptorch.capture.trace import Data, Node, Trace, Value
+
+_OTHER = ("other",)
+
+
+_FILLED = ("fill_value", "value")
+
+
+_CARRYING: dict[str, Collection[str]] = {
+    **dict.fromkeys((f"aten.{name}" for name in "add sub rsub".split()), ("other", "alpha")),
+    **dict.fromkeys((f"aten.{name}" for name in "mul div floor_divide remainder fmod".split()), _OTHER),
+    **dict.fromkeys((f"aten.{name}" for name in "eq ne lt le gt ge".split()), _OTHER),
+    **dict.fromkeys((f"aten.{name}" for name in "full full_like new_full fill fill_ masked_fill".split()), _FILLED),
+    **dict.fromkeys((f"aten.{name}" for name in "clamp clamp_min clamp_max".split()), ("min", "max")),
+    "aten.pow": ("input", "exponent"),
+    "aten.scalar_tensor": ("s",),
+    "aten.lerp": ("weight",),
+    "torch.dropout": ("p",),
+}
+"""The arguments of ops that may be numbers, or inputs of the program that have these."""
+
+
+def holds_counters(given: Any) -> bool:
+    """Whether any arguments, nested ones included, are counters."""
+    return any(type(each) is Counter for each in pytree.tree_leaves(given))
+
+
+def with_numbers(call: Callable[[Any, Any], Any], args: Any, kwargs: Any, trace: Trace, is_inside: bool) -> Any:
+    """Call a PyTorch function with placeholder numbers for counters; recorded ops receive program inputs instead.
+
+    Args:
+        call: calls it.
+        args, kwargs: its arguments.
+        trace: where it writes down what it does.
+        is_inside: whether that is a function within another one.
+    """
+    counters: dict[Number, Counter] = {}
+
+    def number(each: Any) -> Any:
+        if type(each) is not Counter:
+            return each
+        if each.__class__ is bool:
+            return bool(each)
+        stand_in = each.tape.stand_in(each)
+        counters[stand_in] = each
+        return stand_in
+
+    count = len(trace.nodes)
+    given = pytree.tree_map(number, (args, kwargs))
+    try:
+        results = call(*given)
+    except Exception:  # whatever it is: with the numbers themselves it may do
+        for counter in counters.values():
+            counter.tape.refused |= counter.tape.sources([counter])
+        raise
+    nodes = trace.nodes[count:]
+    for stand_in, counter in counters.items():
+        places = list(_number_arguments(nodes, stand_in))
+        if is_inside or not places or any(key not in _CARRYING.get(node.op, ()) for node, key in places):
+            counter.tape.refuse(counter)
+        for node, key in places:
+            counter.tape.slots[_slot(node, key, type(stand_in) is float)] = (counter.place,)
+    if counters:
+        for node in nodes:
+            node.made_of = None
+    return results
+
+
+def _number_arguments(nodes: Iterable[Node], number: Number) -> Iterator[tuple[Node, str]]:
+    """Op arguments that contain a number. A scalar constant with this number becomes a fill op."""
+    for node in nodes:
+        data = node.arguments.get("data")
+        if isinstance(data, Data) and _contains_number(number, data.tensor):
+            if data.tensor.dim() == 0:
+                _fill(node)
+                yield node, "fill_value"
+            else:
+                yield node, "data"
+            continue
+        for key, argument in node.arguments.items():
+            if any(type(leaf) is type(number) and leaf == number for leaf in pytree.tree_leaves(argument)):
+                yield node, key
+
+
+def _contains_number(number: Number, tensor: torch.Tensor) -> bool:
+    with without_modes():
+        return bool((tensor == torch.tensor(number, dtype=tensor.dtype)).any())
+
+
+def _fill(node: Node) -> None:
+    """Convert a scalar constant into an op that fills a tensor with its number."""
+    node.op, node.overload, node.arguments = _as_fill_op(node)
+
+
+def _as_fill_op(node: Node) -> tuple[str, str, dict[str, Any]]:
+    """Op name, overload and arguments of a node; a scalar constant is expressed as `aten.full`."""
+    data = node.arguments.get("data")
+    if isinstance(data, Data) and data.tensor.dim() == 0:
+        with without_modes():
+            return "aten.full", "default", {"size": [], "fill_value": data.tensor.item()}
+    return node.op, node.overload, node.arguments
+
+
+def _slot(node: Node, key: str, is_float: bool) -> Value:
+    """Replace a numeric op argument by a new program input; returns this input."""
+    floats = is_float or all(result.dtype.is_floating_point for result in node.results)
+    slot = Value((), torch.float32 if floats else torch.int64, requires_grad=False)
+    node.arguments = {**node.arguments, key: slot}
+    return slot
+
+
+def merge_captures(
+    plain: Trace, captures: Sequence[tuple[Tape, Trace]], problems: Sequence[NumberPath]
+) -> tuple[HostNumbers, list[Value]] | None:
+    """Merge captures for all choices: host numbers, and program inputs for them; `None` unless these captures differ in
+    numbers alone.
+
+    The first trace becomes that of all.
+
+    Args:
+        plain: the function, captured with numbers.
+        captures: the function, captured with counters: first as Python chooses in the first run.
+        problems: the paths on which it raises something.
+    """
+    (first, trace), *_ = captures
+    as_plain = _positions(trace, plain, first.slots, {})
+    found = [_positions(trace, other, first.slots, tape.slots) for tape, other in captures]
+    if as_plain is None or any(each is None for each in found):
+        return None
+    if not all(_operands_equal(node.op, first.number(a), b) for node, _, a, b in as_plain):
+        return None
+    slots, rows, dtypes = list[Value](), list[list[Operand]](), list[str]()
+    for places in zip(*(each or () for each in found), strict=True):
+        node, key, own, _ = places[0]
+        row = [operand for *_, operand in places]
+        if not isinstance(own, tuple) and all(_operands_equal(node.op, own, each) for each in row):
+            continue
+        kinds = {type(tape.number(operand)) for (tape, _), operand in zip(captures, row, strict=True)}
+        if not isinstance(own, tuple):
+            _fill(node)
+            _slot(node, key, float in kinds)
+        slot = node.arguments[key]
+        if bool in kinds:
+            slot.dtype = torch.bool
+        elif float in kinds:
+            slot.dtype = torch.float32
+        if slot.dtype is torch.bool and len(kinds) > 1:
+            return None
+        slots.append(slot)
+        rows.append(row)
+        dtypes.append({torch.bool: "bool", torch.float32: "float32"}.get(slot.dtype, "int32"))
+    paths = [tape.path([row[i] for row in rows]) for i, (tape, _) in enumerate(captures)]
+    return HostNumbers(first.first, [*paths, *problems], dtypes), slots
+
+
+def _operands_equal(op: str, one: Operand, other: Operand) -> bool:
+    """Whether two operands are equal numbers, up to float32 rounding where ops may store float32."""
+    if isinstance(one, tuple) or isinstance(other, tuple):
+        return False
+    if op in ("aten.full", "poptorch.constant"):
+        return abs(one - other) <= 2.0**-24 * abs(one)
+    return type(one) is type(other) and one == other
+
+
+def _positions(
+    trace: Trace, other: Trace, slots: Mapping[Value, Operand], others: Mapping[Value, Operand]
+) -> list[tuple[Node, str, Operand, Operand]] | None:
+    """Numeric arguments that inputs may replace: node, argument name, and operands from both traces.
+
+    `None` if the traces differ in more than that.
+    """
+    found: list[tuple[Node, str, Operand, Operand]] = []
+    same: dict[int, Value] = {}
+
+    def arguments_equal(one: Any, its: Any) -> bool:
+        if isinstance(one, Value):
+            return isinstance(its, Value) and same.get(id(one)) is its
+        if isinstance(one, Trace) and isinstance(its, Trace):
+            return one.is_like(its) and all_equal(one.outer, its.outer)
+        if isinstance(one, torch.Tensor) or isinstance(its, torch.Tensor):
+            return one is its
+        return type(one) is type(its) and Trace.structural_key(one) == Trace.structural_key(its)
+
+    def all_equal(ones: Sequence[Any], others: Sequence[Any]) -> bool:
+        return len(ones) == len(others) and all(map(arguments_equal, ones, others))
+
+    def bound(ones: list[Value], others: list[Value]) -> bool:
+        same.update((id(a), b) for a, b in zip(ones, others, strict=False))
+        return [(a.shape, a.dtype) for a in ones] == [(b.shape, b.dtype) for b in others]
+
+    if not bound(trace.inputs, other.inputs) or len(trace.nodes) != len(other.nodes):
+        return None
+    for node, its in zip(trace.nodes, other.nodes, strict=True):
+        (op, overload, ones), (other_op, other_overload, twos) = _as_fill_op(node), _as_fill_op(its)
+        if (op, overload, ones.keys()) != (other_op, other_overload, twos.keys()):
+            return None
+        for key, one in ones.items():
+            two = twos[key]
+            a: Any = slots.get(one, one) if isinstance(one, Value) else as_python(one)
+            b: Any = others.get(two, two) if isinstance(two, Value) else as_python(two)
+            if key in _CARRYING.get(op, ()) and all(type(each) in (tuple, *COUNTED) for each in (a, b)):
+                found.append((node, key, a, b))
+            elif not all_equal(*(pytree.tree_leaves(each) for each in (one, two))):
+                return None
+        if not bound(node.results, its.results):
+            return None
+    return found if all_equal(trace.outputs, other.outputs) else None

@@ -17,7 +17,8 @@ from typing import Any, SupportsIndex, TypeVar, cast
 import numpy
 import torch
 
-from poptorch.base.structures import Leaf, structure_of
+from poptorch.base.leaves import Leaf
+from poptorch.base.structures import structure_of
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.torch_private import without_modes
 from poptorch.capture.tracer import current

@@ -11,7 +11,8 @@ from torch._subclasses import FakeTensor
 from poptorch.base.carried import Hidden, HiddenValueAccess
 from poptorch.base.hidden_tensors import hidden_problem, holds_tensor
 from poptorch.base.introspection import attributes
-from poptorch.base.structures import Components, Leaf, Structure, given_objects, structure_of
+from poptorch.base.leaves import Components, Leaf, Structure
+from poptorch.base.structures import given_objects, structure_of
 
 
 class SideEffects:

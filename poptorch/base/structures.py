@@ -12,14 +12,12 @@ import copy
 import dataclasses
 import functools
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
@@ -27,105 +25,22 @@ from poptorch.base.carried import Hidden
 from poptorch.base.custom_types import ICustomArgParser, parser_of
 from poptorch.base.hidden_tensors import holds_tensor
 from poptorch.base.introspection import attributes, slots
+from poptorch.base.leaves import (
+    CarriedValue,
+    Components,
+    Constant,
+    KnownObjects,
+    KnownReference,
+    Leaf,
+    SelfReference,
+    Structure,
+    WeakSelfReference,
+    check_length,
+    check_type,
+    mismatch_error,
+)
 from poptorch.base.logging_ import logger
 from poptorch.errors import createPoptorchError
-
-
-class Structure(ABC):
-    """Nested arrangement of tensors and other values, without the tensors. Created by `structure_of`.
-
-    Attributes:
-        name: how messages call it, such as `x[0]['mask']`.
-
-    Example:
-        >>> batch = {"x": torch.zeros(2, 3), "scale": 0.5}
-        >>> structure = structure_of(batch, "batch")
-        >>> structure.rebuild([torch.ones(3)])
-        {'x': tensor([1., 1., 1.]), 'scale': 0.5}
-    """
-
-    name: str
-
-    @abstractmethod
-    def collect(self, value: Any, into: list[torch.Tensor]) -> None:
-        """Append tensors of a value with this structure.
-
-        Raises:
-            Error: if it is not: another type, length, key, dtype, shape or constant.
-        """
-
-    @abstractmethod
-    def build(self, parts: Components) -> Any:
-        """Build a new value from the next tensors of `parts`."""
-
-    @abstractmethod
-    def leaves(self) -> Iterator[Leaf]:
-        """Tensor leaves, in `collect` and `build` order."""
-
-    @abstractmethod
-    def constants(self) -> Iterator[tuple[str, Any]]:
-        """Opaque values, identical in all rebuilt values, with their names for messages."""
-
-    def tensors(self, value: Any) -> list[torch.Tensor]:
-        """Tensors of a value with this structure; see `collect`."""
-        found: list[torch.Tensor] = []
-        self.collect(value, found)
-        return found
-
-    def rebuild(self, tensors: Iterable[torch.Tensor], given: Sequence[Any] = ()) -> Any:
-        """Rebuild a value with new tensors, one per item of `leaves()`, of any shape and dtype.
-
-        Args:
-            tensors: the tensors.
-            given: the objects that stand where `structure_of` was told of objects that are known.
-        """
-        return self.build(Components(iter(tensors), given))
-
-    def objects(self, value: Any) -> Iterator[Any]:
-        """Plain-class objects in a value with this structure, in deterministic order.
-
-        They are those that a function may change for its caller, by setting their attributes.
-        """
-        return iter(())
-
-
-class Components:
-    """Components for building a value: an iterator of tensors, and known objects by number.
-
-    Attributes:
-        given: the objects.
-        hides: whether something else stands for values that are carried; see `poptorch.base.carried`.
-        enclosing: objects that are being built, by the identity of their structures.
-    """
-
-    def __init__(self, tensors: Iterator[torch.Tensor], given: Sequence[Any] = (), hides: bool = False) -> None:
-        self._tensors, self.given, self.hides = tensors, given, hides
-        self.enclosing: dict[int, Any] = {}
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return self
-
-    def __next__(self) -> torch.Tensor:
-        return next(self._tensors)
-
-
-class KnownObjects(dict[int, "Structure"]):
-    """Structures of known objects by identity, and a rule for pass-through values.
-
-    Args:
-        structures: the structures.
-        carries: whether a value of this name is carried around a program, rather than a part of it.
-        looked_at: names of the values that could be carried, and are not.
-    """
-
-    def __init__(
-        self,
-        structures: Mapping[int, Structure] | None = None,
-        carries: Callable[[str, Any], bool] = lambda name, value: False,
-        looked_at: Collection[str] = (),
-    ) -> None:
-        super().__init__(structures or {})
-        self.carries, self.looked_at = carries, looked_at
 
 
 def structure_of(value: Any, name: str, known: KnownObjects | None = None) -> Structure:
@@ -144,7 +59,7 @@ def structure_of(value: Any, name: str, known: KnownObjects | None = None) -> St
     known = KnownObjects() if known is None else known
     kind = type(value)
     if known.carries(name, value):
-        return _Carried(name, value)
+        return CarriedValue(name, value)
     if (parser := parser_of(value)) is not None:
         return _Custom(name, value, parser, known)
     if issubclass(kind, torch.Tensor):
@@ -154,7 +69,7 @@ def structure_of(value: Any, name: str, known: KnownObjects | None = None) -> St
     if issubclass(kind, dict):
         return _Mapping(name, value, known)
     if issubclass(kind, type | ModuleType | torch.nn.Module):
-        return _Constant(name, value)
+        return Constant(name, value)
     if kind in pytree.SUPPORTED_NODES and not dataclasses.is_dataclass(kind):
         return _Node(name, value, known)
     if id(value) in known:
@@ -166,12 +81,12 @@ def structure_of(value: Any, name: str, known: KnownObjects | None = None) -> St
         found = make(name, value, known)
         if any(True for _ in found.leaves()) or holds_tensor(value, Hidden):
             return found
-    return _Constant(name, value)
+    return Constant(name, value)
 
 
 def given_objects(objects: Sequence[Any]) -> KnownObjects:
     """Argument for `structure_of` that makes objects represent themselves, as `given[i]` of `Structure.rebuild`."""
-    return KnownObjects({id(each): _KnownReference(f"object {i}", i) for i, each in enumerate(objects)})
+    return KnownObjects({id(each): KnownReference(f"object {i}", i) for i, each in enumerate(objects)})
 
 
 def _is_plain(value: Any) -> bool:
@@ -198,146 +113,6 @@ def _is_of_python(kind: type) -> bool:
 _OF_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf(Structure):
-    """Position of a tensor.
-
-    Attributes:
-        name: how messages call it.
-        shape: of the whole tensor, the rows of all micro-batches.
-        dtype: on the host.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def collect(self, value: Any, into: list[torch.Tensor]) -> None:
-        if not isinstance(value, torch.Tensor):
-            raise _mismatch(f"Type mismatch for {self.name}: expected {torch.Tensor} but got {type(value)}")
-        if value.dtype is not self.dtype:
-            raise _mismatch(f"Type mismatch for {self.name}: expected {self.dtype} but got {value.dtype}")
-        if value.shape != self.shape:
-            last = (
-                MAY_BE_THE_LAST if self.shape[1:] == value.shape[1:] and _rows(value.shape) < _rows(self.shape) else ""
-            )
-            raise _mismatch(
-                f"Shape mismatch for {self.name}: expected {torch.Size(self.shape)} but got {value.shape}", last
-            )
-        into.append(value)
-
-    def build(self, parts: Components) -> torch.Tensor:
-        return next(parts)
-
-    def leaves(self) -> Iterator[Leaf]:
-        yield self
-
-    def constants(self) -> Iterator[tuple[str, Any]]:
-        return iter(())
-
-
-@dataclass(frozen=True, slots=True)
-class _Constant(Structure):
-    name: str
-    value: Any
-
-    def collect(self, value: Any, into: list[torch.Tensor]) -> None:
-        if value is self.value:
-            return
-        _check_type(self.name, type(self.value), value)
-        try:
-            is_equal = _equal(value, self.value)
-        except (TypeError, ValueError, RuntimeError) as problem:  # so say arrays of several numbers
-            raise _mismatch(
-                f"Value mismatch for {self.name}: whether it is the {type(value).__name__} that was expected cannot be "
-                f"told ({problem})"
-            ) from problem
-        if not is_equal:
-            expected, got = repr(self.value), repr(value)
-            same = " (another one, which is not equal)" * (expected == got)
-            raise _mismatch(f"Value mismatch for {self.name}: expected {expected} but got {got}{same}")
-
-    def build(self, parts: Components) -> Any:
-        return self.value
-
-    def leaves(self) -> Iterator[Leaf]:
-        return iter(())
-
-    def constants(self) -> Iterator[tuple[str, Any]]:
-        yield self.name, self.value
-
-
-@dataclass(frozen=True, slots=True)
-class _KnownReference(Structure):
-    """A known object, which represents itself during reconstruction."""
-
-    name: str
-    number: int
-
-    def collect(self, value: Any, into: list[torch.Tensor]) -> None:
-        return
-
-    def build(self, parts: Components) -> Any:
-        return parts.given[self.number]
-
-    def leaves(self) -> Iterator[Leaf]:
-        return iter(())
-
-    def constants(self) -> Iterator[tuple[str, Any]]:
-        return iter(())
-
-
-@dataclass(frozen=True, slots=True)
-class _Carried(Structure):
-    """A pass-through value outside the program: any value of its class fits. Counts as an object."""
-
-    name: str
-    value: Any
-
-    def collect(self, value: Any, into: list[torch.Tensor]) -> None:
-        _check_type(self.name, type(self.value), value)
-
-    def build(self, parts: Components) -> Any:
-        return Hidden(self.name, type(self.value)) if parts.hides else self.value
-
-    def objects(self, value: Any) -> Iterator[Any]:
-        yield value
-
-    def leaves(self) -> Iterator[Leaf]:
-        return iter(())
-
-    def constants(self) -> Iterator[tuple[str, Any]]:
-        return iter(())
-
-
-@dataclass(frozen=True, slots=True)
-class _Enclosing(Structure):
-    """Self-reference of an object, replaced by the rebuilt object."""
-
-    name: str
-    structure: Structure
-
-    def collect(self, value: Any, into: list[torch.Tensor]) -> None:
-        return
-
-    def build(self, parts: Components) -> Any:
-        return parts.enclosing[id(self.structure)]
-
-    def leaves(self) -> Iterator[Leaf]:
-        return iter(())
-
-    def constants(self) -> Iterator[tuple[str, Any]]:
-        return iter(())
-
-
-@dataclass(frozen=True, slots=True)
-class _WeakReference(_Enclosing):
-    """Weak self-reference of an object."""
-
-    def build(self, parts: Components) -> Any:
-        return weakref.ref(self.structure.build(parts))
-
-
 class _Composite(Structure):
     """A container of values, whose structures are `_children`."""
 
@@ -353,7 +128,7 @@ class _Composite(Structure):
         """
 
     def collect(self, value: Any, into: list[torch.Tensor]) -> None:
-        _check_type(self.name, self._type, value)
+        check_type(self.name, self._type, value)
         for child, inner in zip(self._children, self._child_values(value), strict=True):
             child.collect(inner, into)
 
@@ -379,7 +154,7 @@ class _Sequence(_Composite):
         self._children = _item_structures(name, value, known)
 
     def _child_values(self, value: Any) -> Iterable[Any]:
-        return _of_length(self.name, len(self._children), value)
+        return check_length(self.name, len(self._children), value)
 
     def build(self, parts: Components) -> Any:
         return self._make([child.build(parts) for child in self._children])
@@ -406,7 +181,7 @@ class _Mapping(_Composite):
         if value.keys() != self._items.keys():
             missing = [key for key in self._items if key not in value]
             unexpected = [key for key in value if key not in self._items]
-            raise _mismatch(
+            raise mismatch_error(
                 f"Keys mismatch for {self.name}: "
                 + ". ".join(
                     f"{what} arguments: {', '.join(map(str, keys))}"
@@ -471,12 +246,12 @@ class _Node(_Composite):
         self._definition = pytree.SUPPORTED_NODES[self._type]
         inside, context = self._definition.flatten_fn(value)
         self._children = _item_structures(name, inside, known)
-        self._context = _Constant(f"{name} (its context)", context)
+        self._context = Constant(f"{name} (its context)", context)
 
     def _child_values(self, value: Any) -> Iterable[Any]:
         inside, context = self._definition.flatten_fn(value)
         self._context.collect(context, [])
-        return _of_length(self.name, len(self._children), list(inside))
+        return check_length(self.name, len(self._children), list(inside))
 
     def build(self, parts: Components) -> Any:
         return self._definition.unflatten_fn([child.build(parts) for child in self._children], self._context.value)
@@ -494,9 +269,9 @@ class _Object(_Composite):
     def __init__(self, name: str, value: Any, known: KnownObjects) -> None:
         self.name = name
         self._type = type(value)
-        enclosing = _Enclosing(name, self)
+        enclosing = SelfReference(name, self)
         inside = KnownObjects({**known, id(value): enclosing}, known.carries, known.looked_at)
-        inside |= {id(ref): _WeakReference(name, enclosing) for ref in weakref.getweakrefs(value)}
+        inside |= {id(ref): WeakSelfReference(name, enclosing) for ref in weakref.getweakrefs(value)}
         self._items = {key: structure_of(item, f"{name}.{key}", inside) for key, item in _state(value).items()}
         self._children = list(self._items.values())
 
@@ -504,7 +279,7 @@ class _Object(_Composite):
         own = _state(value)
         if own.keys() != self._items.keys():
             differing = ", ".join(sorted(map(str, own.keys() ^ self._items.keys())))
-            raise _mismatch(f"Attributes mismatch for {self.name}: not both have {differing}")
+            raise mismatch_error(f"Attributes mismatch for {self.name}: not both have {differing}")
         return [own[key] for key in self._items]
 
     def build(self, parts: Components) -> Any:
@@ -565,7 +340,9 @@ class _Custom(_Composite):
         self._parser = parser
         own = {key: each for key, each in attributes(value).items() if not issubclass(type(each), torch.Tensor)}
         self._beside: dict[str, Structure] = {
-            key: _Carried(f"{name}.{key}", each) for key, each in own.items() if known.carries(f"{name}.{key}", each)
+            key: CarriedValue(f"{name}.{key}", each)
+            for key, each in own.items()
+            if known.carries(f"{name}.{key}", each)
         }
         self._beside |= {key: known[id(each)] for key, each in own.items() if id(each) in known}
         self._looked_at = {key: each for key, each in own.items() if f"{name}.{key}" in known.looked_at}
@@ -582,7 +359,7 @@ class _Custom(_Composite):
         return tensors
 
     def _child_values(self, value: Any) -> Iterable[Any]:
-        return _of_length(self.name, len(self._children), self._parsed(value), " tensors")
+        return check_length(self.name, len(self._children), self._parsed(value), " tensors")
 
     def collect(self, value: Any, into: list[torch.Tensor]) -> None:
         super().collect(value, into)
@@ -634,39 +411,3 @@ class _Custom(_Composite):
 
 def _item_structures(name: str, values: Iterable[Any], known: KnownObjects) -> list[Structure]:
     return [structure_of(value, f"{name}[{i}]", known) for i, value in enumerate(values)]
-
-
-def _check_type(name: str, expected: type, value: Any) -> None:
-    if type(value) is not expected:
-        raise _mismatch(f"Type mismatch for {name}: expected {expected} but got {type(value)}")
-
-
-def _of_length(name: str, expected: int, values: Sequence[Any], what: str = "") -> Sequence[Any]:
-    """Return values, after checking their count."""
-    if len(values) != expected:
-        raise _mismatch(f"Length mismatch for {name}: expected {expected}{what} but got {len(values)}")
-    return values
-
-
-def _mismatch(what: str, more: str = "") -> Exception:
-    return createPoptorchError(
-        f"{what}. Arguments must match those that the model was compiled with. Make a new wrapper for other arguments, "
-        f"or call `destroy()` on this one, which then compiles again.{more}"
-    )
-
-
-def _rows(shape: Sequence[int]) -> int:
-    return shape[0] if len(shape) else 1
-
-
-MAY_BE_THE_LAST = (
-    " If this is the last batch of a data set that does not divide evenly, leave it out: "
-    "`poptorch.DataLoader(..., drop_last=True)`, as it is by default, or `drop_last=True` of PyTorch's."
-)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Whether two constants are equal; NaN equals itself."""
-    if isinstance(a, np.ndarray):
-        return a.shape == b.shape and bool(np.all((a == b) | ((a != a) & (b != b))))
-    return bool(a == b) or bool(a != a and b != b)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from poptorch.base.dtypes import from_numpy, to_device_dtype, to_numpy
-from poptorch.base.structures import Structure, structure_of
+from poptorch.base.leaves import Structure
+from poptorch.base.structures import structure_of
 from poptorch.errors import createPoptorchError
 
 

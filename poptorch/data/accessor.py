@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from poptorch.base.structures import Structure
+from poptorch.base.leaves import Structure
 from poptorch.data.worker import (
     FORKS,
     Begin,

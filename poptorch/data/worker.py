@@ -34,7 +34,8 @@ import torch
 import torch.multiprocessing  # teaches `ForkingPickler` to share tensors
 
 from poptorch.base import custom_types
-from poptorch.base.structures import Structure, structure_of
+from poptorch.base.leaves import Structure
+from poptorch.base.structures import structure_of
 from poptorch.enums import SharingStrategy
 from poptorch.errors import createPoptorchError
 

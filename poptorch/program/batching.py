@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from poptorch.base.dtypes import to_numpy
+from poptorch.base.leaves import MAY_BE_THE_LAST
 from poptorch.base.logging_ import logger
 from poptorch.base.replica_groups import ReplicaGroups
-from poptorch.base.structures import MAY_BE_THE_LAST
 from poptorch.enums import OutputMode
 from poptorch.errors import createPoptorchError
 from poptorch.options import Options

@@ -15,8 +15,9 @@ from poptorch.base.carried import may_be_carried, numbers_of
 from poptorch.base.custom_types import parser_of
 from poptorch.base.hidden_tensors import hidden_problem, holds_tensor
 from poptorch.base.introspection import is_instance
+from poptorch.base.leaves import Components, KnownObjects, Structure
 from poptorch.base.logging_ import logger
-from poptorch.base.structures import Components, KnownObjects, Structure, structure_of
+from poptorch.base.structures import structure_of
 from poptorch.errors import Error, createPoptorchError
 
 

@@ -21,8 +21,8 @@ import torch
 import popxl
 from poptorch.base.dtypes import device_dtype, from_numpy, to_numpy
 from poptorch.base.host_numbers import HostNumbers, Number
+from poptorch.base.leaves import Structure
 from poptorch.base.logging_ import logger
-from poptorch.base.structures import Structure
 from poptorch.capture.frozen import CapturedConstant
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.model import Captured

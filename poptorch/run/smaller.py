@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from poptorch.base.leaves import Leaf
 from poptorch.base.logging_ import logger
-from poptorch.base.structures import Leaf
 from poptorch.enums import OutputMode, PartialBatch
 from poptorch.errors import Error, createPoptorchError
 from poptorch.options import Options

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from poptorch.base.structures import Structure
+from poptorch.base.leaves import Structure
 from poptorch.capture.cuts import GraphBreak
 from poptorch.capture.model import Captured
 from poptorch.capture.trace import Node, Value

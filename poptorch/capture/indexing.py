@@ -6,11 +6,16 @@ PyTorch would read them, as it does with Python's numbers. Here the rows are tak
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from poptorch.capture.torch_private import without_modes
 from poptorch.errors import createPoptorchError
+
+if TYPE_CHECKING:
+    from poptorch.capture.tracer import Tracer
 
 
 class Numbers(Protocol):
@@ -101,3 +106,43 @@ def _dims(index: Any) -> int:
 def _is_row(index: Any) -> bool:
     is_integer = isinstance(index, torch.Tensor) and index.dtype in (torch.int8, torch.int16, torch.int32, torch.int64)
     return is_integer and not index.dim()
+
+
+def index_by_masks(tracer: Tracer, t: torch.Tensor, indices: Any) -> Any:
+    """Index by masks with known contents; `None` if a mask is unknown and no graph break is allowed."""
+    if isinstance(indices, torch.Tensor):
+        with tracer.op_interceptor:
+            t, indices = torch.broadcast_tensors(t, indices)
+        indices = [indices]
+    places = masks_to_indices(tracer, indices)
+    return None if places is None else tracer.op(torch.ops.aten.index.Tensor, (t, places), {})
+
+
+def masks_to_indices(tracer: Tracer, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
+    """Convert masks among indices to integer indices; `None` if a mask is unknown and no graph break is allowed."""
+    places: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            places.append(index)
+            continue
+        mask = tracer.recorder.numbers_of(index)
+        if mask is None:
+            if not tracer.may_break_graph:
+                return None
+            places += tracer.break_graph(_mask_coordinates, (index,), {})
+            continue
+        with without_modes():
+            found = _mask_coordinates(mask)
+        places += [tracer.constant(numbers) for numbers in found]
+    return places
+
+
+def is_mixed(indices: Sequence[torch.Tensor | None]) -> bool:
+    """Whether indices combine a mask with other indices."""
+    dtypes = [index.dtype for index in indices if index is not None]
+    return len(dtypes) > 1 and (torch.bool in dtypes or torch.uint8 in dtypes)
+
+
+def _mask_coordinates(mask: torch.Tensor) -> list[torch.Tensor]:
+    """Coordinates of true elements, as one index tensor per dimension of a mask."""
+    return [numbers.contiguous() for numbers in mask.nonzero().unbind(1)]

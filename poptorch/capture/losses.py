@@ -1,10 +1,16 @@
-"""Identification of a trace's loss."""
+"""Losses: the one of a trace, and errors of PyTorch about arguments of one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
 
 from poptorch.base.logging_ import logger
+from poptorch.capture.torch_private import without_modes
 from poptorch.capture.trace import Node, Trace, Value
 from poptorch.capture.whole import LOSSES
 from poptorch.errors import createPoptorchError
@@ -92,3 +98,20 @@ def _has_the_same_sum(node: Node) -> bool:
     if node.op == "aten.mean":
         return all(prod(value.shape) == 1 for value in node.inputs)
     return node.op in _SAME
+
+
+def retry_loss(loss: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Retry a loss that fake tensors reject: with real tensors, for PyTorch's own error message, then with fake ones
+    again. Labels of dtype uint8, which only fake tensors reject, are widened."""
+
+    def zeros(t: torch.Tensor) -> torch.Tensor:
+        return torch.zeros((), dtype=t.dtype).expand(t.shape)
+
+    def labels(t: torch.Tensor) -> torch.Tensor:
+        return t.long() if t.dtype is torch.uint8 else t
+
+    with without_modes():
+        real_args, real_kwargs = pytree.tree_map_only(torch.Tensor, zeros, (args, kwargs))
+        loss(*real_args, **real_kwargs)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, labels, (args, kwargs))
+    return loss(*args, **kwargs)

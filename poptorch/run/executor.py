@@ -29,8 +29,8 @@ import popxl
 from poptorch import profiling
 from poptorch.base.logging_ import logger
 from poptorch.base.replica_groups import GroupedParameter, ParameterProxy
+from poptorch.capture.autocast import autocast_dtype
 from poptorch.capture.torch_private import uncompiled, without_modes
-from poptorch.capture.tracer import autocast_dtype
 from poptorch.enums import ConnectionType, PartialBatch
 from poptorch.errors import Error, createPoptorchError
 from poptorch.options import Options

@@ -186,3 +186,36 @@ def _op(name: str, overload: str) -> torch._ops.OpOverload | None:
     if namespace != "aten":
         return None
     return getattr(getattr(torch.ops.aten, packet, None), overload, None)
+
+
+_COPIES = frozenset(f"aten.{name}" for name in ("_to_copy", "alias", "clone", "detach", "lift_fresh"))
+"""Ops whose result equals their input."""
+
+
+def distance(start: Value, stop: Value, buffers: Mapping[Value, torch.Tensor]) -> int | None:
+    """Difference `stop - start` of two integers, if both are known offsets from one value; otherwise `None`."""
+    (begin, before), (end, after) = _base_and_offset(start, buffers), _base_and_offset(stop, buffers)
+    return after - before if begin is end else None
+
+
+def _base_and_offset(value: Value, buffers: Mapping[Value, torch.Tensor]) -> tuple[Value, int]:
+    added = 0
+    while (node := value.made_by) is not None and not value.dtype.is_floating_point:
+        given = node.arguments
+        if node.op in _COPIES:
+            value = given["input"]
+        elif node.op in ("aten.add", "aten.sub") and (number := _known_integer(given["other"], buffers)) is not None:
+            sign = -1 if node.op == "aten.sub" else 1
+            value, added = given["input"], added + sign * number * given.get("alpha", 1)
+        elif node.op == "aten.add" and (number := _known_integer(given["input"], buffers)) is not None:
+            if given.get("alpha", 1) != 1:
+                break
+            value, added = given["other"], added + number
+        else:
+            break
+    return value, added
+
+
+def _known_integer(given: Any, buffers: Mapping[Value, torch.Tensor]) -> int | None:
+    numbers = numbers_of(given, buffers) if isinstance(given, Value) else given
+    return None if numbers is None else int(numbers)

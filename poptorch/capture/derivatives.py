@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from poptorch.capture.recorder import APPLICATION, below
+from poptorch.capture.gradient_flow import APPLICATION, below
 from poptorch.capture.torch_private import UNREADABLE, storage_key
 from poptorch.capture.trace import Node, Trace, Value, with_values
 from poptorch.capture.tracer import CANNOT_READ, Tracer

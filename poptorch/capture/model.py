@@ -230,7 +230,7 @@ def _capture(
         result=result,
         hooks=tracer.hooks,
         read={key: state[key].detach().clone() for key in recorder.read},
-        frozen=recorder.frozen,
+        frozen=recorder.host.constants,
         carried=carried,
         changed=changed,
     )

@@ -16,9 +16,8 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from poptorch.base.dtypes import to_numpy
-from poptorch.capture.recorder import Data, View
 from poptorch.capture.seeding import SEEDING
-from poptorch.capture.trace import Node, Trace, Value
+from poptorch.capture.trace import Data, Node, Trace, Value, View
 from popxl.extend.arguments import exact_key
 from popxl.extend.graphs import last_uses
 

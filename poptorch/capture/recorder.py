@@ -12,9 +12,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cache
-from itertools import chain
+from dataclasses import replace
 from math import prod
 from types import FrameType
 from typing import Any
@@ -23,95 +21,18 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from poptorch.base.logging_ import logger
-from poptorch.capture.constants import buffer_dependencies, numbers_of
-from poptorch.capture.frozen import CapturedConstant, is_users, locate_constant
+from poptorch.capture.constants import buffer_dependencies, distance, numbers_of
+from poptorch.capture.frozen import is_users, locate_constant
+from poptorch.capture.gradient_flow import is_in_own_derivative, stop_gradients, warn_about_derivative
+from poptorch.capture.host_tensors import MADE_IN_CAPTURE, HostTensors
 from poptorch.capture.stand_ins import StandIn
+from poptorch.capture.storages import Frame, Storage, TensorView
 from poptorch.capture.tensor_layout import TensorLayout, offsets_of, views_between
 from poptorch.capture.torch_private import FakeTensor, become, forget_history, storage_key, without_modes
-from poptorch.capture.trace import LOOKED_AT, Data, Node, Trace, Value, View, values_in, with_values
+from poptorch.capture.trace import LOOKED_AT, Data, Node, Trace, Value, View, with_values
 from poptorch.errors import createPoptorchError
 from poptorch.placement.ambient import Ambient
 from popxl.extend.source import SourceLocation
-
-__all__ = ["APPLICATION", "LOOKED_AT", "Data", "Recorder", "View", "below"]
-
-
-@dataclass(eq=False)
-class _Storage:
-    """A storage: current value, its layout, and a version count. Holds a strong reference to the base tensor."""
-
-    base: torch.Tensor
-    place: TensorLayout
-    value: Value
-    blocks_grad: bool = True
-    """Whether PyTorch knows of a tensor that looks at it, and needs no gradient, that none flow through it."""
-    version: int = 0
-    unsettled: list[tuple[Value, torch.Tensor, bool]] = field(default_factory=list)
-    """Values of tensors that look at it, of which it is not known yet whether gradients flow through them."""
-
-    def resolve_requires_grad(self) -> None:
-        """Record whether gradients flow through values: PyTorch knows this once their op ends, until the next op."""
-        for value, t, says_no in self.unsettled:
-            value.requires_grad = t.requires_grad or (False if says_no else None)
-            if value.requires_grad and value.made_by is not None and value.made_by.op == "aten.detach":
-                _undo_detach(value.made_by, t)
-            made_by = None if t._is_view() else t.grad_fn  # asking a view would have PyTorch make its derivative anew
-            if type(made_by).__name__ == "CppFunction":  # a function of `torch.jit.script` that has run before, say
-                value.of_function = type(made_by)
-            if (application := getattr(made_by, APPLICATION, None)) is not None:
-                application.differentiated.add(id(value))
-            elif isinstance(made_by, torch.autograd.function.BackwardCFunction):
-                value.of_function = type(made_by)._forward_cls
-        self.unsettled.clear()
-
-
-APPLICATION = "_poptorch_application"
-"""An attribute of what PyTorch hands to the `backward` of a function whose derivative is written down, later on."""
-
-
-def _undo_detach(node: Node, t: torch.Tensor) -> None:
-    """Turn a `detach`, inserted by PyTorch to save a result for its backward pass, into an alias of this result."""
-    if t.grad_fn is None:  # the user's, with `requires_grad_`
-        return
-    (value,) = node.inputs
-    while value.made_by is not None and value.made_by.op == "aten.detach":
-        (value,) = value.made_by.inputs
-    node.op, node.arguments = "aten.alias", {"input": value}
-
-
-@cache
-def _tell_of_function(function: type) -> None:
-    """Warn once about an ignored custom derivative. PyTorch's own functions are exempt: their derivatives agree."""
-    if issubclass(function, torch.autograd.Function) and not function.__module__.startswith("torch."):
-        logger.warning(
-            "%s.backward has no effect in a wrapped model: what `forward` computes is differentiated. Where it should "
-            "count, write the function with `detach`, as in `x + (round(x) - x).detach()`.",
-            function.__qualname__,
-        )
-
-
-@dataclass(eq=False)
-class _TensorView:
-    """A tensor: its storage, views into this storage, and the value at its last read."""
-
-    tensor: torch.Tensor
-    cell: _Storage
-    lens: tuple[View, ...]
-    value: Value
-    version: int
-    is_frozen: bool = False
-    """Whether no gradients flow to it for now, from what is made of it: `t.requires_grad_(False)`."""
-
-
-@dataclass(eq=False)
-class _Frame:
-    """Trace under construction, and values that belong to it."""
-
-    trace: Trace = field(default_factory=Trace)
-    own: dict[int, Value] = field(default_factory=dict)
-    taken: dict[int, Value] = field(default_factory=dict)
-    """The inputs that stand for values from outside, by the identity of these."""
 
 
 class Recorder:
@@ -124,11 +45,10 @@ class Recorder:
 
     Attributes:
         scopes: names of the modules that are running, outermost first.
-        frozen: tensors of the host whose numbers have become a part of the program.
+        host: tensors of the host whose numbers have become a part of the program.
         read: the buffers whose numbers were asked for, by name, and where that was first.
         reshaped: where tensors were changed to look at other places, last, by the identity of each.
         makes_on_host: whether what is made of no tensors is on the host, to the model.
-        made_on_host: ops that have made tensors which `forward` wants to be on the host.
         regions: numbers of the regions that are running whose activations are recomputed, outermost first.
         keeps: whether the results of the next op are kept for the backward pass.
     """
@@ -140,25 +60,23 @@ class Recorder:
         module: torch.nn.Module | None = None,
     ) -> None:
         self.scopes: list[str] = []
-        self.frozen: list[CapturedConstant] = []
+        self.host = HostTensors()
         self.read: dict[str, SourceLocation] = {}
         self.reshaped: dict[int, SourceLocation] = {}
         self.makes_on_host = False
-        self.made_on_host: set[Node] = set()
         self.regions: tuple[int, ...] = ()
         self.keeps = False
         self._region_count = 0
         self._ambient = ambient
         self._excludes = tuple(excludes)
         self._module = module
-        self._frames = [_Frame()]
-        self._seen: dict[int, _TensorView] = {}
-        self._cells: dict[int, _Storage] = {}
-        self._all_cells: list[_Storage] = []
+        self._frames = [Frame()]
+        self._seen: dict[int, TensorView] = {}
+        self._cells: dict[int, Storage] = {}
+        self._all_cells: list[Storage] = []
         self._parts = 0
         self._beside: Node | None = None
         self._numbers: dict[Value, torch.Tensor] = {}
-        self._of_host: dict[Node, CapturedConstant] = {}
 
     # Tensors and values ---------------------------------------------------------------------------------------------
 
@@ -199,7 +117,7 @@ class Recorder:
 
     def overwritten(self) -> Iterator[str]:
         """Display names of host tensors that a model reads, and overwrites or replaces by run-dependent tensors."""
-        for frozen in self.frozen:
+        for frozen in self.host.constants:
             t = frozen.tensor()
             seen = None if t is None else self._seen.get(id(t))
             if (
@@ -229,30 +147,7 @@ class Recorder:
 
     def distance(self, start: torch.Tensor, stop: torch.Tensor) -> int | None:
         """Difference `stop - start` of two integers, if both are known offsets from one value; otherwise `None`."""
-        (begin, before), (end, after) = self._without_known(start), self._without_known(stop)
-        return after - before if begin is end else None
-
-    def _without_known(self, t: torch.Tensor) -> tuple[Value, int]:
-        """Decompose an integer into a base value and a known offset."""
-        value, added = self.value_of(t), 0
-        while (node := value.made_by) is not None and not value.dtype.is_floating_point:
-            given = node.arguments
-            if node.op in _COPIES:
-                value = given["input"]
-            elif node.op in ("aten.add", "aten.sub") and (number := self._known_integer(given["other"])) is not None:
-                sign = -1 if node.op == "aten.sub" else 1
-                value, added = given["input"], added + sign * number * given.get("alpha", 1)
-            elif node.op == "aten.add" and (number := self._known_integer(given["input"])) is not None:
-                if given.get("alpha", 1) != 1:
-                    break
-                value, added = given["other"], added + number
-            else:
-                break
-        return value, added
-
-    def _known_integer(self, given: Any) -> int | None:
-        numbers = numbers_of(given, self._numbers) if isinstance(given, Value) else given
-        return None if numbers is None else int(numbers)
+        return distance(self.value_of(start), self.value_of(stop), self._numbers)
 
     def new_constant(self, t: torch.Tensor, numbers: torch.Tensor) -> Node:
         """Record a constant with these contents, which callers must not modify, as a tensor's value."""
@@ -282,7 +177,7 @@ class Recorder:
         for view, base in reversed(list(zip(lens, self._view_values(cell, lens), strict=False))):
             node = self.node("poptorch.put", "", {"base": base, "content": content, "view": view})
             content = self.result(node, base.shape, base.dtype)
-        keeps_history = cell.base.requires_grad and not torch.is_grad_enabled() and not _is_in_own_derivative()
+        keeps_history = cell.base.requires_grad and not torch.is_grad_enabled() and not is_in_own_derivative()
         if keeps_history:  # what PyTorch is not to see does not change what it differentiates
             content = self._with_history_of(self._capture_value(cell.value), content)
         cell.value = content
@@ -334,14 +229,14 @@ class Recorder:
         for frame in self._frames[home + 1 :]:
             inside = frame.taken.get(id(value))
             if inside is None:
-                self._leave_host(value)
+                self.host.leave(value, self.source())
                 inside = Value(value.shape, value.dtype)
                 frame.taken[id(value)] = frame.own[id(inside)] = inside
                 frame.trace.outer.append(value)
             value = inside
         return value
 
-    def _view_values(self, cell: _Storage, lens: Sequence[View]) -> list[Value]:
+    def _view_values(self, cell: Storage, lens: Sequence[View]) -> list[Value]:
         """Value of a storage, followed by results of each view in a lens."""
         values = [self._capture_value(cell.value)]
         for view in lens:
@@ -353,12 +248,12 @@ class Recorder:
     def _introduce(self, t: torch.Tensor, value: Value, says_no: bool = True) -> None:
         """Register a tensor that owns its storage."""
         storage = self._storage(t)
-        cell = self._cells[storage] = _Storage(t, TensorLayout.from_tensor(t), value, says_no)
+        cell = self._cells[storage] = Storage(t, TensorLayout.from_tensor(t), value, says_no)
         self._all_cells.append(cell)
-        self._seen[id(t)] = _TensorView(t, cell, (), value, 0)
+        self._seen[id(t)] = TensorView(t, cell, (), value, 0)
         self._await(cell, value, t)
 
-    def _store(self, cell: _Storage) -> None:
+    def _store(self, cell: Storage) -> None:
         """Deduplicate the elements of a storage whose base tensor overlaps itself."""
         self._check_own(cell.base, cell.value)
         whole = cell.place
@@ -381,7 +276,7 @@ class Recorder:
             if seen.cell is cell:
                 seen.lens = (*views_between(cell.place, whole), *seen.lens)
 
-    def _await(self, cell: _Storage, value: Value, t: torch.Tensor, says_no: bool = True) -> None:
+    def _await(self, cell: Storage, value: Value, t: torch.Tensor, says_no: bool = True) -> None:
         """Schedule a gradient-flow check for a value, if PyTorch tracks it.
 
         Args:
@@ -393,7 +288,7 @@ class Recorder:
         if not self._parts:
             cell.unsettled.append((value, t, says_no and cell.blocks_grad))
 
-    def _unknown(self, t: torch.Tensor) -> _TensorView:
+    def _unknown(self, t: torch.Tensor) -> TensorView:
         """Register a tensor without a recorded op: preexisting, or another view of storage (`t.data`, strides)."""
         cell = self._cells.get(self._storage(t))
         if cell is None:
@@ -410,13 +305,12 @@ class Recorder:
             node = self.new_constant(t, numbers)
             node.is_on_host = is_on_host
             if frozen is not None:
-                self.frozen.append(frozen)
-                self._of_host[node] = frozen
+                self.host.add(node, frozen)
             return self._seen[id(t)]
         if cell.place.overlaps:
             self._store(cell)
         lens = views_between(cell.place, TensorLayout.from_tensor(t))
-        seen = self._seen[id(t)] = _TensorView(t, cell, lens, cell.value, -1)
+        seen = self._seen[id(t)] = TensorView(t, cell, lens, cell.value, -1)
         return seen
 
     def _storage(self, t: torch.Tensor) -> int:
@@ -432,7 +326,7 @@ class Recorder:
     def is_on_host(self, t: torch.Tensor) -> bool:
         """Whether the model sees a tensor on the host: it existed before capture, or derives from host tensors only."""
         if not isinstance(t, FakeTensor):
-            return not getattr(t, _MADE_IN_CAPTURE, False)
+            return not getattr(t, MADE_IN_CAPTURE, False)
         seen = self._seen.get(id(t))
         return seen is not None and (seen.value if seen.version == seen.cell.version else seen.cell.value).is_on_host
 
@@ -441,31 +335,6 @@ class Recorder:
         node = self.node("aten.alias", "default", {"input": t})
         node.is_on_host = False
         self.results(node, moved)
-
-    def _meet(self, node: Node) -> None:
-        """Record the first use of host tensors among inputs of a device op.
-
-        Raises:
-            poptorch.Error: if one is an index that `forward` has made there.
-        """
-        indices = [values_in(node.arguments[name]) for name in _INDICES.get(node.op, ()) if name in node.arguments]
-        for value in chain(*indices):
-            if value.is_on_host and not self.made_on_host.isdisjoint(_origins(value)):
-                kind = _KINDS.get(value.dtype, str(value.dtype))
-                raise createPoptorchError(
-                    f"Expected an IPU tensor but got tensor(device=cpu, shape={list(value.shape)}, dtype={kind}). "
-                    f"`forward` makes an index on the host, and uses it on the device ({node.source}). Make it with "
-                    "`torch.tensor`, or move it: `index.to(x.device)`, where `x` is an input."
-                )
-        for value in node.inputs:
-            self._leave_host(value)
-
-    def _leave_host(self, value: Value) -> None:
-        """Record the first device use of host tensors from which a value derives."""
-        for origin in _origins(value):
-            frozen = self._of_host.get(origin)
-            if frozen is not None and frozen.met is None:
-                frozen.met = self.source()
 
     # Ops ------------------------------------------------------------------------------------------------------------
 
@@ -491,7 +360,7 @@ class Recorder:
         node.is_on_host = all(given) if given else self.makes_on_host
         node.regions, node.is_kept = self.regions, keeps
         if not node.is_on_host:
-            self._meet(node)
+            self.host.check_use(node)
         self.trace.nodes.append(node)
         return node
 
@@ -540,7 +409,7 @@ class Recorder:
             value = self.result(node, shapes[i], t.dtype)
             view = View(node.op, node.overload, place, shapes, t.dtype, i, TensorLayout.from_tensor(t).overlaps)
             lens = base.lens if is_same else (*base.lens, view)
-            self._seen[id(t)] = _TensorView(t, base.cell, lens, value, base.cell.version)
+            self._seen[id(t)] = TensorView(t, base.cell, lens, value, base.cell.version)
             # Nor does it say anything of what PyTorch keeps for its backward pass, such as the mean of a norm.
             self._await(base.cell, value, t, says_no=not is_same)
         return True
@@ -604,7 +473,7 @@ class Recorder:
     @contextmanager
     def recording_function(self) -> Iterator[Trace]:
         """Record a nested function for an op of the current function."""
-        frame = _Frame()
+        frame = Frame()
         self._frames.append(frame)
         try:
             yield frame.trace
@@ -626,8 +495,8 @@ class Recorder:
         self.resolve_requires_grad()
         results = [value for node in self.trace.nodes for value in node.results]
         for function in {value.of_function for value in results if value.of_function is not None and is_trained}:
-            _tell_of_function(function)
-        _stop_gradients(self.trace)
+            warn_about_derivative(function)
+        stop_gradients(self.trace)
         return self.trace
 
     @contextmanager
@@ -655,65 +524,14 @@ class Recorder:
                     continue
                 if value is not None and (numbers := numbers_of(value, self._numbers)) is not None:
                     become(t, numbers.clone().requires_grad_(t.requires_grad))
-                    setattr(t, _MADE_IN_CAPTURE, True)
+                    setattr(t, MADE_IN_CAPTURE, True)
                 else:
                     forget_history(t)
                     become(t, StandIn.for_tensor(t, "" if made_by is None else str(made_by.source)))
 
-    def _is_constant(self, seen: _TensorView) -> bool:
+    def _is_constant(self, seen: TensorView) -> bool:
         """Whether tensor contents are known, and do not belong to a loop body."""
         return all(self._is_frame_value(v) and v.is_constant for v in (seen.value, seen.cell.value))
-
-
-_MADE_IN_CAPTURE = "_poptorch_made_in_capture"
-"""An attribute of tensors that a capture has made, and that somebody has kept."""
-
-_COPIES = frozenset(f"aten.{name}" for name in ("_to_copy", "alias", "clone", "detach", "lift_fresh"))
-"""Ops that give the number they are given."""
-
-
-_INDICES = {
-    f"aten.{name}": ("index", "indices")
-    for name in ("embedding", "gather", "index", "index_add", "index_copy", "index_fill", "index_put", "index_reduce",
-                 "index_select", "scatter", "scatter_add", "scatter_reduce", "take")
-} | {f"torch.{name}": ("input",) for name in ("embedding", "embedding_bag")}  # fmt: skip
-"""Names of the arguments that say which rows, of ops that have such."""
-
-_KINDS = {
-    torch.int64: "Long", torch.int32: "Int", torch.int16: "Short", torch.int8: "Char", torch.uint8: "Byte",
-    torch.bool: "Bool",
-}  # fmt: skip
-"""What PyTorch calls its dtypes in errors."""
-
-
-def _origins(value: Value) -> Iterator[Node]:
-    """Host ops from which a value derives."""
-    waiting, known = [value], set()
-    while waiting:
-        node = waiting.pop().made_by
-        if node is not None and node.is_on_host and node not in known:
-            known.add(node)
-            yield node
-            waiting += node.inputs
-
-
-def _is_in_own_derivative() -> bool:
-    """Whether a `torch.autograd.Function` is running `forward`, where PyTorch tracks no gradients.
-
-    `Function.apply` leaves no frame of its own from PyTorch 2.15 on; what it calls has one in each version.
-    """
-    forwards = {getattr(function.forward, "__code__", None) for function in below(torch.autograd.Function)}
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code not in forwards:
-        frame = frame.f_back
-    return frame is not None
-
-
-def below(base: type[Any]) -> Iterator[type[Any]]:
-    """All subclasses of a class, direct and indirect."""
-    for derived in base.__subclasses__():
-        yield derived
-        yield from below(derived)
 
 
 def _detached(value: Value) -> View:
@@ -722,27 +540,3 @@ def _detached(value: Value) -> View:
 
 def _replaced(arguments: Any, one: Any, by: Any) -> Any:
     return pytree.tree_map(lambda leaf: by if leaf is one else leaf, arguments)
-
-
-def _stop_gradients(trace: Trace) -> None:
-    """Mark op results that stop gradients: differentiable results without gradients, from inputs that have gradients.
-
-    Within a function that brings its own derivative (`torch.autograd.Function`) PyTorch tracks nothing, though its
-    results have gradients; what such results are made of is differentiated as if it had been written out.
-    """
-    for node in trace.nodes:
-        tracked = any(value.requires_grad for value in node.inputs)
-        for result in node.results:
-            if result.requires_grad is None:  # no tensor ever was this value
-                result.requires_grad = tracked and result.is_differentiable
-    inside: set[int] = set()
-    for node in reversed(trace.nodes):
-        if node.op == "aten.detach" and not any(v.requires_grad for v in (*node.inputs, *node.results)):
-            inside.difference_update(map(id, node.results))
-        elif any(r.of_function or id(r) in inside for r in node.results):
-            inside.update(id(v) for v in node.inputs if not v.requires_grad)
-    for node in trace.nodes:
-        if any(v.requires_grad or id(v) in inside for v in node.inputs):
-            results = enumerate(node.results)
-            stops = [i for i, r in results if r.is_differentiable and not r.requires_grad and id(r) not in inside]
-            node.stops = frozenset(stops)

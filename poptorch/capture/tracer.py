@@ -370,7 +370,7 @@ class Tracer:
             node = self.recorder.node(name, op._overloadname, given)
             if name == "aten.lift_fresh":  # `torch.tensor` does so, and types of the host, such as `torch.LongTensor`
                 if is_of_type := hears_functions(self.function_interceptor):  # which is no function
-                    self.recorder.made_on_host.add(node)
+                    self.recorder.host.created.add(node)
                 node.is_on_host = is_of_type or self.recorder.makes_on_host
             # A conjugate or a sign that was put off is made good in a clone, below what PyTorch differentiates.
             is_resolved = name == "aten.clone" and (args[0].is_conj() or args[0].is_neg()) and torch.is_grad_enabled()

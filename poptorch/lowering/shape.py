@@ -14,8 +14,8 @@ from jax import lax
 from torch.utils import _pytree as pytree
 
 import popxl
-from poptorch.capture.recorder import LOOKED_AT, Data, View
 from poptorch.capture.tensor_layout import overlaps, written_last
+from poptorch.capture.trace import LOOKED_AT, Data, View
 from poptorch.lowering.complex import PUT_BACK
 from poptorch.lowering.emission import emission
 from poptorch.lowering.operands import Number, axis_of, broadcast, cast_like, constant_of, promoted

@@ -21,9 +21,8 @@ from poptorch.capture.cuts import GraphBreaks
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.model import Captured, capture
 from poptorch.capture.number_inputs import merge_captures
-from poptorch.capture.recorder import Data
 from poptorch.capture.tensor_layout import TensorLayout
-from poptorch.capture.trace import Node, Trace, Value, with_values
+from poptorch.capture.trace import Data, Node, Trace, Value, with_values
 from poptorch.errors import createPoptorchError
 from poptorch.lowering import has_lowering
 from poptorch.lowering.control import WATCH

@@ -348,9 +348,9 @@ def _chosen(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("function", "use"), [("Clamped", lambda h, w: Clamped.apply(h * 1)), ("Threefold", _chosen)])
 def test_where_it_does_not_count_that_is_told(function: str, use: Any, caplog: pytest.LogCaptureFixture) -> None:
-    from poptorch.capture.recorder import _tell_of_function
+    from poptorch.capture.gradient_flow import warn_about_derivative
 
-    _tell_of_function.cache_clear()
+    warn_about_derivative.cache_clear()
     trained(Scores(use))(*batch())
     assert f"{function}.backward has no effect" in caplog.text
 

@@ -1,0 +1,101 @@
+"""Gradient flow of a trace: which values PyTorch tracks, and where gradients stop."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import cache
+from types import FrameType
+from typing import Any
+
+import torch
+
+from poptorch.base.logging_ import logger
+from poptorch.capture.trace import Node, Trace, Value
+
+APPLICATION = "_poptorch_application"
+"""An attribute of what PyTorch hands to the `backward` of a function whose derivative is written down, later on."""
+
+
+def record_gradient(value: Value, t: torch.Tensor, blocks_grad: bool) -> None:
+    """Record whether gradients flow through a value: PyTorch knows this once its op ends, until the next op.
+
+    Args:
+        value: the value.
+        t: a tensor with this value.
+        blocks_grad: whether none flow, if `t` needs no gradient; otherwise that is left open.
+    """
+    value.requires_grad = t.requires_grad or (False if blocks_grad else None)
+    if value.requires_grad and value.made_by is not None and value.made_by.op == "aten.detach":
+        _as_alias(value.made_by, t)
+    made_by = None if t._is_view() else t.grad_fn  # asking a view would have PyTorch make its derivative anew
+    if type(made_by).__name__ == "CppFunction":  # a function of `torch.jit.script` that has run before, say
+        value.of_function = type(made_by)
+    if (application := getattr(made_by, APPLICATION, None)) is not None:
+        application.differentiated.add(id(value))
+    elif isinstance(made_by, torch.autograd.function.BackwardCFunction):
+        value.of_function = type(made_by)._forward_cls
+
+
+def _as_alias(node: Node, t: torch.Tensor) -> None:
+    """Turn a `detach`, inserted by PyTorch to save a result for its backward pass, into an alias of this result."""
+    if t.grad_fn is None:  # the user's, with `requires_grad_`
+        return
+    (value,) = node.inputs
+    while value.made_by is not None and value.made_by.op == "aten.detach":
+        (value,) = value.made_by.inputs
+    node.op, node.arguments = "aten.alias", {"input": value}
+
+
+@cache
+def warn_about_derivative(function: type) -> None:
+    """Warn once about an ignored custom derivative. PyTorch's own functions are exempt: their derivatives agree."""
+    if issubclass(function, torch.autograd.Function) and not function.__module__.startswith("torch."):
+        logger.warning(
+            "%s.backward has no effect in a wrapped model: what `forward` computes is differentiated. Where it should "
+            "count, write the function with `detach`, as in `x + (round(x) - x).detach()`.",
+            function.__qualname__,
+        )
+
+
+def is_in_own_derivative() -> bool:
+    """Whether a `torch.autograd.Function` is running `forward`, where PyTorch tracks no gradients.
+
+    `Function.apply` leaves no frame of its own from PyTorch 2.15 on; what it calls has one in each version.
+    """
+    forwards = {getattr(function.forward, "__code__", None) for function in below(torch.autograd.Function)}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in forwards:
+        frame = frame.f_back
+    return frame is not None
+
+
+def below(base: type[Any]) -> Iterator[type[Any]]:
+    """All subclasses of a class, direct and indirect."""
+    for derived in base.__subclasses__():
+        yield derived
+        yield from below(derived)
+
+
+def stop_gradients(trace: Trace) -> None:
+    """Mark op results that stop gradients: differentiable results without gradients, from inputs that have gradients.
+
+    Within a function that brings its own derivative (`torch.autograd.Function`) PyTorch tracks nothing, though its
+    results have gradients; what such results are made of is differentiated as if it had been written out.
+    """
+    for node in trace.nodes:
+        tracked = any(value.requires_grad for value in node.inputs)
+        for result in node.results:
+            if result.requires_grad is None:  # no tensor ever was this value
+                result.requires_grad = tracked and result.is_differentiable
+    inside: set[int] = set()
+    for node in reversed(trace.nodes):
+        if node.op == "aten.detach" and not any(v.requires_grad for v in (*node.inputs, *node.results)):
+            inside.difference_update(map(id, node.results))
+        elif any(r.of_function or id(r) in inside for r in node.results):
+            inside.update(id(v) for v in node.inputs if not v.requires_grad)
+    for node in trace.nodes:
+        if any(v.requires_grad or id(v) in inside for v in node.inputs):
+            results = enumerate(node.results)
+            stops = [i for i, r in results if r.is_differentiable and not r.requires_grad and id(r) not in inside]
+            node.stops = frozenset(stops)

@@ -4,8 +4,8 @@ Python code of an optimiser is never run in a program. An `Update` reads what an
 and gives
 
 * `names`: the parameters that it trains;
-* `values(optimizer)`: all its variable numbers in one float32 vector, an input of the program, at any time; constant
-  numbers are part of the program, and changing one is an `Error`;
+* `hyperparameters.values(optimizer)`: all its variable hyperparameters in one float32 vector, an input of the program;
+  constant ones are part of the program, and changing one is an `Error`;
 * `state`: the tensors it keeps, by name, with their first values; `create_state()` makes variables of them;
 * `accumulation_dtype`: the type in which gradients are summed over micro-batches;
 * `loss_scale(values, state)`: what the gradient of the loss starts at;
@@ -17,13 +17,13 @@ are given by name, so a step may be in any graph that has its parameters and its
     >>> weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
     >>> optimizer = optim.SGD([weight], lr=0.1, momentum=0.9, loss_scaling=8.0)
     >>> update = Update(optimizer, {"weight": weight})
-    >>> [(kept.name, kept.value.shape) for kept in update.state], update.values(optimizer)
+    >>> [(kept.name, kept.value.shape) for kept in update.state], update.hyperparameters.values(optimizer)
     ([('Accl1___weight', (2,))], array([8. , 0.1, 0.9], dtype=float32))
 
     >>> ir = popxl.Ir()
     >>> with ir.main_graph, popxl.in_sequence():
     ...     w, state = popxl.variable(weight.detach(), name="weight"), update.create_state()
-    ...     numbers = popxl.h2d_stream(update.values(optimizer).shape, popxl.float32, "numbers")
+    ...     numbers = popxl.h2d_stream(update.hyperparameters.values(optimizer).shape, popxl.float32, "numbers")
     ...     values = ops.host_load(numbers)
     ...     forward = ir.create_graph(lambda w: ops.sum(w * w), w)
     ...     backward = popxl.transforms.autodiff(forward)
@@ -31,9 +31,9 @@ are given by name, so a step may be in any graph that has its parameters and its
     ...     (gradient,) = ops.call(backward.graph, update.loss_scale(values, state), inputs_dict=given)
     ...     update({"weight": w}, {"weight": gradient}, values, state)
     >>> with popxl.Session(ir) as session:
-    ...     _ = session.run({numbers: update.values(optimizer)})
+    ...     _ = session.run({numbers: update.hyperparameters.values(optimizer)})
     ...     optimizer.param_groups[0]["lr"] = 0.05
-    ...     _ = session.run({numbers: update.values(optimizer)})
+    ...     _ = session.run({numbers: update.hyperparameters.values(optimizer)})
     >>> w.data.round(4), state["Accl1___weight"].data.round(4)
     (array([0.63, 1.26], dtype=float32), array([3.4, 6.8], dtype=float32))
 
@@ -55,29 +55,22 @@ import numpy as np
 import torch
 
 import popxl
-from poptorch import optim
 from poptorch.base.dtypes import device_dtype, from_numpy
 from poptorch.base.logging_ import logger
-from poptorch.errors import Error, createPoptorchError
+from poptorch.errors import createPoptorchError
 from poptorch.program.formulas import Array, Number
+from poptorch.program.hyperparameters import RECOMPILE, Hyperparameters, display_name
 from poptorch.program.rules import (
-    BETAS,
-    CYCLED,
-    FIXED,
     RULES,
     SGD,
     VELOCITY,
     WHOLE,
     Kept,
     Key,
-    attribute_of,
-    attributes_of,
     classes_of,
     in_parts,
-    numbers_of,
     op_kind,
     rule_of,
-    usual_attributes,
 )
 from poptorch.program.storage import Stored
 from popxl import ops
@@ -87,8 +80,6 @@ from popxl.tensor import Variable
 
 Tensors = Mapping[str, popxl.Tensor]
 Keep = Callable[[str, np.ndarray, popxl.ReplicaGrouping | None], Stored]
-
-_ANEW = "To compile it anew, make a new wrapper or call `destroy()`."
 
 STEP = "Step"
 """Name of the state that counts the steps. That of a parameter with a count of its own is `Step___<parameter>`."""
@@ -108,7 +99,6 @@ _largest = _summary(
     lambda t: jnp.max(jnp.where(jnp.isnan(t), jnp.inf, jnp.abs(t)), initial=0),  # NaN is what infinities become
     lambda ms: jnp.max(jnp.stack(ms)),
 )
-_number = op_kind("Number", lambda values, *, index: values[index])
 
 
 def _for_true_units(loss_scale: Number = 1.0, squares: Array | None = None, limit: Number = math.inf) -> Array:
@@ -169,7 +159,7 @@ class Update:
 
     Attributes:
         names: the parameters that are trained.
-        groups: how many parameter groups there are.
+        hyperparameters: the optimiser's hyperparameters.
         group_of: the number of the group of each of these parameters.
         state: what the optimiser keeps.
         accumulation_dtype: the type in which gradients are to be summed over micro-batches.
@@ -197,7 +187,6 @@ class Update:
         counted_apart: Container[str] = (),
     ) -> None:
         self._rule = rule_of(optimizer)
-        self.groups = len(optimizer.param_groups)
         if type(optimizer) not in (*RULES, *classes_of(self._rule)):
             logger.warning(
                 "%s is a subclass of an optimiser: a wrapped model reads the numbers of %s from it, and what its own "
@@ -205,14 +194,9 @@ class Update:
                 type(optimizer).__name__,
                 self._rule.name,
             )
-        self._numbers = numbers_of(optimizer, self._rule)
         self._automatic = automatic_loss_scaling
-        self._slots = [key for key in self._numbers if self._varies(optimizer, key)]
+        self.hyperparameters = Hyperparameters(optimizer, self._rule, automatic_loss_scaling, relaxed_checks)
         self._groupings = dict(replica_groupings or {})
-        self._relaxed = relaxed_checks
-        self._known = {
-            kind: names | usual_attributes(kind, self._rule) for kind, names in attributes_of(optimizer).items()
-        }
         groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         trained = {name: p for name, p in parameters.items() if p.requires_grad and id(p) in groups}
         self.group_of = {name: groups[id(p)] for name, p in trained.items()}
@@ -224,7 +208,8 @@ class Update:
     @property
     def accumulation_dtype(self) -> popxl.dtype:
         """Accumulation dtype for gradients over micro-batches: `accum_type`."""
-        half = self._numbers[None, "accum_type"] == torch.float16 and not self._numbers[None, "use_combined_accum"]
+        constants = self.hyperparameters.constants
+        half = constants[None, "accum_type"] == torch.float16 and not constants[None, "use_combined_accum"]
         return popxl.float16 if half else popxl.float32
 
     # On the host ----------------------------------------------------------------------------------------------------
@@ -233,47 +218,21 @@ class Update:
         """Whether an optimiser matches the compiled optimiser's rule."""
         return rule_of(optimizer) is self._rule
 
-    def values(self, optimizer: torch.optim.Optimizer) -> np.ndarray:
-        """Current values of all variable hyperparameters: a float32 array in the program's order.
-
-        Args:
-            optimizer: the one the program was made with, or another of the same class with as many groups.
-
-        Raises:
-            Error: if it is of another class, or differs in what is a part of the program.
-        """
-        if not self.is_of(optimizer):
-            raise createPoptorchError(
-                f"The model was compiled with {self._rule.name}, and this optimizer is {rule_of(optimizer).name}. "
-                f"{_ANEW}"
-            )
-        self._tell_unknown(optimizer)
-        numbers = numbers_of(optimizer, self._rule)
-        if len(optimizer.param_groups) != self.groups:
-            raise createPoptorchError(
-                f"The model was compiled with an optimizer of {self.groups} parameter groups, and this one has "
-                f"{len(optimizer.param_groups)}. {_ANEW}"
-            )
-        for key, value in numbers.items():
-            if key not in self._slots and value != self._numbers[key]:
-                raise _constant_changed(key, self._numbers[key], value, optimizer)
-        return np.array([numbers[key] for key in self._slots], np.float32)
-
     def named_values(self, values: np.ndarray) -> dict[str, float]:
         """Hyperparameters per parameter, under the names used in state dictionaries (`ipu_param`).
 
         Args:
-            values: what `values` returned.
+            values: what `hyperparameters.values` returned.
 
         Returns:
             Variable and constant ones by name, for example `"learningRate___specific___fc.weight"`.
         """
-        numbers = {**self._numbers, **dict(zip(self._slots, values.tolist(), strict=True))}
+        numbers = self.hyperparameters.named(values)
         scale = numbers[None, "loss_scaling"]
         named = {"lossScaling_FLOAT": scale}
         for name in self.names:
             own = {number: numbers[self._key(name, number)] for number in self._rule.numbers}
-            shown = {_shown(number): value for number, value in own.items()}
+            shown = {display_name(number): value for number, value in own.items()}
             if self._rule is SGD:
                 rate = own["lr"] * (1 - own["dampening"])
                 shown |= {
@@ -293,7 +252,7 @@ class Update:
         Args:
             state: the state of the program, by name.
             parameters: those of the model, by name.
-            values: what `values` returned.
+            values: what `hyperparameters.values` returned.
         """
         found: dict[str, dict[str, torch.Tensor]] = {}
         for name in self.names:
@@ -320,7 +279,7 @@ class Update:
         Args:
             state: `optimizer.state`.
             parameters: those of the model, by name.
-            values: what `values` returned.
+            values: what `hyperparameters.values` returned.
             wanted: names of the state that the program has.
 
         Raises:
@@ -365,7 +324,7 @@ class Update:
                 shown = ", ".join(f"{made[name]:g} for {name}" for name in sorted(made, key=made.__getitem__))
                 raise createPoptorchError(
                     f"The optimizer's state counts different numbers of steps: {shown}. The program counts one for all "
-                    f"of these. {_ANEW}"
+                    f"of these. {RECOMPILE}"
                 )
         return {count: torch.tensor(max(made.values())) for count, made in steps.items() if self._rule.counts}
 
@@ -379,8 +338,9 @@ class Update:
     @property
     def _step_matters(self) -> bool:
         """Whether an update depends on the number of previous steps."""
-        keys = ((group, self._rule.count_needs) for group in range(self.groups))
-        makes_none = self._rule.count_needs and not any(key in self._slots or self._numbers[key] for key in keys)
+        numbers, needs = self.hyperparameters, self._rule.count_needs
+        keys = [(group, needs) for group in range(numbers.groups)] if needs else []
+        makes_none = needs and not any(numbers.is_variable(key) or numbers.constants[key] for key in keys)
         return self._rule.takes_count and not makes_none
 
     def _state_scale(self, kept: Kept, parameter: str, values: np.ndarray) -> float:
@@ -388,7 +348,7 @@ class Update:
         if kept is not VELOCITY:
             return 1.0
         key = self._key(parameter, "velocity_scaling")
-        return float(values[self._slots.index(key)] if key in self._slots else self._numbers[key])
+        return self.hyperparameters.at(key, values)
 
     # In a program ---------------------------------------------------------------------------------------------------
 
@@ -422,7 +382,7 @@ class Update:
             values: the vector of numbers, in the current graph.
             state: what the optimiser keeps by name, in the current graph.
         """
-        scale = self._number((None, "loss_scaling"), values)
+        scale = self.hyperparameters.read((None, "loss_scaling"), values)
         return state[LOSS_SCALE_FACTOR] * scale if self._automatic else scale
 
     def largest(self, gradients: Tensors, pieces: Container[str] = ()) -> popxl.Tensor:
@@ -467,7 +427,7 @@ class Update:
         places = {name: stored[name] if name in stored else Stored(parameters[name].spec) for name in names}
         pieces = {name for name in names if self.pieces(name, places[name]) is not None}
         with popxl.in_sequence():
-            read = functools.cache(lambda key: self._number(key, values))
+            read = functools.cache(lambda key: self.hyperparameters.read(key, values))
             limit = read((None, "max_grad_norm"))
             clipped = {n: gradients[n] for n in names} if isinstance(limit, popxl.Tensor) or limit < math.inf else {}
             scale = self._gradient_scale(clipped, limit, self.loss_scale(values, state), pieces)
@@ -536,28 +496,21 @@ class Update:
             parts.append(part)
         return functools.reduce(ops.add if over_groups == "add" else ops.maximum, parts)
 
-    def _number(self, key: Key, values: popxl.Tensor | None) -> Any:
-        """Hyperparameter: an element of the value vector, or a constant."""
-        if key not in self._slots:
-            return self._numbers[key]
-        group, name = key
-        shown = _shown(name) if group is None else f"{_shown(name)}___group{group}"
-        return _number(values, index=self._slots.index(key), results=[shown])
-
     def _key(self, parameter: str, number: str) -> Key:
         return (None if number in WHOLE else self.group_of[parameter], number)
 
-    # What is kept, and what varies ------------------------------------------------------------------------------------
+    # State ------------------------------------------------------------------------------------
 
     def _kept(self, name: str, parameter: torch.Tensor) -> Iterator[State]:
         """Optimiser state of one parameter."""
-        combined = self._numbers[None, "use_combined_accum"]
+        constants = self.hyperparameters.constants
+        combined = constants[None, "use_combined_accum"]
         for kept in self._rule.kept:
             needs = self._key(name, kept.needs)
-            if kept.needs and needs not in self._slots and not self._numbers[needs]:
+            if kept.needs and not self.hyperparameters.is_variable(needs) and not constants[needs]:
                 continue
-            dtype = device_dtype(parameter.dtype) if combined else self._numbers[None, kept.type_from]
-            start = kept.start if isinstance(kept.start, float) else self._numbers[self._key(name, kept.start)]
+            dtype = device_dtype(parameter.dtype) if combined else constants[None, kept.type_from]
+            start = kept.start if isinstance(kept.start, float) else constants[self._key(name, kept.start)]
             if parameter.is_complex() and not kept.single:  # a number for each part
                 numbers = np.full((*parameter.shape, 2), start, np.float32).view(np.complex64)[..., 0]
             else:
@@ -579,34 +532,6 @@ class Update:
         if self._automatic:
             yield State(LOSS_SCALE_FACTOR, np.ones((), np.float32))
 
-    def _varies(self, optimizer: torch.optim.Optimizer, key: Key) -> bool:
-        """Whether a hyperparameter is variable: as declared by poptorch optimisers, otherwise if different from torch's
-        default. Schedulers that cycle `beta1` make it variable, too.
-        """
-        group, name = key
-        if self._automatic and name == "loss_scaling":
-            return True
-        if isinstance(self._numbers[key], torch.dtype) or name in FIXED:
-            return False
-        if name == "velocity_scaling" and not self._numbers[None, "use_combined_accum"]:
-            return False
-        if name == "beta1" and group is not None and CYCLED in optimizer.param_groups[group]:
-            return True
-        if isinstance(optimizer, optim.Optimizer):
-            attribute = attribute_of(name)
-            return attribute in optimizer.variable_attrs and not optimizer.variable_attrs.isConstant(attribute)
-        default = WHOLE[name] if group is None else self._rule.numbers[name]
-        return name == "lr" or (name not in ("alpha", "nesterov", *BETAS) and self._numbers[key] != default)
-
-    def _tell_unknown(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn once about unexpected attributes, which have no effect."""
-        tell = logger.debug if self._relaxed else logger.warning
-        for kind, names in attributes_of(optimizer).items():
-            known = self._known.setdefault(kind, usual_attributes(kind, self._rule))
-            if unknown := sorted(names - known):
-                tell("Ignoring unexpected %s in %s optimizer: %s", kind, self._rule.name, unknown)
-                known |= names
-
 
 def _on_device(name: str, value: np.ndarray, grouping: popxl.ReplicaGrouping | None) -> Stored:
     v = popxl.variable(value, name=name, replica_grouping=grouping)
@@ -617,26 +542,3 @@ def _beside(t: popxl.Tensor, readers: Readers) -> AbstractContextManager[Any]:
     """Place ops on the first IPU that reads a tensor; otherwise on its own IPU, if known."""
     ipu = next(iter(readers.get(t, ())), t.location[0])
     return nullcontext() if ipu is None else popxl.ipu(ipu)
-
-
-def _shown(number: str) -> str:
-    """`"weight_decay"` → `"weightDecay"`."""
-    first, *others = ("learning_rate" if number == "lr" else number).split("_")
-    return first + "".join(other.capitalize() for other in others)
-
-
-def _constant_changed(key: Key, before: Any, now: Any, optimizer: torch.optim.Optimizer) -> Error:
-    group, number = key
-    name = attribute_of(number)
-    where = f"{name!r}" if group is None else f"{name!r} of group {group}"
-    variable = not isinstance(now, torch.dtype) and number not in FIXED
-    remedy = ""
-    if variable and isinstance(optimizer, optim.Optimizer):
-        remedy = f" Mark it with `optimizer.variable_attrs.markAsVariable({name!r})` before you compile."
-    elif variable and hasattr(optim, type(optimizer).__name__):
-        remedy = f" An optimizer of `poptorch.optim` that is made with `{name}=...` can change it."
-    if number == "beta1":
-        remedy += " So can a scheduler (`OneCycleLR`, `CyclicLR`) that is made before the model is compiled."
-    return createPoptorchError(
-        f"The optimizer's {where} is {now!r}, and the model was compiled with {before!r} as a constant.{remedy} {_ANEW}"
-    )

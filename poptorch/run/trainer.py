@@ -149,7 +149,7 @@ class Trainer:
         if self.update is None or not self.update.is_of(optimizer) or self._is_copy(optimizer):
             return ""
         expected, found = self.update.group_of, self._groups(optimizer)
-        if found == expected and len(optimizer.param_groups) == self.update.groups:
+        if found == expected and len(optimizer.param_groups) == self.update.hyperparameters.groups:
             if optimizer is not self.optimizer or not self._is_loaded:
                 return ""
             kept = set(map(id, self._with_state.values()))
@@ -297,7 +297,7 @@ class Trainer:
         """Pass an optimiser's hyperparameters to the program, effective next run."""
         assert self.update is not None
         optimizer = optimizer or self.optimizer
-        said, numbers = _hyperparameters(optimizer), self.update.values(optimizer)
+        said, numbers = _hyperparameters(optimizer), self.update.hyperparameters.values(optimizer)
         if self._compiled is not None and not np.array_equal(numbers, self.numbers):
             self._compiled.write_numbers(numbers)
         self._said, self.numbers = said, numbers

@@ -53,7 +53,7 @@ class Program:
         self.update = update = Update(optimizer, named, **how)
         self.ir = popxl.Ir()
         self.ir.num_host_transfers = loop or 1
-        self.numbers = update.values(optimizer)
+        self.numbers = update.hyperparameters.values(optimizer)
         with self.ir.main_graph, popxl.in_sequence():
             self.weights = {n: popxl.variable(p.detach(), name=n) for n, p in named.items()}
             self.state = update.create_state()
@@ -332,7 +332,7 @@ def test_a_parameter_without_a_gradient_stays() -> None:
     update, ir = Update(optimizer, w), popxl.Ir()
     with ir.main_graph, popxl.in_sequence():
         variables, state = {n: popxl.variable(np.ones(2, np.float32)) for n in w}, update.create_state()
-        values = popxl.variable(update.values(optimizer))
+        values = popxl.variable(update.hyperparameters.values(optimizer))
         update(variables, {"b": popxl.constant([1.0, 1.0])}, values, state)
         update(variables, {}, values, state)
     with popxl.Session(ir, "ipu_model") as session:
@@ -370,7 +370,7 @@ def test_momentum_of_one_group_only() -> None:
     optimizer = torch.optim.SGD(groups, lr=0.1)
     update = Update(optimizer, named)
     assert [kept.name for kept in update.state] == ["Accl1___a"]
-    np.testing.assert_allclose(update.values(optimizer), [0.1, 0.9, 0.1], rtol=1e-6)
+    np.testing.assert_allclose(update.hyperparameters.values(optimizer), [0.1, 0.9, 0.1], rtol=1e-6)
 
 
 def test_the_mean_square_of_tensorflow_starts_at_one() -> None:
@@ -453,7 +453,7 @@ def test_the_norm_of_parameters_that_differ_between_replica_groups() -> None:
                    named.items()}  # fmt: skip
         gradient = popxl.variable(rows, name="gradient", replica_grouping=grouping)
         state = update.create_state()
-        values = popxl.variable(update.values(optimizer))
+        values = popxl.variable(update.hyperparameters.values(optimizer))
         update(weights, {"a": popxl.constant([7.0, 8.0, 9.0]), "b": gradient}, values, state)
     with popxl.Session(ir, "ipu_model") as session:
         session.run()
@@ -473,7 +473,12 @@ def test_a_parameter_is_updated_where_it_is() -> None:
         variable = popxl.variable(w.detach(), name="w")
         with popxl.ipu(1):
             gradient = variable + 1
-        update({"w": variable}, {"w": gradient}, popxl.variable(update.values(optimizer)), update.create_state())
+        update(
+            {"w": variable},
+            {"w": gradient},
+            popxl.variable(update.hyperparameters.values(optimizer)),
+            update.create_state(),
+        )
     assert [op.ipu for op in ir.main_graph.ops if op.op_type == "SGD"] == [1]
     with popxl.Session(ir, "ipu_model") as session:
         session.run()
@@ -488,16 +493,16 @@ def test_values_follow_the_optimiser() -> None:
     optimizer = optim.SGD([{"params": [named["a"]]}, {"params": [named["b"]], "lr": 0.2}], lr=0.1, loss_scaling=4.0)
     update = Update(optimizer, named)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    assert update.values(optimizer).dtype == np.float32
-    np.testing.assert_allclose(update.values(optimizer), [4, 0.1, 0.2], rtol=1e-6)
+    assert update.hyperparameters.values(optimizer).dtype == np.float32
+    np.testing.assert_allclose(update.hyperparameters.values(optimizer), [4, 0.1, 0.2], rtol=1e-6)
     optimizer.step()
     scheduler.step()
     optimizer.loss_scaling = 8.0
-    np.testing.assert_allclose(update.values(optimizer), [8, 0.05, 0.1], rtol=1e-6)
+    np.testing.assert_allclose(update.hyperparameters.values(optimizer), [8, 0.05, 0.1], rtol=1e-6)
     for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        np.testing.assert_allclose(update.values(copied), [8, 0.05, 0.1], rtol=1e-6)
+        np.testing.assert_allclose(update.hyperparameters.values(copied), [8, 0.05, 0.1], rtol=1e-6)
     optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
-    np.testing.assert_allclose(update.values(optimizer), [8, 0.25, 0.1], rtol=1e-6)
+    np.testing.assert_allclose(update.hyperparameters.values(optimizer), [8, 0.25, 0.1], rtol=1e-6)
 
 
 VARIABLE: list[tuple[Callable[..., Optimizer], dict[str, Any], list[float]]] = [
@@ -524,7 +529,7 @@ def test_which_numbers_are_variable(
 ) -> None:
     w = torch.nn.Parameter(torch.ones(2))
     optimizer = kind([w], **numbers)
-    np.testing.assert_allclose(Update(optimizer, {"w": w}).values(optimizer), values, rtol=1e-6)
+    np.testing.assert_allclose(Update(optimizer, {"w": w}).hyperparameters.values(optimizer), values, rtol=1e-6)
 
 
 def test_marked_by_hand() -> None:
@@ -532,7 +537,7 @@ def test_marked_by_hand() -> None:
     optimizer = optim.SGD([w], lr=0.5, momentum=0.25)
     optimizer.variable_attrs.markAsConstant("momentum")
     optimizer.variable_attrs.markAsVariable("weight_decay")
-    np.testing.assert_allclose(Update(optimizer, {"w": w}).values(optimizer), [0.5, 0])
+    np.testing.assert_allclose(Update(optimizer, {"w": w}).hyperparameters.values(optimizer), [0.5, 0])
 
 
 def test_names_of_the_numbers() -> None:
@@ -540,7 +545,7 @@ def test_names_of_the_numbers() -> None:
     groups = [{"params": [named["a"]]}, {"params": [named["b"]], "lr": 0.5}]
     optimizer = optim.SGD(groups, lr=0.25, momentum=0.5, dampening=0.5, weight_decay=0.125, loss_scaling=4.0)
     update = Update(optimizer, named)
-    found = update.named_values(update.values(optimizer))
+    found = update.named_values(update.hyperparameters.values(optimizer))
     assert found["lossScaling_FLOAT"] == 4
     assert [found[f"{name}___specific___a"] for name in ("learningRate", "momentum", "weightDecay")] == [
         0.25,
@@ -550,7 +555,7 @@ def test_names_of_the_numbers() -> None:
     assert found["scaledLearningRate0___specific___b"] == 0.5 * 0.5 / 4
     assert found["weightDecayScaleFactor0___specific___b"] == 1 - 0.5 * 0.5 * 0.125
     adam = optim.Adam(named.values(), betas=(0.5, 0.75))
-    found = (update := Update(adam, named)).named_values(update.values(adam))
+    found = (update := Update(adam, named)).named_values(update.hyperparameters.values(adam))
     assert (found["beta1___specific___a"], found["beta2___specific___b"]) == (0.5, 0.75)
     assert all(type(value) is float for value in found.values())
 
@@ -583,17 +588,17 @@ def test_constants_do_not_change(kind: Callable[..., Optimizer], name: str, valu
     optimizer = kind([w], lr=0.1)
     update = Update(optimizer, {"w": w})
     with pytest.raises(Error, match=message):
-        update.values(changed(optimizer, name, value))
+        update.hyperparameters.values(changed(optimizer, name, value))
 
 
 def test_another_optimiser() -> None:
     named = parameters()
     update = Update(torch.optim.SGD(named.values(), lr=0.1), named)
-    np.testing.assert_allclose(update.values(optim.SGD(named.values(), lr=0.2)), [0.2], rtol=1e-6)
+    np.testing.assert_allclose(update.hyperparameters.values(optim.SGD(named.values(), lr=0.2)), [0.2], rtol=1e-6)
     with pytest.raises(Error, match="compiled with SGD, and this optimizer is Adam.*destroy"):
-        update.values(optim.Adam(named.values(), lr=0.2))
+        update.hyperparameters.values(optim.Adam(named.values(), lr=0.2))
     with pytest.raises(Error, match="optimizer of 1 parameter groups, and this one has 2"):
-        update.values(torch.optim.SGD([{"params": [p]} for p in named.values()], lr=0.1))
+        update.hyperparameters.values(torch.optim.SGD([{"params": [p]} for p in named.values()], lr=0.1))
 
 
 # What is told, and what is refused ----------------------------------------------------------------------------------
@@ -606,11 +611,11 @@ def test_unknown_attributes(caplog: pytest.LogCaptureFixture, relaxed: bool) -> 
     optimizer = torch.optim.SGD([w], lr=0.1)
     optimizer.early = optimizer.param_groups[0]["early"] = optimizer.defaults["early"] = 1
     update = Update(optimizer, {"w": w}, relaxed_checks=relaxed)
-    update.values(optimizer)
+    update.hyperparameters.values(optimizer)
     assert not caplog.records
     optimizer.late = optimizer.param_groups[0]["loss_scaling"] = optimizer.defaults["other"] = 1
-    update.values(optimizer)
-    update.values(optimizer)
+    update.hyperparameters.values(optimizer)
+    update.hyperparameters.values(optimizer)
     assert [r.getMessage() for r in caplog.records] == [
         "Ignoring unexpected optimizer attribute in SGD optimizer: ['late']",
         "Ignoring unexpected default group variable in SGD optimizer: ['other']",
@@ -618,7 +623,7 @@ def test_unknown_attributes(caplog: pytest.LogCaptureFixture, relaxed: bool) -> 
     ]
     assert {r.levelname for r in caplog.records} == {"DEBUG" if relaxed else "WARNING"}
     caplog.clear()
-    update.values(optim.SGD([w], lr=0.1))  # what other optimisers of this name have is known
+    update.hyperparameters.values(optim.SGD([w], lr=0.1))  # what other optimisers of this name have is known
     assert not caplog.records
 
 
@@ -627,7 +632,7 @@ def test_attributes_of_a_scheduler_that_was_there_at_first(caplog: pytest.LogCap
     optimizer = optim.Adam([w], lr=0.1)
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4, cycle_momentum=False)
     update = Update(optimizer, {"w": w})
-    update.values(optimizer)
+    update.hyperparameters.values(optimizer)
     assert not caplog.records
 
 

@@ -28,6 +28,7 @@ from poptorch.run.captured import captured_model, layouts_of
 from poptorch.run.compiled import Compiled
 from poptorch.run.host_model import HostModel
 from poptorch.run.in_parts import BrokenGraph
+from poptorch.run.program_compilation import compile_captured
 from poptorch.run.subgraphs import ExecutionPath
 from poptorch.run.trained_in_parts import TrainedInParts
 from poptorch.run.trainer import Trainer
@@ -123,7 +124,7 @@ def compiled_model(
         again = partial(capture, signature), partial(_capturing, model.attributes)
         of_parts = *again, way, signature, batching, options, read, seed
         return BrokenGraph(*of_parts) if update is None else TrainedInParts(*of_parts, update=update, count=count)
-    return Compiled.compile(
+    return compile_captured(
         ir,
         way.captured,
         way.answer,

@@ -7,7 +7,6 @@ one structure of arguments. Who holds the truth about weights, and when anything
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -25,18 +24,11 @@ from poptorch.base.leaves import Structure
 from poptorch.base.logging_ import logger
 from poptorch.capture.frozen import CapturedConstant
 from poptorch.capture.host_function import HostFunction
-from poptorch.capture.model import Captured
 from poptorch.capture.tensor_layout import overwrite
-from poptorch.capture.trace import Value
-from poptorch.enums import OutputMode
 from poptorch.errors import Error, createPoptorchError
-from poptorch.options import Options
 from poptorch.program.batching import Batching, Feeder
-from poptorch.program.program import Program, Returned
-from poptorch.program.updates import Update
+from poptorch.program.program import Program
 from poptorch.run.arguments import Signature
-from poptorch.run.captured import constant_of, host_functions_of
-from poptorch.run.devices import chosen_device
 from poptorch.run.times import Times
 from popxl.errors import DeviceError, PopxlRuntimeError
 from popxl.extend.targets import Outputs
@@ -183,84 +175,6 @@ class Compiled:
         )
         self._moments = (0.0, 0.0, 0.0, 0.0)
 
-    @classmethod
-    def compile(
-        cls,
-        ir: popxl.Ir,
-        captured: Captured,
-        answer: Structure,
-        signature: Signature,
-        batching: Batching,
-        options: Options,
-        *,
-        update: Update | None = None,
-        count: int = 0,
-        groupings: Mapping[str, popxl.ReplicaGrouping] | None = None,
-        host: Mapping[str, np.ndarray],
-        anchors: Mapping[str, Returned] | None = None,
-        seed: int,
-    ) -> Compiled:
-        """Lower a captured model to a program, and compile it.
-
-        Args:
-            ir: an empty Ir for the program.
-            captured: the model.
-            answer: the structure of what it returns.
-            signature: what it was captured for.
-            batching: how rows are dealt.
-            options: the options.
-            update: the optimiser, for training.
-            count: how many variable numbers it has.
-            groupings: of the parameters that differ between groups of replicas.
-            host: the values of parameters and buffers.
-            anchors: the tensors to anchor, by the names that the user gives them.
-            seed: what random numbers begin with.
-        """
-        anchors = anchors or {}
-        mode, period = options.output_mode, options.output_return_period
-        outputs = captured.trace.outputs
-        constants = {i: data for i, value in enumerate(outputs) if (data := constant_of(value)) is not None}
-        returned = [
-            Returned(value, OutputMode.All) if _is_all_returned(value) else Returned(value, mode, period)
-            for i, value in enumerate(outputs)
-            if i not in constants
-        ]
-        returned += anchors.values()
-        returned += [Returned(value, OutputMode.All) for value in captured.written_inputs.values()]
-        names = [leaf.name for leaf in signature.leaves]
-        title = options.model_name or ("training" if update is not None else "inference")
-        program = Program(
-            ir, captured, names, host, batching, options, returned, update, count, groupings or {}, seed, title
-        )
-        labels = itertools.chain([""] * (len(outputs) - len(constants)), anchors, [""] * len(captured.written_inputs))
-        results = [
-            Result(program.spec(each).shape, program.count(each), label)
-            for each, label in zip(returned, labels, strict=True)
-        ]
-        ir.options.precision = options.product_precision
-        ir.options.enableStochasticRounding = options.Precision.stochastic_rounding
-        ir.options.stochasticRoundingSeed = options.random_seed or 0  # which all processes have alike
-        options._Popart.apply(ir.options)
-        if options.executable_cache is not None:
-            ir.options.enableEngineCaching, ir.options.cachePath = True, options.executable_cache
-        return cls(
-            signature,
-            batching,
-            answer,
-            constants,
-            results,
-            list(captured.written_inputs),
-            ProgramIO.collect(program),
-            popxl.Session(ir, chosen_device(options), weights_to_host_on_exit=False),
-            seed,
-            options.Precision.floating_point_exceptions,
-            host_functions_of(captured.trace),
-            captured.read,
-            options.synthetic_data,
-            captured.frozen,
-            captured.numbers,
-        )
-
     # Running --------------------------------------------------------------------------------------------------------
 
     def run(self, tensors: Sequence[torch.Tensor], objects: Sequence[Any] = ()) -> Any:
@@ -313,7 +227,7 @@ class Compiled:
         """Check that overwritten arguments share no memory with other arguments, which would have to change too."""
         for i in self.rewritten:
             for j, other in enumerate(tensors):
-                if j != i and np.shares_memory(_memory(tensors[i]), _memory(other)):
+                if j != i and np.sharesas_array(as_array(tensors[i]), as_array(other)):
                     written, name = self.signature.leaves[i].name, self.signature.leaves[j].name
                     raise createPoptorchError(
                         f"The arguments {written} and {name} share memory, and the model overwrites {written}. In a "
@@ -580,15 +494,6 @@ class Compiled:
                     "in each process, and read the weights of the PyTorch model then."
                 ) from problem
         return {name: np.asarray(found[v]) for name, v in variables.items()}
-
-
-def _memory(t: torch.Tensor) -> np.ndarray:
-    """View a tensor's memory as an array of any dtype."""
-    return as_array(t)
-
-
-def _is_all_returned(value: Value) -> bool:
-    return value.made_by is not None and value.made_by.op == "poptorch.return_all"
 
 
 def _no_backward(*args: Any, **kwargs: Any) -> None:

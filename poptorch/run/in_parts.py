@@ -38,6 +38,7 @@ from poptorch.program.batching import Batching
 from poptorch.run.arguments import Signature
 from poptorch.run.captured import constant_of
 from poptorch.run.compiled import Compiled, ProgramIO
+from poptorch.run.program_compilation import compile_captured
 from poptorch.run.subgraphs import (
     Content,
     ExecutionPath,
@@ -224,7 +225,7 @@ class BrokenGraph:
         host = {name: array for name, array in self._host().items() if name in state}
         if self._is_attached:
             host |= self.weights(state)  # of which the host may have others by now
-        compiled = Compiled.compile(
+        compiled = compile_captured(
             popxl.Ir(replication=1),
             captured,
             Answer(results, {}, []),

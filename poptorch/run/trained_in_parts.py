@@ -29,6 +29,7 @@ from poptorch.run.arguments import Signature
 from poptorch.run.captured import constant_of
 from poptorch.run.compiled import Compiled, ProgramIO
 from poptorch.run.in_parts import BrokenGraph
+from poptorch.run.program_compilation import compile_captured
 from poptorch.run.subgraphs import Content, ExecutionPath, Subgraph, ValueIds, is_constant, outputs_of
 from popxl.tensor import Variable
 
@@ -93,7 +94,7 @@ class TrainedInParts(BrokenGraph):
         inputs = [*captured.inputs, *(places.value[place] for place in content.given)]
         tensors = tuple(torch.empty(value.shape, dtype=value.dtype) for value in inputs)
         state = list(captured.state.values())
-        compiled = Compiled.compile(
+        compiled = compile_captured(
             popxl.Ir(replication=1),
             replace(captured, trace=Trace([*inputs, *state], content.nodes, captured.trace.outputs), inputs=inputs),
             way.answer,

@@ -126,7 +126,7 @@ def test_private_files_of_popxl_stand_on_a_floor() -> None:
 def test_private_files_of_poptorch_stand_in_a_folder() -> None:
     """A file directly under `poptorch/` is a path that users import."""
     files = {path.stem for path in (ROOT / "poptorch").glob("*.py")} - {"__init__", "__main__"}
-    assert files == {path for path in POPTORCH if "." not in path} | {"lightning"}
+    assert files == {path for path in POPTORCH if "." not in path} - {"ops"}
 
 
 PACKAGES = ["popxl", "popxl_addons", "runtime", "poptorch", "poptorch_geometric"]

@@ -1,0 +1,42 @@
+"""Ops of poptorch for models.
+
+On the host, PyTorch computes them. While a model is captured, each is one op of the program, whose results have the
+shapes and dtypes of PyTorch's. Their lowerings are in `poptorch.lowering`.
+"""
+
+from poptorch.ops.annotations import (
+    identity_loss,
+    ipu_print_tensor,
+    nop,
+    recomputationCheckpoint,
+    return_all,
+    serializedMatMul,
+    set_available_memory,
+    set_overlap_for_input,
+    set_overlap_for_output,
+)
+from poptorch.ops.control_flow import cond, for_loop
+from poptorch.ops.custom import CPU, custom_op
+from poptorch.ops.searches import ctc_beam_search_decoder, fps, nearest
+from poptorch.ops.slices import dynamic_slice, dynamic_update
+
+__all__ = [
+    "CPU",
+    "cond",
+    "ctc_beam_search_decoder",
+    "custom_op",
+    "dynamic_slice",
+    "dynamic_update",
+    "for_loop",
+    "fps",
+    "identity_loss",
+    "ipu_print_tensor",
+    "nearest",
+    "nop",
+    "recomputationCheckpoint",
+    "return_all",
+    "serializedMatMul",
+    "set_available_memory",
+    "set_overlap_for_input",
+    "set_overlap_for_output",
+]

@@ -1,0 +1,48 @@
+"""Declarations of ops: `op` makes a function of tensors one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
+
+import torch
+
+from poptorch.base.leaves import Leaf
+from poptorch.capture.tracer import current
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+Tensors = list[torch.Tensor]
+
+
+def op(has_effect: bool = False) -> Callable[[F], F]:
+    """Decorator that declares a function of tensors as an op; its body is the computation on the host."""
+
+    def declare(function: F) -> F:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def op(*args: Any, **kwargs: Any) -> Any:
+            tracer = current()
+            if tracer is None:
+                return function(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return tracer.record(f"poptorch.{function.__name__}", function, bound.arguments, has_effect)
+
+        return cast(F, op)
+
+    return declare
+
+
+def shapes_text(tensors: Iterable[torch.Tensor | Leaf]) -> str:
+    return ", ".join(f"{list(t.shape)} of {t.dtype}" for t in tensors) or "nothing"
+
+
+def tracked_like(result: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+    """Mark a result as differentiable if one of its inputs is: PyTorch does not see that it depends on them."""
+    tracked = any(t.requires_grad for t in inputs) and result.dtype.is_floating_point
+    return result.requires_grad_() if tracked and not result.requires_grad else result

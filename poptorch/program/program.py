@@ -10,94 +10,33 @@ optimiser, the results kept so far. The model itself is one graph, and so is its
 
 from __future__ import annotations
 
-import difflib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 import popxl
-from poptorch.base.logging_ import logger
 from poptorch.capture.losses import final_loss, warn_about_other_loss
 from poptorch.capture.model import Captured
-from poptorch.capture.outline import outlined
 from poptorch.capture.trace import Value
-from poptorch.enums import MeanReductionStrategy, OutputMode, ReductionType
+from poptorch.enums import MeanReductionStrategy, OutputMode
 from poptorch.errors import createPoptorchError
-from poptorch.lowering import Emission
 from poptorch.lowering.emission import spec_of
 from poptorch.lowering.operands import cast_like
 from poptorch.options import Options
 from poptorch.placement.strategies import _IPhasedExecution
 from poptorch.program.batching import Batching
-from poptorch.program.passes import Given, Passes, Phases, Weight
-from poptorch.program.recomputation import Recomputation
+from poptorch.program.gradient_sums import GradientSums
+from poptorch.program.model_graph import GRADIENT, LARGEST, RANDOM, SLOT, TURN, UPDATED, VALUES, ModelGraph, Tensors
+from poptorch.program.passes import Passes, Phases, Weight
+from poptorch.program.returned import Returned, iteration_slot, result_slot
 from poptorch.program.storage import Storage, Stored
 from poptorch.program.updates import Update
 from poptorch.settings.locations import is_off_chip
 from popxl import ops
-from popxl.extend.graphs import leading_to
-from popxl.extend.memory import asked_memory
 from popxl.tensor import Variable
-from popxl.transforms import GradGraphInfo
-from popxl_addons.rts import gather_replica_sharded_tensor, reduce_replica_sharded_tensor
-from popxl_addons.transforms.planned_gradients import PlannedGradients
-from popxl_addons.transforms.recomputation import recompute_activations
-
-Tensors = dict[str, popxl.Tensor]
-"""What a graph works with, by name: those of parameters and buffers are their own, those of inputs begin with a slash,
-and all others with two."""
-
-RANDOM, TURN, VALUES, LARGEST, SLOT = "//random", "//turn", "//values", "//largest", "//number"
-
-GRADIENT, UPDATED = "Gradient___", "UpdatedVar___"
-"""What the names of gradients and of updated parameters begin with."""
-
-
-@dataclass(frozen=True)
-class Returned:
-    """A program result.
-
-    Attributes:
-        value: what is returned of each micro-batch; or the name of a tensor, one of `Program.names`.
-        mode, period: of which micro-batches; of updated parameters, of which device iterations.
-    """
-
-    value: Value | str
-    mode: OutputMode
-    period: int = 1
-
-
-@dataclass
-class _Model:
-    """Graph of a model.
-
-    Attributes:
-        graph: the graph.
-        placed: whether its ops are on the IPUs of their blocks.
-        inputs: its inputs, by what they are in `Tensors`.
-        emission: knows which of its tensors each value is.
-        anchored: its outputs that are asked for by name.
-    """
-
-    graph: popxl.Graph
-    placed: bool = False
-    inputs: Tensors = field(default_factory=dict)
-    emission: Emission = field(init=False)
-    anchored: Tensors = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.emission = Emission(lambda: self.input(RANDOM, popxl.TensorSpec((2,), popxl.uint32)), self.placed)
-
-    def input(self, key: str, spec: popxl.TensorSpec) -> popxl.Tensor:
-        """Get or create a graph input."""
-        if key not in self.inputs:
-            with self.graph:
-                self.inputs[key] = popxl.graph_input(spec.shape, spec.dtype, key.lstrip("/"))
-        return self.inputs[key]
 
 
 class Program:
@@ -171,11 +110,16 @@ class Program:
         self._check_ops()
         self._storage = Storage(ir)
         self._weights: dict[str, Stored] = {}
-        self._sums: dict[str, Stored] = {}
+        self._sums: GradientSums | None = None
+        if update is not None:
+            self._sums = GradientSums(update, batching, options, self._replicas, self._groupings, self._weights)
         with self.ir.main_graph, popxl.in_sequence():
-            self._model = self._write_model(name)
-            self._gradient = self._differentiated()
-            self._name_trained()
+            requested = [r.value for r in self._returned if isinstance(r.value, str)]
+            trained = None if update is None else update.names
+            self._model = ModelGraph(
+                ir, captured, self._leaves, self._outputs(), requested, self.loss, trained, options, name
+            )
+            self.names = self._model.names
             tensors = self._declared(host, count, seed)
             self._passes = self._with_transfers()
             results = self._all_iterations(tensors)
@@ -209,133 +153,19 @@ class Program:
         """Number of replicas in all processes; this process feeds and returns rows of its own replicas only."""
         return self.ir.replication_factor
 
-    # The model ------------------------------------------------------------------------------------------------------
-
-    def _write_model(self, name: str) -> _Model:
-        captured = self._captured
-        wanted = self._outputs()
-        nodes = captured.trace.without_unused(wanted)
-        recomputation = Recomputation(self._options, nodes) if self._update is not None else None
-        if recomputation is not None and (within := self._asked_within()):
-            recomputation.leave_out(nodes, within)
-            recomputation = None
-        if recomputation is not None:
-            nodes = recomputation.before_outlining(nodes)
-        if self._options._Popart.options.get("enableOutlining", True):
-            nodes = outlined(nodes, wanted)
-        if recomputation is not None:
-            nodes = recomputation.after_outlining(nodes, wanted)
-        used = {id(value) for node in nodes for value in node.inputs} | set(map(id, wanted))
-        model = _Model(self.ir.create_empty_graph(name), any(node.site.unit for node in nodes))
-        inputs = {f"/{leaf}": value for leaf, value in zip(self._leaves, captured.inputs, strict=True)}
-        slots = {f"{SLOT}{number}": value for number, value in enumerate(captured.slots)}
-        with model.graph:
-            for key, value in (inputs | captured.state | slots).items():
-                if id(value) in used and id(value) not in model.emission.tensors:
-                    model.emission.bind([value], [model.input(key, spec_of(value))])
-            model.emission.write(nodes)
-            for value in dict.fromkeys(wanted):
-                t = model.emission.tensor(value)
-                if t in model.graph.inputs or t in model.graph.outputs:
-                    t = ops.identity(t)
-                    model.emission.bind([value], [t])
-                popxl.graph_output(t)
-            self._anchor(model)
-        return model
-
-    def _asked_within(self) -> list[str]:
-        """Names of requested tensors computed by ops inside the model."""
-        asked = [r.value for r in self._returned if isinstance(r.value, str)]
-        others = {"loss", *self._captured.state, *map(_name_of, self._leaves)}
-        return [name for name in asked if name not in others and not name.startswith((GRADIENT, UPDATED))]
-
-    def _anchor(self, model: _Model) -> None:
-        """Add graph outputs for model tensors requested by name."""
-        named = {_name_of(key): t for key, t in model.inputs.items() if not key.startswith("//")}
-        if self.loss is not None:
-            named["loss"] = model.emission.tensor(self.loss)
-        named |= {t.name: t for op in model.graph.ops for t in op.outputs if t.name not in named}
-        self.names = tuple(named)
-        for result in self._returned:
-            if isinstance(result.value, str) and result.value in named:
-                t = named[result.value]
-                if t in model.graph.inputs:
-                    t = ops.identity(t)
-                if t not in model.graph.outputs:
-                    popxl.graph_output(t)
-                model.anchored[result.value] = t
-
-    def _differentiated(self) -> GradGraphInfo | None:
-        """Gradient graph of the loss by all trainable parameters; `None` without any."""
-        if self._update is None or self.loss is None:
-            return None
-        loss = self._model.emission.tensor(self.loss)
-        reached = leading_to(self._model.graph, [loss])
-        trained = [self._model.inputs.get(name) for name in self._update.names]
-        required = [t for t in trained if t in reached]
-        if self._update.names and not required:
-            logger.warning(
-                "Nothing is trained: the loss does not depend on any parameter that the optimizer has, or no gradient "
-                "flows to them (`torch.no_grad`, `detach`)."
-            )
-        if not required:
-            return None
-        planned = self._planned()
-        transform = self._recomputed if planned is None else planned
-        info = popxl.transforms.autodiff(self._model.graph, [loss], required, called_graphs_transform=transform)
-        return info if planned is None else planned(info)
-
-    def _planned(self) -> PlannedGradients | None:
-        """What applies the memory plan of the options, or the one that a tool asks for where these leave it open."""
-        plan, asked = self._options.Training.memory_plan, asked_memory()
-        has_checkpoints = bool(self._model.emission.recomputed)
-        if plan is not None and has_checkpoints:
-            raise createPoptorchError(
-                "setMemoryPlan: the model has checkpoints, or options that recompute (`autoRecomputation`, a "
-                "pipeline), which say what the backward pass keeps. Leave out one of both."
-            )
-        if plan is None and asked is not None and not has_checkpoints:
-            plan = asked.memory
-        return None if plan is None else PlannedGradients(self._model.graph, plan)
-
-    def _recomputed(self, gradient: GradGraphInfo) -> GradGraphInfo:
-        """Rewrite the gradient of a called graph to recompute activations of recomputed regions."""
-        kept = self._model.emission.recomputed.get(gradient.forward_graph)
-        return gradient if kept is None else recompute_activations(gradient, kept, ())[0]
-
-    def _name_trained(self) -> None:
-        """Add names of gradients and updated parameters to `names`, and check that all requested names exist."""
-        trained = self._trained() if self._gradient is not None else ()
-        self.names += tuple(prefix + name for prefix in (GRADIENT, UPDATED) for name in trained)
-        for result in self._returned:
-            if isinstance(result.value, str) and result.value not in self.names:
-                near = difflib.get_close_matches(result.value, self.names)
-                raise createPoptorchError(
-                    f"anchorTensor: there is no tensor {result.value!r} in the program"
-                    + (f"; there is {', '.join(near)}." if near else ".")
-                    + " `getTensorNames()` lists all."
-                )
-
     # The main graph -------------------------------------------------------------------------------------------------
 
     def _declared(self, host: Mapping[str, np.ndarray], count: int, seed: int) -> Tensors:
         """Declare streams and variables: the working tensors of all loops."""
         tensors = self._loaded() | self._on_device(host)
-        if self._update is not None:
-            trained = self._trained() if self._gradient is not None else {}
+        if self._update is not None and self._sums is not None:
+            trained = self._model.trained
             locations = self._options.TensorLocations
             keep = partial(self._storage.variable, location=locations.optimizer_location)
             self.state = self._update.create_state(trained, keep)
             tensors |= {f"//{name}": s.held for name, s in self._update.stored.items() if s.held is not None}
             if self._batching.gradient_accumulation > 1:
-                self._sums = {
-                    name: self._storage.accumulator(
-                        popxl.TensorSpec(t.shape, self._summed_in(t)),
-                        self._groupings.get(name),
-                        locations.accumulator_location,
-                    )
-                    for name, t in trained.items()
-                }
+                self._sums.create_accumulators(trained, self._storage)
             if count:
                 self.numbers = popxl.h2d_stream((count,), popxl.float32, "optimizer")
                 tensors[VALUES] = ops.host_load(self.numbers, "optimizer")
@@ -349,7 +179,7 @@ class Program:
             tensors[TURN] = ops.init((1,), popxl.int32, "turn", "zero")
             for number, result in enumerate(self._returned):
                 spec = self.spec(result)
-                shape = spec.shape if result.mode in _SINGLE else (self.count(result), *spec.shape)
+                shape = spec.shape if result.is_single else (self.count(result), *spec.shape)
                 tensors[f"//output{number}"] = ops.init(shape, spec.dtype, f"output{number}", "zero")
         return tensors
 
@@ -411,20 +241,20 @@ class Program:
             if not stored.is_plain and name in self._model.inputs
         }
         accumulated: defaultdict[popxl.Tensor, list[Any]] = defaultdict(list)
-        if self._gradient is not None:
-            by_parameter = dict(zip(self._gradient.outputs, self._gradient.graph.outputs, strict=True))
-            for name, t in self._trained().items():
-                if name in self._sums and self._sums[name].buffer is not None:
-                    accumulated[by_parameter[t]].append(partial(self._accumulate_off_chip, name))
-        return Passes(self._model.graph, self._gradient, weights, self._leaving(), accumulated, self._phases)
+        if self._model.gradient is not None and self._sums is not None:
+            by_parameter = dict(zip(self._model.gradient.outputs, self._model.gradient.graph.outputs, strict=True))
+            for name, t in self._model.trained.items():
+                if (stored := self._sums.accumulators.get(name)) is not None and stored.buffer is not None:
+                    accumulated[by_parameter[t]].append(partial(self._sums.add_off_chip, name))
+        return Passes(self._model.graph, self._model.gradient, weights, self._leaving(), accumulated, self._phases)
 
     def _leaving(self) -> list[popxl.Tensor]:
         """Activations that leave the device until the backward pass reads them."""
-        if self._gradient is None:
+        if self._model.gradient is None:
             return []
         phases, location = self._phases, self._options.TensorLocations.activation_location
         wanted = {*map(self._model.emission.tensor, self._outputs()), *self._model.anchored.values()}
-        read = [e.fwd_tensor for e in self._gradient.expected_inputs if e.is_activation]
+        read = [e.fwd_tensor for e in self._model.gradient.expected_inputs if e.is_activation]
         return [
             t
             for t in read
@@ -454,7 +284,7 @@ class Program:
 
     def _device_iteration(self, tensors: Tensors) -> list[popxl.Tensor | None]:
         accumulation = self._batching.gradient_accumulation
-        if self._gradient is None or self._update is None:
+        if self._model.gradient is None or self._update is None or self._sums is None:
             if accumulation > 1:
                 self._loop(accumulation, "micro_batch", self._micro_batch, tensors)
                 return []
@@ -462,25 +292,26 @@ class Program:
         results: list[popxl.Tensor | None] = []
         if accumulation > 1:
             sums: Tensors = {}
-            for name, stored in self._sums.items():
+            for name, stored in self._sums.accumulators.items():
                 spec = stored.kept
                 zeros = ops.init(spec.shape, spec.dtype, f"Accum___{name}", "zero", spec.meta_shape)
                 if stored.buffer is None:
                     sums[f"//sum/{name}"] = zeros
                 else:
                     stored.store(zeros, None)
-            if self._halves:
+            if self._adjusting:
                 sums[LARGEST] = ops.init((), popxl.float32, "largest_gradient", "zero")
             self._loop(accumulation, "micro_batch", self._accumulate, tensors | sums)
-            summed = {name: partial(self._summed, name, sums.get(f"//sum/{name}")) for name in self._sums}
-            is_lazy = any(stored.buffer is not None for stored in self._sums.values())
+            stored_sums = self._sums.accumulators
+            summed = {name: partial(self._sums.total, name, sums.get(f"//sum/{name}")) for name in stored_sums}
+            is_lazy = any(stored.buffer is not None for stored in stored_sums.values())
             gradients: Mapping[str, popxl.Tensor]
             gradients = _Lazy(summed) if is_lazy else {name: reduce() for name, reduce in summed.items()}
             largest = sums.get(LARGEST)
         else:
             results, made = self._micro_batch(tensors)
-            gradients = {name: self._reduced(name, gradient) for name, gradient in made.items()}
-            largest = self._largest(made) if self._halves else None
+            gradients = {name: self._sums.reduce(name, gradient) for name, gradient in made.items()}
+            largest = self._largest(made) if self._adjusting else None
         if largest is not None and self._replicas > 1:
             largest = ops.collectives.replicated_all_reduce(largest, "max")
         state = self._state_on_chip(tensors)
@@ -494,22 +325,21 @@ class Program:
     def _return_updated(self, tensors: Tensors, results: list[popxl.Tensor | None]) -> None:
         """Store updated parameters as results."""
         for number, result in enumerate(self._returned):
-            if _is_updated(result):
-                name = str(result.value).removeprefix(UPDATED)
+            if (name := result.updated) is not None:
                 t = self._weights[name].take(tensors.get(name), None)
                 if TURN not in tensors:
                     results[number] = t
                     continue
                 slot = tensors[TURN]
-                if result.mode not in _SINGLE:
+                if not result.is_single:
                     accumulation = self._batching.gradient_accumulation
-                    slot = _iteration_slot(slot, micro_batches=accumulation, period=result.period)
+                    slot = iteration_slot(slot, micro_batches=accumulation, period=result.period)
                 self._keep(result, t, tensors[f"//output{number}"], slot)
 
     def count(self, result: Returned) -> int:
         """Number of values of a result per replica."""
         count = self._batching.returned(result.mode, result.period)
-        if _is_updated(result) and result.mode not in _SINGLE:  # of each device iteration, there is one
+        if result.updated and not result.is_single:  # of each device iteration, there is one
             count //= self._batching.gradient_accumulation
         return count
 
@@ -523,32 +353,15 @@ class Program:
             t = self._model.inputs[result.value.removeprefix(GRADIENT).removeprefix(UPDATED)]
         return popxl.TensorSpec(t.shape, t.dtype)
 
-    def _trained(self) -> dict[str, popxl.Tensor]:
-        """Parameters with a gradient, as model inputs."""
-        assert self._gradient is not None and self._update is not None
-        wanted = set(self._gradient.outputs)
-        return {name: t for name in self._update.names if (t := self._model.inputs.get(name)) in wanted}
-
-    @cached_property
-    def _halves(self) -> frozenset[str]:
-        """Parameters with float16 gradients, for automatic loss scaling; empty without it."""
-        if self._update is None or self._gradient is None or not self._update.adjusts:
-            return frozenset()
-        made_of = {
-            op.outputs[0]: op.inputs[0] for op in self._gradient.graph.ops if len(op.inputs) == len(op.outputs) == 1
-        }
-        outputs = dict(zip(self._gradient.outputs, self._gradient.graph.outputs, strict=True))
-
-        def is_half(t: popxl.Tensor) -> bool:
-            while t.dtype != popxl.float16 and t in made_of:  # it may have been cast in the end
-                t = made_of[t]
-            return t.dtype == popxl.float16
-
-        return frozenset(name for name, t in self._trained().items() if is_half(outputs[t]))
+    @property
+    def _adjusting(self) -> frozenset[str]:
+        """Parameters whose gradients adjust the loss scale."""
+        is_automatic = self._update is not None and self._update.adjusts
+        return self._model.half_gradients if is_automatic else frozenset()
 
     def _largest(self, gradients: Tensors) -> popxl.Tensor:
         assert self._update is not None
-        return self._update.largest({name: t for name, t in gradients.items() if name in self._halves})
+        return self._update.largest({name: t for name, t in gradients.items() if name in self._adjusting})
 
     # One micro-batch ------------------------------------------------------------------------------------------------
 
@@ -566,16 +379,16 @@ class Program:
             id(value): made[self._model.emission.tensor(value)] for value in self._outputs()
         }
         gradients: Tensors = {}
-        if self._gradient is not None and self.loss is not None:
+        if self._model.gradient is not None and self.loss is not None:
             start = self._loss_gradient(found[id(self.loss)], tensors)
             by_parameter = self._passes.backward(start, made, tensors)
-            gradients = {name: by_parameter[t] for name, t in self._trained().items()}
+            gradients = {name: by_parameter[t] for name, t in self._model.trained.items()}
         for name, value in self.written.items():
             new = found[id(value)]
             ops.var_updates.copy_var_update_(tensors[name], new)
         found |= {name: made[t] for name, t in self._model.anchored.items()}
         found |= {GRADIENT + name: gradient for name, gradient in gradients.items()}
-        results = [found.get(_key(result.value)) for result in self._returned]
+        results = [found.get(result.key) for result in self._returned]
         if TURN in tensors:
             for number, (result, t) in enumerate(zip(self._returned, results, strict=True)):
                 if t is not None:
@@ -605,7 +418,7 @@ class Program:
         """Index of a micro-batch's result among several returned results."""
         if result.mode is not OutputMode.EveryN:
             return turn
-        return _slot(turn, micro_batches=self._batching.gradient_accumulation, period=result.period)
+        return result_slot(turn, micro_batches=self._batching.gradient_accumulation, period=result.period)
 
     def _keep(self, result: Returned, t: popxl.Tensor, kept: popxl.Tensor, slot: popxl.Tensor) -> None:
         """Store a result in its output tensor: add, overwrite, or write one slot."""
@@ -618,95 +431,27 @@ class Program:
 
     # Gradients ------------------------------------------------------------------------------------------------------
 
-    def _summed_in(self, parameter: popxl.Tensor) -> popxl.dtype:
-        """Accumulation dtype for gradients of a parameter."""
-        assert self._update is not None
-        return parameter.dtype if parameter.dtype.is_complex else self._update.accumulation_dtype
-
     def _loss_gradient(self, loss: popxl.Tensor, tensors: Tensors) -> popxl.Tensor:
         """Initial gradient of the loss: the loss scale, for each loss element."""
-        assert self._update is not None
+        assert self._update is not None and self._sums is not None
         scale = self._update.loss_scale(tensors.get(VALUES), self._state_on_chip(tensors))
-        if self._strategy is MeanReductionStrategy.PostAndLoss:
+        if self._sums.strategy is MeanReductionStrategy.PostAndLoss:
             scale = scale * (1 / self._replicas)
         if not isinstance(scale, popxl.Tensor):
             return popxl.constant(np.full(loss.shape, scale), loss.dtype, "loss_gradient")
         return cast_like(scale, loss.dtype) * popxl.constant(np.ones(loss.shape), loss.dtype)
 
-    @property
-    def _strategy(self) -> MeanReductionStrategy | None:
-        """Mean reduction strategy; `None` for a sum."""
-        training = self._options.Training
-        if training.accumulation_and_replication_reduction_type is ReductionType.Sum:
-            return None
-        return training.mean_accumulation_and_replication_reduction_strategy
-
     def _accumulate(self, tensors: Tensors) -> None:
         """Run a micro-batch and accumulate its gradients."""
-        number = self._number(tensors[TURN])
+        assert self._sums is not None
+        number = self._sums.step_number(tensors[TURN])
         _, gradients = self._micro_batch(tensors)
         if LARGEST in tensors:
             largest = ops.maximum(tensors[LARGEST], self._largest(gradients))
             ops.var_updates.copy_var_update_(tensors[LARGEST], largest)
         for name, gradient in gradients.items():
-            if self._sums[name].buffer is None:
-                self._add_to(name, gradient, number, tensors[f"//sum/{name}"])
-
-    def _accumulate_off_chip(self, name: str, gradient: popxl.Tensor, given: Given) -> None:
-        """Accumulate a gradient within the backward pass."""
-        with popxl.in_sequence():
-            self._add_to(name, gradient, self._number(given(TURN, popxl.TensorSpec((1,), popxl.int32))), None)
-
-    def _number(self, turn: popxl.Tensor) -> popxl.Tensor | None:
-        """Number of a micro-batch, where the mean is accumulated."""
-        if self._strategy is not MeanReductionStrategy.Running:
-            return None
-        return _step(turn, micro_batches=self._batching.gradient_accumulation)
-
-    def _add_to(
-        self, name: str, gradient: popxl.Tensor, number: popxl.Tensor | None, held: popxl.Tensor | None
-    ) -> None:
-        """Accumulate a gradient of a micro-batch; of a sharded one, this replica's piece of the sum over replicas."""
-        stored = self._sums[name]
-        gradient = cast_like(gradient, stored.spec.dtype)
-        if stored.group is not None:
-            gradient = reduce_replica_sharded_tensor(gradient, "add", stored.group)
-        total = stored.load(held)
-        if number is None:
-            ops.var_updates.accumulate_(total, gradient)
-        else:
-            ops.var_updates.accumulate_mean_(total, gradient, number)
-        stored.store(total, held)
-
-    def _summed(self, name: str, held: popxl.Tensor | None) -> popxl.Tensor:
-        """Accumulated gradient of a parameter, reduced over all replicas sharing it."""
-        stored = self._sums[name]
-        return self._reduced(name, stored.load(held), stored.group)
-
-    def _reduced(self, name: str, gradient: popxl.Tensor, given: popxl.ReplicaGrouping | None = None) -> popxl.Tensor:
-        """Gradient of a parameter, reduced over all replicas sharing it; this replica's piece, if the step takes one.
-
-        Args:
-            name: of the parameter.
-            gradient: of this replica.
-            given: where it is the piece of a sum over replicas, these.
-        """
-        assert self._update is not None
-        strategy, accumulation, replicas = self._strategy, self._batching.gradient_accumulation, self._replicas
-        divisor = {
-            None: 1,
-            MeanReductionStrategy.Running: replicas,
-            MeanReductionStrategy.Post: accumulation * replicas,
-            MeanReductionStrategy.PostAndLoss: accumulation,
-        }[strategy]
-        pieces, group = self._update.pieces(name, self._weights[name]), self._groupings.get(name)
-        if given is not None:
-            gradient = gradient if pieces is not None else gather_replica_sharded_tensor(gradient, replica_group=given)
-        elif pieces is not None:
-            gradient = reduce_replica_sharded_tensor(gradient, "add", pieces)
-        elif replicas > 1:
-            gradient = ops.collectives.replicated_all_reduce(gradient, "add", group=group)
-        return gradient if divisor == 1 else gradient * (1 / divisor)
+            if self._sums.accumulators[name].buffer is None:
+                self._sums.add(name, gradient, number, tensors[f"//sum/{name}"])
 
 
 class _Lazy(Mapping[str, popxl.Tensor]):
@@ -725,20 +470,6 @@ class _Lazy(Mapping[str, popxl.Tensor]):
         return len(self._made)
 
 
-def _name_of(key: str) -> str:
-    """Public name of a model input: own names for parameters and buffers, `"input..."` otherwise."""
-    name = key.removeprefix("/")
-    return name if key == name or name.startswith("input") else f"input/{name}"
-
-
-def _key(value: Value | str) -> int | str:
-    return value if isinstance(value, str) else id(value)
-
-
-def _is_updated(result: Returned) -> bool:
-    return isinstance(result.value, str) and result.value.startswith(UPDATED)
-
-
 def _noise(spec: popxl.TensorSpec, number: int) -> popxl.Tensor:
     """Synthetic input generated on device: normal noise for floats; zeros for other dtypes."""
     if not spec.dtype.is_floating_point:
@@ -749,30 +480,3 @@ def _noise(spec: popxl.TensorSpec, number: int) -> popxl.Tensor:
 
 _INFERENCE_ONLY = {name.lower(): name for name in ("poptorch.for_loop", "poptorch.cond", "poptorch.CPU")}
 """Ops that are not differentiated, and what users call them."""
-
-_SINGLE = (OutputMode.Final, OutputMode.Sum)
-"""Modes in which a single result is returned of all micro-batches of a replica."""
-
-_slot = popxl.OpKind(
-    "ResultSlot",
-    lambda turn, *, micro_batches, period: turn // (micro_batches * period) * micro_batches + turn % micro_batches,
-    gradient=None,
-    key="poptorch.ResultSlot",
-)
-"""Where the result of a micro-batch goes, if those of every `period`-th iteration are kept: over those before."""
-
-_iteration_slot = popxl.OpKind(
-    "IterationSlot",
-    lambda turn, *, micro_batches, period: (turn // micro_batches - 1) // period,
-    gradient=None,
-    key="poptorch.IterationSlot",
-)
-"""The same for what there is one of in each device iteration, at its end: over those before."""
-
-_step = popxl.OpKind(
-    "MicroBatch",
-    lambda turn, *, micro_batches: (turn[0] % micro_batches).astype("float32"),
-    gradient=None,
-    key="poptorch.MicroBatch",
-)
-"""Number of a micro-batch within its device iteration."""

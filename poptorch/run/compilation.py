@@ -21,7 +21,7 @@ from poptorch.capture.model import Captured
 from poptorch.capture.tensor_layout import TensorLayout
 from poptorch.options import Options
 from poptorch.program.batching import Batching
-from poptorch.program.program import Returned
+from poptorch.program.returned import Returned
 from poptorch.run import weight_values
 from poptorch.run.arguments import Signature
 from poptorch.run.captured import captured_model, layouts_of

@@ -14,7 +14,8 @@ from poptorch.capture.trace import Value
 from poptorch.enums import OutputMode
 from poptorch.options import Options
 from poptorch.program.batching import Batching
-from poptorch.program.program import Program, Returned
+from poptorch.program.program import Program
+from poptorch.program.returned import Returned
 from poptorch.program.updates import Update
 from poptorch.run.arguments import Signature
 from poptorch.run.captured import constant_of, host_functions_of

@@ -1,0 +1,128 @@
+"""`GradientSums`: gradients summed over micro-batches and replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import popxl
+from poptorch.enums import MeanReductionStrategy, ReductionType
+from poptorch.lowering.operands import cast_like
+from poptorch.options import Options
+from poptorch.program.batching import Batching
+from poptorch.program.model_graph import TURN
+from poptorch.program.passes import Given
+from poptorch.program.storage import Storage, Stored
+from poptorch.program.updates import Update
+from popxl import ops
+from popxl_addons.rts import gather_replica_sharded_tensor, reduce_replica_sharded_tensor
+
+
+class GradientSums:
+    """Sums of gradients over micro-batches and replicas, by name of the parameter.
+
+    Args:
+        update: the optimiser.
+        batching: the distribution of rows.
+        options: the options.
+        replicas: number of replicas in all processes.
+        groupings: replica groupings of parameters that differ between replicas.
+        weights: storage of the parameters.
+
+    Attributes:
+        accumulators: storage of the sums; empty without accumulation.
+    """
+
+    def __init__(
+        self,
+        update: Update,
+        batching: Batching,
+        options: Options,
+        replicas: int,
+        groupings: Mapping[str, popxl.ReplicaGrouping],
+        weights: Mapping[str, Stored],
+    ) -> None:
+        self._update, self._batching, self._options = update, batching, options
+        self._replicas, self._groupings, self._weights = replicas, groupings, weights
+        self.accumulators: dict[str, Stored] = {}
+
+    def create_accumulators(self, trained: Mapping[str, popxl.Tensor], storage: Storage) -> None:
+        """Create accumulators for parameters with a gradient."""
+        location = self._options.TensorLocations.accumulator_location
+        self.accumulators = {
+            name: storage.accumulator(popxl.TensorSpec(t.shape, self.dtype(t)), self._groupings.get(name), location)
+            for name, t in trained.items()
+        }
+
+    def dtype(self, parameter: popxl.Tensor) -> popxl.dtype:
+        """Accumulation dtype for gradients of a parameter."""
+        return parameter.dtype if parameter.dtype.is_complex else self._update.accumulation_dtype
+
+    @property
+    def strategy(self) -> MeanReductionStrategy | None:
+        """Mean reduction strategy; `None` for a sum."""
+        training = self._options.Training
+        if training.accumulation_and_replication_reduction_type is ReductionType.Sum:
+            return None
+        return training.mean_accumulation_and_replication_reduction_strategy
+
+    def add_off_chip(self, name: str, gradient: popxl.Tensor, given: Given) -> None:
+        """Accumulate a gradient within the backward pass."""
+        with popxl.in_sequence():
+            self.add(name, gradient, self.step_number(given(TURN, popxl.TensorSpec((1,), popxl.int32))), None)
+
+    def step_number(self, turn: popxl.Tensor) -> popxl.Tensor | None:
+        """Number of a micro-batch, where the mean is accumulated."""
+        if self.strategy is not MeanReductionStrategy.Running:
+            return None
+        return _step(turn, micro_batches=self._batching.gradient_accumulation)
+
+    def add(self, name: str, gradient: popxl.Tensor, number: popxl.Tensor | None, held: popxl.Tensor | None) -> None:
+        """Accumulate a gradient of a micro-batch; of a sharded one, this replica's piece of the sum over replicas."""
+        stored = self.accumulators[name]
+        gradient = cast_like(gradient, stored.spec.dtype)
+        if stored.group is not None:
+            gradient = reduce_replica_sharded_tensor(gradient, "add", stored.group)
+        total = stored.load(held)
+        if number is None:
+            ops.var_updates.accumulate_(total, gradient)
+        else:
+            ops.var_updates.accumulate_mean_(total, gradient, number)
+        stored.store(total, held)
+
+    def total(self, name: str, held: popxl.Tensor | None) -> popxl.Tensor:
+        """Accumulated gradient of a parameter, reduced over all replicas sharing it."""
+        stored = self.accumulators[name]
+        return self.reduce(name, stored.load(held), stored.group)
+
+    def reduce(self, name: str, gradient: popxl.Tensor, given: popxl.ReplicaGrouping | None = None) -> popxl.Tensor:
+        """Gradient of a parameter, reduced over all replicas sharing it; this replica's piece, if the step takes one.
+
+        Args:
+            name: of the parameter.
+            gradient: of this replica.
+            given: where it is the piece of a sum over replicas, these.
+        """
+        strategy, accumulation, replicas = self.strategy, self._batching.gradient_accumulation, self._replicas
+        divisor = {
+            None: 1,
+            MeanReductionStrategy.Running: replicas,
+            MeanReductionStrategy.Post: accumulation * replicas,
+            MeanReductionStrategy.PostAndLoss: accumulation,
+        }[strategy]
+        pieces, group = self._update.pieces(name, self._weights[name]), self._groupings.get(name)
+        if given is not None:
+            gradient = gradient if pieces is not None else gather_replica_sharded_tensor(gradient, replica_group=given)
+        elif pieces is not None:
+            gradient = reduce_replica_sharded_tensor(gradient, "add", pieces)
+        elif replicas > 1:
+            gradient = ops.collectives.replicated_all_reduce(gradient, "add", group=group)
+        return gradient if divisor == 1 else gradient * (1 / divisor)
+
+
+_step = popxl.OpKind(
+    "MicroBatch",
+    lambda turn, *, micro_batches: (turn[0] % micro_batches).astype("float32"),
+    gradient=None,
+    key="poptorch.MicroBatch",
+)
+"""Number of a micro-batch within its device iteration."""

@@ -26,7 +26,7 @@ from poptorch.capture.frozen import is_users, locate_constant
 from poptorch.capture.gradient_flow import is_in_own_derivative, stop_gradients, warn_about_derivative
 from poptorch.capture.host_tensors import MADE_IN_CAPTURE, HostTensors
 from poptorch.capture.stand_ins import StandIn
-from poptorch.capture.storages import Frame, Storage, TensorView
+from poptorch.capture.storages import Frame, TensorStorage, TensorView
 from poptorch.capture.tensor_layout import TensorLayout, offsets_of, views_between
 from poptorch.capture.torch_private import FakeTensor, become, forget_history, storage_key, without_modes
 from poptorch.capture.trace import LOOKED_AT, Data, Node, Trace, Value, View, with_values
@@ -72,8 +72,8 @@ class Recorder:
         self._module = module
         self._frames = [Frame()]
         self._seen: dict[int, TensorView] = {}
-        self._cells: dict[int, Storage] = {}
-        self._all_cells: list[Storage] = []
+        self._cells: dict[int, TensorStorage] = {}
+        self._all_cells: list[TensorStorage] = []
         self._parts = 0
         self._beside: Node | None = None
         self._numbers: dict[Value, torch.Tensor] = {}
@@ -236,7 +236,7 @@ class Recorder:
             value = inside
         return value
 
-    def _view_values(self, cell: Storage, lens: Sequence[View]) -> list[Value]:
+    def _view_values(self, cell: TensorStorage, lens: Sequence[View]) -> list[Value]:
         """Value of a storage, followed by results of each view in a lens."""
         values = [self._capture_value(cell.value)]
         for view in lens:
@@ -248,12 +248,12 @@ class Recorder:
     def _introduce(self, t: torch.Tensor, value: Value, says_no: bool = True) -> None:
         """Register a tensor that owns its storage."""
         storage = self._storage(t)
-        cell = self._cells[storage] = Storage(t, TensorLayout.from_tensor(t), value, says_no)
+        cell = self._cells[storage] = TensorStorage(t, TensorLayout.from_tensor(t), value, says_no)
         self._all_cells.append(cell)
         self._seen[id(t)] = TensorView(t, cell, (), value, 0)
         self._await(cell, value, t)
 
-    def _store(self, cell: Storage) -> None:
+    def _store(self, cell: TensorStorage) -> None:
         """Deduplicate the elements of a storage whose base tensor overlaps itself."""
         self._check_own(cell.base, cell.value)
         whole = cell.place
@@ -276,7 +276,7 @@ class Recorder:
             if seen.cell is cell:
                 seen.lens = (*views_between(cell.place, whole), *seen.lens)
 
-    def _await(self, cell: Storage, value: Value, t: torch.Tensor, says_no: bool = True) -> None:
+    def _await(self, cell: TensorStorage, value: Value, t: torch.Tensor, says_no: bool = True) -> None:
         """Schedule a gradient-flow check for a value, if PyTorch tracks it.
 
         Args:
@@ -314,7 +314,7 @@ class Recorder:
         return seen
 
     def _storage(self, t: torch.Tensor) -> int:
-        """Storage key, equal for tensors with shared storage."""
+        """TensorStorage key, equal for tensors with shared storage."""
         if t.layout is not torch.strided:
             raise createPoptorchError(
                 f"A tensor of {tuple(t.shape)} is sparse ({t.layout}, {self.source()}). Tensors of a program have all "

@@ -12,7 +12,7 @@ from poptorch.capture.trace import Trace, Value, View
 
 
 @dataclass(eq=False)
-class Storage:
+class TensorStorage:
     """A storage: current value, its layout, and a version count. Holds a strong reference to the base tensor."""
 
     base: torch.Tensor
@@ -36,7 +36,7 @@ class TensorView:
     """A tensor: its storage, views into this storage, and the value at its last read."""
 
     tensor: torch.Tensor
-    cell: Storage
+    cell: TensorStorage
     lens: tuple[View, ...]
     value: Value
     version: int

@@ -46,7 +46,7 @@ result_slot = popxl.OpKind(
     gradient=None,
     key="poptorch.ResultSlot",
 )
-"""Index of a micro-batch's result, if every `period`-th device iteration returns its results; others are overwritten."""
+"""Index of a micro-batch's result: every `period`-th device iteration returns its own."""
 
 
 iteration_slot = popxl.OpKind(

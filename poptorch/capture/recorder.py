@@ -314,7 +314,7 @@ class Recorder:
         return seen
 
     def _storage(self, t: torch.Tensor) -> int:
-        """TensorStorage key, equal for tensors with shared storage."""
+        """Storage key, equal for tensors with shared storage."""
         if t.layout is not torch.strided:
             raise createPoptorchError(
                 f"A tensor of {tuple(t.shape)} is sparse ({t.layout}, {self.source()}). Tensors of a program have all "

@@ -55,7 +55,6 @@ from poptorch.ops import (
     set_overlap_for_output,
 )
 from poptorch.options import ConfigFileError, Options, TensorLocationSettings
-from poptorch.placement.ambient import isRunningOnIpu
 from poptorch.placement.blocks import (
     Attribute,
     BeginBlock,
@@ -67,6 +66,7 @@ from poptorch.placement.blocks import (
     print,
     removeBlocks,
 )
+from poptorch.placement.capture_context import isRunningOnIpu
 from poptorch.placement.strategies import (
     BlockId,
     ParallelPhasedExecution,

@@ -41,8 +41,8 @@ from poptorch.options import Options
 from poptorch.program.batching import Batching
 from poptorch.run.devices import ipuHardwareIsAvailable
 from poptorch.run.executor import PoplarExecutor
+from poptorch.run.executor_options import for_fewer_rows
 from poptorch.run.lightning_steps import Step
-from poptorch.run.own_options import for_fewer_rows
 from poptorch.run.wrapping import inferenceModel, trainingModel
 
 __all__ = ["IPUAccelerator", "IPUStrategy"]

@@ -17,10 +17,10 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from poptorch.capture.preserved_functions import WHOLE
 from poptorch.capture.tensor_layout import overwrite
 from poptorch.capture.torch_private import without_modes, written_arguments
 from poptorch.capture.trace import LOOKED_AT, Data, Node, Value, View, values_in
-from poptorch.capture.whole import WHOLE
 from poptorch.errors import createPoptorchError
 
 _BY_SHAPE = frozenset(

@@ -7,7 +7,7 @@ from itertools import chain
 
 import torch
 
-from poptorch.capture.frozen import CapturedConstant
+from poptorch.capture.captured_constants import CapturedConstant
 from poptorch.capture.trace import Node, Value, values_in
 from poptorch.errors import createPoptorchError
 from popxl.extend.source import SourceLocation

@@ -11,23 +11,23 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from poptorch.capture.composed import COMPOSED
+from poptorch.capture.captured_constants import is_users
+from poptorch.capture.decompositions import COMPOSED
 from poptorch.capture.devices import ASKING, IPU, LIKE_ANOTHER, on_cpu
-from poptorch.capture.frozen import is_users
 from poptorch.capture.indexing import getitem, setitem
 from poptorch.capture.number_inputs import holds_counters, with_numbers
-from poptorch.capture.torch_private import (
-    TorchDispatchMode,
-    in_transform,
-    with_weight,
-)
-from poptorch.capture.whole import (
+from poptorch.capture.preserved_functions import (
     COMPOSED_LOSSES,
     WHOLE,
     PreservedFunction,
     as_activation,
     with_masks_of_bools,
     with_plain_sizes,
+)
+from poptorch.capture.torch_private import (
+    TorchDispatchMode,
+    in_transform,
+    with_weight,
 )
 from poptorch.errors import createPoptorchError
 

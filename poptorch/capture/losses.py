@@ -10,9 +10,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from poptorch.base.logging_ import logger
+from poptorch.capture.preserved_functions import LOSSES
 from poptorch.capture.torch_private import without_modes
 from poptorch.capture.trace import Node, Trace, Value
-from poptorch.capture.whole import LOSSES
 from poptorch.errors import createPoptorchError
 
 MARKED = frozenset({*LOSSES, "poptorch.identity_loss"})

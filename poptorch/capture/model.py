@@ -17,13 +17,13 @@ from torch.utils import _pytree as pytree
 
 from poptorch.base.host_numbers import HostNumbers
 from poptorch.capture.attributes import Attributes, not_rebound
+from poptorch.capture.captured_constants import CapturedConstant
 from poptorch.capture.checkpoints import checkpoints_in_regions
 from poptorch.capture.counters import Tape, noted_by_functions
-from poptorch.capture.cuts import GraphBreaks
 from poptorch.capture.derivatives import derive, deriving
 from poptorch.capture.devices import named_as_cpus
-from poptorch.capture.frozen import CapturedConstant
 from poptorch.capture.gradient_hooks import hooks_of, noting_hooks
+from poptorch.capture.graph_breaks import GraphBreaks
 from poptorch.capture.host_state import HostState
 from poptorch.capture.modules import averaging, recurrent_in_any_dtype
 from poptorch.capture.recorder import Recorder
@@ -45,7 +45,7 @@ from poptorch.capture.torchvision_ops import choosing
 from poptorch.capture.trace import Trace, Value
 from poptorch.capture.tracer import CANNOT_READ, RetryWithoutPreserving, Tracer, going_on
 from poptorch.errors import Error, createPoptorchError
-from poptorch.placement.ambient import Ambient
+from poptorch.placement.capture_context import CaptureContext
 from popxl.extend.source import SourceLocation
 
 
@@ -91,7 +91,7 @@ def capture(
     places: Sequence[TensorLayout],
     module: torch.nn.Module | None,
     *,
-    ambient: Ambient,
+    ambient: CaptureContext,
     lowered: Callable[[str, str], bool],
     flatten: Callable[[Any], list[torch.Tensor]] = lambda result: _tensors_in(result),
     grouped: Collection[str] = (),
@@ -134,7 +134,7 @@ def capture(
     try:
         return once(keeps_whole=True)
     except RetryWithoutPreserving:
-        vars(ambient).update(vars(Ambient(ambient._strategy)))  # blocks are numbered anew
+        vars(ambient).update(vars(CaptureContext(ambient._strategy)))  # blocks are numbered anew
     return once(keeps_whole=False)
 
 

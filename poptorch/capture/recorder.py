@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from poptorch.capture.captured_constants import is_users, locate_constant
 from poptorch.capture.constants import buffer_dependencies, distance, numbers_of
-from poptorch.capture.frozen import is_users, locate_constant
 from poptorch.capture.gradient_flow import is_in_own_derivative, stop_gradients, warn_about_derivative
 from poptorch.capture.host_tensors import MADE_IN_CAPTURE, HostTensors
 from poptorch.capture.stand_ins import StandIn
@@ -31,7 +31,7 @@ from poptorch.capture.tensor_layout import TensorLayout, offsets_of, views_betwe
 from poptorch.capture.torch_private import FakeTensor, become, forget_history, storage_key, without_modes
 from poptorch.capture.trace import LOOKED_AT, Data, Node, Trace, Value, View, with_values
 from poptorch.errors import createPoptorchError
-from poptorch.placement.ambient import Ambient
+from poptorch.placement.capture_context import CaptureContext
 from popxl.extend.source import SourceLocation
 
 
@@ -55,7 +55,7 @@ class Recorder:
 
     def __init__(
         self,
-        ambient: Ambient,
+        ambient: CaptureContext,
         excludes: Sequence[str] = (),
         module: torch.nn.Module | None = None,
     ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from poptorch.placement.ambient import Site
+from poptorch.placement.capture_context import Site
 from popxl.extend.source import SourceLocation
 
 

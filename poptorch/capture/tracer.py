@@ -16,14 +16,18 @@ import torch
 from torch.utils import _pytree as pytree
 
 from poptorch.capture.autocast import NARROWED, autocast_dtype, narrowed
-from poptorch.capture.composed import sequential_update
-from poptorch.capture.cuts import GraphBreaks
+from poptorch.capture.captured_constants import is_users
+from poptorch.capture.decompositions import sequential_update
 from poptorch.capture.devices import HOST, IPU
-from poptorch.capture.frozen import is_users
+from poptorch.capture.graph_breaks import GraphBreaks
 from poptorch.capture.host_draws import HostDraws
 from poptorch.capture.indexing import index_by_masks, is_mixed, masks_to_indices
 from poptorch.capture.interception import FunctionInterceptor, OpInterceptor
 from poptorch.capture.losses import retry_loss
+from poptorch.capture.preserved_functions import (
+    LOSSES,
+    PreservedFunction,
+)
 from poptorch.capture.recorder import Recorder
 from poptorch.capture.tensor_layout import TensorLayout
 from poptorch.capture.torch_private import (
@@ -40,12 +44,8 @@ from poptorch.capture.torch_private import (
     written_arguments,
 )
 from poptorch.capture.trace import Trace
-from poptorch.capture.whole import (
-    LOSSES,
-    PreservedFunction,
-)
 from poptorch.errors import createPoptorchError
-from poptorch.placement.ambient import Ambient
+from poptorch.placement.capture_context import CaptureContext
 
 _OVERWRITING = frozenset(
     f"aten.{name}_"
@@ -78,7 +78,7 @@ class Tracer:
 
     def __init__(
         self,
-        ambient: Ambient,
+        ambient: CaptureContext,
         lowered: Callable[[str, str], bool],
         excludes: Sequence[str],
         keeps_whole: bool = True,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import popxl
 from poptorch.capture.derivatives import OWN
 from poptorch.capture.host_function import HostFunction
-from poptorch.capture.outline import CALL
+from poptorch.capture.outlining import CALL
 from poptorch.capture.trace import Trace
 from poptorch.errors import createPoptorchError
 from poptorch.lowering.emission import Emission, emission, popxl_dtype

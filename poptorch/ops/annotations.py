@@ -12,7 +12,7 @@ from poptorch.capture.tracer import current
 from poptorch.enums import MatMulSerializationMode, OverlapMode
 from poptorch.errors import createPoptorchError
 from poptorch.ops.declaration import op
-from poptorch.placement.ambient import current as ambient
+from poptorch.placement.capture_context import current as ambient
 
 
 @op()

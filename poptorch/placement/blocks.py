@@ -1,7 +1,7 @@
 """Model annotations: blocks, name scopes, attributes, multi-convolutions.
 
-They speak to the capture that is going on (`poptorch.placement.ambient`). On a plain CPU run there is none, and they do
-nothing.
+They change the context of the capture in progress (`poptorch.placement.capture_context`), and have no effect outside of
+captures.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from poptorch.enums import MultiConvPlanType
 from poptorch.errors import Error
-from poptorch.placement.ambient import Ambient, current
+from poptorch.placement.capture_context import CaptureContext, current
 from poptorch.placement.strategies import BlockId
 from poptorch.settings.setting import NO_EFFECT, OptionsDict, setting
 
@@ -28,7 +28,7 @@ Layer = TypeVar("Layer", bound=Callable[..., Any])
 class _Scope:
     """A `with` statement that annotates captured operations."""
 
-    def _open(self, ambient: Ambient) -> AbstractContextManager[None]:
+    def _open(self, ambient: CaptureContext) -> AbstractContextManager[None]:
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -73,7 +73,7 @@ class Block(_Scope, torch.nn.Module):
         self._user_id = user_id
         self._ipu_id = ipu_id
 
-    def _open(self, ambient: Ambient) -> AbstractContextManager[None]:
+    def _open(self, ambient: CaptureContext) -> AbstractContextManager[None]:
         return ambient.block(_as_string(self._user_id), self._ipu_id)
 
     @staticmethod
@@ -324,7 +324,7 @@ class NameScope(_Scope):
             raise AssertionError(f"NameScope: `name` is {name!r}; expected a string.")
         self._name = name
 
-    def _open(self, ambient: Ambient) -> AbstractContextManager[None]:
+    def _open(self, ambient: CaptureContext) -> AbstractContextManager[None]:
         return ambient.named(self._name)
 
 
@@ -352,7 +352,7 @@ class Attribute(_Scope):
                 )
         self._attributes = {name: dict(values) for name, values in kwargs.items()}
 
-    def _open(self, ambient: Ambient) -> AbstractContextManager[None]:
+    def _open(self, ambient: CaptureContext) -> AbstractContextManager[None]:
         return ambient.attributed(self._attributes)
 
 
@@ -422,7 +422,7 @@ class MultiConv(_Scope, OptionsDict):
     def __init__(self) -> None:
         super().__init__()
 
-    def _open(self, ambient: Ambient) -> AbstractContextManager[None]:
+    def _open(self, ambient: CaptureContext) -> AbstractContextManager[None]:
         return ambient.multi_conv()
 
     def availableMemoryProportions(self, value: float | list[float]) -> Self:

@@ -1,7 +1,7 @@
 """Execution strategies: assignment of blocks to stages, phases and units, with four schedules.
 
 No strategy changes a number. What is here is plain data and its rules; where an operation is put while a model is
-captured is found in `poptorch.placement.ambient`.
+captured is found in `poptorch.placement.capture_context`.
 """
 
 from __future__ import annotations

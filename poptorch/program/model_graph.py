@@ -9,7 +9,7 @@ from functools import cached_property
 import popxl
 from poptorch.base.logging_ import logger
 from poptorch.capture.model import Captured
-from poptorch.capture.outline import outlined
+from poptorch.capture.outlining import outlined
 from poptorch.capture.trace import Value
 from poptorch.errors import createPoptorchError
 from poptorch.lowering import Emission

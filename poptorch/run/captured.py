@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from poptorch.base.answers import Answer, SideEffects
 from poptorch.base.host_numbers import NumberPath
 from poptorch.base.logging_ import logger
+from poptorch.base.outputs import OutputStructure, SideEffects
 from poptorch.capture.constants import numbers_of
 from poptorch.capture.counters import Tape
-from poptorch.capture.cuts import GraphBreaks
+from poptorch.capture.graph_breaks import GraphBreaks
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.model import Captured, capture
 from poptorch.capture.number_inputs import merge_captures
@@ -27,9 +27,9 @@ from poptorch.errors import createPoptorchError
 from poptorch.lowering import has_lowering
 from poptorch.lowering.control import WATCH
 from poptorch.options import Options
-from poptorch.placement.ambient import Ambient, capturing
-from poptorch.program.allowed import check_overlapped_io, check_placement
+from poptorch.placement.capture_context import CaptureContext, capturing
 from poptorch.program.batching import Batching
+from poptorch.program.placement_checks import check_overlapped_io, check_placement
 from poptorch.run.arguments import Signature
 from poptorch.run.hooks import substituting
 from poptorch.run.weights import hook_problem
@@ -48,7 +48,7 @@ def captured_model(
     told: set[str] | None = None,
     has_fewer_rows: bool = False,
     counts: Collection[str] | None = None,
-) -> tuple[Captured, Answer]:
+) -> tuple[Captured, OutputStructure]:
     """Capture a model for given tensor layouts, and check that it can be compiled. Return capture and output structure.
 
     Args:
@@ -62,8 +62,8 @@ def captured_model(
             transfers do not fit the options.
     """
 
-    def once(cuts: GraphBreaks | None, tape: Tape | None = None) -> tuple[Captured, Answer, Ambient]:
-        answers: list[Answer] = []  # of the last time that it ran, as it may have to run again
+    def once(cuts: GraphBreaks | None, tape: Tape | None = None) -> tuple[Captured, OutputStructure, CaptureContext]:
+        answers: list[OutputStructure] = []  # of the last time that it ran, as it may have to run again
 
         def forward(tensors: list[torch.Tensor]) -> Any:
             args, kwargs = signature.arguments(tensors, hides=True)
@@ -71,7 +71,7 @@ def captured_model(
             changes = SideEffects(objects)
             result = model(*args, **kwargs)
             changed = changes.changed_attributes()
-            answers[:] = [Answer(result, changed, objects)]
+            answers[:] = [OutputStructure(result, changed, objects)]
             return result, changed
 
         with substituting(), capturing(options.execution_strategy) as ambient:
@@ -121,7 +121,7 @@ def captured_model(
 _MOST_CAPTURES = 16
 """How often a model is captured, until it is known what it does with the numbers that it changes."""
 
-_Capture = tuple[Captured, Answer, Ambient]
+_Capture = tuple[Captured, OutputStructure, CaptureContext]
 
 
 def _counting(plain: Captured, capture: Callable[[Tape], _Capture], counts: Collection[str] | None) -> _Capture | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from poptorch.base.logging_ import logger
 from poptorch.capture.attributes import Attributes
 from poptorch.run.compiled import Compiled
+from poptorch.run.graph_breaks import BrokenGraph
 from poptorch.run.host_changes import HostChanges
 from poptorch.run.host_model import HostModel
 from poptorch.run.host_writes import HostWrites
-from poptorch.run.in_parts import BrokenGraph
 
 
 class ChangeWarnings:

@@ -16,7 +16,7 @@ import popxl
 from poptorch.base.carried import HiddenValueAccess
 from poptorch.base.logging_ import logger
 from poptorch.capture.attributes import Attributes
-from poptorch.capture.cuts import GraphBreaks
+from poptorch.capture.graph_breaks import GraphBreaks
 from poptorch.capture.model import Captured
 from poptorch.capture.tensor_layout import TensorLayout
 from poptorch.options import Options
@@ -26,11 +26,11 @@ from poptorch.run import weight_values
 from poptorch.run.arguments import Signature
 from poptorch.run.captured import captured_model, layouts_of
 from poptorch.run.compiled import Compiled
+from poptorch.run.graph_breaks import BrokenGraph
 from poptorch.run.host_model import HostModel
-from poptorch.run.in_parts import BrokenGraph
 from poptorch.run.program_compilation import compile_captured
 from poptorch.run.subgraphs import ExecutionPath
-from poptorch.run.trained_in_parts import TrainedInParts
+from poptorch.run.trained_graph_breaks import TrainedBrokenGraph
 from poptorch.run.trainer import Trainer
 from popxl.session import CompilationProgress, compilation_progress
 
@@ -123,7 +123,7 @@ def compiled_model(
     if way.cuts:
         again = partial(capture, signature), partial(_capturing, model.attributes)
         of_parts = *again, way, signature, batching, options, read, seed
-        return BrokenGraph(*of_parts) if update is None else TrainedInParts(*of_parts, update=update, count=count)
+        return BrokenGraph(*of_parts) if update is None else TrainedBrokenGraph(*of_parts, update=update, count=count)
     return compile_captured(
         ir,
         way.captured,

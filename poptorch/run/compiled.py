@@ -22,14 +22,14 @@ from poptorch.base.dtypes import device_dtype, from_numpy, to_numpy
 from poptorch.base.host_numbers import HostNumbers, Number
 from poptorch.base.leaves import Structure
 from poptorch.base.logging_ import logger
-from poptorch.capture.frozen import CapturedConstant
+from poptorch.capture.captured_constants import CapturedConstant
 from poptorch.capture.host_function import HostFunction
 from poptorch.capture.tensor_layout import overwrite
 from poptorch.errors import Error, createPoptorchError
 from poptorch.program.batching import Batching, Feeder
 from poptorch.program.program import Program
 from poptorch.run.arguments import Signature
-from poptorch.run.times import Times
+from poptorch.run.timings import Times
 from popxl.errors import DeviceError, PopxlRuntimeError
 from popxl.extend.targets import Outputs
 from popxl.fp8_utils import as_array

@@ -5,7 +5,7 @@ from __future__ import annotations
 import popart
 from poptorch.errors import createPoptorchError
 from poptorch.options import Options
-from poptorch.program.allowed import MAX_UNITS
+from poptorch.program.placement_checks import MAX_UNITS
 
 
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:

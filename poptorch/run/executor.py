@@ -39,14 +39,14 @@ from poptorch.run import hooks, saving
 from poptorch.run.change_warnings import ChangeWarnings
 from poptorch.run.compilation import carries, compiled_model, compiling, progress_bar
 from poptorch.run.compiled import Compiled
+from poptorch.run.executor_options import for_fewer_rows, needs_running_mean, own_options, with_running_mean
+from poptorch.run.graph_breaks import BrokenGraph
 from poptorch.run.host_model import HostModel
 from poptorch.run.host_writes import HostWrites
-from poptorch.run.in_parts import BrokenGraph
-from poptorch.run.kinds import ByArguments, calls_of, with_lasting_cache
-from poptorch.run.own_options import for_fewer_rows, needs_running_mean, own_options, with_running_mean
-from poptorch.run.smaller import Run, SmallerBatches
-from poptorch.run.times import Latency, Times
-from poptorch.run.trained_in_parts import TrainedInParts
+from poptorch.run.signature_cache import SignatureCache, intercept_calls, with_static_cache
+from poptorch.run.smaller_batches import Run, SmallerBatches
+from poptorch.run.timings import Latency, Times
+from poptorch.run.trained_graph_breaks import TrainedBrokenGraph
 from poptorch.run.trainer import Trainer, default_optimizer
 from poptorch.run.weights import LazyWeights, TrainingRegistry
 from popxl.extend.graphs import estimate_of
@@ -130,7 +130,7 @@ class PoplarExecutor:
         self._host = HostModel(model)
         self._attributes = self._host.attributes  # which the model was compiled with
         self._compiled: Compiled | BrokenGraph | None = None
-        self._kinds: ByArguments | None = None
+        self._kinds: SignatureCache | None = None
         self._smaller: SmallerBatches | None = None
         self._is_loaded = False  # of a file, without the code of the model
         self._lock = threading.RLock()  # for what a call may have to do before its run
@@ -273,9 +273,9 @@ class PoplarExecutor:
                 "follows the weights that this one trains."
             )
         if self._kinds is None:
-            self._kinds = ByArguments(self._clone, self._options.kept_programs)
-        with calls_of(module, self._kinds):
-            return loop(*args, **with_lasting_cache(module, kwargs))
+            self._kinds = SignatureCache(self._clone, self._options.kept_programs)
+        with intercept_calls(module, self._kinds):
+            return loop(*args, **with_static_cache(module, kwargs))
 
     def _clone(self) -> PoplarExecutor:
         """Create a wrapper of the same model for different arguments."""
@@ -358,7 +358,7 @@ class PoplarExecutor:
             self._forgotten = weakref.finalize(self, _bring_home, compiled, self._instrumented, self._trainer)
             self._forgotten.atexit = False
         if self._trainer is not None:
-            assert isinstance(compiled, Compiled | TrainedInParts)
+            assert isinstance(compiled, Compiled | TrainedBrokenGraph)
             self._trainer.connect(compiled, offline)
         if not offline:
             self._attach(compiled)

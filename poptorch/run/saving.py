@@ -10,7 +10,8 @@ Formats 2 and 3, of earlier versions, are ZIP archives of the same parts.
 
 All of it is read as data: no Python object is unpickled and nothing is imported, so the module that `poptorch.load`
 returns is a plain one. Arguments and results may be named tuples, dataclasses and subclasses of dictionaries; they come
-back as objects of their classes where the program has these, and else as ones like them; see `poptorch.run.as_data`.
+back as objects of their classes if the program has imported these, otherwise of similar ones: see
+`poptorch.run.serialization`.
 Models whose arguments or results hold other objects of classes of one's own cannot be saved. The session does hold
 machine code, which runs when the model is called. Load files from those only whom you would let run programs.
 """
@@ -44,9 +45,9 @@ from poptorch.program.batching import Batching
 from poptorch.program.updates import STEP
 from poptorch.run import weight_values
 from poptorch.run.arguments import Signature
-from poptorch.run.as_data import OptimizerData, from_data, options_from_data, options_to_data, to_data
 from poptorch.run.compiled import Compiled, ProgramIO, Result
 from poptorch.run.devices import chosen_device
+from poptorch.run.serialization import OptimizerData, from_data, options_from_data, options_to_data, to_data
 from poptorch.run.trainer import Trainer
 from popxl.errors import PopxlError
 from popxl.extend.files import ARCHIVE_ERRORS, digest, is_packed, pack, parsed, replace_file, unpack

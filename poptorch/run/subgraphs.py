@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from poptorch.base.leaves import Structure
-from poptorch.capture.cuts import GraphBreak
+from poptorch.capture.graph_breaks import GraphBreak
 from poptorch.capture.model import Captured
 from poptorch.capture.trace import Node, Value
 from poptorch.run.compiled import Compiled

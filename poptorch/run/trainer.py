@@ -20,10 +20,10 @@ from poptorch.errors import createPoptorchError
 from poptorch.options import Options
 from poptorch.program.rules import rule_of
 from poptorch.program.updates import LOSS_SCALE_FACTOR, STEP, Update
-from poptorch.run.as_data import OptimizerData
 from poptorch.run.compiled import Compiled
 from poptorch.run.mirrored import MirroredState, loads_exactly
-from poptorch.run.trained_in_parts import TrainedInParts
+from poptorch.run.serialization import OptimizerData
+from poptorch.run.trained_graph_breaks import TrainedBrokenGraph
 
 State = Mapping[str, torch.Tensor]
 
@@ -55,7 +55,7 @@ class Trainer:
         self.update: Update | None = None
         self.made_with: OptimizerData | None = None
         self.numbers = np.zeros(0, np.float32)
-        self._compiled: Compiled | TrainedInParts | None = None
+        self._compiled: Compiled | TrainedBrokenGraph | None = None
         self._is_offline = False
         self._parameters: dict[str, torch.Tensor] = {}
         self._with_state: dict[str, torch.Tensor] = {}  # what the program keeps, and the parameter that it is for
@@ -177,7 +177,7 @@ class Trainer:
         wanted = Counter((i, self._parameters[name].shape) for name, i in self.update.group_of.items())
         return wanted <= Counter(shapes)
 
-    def connect(self, compiled: Compiled | TrainedInParts, offline: bool = False) -> None:
+    def connect(self, compiled: Compiled | TrainedBrokenGraph, offline: bool = False) -> None:
         """Connect a new program, which owns the state from now on. Preloaded state is uploaded before its next run.
 
         Args:

@@ -21,7 +21,7 @@ from poptorch.capture.model import capture
 from poptorch.capture.trace import Trace, Value
 from poptorch.lowering import Emission, has_lowering
 from poptorch.lowering.emission import spec_of
-from poptorch.placement.ambient import capturing
+from poptorch.placement.capture_context import capturing
 from poptorch.placement.strategies import PipelinedExecution
 from popxl import ops
 from popxl.transforms.autodiff import leading_to

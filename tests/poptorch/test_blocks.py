@@ -21,7 +21,6 @@ from poptorch.enums import AutoStage, Liveness, MultiConvPlanType, OutputMode
 from poptorch.errors import Error
 from poptorch.options import Options
 from poptorch.placement import blocks
-from poptorch.placement.ambient import Ambient, Site, capturing, current, isRunningOnIpu
 from poptorch.placement.blocks import (
     Attribute,
     BeginBlock,
@@ -32,6 +31,7 @@ from poptorch.placement.blocks import (
     module_repr,
     removeBlocks,
 )
+from poptorch.placement.capture_context import CaptureContext, Site, capturing, current, isRunningOnIpu
 from poptorch.placement.strategies import (
     ParallelPhasedExecution,
     Phase,
@@ -40,7 +40,7 @@ from poptorch.placement.strategies import (
     ShardedExecution,
     Stage,
 )
-from poptorch.program.allowed import Placement, check_overlapped_io, check_placement
+from poptorch.program.placement_checks import Placement, check_overlapped_io, check_placement
 
 AUTO = PipelinedExecution(AutoStage.AutoIncrement)
 
@@ -58,7 +58,7 @@ class Probe(torch.nn.Module):
         return x
 
 
-def here() -> Ambient:
+def here() -> CaptureContext:
     ambient = current()
     assert ambient is not None
     return ambient

@@ -18,7 +18,7 @@ import poptorch
 from poptorch.capture.model import capture
 from poptorch.capture.trace import Node
 from poptorch.lowering import has_lowering
-from poptorch.placement.ambient import capturing
+from poptorch.placement.capture_context import capturing
 from poptorch.placement.strategies import PipelinedExecution
 
 

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 import poptorch  # noqa: E402  (it needs torch)
 import popxl  # noqa: E402
-from poptorch.capture import outline  # noqa: E402
+from poptorch.capture import outlining  # noqa: E402
 from runtime.plan.loop_rerolling.rerolling import Rerolling  # noqa: E402
 from tests.poptorch.models import Encoder, WithLoss  # noqa: E402
 
@@ -63,7 +63,7 @@ def test_layers_of_an_encoder() -> None:
 @pytest.mark.thorough
 def test_small_modules_are_not_called() -> None:
     model = WithLoss(torch.nn.Flatten(), *(torch.nn.Linear(48, 48) for _ in range(4)), torch.nn.Linear(48, 4))
-    assert outline.SMALLEST > 1
+    assert outlining.SMALLEST > 1
     _, executor = stepped(model)
     assert graphs_called(poptorch.sessionOf(executor).ir, 4) == []
 

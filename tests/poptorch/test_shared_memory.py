@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from torch.nn import functional as F  # noqa: E402  (they need torch)
 
 import poptorch  # noqa: E402
-from poptorch.capture.whole import WHOLE  # noqa: E402
+from poptorch.capture.preserved_functions import WHOLE  # noqa: E402
 
 Function = Callable[[torch.Tensor], Any]
 

@@ -9,7 +9,7 @@ from itertools import groupby
 from poptorch.enums import Liveness, OutputMode
 from poptorch.errors import Error
 from poptorch.options import Options
-from poptorch.placement.ambient import Site
+from poptorch.placement.capture_context import Site
 from poptorch.placement.strategies import (
     ParallelPhasedExecution,
     PipelinedExecution,

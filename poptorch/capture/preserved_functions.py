@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from poptorch.capture.composed import packed
+from poptorch.capture.decompositions import packed
 from poptorch.errors import createPoptorchError
 
 

@@ -1,6 +1,6 @@
 """Annotation state during capture: current block and scopes.
 
-The tracer opens one `Ambient` for each capture (`capturing`) and asks it for the `Site` of every operation that
+The tracer opens one `CaptureContext` for each capture (`capturing`) and asks it for the `Site` of every operation that
 arrives. The annotations in `poptorch.placement.blocks` change it; outside a capture they find none (`current`) and do
 nothing.
 """
@@ -41,7 +41,7 @@ class Site:
     multi_conv: int | None = None
 
 
-class Ambient:
+class CaptureContext:
     """Annotation state of one capture: modified by annotations, stamped on operations.
 
     Args:
@@ -186,13 +186,13 @@ class Ambient:
 
 class _Captures(threading.local):
     def __init__(self) -> None:
-        self.open: list[Ambient] = []
+        self.open: list[CaptureContext] = []
 
 
 _captures = _Captures()
 
 
-def current() -> Ambient | None:
+def current() -> CaptureContext | None:
     """Annotation state of this thread's innermost capture; None outside captures."""
     return _captures.open[-1] if _captures.open else None
 
@@ -208,7 +208,7 @@ def isRunningOnIpu() -> bool:
 
 
 @contextmanager
-def capturing(strategy: _IExecutionStrategy) -> Iterator[Ambient]:
+def capturing(strategy: _IExecutionStrategy) -> Iterator[CaptureContext]:
     """Capture with separate annotation state until exit, including exit by exception.
 
     What is captured within the same program, such as the body of a loop, shares the state: it does not call this.
@@ -223,7 +223,7 @@ def capturing(strategy: _IExecutionStrategy) -> Iterator[Ambient]:
         'encoder'
         Site(block='encoder', unit=1, stage=1, phase=None, scope='', attributes=(), multi_conv=None)
     """
-    ambient = Ambient(strategy)
+    ambient = CaptureContext(strategy)
     _captures.open.append(ambient)
     try:
         yield ambient

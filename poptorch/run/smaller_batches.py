@@ -23,7 +23,7 @@ from poptorch.options import Options
 from poptorch.program.batching import Batching
 from poptorch.run.arguments import Signature
 from poptorch.run.compiled import Compiled, Result
-from poptorch.run.in_parts import BrokenGraph
+from poptorch.run.graph_breaks import BrokenGraph
 
 Program = Compiled | BrokenGraph
 

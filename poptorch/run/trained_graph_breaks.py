@@ -1,4 +1,4 @@
-"""`TrainedInParts`: a training model split into subgraphs by graph breaks, where the host inspects data.
+"""`TrainedBrokenGraph`: a training model split into subgraphs by graph breaks, where the host inspects data.
 
 The program at the end of a way is a whole step, and is given what the host has made. It computes once more what
 gradients flow through, however often it is cut, so they flow as if there were no cut: through `hidden` in
@@ -28,13 +28,13 @@ from poptorch.program.updates import Update
 from poptorch.run.arguments import Signature
 from poptorch.run.captured import constant_of
 from poptorch.run.compiled import Compiled, ProgramIO
-from poptorch.run.in_parts import BrokenGraph
+from poptorch.run.graph_breaks import BrokenGraph
 from poptorch.run.program_compilation import compile_captured
 from poptorch.run.subgraphs import Content, ExecutionPath, Subgraph, ValueIds, is_constant, outputs_of
 from popxl.tensor import Variable
 
 
-class TrainedInParts(BrokenGraph):
+class TrainedBrokenGraph(BrokenGraph):
     """A training model compiled as several subgraphs.
 
     Args:

@@ -81,7 +81,7 @@ def _is_unchanged(before: Any, now: Any) -> bool:
     return before is now or (type(now) in (bool, int, float, str) and before == now)
 
 
-class Answer(Structure):
+class OutputStructure(Structure):
     """Structure of a captured model's result, with attribute changes of its arguments.
 
     A value of it is a pair of these; what is built is the result alone, and the objects given have changed by then.

@@ -7,7 +7,7 @@ a call comes to it; those used last are kept. Values that later programs need ar
 A capture goes through all of `forward`, so it makes all programs of a way. They are the same up to where ways part:
 the same function does the same there. So a value is known, in all of them, by its `ValueId`.
 
-A model for training is cut in another way: see `poptorch.run.trained_in_parts`.
+A model for training is cut in another way: see `poptorch.run.trained_graph_breaks`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import numpy as np
 import torch
 
 import popxl
-from poptorch.base.answers import Answer
 from poptorch.base.dtypes import from_numpy, to_numpy
 from poptorch.base.host_numbers import Number
 from poptorch.base.logging_ import logger
-from poptorch.capture.cuts import GraphBreak
+from poptorch.base.outputs import OutputStructure
+from poptorch.capture.graph_breaks import GraphBreak
 from poptorch.capture.model import Captured
 from poptorch.capture.tensor_layout import overwrite
 from poptorch.capture.trace import Trace, Value
@@ -50,7 +50,7 @@ from poptorch.run.subgraphs import (
     segment_bounds,
     segment_ops,
 )
-from poptorch.run.times import Times
+from poptorch.run.timings import Times
 
 
 class BrokenGraph:
@@ -228,7 +228,7 @@ class BrokenGraph:
         compiled = compile_captured(
             popxl.Ir(replication=1),
             captured,
-            Answer(results, {}, []),
+            OutputStructure(results, {}, []),
             Signature(lambda *given: None, tuple(tensors), {}),
             self._batching,
             self._options,

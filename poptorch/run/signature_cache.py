@@ -1,7 +1,7 @@
-"""`ByArguments`: a signature cache, with one program per argument signature.
+"""`SignatureCache`: a signature cache, with one program per argument signature.
 
 It serves `generate` of `transformers`: a prompt goes through the model at once, and then one token after the other.
-Its loop runs on the host; `calls_of` has each call that it makes of the module go to the device.
+Its loop runs on the host; `intercept_calls` has each call that it makes of the module go to the device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Wrapped(Protocol):
     def destroy(self) -> None: ...
 
 
-class ByArguments:
+class SignatureCache:
     """An LRU cache of wrapped models, one per argument signature.
 
     Args:
@@ -71,7 +71,7 @@ class ByArguments:
 
 
 @contextmanager
-def calls_of(module: torch.nn.Module, run: Callable[..., Any]) -> Iterator[None]:
+def intercept_calls(module: torch.nn.Module, run: Callable[..., Any]) -> Iterator[None]:
     """Context manager redirecting calls of a module to a function."""
     namespace = vars(module)
     before = {key: namespace[key] for key in (_DOOR,) if key in namespace}
@@ -86,7 +86,7 @@ def calls_of(module: torch.nn.Module, run: Callable[..., Any]) -> Iterator[None]
 _DOOR = "_compiled_call_impl"  # which `Module.compile` sets
 
 
-def with_lasting_cache(module: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+def with_static_cache(module: torch.nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Request a static cache in `generate` arguments, if the model is from `transformers` and specifies none.
 
     A cache that grows is of another shape for each token.

@@ -34,7 +34,7 @@ TENSORS = "model.safetensors"
 
 
 class LazyArray(Protocol):
-    """An array whose elements are there when they are asked for."""
+    """Array whose elements are read on demand."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -43,12 +43,12 @@ class LazyArray(Protocol):
     def dtype(self) -> np.dtype[Any]: ...
 
     def elements(self, start: int, stop: int) -> np.ndarray:
-        """The elements from number `start` to `stop`, in the order of the array's rows."""
+        """Elements `start` to `stop` in row-major order."""
 
 
 @dataclass(frozen=True)
 class InMemory:
-    """An array that has been read."""
+    """Array in memory."""
 
     array: np.ndarray
 
@@ -66,7 +66,7 @@ class InMemory:
 
 @dataclass(frozen=True)
 class InFile:
-    """An array in a file, its elements one after the other.
+    """Array with contiguous elements in a file.
 
     Attributes:
         path: the file.
@@ -96,12 +96,12 @@ def files_in(directory: Path) -> list[Path]:
 
 
 def write_arrays(directory: Path, arrays: Mapping[str, np.ndarray], format: Format = "npz") -> None:
-    """Write arrays in a format, and copy the files of those that are memory maps. Raises as `start_write` does."""
+    """Write arrays in a format, with copies of files for memory-mapped ones. Raises as `start_write` does."""
     start_write(directory, arrays, format)()
 
 
 def start_write(directory: Path, arrays: Mapping[str, np.ndarray], format: Format = "npz") -> Callable[[], None]:
-    """Copy the files of the arrays that are memory maps. What is returned writes the others, in a format.
+    """Copy the files of memory-mapped arrays; returns a function that writes the other arrays in a format.
 
     Raises:
         ValueError: for another `format`, two memory maps whose files have the same name, or an array that only Python
@@ -134,7 +134,7 @@ def start_write(directory: Path, arrays: Mapping[str, np.ndarray], format: Forma
 
 
 def map_file(array: np.ndarray) -> Path | None:
-    """The file that an array is mapped to, if there is one."""
+    """File of a memory-mapped array; `None` for other arrays."""
     return Path(array.filename) if isinstance(array, np.memmap) and array.filename is not None else None
 
 
@@ -190,7 +190,7 @@ def _read_npz(path: Path, name: str) -> np.ndarray:
 
 
 def _in_npz(path: Path, name: str) -> InFile | None:
-    """Where the array of an archive is; `None` if only a reader of archives finds its elements, one after the other."""
+    """Position of an array in an archive; `None` if its elements are compressed or in column order."""
 
     def locate_entry(file: IO[bytes], about: zipfile.ZipInfo) -> InFile | None:
         said = _read_header(file, about.file_size)
@@ -205,7 +205,7 @@ def _in_npz(path: Path, name: str) -> InFile | None:
 
 
 def _with_entry(path: Path, name: str, look: Callable[[IO[bytes], zipfile.ZipInfo], T]) -> T:
-    """What is found in the file of an array in an archive. `UnreadableFileError` for what a damaged one raises."""
+    """Result of a function of one entry of an archive. `UnreadableFileError` for damaged archives."""
     try:
         with zipfile.ZipFile(path) as archive, archive.open(f"{name}.npy") as file:
             return look(file, archive.getinfo(f"{name}.npy"))
@@ -224,7 +224,7 @@ class _NpyHeader(NamedTuple):
 
 
 def _read_header(file: IO[bytes], size: int) -> _NpyHeader:
-    """What is said of an array. The file is left where its elements begin.
+    """Read an array's header, up to its first element.
 
     `ValueError` if they are said to have more bytes than there are: nobody is to make room for these.
     """
@@ -247,7 +247,7 @@ DTYPES: dict[str, Any] = {
 
 
 class InSafetensors(NamedTuple):
-    """An array of a safetensors file: at which byte it begins, what that calls its dtype, and its shape."""
+    """Position, dtype name and shape of an array in a safetensors file."""
 
     start: int
     dtype: str
@@ -255,7 +255,7 @@ class InSafetensors(NamedTuple):
 
 
 def safetensors_in(path: Path) -> tuple[dict[str, InSafetensors], dict[str, str]]:
-    """The arrays in a safetensors file, by name, and its notes. Only its header is read.
+    """Arrays of a safetensors file by name, and its metadata. Reads the header only.
 
     `UnreadableFileError` if that is damaged, or the file is shorter than it says.
     """

@@ -82,7 +82,7 @@ def created(place: str) -> Iterator[Path]:
 
 @contextmanager
 def located(place: str, reader: int = 0, readers: int = 1) -> Iterator[Path]:
-    """The directory with the files of the checkpoint `place`, for the duration of the block.
+    """Context manager with the directory of a checkpoint's files.
 
     They have been compared with their digests; but for the memory maps, which `check_maps` compares.
 
@@ -107,18 +107,18 @@ def located(place: str, reader: int = 0, readers: int = 1) -> Iterator[Path]:
 
 
 def mark_of(directory: Path) -> str:
-    """What tells a checkpoint from others: the digest of its digests; nothing, if it has none."""
+    """Identifier of a checkpoint: the digest of its digests; empty without digests."""
     path = directory / CHECKSUMS
     return digest(path.read_bytes()) if path.exists() else ""
 
 
 def as_path(place: str) -> Path:
-    """The absolute path of a checkpoint that is a directory; ``~`` is the user's home."""
+    """Absolute path of a checkpoint's directory; expands ``~``."""
     return Path(place).expanduser().resolve()
 
 
 def forget(directory: Path) -> None:
-    """Delete a checkpoint. A failure is only told in the log."""
+    """Delete a checkpoint, and log failures."""
     try:
         discard(directory)
     except OSError as problem:
@@ -141,7 +141,7 @@ def _is_owned_file(folder: Path, of_others: set[Path], name: str) -> bool:
 
 
 def check_maps(directory: Path) -> None:
-    """Compare the memory maps in a checkpoint with their digests. `UnreadableFileError` if one is damaged."""
+    """Verify digests of the memory maps in a checkpoint. `UnreadableFileError` for damaged ones."""
     check_checksums(directory, _is_map)
 
 
@@ -150,7 +150,7 @@ def _is_map(name: str) -> bool:
 
 
 class Writer:
-    """Writes checkpoints one after the other: at once, or each in a thread.
+    """Sequential writer of checkpoints, in the caller's thread or in the background.
 
     What goes wrong in a thread is raised by the next `check`. If there is none, because the owner or the process has
     come to its end, it is told in the log.
@@ -173,7 +173,7 @@ class Writer:
         weakref.finalize(owner, self._leave)
 
     def submit(self, work: Callable[[], None], what: str, wait: bool) -> None:
-        """Do some work: in a thread, unless the caller is to wait. `what` it is, is told where it fails in a thread."""
+        """Run `work`, in the background unless `wait` is set. `what` names it in logged failures."""
         self.wait()
         if wait:
             work()
@@ -205,7 +205,7 @@ class Writer:
         self.check()
 
     def keep(self, directory: Path, count: int) -> None:
-        """Note the newest checkpoint, and delete the oldest if there are more than `count`."""
+        """Register the newest checkpoint, and delete the oldest beyond `count`."""
         self._saved = [path for path in self._saved if path != directory] + [directory]
         while len(self._saved) > count:
             oldest = self._saved.pop(0)
@@ -246,7 +246,7 @@ def read_arrays(directory: Path) -> dict[str, np.ndarray]:
 
 
 def write_info(directory: Path, info: Mapping[str, Any]) -> None:
-    """Write the record. `TypeError` if it is not made of what JSON knows."""
+    """Write the session record. `TypeError` for values that JSON lacks."""
     try:
         text = json.dumps(info, indent=2)
     except TypeError as problem:
@@ -258,7 +258,7 @@ def write_info(directory: Path, info: Mapping[str, Any]) -> None:
 
 
 def read_info(directory: Path) -> dict[str, Any]:
-    """The record, or that of a session that has not run if there is none. `UnreadableFileError` if it is damaged."""
+    """Read the session record; zero steps if missing. `UnreadableFileError` if damaged."""
     path = directory / INFO
     if not path.exists():
         return {"steps": 0}

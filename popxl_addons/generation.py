@@ -241,7 +241,7 @@ class Generator:
         return ir, state.model
 
     def _reader(self, texts: int) -> _Reader:
-        """Build a prefill program: for all texts, or for one slot."""
+        """Prefill program, for all texts or for one slot."""
         ir = popxl.Ir()
         with ir.main_graph, popxl.in_sequence(), undrawn_weights():
             streams = [popxl.h2d_stream((texts, self.prompt), popxl.int32, "prompts")]

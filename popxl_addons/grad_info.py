@@ -34,7 +34,7 @@ def as_graph(graph: GraphLike) -> popxl.Graph:
 
 
 def as_grad_graph_info(info: GradGraphInfoLike) -> GradGraphInfo:
-    """Unwrap a `GradGraphInfo`, also from its gradient graph. Raises `TypeError` for other objects."""
+    """Unwrap a `GradGraphInfo` or its gradient graph. `TypeError` for other objects."""
     found = info if isinstance(info, GradGraphInfo) else getattr(info, "grad_graph_info", None)
     if not isinstance(found, GradGraphInfo):
         raise TypeError(

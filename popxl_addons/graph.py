@@ -207,7 +207,7 @@ class BoundGraph:
         self.args = _by_tensor(args)
 
     def call(self, *targs: Any, args: TensorMap | None = None) -> tuple[popxl.Tensor, ...]:
-        """The outputs of a call of the graph, made in the current graph.
+        """Call the graph in the current graph; returns its outputs.
 
         `targs` go to the graph inputs from the first on (lists are flattened by one level, numbers become constants).
         The rest is looked up in `args`, then in what is bound. Errors are those of `popxl.ops.call`.

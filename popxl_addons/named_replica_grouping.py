@@ -32,7 +32,7 @@ class NamedReplicaGrouping(DotTree[popxl.ReplicaGrouping]):
 
     @classmethod
     def build_groups(cls: type[CLS], names: Iterable[str], value: popxl.ReplicaGrouping) -> CLS:
-        """Map each of `names` to one grouping.
+        """Map all `names` to one grouping.
 
         Example:
             >>> groups = NamedReplicaGrouping.build_groups(["w", "fc.b"], popxl.Ir(replication=2).replica_grouping())

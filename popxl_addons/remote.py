@@ -122,7 +122,7 @@ def named_variable_buffers(
 
 
 def _shard_size(name: str, factory: VariableFactory, shard_over: Mapping[str, int] | bool | int) -> int | None:
-    """What `shard_over_dict` says of one factory: a number, or None for the whole group."""
+    """Shard size of one factory from `shard_over_dict`; `None` for the whole group."""
     size = factory.replica_grouping.group_size
     pieces = shard_over.get(name, True) if isinstance(shard_over, Mapping) else shard_over
     if isinstance(pieces, bool):
@@ -179,7 +179,7 @@ def load_remote(buffers: NamedRemoteBuffers, entry: int | popxl.Tensor = 0, use_
 def store_remote(
     buffers: NamedRemoteBuffers, tensors: NamedTensors, entry: int | popxl.Tensor = 0, use_io_tiles: bool = False
 ) -> None:
-    """Store tensors in slot `entry` of the buffers of the same names, in the current graph.
+    """Store tensors in slot `entry` of equally named buffers, from the current graph.
 
     Args:
         buffers, tensors: names found in one of them only are left alone.
@@ -202,7 +202,7 @@ def store_remote(
 def load_remote_graph(
     buffers: NamedRemoteBuffers, entries: int = 1, use_io_tiles: bool = False
 ) -> tuple[GraphWithNamedArgs, list[str]]:
-    """A graph that loads a slot of every buffer: its one input is the number of the slot, an int32 scalar.
+    """Graph that loads one slot of every buffer; its input is the slot's index, an int32 scalar.
 
     Args:
         buffers: what to load from. Each grows to at least `entries` slots.

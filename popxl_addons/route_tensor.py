@@ -23,7 +23,7 @@ _routed: WeakKeyDictionary[popxl.Graph, dict[popxl.Tensor, popxl.Tensor]] = Weak
 def route_tensor_into_graph(
     tensor: popxl.Tensor, graph: popxl.Graph | None = None, modified: bool | Iterable[Any] = False
 ) -> popxl.Tensor:
-    """A tensor of a graph further out, as a tensor of `graph`.
+    """Tensor of an outer graph, routed into `graph` as an input.
 
     Every graph between the two gains one input, named like the tensor, and each call of these graphs binds it, however
     many calls and ways there are. A loop passes the tensor to each turn as it is. Routing the same tensor again returns

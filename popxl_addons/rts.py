@@ -61,7 +61,7 @@ def replica_sharded_spec(t: popxl.Tensor | popxl.TensorSpec | VariableFactory, s
 def gather_replica_sharded_tensor(
     t: popxl.Tensor, use_io_tiles: bool = False, replica_group: Groups | None = None
 ) -> popxl.Tensor:
-    """The whole of a sharded tensor, of shape `t.meta_shape`; a tensor without a meta-shape is returned as it is.
+    """Gather the shards of a tensor to its `meta_shape`; other tensors are unchanged.
 
     Args:
         t: one replica's piece, or the variable that is in pieces.
@@ -229,5 +229,5 @@ def _check_named(function: str, tensors: object, groups: object, argument: str) 
 
 
 def _shard(t: Any) -> Any:
-    """What graphs get of a tensor or factory: of a variable in pieces, the piece."""
+    """Graph input for a tensor or factory; the shard, for sharded variables."""
     return t.piece if isinstance(t, Variable) and t.piece is not None else t

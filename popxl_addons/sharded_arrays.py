@@ -55,7 +55,7 @@ class ShardSpec(BaseModel):
 
 
 class Index(BaseModel):
-    """What a checkpoint in pieces consists of.
+    """Index of the pieces in a joint checkpoint.
 
     Attributes:
         writers: how many directories with pieces there are.
@@ -88,7 +88,7 @@ class KeyValueStore(Protocol):
 
 
 class ShardWriter:
-    """The part of one process in a checkpoint that several write together. Each tells once how that has ended.
+    """Writer of one process's pieces of a joint checkpoint, with a report of success or failure to the other processes.
 
     Args:
         directory: the draft of the checkpoint, which the first process has made.
@@ -111,13 +111,13 @@ class ShardWriter:
             raise
 
     def write(self, pieces: Mapping[str, list[Piece]], format: Format) -> None:
-        """Write the pieces of this process, and tell that they are there."""
+        """Write the pieces of this process, and report success or failure."""
         with self.reporting_failures():
             write_pieces(self.directory, self._number, pieces, format)
         self._report("")
 
     def problems(self) -> list[str]:
-        """What has gone wrong in any process. The first one asks; it waits until all have told."""
+        """Failures reported by any process. Called by the first process; waits for all reports."""
         told = [self._store.get(f"{self.directory.name}/{number}") for number in range(self._count)]
         self._store.delete(self.directory.name)
         return [text for text in told if text]
@@ -127,7 +127,7 @@ class ShardWriter:
 
 
 def write_pieces(directory: Path, number: int, pieces: Mapping[str, list[Piece]], format: Format = "npz") -> None:
-    """Write the pieces of one process to a checkpoint that others write, too, and bring them to the disk.
+    """Write and flush one process's pieces of a joint checkpoint.
 
     Args:
         directory: what `created` gives the process that begins the checkpoint.
@@ -154,7 +154,7 @@ def write_pieces(directory: Path, number: int, pieces: Mapping[str, list[Piece]]
 
 
 def write_index(directory: Path, index: Index) -> None:
-    """Say what the pieces are, when all are there. They are no checkpoint before."""
+    """Write the index of all pieces, which completes a checkpoint."""
     (directory / INDEX).write_text(index.model_dump_json(indent=1), encoding="utf-8")
 
 
@@ -166,8 +166,7 @@ def _concatenate_pieces(pieces: list[Piece]) -> np.ndarray:
 
 
 def arrays_of(directory: Path) -> dict[str, LazyArray]:
-    """The arrays of a checkpoint by name, whole ones and those in pieces; without memory maps. Their elements are read
-    when they are asked for.
+    """Lazy arrays of a checkpoint by name, without memory maps.
 
     Raises:
         UnreadableFileError: if a file is damaged or missing, or holds something that only Python could read.
@@ -236,7 +235,7 @@ def split(array: LazyArray, parts: int, axis: int) -> LazyArray:
 
 @dataclass(frozen=True)
 class _ConcatenatedArray:
-    """An array in pieces that follow each other.
+    """Array stored as consecutive pieces.
 
     Attributes:
         shape, dtype: what it is.
@@ -284,7 +283,7 @@ def _arrays_in_pieces(directory: Path) -> dict[str, LazyArray]:
 def _concatenated_array(
     path: Path, name: str, runs: list[tuple[int, int, LazyArray, int]], divided: ShardSpec
 ) -> LazyArray:
-    """An array of its pieces. `UnreadableFileError` if one is missing, or there are too many."""
+    """Array from its pieces. `UnreadableFileError` for missing or duplicate ones."""
     size = math.prod(divided.shape)
     own = sorted((run for run in runs if run[0] < run[1] or not size), key=itemgetter(0, 1))
     if not own or [0, *(stop for _, stop, *_ in own)] != [*(start for start, *_ in own), size]:

@@ -79,7 +79,7 @@ def is_saved_as_shards(t: Variable | Constant) -> bool:
 
 
 def shard_spec(v: Variable) -> sharded_arrays.ShardSpec:
-    """Shape of a whole value on the host, and the axis that its shards divide."""
+    """Host shape of a whole value, and the axis divided by its shards."""
     has_groups = v.replica_grouping.num_groups > 1
     return sharded_arrays.ShardSpec(shape=v.shape_on_host, axis=v.group_axis if has_groups else None)
 
@@ -124,7 +124,7 @@ def _may_be_divided(t: Variable | Constant, shape: tuple[int, ...]) -> bool:
 
 
 def key_differences(source: str, stored: AbstractSet[str], present: AbstractSet[str], where: str = "") -> list[str]:
-    """Texts that list the names on one side only."""
+    """Texts listing names present on one side only."""
     sides = {
         f"{source} keys not in state": stored - present,
         f"state keys not in {source.lower()}": present - stored,

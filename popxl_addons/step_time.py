@@ -64,7 +64,7 @@ class GPTSizes(NamedTuple):
 
 
 class GPTLayout(NamedTuple):
-    """Parallelism of a step. Chips of the tensor axis are neighbours, then those of the data axis, then the stages.
+    """Parallelism of a step; neighbouring chips form the tensor axis, then the data axis, then the pipeline.
 
     Attributes:
         tensor, data, pipeline: chips along each axis.
@@ -224,7 +224,7 @@ def _host(time: GraphTime, figures: Chip) -> float:
 
 
 def _stage_seconds(time: GraphTime, figures: Chip) -> float:
-    """Seconds of a stage: of the chip, or of the host that dispatches its kernels, whichever has more to do.
+    """Seconds of a stage: the maximum of chip time and dispatch time on the host, smoothed.
 
     Where both have as much to do they wait for each other now and then, as neither is always ahead: fourth powers make
     that 19 % more. This is assumed.
@@ -233,7 +233,7 @@ def _stage_seconds(time: GraphTime, figures: Chip) -> float:
 
 
 def _keeps_too_much(sizes: GPTSizes, micro_batch: int, figures: Chip) -> bool:
-    """Whether one chip has no memory for the model's state, and what it keeps of a micro-batch for the gradient.
+    """Whether model state and activations of a micro-batch exceed the memory of one chip.
 
     It is a setting of the model, not of its layout: what is too large for one chip is trained with recomputation. What
     a layer keeps is from Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198.
@@ -283,7 +283,7 @@ class _Layer(Module):
 
 
 class _Head(Module):
-    """The last norm, the scores of all tokens, of which each chip has a part, and the loss in float32."""
+    """Final norm, vocabulary-parallel logits of all tokens, and loss in float32."""
 
     def __init__(self, vocabulary: int, tensor: Any):
         super().__init__()
@@ -326,7 +326,7 @@ def _part(kind: str, sizes: GPTSizes, tensor: int, micro_batch: int, network: _N
 
 @cache
 def _kernels(kind: str, *shape: int) -> tuple[Any, Any]:
-    """Kernels of a part and of its gradient: found once for each shape."""
+    """Kernels of a model part and of its gradient, cached by shape."""
     forward, backward = _graphs(kind, *shape)
     return kernels_of(forward), kernels_of(backward)
 
@@ -334,7 +334,7 @@ def _kernels(kind: str, *shape: int) -> tuple[Any, Any]:
 def _graphs(
     kind: str, hidden: int, heads: int, sequence: int, vocabulary: int, tensor: int, micro_batch: int
 ) -> tuple[popxl.Graph, popxl.Graph]:
-    """Graphs of a part as it is on one chip, and of its gradient."""
+    """Forward and gradient graph of a model part on one chip."""
     ir = popxl.Ir(axes={"tensor": tensor})
     group = "tensor" if tensor > 1 else None
     text = popxl.TensorSpec((micro_batch, sequence, hidden), popxl.float16)
@@ -379,7 +379,7 @@ def _schedule(pipeline: int, steps: int) -> PipelineSchedule:
 
 
 class _Network:
-    """Times of what chips send each other, by where they are."""
+    """Communication times between chips, by position."""
 
     def __init__(self, figures: Chip, layout: GPTLayout) -> None:
         self.figures, self.layout = figures, layout
@@ -400,6 +400,6 @@ class _Network:
         return self._time("all-reduce", nbytes, members)
 
     def handed(self, nbytes: int) -> float:
-        """Time of what a stage hands to the next one."""
+        """Transfer time from a stage to its successor."""
         apart = self.layout.tensor * self.layout.data
         return self._time("collective-permute", nbytes, range(0, 2 * apart, apart))

@@ -184,7 +184,7 @@ class TaskSession(popxl.Session):
     # State
 
     def get_named_tensors_data(self) -> NamedTensorData:
-        """The values of the state under its names, with one transfer.
+        """Values of the state by name, fetched in one transfer.
 
         A variable with several groups of replicas has a leading dimension for them. The arrays change with the host
         copies of the variables; copy them to keep them.
@@ -223,7 +223,7 @@ class TaskSession(popxl.Session):
     def save_checkpoint(
         self, checkpoint_dir: str | os.PathLike[str], format: array_files.Format = "npz", wait: bool = True
     ) -> None:
-        """Write the state, `session_state` and the position of the data loader to a directory.
+        """Write state, `session_state` and the data loader's position to a directory.
 
         The directory is replaced when everything has been written: an interruption at any moment leaves the old
         checkpoint or the new one. In a directory that exists the files of a checkpoint are replaced, and others stay.

@@ -169,7 +169,7 @@ def train_step(
 def _planned_apart(
     module: Module, streams: Sequence[popxl.HostToDeviceStream], budget: str | int, **arguments: Any
 ) -> MemoryPlan:
-    """The plan within a budget for a step that is built in an Ir of its own."""
+    """Memory plan within a budget, from a step built in a separate Ir."""
     outer = popxl.gir()
     drawn = np.random.get_state()
 

@@ -192,13 +192,13 @@ _COPIES = frozenset(f"aten.{name}" for name in ("_to_copy", "alias", "clone", "d
 """Ops whose result equals their input."""
 
 
-def distance(start: Value, stop: Value, buffers: Mapping[Value, torch.Tensor]) -> int | None:
+def distance(start: Value, stop: Value, buffers: dict[Value, torch.Tensor]) -> int | None:
     """Difference `stop - start` of two integers, if both are known offsets from one value; otherwise `None`."""
     (begin, before), (end, after) = _base_and_offset(start, buffers), _base_and_offset(stop, buffers)
     return after - before if begin is end else None
 
 
-def _base_and_offset(value: Value, buffers: Mapping[Value, torch.Tensor]) -> tuple[Value, int]:
+def _base_and_offset(value: Value, buffers: dict[Value, torch.Tensor]) -> tuple[Value, int]:
     added = 0
     while (node := value.made_by) is not None and not value.dtype.is_floating_point:
         given = node.arguments
@@ -216,6 +216,6 @@ def _base_and_offset(value: Value, buffers: Mapping[Value, torch.Tensor]) -> tup
     return value, added
 
 
-def _known_integer(given: Any, buffers: Mapping[Value, torch.Tensor]) -> int | None:
+def _known_integer(given: Any, buffers: dict[Value, torch.Tensor]) -> int | None:
     numbers = numbers_of(given, buffers) if isinstance(given, Value) else given
     return None if numbers is None else int(numbers)

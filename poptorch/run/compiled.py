@@ -227,7 +227,7 @@ class Compiled:
         """Check that overwritten arguments share no memory with other arguments, which would have to change too."""
         for i in self.rewritten:
             for j, other in enumerate(tensors):
-                if j != i and np.sharesas_array(as_array(tensors[i]), as_array(other)):
+                if j != i and np.shares_memory(as_array(tensors[i]), as_array(other)):
                     written, name = self.signature.leaves[i].name, self.signature.leaves[j].name
                     raise createPoptorchError(
                         f"The arguments {written} and {name} share memory, and the model overwrites {written}. In a "

@@ -30,7 +30,7 @@ _IN_THE_GRADIENT: Mapping[Identical, Identical] = {
 
 
 def _makes(attributes: Mapping[str, Any]) -> Literal["same", "own"]:
-    """Nothing is reduced where members have the same already, as was declared."""
+    """Result unchanged if members are declared equal."""
     return "own" if attributes["identical"] in ("inputs", "incoming gradients") else "same"
 
 

@@ -34,7 +34,7 @@ class Means:
         return rows.mean(-2, keepdims=True)
 
     def own_shard(self, whole: Array) -> Array:
-        """What a replica holds of an array."""
+        """A replica's shard of an array."""
         return whole
 
 

@@ -265,7 +265,7 @@ class Step:
         return known if self.finite is None else (*known, self.finite)
 
     def update(self, kind: OpKind, each: Trained, slots: Mapping[str, Any], **how: Any) -> None:
-        """Update one variable and its state by an op on its IPU; `slots` as for `state_variables`."""
+        """Add the update op of one variable and its state, on its IPU; `slots` as for `state_variables`."""
         ipu = self._placement.ipu_of(each.tensor)
         gradient, number, *factors = (
             self._placement.copy_to(t, ipu) for t in (each.gradient, self.number, *self.factors)

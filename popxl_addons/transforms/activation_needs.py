@@ -17,7 +17,7 @@ __all__ = ["graph_needs"]
 
 
 def graph_needs(info: GradGraphInfo, name: str, model: popxl.Graph) -> GraphNeeds:
-    """The candidates of a gradient graph, the ops that compute them, and when the gradient reads them.
+    """Candidates of a gradient graph, ops that compute them, and their reads by the gradient.
 
     Args:
         info: of the gradient graph that takes all activations.
@@ -63,7 +63,7 @@ def graph_needs(info: GradGraphInfo, name: str, model: popxl.Graph) -> GraphNeed
 
 
 def _factors(info: GradGraphInfo) -> set[popxl.Tensor]:
-    """The forward tensors that products in the backward call read, or in the part that is computed again."""
+    """Forward tensors that products read in the backward pass or in recomputation."""
     of = {t: e.fwd_tensor for t, e in zip(info.graph.inputs, info.expected_inputs, strict=False) if e.is_activation}
     return {of.get(t, t) for graph in (info.graph, info.forward_graph) for t in _read_by_products(graph)}
 
@@ -73,7 +73,7 @@ def _read_by_products(graph: popxl.Graph) -> set[popxl.Tensor]:
 
 
 def _is_fused(op: popxl.Op, factors: set[popxl.Tensor]) -> bool:
-    """Whether what an op computes, element by element, is a part of the kernels that read it.
+    """Whether XLA fuses an elementwise op into the kernels that read its result.
 
     Products read their factors from memory.
     """
@@ -95,7 +95,7 @@ def _nbytes(t: popxl.Tensor) -> int:
 
 
 def _spans(graph: popxl.Graph) -> dict[popxl.Tensor, tuple[int, int]]:
-    """For each tensor of a graph, the first and the last op that has it, by number."""
+    """Live range of each tensor of a graph, as indices of its first and last op."""
     spans = dict[popxl.Tensor, tuple[int, int]]()
     for number, op in enumerate(graph.ops):
         for t in (*op.inputs, *op.outputs):
@@ -107,7 +107,7 @@ def _spans(graph: popxl.Graph) -> dict[popxl.Tensor, tuple[int, int]]:
 
 
 def _steps(graph: popxl.Graph) -> Iterator[int]:
-    """Bytes of what a graph itself computes, at each of its ops."""
+    """Bytes computed by the graph itself, at each op."""
     factors = _read_by_products(graph) | {*graph.outputs}
     spans = _spans(graph)
     made = [(spans[t], _nbytes(t)) for op in graph.ops if not _is_fused(op, factors) for t in op.outputs]
@@ -126,7 +126,7 @@ def _lasting(info: GradGraphInfo, model: popxl.Graph) -> int:
 
 
 def _flops(op: popxl.Op) -> Flops:
-    """Operations of an op, with those of the graphs that it calls."""
+    """Floating-point operations of an op, including its called graphs."""
     found = own_flops(op)
     for graph in op.called_graphs:
         for each in graph.ops:

@@ -15,7 +15,7 @@ __all__ = ["calls_in", "divide_calls"]
 
 
 def calls_in(graph: popxl.Graph, times: int = 1) -> Iterator[tuple[Op, int]]:
-    """The calls that a graph makes by itself, in its loops and in its branches, in order, and how often each runs.
+    """Direct calls of a graph in order, including loops and branches, with their repeat counts.
 
     Args:
         graph: the graph that calls.
@@ -30,7 +30,7 @@ def calls_in(graph: popxl.Graph, times: int = 1) -> Iterator[tuple[Op, int]]:
 
 
 def divide_calls(model: popxl.Graph, graph: popxl.Graph, counts: Sequence[int]) -> list[popxl.Graph]:
-    """Have the calls of `graph` in `model` run copies of it: the first `counts[0]` calls `graph`, the next a copy, …
+    """Redirect calls of `graph` in `model`: the first `counts[0]` keep it, each later group calls a copy.
 
     Args:
         model: the graph that makes the calls, by itself and in its loops.
@@ -70,7 +70,7 @@ def divide_calls(model: popxl.Graph, graph: popxl.Graph, counts: Sequence[int]) 
 
 
 def _redirect(call: Op, to: popxl.Graph) -> None:
-    """Have a call run another graph, which has the same inputs and outputs."""
+    """Redirect a call to another graph with equal inputs and outputs."""
 
     def recompute(*inputs: popxl.Tensor) -> tuple[popxl.Tensor, ...]:
         operands, attributes = call.kind.arguments(call, inputs)

@@ -15,7 +15,7 @@ __all__ = ["Transfers", "copy_graph"]
 
 @dataclass(frozen=True)
 class Transfers:
-    """What a copy of a graph does besides.
+    """Transfers between memories that a graph copy adds.
 
     Attributes:
         fetched: inputs that the copy lacks, with what adds the ops that bring each one. These come right before the
@@ -36,7 +36,7 @@ class Transfers:
 def copy_graph(
     graph: popxl.Graph, transfers: Transfers | None = None, into: popxl.Graph | None = None
 ) -> tuple[popxl.Graph, dict[popxl.Tensor, popxl.Tensor]]:
-    """A graph with the same ops, on the same devices, under the same names, and with the lines of the program.
+    """Copy of a graph: equal ops, devices, names and source lines.
 
     It calls the graphs that `graph` calls.
 

@@ -74,7 +74,7 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Stages of a pipeline, as a scheduler sees them.
+    """Pipeline stages, with the data of a scheduler.
 
     Attributes:
         device_of: the device of each stage, numbered from 0.
@@ -108,12 +108,12 @@ class Pipeline:
 
     @cached_property
     def fillers(self) -> set[int]:
-        """Stages that nothing waits for and that are done whenever a device would wait, if there are several."""
+        """Stages without readers, which fill idle time of their device, if several exist."""
         return {*self.last} if len(self.last) > 1 else set()
 
     @cached_property
     def head(self) -> list[float]:
-        """The longest way from the begin to each stage, without it."""
+        """Length of the critical path from the start to each stage."""
         ways: list[float] = []
         for need in self.needs:
             ways.append(max((ways[n] + self.durations[n] for n in need), default=0.0))
@@ -121,7 +121,7 @@ class Pipeline:
 
     @cached_property
     def tail(self) -> list[float]:
-        """The longest way from each stage to the end, without it."""
+        """Length of the critical path from each stage to the end, without this stage."""
         ways = [0.0] * len(self.needs)
         for stage in reversed(range(len(self.needs))):
             for n in self.needs[stage]:
@@ -130,7 +130,7 @@ class Pipeline:
 
     @cached_property
     def least_seconds(self) -> float:
-        """Time that no schedule can undercut: a device's work, between the ways that lead to it and from it."""
+        """Lower bound on the time of any schedule: a device's work, between critical paths to and from it."""
         return max(
             min(self.head[s] for s in own)
             + self.steps * sum(self.durations[s] for s in own)
@@ -140,7 +140,7 @@ class Pipeline:
 
     @cached_property
     def leads(self) -> dict[int, tuple[int, int]]:
-        """For stages that another one of their device reads: that one, and 1F1B's lead over it."""
+        """For stages with a reader on the same device: this reader, and 1F1B's lead over it."""
         found = {}
         for reader, need in enumerate(self.needs):
             for s in need:
@@ -157,7 +157,7 @@ class Pipeline:
 
 
 def list_schedule(pipeline: Pipeline, rule: Rule, memory: float = math.inf) -> Rows | None:
-    """Rows of a schedule by one rule; `None` if it cannot go on within `memory` bytes on each device.
+    """Schedule rows from one priority rule; `None` if no step fits into `memory` bytes on each device.
 
     A table has no pauses, so where a device would only wait for the memory of another one, it goes on when the table is
     run. What its rows really hold, `PipelineSchedule.simulate` says.

@@ -75,7 +75,7 @@ def plan_memory(
 
 
 def is_budget(memory: Any) -> TypeGuard[str | int]:
-    """Whether `memory` is meant as a budget: text that begins with a number, or bytes."""
+    """Whether `memory` is a budget: bytes, or text that starts with a number."""
     if isinstance(memory, str):
         return memory.strip()[:1] in tuple("0123456789.+-")
     return isinstance(memory, int) and not isinstance(memory, bool)

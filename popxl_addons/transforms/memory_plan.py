@@ -70,7 +70,7 @@ class Activation(NamedTuple):
 
     @property
     def is_product(self) -> bool:
-        """Whether it is computed by matrix products or convolutions."""
+        """Whether matrix products or convolutions compute the tensor."""
         return own_flops(self.made_by).products > 0
 
     @property
@@ -167,7 +167,7 @@ class PlannedActivation(BaseModel):
 
 
 class GraphPlan(BaseModel):
-    """The plan of one forward graph, or of a group of its calls.
+    """Plan of one forward graph, or of one group of its calls.
 
     Attributes:
         graph: the name of the graph.
@@ -182,7 +182,7 @@ class GraphPlan(BaseModel):
     activations: tuple[PlannedActivation, ...]
 
     def bytes(self, treatment: Treatment) -> int:
-        """Bytes of the activations of all calls that have a treatment."""
+        """Total bytes of activations with a treatment, over all calls."""
         return self.calls * sum(each.bytes for each in self.activations if each.treatment == treatment)
 
     def paths(self, treatment: Treatment) -> tuple[str, ...]:
@@ -190,7 +190,7 @@ class GraphPlan(BaseModel):
         return tuple(each.path for each in self.activations if each.treatment == treatment)
 
     def with_treatment(self, treatment: Treatment, patterns: Iterable[str]) -> Self:
-        """Copy of the plan with a new treatment for the activations whose paths match one of some patterns."""
+        """Copy of the plan with a new treatment for activations whose paths match any pattern."""
         lines = [
             each.model_copy(update={"treatment": treatment})
             if any(fnmatch.fnmatchcase(each.path, pattern) for pattern in patterns)
@@ -244,7 +244,7 @@ class MemoryPlan(OnPage, BaseModel):
             raise ValueError(f"MemoryPlan.read_json: {str(file)!r} holds no memory plan: {error}") from error
 
     def bytes(self, treatment: Treatment) -> int:
-        """Bytes of the activations of all calls of all graphs that have a treatment."""
+        """Total bytes of activations with a treatment, over all calls of all graphs."""
         return sum(graph.bytes(treatment) for graph in self.graphs)
 
     def with_treatments(self, treatment: Treatment, *patterns: str, calls: slice = slice(None)) -> Self:  # noqa: B008
@@ -283,7 +283,7 @@ class MemoryPlan(OnPage, BaseModel):
         return self.model_copy(update={"graphs": tuple(_merged(graphs))})
 
     def _calls(self) -> Counter[str]:
-        """Calls of each graph, those of all its groups."""
+        """Total calls of each graph."""
         totals = Counter[str]()
         for graph in self.graphs:
             totals[graph.graph] += graph.calls
@@ -312,7 +312,7 @@ class MemoryPlan(OnPage, BaseModel):
 
 
 def _merged(groups: Iterable[GraphPlan]) -> Iterator[GraphPlan]:
-    """Groups of calls, with those that follow each other and have the same treatments as one."""
+    """Merge consecutive groups of calls with equal treatments."""
     for (graph, activations), same in groupby(groups, key=lambda each: (each.graph, each.activations)):
         yield GraphPlan(graph=graph, calls=sum(each.calls for each in same), activations=activations)
 

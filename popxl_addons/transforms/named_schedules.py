@@ -87,7 +87,7 @@ def forward_and_backward(
 
 
 def training(placement: Sequence[int], steps: int) -> Pipeline:
-    """Pipeline in which each stage reads the one before it, and takes the same time.
+    """Pipeline of equally long stages, each of which reads its predecessor.
 
     If the placement is that of a training, each backward stage also reads the activations of a forward stage, of size
     1, and so does each stage with gradients of weights.
@@ -112,7 +112,7 @@ def _is_palindrome(numbered: Sequence[int]) -> bool:
 
 
 def _is_split(numbered: Sequence[int]) -> bool:
-    """Whether stages are forward ones, backward ones in reverse, and gradients of weights in the order of these."""
+    """Whether stages are forward stages, backward stages in reverse, then weight gradients in backward order."""
     forward, rest = divmod(len(numbered), 3)
     backward = [*reversed(numbered[:forward])]
     return not rest and [*numbered[forward:]] == backward * 2
@@ -121,7 +121,7 @@ def _is_split(numbered: Sequence[int]) -> bool:
 def _split(
     name: str, placement: Sequence[int], steps: int, forward: Callable[[int], list[int]], example: str
 ) -> Pipeline:
-    """Pipeline with gradients of weights as stages of their own, and forward stages on the devices `forward`."""
+    """Pipeline with separate stages for weight gradients, and forward stages on the devices `forward`."""
     check(placement, steps)
     numbered = numbered_devices(placement)
     if not _is_split(numbered) or numbered[: len(numbered) // 3] != forward(max(numbered) + 1):
@@ -205,7 +205,7 @@ def _dualpipe_row(device: int, devices: int, steps: int) -> list[Task]:
 
 
 def v_shaped(name: str, placement: Sequence[int], steps: int) -> Pipeline:
-    """Pipeline with two forward stages on each device, in a V, and gradients of weights as stages of their own."""
+    """V-shaped pipeline: two forward stages per device, and separate stages for weight gradients."""
     return _split(
         name,
         placement,

@@ -32,7 +32,7 @@ __all__ = ["Memory", "PlannedGradients"]
 
 
 class PlannedGradients:
-    """A `called_graphs_transform` for `popxl.transforms.autodiff` that applies a memory plan or policy.
+    """Transform of called graphs, for `popxl.transforms.autodiff`, that applies a memory plan or policy.
 
     The graphs that are planned are those that the model calls by itself or in its loops: layers, usually. The graphs
     that these call are parts of them. A model that calls none is planned as a whole: call this with its gradient.
@@ -83,7 +83,7 @@ class PlannedGradients:
         )
 
     def plan_with(self, treatments: Treatments) -> MemoryPlan:
-        """A plan for the same model, with treatments of groups of calls."""
+        """Plan for the same model with new treatments for groups of calls."""
         graphs = []
         for graph, name in self.names.items():
             if graph in self._infos:
@@ -94,7 +94,7 @@ class PlannedGradients:
         return MemoryPlan(graphs=tuple(graphs))
 
     def __call__(self, info: GradGraphInfo) -> GradGraphInfo:
-        """The gradient of a called graph, with the treatments of its plan."""
+        """Gradient of a called graph, with the treatments of its plan."""
         graph = info.forward_graph
         if graph not in self.names:
             return info
@@ -124,7 +124,7 @@ class PlannedGradients:
         return planned
 
     def with_treatments(self, given: Mapping[popxl.Graph, GradGraphInfo]) -> dict[popxl.Graph, GradGraphInfo]:
-        """Gradients that are known before, such as hand-written ones, with the treatments of their plans."""
+        """Existing gradients, such as handwritten ones, with the treatments of their plans."""
         first = {name: graph for graph, name in reversed(self.names.items())}
         found = {}
         for graph, name in self.names.items():
@@ -146,7 +146,7 @@ class PlannedGradients:
         return {path: stated.get(path, "recompute") for path in known}
 
     def _divide(self, plan: MemoryPlan) -> None:
-        """Give each group of calls that the plan has a graph of its own."""
+        """Create one graph for each group of calls in the plan."""
         stated: dict[str, list[GraphPlan]] = {}
         for each in plan.graphs:
             stated.setdefault(each.graph, []).append(each)
@@ -170,7 +170,7 @@ class PlannedGradients:
 
 
 def _names(graphs: Iterable[popxl.Graph]) -> dict[popxl.Graph, str]:
-    """A name for each graph that does not depend on what else the program has."""
+    """Name of each graph, independent of other graphs in the program."""
     names: dict[popxl.Graph, str] = {}
     for graph in graphs:
         plain = graph.name.partition("_subgraph")[0]

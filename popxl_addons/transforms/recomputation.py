@@ -182,7 +182,7 @@ def _forward_tensor(t: popxl.Tensor, of: _Bound) -> popxl.Tensor:
 
 
 def ops_again(info: GradGraphInfo, given: Collection[popxl.Tensor]) -> tuple[list[Op], list[popxl.Tensor]]:
-    """The ops to run again for what a gradient reads, and the forward tensors to take instead.
+    """Ops to recompute for the reads of a gradient, and forward tensors for their saved inputs.
 
     Args:
         info: of the gradient graph.

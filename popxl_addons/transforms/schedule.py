@@ -94,7 +94,7 @@ class PipelineSchedule:
 
     @classmethod
     def named(cls, name: str, placement: Sequence[int], steps: int) -> PipelineSchedule:
-        """Schedule by name, one of `SCHEDULES`, for stages on devices of `placement`."""
+        """Schedule by name, one of `SCHEDULES`, for stages on the devices of `placement`."""
         makers = dict(
             zip(
                 SCHEDULES,
@@ -396,7 +396,7 @@ class PipelineSchedule:
 
 
 def _durations(durations: Sequence[float] | None, stages: int, where: str) -> list[float]:
-    """Duration of each stage. Raises `ValueError` for another number of them, and below 0."""
+    """Durations of all stages. `ValueError` for another number of stages, and for negative durations."""
     seconds = [1.0] * stages if durations is None else [float(d) for d in durations]
     if len(seconds) != stages:
         raise ValueError(f"{where}: `durations` has {len(seconds)} values, expected one for each of {stages}.")

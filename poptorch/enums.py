@@ -25,7 +25,7 @@ __all__ = [
 
 
 class OutputMode(IntEnum):
-    """Which results of a call come back, where it runs over many micro-batches.
+    """Selection of a call's results from its micro-batches.
 
     * `Final`: those of the last micro-batch.
     * `EveryN`: those of every Nth iteration.
@@ -42,7 +42,7 @@ class OutputMode(IntEnum):
 
 
 class PartialBatch(IntEnum):
-    """What becomes of a batch with fewer rows than those that a model was compiled for, such as the last of a data set.
+    """Treatment of batches with fewer rows than compiled ones, such as a data set's last.
 
     * `Compile`: programs of their own run it, which are compiled for such batches. In training, a step takes the mean
       over the rows that there are.
@@ -58,7 +58,7 @@ class PartialBatch(IntEnum):
 
 
 class MeanReductionStrategy(IntEnum):
-    """When gradients are divided, where their mean over micro-batches and replicas is wanted. They differ in rounding.
+    """Division strategy for mean gradients over micro-batches and replicas, which affects rounding.
 
     * `Running`: the accumulator always is the mean of what it has seen, so it cannot overflow.
     * `Post`: once, after everything has been summed.
@@ -71,7 +71,7 @@ class MeanReductionStrategy(IntEnum):
 
 
 class ReductionType(IntEnum):
-    """What becomes of several values of one thing: their `Sum`, their `Mean`, or nothing (`NoReduction`)."""
+    """Reduction of several values: `Sum`, `Mean` or `NoReduction`."""
 
     Sum = 0
     Mean = 1
@@ -79,7 +79,7 @@ class ReductionType(IntEnum):
 
 
 class DataLoaderMode(IntEnum):
-    """How a `DataLoader` reads its data set.
+    """Loading mode of a `DataLoader`.
 
     * `Sync`: when a batch is asked for.
     * `Async`: in advance, by a process of its own.
@@ -93,7 +93,7 @@ class DataLoaderMode(IntEnum):
 
 
 class SharingStrategy(IntEnum):
-    """How a data set reaches the process that reads it: `SharedMemory`, `FileSystem` (a file), `Fork`, `ForkServer`."""
+    """Transport of a data set to its reader process: `SharedMemory`, `FileSystem` (a file), `Fork`, `ForkServer`."""
 
     SharedMemory = 0
     FileSystem = 1
@@ -102,7 +102,7 @@ class SharingStrategy(IntEnum):
 
 
 class ConnectionType(IntEnum):
-    """When a model is attached to its device: from the start (`Always`), once compiled (`OnDemand`), or `Never`."""
+    """Time of attaching a model to a device: `Always` (at the start), `OnDemand` (once compiled), or `Never`."""
 
     Always = 0
     OnDemand = 1
@@ -110,7 +110,7 @@ class ConnectionType(IntEnum):
 
 
 class SyncPattern(IntEnum):
-    """Which units of a replica wait for which others; no number depends on it."""
+    """Synchronisation pattern of a replica's IPUs; numerically without effect."""
 
     Full = 0
     SinglePipeline = 1
@@ -118,7 +118,7 @@ class SyncPattern(IntEnum):
 
 
 class Liveness(IntEnum):
-    """How long the tensors of a phase stay on the device, in phased execution."""
+    """Residence of a phase's tensors on the device, in phased execution."""
 
     AlwaysLive = 0
     OffChipAfterFwd = 1
@@ -127,7 +127,7 @@ class Liveness(IntEnum):
 
 
 class AutoStage(IntEnum):
-    """How blocks become stages, where the user does not list these.
+    """Assignment of blocks to stages, unless listed by the user.
 
     * `SameAsIpu`: the number of the stage is that of the block's unit.
     * `AutoIncrement`: each new block is the next stage.
@@ -138,14 +138,14 @@ class AutoStage(IntEnum):
 
 
 class MultiConvPlanType(IntEnum):
-    """How the convolutions of a `MultiConv` run: `Parallel`, or one after the other (`Serial`)."""
+    """Execution of a `MultiConv`'s convolutions: `Parallel` or `Serial`."""
 
     Parallel = 0
     Serial = 1
 
 
 class CommGroupType(IntEnum):
-    """How replicas form groups that share a value; `k` is the size of a group, `m` the number of groups.
+    """Grouping of replicas that share a value; `k` is the group size, `m` the number of groups.
 
     * `All`: one group.
     * `Consecutive`: `{0, ..., k-1}, {k, ..., 2k-1}, ...`
@@ -160,14 +160,14 @@ class CommGroupType(IntEnum):
 
 
 class VariableRetrievalMode(IntEnum):
-    """Which values of a grouped parameter come home: the first of each group (`OnePerGroup`), or `AllReplicas`'."""
+    """Values of a grouped parameter on the host: each group's first (`OnePerGroup`), or `AllReplicas`'."""
 
     OnePerGroup = 0
     AllReplicas = 2
 
 
 class HalfFloatCastingBehavior(IntEnum):
-    """What float16 and float32 operands of one operation become. Deprecated: PyTorch's rules hold."""
+    """Casts of mixed float16 and float32 operands. Deprecated: PyTorch's rules hold."""
 
     FloatDowncastToHalf = 0
     HalfUpcastToFloat = 1
@@ -175,7 +175,7 @@ class HalfFloatCastingBehavior(IntEnum):
 
 
 class MatMulSerializationMode(Enum):
-    """The dimension along which `serializedMatMul` is split; `Disabled` does not split."""
+    """Serialised dimension of `serializedMatMul`; `Disabled` does not split."""
 
     InputChannels = "input_channels"
     ReducingDim = "reducing_dim"
@@ -184,7 +184,7 @@ class MatMulSerializationMode(Enum):
 
 
 class OverlapMode(Enum):
-    """Whether the host moves a tensor while the device computes: for the next turn of which loop."""
+    """Overlap of a tensor's transfer with computation, by loop."""
 
     NoOverlap = "no_overlap"
     OverlapAccumulationLoop = "overlap_accumulation_loop"

@@ -45,7 +45,7 @@ _NEVER_VARIABLE = {
 
 
 class VariableAttributes:
-    """Which attributes of an optimiser are variable: inputs of the program, rather than parts of it.
+    """Variable attributes of an optimiser: program inputs, as opposed to constants.
 
     Variable ones may be changed after the model was compiled, which has an effect at its next call. Decide before it is
     compiled.
@@ -74,17 +74,17 @@ class VariableAttributes:
         return attr in self._allowed
 
     def isConstant(self, attr: str) -> bool:
-        """Whether an attribute is part of the program. `AssertionError` if it could not be variable."""
+        """Whether an attribute is constant. `AssertionError` for attributes that are never variable."""
         self._check(attr)
         return attr not in self._variable
 
     def markAsConstant(self, attr: str) -> None:
-        """Make an attribute a part of the program. `AssertionError` if it is one in any case."""
+        """Mark an attribute as constant. `AssertionError` for attributes that are never variable."""
         self._check(attr)
         self._variable.discard(attr)
 
     def markAsVariable(self, attr: str) -> None:
-        """Make an attribute an input of the program. `AssertionError` if it cannot be one."""
+        """Mark an attribute as variable. `AssertionError` for attributes that are never variable."""
         self._check(attr)
         self._variable.add(attr)
 
@@ -96,7 +96,7 @@ class VariableAttributes:
 
 
 class DeviceState:
-    """What an optimiser has on a device, as it was read or as it is to be written.
+    """Optimiser state on a device: last read, or pending upload.
 
     The executor that runs the program connects it, says when a run has changed the device's values, and before a run
     writes what is pending.
@@ -114,48 +114,48 @@ class DeviceState:
 
     @property
     def has_pending(self) -> bool:
-        """Whether there is something to write to a device."""
+        """Whether an upload is pending."""
         return any(self.content.values())
 
     def connect(self, fetch: Callable[[], Mapping[str, DeviceValues]]) -> None:
-        """From now on `fetch()` reads the content from the device: `{"ipu_state": ..., "ipu_param": ...}`.
+        """Set the function that reads device values: `{"ipu_state": ..., "ipu_param": ...}`.
 
         The optimiser keeps the function; it should not keep the device alive.
         """
         self._fetch, self._stale = fetch, True
 
     def disconnect(self) -> None:
-        """Bring the content home for the last time, and let go of the device."""
+        """Read device values a last time, then release the device."""
         self.refresh()
         self._fetch = None
 
     def mark_stale(self) -> None:
-        """The device's values have changed."""
+        """Record a change of device values."""
         self._stale = True
 
     def set(self, content: Mapping[str, DeviceValues], pending: bool) -> None:
-        """Replace the content: by what a device has, or by what is `pending` for it."""
+        """Replace the content, by device values or by values `pending` for a device."""
         self.content = {key: content[key] for key in _KEYS}
         self.pending, self._stale = pending, False
 
     def mark_written(self) -> None:
-        """The pending content is on the device, merged with what that had for names that were missing."""
+        """Record the upload of the pending content."""
         self.pending, self._stale = False, True
 
     def refresh(self) -> None:
-        """Read the device, if it has anything newer."""
+        """Read device values, if newer."""
         if self._fetch is not None and self._stale and not self.pending:
             self.set(self._fetch(), pending=False)
 
     def copied(self) -> DeviceState:
-        """For a copy of the optimiser: the same content, to be written to the device that the copy will have."""
+        """Copy for a copied optimiser, with the content pending for its future device."""
         copied = DeviceState()
         copied.set(self.content, pending=self.has_pending)
         return copied
 
 
 class Optimizer:
-    """What the optimisers of this module have in common: numbers that torch does not know, and state on a device.
+    """Base class of these optimisers: further hyperparameters, and device state.
 
     Attributes:
         variable_attrs: which attributes are variable; at first those that were given to the constructor.
@@ -171,15 +171,15 @@ class Optimizer:
         self.device = DeviceState()
 
     def has_state(self) -> bool:
-        """Whether there is state of a device, read from one or to be written to one."""
+        """Whether device state was read, or is pending."""
         return self.device.has_pending
 
     def get_state_dict(self) -> dict[str, DeviceValues]:
-        """State and numbers as they were last read from, or are to be written to, a device: no transfer."""
+        """State and hyperparameters last read from, or pending for, a device, without a transfer."""
         return dict(self.device.content)
 
     def set_state_dict(self, state: Mapping[str, DeviceValues]) -> None:
-        """Take state and numbers as those that the device has.
+        """Set state and hyperparameters, as if read from the device.
 
         Args:
             state: `{"ipu_state": tensors by name, "ipu_param": tensors by name}`.
@@ -187,7 +187,7 @@ class Optimizer:
         self.device.set(state, pending=False)
 
     def state_dict(self) -> StateDict:
-        """State and numbers on the device, and torch's dictionary.
+        """Device state and hyperparameters, with torch's dictionary.
 
         Returns:
             `"ipu_state"` and `"ipu_param"`, each tensors by name, or `None` before the model is compiled; torch's
@@ -197,7 +197,7 @@ class Optimizer:
         return {**self.device.content, **super().state_dict()}  # type: ignore[misc]
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Take over a dictionary that `state_dict` made. It is written to the device before the next run.
+        """Load a dictionary from `state_dict`, for upload before the next run.
 
         The numbers are those of its `"param_groups"`; names missing in its `"ipu_state"` keep what the device has.
 
@@ -214,14 +214,14 @@ class Optimizer:
         self.device.set(state, pending=any(state[key] for key in _KEYS))
 
     def __getstate__(self) -> StateDict:
-        """For copies and pickles: torch's part, and ours with the device's values brought home."""
+        """State for copies and pickles: torch's, and current device values."""
         self.device.refresh()
         own = {name: getattr(self, name) for name in (*self._own, "variable_attrs") if name not in _GROUPED}
         theirs: StateDict = super().__getstate__()  # type: ignore[assignment]
         return {**theirs, **own, "state": copy.copy(self.state), "device": self.device.copied()}  # type: ignore[attr-defined]
 
     def _construct(self, arguments: Mapping[str, Any]) -> None:
-        """Give torch what it knows of the constructor's arguments, and keep the rest. `None` means the default."""
+        """Pass known constructor arguments to torch, and store the rest. `None` selects the default."""
         Optimizer.__init__(self)
         given = {name: value for name, value in arguments.items() if name != "self" and value is not None}
         own = {**self._own, **{name: value for name, value in given.items() if name in self._own}}
@@ -246,7 +246,7 @@ class Optimizer:
 
 
 def _check(name: str, given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """What can be said of the numbers before any are used."""
+    """Check hyperparameters at construction."""
     for attribute, value in own.items():
         if attribute.endswith("accum_type") and value not in (torch.float32, torch.float16):
             raise AssertionError(f"{name}: `{attribute}` is {value!r}; expected torch.float32 or torch.float16.")
@@ -265,7 +265,7 @@ def _check(name: str, given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 
 def _check_as_torch(name: str, numbers: Mapping[str, Any]) -> None:
-    """What torch's classes say of the numbers that they know, of a class of which there is none in torch."""
+    """Check hyperparameters as torch's classes do, for a class without counterpart in torch."""
     for attribute in ("lr", "eps", "weight_decay"):
         if not 0 <= _number(numbers[attribute]) < math.inf:
             raise ValueError(f"{name}: `{attribute}` is {numbers[attribute]!r}; expected a number, 0 or more.")
@@ -275,7 +275,7 @@ def _check_as_torch(name: str, numbers: Mapping[str, Any]) -> None:
 
 
 def _number(value: Any) -> float:
-    """A number, which may be in a tensor; NaN for what is none."""
+    """Number from a tensor or scalar; NaN for other objects."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -295,7 +295,7 @@ Step = Callable[[torch.Tensor, torch.Tensor, Mapping[str, Any]], None]
 
 @torch.no_grad()
 def _step_of_each(optimizer: torch.optim.Optimizer, closure: Callable[[], float] | None, step: Step) -> float | None:
-    """A step of each parameter that has a gradient; before them the closure. What this returned."""
+    """Step every parameter with a gradient, after the closure; returns the closure's result."""
     loss = None
     if closure is not None:
         with torch.enable_grad():
@@ -308,7 +308,7 @@ def _step_of_each(optimizer: torch.optim.Optimizer, closure: Callable[[], float]
 
 
 class SGD(Optimizer, torch.optim.SGD):
-    """Stochastic gradient descent with momentum: `torch.optim.SGD` with a few numbers more.
+    """Stochastic gradient descent with momentum: `torch.optim.SGD` with further hyperparameters.
 
     Arguments given here are variable, the others constant (see `variable_attrs`). `None` means the default. With g the
     gradient, d = g + weight_decay w:
@@ -374,7 +374,7 @@ class SGD(Optimizer, torch.optim.SGD):
 
 
 class Adam(Optimizer, torch.optim.Adam):
-    """`torch.optim.Adam` with a few numbers more. The weight decay is an L2 penalty.
+    """Adam with an L2 penalty: `torch.optim.Adam` with further hyperparameters.
 
     Arguments given here are variable, the others constant (see `variable_attrs`). `None` means the default. See "Adam:
     A Method for Stochastic Optimization" (Kingma and Ba, 2015).
@@ -423,7 +423,7 @@ class Adam(Optimizer, torch.optim.Adam):
 
 
 class AdamW(Optimizer, torch.optim.AdamW):
-    """`torch.optim.AdamW` with a few numbers more. The weight decays by itself, not by way of the gradient.
+    """Adam with decoupled weight decay: `torch.optim.AdamW` with further hyperparameters.
 
     Arguments are those of `Adam`, and one more. See "Decoupled Weight Decay Regularization" (Loshchilov and Hutter,
     2019).
@@ -465,7 +465,7 @@ class AdamW(Optimizer, torch.optim.AdamW):
 
 
 class RMSprop(Optimizer, torch.optim.RMSprop):
-    """`torch.optim.RMSprop` with a few numbers more.
+    """RMSprop: `torch.optim.RMSprop` with further hyperparameters.
 
     Arguments given here are variable, the others constant (see `variable_attrs`). `None` means the default.
 
@@ -513,7 +513,7 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
         self._construct(locals())
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step on the CPU: torch's, or that of the variant.
+        """CPU step: torch's, or the TensorFlow variant's.
 
         Args:
             closure: computes the loss, and the gradients with it, first.
@@ -545,7 +545,7 @@ _step_of_torch = inspect.unwrap(torch.optim.RMSprop.step, stop=lambda step: not 
 
 
 class LAMB(Optimizer, torch.optim.Optimizer):
-    """Adam for large batches: each parameter's step is as long as the parameter, times the learning rate.
+    """Adam for large batches, with steps proportional to each parameter's norm and the learning rate.
 
     With m̂ and v̂ the moments of `AdamW`:
 
@@ -595,7 +595,7 @@ class LAMB(Optimizer, torch.optim.Optimizer):
         self._construct(locals())
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step on the CPU, where there are gradients.
+        """CPU step of all parameters with gradients.
 
         Args:
             closure: computes the loss, and the gradients with it, first.

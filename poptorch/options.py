@@ -40,7 +40,7 @@ def _fraction(value: float) -> bool:
 
 @dataclass(frozen=True)
 class Anchor:
-    """A tensor within a model that is kept at each run.
+    """Tensor within a model whose values are recorded at each run.
 
     Args:
         long_name: its name in the program.
@@ -58,7 +58,7 @@ def _flag(name: str) -> bool:
 
 
 def _json_variable(name: str) -> dict[str, Any]:
-    """What an environment variable says that holds a JSON object."""
+    """JSON object in an environment variable."""
     text = os.environ.get(name) or "{}"
     try:
         return dict(json.loads(text))
@@ -67,13 +67,13 @@ def _json_variable(name: str) -> dict[str, Any]:
 
 
 def _profile_dir_of_environment() -> str | None:
-    """The folder for reports that the environment names."""
+    """Report folder named in the environment."""
     engine, tracing = _json_variable("POPLAR_ENGINE_OPTIONS"), _json_variable("PVTI_OPTIONS")
     return engine.get("autoReport.directory") or tracing.get("directory")
 
 
 def _profile_dir_asked_for() -> str | None:
-    """The folder for reports, where the environment asks for some."""
+    """Report folder, if the environment switches reports on."""
     asked = _json_variable("POPLAR_ENGINE_OPTIONS").get("autoReport.all") or _json_variable("PVTI_OPTIONS").get(
         "enable"
     )
@@ -85,7 +85,7 @@ def _library_folders() -> list[str]:
 
 
 class Options(OptionsDict):
-    """Everything that can be said about how a model is compiled and run.
+    """Options for compiling and running a model.
 
     Methods set, and return the options, so that calls chain; attributes of the same names in lower case read:
     `deviceIterations(2)`, `device_iterations`. What uses options freezes them: change a `clone()`.
@@ -296,12 +296,12 @@ class Options(OptionsDict):
 
     @property
     def replication(self) -> int | Literal["popdist"]:
-        """The number of replicas, as `popxl.Ir` takes it."""
+        """Replication factor, as for `popxl.Ir`."""
         return self.replication_factor
 
     @property
     def product_precision(self) -> Literal["highest", "default"]:
-        """How exactly float32 numbers are multiplied, as `popxl.Ir.options.precision` takes it.
+        """Precision of float32 products, as for `popxl.Ir.options.precision`.
 
         Half partials allow fewer digits, whether `Precision.setPartialsType` or the session option
         `partialsTypeMatMuls` says so.
@@ -312,7 +312,7 @@ class Options(OptionsDict):
     # Batches
 
     def deviceIterations(self, device_iterations: int) -> Self:
-        """Let one call do so many optimiser steps, or forward passes in inference, and take so many times the rows.
+        """Set the number of optimiser steps, or inference passes, per call, which multiplies its rows.
 
         Raises:
             AssertionError: if it is no positive integer.
@@ -320,7 +320,7 @@ class Options(OptionsDict):
         return self._set(device_iterations=device_iterations)
 
     def replicationFactor(self, replication_factor: int) -> Self:
-        """Let so many copies of the model work at the same time, each on its part of the rows.
+        """Set the number of data-parallel replicas, each with its own rows.
 
         Raises:
             AssertionError: if it is no positive integer.
@@ -328,7 +328,7 @@ class Options(OptionsDict):
         return self._set(replication_factor=replication_factor)
 
     def inputReplicaGrouping(self, input_group_size: int, input_group_type: CommGroupType) -> Self:
-        """Give the same rows to all replicas of a group. Call it after `replicationFactor`.
+        """Feed equal rows to all replicas of a group. Call it after `replicationFactor`.
 
         Args:
             input_group_size: the number of replicas in a group; it divides the replication factor.
@@ -350,7 +350,7 @@ class Options(OptionsDict):
 
     @property
     def input_groups(self) -> ReplicaGroups:
-        """The groups of replicas that receive the same rows.
+        """Replica groups with equal rows.
 
         Raises:
             ValueError: if the replication factor has changed so that the size of a group no longer divides it.
@@ -358,7 +358,7 @@ class Options(OptionsDict):
         return ReplicaGroups.from_type(self.input_group_type, self.input_group_size, self.replication_factor)
 
     def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Self:
-        """Which results of a call come back.
+        """Select the results that a call returns.
 
         Args:
             output_mode: `All`, `Sum`, `Final`, `EveryN`, or `Default`: `Final` in training, `All` in inference.
@@ -380,21 +380,21 @@ class Options(OptionsDict):
         return self._set(output_mode=output_mode, output_return_period=period)
 
     def defaultOutputMode(self) -> bool:
-        """Whether the output mode still is `Default`, which a wrapper replaces."""
+        """Whether the output mode is still `Default`, which wrappers replace."""
         return self.output_mode == OutputMode.Default
 
     def broadcastBuffers(self, broadcast_buffers: bool = True) -> Self:
-        """Keep buffers equal on all replicas, which refuses models that write some; if False, each has its own copy."""
+        """Refuse models with buffers that differ between replicas (True), or give each replica its own copy (False)."""
         return self._set(broadcast_buffers=broadcast_buffers)
 
     def enableSyntheticData(self, enabled: bool) -> Self:
-        """Replace inputs by normal noise made on the device, to see how fast a model is without transfers."""
+        """Replace inputs by normal noise from the device, for measurements without transfers."""
         return self._set(synthetic_data=enabled)
 
     # Models
 
     def randomSeed(self, random_seed: int) -> Self:
-        """Seed the random numbers of models and of shuffled data; and PyTorch's, by `torch.manual_seed`."""
+        """Seed random numbers of models and shuffling, and PyTorch's generator (`torch.manual_seed`)."""
         self._set(random_seed=random_seed)
         torch.manual_seed(random_seed)
         return self
@@ -406,7 +406,7 @@ class Options(OptionsDict):
         output_mode: OutputMode | None = None,
         output_return_period: int | None = 1,
     ) -> Self:
-        """Keep a tensor within the model, for `getAnchoredTensor`.
+        """Record a tensor within the model, for `getAnchoredTensor`.
 
         Args:
             short_name: the name to ask for it by.
@@ -427,19 +427,19 @@ class Options(OptionsDict):
         return self._set(anchored_tensors={**self.anchored_tensors, short_name: Anchor(long_name, output_mode, period)})
 
     def updatableNamedBuffers(self, buffers: list[str]) -> Self:
-        """Name the buffers that `copyNamedBuffersToDevice` writes."""
+        """Set the names of buffers that `copyNamedBuffersToDevice` uploads."""
         return self._set(updatable_named_buffers=buffers)
 
     def enableStableNorm(self, enabled: bool) -> Self:
-        """Compute the variances of normalisations in two passes, which is more accurate. Here it is always so."""
+        """Compute variances of normalisations in two passes, for accuracy. Always on here."""
         return self._set(stable_norm=enabled)
 
     def relaxOptimizerAttributesChecks(self, relax: bool = True) -> Self:
-        """Say at the level of debugging, rather than warn, if an optimiser has attributes that nothing uses."""
+        """Report unused optimiser attributes as debug messages, not as warnings."""
         return self._set(relax_optimizer_attributes_checks=relax)
 
     def setExecutionStrategy(self, strategy: _IExecutionStrategy) -> Self:
-        """How blocks run on several units.
+        """Set the execution strategy of blocks on several IPUs.
 
         Args:
             strategy: a `PipelinedExecution` (the default), `ShardedExecution`, `ParallelPhasedExecution` or
@@ -450,19 +450,19 @@ class Options(OptionsDict):
     # Devices
 
     def connectionType(self, connection_type: ConnectionType) -> Self:
-        """Attach to a device `Always` (from the start), `OnDemand` (once compiled), or `Never` (only compile)."""
+        """Set the time of attaching to a device: `Always` (at the start), `OnDemand` (once compiled), or `Never`."""
         return self._set(connection_type=connection_type)
 
     def useIpuModel(self, use_model: bool) -> Self:
-        """Run on the CPU (True) or on an accelerator if there is one (False), whatever `POPTORCH_IPU_MODEL` says."""
+        """Run on the CPU (True), or on an accelerator if present (False); overrides `POPTORCH_IPU_MODEL`."""
         return self._set(ipu_model=use_model)
 
     def useIpuId(self, ipu_id: int) -> Self:
-        """Run on the device with this number."""
+        """Select a device by index."""
         return self._set(ipu_id=ipu_id)
 
     def useOfflineIpuTarget(self, ipu_version: int | str = 2) -> Self:
-        """Only compile, for no device of this machine; sets `ConnectionType.Never`.
+        """Compile only, for a machine elsewhere; sets `ConnectionType.Never`.
 
         Args:
             ipu_version: 1, 2 or 21; or the machine to compile for, as `popxl.Target` describes it: "tpu v5e:2x2".
@@ -476,25 +476,25 @@ class Options(OptionsDict):
         return self._set(ipu_version=ipu_version, target=None, connection_type=ConnectionType.Never)
 
     def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> Self:
-        """Accept a number of units that is no power of two, by rounding it up, where else it is an error."""
+        """Round a number of IPUs up to a power of two, instead of raising an error."""
         return self._set(auto_round_num_ipus=auto_round_num_ipus)
 
     def setAvailableMemoryProportion(self, available_memory_proportion: dict[str, float]) -> Self:
-        """How much of the memory of each unit temporary values may take, `{"IPU0": 0.5}`."""
+        """Set the memory proportion for temporary values by IPU: `{"IPU0": 0.5}`."""
         return self._set(available_memory_proportion=available_memory_proportion)
 
     def syncPattern(self, sync_pattern: SyncPattern) -> Self:
-        """Which units wait for which others."""
+        """Set the synchronisation pattern of IPUs."""
         return self._set(sync_pattern=sync_pattern)
 
     # Compiling, reports, logs
 
     def enableExecutableCaching(self, path: str | None) -> Self:
-        """Keep compiled programs in the folder `path`, so that the same program is not compiled again; None: do not."""
+        """Cache compiled programs in the folder `path`; `None` switches the cache off."""
         return self._set(executable_cache=path)
 
     def partialBatch(self, partial_batch: PartialBatch) -> Self:
-        """Choose what becomes of a batch with fewer rows than those that the model was compiled for.
+        """Select the treatment of batches with fewer rows than the compiled ones.
 
         Rows make up as many whole steps as they can; the rest is a step of its own, whose micro-batches are of equal
         size. Where they do not make up all replicas, one replica takes them.
@@ -509,7 +509,7 @@ class Options(OptionsDict):
         return self._set(partial_batch=partial_batch)
 
     def keptPrograms(self, kept_programs: int) -> Self:
-        """Keep at most so many programs of a model that has several; those used last are kept.
+        """Limit the number of cached programs of a model; the least recently used are evicted.
 
         `generate` has one for each kind of arguments. Where a shape, or what Python does, depends on numbers of a run
         (`x[mask]`, `x.sum().item()`), the host looks, and there is a program for each shape or number that it finds.
@@ -521,7 +521,7 @@ class Options(OptionsDict):
         return self._set(kept_programs=kept_programs)
 
     def enableProfiling(self, profile_dir: str | None = None) -> Self:
-        """Write reports to the folder `profile_dir`, or to the current one.
+        """Write reports to the folder `profile_dir`, by default the current one.
 
         The folder that `POPLAR_ENGINE_OPTIONS` or `PVTI_OPTIONS` name in the environment goes before, with a warning.
         """
@@ -533,7 +533,7 @@ class Options(OptionsDict):
         return self._set(profile_dir=folder or asked)
 
     def modelName(self, name: str) -> Self:
-        """Name the model in reports, which are in a folder of this name."""
+        """Set the model's name in reports, also the name of their folder."""
         return self._set(model_name=name)
 
     def logDir(self, log_dir: str) -> Self:
@@ -541,7 +541,7 @@ class Options(OptionsDict):
         return self._set(log_dir=log_dir)
 
     def maxRepeatLogs(self, max_lines: int | None) -> Self:
-        """Show the same message at most so many times; None: always."""
+        """Limit repetitions of equal log messages; `None` sets no limit."""
         return self._set(max_repeat_logs=max_lines)
 
     def logCycleCount(self, log_cycle_count: bool) -> Self:
@@ -553,21 +553,21 @@ class Options(OptionsDict):
         return self._set(show_compilation_progress_bar=show)
 
     def disableModuleNamescope(self) -> Self:
-        """Do not name operations after the modules that they are in."""
+        """Omit module names from names of operations."""
         return self._set(module_namescope_enabled=False)
 
     def sourceLocationExcludes(self, excludes: list[str]) -> Self:
-        """Skip frames whose file contains one of `excludes`, where it is said who made an operation."""
+        """Omit frames from source locations whose file path contains any of `excludes`."""
         return self._set(source_location_excludes=excludes)
 
     def appendToLocationExcludes(self, *excludes: str) -> Self:
-        """Skip these frames, too; see `sourceLocationExcludes`."""
+        """Add to the patterns of `sourceLocationExcludes`."""
         return self._set(source_location_excludes=[*self.source_location_excludes, *excludes])
 
     # All of them
 
     def loadFromFile(self, filepath: str | os.PathLike[str]) -> Self:
-        """Set what a file says: a call in each line, without `options.` before it.
+        """Apply the option calls in a file, one per line, without the prefix `options.`.
 
         Blank lines and comments are skipped. Arguments are numbers, strings, lists, and what `poptorch` offers for
         options: enums, `TensorLocationSettings`, stages, phases and strategies. Nothing else is evaluated, so a file
@@ -586,7 +586,7 @@ class Options(OptionsDict):
         return self._change(lambda draft: run_lines(draft, filepath, {"poptorch": _POPTORCH, "torch": _TORCH}))
 
     def from_json(self, string: str) -> Self:
-        """Set what a JSON object says: names of methods and their arguments.
+        """Apply a JSON object of method names with arguments.
 
         A list is spread over the arguments; a string such as `"OutputMode.All"` is the member of that enum. If an entry
         is wrong, no option is changed.
@@ -605,7 +605,7 @@ class Options(OptionsDict):
         return self._change(lambda draft: run_calls(draft, string, {**_ENUMS, "torch": _TORCH}))
 
     def _change(self, change: Callable[[Self], None]) -> Self:
-        """Change a copy, and take over what it is afterwards; so an error changes nothing."""
+        """Apply changes to a draft, and adopt it without errors only."""
         self._check()
         draft = self.clone()
         change(draft)
@@ -613,7 +613,7 @@ class Options(OptionsDict):
         return self
 
     def toDict(self) -> dict[str, Any]:
-        """All settings, those of groups too, in one dictionary.
+        """All settings, including groups, in one dictionary.
 
         Raises:
             AssertionError: if the output mode still is the default; wrappers know which one that is.
@@ -631,7 +631,7 @@ class Options(OptionsDict):
         return f"{type(self).__name__}(\n{''.join(lines)})"
 
     def _dotted(self) -> Iterator[tuple[str, Any]]:
-        """All settings with their values, those of groups under `group.setting`."""
+        """All settings with values; groups as `group.setting`."""
         for name, value in self._values().items():
             if isinstance(value, OptionsDict):
                 yield from ((f"{name}.{inner}", each) for inner, each in value._values().items())
@@ -655,7 +655,7 @@ _POPTORCH = SimpleNamespace(
 
 
 def options_page() -> str:
-    """A page in Markdown with every setting: what sets it, its default, and its effect here, or that it has none.
+    """Markdown page of all settings: methods, defaults and effects.
 
     Example:
         >>> print(options_page().splitlines()[0])

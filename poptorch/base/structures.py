@@ -114,7 +114,7 @@ _OF_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
 class _Composite(Structure):
-    """A container of values, whose structures are `_children`."""
+    """Container of values with `_children` as their structures."""
 
     _type: type
     _children: Sequence[Structure]

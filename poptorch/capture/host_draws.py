@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class HostDraws:
-    """Draws of one capture, in the order of the program for each generator.
+    """Draws of one capture, in program order per generator.
 
     Args:
         tracer: the capture.

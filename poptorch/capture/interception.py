@@ -47,7 +47,7 @@ class OpInterceptor(TorchDispatchMode):
 
 
 class FunctionInterceptor(TorchFunctionMode):
-    """Pass functions to a tracer that have a meaning of their own in captures."""
+    """Pass functions with a special meaning in captures to a tracer."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()

@@ -193,7 +193,7 @@ def _overlapping(name: str, given: Any, mode: OverlapMode) -> Any:
 
 
 def _like(given: Any, items: Iterable[Any]) -> Any:
-    """A list or tuple of the same type, which may be a named tuple."""
+    """List or tuple of the given type, including named tuples."""
     return given._make(items) if hasattr(given, "_make") else type(given)(items)
 
 

@@ -19,7 +19,7 @@ Tensors = list[torch.Tensor]
 
 
 def op(has_effect: bool = False) -> Callable[[F], F]:
-    """Decorator that declares a function of tensors as an op; its body is the computation on the host."""
+    """Decorator that declares a function of tensors as an op, with its body as host computation."""
 
     def declare(function: F) -> F:
         signature = inspect.signature(function)
@@ -43,6 +43,6 @@ def shapes_text(tensors: Iterable[torch.Tensor | Leaf]) -> str:
 
 
 def tracked_like(result: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-    """Mark a result as differentiable if one of its inputs is: PyTorch does not see that it depends on them."""
+    """Mark a result as differentiable if any input is: a dependency hidden from PyTorch."""
     tracked = any(t.requires_grad for t in inputs) and result.dtype.is_floating_point
     return result.requires_grad_() if tracked and not result.requires_grad else result

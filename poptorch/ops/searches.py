@@ -48,7 +48,7 @@ def ctc_beam_search_decoder(
 
 @op()
 def fps(src: torch.Tensor, ptr: Sequence[int], ratio: float = 0.5, random_start: bool = False) -> torch.Tensor:
-    """Farthest point sampling: each point is as far as possible from those before it.
+    """Farthest point sampling: each point has maximum distance from those before it.
 
     Args:
         src: points of several sets, `[points, coordinates]`.

@@ -16,7 +16,7 @@ from poptorch.ops.declaration import op, tracked_like
 
 @op()
 def dynamic_slice(tensor: torch.Tensor, dim: int, start: torch.Tensor, size: int, step: int) -> torch.Tensor:
-    """Slice of a tensor whose start is in another tensor.
+    """Slice of a tensor, with a start read from another tensor.
 
     Args:
         tensor: the tensor.
@@ -49,7 +49,7 @@ def dynamic_slice(tensor: torch.Tensor, dim: int, start: torch.Tensor, size: int
 
 @op()
 def dynamic_update(input: torch.Tensor, src: torch.Tensor, dim: int, start: torch.Tensor, size: int) -> torch.Tensor:
-    """Copy of a tensor with a replaced slice, whose start is in another tensor.
+    """Copy of a tensor with one slice replaced, at a start read from another tensor.
 
     Args:
         input: the tensor.
@@ -94,7 +94,7 @@ def dynamic_update(input: torch.Tensor, src: torch.Tensor, dim: int, start: torc
 
 
 def _check_slice(name: str, tensors: Mapping[str, Any], start: Any, numbers: Mapping[str, Any]) -> None:
-    """Check the arguments of a slice: tensors, of which the first is sliced, and numbers, of which one is `dim`."""
+    """Check the arguments of a slice: tensors, the sliced one first, and numbers including `dim`."""
     for argument, t in tensors.items():
         if not isinstance(t, torch.Tensor):
             raise createPoptorchError(f"{name}: `{argument}` is of type {type(t).__name__}; expected a tensor.")

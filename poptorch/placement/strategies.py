@@ -267,7 +267,7 @@ def _is_list_of_stages(given: object) -> bool:
 
 
 class ShardedExecution(PipelinedExecution):
-    """Sequential stages, each on its unit; arguments as for `PipelinedExecution`.
+    """Sequential stages on separate IPUs; arguments as for `PipelinedExecution`.
 
     Example:
         >>> ShardedExecution(AutoStage.AutoIncrement)

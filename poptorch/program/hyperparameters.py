@@ -53,15 +53,15 @@ class Hyperparameters:
         self._known = {kind: names | usual_attributes(kind, rule) for kind, names in attributes_of(optimizer).items()}
 
     def is_variable(self, key: Key) -> bool:
-        """Whether a hyperparameter is an input of the program."""
+        """Whether a hyperparameter is a program input."""
         return key in self._variable
 
     def at(self, key: Key, values: np.ndarray) -> float:
-        """Value of a hyperparameter, given those of variable ones."""
+        """Value of one hyperparameter, from the variable ones."""
         return float(values[self._variable.index(key)] if key in self._variable else self.constants[key])
 
     def named(self, values: np.ndarray) -> dict[Key, Any]:
-        """Values of all hyperparameters, given those of variable ones."""
+        """Values of all hyperparameters, from the variable ones."""
         return {**self.constants, **dict(zip(self._variable, values.tolist(), strict=True))}
 
     def values(self, optimizer: torch.optim.Optimizer) -> np.ndarray:

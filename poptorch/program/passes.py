@@ -37,7 +37,7 @@ Given = Callable[[str, popxl.TensorSpec], popxl.Tensor]
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter or buffer that is not whole in the memory of the device.
+    """Parameter or buffer stored off chip or sharded.
 
     Attributes:
         name: its name.
@@ -50,7 +50,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Phases:
-    """The phases of a phased strategy.
+    """Phases of a phased execution strategy.
 
     Attributes:
         of: the phase of each op of the model's graph.
@@ -65,16 +65,16 @@ class Phases:
 
     @property
     def leave(self) -> bool:
-        """Whether tensors leave the device between phases, unless options say where they are."""
+        """Whether tensors leave the device between phases, unless options specify otherwise."""
         return self.liveness is not Liveness.AlwaysLive
 
     @property
     def shared(self) -> int | None:
-        """The phase that the backward pass begins in, if it is one of the forward pass."""
+        """Forward phase in which the backward pass begins; `None` for a separate phase."""
         return None if self.separate else max(self.of.values(), default=None)
 
     def readers(self, graph: popxl.Graph) -> dict[popxl.Tensor, list[int]]:
-        """The phases that read each input of the model's graph, in order."""
+        """Phases that read each input of the model's graph, in order."""
         found: dict[popxl.Tensor, dict[int, None]] = {t: {} for t in graph.inputs}
         for op in graph.ops:
             for t in op.inputs:
@@ -85,13 +85,13 @@ class Phases:
 
 @dataclass
 class _Pass:
-    """A graph, and what its inputs are bound to."""
+    """Graph with bindings of its inputs."""
 
     graph: popxl.Graph
     needs: dict[popxl.Tensor, Key]
 
     def given(self, name: str, spec: popxl.TensorSpec) -> popxl.Tensor:
-        """The input for a tensor of the caller, by its name."""
+        """Get or create the input for a tensor of the caller, by name."""
         for t, key in self.needs.items():
             if key == name:
                 return t
@@ -105,7 +105,7 @@ class _Pass:
 
 
 class Passes:
-    """The passes of a micro-batch.
+    """Forward and backward pass of a micro-batch.
 
     Args:
         graph: the model.
@@ -207,7 +207,7 @@ class Passes:
         last = {weights[t]: self._readers.get(t, [-1])[-1] for t in weights}
 
         def together(op: Op, t: popxl.Tensor) -> Iterable[popxl.Tensor]:
-            """The weights of a phase: of those read in several, the last."""
+            """Weights of the tensor's phase; a weight read in several phases belongs to the last."""
             has_phase = last.get(t, -1) >= 0
             return [each for each in last if last[each] == last[t]] if has_phase else [t]
 
@@ -230,7 +230,7 @@ class Passes:
         return self._phases is None or self._phases.liveness is not Liveness.OffChipAfterFwdNoOverlap
 
     def _fetch(self, made: _Pass, weight: Weight) -> Callable[[popxl.Tensor | None], popxl.Tensor]:
-        """What brings a weight to the device: as a whole, in a pass."""
+        """Function that fetches a whole weight to the device."""
         stored = weight.stored
 
         def fetch(after: popxl.Tensor | None) -> popxl.Tensor:
@@ -241,11 +241,11 @@ class Passes:
         return fetch
 
     def _read_in(self, phase: int | None, weights: Iterable[popxl.Tensor]) -> list[popxl.Tensor]:
-        """The weights that a phase reads."""
+        """Weights that a phase reads."""
         return [t for t in weights if phase in self._readers.get(t, ())]
 
     def _stays(self, t: popxl.Tensor) -> bool:
-        """Whether a weight is on the device when the backward pass begins."""
+        """Whether a weight is still on the device at the start of the backward pass."""
         return self._phases is not None and self._phases.shared in self._readers.get(t, ())
 
 

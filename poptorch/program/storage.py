@@ -43,7 +43,7 @@ class Stored:
 
     @property
     def kept(self) -> popxl.TensorSpec:
-        """Shape and dtype of what each replica keeps: the whole tensor, or a piece."""
+        """Shape and dtype stored by each replica: the whole tensor, or a shard."""
         if self.group is None:
             return self.spec
         size = prod(self.spec.shape) // self.group.group_size
@@ -51,11 +51,11 @@ class Stored:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is whole, in the memory of the device."""
+        """Whether the whole tensor is in device memory."""
         return self.buffer is None and self.group is None
 
     def load(self, held: popxl.Tensor | None, after: popxl.Tensor | None = None) -> popxl.Tensor:
-        """The tensor as it is stored, in the current graph: a whole one, or a piece.
+        """Load the stored tensor or shard into the current graph.
 
         Args:
             held: the tensor that stands for `self.held` there.
@@ -68,25 +68,25 @@ class Stored:
         return ops.remote_load(self.buffer, slot if after is None else ops.available_after(slot, after))
 
     def whole(self, t: popxl.Tensor) -> popxl.Tensor:
-        """The whole of a loaded tensor."""
+        """Whole tensor from a loaded one."""
         return t if self.group is None else gather_replica_sharded_tensor(t, replica_group=self.group)
 
     def store(self, t: popxl.Tensor, held: popxl.Tensor | None) -> None:
-        """Overwrite the stored tensor by one of the same form, which may be `held` itself."""
+        """Overwrite the stored tensor by one of equal layout, possibly `held` itself."""
         if self.buffer is not None:
             ops.remote_store(self.buffer, self.slot, t)
         elif held is not None and t is not held:
             ops.var_updates.copy_var_update_(held, t)
 
     def take(self, held: popxl.Tensor | None, group: popxl.ReplicaGrouping | None) -> popxl.Tensor:
-        """The tensor as a step overwrites it: whole, or, with a group, as this replica's piece. A scalar is whole."""
+        """Load the tensor for an update: whole, or this replica's shard within `group`. Scalars stay whole."""
         t = self.load(held)
         if group is None:
             return self.whole(t)
         return ops.collectives.replica_sharded_slice(t, group) if self.group is None and self.spec.shape else t
 
     def put(self, t: popxl.Tensor, held: popxl.Tensor | None, group: popxl.ReplicaGrouping | None) -> None:
-        """Store what `take` has returned, once it is overwritten."""
+        """Store an updated tensor from `take`."""
         if group is None and self.group is not None:
             t = ops.collectives.replica_sharded_slice(t, self.group)
         elif group is not None and self.group is None:
@@ -95,7 +95,7 @@ class Stored:
 
 
 class Storage:
-    """Creates what a program keeps, in the main graph.
+    """Creator of stored tensors in a program's main graph.
 
     Args:
         ir: of the program.
@@ -113,7 +113,7 @@ class Storage:
         location: TensorLocationSettings,
         leaves: bool = False,
     ) -> Stored:
-        """A variable.
+        """Create a variable.
 
         Args:
             name, value, grouping: of the variable.
@@ -138,7 +138,7 @@ class Storage:
     def accumulator(
         self, spec: popxl.TensorSpec, grouping: popxl.ReplicaGrouping | None, location: TensorLocationSettings
     ) -> Stored:
-        """What gradients are summed in, off chip or in the current graph; a run begins it."""
+        """Create a gradient accumulator, off chip or in the current graph."""
         group = self._pieces(spec, grouping, location)
         if not is_off_chip(location, prod(spec.shape)):
             return Stored(spec, group=group)
@@ -147,12 +147,12 @@ class Storage:
     def _pieces(
         self, spec: popxl.TensorSpec, grouping: popxl.ReplicaGrouping | None, location: TensorLocationSettings
     ) -> popxl.ReplicaGrouping | None:
-        """The replicas among which a tensor is shared out; `None` if it stays whole."""
+        """Replica group that shards a tensor; `None` for whole tensors."""
         group = grouping or self._ir.replica_grouping()
         return group if is_sharded(location, prod(spec.shape), group.group_size) else None
 
     def _slot(self, spec: popxl.TensorSpec, group: popxl.ReplicaGrouping | None) -> tuple[popxl.RemoteBuffer, int]:
-        """The next slot of the buffer for tensors of one shape, dtype and number of pieces."""
+        """Next free slot of the buffer for a shape, dtype and shard count."""
         pieces = 1 if group is None else group.group_size
         key = (spec.shape, spec.dtype, pieces)
         if key in self._buffers:

@@ -369,9 +369,7 @@ class Update:
         return {name: stored.variable for name, stored in self.stored.items() if stored.variable is not None}
 
     def pieces(self, name: str, parameter: Stored) -> popxl.ReplicaGrouping | None:
-        """The replicas that take a piece each in the step of a parameter, as it or its state is sharded; `None` if the
-        step takes whole tensors.
-        """
+        """Replica group whose members each update a shard of a parameter; `None` for whole updates."""
         kept = [parameter, *(s for k in self._rule.kept if (s := self.stored.get(f"{k.name}___{name}")) is not None)]
         return next((s.group for s in kept if s.group is not None), None) if self._rule.elementwise else None
 
@@ -475,7 +473,7 @@ class Update:
         loss_scale: float | popxl.Tensor,
         pieces: Container[str],
     ) -> float | popxl.Tensor:
-        """Factor that unscales, and clips where there are gradients."""
+        """Gradient scale factor: loss unscaling, and clipping if enabled."""
         if not gradients and isinstance(loss_scale, float):
             return 1 / loss_scale
         squares = self._combined(_sum_of_squares, gradients, "add", pieces) if gradients else None

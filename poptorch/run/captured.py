@@ -317,7 +317,7 @@ def host_functions_of(trace: Trace) -> Iterator[HostFunction]:
 
 
 def constant_of(value: Value) -> torch.Tensor | None:
-    """Constant data of a value computed only on the host or not at all; `None` for device results."""
+    """Constant data of a value from the host or without computation; `None` for device results."""
     made_by = value.made_by
     while made_by is not None and made_by.op in ("aten.lift_fresh", "aten.detach", "aten.alias"):
         made_by = made_by.inputs[0].made_by

@@ -353,7 +353,7 @@ class Compiled:
     # Variables ------------------------------------------------------------------------------------------------------
 
     def weights(self, names: Container[str] | None = None) -> dict[str, np.ndarray]:
-        """Parameter and buffer values on the device, by name; all, or only the named ones."""
+        """Device values of parameters and buffers by name, optionally only the named ones."""
         found = self._fetched({n: v for n, v in self.ends.variables.items() if names is None or n in names})
         of_each_replica = self.ends.written if self.session.ir.replication_factor > 1 else ()
         return {name: array[0] if name in of_each_replica else array for name, array in found.items()}
@@ -400,7 +400,7 @@ class Compiled:
         return {} if self.counting is None else self.counting.now
 
     def write_counted(self, numbers: Mapping[str, Number]) -> None:
-        """Overwrite those numbers, only the given ones."""
+        """Overwrite the given ones of these numbers."""
         if self.counting is not None:
             self.counting.now |= {name: numbers[name] for name in self.counting.now.keys() & numbers.keys()}
 

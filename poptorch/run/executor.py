@@ -74,7 +74,7 @@ def _check_autocast(then: torch.dtype | None, now: torch.dtype | None) -> None:
 
 
 class PoplarExecutor:
-    """A model running on a device, created by `poptorch.trainingModel` or `poptorch.inferenceModel`.
+    """Model on a device, created by `poptorch.trainingModel` or `poptorch.inferenceModel`.
 
     It is called as the model is. The first call compiles it for arguments like those given; `destroy` undoes that.
     Attributes that it does not have are those of the model. What is set through it before it is compiled counts:
@@ -284,7 +284,7 @@ class PoplarExecutor:
         return made
 
     def _takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the model is compiled for arguments like these."""
+        """Whether the compiled model accepts such arguments."""
         return self._compiled is not None and self._compiled.signature.fits(args, kwargs)
 
     # Compiling ------------------------------------------------------------------------------------------------------
@@ -517,7 +517,7 @@ class PoplarExecutor:
             self._host.write(compiled.weights())
 
     def copyWeightsToHostIfNeeded(self) -> bool:
-        """Copy parameters and buffers to the module if runs changed them on the device. Return whether any had."""
+        """Copy parameters and buffers to the module after changes on the device. Return whether any changed."""
         return self._instrumented is not None and self._instrumented.to_host_if_stale()
 
     @_traced("copyWeightsToDevice")

@@ -404,7 +404,7 @@ class BrokenGraph:
         self._is_attached = False
 
     def weights(self, names: Container[str] | None = None) -> dict[str, np.ndarray]:
-        """Parameter and buffer values on the device, by name; all, or only the named ones."""
+        """Device values of parameters and buffers by name, optionally only the named ones."""
         held = {name: to_numpy(t) for name, t in self._held.items() if names is None or name in names}
         return held | {name: array for each in self._programs for name, array in each.weights(names).items()}
 

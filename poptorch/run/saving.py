@@ -158,7 +158,7 @@ class _Counting(_FileModel):
 
 
 class _Tensor(_FileModel):
-    """A parameter or buffer of the module.
+    """Parameter or buffer of a module.
 
     Attributes:
         of: the name under which its numbers are: of tied ones, the first.
@@ -436,7 +436,7 @@ class Saved:
         return None if data is None else data.make(weight_values.tensors_of(module))
 
     def check(self, module: torch.nn.Module | None, training: bool) -> None:
-        """Raise an `Error` if this program is incompatible with a module."""
+        """Raise an `Error` for an incompatible module."""
         if training != self.training:
             kinds = {True: "training", False: "inference"}
             raise createPoptorchError(

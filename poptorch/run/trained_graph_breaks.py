@@ -166,7 +166,7 @@ class TrainedBrokenGraph(BrokenGraph):
         super().attach(host)
 
     def weights(self, names: Container[str] | None = None) -> dict[str, np.ndarray]:
-        """Parameter and buffer values on the device, by name; all, or only the named ones."""
+        """Device values of parameters and buffers by name, optionally only the named ones."""
         left = {name: array for name, array in self._saved_weights("weight").items() if names is None or name in names}
         return left if self._newest is None else left | self._newest.weights(names)
 

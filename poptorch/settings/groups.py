@@ -16,7 +16,7 @@ _Group = TypeVar("_Group", bound=OptionsDict)
 
 
 class _TrainingOptions(OptionsDict):
-    """What concerns training only; `options.Training`.
+    """Training options; `options.Training`.
 
     Example:
         >>> import poptorch
@@ -66,11 +66,11 @@ class _TrainingOptions(OptionsDict):
 
     @property
     def meanAccumulationAndReplicationReductionStrategy(self) -> MeanReductionStrategy:
-        """When a mean is divided."""
+        """Alias of `setMeanAccumulationAndReplicationReductionStrategy`."""
         return self.mean_accumulation_and_replication_reduction_strategy
 
     def gradientAccumulation(self, gradient_accumulation: int) -> _TrainingOptions:
-        """Accumulate the gradients of so many micro-batches before each step of the optimiser.
+        """Set the number of micro-batches whose gradients are accumulated per optimiser step.
 
         A call then takes so many times the rows, and layers that look at the batch still see one micro-batch.
 
@@ -83,7 +83,7 @@ class _TrainingOptions(OptionsDict):
         return self._set(gradient_accumulation=gradient_accumulation)
 
     def accumulationAndReplicationReductionType(self, reduction_type: ReductionType) -> _TrainingOptions:
-        """Step by the mean, or by the sum, of the gradients of all micro-batches and replicas.
+        """Set the reduction of gradients over micro-batches and replicas: mean or sum.
 
         It is independent of the reduction in the loss itself.
 
@@ -98,7 +98,7 @@ class _TrainingOptions(OptionsDict):
     def setMeanAccumulationAndReplicationReductionStrategy(
         self, mean_reduction_strategy: MeanReductionStrategy
     ) -> _TrainingOptions:
-        """When to divide, where the step is by a mean.
+        """Set the division strategy for mean gradients.
 
         Args:
             mean_reduction_strategy: `Running` cannot overflow; `Post` is faster; `PostAndLoss` is deprecated.
@@ -106,7 +106,7 @@ class _TrainingOptions(OptionsDict):
         return self._set(mean_accumulation_and_replication_reduction_strategy=mean_reduction_strategy)
 
     def setAutomaticLossScaling(self, enabled: bool) -> _TrainingOptions:
-        """Adjust the loss scale during training, so that gradients in float16 neither overflow nor vanish.
+        """Adjust the loss scale during training to keep float16 gradients within range.
 
         After each step it is halved if a gradient in float16 was greater than an eighth of the largest number of
         float16, or was none, in any micro-batch; else it is doubled, up to 2¹⁵. Where all gradients are in float32 it
@@ -116,7 +116,7 @@ class _TrainingOptions(OptionsDict):
         return self._set(automatic_loss_scaling=enabled)
 
     def setConvolutionDithering(self, enabled: bool) -> _TrainingOptions:
-        """Lay convolutions out from different tiles."""
+        """Vary the tile layout of convolutions."""
         return self._set(convolution_dithering=enabled)
 
     def setMemoryPlan(self, plan: MemoryPlan | MemoryPolicy) -> _TrainingOptions:
@@ -136,7 +136,7 @@ class _TrainingOptions(OptionsDict):
 
 
 class _PrecisionOptions(OptionsDict):
-    """How numbers are rounded and checked; `options.Precision`.
+    """Precision options: rounding, and checks of values; `options.Precision`.
 
     Example:
         >>> import poptorch
@@ -172,11 +172,11 @@ class _PrecisionOptions(OptionsDict):
     running_statistics_always_float: bool = setting(True, f"{NO_EFFECT}; deprecated", "runningStatisticsAlwaysFloat")
 
     def enableFloatingPointExceptions(self, enabled: bool) -> _PrecisionOptions:
-        """Raise an `Error` where a running program divides by zero, overflows, makes NaN or compares it. It is slow."""
+        """Raise an `Error` at run time for divisions by zero, overflows, NaN results and comparisons with NaN."""
         return self._set(floating_point_exceptions=enabled)
 
     def enableStochasticRounding(self, enabled: bool) -> _PrecisionOptions:
-        """Round results in float16 up or down at random, so that they are right on average."""
+        """Round float16 results stochastically, without bias."""
         return self._set(stochastic_rounding=enabled)
 
     def setPartialsType(self, dtype: torch.dtype) -> _PrecisionOptions:
@@ -201,7 +201,7 @@ class _PrecisionOptions(OptionsDict):
 
 
 class _JitOptions(OptionsDict):
-    """What concerned PyTorch's JIT compiler; `options.Jit`. Nothing is left of it."""
+    """Obsolete options of PyTorch's JIT compiler; `options.Jit`."""
 
     trace_model: bool = setting(
         False,
@@ -238,7 +238,7 @@ def _environment_integer(name: str, default: int) -> int:
 
 
 class _DistributedOptions(OptionsDict):
-    """Which of several processes this is; `options.Distributed`.
+    """Identity of this process among several; `options.Distributed`.
 
     Example:
         >>> import poptorch
@@ -266,18 +266,18 @@ class _DistributedOptions(OptionsDict):
 
     @property
     def processId(self) -> int:
-        """The number of this process, from 0."""
+        """Index of this process."""
         return self.process_id
 
     @property
     def numProcesses(self) -> int:
-        """The number of processes."""
+        """Number of processes."""
         return self.num_processes
 
     distributed_process_id, num_distributed_processes = processId, numProcesses
 
     def configureProcessId(self, process_id: int, num_processes: int) -> _DistributedOptions:
-        """Say which process this is.
+        """Set the index of this process, and the number of processes.
 
         Args:
             process_id: its number, from 0.
@@ -294,7 +294,7 @@ class _DistributedOptions(OptionsDict):
         return self._set(process_id=process_id, num_processes=num_processes)
 
     def setEnvVarNames(self, var_num_processes: str, var_process_id: str) -> _DistributedOptions:
-        """Read from the environment which process this is; done at first with the names that OpenMPI uses.
+        """Read process index and count from environment variables, by default OpenMPI's.
 
         Args:
             var_num_processes: the variable with the number of processes; they are 1 if it is not set.
@@ -309,5 +309,5 @@ class _DistributedOptions(OptionsDict):
         )
 
     def disable(self) -> _DistributedOptions:
-        """Be the only process, whatever the environment says."""
+        """Use a single process, regardless of the environment."""
         return self.configureProcessId(0, 1)

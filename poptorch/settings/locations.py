@@ -11,7 +11,7 @@ _TOLD = f"{NO_EFFECT}, as a warning says"
 
 
 class TensorLocationSettings(OptionsDict):
-    """Where tensors of one kind are stored.
+    """Storage location of one kind of tensors.
 
     Example:
         >>> import poptorch
@@ -54,27 +54,27 @@ class TensorLocationSettings(OptionsDict):
     use_io_tiles_to_store: bool | None = setting(None, _TOLD, "useIOTilesToStore", kind=bool | None, shown="unset")
 
     def minElementsForOffChip(self, min_elements: int) -> TensorLocationSettings:
-        """Keep tensors of fewer elements on the device."""
+        """Set the minimum size, in elements, of tensors stored off chip."""
         return self._set(min_elements_for_off_chip=min_elements)
 
     def minElementsForReplicatedTensorSharding(self, min_elements: int) -> TensorLocationSettings:
-        """Do not split tensors of fewer elements over replicas."""
+        """Set the minimum size, in elements, of sharded tensors."""
         return self._set(min_elements_for_replicated_tensor_sharding=min_elements)
 
     def useOnChipStorage(self, use: bool | None = True) -> TensorLocationSettings:
-        """Store the tensors in the device's memory (True), in the host's (False), or where it suits (None)."""
+        """Store tensors on the device (True), on the host (False), or by default rules (None)."""
         return self._set(use_on_chip_storage=use)
 
     def useReplicatedTensorSharding(self, use: bool = True) -> TensorLocationSettings:
-        """Split the tensors over the replicas, each of which stores a part."""
+        """Shard the tensors over replicas."""
         return self._set(use_replicated_tensor_sharding=use)
 
     def useIOTilesToLoad(self, use: bool = True) -> TensorLocationSettings:
-        """Load the tensors through IO tiles."""
+        """Load tensors through IO tiles."""
         return self._set(use_io_tiles_to_load=use)
 
     def useIOTilesToStore(self, use: bool = True) -> TensorLocationSettings:
-        """Store the tensors through IO tiles."""
+        """Store tensors through IO tiles."""
         return self._set(use_io_tiles_to_store=use)
 
 
@@ -82,20 +82,20 @@ _METHODS = {name: each.by for name, each in vars(TensorLocationSettings).items()
 
 
 def is_off_chip(location: TensorLocationSettings, elements: int, leaves: bool = False) -> bool:
-    """Whether a tensor of so many elements is stored in the memory of the host, if `location` says or `leaves` does."""
+    """Whether a tensor of a given size is stored on the host, by `location` or else by `leaves`."""
     on_chip = not leaves if location.use_on_chip_storage is None else location.use_on_chip_storage
     return not on_chip and elements >= (location.min_elements_for_off_chip or 2)
 
 
 def is_sharded(location: TensorLocationSettings, elements: int, replicas: int) -> bool:
-    """Whether each of some replicas stores a part of a tensor of so many elements that they share."""
+    """Whether a tensor of a given size is sharded over replicas."""
     least = location.min_elements_for_replicated_tensor_sharding or 2
     asked = location.use_replicated_tensor_sharding and elements >= least
     return bool(asked) and replicas > 1 and elements % replicas == 0
 
 
 def _without_effect(location: TensorLocationSettings, is_of_activations: bool) -> list[str]:
-    """The settings, by the names of their methods, that have been made and have no effect here."""
+    """Method names of changed settings without effect."""
     lost = ["use_io_tiles_to_load", "use_io_tiles_to_store"]
     if is_of_activations:  # each replica has activations of its own
         lost += ["use_replicated_tensor_sharding", "min_elements_for_replicated_tensor_sharding"]
@@ -103,7 +103,7 @@ def _without_effect(location: TensorLocationSettings, is_of_activations: bool) -
 
 
 class _TensorLocationOptions(OptionsDict):
-    """Where tensors are stored; `options.TensorLocations`. It never changes a number.
+    """Storage locations; `options.TensorLocations`. Numerically without effect.
 
     Example:
         >>> import poptorch
@@ -163,7 +163,7 @@ class _TensorLocationOptions(OptionsDict):
         return self
 
     def numIOTiles(self, num_tiles: int) -> _TensorLocationOptions:
-        """Set tiles aside for transfers.
+        """Reserve tiles for transfers.
 
         Args:
             num_tiles: an even number from 32 to 192.
@@ -171,19 +171,19 @@ class _TensorLocationOptions(OptionsDict):
         return self._set(num_io_tiles=num_tiles)
 
     def setActivationLocation(self, location: TensorLocationSettings) -> _TensorLocationOptions:
-        """Where activations are stored."""
+        """Set the storage location of activations."""
         return self._set(activation_location=location)
 
     def setWeightLocation(self, location: TensorLocationSettings) -> _TensorLocationOptions:
-        """Where weights are stored."""
+        """Set the storage location of weights."""
         return self._set(weight_location=location)
 
     def setOptimizerLocation(self, location: TensorLocationSettings) -> _TensorLocationOptions:
-        """Where the state of the optimiser is stored."""
+        """Set the storage location of optimiser state."""
         return self._set(optimizer_location=location)
 
     def setAccumulatorLocation(self, location: TensorLocationSettings) -> _TensorLocationOptions:
-        """Where accumulated gradients are stored."""
+        """Set the storage location of gradient accumulators."""
         return self._set(accumulator_location=location)
 
 

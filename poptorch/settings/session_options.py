@@ -40,7 +40,7 @@ _SESSION_OPTIONS = frozenset(SessionOptions.model_fields) | frozenset(
 
 
 class _PopartOptions(OptionsDict):
-    """Session options by their own names, for programs that reach below poptorch; `options._Popart`."""
+    """Session options by PopART's names, for programs below PopTorch's level; `options._Popart`."""
 
     options: dict[str, Any] = setting(
         {},
@@ -93,12 +93,12 @@ class _PopartOptions(OptionsDict):
         return self._set(patterns=_plain(patterns), patterns_level=level)
 
     def setEngineOptions(self, engine_options: Mapping[str, str]) -> _PopartOptions:
-        """Set options of the engine, replacing those set before."""
+        """Set engine options, replacing earlier ones."""
         return self._set(engine_options=_plain(engine_options))
 
     @property
     def recomputation(self) -> RecomputationType | None:
-        """Which activations are computed again in the backward pass, by `autoRecomputation`; `None` if that is not set.
+        """Kind of recomputation in the backward pass, from `autoRecomputation`; `None` if unset.
 
         Raises:
             Error: if it is set to anything else.
@@ -113,7 +113,7 @@ class _PopartOptions(OptionsDict):
         return known[value]
 
     def check(self) -> None:
-        """To be called when a model is compiled: whether all values are of types that session options have.
+        """Check the types of all values, at compilation.
 
         Raises:
             Error: if one is not a bool, a number, a string, an enum, or a list or dictionary of these.
@@ -126,7 +126,7 @@ class _PopartOptions(OptionsDict):
                 )
 
     def apply(self, to: SessionOptions) -> None:
-        """Set the options of an Ir that were set here, but for the number of replicas, which it knows.
+        """Apply these options to those of an Ir, except the number of replicas.
 
         Raises:
             Error: if one does not take its value.
@@ -140,7 +140,7 @@ class _PopartOptions(OptionsDict):
 
 
 def _plain(value: Mapping[str, Any]) -> Any:
-    """A mapping as a dictionary; what is none as it is, for the check of its setting."""
+    """Convert mappings to dictionaries; other values are left to the setting's check."""
     return dict(value) if isinstance(value, Mapping) else value
 
 

@@ -154,8 +154,11 @@ class ModelGraph:
             return None
         planned = self._planned()
         transform = self._recomputed if planned is None else planned
-        info = popxl.transforms.autodiff(self.graph, [loss], required, called_graphs_transform=transform)
-        return info if planned is None else planned(info)
+        gradient = popxl.transforms.autodiff(self.graph, [loss], required, called_graphs_transform=transform)
+        gradient = gradient if planned is None else planned(gradient)
+        outputs = set(gradient.outputs)
+        self.trained = {name: t for name in names if (t := self.inputs.get(name)) is not None and t in outputs}
+        return gradient
 
     def _planned(self) -> PlannedGradients | None:
         """Transform that applies the memory plan of the options, or else the one that a tool requests."""

@@ -44,7 +44,7 @@ __all__: list[str] = []
 
 
 class _LowLevelIr:
-    """Stand-in for `_pb_ir` of an Ir."""
+    """Substitute for an Ir's `_pb_ir`."""
 
     def __init__(self, ir: Ir) -> None:
         self._ir = ir
@@ -79,7 +79,7 @@ class _LowLevelIr:
 
 
 class _LowLevelSession:
-    """Stand-in for `_pb_session` of a session."""
+    """Substitute for a session's `_pb_session`."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -167,4 +167,4 @@ class DriftingVariableWarning(ReplicationWarning):
 
 
 class ContradictedStatementWarning(ReplicationWarning):
-    """A value is stated to be the same on all replicas of a group, which have pieces of it, or terms of a sum."""
+    """A value declared equal on all replicas of a group consists of shards or partial sums on them."""

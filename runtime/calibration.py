@@ -110,7 +110,7 @@ def _launch() -> float:
 
 
 def _dispatch() -> float:
-    """Seconds of a call of a program that does next to nothing."""
+    """Seconds per call of a nearly empty program."""
     x = jnp.ones(4, jnp.float32)
     plus = jax.jit(lambda x: x + 1)
     return _best(lambda: plus(x))

@@ -164,8 +164,9 @@ def _options_of_plan(arguments: Sequence[str]) -> Sequence[str]:
 
 
 def _run_of(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str] | None]:
-    """Split the option `--run` off the arguments of `check`, where it is right before or after the file: the others,
-    and the program's arguments for one replica; `None` without the option."""
+    """Split `--run`, directly before or after the file, off the arguments of `check`: the other arguments, and the
+    program's arguments for one replica; `None` without the option.
+    """
     for i in (1, 2) if arguments[:1] == ["check"] else ():
         name, _, value = arguments[i].partition("=") if i < len(arguments) else ("", "", "")
         if name == "--run":

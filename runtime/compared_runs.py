@@ -23,7 +23,7 @@ HOW = (
 
 
 def compared_run(file: Path, arguments: Sequence[str], alone: Sequence[str], number: int) -> Comparison:
-    """Run an Ir that a file builds, and the same with all of its axes of size one, and compare them.
+    """Run an Ir from a file, and its copy with all axes of size one, and compare both.
 
     Args:
         file, arguments: the program.

@@ -102,7 +102,7 @@ def compare(
     divided: Mapping[str, Sequence[str]] | None = None,
     tolerance: float | None = None,
 ) -> Comparison:
-    """Run a program with its axes of replicas, and with all of them of size one, and compare what they compute.
+    """Run a program with its replica axes, and with all axes of size one, and compare results.
 
     Both begin with the variables of the latter and get the same global batch in each step. A stream or variable whose
     shape is smaller on many replicas is a piece: its batch or value is cut among the replicas along the axes whose
@@ -160,7 +160,7 @@ def _built(program: Callable[[dict[str, int]], Ir], axes: dict[str, int]) -> Ir:
 
 
 class _Experiment:
-    """Both programs, with what they have in common by name."""
+    """Both programs, with their common tensors by name."""
 
     def __init__(
         self, one: Ir, many: Ir, axes: Axes, divided: Mapping[str, Sequence[str]], tolerance: float | None
@@ -235,7 +235,7 @@ class _Experiment:
         return np.stack(parts, 1).reshape(session.host_shape(many))
 
     def _along(self, name: str, one: Sequence[int], many: Sequence[int]) -> list[tuple[str, ...]]:
-        """For each dimension, the axes along which it is cut."""
+        """Sharding axes of each dimension."""
         taken: set[str] = set()
         found: list[tuple[str, ...]] = []
         for dim, (size, part) in enumerate(zip(one, many, strict=True)):
@@ -328,7 +328,7 @@ class _Experiment:
 
 
 def _last_writer(graph: Graph, wanted: Set[Tensor]) -> Op | None:
-    """The last op to change one of some tensors; of a called graph, if that changes it."""
+    """Last op that overwrites any of the tensors, within called graphs if these do."""
     made_of = storages(graph.ops)
     for op in reversed(graph.ops):
         for i in sorted(op.modified):
@@ -350,7 +350,7 @@ def _last_storing(main: Graph, stream: Stream) -> Op | None:
 
 
 def _last_collective(main: Graph, writer: Op) -> str:
-    """The line of the last collective among what an op needs, in its graph and then in the main one."""
+    """Source line of an op's last upstream collective, first in its own graph, then in the main graph."""
     for graph in dict.fromkeys((writer.graph, main)):
         is_own = graph is writer.graph
         needed = {*writer.inputs} if is_own else {t for op in graph.ops for t in op.outputs}
@@ -373,7 +373,7 @@ def _by_name(things: Any) -> dict[str, Any]:
 
 
 def _axis(one: Variable, many: Variable) -> int | None:
-    """The axis along which groups of replicas divide a value; `None` if each has all of it."""
+    """Axis of a value divided by replica groups; `None` for undivided values."""
     if one.shape == many.shape:
         return None
     if many.group_axis is not None:

@@ -67,7 +67,7 @@ class Analysis(OnPage, Record):
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits into the memory of a chip; `None` where that is not known."""
+        """Whether a program fits into chip memory; `None` if unknown."""
         return None if self.capacity is None else self.memory.device <= self.capacity
 
     def picture(self) -> Picture:
@@ -186,7 +186,7 @@ def _on_target(leaf: Any, target: Target) -> Any:
 
 
 def _moved(value: Any, target: Target) -> Any:
-    """A parameter of JAX, with meshes of other machines replaced by those of the same places of the target."""
+    """JAX parameter with meshes remapped to the target's devices."""
     if isinstance(value, NamedSharding):
         return NamedSharding(_moved(value.mesh, target), value.spec, memory_kind=value.memory_kind)
     if isinstance(value, Mesh):

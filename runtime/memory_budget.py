@@ -52,7 +52,7 @@ def bytes_of(text: str | int, who: str) -> int:
 
 
 class Compiled(NamedTuple):
-    """A program that was compiled with a plan.
+    """Program compiled with a memory plan.
 
     Attributes:
         ir: the program.
@@ -75,7 +75,7 @@ class Compiled(NamedTuple):
 
 
 def compiled_program(ir: Ir, program: CompiledProgram, applied: Sequence[Any]) -> Compiled:
-    """What the search for a plan needs of a program.
+    """Compiled program, with the data for the plan search.
 
     Args:
         ir, program: the program.

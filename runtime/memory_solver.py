@@ -32,7 +32,7 @@ _SPLITS = 8
 
 @dataclass(frozen=True)
 class OpNeeds:
-    """What it takes to run an op of a forward graph again.
+    """Cost of recomputing an op of a forward graph.
 
     Attributes:
         operands, results: paths of activations.
@@ -85,8 +85,8 @@ class GraphNeeds:
 
     @cached_property
     def moments(self) -> tuple[tuple[frozenset[str], int], ...]:
-        """The activations that are in memory in a step of the backward call, if all are needed, and the bytes of the
-        gradient's own values: of the steps that need most.
+        """Live activations, if all are needed, and bytes of gradient values, in the backward call's most demanding
+        steps.
 
         What is computed again is there from the first step that needs it, or needs what is computed from it.
         """
@@ -110,7 +110,7 @@ class GraphNeeds:
 
 @dataclass(frozen=True)
 class Group:
-    """Calls of a graph that follow each other and have the same treatments, by path."""
+    """Consecutive calls of a graph with equal treatments, by path."""
 
     calls: int
     treatments: Mapping[str, Treatment]
@@ -191,7 +191,7 @@ def _some(ends: Sequence[int]) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class _Divided:
-    """A graph, with the number of calls in each group of its calls."""
+    """Graph with the size of each group of its calls."""
 
     graph: GraphNeeds
     counts: tuple[int, ...]
@@ -201,8 +201,9 @@ _Row = dict[int, float]
 
 
 class _IntegerProgram:
-    """Variables: for each activation of a group whether it is kept, then whether it is offloaded; for each op whether
-    it runs again; and last the bytes at the highest, in megabytes, for HiGHS likes numbers of one size."""
+    """Integer program. Binary variables: saved, then offloaded, per activation of a group; recomputed, per op; last,
+    the peak in megabytes, as HiGHS prefers numbers of one magnitude.
+    """
 
     def __init__(self, graphs: Sequence[_Divided], chip: Chip | None, may_offload: bool, release: Release) -> None:
         self._graphs = graphs
@@ -285,7 +286,7 @@ class _IntegerProgram:
             self._times.append(count * op.seconds(chip))
 
     def _matrix(self) -> Any:
-        """The constraints, of which each is at least `_least`."""
+        """Constraint matrix; `_least` has lower bounds."""
         from scipy.sparse import coo_array
 
         cells = [(row, column, value) for row, each in enumerate(self._rows) for column, value in each.items()]
@@ -324,7 +325,7 @@ class _IntegerProgram:
                 self._add(available(path) | {self._again[g.name, group, number]: -1.0}, 0.0)
 
     def _moments(self) -> Iterator[tuple[_Row, float]]:
-        """What is in memory at each moment that may be the highest, and the bytes that are there in any case.
+        """Live activations at each potential peak, and the constant bytes there.
 
         While a group is differentiated, the activations of its other calls and of earlier groups are in memory, and the
         gradients of later ones; of graphs that are called later, their gradients; of other graphs, all activations.
@@ -357,7 +358,7 @@ class _IntegerProgram:
         return {self._kept[g.name, group, path]: count * float(size) for path, size in g.bytes.items()}
 
     def _inside_row(self, g: GraphNeeds, group: int, paths: frozenset[str]) -> _Row:
-        """What a backward call has of the activations that it needs then.
+        """Activations live within a backward call.
 
         A call that is compiled by itself recomputes all at its beginning, as XLA for CPUs puts first what can run side
         by side: it has all that the gradient reads, and no longer what was computed on the way.

@@ -151,7 +151,7 @@ class Launch:
         self._lock = threading.Lock()
 
     def become(self, instance: Instance) -> int:
-        """Replace this process with the program, as one instance of a scheduler."""
+        """Replace this process by the program, as one instance under a scheduler."""
         variables = _for_instance(instance) | self._variables | instance.environment()
         if self._options.verbose:
             _log(f"instance {instance.instance_index} of {instance.num_instances}: {shlex.join(self._command)}")

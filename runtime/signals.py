@@ -82,7 +82,7 @@ def defer_signals(work: Callable[[], T]) -> T:
 
 
 def _restore(before: Mapping[int, Any], defer: Any) -> None:
-    """Handle signals as before where `defer` does, also if one comes meanwhile whose handler is back, and raises."""
+    """Restore signal handlers replaced by `defer`, even if a restored handler raises meanwhile."""
     deferred = {number: handler for number, handler in before.items() if _signal.getsignal(number) is defer}
     try:
         for number, handler in deferred.items():

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass
 class AskedMemory:
-    """A memory plan or policy for a program, and what the program made of it.
+    """Memory plan or policy for a program, with its result.
 
     Attributes:
         memory: the plan or policy that training steps get where the program leaves it open.
@@ -26,7 +26,7 @@ _asked: ContextVar[AskedMemory | None] = ContextVar("asked_memory", default=None
 
 
 def asked_memory() -> AskedMemory | None:
-    """What a tool asks for; `None` where none does."""
+    """Memory budget from a tool; `None` without one."""
     return _asked.get()
 
 

@@ -58,7 +58,7 @@ def replace_file(path: Path, content: bytes | Callable[[Path], object], like: st
 
 
 def clean_stale_temporaries(paths: Collection[Path] | Iterator[Path]) -> None:
-    """Delete files and directories, but for those that some process has locked, or that others own."""
+    """Delete temporary files and directories, except those locked by a process or owned by other users."""
     for path in paths:
         lock = None
         try:
@@ -233,7 +233,7 @@ def resolve_replaced(directory: Path) -> Path:
 
 
 class ReplacedError(UnreadableFileError):
-    """A directory was replaced while it was read."""
+    """Replacement of a directory during a read."""
 
 
 @contextmanager

@@ -71,7 +71,7 @@ def is_packed(content: bytes) -> bool:
 
 
 def unpack(kind: str, content: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """What the writer said of the blobs, and the blobs.
+    """Header and blobs of a container.
 
     Raises:
         ValueError: if this is not the content of such a file, or it is damaged.

@@ -15,7 +15,7 @@ _CHIP, _GAP = 15, 11
 
 
 class Layer(NamedTuple):
-    """One use of memory: its class in the style sheet, what it is, and its bytes in each column."""
+    """Memory use by category: its CSS class, label, and bytes per column."""
 
     style: str
     name: str
@@ -131,7 +131,7 @@ def _wire(x1: float, y1: float, x2: float, y2: float, axis: str) -> str:
 
 
 def _collectives(axes: Sequence[tuple[str, int]], sent: Sequence[LineCollectives], y: float) -> list[str]:
-    """A heading for each group of axes, and a row for each line of the program that sends along them."""
+    """Heading for each group of axes, with one row per source line that communicates along them."""
     if not sent:
         return [svg.text(_SIDE, y, "Nothing is sent.", "start")] if axes else []
     parts: list[str] = []

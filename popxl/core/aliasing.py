@@ -68,7 +68,7 @@ def callees_first(graph: Graph, without: Container[Graph] = ()) -> tuple[Graph, 
 
 
 def through_calls(t: Tensor) -> Iterator[Tensor]:
-    """A tensor; if a call returns it, the output of the called graph that it stands for, and so on inwards."""
+    """Source of a tensor through calls: the corresponding output of the called graph, recursively."""
     yield t
     while (op := t.producer) is not None and is_call(op):
         t = op.called_graphs[0].outputs[op.outputs.index(t)]

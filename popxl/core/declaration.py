@@ -165,7 +165,7 @@ class OpKind:
         return makes(attributes) if callable(makes) else makes
 
     def needs_same_feeds(self, attributes: Mapping[str, Any]) -> bool:
-        """For an op between replicas, whether replicas of its groups have to be fed the same."""
+        """Whether a cross-replica op requires equal feeds on replicas of its groups."""
         asks = self._between.same_feeds
         return asks is not None and asks(attributes)
 

@@ -143,7 +143,7 @@ def _lines(graph: Graph, note: Note) -> Iterator[str]:
 
 
 def _differentiated(graph: Graph) -> str:
-    """How a graph is differentiated, if not op by op."""
+    """Custom derivative of a graph, as text; empty for op-by-op differentiation."""
     if graph.derivative is not None:
         return "  # has its own derivative"
     if graph.keeps is None:

@@ -59,7 +59,7 @@ def seed_of(ir: Ir) -> Variable | None:
 
 
 def ensure_seed(ir: Ir) -> Variable:
-    """The variable with the seed; made if there is none."""
+    """Get or create the variable with the rounding seed."""
     found = seed_of(ir)
     if found is not None:
         return found

@@ -200,8 +200,7 @@ class BetweenReplicas(Trait):
 
 @dataclass(frozen=True)
 class Asserts(Trait):
-    """The op returns its operand, and states that it is the same on all replicas of a group, which the attributes
-    `stride` and `group_size` say."""
+    """The op returns its operand, declared equal on all replicas of the group in its attributes."""
 
 
 @dataclass(frozen=True)
@@ -375,7 +374,7 @@ class Run:
 
     @property
     def numbers(self) -> range:
-        """The numbers of the turns, in the order in which the graph runs."""
+        """Iteration numbers, in running order."""
         counted = range(self.iterations)
         return counted[::-1] if self.op.attributes.get(self.trait.backwards) else counted
 

@@ -128,7 +128,7 @@ def gather(
 
 
 def row(stack: Tensor, number: Tensor, name: str | None = None) -> Tensor:
-    """The slice of a tensor along its first axis that has a number: a `gather` of one."""
+    """One slice along a tensor's first axis, by index: a `gather` of a single row."""
     return _gather_kind(stack, number, axis=0, zero_OOR=False, results=None if name is None else [name], **set_hints())
 
 

@@ -106,8 +106,9 @@ def rows_of(wrapper: Graph) -> dict[Tensor, Tensor]:
 
 
 def _sought(wrapper: Graph) -> list[Tensor]:
-    """The tensors of a wrapper whose gradients a loop needs: of rows, in place of what they are picked from. The
-    gradient of that would be as large in each turn, and nearly all of it zeros."""
+    """Tensors of a wrapper whose gradients a loop needs: rows replace the tensors that they are selected from, whose
+    gradients would be large and nearly all zeros in each iteration.
+    """
     rows = {stack: row for row, stack in rows_of(wrapper).items()}
     return [rows.get(t, t) for t in wrapper.inputs]
 

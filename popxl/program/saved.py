@@ -83,7 +83,7 @@ class SavedOp(SavedRecord):
 
 
 class SavedGraph(SavedRecord):
-    """A graph. A rule of its own is code, of which only the name is saved, with how many outputs it is for."""
+    """Saved graph. Its custom rule is code, saved by name only, with the number of its outputs."""
 
     id: str
     inputs: list[str]

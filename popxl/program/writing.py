@@ -49,7 +49,7 @@ def save(ir: Ir, path: str | os.PathLike[str]) -> None:
 
 
 def packed(ir: Ir) -> bytes:
-    """The content of the file of a program."""
+    """File content of a program."""
     writer = _Writer()
     with ir.host_copies.lock:
         program = writer.program(ir)

@@ -421,7 +421,7 @@ def _leading_through_calls(graph: Graph, provided: Iterable[Tensor]) -> Trampoli
 
 
 def _leading_to(graph: Graph, provided: Iterable[Tensor]) -> set[Tensor]:
-    """The same, where each input of a called graph leads to each of its outputs."""
+    """As `leading_to`, under the assumption that all outputs of a called graph depend on all its inputs."""
     leads = set(provided)
     for op in reversed(graph.ops):
         if not leads.isdisjoint(op.outputs):

@@ -34,7 +34,7 @@ class ExpectedConnection:
 
     @property
     def is_activation(self) -> bool:
-        """Whether a connection refers to the tensor, not its gradient."""
+        """Whether a connection refers to a tensor itself, not to its gradient."""
         return self.connection_type is ExpectedConnectionType.Fwd
 
     @classmethod

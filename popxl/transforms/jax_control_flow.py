@@ -66,7 +66,7 @@ def record_as_graphs(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequ
 
 
 def _number(operand: Any, read: Read) -> np.ndarray | None:
-    """The number that an operand is, if that is known and counts something."""
+    """Value of an integer operand, if known."""
     if isinstance(operand, Literal):
         return of_jax.as_counter(operand.val, operand.aval)
     t = read(operand)
@@ -103,7 +103,7 @@ def _cond(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequence[Tensor
 def _choice(
     recorder: Recorder, branches: Sequence[ClosedJaxpr], number: Tensor, operands: Sequence[Tensor], first: int = 0
 ) -> Sequence[Tensor]:
-    """Run the branch with a number, where the first branch has the number `first`: halves of them, and so on."""
+    """Run the branch of a given number by binary search; the first branch has the number `first`."""
     if len(branches) == 1:
         return call(*_branch(recorder, branches, number, operands, first))
     half = len(branches) // 2

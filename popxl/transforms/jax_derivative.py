@@ -122,7 +122,7 @@ class JaxDerivative:
         gs: Mapping[int, Tensor],
         read: Callable[[Tensor], Tensor],
     ) -> Sequence[Tensor]:
-        """The gradients by one op, which computes the function again."""
+        """Gradients from a single op, which recomputes the function."""
         inputs, outputs = (tuple(t.spec for t in ts) for ts in (graph.inputs, graph.outputs[: self.results]))
         kind = function_kind(last_name(self.name))
         made_of = Derivation(kind, None, (("function", self._function),), inputs, outputs, wanted, given)

@@ -81,13 +81,13 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 def first_effect(jaxpr: Jaxpr) -> JaxprEqn | None:
-    """The first equation that does more than compute."""
+    """First equation with a side effect."""
     found = (e for e in equations(jaxpr) if e.effects and e.primitive.name != "jit")  # what is in that comes, too
     return next(found, None)
 
 
 def first_foreign(jaxpr: Jaxpr) -> tuple[JaxprEqn | None, str] | None:
-    """The first value of a type that no tensor can have: its equation, if there is one, and the type."""
+    """First value of a type without tensor equivalent: its equation, if any, and the type."""
     for equation in equations(jaxpr):
         for value in (*equation.invars, *equation.outvars):
             if spec_of(value.aval) is None:
@@ -161,7 +161,7 @@ def _rank(value: Any) -> int:
 
 
 def while_loop(equation: JaxprEqn, turns: int) -> Loop:
-    """A `while` with a known number of turns as a loop."""
+    """Convert a `while` with a known trip count to a loop."""
     of_condition, same = equation.params["cond_nconsts"], equation.params["body_nconsts"]
     body, operands = equation.params["body_jaxpr"], equation.invars[of_condition:]
     carried = len(operands) - same
@@ -292,7 +292,7 @@ def used_operands(body: ClosedJaxpr) -> list[int]:
 
 
 def with_operands(body: ClosedJaxpr, which: Sequence[int]) -> ClosedJaxpr:
-    """Restrict a function to these arguments, the only ones it reads."""
+    """Restrict a function to the arguments that it reads."""
     about = body.jaxpr.debug_info
     names = about.arg_names
     if names is not None and len(names) == len(body.jaxpr.invars):
@@ -308,18 +308,18 @@ Policy = Callable[[JaxprEqn], bool]
 
 
 def policy_of(equation: JaxprEqn) -> Policy | None:
-    """The policy of a `jax.checkpoint`; `None` if it keeps nothing."""
+    """Policy of a `jax.checkpoint`; `None` if it saves nothing."""
     policy = equation.params["policy"]
     return None if policy is None else lambda inner: _answer(policy, inner) in (True, "SaveableType")
 
 
 def offloads(equation: JaxprEqn) -> bool:
-    """Whether the policy of a `jax.checkpoint` moves something to the memory of the host."""
+    """Whether the policy of a `jax.checkpoint` offloads any value to the host."""
     policy, body = equation.params["policy"], closed(equation.params["jaxpr"])
     return policy is not None and any(_answer(policy, inner) == "Offloadable" for inner in equations(body.jaxpr))
 
 
 def _answer(policy: Any, equation: JaxprEqn) -> bool | str:
-    """What a policy says of an equation: a bool, or the name of a type of JAX that it does not publish."""
+    """Decision of a policy about an equation: a bool, or the name of an unpublished JAX type."""
     said = policy(equation.primitive, *(value.aval for value in equation.invars), **equation.params)
     return said if isinstance(said, bool) else type(said).__name__

@@ -69,7 +69,7 @@ DERIVATIVES = ("custom_jvp_call", "custom_vjp_call")
 
 
 def of_equation(equation: JaxprEqn) -> tuple[list[Any], Function]:
-    """An equation as a function of its operands that are no literals, each once."""
+    """Equation as a function of its distinct non-literal operands."""
     called = equation.params["call_jaxpr"].jaxpr
     operands = list(dict.fromkeys(value for value in equation.invars if not isinstance(value, Literal)))
     alone = called.replace(constvars=[], invars=operands, outvars=equation.outvars, eqns=[equation])

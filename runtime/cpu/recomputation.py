@@ -11,7 +11,7 @@ from runtime.fake_dependency import with_fake_dependency
 
 
 def available_after(value: Any, other: Any) -> Any:
-    """`value`, unchanged, with a fake dependency on the first element of `other`, if it has one."""
+    """`value` with a fake dependency on the first element of `other`, if any."""
     return all_available_after([value], [other])[0] if other.size else value
 
 

@@ -113,7 +113,7 @@ def _slot(environment: Environment, t: Tensor) -> PackedSlot:
 
 
 def _order(loop: RerolledLoop, slots: dict[LoopInput, list[PackedSlot]]) -> list[int]:
-    """An order of iterations: that of the largest rows that they modify, which then stay where they are."""
+    """Iteration order of the largest modified rows, which avoids moving these."""
     turns = range(len(loop.iterations))
     written = [taken for taken in slots if taken.is_written] or [*slots]
     largest = max(written, key=lambda taken: taken.name.nelms * taken.name.dtype.itemsize, default=None)

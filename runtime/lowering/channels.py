@@ -52,7 +52,7 @@ State = tuple[Array, Position]
 
 
 class Channels:
-    """The channels of a computation: per stream, the array of its transfers and the index of the next one.
+    """Channels of a computation: per stream, an array of transfers, and an index of the next one.
 
     A remote buffer has the array of its slots, which are indexed by number. The order of collectives has the token of
     collectives before this computation, if any.
@@ -172,7 +172,7 @@ class Channels:
         self._channels[COLLECTIVES], self._exchanged = (token, None), []
 
     def states(self, streams: Sequence[AnyChannel]) -> tuple[State, ...]:
-        """The states of some channels, as inputs of a graph."""
+        """Channel states as graph inputs."""
         if COLLECTIVES in streams:
             self._advance_token()
         return tuple(self._channels[stream] for stream in streams)

@@ -60,7 +60,7 @@ class _SingletonGroup(Group):
 
 
 class _VmappedGroup(Group):
-    """A group of replicas on one device: all values are gathered, then each group selects its own.
+    """Group of replicas on one device: gathers all values, then selects each group's.
 
     Groups are told apart by number only after they have been reduced, so that this is done once for each.
     """

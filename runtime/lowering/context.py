@@ -53,7 +53,7 @@ class Context:
         return replace(self, channels=channels, inputs=(), in_loop=True, rows=self.rows * rows, cut=cut or {})
 
     def prevent_cse(self, graph: Graph, inputs: Sequence[Array | PackedSlot]) -> Sequence[Array | PackedSlot]:
-        """Make a graph's inputs other values for the compiler, if it has run on the same inputs before.
+        """Hide equal inputs of a repeated graph from the compiler's common-subexpression elimination.
 
         What a program computes twice is computed twice, and only when what it is computed for is there: all inputs of
         the graph around it, such as gradients. By common subexpression elimination, XLA would do it once and keep the

@@ -171,7 +171,7 @@ class Loop:
         self.start = (tuple(self._inputs[: self._carried]), contents, arrays, shared)
 
     def rows(self) -> dict[Op, Array]:
-        """Ops of the body that cut a row for the turn out of an input, with what that is bound to."""
+        """Body ops that slice the iteration's row out of an input, with the bound tensor."""
         own = self.graph.inputs[EXTRA_INPUTS:]
         bound = {row.producer: self._inputs[own.index(stack)] for row, stack in rows_of(self.graph).items()}
         return {op: value for op, value in bound.items() if op is not None and not isinstance(value, PackedSlot)}

@@ -171,7 +171,7 @@ class Environment:
                 changes += reversed(list(zip(joined.inputs, parts, strict=True)))
 
     def _storage(self, t: Tensor) -> Array:
-        """The value of a storage, or of a view of several tensors."""
+        """Value of a storage, or of a view across several tensors."""
         joined = view_of(t)
         if joined is not None:
             return run_trampoline(self._read_concatenation(joined))

@@ -134,7 +134,7 @@ def main_function(main: Graph, asker: str, replicas: Replicas | None = None, che
 
 
 def _channels_of(graph: Graph) -> tuple[Channel, ...]:
-    """The channels that a function of a graph has to have."""
+    """Channels required by a graph's function."""
     return tuple(c for c in channels_of(graph) if not isinstance(c, RoundingKey))
 
 
@@ -404,8 +404,9 @@ class _Differentiable(Lowering):
         in_rows: bool = False,
         sharing: Sharing = Sharing(),  # noqa: B008  # it has no state
     ) -> Results:
-        """Lower a call. A graph with a rule of its own is differentiated by that, and one that keeps little is computed
-        again."""
+        """Lower a call. Graphs with custom rules use these for differentiation; graphs with few saved values recompute
+        others.
+        """
         plain = graph.derivative is None and graph.keeps is None
         if plain or sharing or self.channels_of(graph.ops):  # these are values beside inputs and results
             return super().lower_call(graph, inputs, context, in_rows, sharing)
@@ -442,7 +443,7 @@ class _Differentiable(Lowering):
 
 
 def _by_rule(derivative: Derivative, of_arrays: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
-    """The function of a graph that has a derivative of its own. What autodiff has added to its outputs has JAX's."""
+    """Function of a graph with a custom derivative; outputs added by autodiff use JAX's."""
     function = jax.custom_jvp(of_arrays)
 
     @function.defjvp
@@ -455,6 +456,6 @@ def _by_rule(derivative: Derivative, of_arrays: Callable[..., tuple[Array, ...]]
 
 
 def _recomputing(graph: Graph, of_arrays: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
-    """The function of a graph that is computed again for its gradient, but for what it keeps."""
+    """Function of a graph with recomputation for its gradient, except for saved values."""
     names = {t.producer.name for t in graph.keeps or () if t.producer is not None}
     return jax.checkpoint(of_arrays, policy=jax.checkpoint_policies.save_only_these_names(*names))

@@ -40,7 +40,7 @@ class Link(BaseModel):
 
 
 class Efficiency(BaseModel):
-    """How much of its published figures a chip attains. By default all of it, at no cost of a launch.
+    """Attained share of a chip's published figures; by default all, without launch cost.
 
     Attributes:
         products: share of the rate of products that large ones attain, from 0 to 1.
@@ -99,7 +99,7 @@ class Chip(BaseModel):
 
     @property
     def levels(self) -> tuple[Link, ...]:
-        """How it is wired, the fastest level first: `links`, or one switch for all."""
+        """Network levels, fastest first: `links`, or a single switch."""
         return self.links or (Link(name="network", bandwidth=self.network_bandwidth),)
 
     @property
@@ -140,7 +140,7 @@ class Tpu(Chip):
 
 
 class Cpu(Chip):
-    """A CPU, as `popxl calibrate` measures it: one device of JAX with all its cores."""
+    """CPU figures measured by `popxl calibrate`: one JAX device with all cores."""
 
     @property
     def device_kind(self) -> str:
@@ -257,8 +257,9 @@ def shipped(kind: type[C], name: str) -> C:
 
 
 def of_device(device_kind: str) -> Chip | None:
-    """Figures of a JAX device kind: those of the file that `POPXL_CHIP` names, if it is of this kind, or shipped ones;
-    `None` for an unknown kind."""
+    """Figures of a JAX device kind: measured ones of the file in `POPXL_CHIP`, if of this kind, else shipped ones;
+    `None` for unknown kinds.
+    """
     if measured := os.environ.get("POPXL_CHIP"):
         found = _measured(measured)
         if found.device_kind == device_kind:

@@ -135,7 +135,7 @@ class Destination:
 
     @cached_property
     def replicas(self) -> Replicas:
-        """Replicas of all processes, with their mesh."""
+        """Replicas across all processes, with their mesh."""
         found = [list(self.devices)] if self.is_part else self._by_process()
         devices = [device for own in found for device in own[: self.count // len(found)]]
         if 1 < self.count <= len(devices):

@@ -98,7 +98,7 @@ class Replicas:
 
     @property
     def devices(self) -> tuple[Any, ...]:
-        """Devices of the replicas: one each, or one shared device."""
+        """Replica devices: one each, or one shared device."""
         return (self.device,) if self.mesh is None else tuple(self.mesh.devices.flat)
 
     def along(self, stride: int, size: int) -> tuple[str, ...] | None:

@@ -20,7 +20,7 @@ _assert_kind = OpKind(
 
 
 def assert_replicated(t: Tensor, group: Groups | None = None) -> Tensor:
-    """State that `t` is the same on all replicas of a group, such as what the host feeds to each of them.
+    """Declare `t` equal on all replicas of a group, such as host data fed to each of them.
 
     Nothing is computed, sent or compared. `popxl check` takes it as known from here on, and says where it contradicts
     what the program computes. Gradients pass unchanged.

@@ -37,7 +37,7 @@ def factor(t: Any) -> Any:
 
 
 def times(rows: Any, matrix: Any) -> Any:
-    """The product of rows with a `factor`, as whose dtype they are multiplied; in the dtype that sums are made in."""
+    """Matrix product in the dtype of `matrix`, accumulated in the corresponding wide dtype."""
     return jnp.matmul(rows.astype(matrix.dtype), matrix, preferred_element_type=wide_dtype(matrix))
 
 

@@ -93,7 +93,7 @@ def _updates(
 
 
 def is_update(op: Op, signatures: OpSignatures) -> bool:
-    """Whether an op overwrites variables, or what a graph is given, and may do so for all turns at once."""
+    """Whether an op overwrites variables or graph inputs, and can do so for all iterations at once."""
     overwritten = [root for i in op.modified for root in signatures.roots(op.inputs[i])]
     return bool(overwritten) and all(root.producer is None for root in overwritten) and is_batchable(op)
 
@@ -107,7 +107,7 @@ def _followers(ops: Sequence[Op], needs: Mapping[Op, Iterable[Op]]) -> defaultdi
 
 
 def _operand(op: Op, signatures: OpSignatures) -> Tensor | None:
-    """The variable of which an op computes as many elements, such as a cast; `None` of all other ops."""
+    """Variable of equally many elements that an op reads, such as a cast's; `None` for other ops."""
     if len(op.inputs) != 1 or len(op.outputs) != 1 or op.kind.between_replicas:
         return None
     (t,) = op.inputs

@@ -42,60 +42,59 @@ _EXAMPLES = """\
 examples:
   popxl show train.py                       print the graphs of the program, and the memory that they need
   popxl show --pictures plots train.py      the same, with pictures of the memory in the folder plots
-  popxl check train.py                      print what its replicas can hardly mean, and how they hold each value
-  popxl check train.py --run                also run it beside the same on one replica, and compare the numbers
+  popxl check train.py                      print probable mistakes between replicas, and how they hold each value
+  popxl check train.py --run                also run it beside the same program on one replica, and compare results
   popxl report train.py --layers 12         run the program; options after the file are its own
   popxl report --pages pages train.py       the same, with the reports as HTML pages in the folder pages
-  popxl show train.py --target "tpu v5e"    compile it for a TPU that need not be here, and print what it needs there
+  popxl show train.py --target "tpu v5e"    compile it for a TPU elsewhere, and print the memory that it needs there
   popxl report train.py --target "gpu h100:8"   the same for eight GPUs, with the reports
   popxl report train_jax.py:step --target "gpu h100:8"   the first call of a JAX function of the program
-  popxl fit train.py --target "tpu v5e:4x4"     try the choices of the program, and print which fit, and the fastest
-  popxl diff costs.json train.py --target "tpu v5e"   what changed in cost since a file of costs was written
-  popxl plan train.py --target "gpu h100" --budget 40GB   plan what gradients keep, so that it fits into 40 GB
-  popxl calibrate --save cpu.json           measure the device that is here, for the times of POPXL_CHIP=cpu.json
-  popxl --version                           what programs run with here: for a report of a problem
+  popxl fit train.py --target "tpu v5e:4x4"     try the choices of the program; print those that fit, and the fastest
+  popxl diff costs.json train.py --target "tpu v5e"   compare costs with those of a file
+  popxl plan train.py --target "gpu h100" --budget 40GB   plan saved activations within 40 GB
+  popxl calibrate --save cpu.json           measure this device, for times with POPXL_CHIP=cpu.json
+  popxl --version                           versions and devices, for a bug report
 
 --target may come right after the file, too; a program that has such an option itself gets the second one.
 """
 
 _SHOW = """\
-Run a program as far as its first `session.run`, with sessions that compile and run nothing, and print the graphs of
-each Ir that it has built, and the memory that they need.
+Print the graphs of a program, and the memory that they need, without a run. The program runs up to its first
+`session.run`; its sessions compile and run nothing.
 """
 
 _PLAN = """\
-Plan which activations a training step keeps, recomputes or offloads, so that the program needs no more memory of a
-device than a budget, compiled for a machine that need not be here. The plan is for the `train_step` of the program that
-leaves `memory` out, or states a budget there. Nothing is run.
+Plan which activations a training step saves, recomputes or offloads, within a memory budget per device. The plan is for
+the `train_step` of the program that leaves `memory` out, or states a budget there; it is compiled for a machine that
+can be elsewhere. Nothing is run.
 """
 
 _CHECK = """\
-Run a program as far as its first `session.run`, with sessions that compile and run nothing, and print for each Ir that
-it has built what its replicas can hardly mean, such as a sum that is missing, and how they hold the values of each
-graph. With --run, right before or after the file, each is then run on the CPU beside the same program on one replica,
-and what differs is printed. For that, `popxl.choice` gives all axes the size one; --run="ARGUMENTS" says which
-arguments of the program do.
+Print probable mistakes between replicas, such as a missing all-reduce, and how replicas hold each value. The program
+runs up to its first `session.run`; its sessions compile and run nothing. With --run, directly before or after the file,
+each Ir also runs on the CPU, beside the same program on one replica, and differences are printed: `popxl.choice` then
+gives all axes the size one, or --run="ARGUMENTS" passes arguments that do so.
 """
 
 _FIT = """\
-Compile a program with each combination of its choices, `popxl.choice(name, options)`, for a machine that need not be
-here, and print which fit into its memory, and which of these is the fastest by the estimate. Nothing is run.
+Compile a program with each combination of its choices, `popxl.choice(name, options)`, and print those that fit into a
+machine's memory, and the fastest by estimate. The machine can be elsewhere; nothing is run.
 """
 
 _REPORT = """\
-Run a program, and print the report of each session that it has made. FILE.py:NAME runs it as far as the first call of
-its JAX function NAME, and prints what that needs, sends and costs, for arguments of these shapes and shardings.
+Run a program, and print a report of each session. FILE.py:NAME runs it up to the first call of its JAX function NAME,
+and prints memory, communication and cost of that function, for arguments of these shapes and shardings.
 """
 
 _DIFF = """\
-Print what changed in memory, bytes, operations, kernels and collectives from one program to another, both compiled for
-one machine: in all, by argument, graph and source line. Programs are files of Python, those of `Ir.save`, or costs that
-`session.cost().save_budget("costs.json")` has written.
+Compare memory, bytes, operations, kernels and collectives of two programs, both compiled for one machine. Differences
+are listed in all, by argument, graph and source line. Programs are files of Python, of `Ir.save`, or costs written by
+`session.cost().save_budget("costs.json")`.
 """
 
 _CALIBRATE = """\
-Measure the device that is here, in less than a minute, and write its figures to a file. With `POPXL_CHIP=FILE`, reports
-and costs on this device have times by these figures.
+Measure the device of this machine, in less than a minute, and write its figures to a file. With `POPXL_CHIP=FILE`,
+reports and costs on this device use these figures.
 """
 
 _REMOVED = {
@@ -183,7 +182,7 @@ def _function_of(description: str) -> tuple[str, str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "popxl",
-        description="What a program consists of and what it needs, without a change to the program.",
+        description="Inspect unmodified programs: graphs, memory, cost, and mistakes between replicas.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -194,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in (("show", _SHOW), ("check", _CHECK), ("report", _REPORT), ("fit", _FIT), ("plan", _PLAN)):
         runs = name not in ("fit", "plan")  # which runs nothing in any case, and has no schedule to draw
         # Without abbreviations: what looks like several of these options may be one of the program.
-        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        command = commands.add_parser(name, help=_summary(text), description=text, allow_abbrev=False)
         command.set_defaults(pictures=None)
         if name == "check":  # which compiles nothing, and draws nothing
             command.set_defaults(target=None, pages=None)
@@ -202,34 +201,35 @@ def _parser() -> argparse.ArgumentParser:
             continue
         if runs:
             command.add_argument(
-                "--pictures", type=Path, metavar="FOLDER", help="write pictures of the memory there, as SVG"
+                "--pictures", type=Path, metavar="FOLDER", help="folder for pictures of the memory, as SVG"
             )
-        command.add_argument("--pages", type=Path, metavar="FOLDER", help="write the reports there, as HTML pages")
-        target = (
-            "compile for a machine that need not be here, and run nothing"
-            if runs
-            else "the machine, which need not be here"
-        )
+        command.add_argument("--pages", type=Path, metavar="FOLDER", help="folder for the reports, as HTML pages")
+        target = "compile for a machine elsewhere, and run nothing" if runs else "the machine, which can be elsewhere"
         command.add_argument("--target", metavar="MACHINE", help=f"{target}: {FORMS}")
         if name == "plan":
             command.add_argument("--budget", required=True, help="memory of a device, such as 40GB")
-            command.add_argument("--save", type=Path, metavar="PLAN.json", help="write the plan there, as JSON")
+            command.add_argument("--save", type=Path, metavar="PLAN.json", help="file for the plan, as JSON")
         _takes_program(command)
-    command = commands.add_parser("diff", help=_DIFF, description=_DIFF, allow_abbrev=False)
+    command = commands.add_parser("diff", help=_summary(_DIFF), description=_DIFF, allow_abbrev=False)
     command.add_argument("--target", metavar="MACHINE", help=f"compile programs for this machine: {FORMS}")
     for name in ("old", "new"):
         command.add_argument(
             name, metavar=name.upper(), help="FILE.py, FILE.py:NAME, a saved program, or costs in a JSON file"
         )
-    command = commands.add_parser("calibrate", help=_CALIBRATE, description=_CALIBRATE, allow_abbrev=False)
+    command = commands.add_parser("calibrate", help=_summary(_CALIBRATE), description=_CALIBRATE, allow_abbrev=False)
     command.add_argument(
         "--save",
         type=Path,
         default=Path("chip.json"),
         metavar="FILE.json",
-        help="write them there, by default chip.json",
+        help="file for the figures, by default chip.json",
     )
     return parser
+
+
+def _summary(text: str) -> str:
+    """First sentence of a command's description."""
+    return text.partition(". ")[0].replace("\n", " ") + "."
 
 
 def _takes_program(command: argparse.ArgumentParser) -> None:

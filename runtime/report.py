@@ -377,7 +377,7 @@ class Report(OnPage, Record):
 
     def _compiled(self) -> list[str | Page]:
         way = _WAYS[self.calls].format(pieces=len(self.pieces), dispatches=self.dispatches)
-        columns = ["piece", "runs", "ops", "text", "arguments", "outputs", "temporaries", "compiled in"]
+        columns = ["segment", "runs", "ops", "text", "arguments", "outputs", "temporaries", "compiled in"]
         rows = [
             [
                 *(p.name, str(p.runs), str(p.ops)),
@@ -458,7 +458,7 @@ class Report(OnPage, Record):
 
 
 _WAYS = {
-    "dispatched": "A plan: the host runs {dispatches} pieces one after the other, {pieces} different ones.",
+    "dispatched": "A plan: the host runs {dispatches} segments in sequence, {pieces} different ones.",
     "kept": "One program, in which graphs that are called from several places are compiled once.",
     "rolled": "One program, in which calls that differ only in what they are given are turns of loops.",
     "batched": "One program, in which calls that differ only in what they are given are turns of loops, or updates of "

@@ -192,7 +192,7 @@ _PARTS = ("variables", "buffers", "arguments", "outputs", "constants", "temporar
 
 _SOURCES = {
     "graph": "Counted op by op: XLA, which fuses ops, needs less as a rule.",
-    "pieces": "Temporaries are what XLA says of each piece, and the values between pieces.",
+    "pieces": "Temporaries are what XLA says of each segment, and the values between segments.",
     "program": "Temporaries are what XLA says of the whole; steps are counted op by op.",
     "schedule": "Temporaries are what XLA allocates; steps are its kernels, loops once.",
 }

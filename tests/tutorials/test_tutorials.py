@@ -55,7 +55,7 @@ PROGRAMS = {
     ),
     "8_reading_the_report/reading_the_report.py": (
         ["--quick"],
-        ["A plan: the host runs 19 pieces", "Timeline of ", "Accuracy on test set: "],
+        ["A plan: the host runs 19 segments", "Timeline of ", "Accuracy on test set: "],
     ),
     "9_several_processes/several_processes.py": (
         [],

@@ -45,13 +45,13 @@ class Structure(ABC):
     def build(self, parts: Components) -> Any:
         """Build a new value from the next tensors of `parts`."""
 
-    @abstractmethod
     def leaves(self) -> Iterator[Leaf]:
         """Tensor leaves, in `collect` and `build` order."""
+        return iter(())
 
-    @abstractmethod
     def constants(self) -> Iterator[tuple[str, Any]]:
         """Opaque values, identical in all rebuilt values, with their names for messages."""
+        return iter(())
 
     def tensors(self, value: Any) -> list[torch.Tensor]:
         """Tensors of a value with this structure; see `collect`."""
@@ -149,9 +149,6 @@ class Leaf(Structure):
     def leaves(self) -> Iterator[Leaf]:
         yield self
 
-    def constants(self) -> Iterator[tuple[str, Any]]:
-        return iter(())
-
 
 @dataclass(frozen=True, slots=True)
 class Constant(Structure):
@@ -177,9 +174,6 @@ class Constant(Structure):
     def build(self, parts: Components) -> Any:
         return self.value
 
-    def leaves(self) -> Iterator[Leaf]:
-        return iter(())
-
     def constants(self) -> Iterator[tuple[str, Any]]:
         yield self.name, self.value
 
@@ -196,12 +190,6 @@ class KnownReference(Structure):
 
     def build(self, parts: Components) -> Any:
         return parts.given[self.number]
-
-    def leaves(self) -> Iterator[Leaf]:
-        return iter(())
-
-    def constants(self) -> Iterator[tuple[str, Any]]:
-        return iter(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,12 +208,6 @@ class CarriedValue(Structure):
     def objects(self, value: Any) -> Iterator[Any]:
         yield value
 
-    def leaves(self) -> Iterator[Leaf]:
-        return iter(())
-
-    def constants(self) -> Iterator[tuple[str, Any]]:
-        return iter(())
-
 
 @dataclass(frozen=True, slots=True)
 class SelfReference(Structure):
@@ -239,12 +221,6 @@ class SelfReference(Structure):
 
     def build(self, parts: Components) -> Any:
         return parts.enclosing[id(self.structure)]
-
-    def leaves(self) -> Iterator[Leaf]:
-        return iter(())
-
-    def constants(self) -> Iterator[tuple[str, Any]]:
-        return iter(())
 
 
 @dataclass(frozen=True, slots=True)

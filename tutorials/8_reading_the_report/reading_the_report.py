@@ -288,8 +288,8 @@ again = session.report
 for name, each in (("kept", report), ("computed again", again)):
     held = max(moment.held for moment in each.memory.moments)
     print(
-        f"{name:15} {held / 1e6:5.1f} MB between segments at most, {each.graphs[2].runs} "
-        "forward runs of the block"
+        f"{name:15} {held / 1e6:5.1f} MB between segments at most, "
+        f"{each.graphs[2].runs} forward runs of the block"
     )
 assert again.memory.temporaries < report.memory.temporaries / 4
 if "--draw" in sys.argv:

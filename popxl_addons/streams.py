@@ -14,10 +14,10 @@ class AbstractStreams(Generic[StreamType]):
     """Streams by name, by attribute and by position. Iteration gives the streams, not their names."""
 
     stream_init: ClassVar[Callable[..., Any]]
-    """Makes a stream of a shape, a dtype, a name and, if it is given, a number of transfers of its own."""
+    """Constructor of a stream from shape, dtype, name, and optionally its own number of transfers."""
 
     stream_type: ClassVar[type]
-    """What the streams are."""
+    """Class of the streams."""
 
     def __init__(self, /, **specs: tuple[Iterable[int], popxl.dtype] | tuple[Iterable[int], popxl.dtype, int | None]):
         for name, spec in specs.items():
@@ -33,7 +33,7 @@ class AbstractStreams(Generic[StreamType]):
 
     @classmethod
     def from_streams(cls, streams: Iterable[StreamType]) -> Self:
-        """A collection of existing streams, each under its ``tensor_id``.
+        """Collection of existing streams, each under its ``tensor_id``.
 
         `TypeError` for anything but streams in this collection's direction.
         """

@@ -38,6 +38,6 @@ class _Saving(TorchDispatchMode):
         if self._saves(results, func, args, kwargs or {}):
             for node in nodes[before:]:
                 node.is_kept = True
-            # Nothing is written down while a function runs that is kept whole; what comes next is the function.
+            # Within a preserved function nothing is recorded; the next node is the function itself.
             self._tracer.recorder.keeps |= len(nodes) == before
         return results

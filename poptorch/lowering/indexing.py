@@ -1,8 +1,8 @@
 """Indexing: gather and scatter by index tensors or masks.
 
-There are two ways to point. `aten.index`, and what writes in the same way, have indices for some dimensions, which
-broadcast; the others are taken whole. `gather` and `scatter` have one index for one dimension, with as many dimensions
-as the tensor; in the others each number stays in its line (`aligned`).
+Indices are of two kinds. `aten.index` and its writing counterparts take broadcasting indices for some dimensions, and
+slice the others whole. `gather` and `scatter` take one index for one dimension, of the tensor's rank; elements keep
+their position in the other dimensions (`aligned`).
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
     optimizer.state[module.weight]["exp_avg"]
 
-gives what the device has: it is read when somebody looks, once for each run. What is changed in it, or what takes its
-place (`load_state_dict`), is written to the device before the next run. Whoever copies or pickles it gets plain
-dictionaries.
+gives the device's values, which are read on access, once for each run. Changes, and replacements (`load_state_dict`),
+are written to the device before the next run. Copies and pickles are plain dictionaries.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class MirroredState(defaultdict[Any, Any]):
     """Optimiser state by parameter, fetched lazily from sources on access.
 
     Args:
-        state: what there is so far. It stays for the parameters of no source.
+        state: existing state, which remains for parameters without a source.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -49,7 +48,7 @@ class MirroredState(defaultdict[Any, Any]):
         super().__init__(dict, state)
         self._sources: list[weakref.ref[_Source]] = []
         self._holders: dict[Any, weakref.ref[_Source]] = {}
-        self._last: Callable[[], _Source | None] = lambda: None  # who came to hold any last, and holds all of its own
+        self._last: Callable[[], _Source | None] = lambda: None  # the last owner, which owns all of its parameters
         self._seen: dict[Any, _Seen] = {}
 
     def add(self, source: _Source) -> None:

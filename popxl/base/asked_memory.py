@@ -1,4 +1,4 @@
-"""What a tool asks training steps to keep in memory, in place of what the program leaves open."""
+"""Memory plans and policies that a tool requests for training steps, where the program leaves them open."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class AskedMemory:
     """Memory plan or policy for a program, with its result.
 
     Attributes:
-        memory: the plan or policy that training steps get where the program leaves it open.
-        applied: what applied a plan or policy while the program was built.
+        memory: the plan or policy.
+        applied: objects that applied it while the program was built.
     """
 
     memory: Any
@@ -26,13 +26,13 @@ _asked: ContextVar[AskedMemory | None] = ContextVar("asked_memory", default=None
 
 
 def asked_memory() -> AskedMemory | None:
-    """Memory budget from a tool; `None` without one."""
+    """Memory plan or policy requested by a tool; `None` without one."""
     return _asked.get()
 
 
 @contextmanager
 def asking(memory: Any) -> Iterator[AskedMemory]:
-    """Ask for a plan or policy while a block lasts."""
+    """Context manager that requests a plan or policy."""
     asked = AskedMemory(memory)
     token = _asked.set(asked)
     try:

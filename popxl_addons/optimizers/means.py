@@ -1,4 +1,4 @@
-"""Means over a variable and over its rows and columns, where each replica may hold a piece or a part of it only."""
+"""Means over variables, and over their rows and columns, also for sharded variables and those of replica groups."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ __all__ = ["Means", "MeansOverGroups", "MeansOverPieces", "Within"]
 
 
 class Means:
-    """Means over arrays that are whole."""
+    """Means over whole arrays."""
 
     def global_mean(self, t: Array) -> Array:
-        """The mean of all elements."""
+        """Mean of all elements."""
         return jnp.mean(t)
 
     def of_rows(self, t: Array) -> Array:
-        """The means over the last axis, which stays with the size 1."""
+        """Means over the last axis, kept with size 1."""
         return t.mean(-1, keepdims=True)
 
     def of_columns(self, t: Array) -> Array:
-        """The means over the last axis but one, likewise."""
+        """Means over the second to last axis, kept with size 1."""
         return t.mean(-2, keepdims=True)
 
     def over_rows(self, rows: Array) -> Array:
-        """The means over the last axis but one of what `of_rows` gives, likewise."""
+        """Means over the second to last axis of results of `of_rows`, kept with size 1."""
         return rows.mean(-2, keepdims=True)
 
     def own_shard(self, whole: Array) -> Array:
@@ -41,13 +41,13 @@ class Means:
 class MeansOverPieces(Means):
     """Means over sharded arrays; shards are flat, zero-padded at the end.
 
-    A piece is laid into lines that are as long as the rows of the whole, at the place where it begins in its row. Sums
-    over lines and columns then are dense, and what replicas tell each other is as long as the means.
+    A shard is aligned to rows of the whole array, padded with zeros before its first and after its last element. Sums
+    over rows and columns are then dense, and replicas exchange arrays of the size of the means.
 
     Args:
-        group: the replicas that hold the pieces.
-        whole: the shape of an array.
-        pieces: how many there are: member `i` of the group holds piece `i % pieces`.
+        group: the replicas that hold the shards.
+        whole: the shape of the whole array.
+        pieces: number of shards: member `i` of the group holds shard `i % pieces`.
     """
 
     def __init__(self, group: Group, whole: tuple[int, ...], pieces: int) -> None:
@@ -66,7 +66,7 @@ class MeansOverPieces(Means):
     def of_columns(self, t: Array) -> Array:
         lines, first = self._lines(t)
         *batch, rows, columns = self.whole
-        matrix = (first + jnp.arange(len(lines))) // rows  # the one that a line belongs to; what is too much is zeros
+        matrix = (first + jnp.arange(len(lines))) // rows  # of each line; surplus lines are zeros
         sums = lines.sum(0) if not batch else jax.ops.segment_sum(lines, matrix, math.prod(batch))
         return self._total(sums).reshape(*batch, 1, columns) / rows
 
@@ -87,18 +87,18 @@ class MeansOverPieces(Means):
         return lax.dynamic_update_slice(jnp.zeros(count * columns, t.dtype), t, (place,)).reshape(count, columns), first
 
     def _total(self, t: Array) -> Array:
-        """The sum over the pieces, which several members may hold."""
+        """Sum over all shards, of which several members may hold copies."""
         return self.group.combined(t, "add") * (self.pieces / self.group.size)
 
 
 class MeansOverGroups(Means):
-    """Means over arrays that groups of replicas divide between them, equally, along an axis.
+    """Means over arrays divided equally between replica groups along an axis.
 
-    All members of a group have the same means over its part, and groups have the same size: so what means over all
-    parts are is the mean of what all replicas have.
+    Members of a group have equal means over its part, and groups have equal sizes: means over all parts are the mean
+    over all replicas.
 
     Args:
-        own: the means over the part of a group.
+        own: means over the part of one group.
         everyone: all replicas.
         axis: the axis, counted from the end: -1 divides rows, and -2 columns.
     """

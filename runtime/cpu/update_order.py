@@ -1,4 +1,4 @@
-"""The order in which XLA computes what does not depend on each other."""
+"""Order of in-place updates after reads of the same storage, which XLA for CPUs does not ensure by itself."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from runtime.cpu.platform_dependent import if_platform_cpu
 from runtime.fake_dependency import supports_fake_dependency, with_fake_dependency
 
 LARGE_IN_LOOP = 2**14
-"""An array of so many elements takes long to copy in each turn of a loop."""
+"""Number of elements above which the copy of an array in each iteration is slow."""
 
 LARGE = 2**22
-"""An array of so many elements takes long to copy once in a run. Smaller ones are copied while something else is
-computed, and an order would cost more than the copies: XLA computes side by side what does not depend on each other."""
+"""Number of elements above which one copy of an array per run is slow. Copies of smaller arrays overlap with other
+computations, and an order would cost more than they do: XLA computes independent values in parallel."""
 
 
 class CpuUpdateOrder:
     """Order of in-place updates: an update of a storage comes after results that read it.
 
     Args:
-        in_loop: whether the graph runs in the turns of a loop.
+        in_loop: whether the graph runs within a loop.
     """
 
     def __init__(self, in_loop: bool) -> None:
@@ -34,8 +34,8 @@ class CpuUpdateOrder:
     def record_read(self, storage: Tensor, result: Tensor, value: Array) -> None:
         """Record a result computed from a storage.
 
-        If it is of the same size it may be the same in another order, or dtype: then what is computed from it counts,
-        too. If it also has the same dimensions, only that: an update takes many steps over numbers of one shape.
+        A result of equal size may be the storage in another layout or dtype: its own readers count, too. If its
+        dimensions are equal as well, only its readers count: updates take many elementwise steps.
         """
         source = self._source(storage)
         if result.nelms == source.nelms:
@@ -48,15 +48,15 @@ class CpuUpdateOrder:
         self._computed[self._source(storage)] = value
 
     def last_computed(self, storages: Sequence[Tensor]) -> dict[int, Array]:
-        """The last results computed from storages, by position."""
+        """Last results computed from storages, by position."""
         return {i: self._computed[t] for i, t in enumerate(storages) if t in self._computed}
 
     def order_write(self, storage: Tensor, value: Array, rows: int) -> Array:
         """Order an updated value after recorded reads of its storage.
 
         Args:
-            storage: one of so many `rows` of an array, all of which XLA would copy.
-            value: what it is overwritten with.
+            storage: one of `rows` rows of an array, all of which XLA would copy.
+            value: its new value.
         """
         earlier = self._computed.pop(storage, None)
         return value if earlier is None or value.size * rows < self._large else computed_after(value, earlier)
@@ -66,15 +66,15 @@ class CpuUpdateOrder:
 
 
 def computed_after(value: Array, earlier: Array) -> Array:
-    """The same value, with a fake dependency on an earlier result.
+    """Add a fake dependency on an earlier result to a value.
 
-    XLA overwrites an array in place where all that reads it comes before. On CPUs it knows no order but that of what
-    depends on each other, and copies weights that are updated, for the gradient that they are multiplied with as well.
-    So the new value seems to depend on that gradient.
+    XLA overwrites an array in place if all its readers run earlier. On CPUs only data dependencies order computations,
+    so that updated weights are copied for the gradients that also read them. A fake dependency of the new value on such
+    a gradient avoids the copy.
 
     Args:
-        value: what an array is overwritten with.
-        earlier: what was last computed from the array.
+        value: the new value of an array.
+        earlier: the last result computed from the array.
     """
     if not isinstance(value, jax.core.Tracer) or not earlier.size or not supports_fake_dependency(value):
         return value

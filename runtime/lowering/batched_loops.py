@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 def is_batchable(op: Op) -> bool:
-    """Whether an op computes its results from its operands alone, without products: also what it calls."""
+    """Whether an op, including its called graphs, computes results from operands alone, without products."""
     called = (each for callee in op.called_graphs for graph in reachable(callee) for each in graph.ops)
     return all(_is_local(each) for each in (op, *called))
 
 
 _UNBATCHED = frozenset("pure_callback io_callback debug_callback ffi_call pallas_call shard_map".split())
-"""Primitives that `jax.vmap` refuses, or carries out in another form."""
+"""Primitives that `jax.vmap` refuses or transforms."""
 
 
 def _is_local(op: Op) -> bool:
@@ -108,7 +108,7 @@ def lower_batched(lowering: Lowering, loop: RerolledLoop, environment: Environme
 
 def _slot(environment: Environment, t: Tensor) -> PackedSlot:
     place = environment.slot_or_value(t)
-    assert isinstance(place, PackedSlot)  # all have been packed
+    assert isinstance(place, PackedSlot)  # all are packed
     return place
 
 
@@ -131,7 +131,7 @@ def _rows(array: Array, numbers: Sequence[int]) -> Array:
 
 
 def _with_rows(array: Array, numbers: Sequence[int], values: Sequence[Array]) -> Array:
-    """An array with other rows."""
+    """Replace rows of an array."""
     found = jnp.concatenate(values) if len(values) > 1 else values[0]
     if sorted(numbers) == [*range(len(array))]:
         return _rows(found, np.argsort(numbers).tolist())

@@ -1,7 +1,7 @@
 """TPU and GPU compilers, usable without such hardware: loaded on first use, without log output.
 
-Each is a plugin of JAX, and works beside whatever else runs in this process. A device that it gives has no memory and
-runs nothing; arrays for it are described, not made.
+Each is a plugin of JAX, and coexists with other backends of the process. Its devices have no memory and run nothing;
+arrays for them are described by shape and dtype only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from popxl.errors import PopxlError
 _lock = threading.RLock()
 
 
-def spare_the_search() -> None:
+def skip_plugin_discovery() -> None:
     """Skip JAX's search for TPUs and GPUs if their compilers are installed without hardware, avoiding long warnings.
     Does nothing if hardware or other plugins are present, or `jax_platforms` is set."""
     others = [name for name in _plugins() if name not in _GPU_PLUGINS]
@@ -45,7 +45,7 @@ def start_jax() -> None:
     """Initialize JAX and its plugins, suppressing warnings about missing hardware.
 
     Raises:
-        RuntimeError: if JAX was told to look for nothing but what is not here.
+        RuntimeError: if `jax_platforms` selects only platforms without a device.
     """
     try:
         if _plugins() or _has_libtpu():
@@ -53,7 +53,7 @@ def start_jax() -> None:
                 jax.default_backend()
         else:
             jax.default_backend()
-    except AssertionError as problem:  # all that JAX says then
+    except AssertionError as problem:  # JAX's only error in that case
         told = jax.config.values["jax_platforms"]
         if not told:
             raise
@@ -81,14 +81,14 @@ def tpu_devices(
     """Chips of a TPU slice, ordered by host as in a multi-process run.
 
     Args:
-        generation: "v5e", say.
-        layout: how many chips there are along each dimension.
-        host: how many of them a host has along each.
-        config: how the cores of a chip are put together, if XLA is to be told.
+        generation: the generation, such as "v5e".
+        layout: number of chips along each dimension.
+        host: number of chips of one host along each dimension.
+        config: XLA's name of the core configuration, if any.
     """
     if not _has_libtpu():
         raise _missing("a TPU", "tpu")
-    # What the library asks when it is loaded: not the network, and it may be loaded by several processes.
+    # Read by the library when it is loaded: no network queries, and several processes may load it.
     _set(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="true")
     bounds = [min(a, b) for a, b in zip(layout, host, strict=True)]
     told = {"chips_per_host_bounds": (bounds + [1, 1])[:3]} | ({"chip_config_name": config} if config else {})
@@ -100,10 +100,10 @@ def gpu_devices(name: str, figures: str, hosts: int, per_host: int) -> tuple[jax
     """GPUs of one kind, ordered by host.
 
     Args:
-        name: what to call them.
-        figures: what XLA is to know of one; see `runtime.targets.chip.Gpu.for_xla`.
-        hosts: how many hosts there are.
-        per_host: how many GPUs each has.
+        name: the name of the kind.
+        figures: figures of one GPU for XLA; see `runtime.targets.chip.Gpu.for_xla`.
+        hosts: number of hosts.
+        per_host: number of GPUs per host.
     """
     plugin = next((name for name in _GPU_PLUGINS if name in _plugins()), None)
     if plugin is None:

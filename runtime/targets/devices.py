@@ -354,4 +354,4 @@ def ipus_used(ir: Ir) -> set[int]:
 
 
 ask_for_cpu_devices()
-compilers.spare_the_search()
+compilers.skip_plugin_discovery()

@@ -1,6 +1,6 @@
 """Accumulators: sums, means and moving averages that live in a tensor and are updated in place.
 
-The ops of this family differ by a formula, which is the whole of their declaration.
+Ops of this family differ in their formula only.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _accumulate = _accumulator("accumulate", lambda t, X, f: t + product(f, X))
 _square = _accumulator("accumulate_square", lambda t, X, f: t + product(f, X, X), casts=True, traits=REAL)
 _mean = _accumulator(
     "accumulate_mean",
-    lambda t, X, step: (jnp.where(step == 0, 0, step * t) + X) / (step + 1),  # whatever is left in `t`, even NaN
+    lambda t, X, step: (jnp.where(step == 0, 0, step * t) + X) / (step + 1),  # ignores old contents of `t`, even NaN
     restarts=True,
     operands=("t", "X", "step"),
 )
@@ -99,9 +99,9 @@ def accumulate_(t: Tensor, X: Tensor, f: float | Tensor | None = None) -> Tensor
 
     Args:
         t: the accumulator.
-        X: what to add: of the shape of `t`; its dtype may differ.
-        f: a number, or a tensor of one element that is read when the op runs; 1 by default. The plain number 0 takes
-            nothing of `X`, not even NaN.
+        X: the addend, of the shape of `t`; its dtype may differ.
+        f: a number, or a tensor of one element that is read when the op runs; 1 by default. The plain number 0 ignores
+            `X`, even NaN.
 
     Returns:
         An alias of `t`. No gradient flows; autodiff refuses graphs with this op.
@@ -128,14 +128,13 @@ def accumulate_square_(t: Tensor, X: Tensor, f: float | Tensor = 1.0) -> Tensor:
 
 
 def accumulate_mean_(t: Tensor, X: Tensor, step: float | Tensor) -> Tensor:
-    """Take `X` into the mean of `step` values that `t` is, in place: t ← (step t + X) / (step + 1).
+    """Update the running mean `t` of `step` values by `X`, in place: t ← (step t + X) / (step + 1).
 
     Args:
         t: the accumulator.
         X: the next value: of the shape of `t`; its dtype may differ.
-        step: how many values `t` is the mean of: 0 at first, whereupon `t` becomes `X`, whatever it held. A tensor of
-            one element and any dtype, which the caller counts up; or a number, which becomes a float32 constant of the
-            graph.
+        step: number of values in the mean: for 0, `t` becomes `X`, regardless of its contents. A tensor of one element
+            and any dtype, which the caller increments; or a number, which becomes a float32 constant of the graph.
 
     Returns:
         An alias of `t`. No gradient flows; autodiff refuses graphs with this op.
@@ -163,7 +162,7 @@ def accumulate_moving_average_(t: Tensor, X: Tensor, f: float | Tensor) -> Tenso
     Args:
         t: the accumulator.
         X: the next value: of the shape of `t`; its dtype may differ, and it is cast to that of `t` first.
-        f: how much stays: a number, or a tensor of one element that is read when the op runs.
+        f: the weight of the old value: a number, or a tensor of one element that is read when the op runs.
 
     Returns:
         An alias of `t`. No gradient flows; autodiff refuses graphs with this op.

@@ -22,27 +22,26 @@ from runtime.plan.loop_rerolling.op_signatures import OpSignatures
 from runtime.plan.structure import Structures
 
 SMALL = 2**14
-"""The most bytes of seeds and other numbers that may be copied to where turns find them."""
+"""Largest size, in bytes, of seeds and other small values that are copied into packed arrays for iterations."""
 
 Source = Tensor | tuple[object, int] | None
-"""Where a value lies before a loop: in a variable, in a row of what an earlier loop has made, or by itself."""
+"""Storage of a value before a loop: a variable, a row of an earlier loop's output, or a separate array."""
 
 
 class Rerolling(ProgramOrder):
     """Rerolled loops of a program.
 
     Args:
-        main: the graph that the program runs.
-        held: what holds its variables.
-        from_saved: a loop without products is made if it saves XLA so many ops. What turns compute element by element
-            is one kernel where they are written out, and several in a loop, which cuts it out of arrays and puts it
-            back.
-        batches_updates: whether updates come after all layers, each on the whole array of a variable of all layers,
-            rather than in the turns. They move fewer bytes, and all gradients are in memory at once.
+        main: the main graph.
+        held: its variables.
+        from_saved: number of ops that a loop without products must save XLA. Elementwise iterations are one kernel if
+            unrolled, and several in a loop, which slices rows out of arrays and writes them back.
+        batches_updates: whether updates run after all layers, each on the packed array of one variable of all layers,
+            instead of in the iterations. They move fewer bytes, but all gradients are live at once.
 
     Attributes:
-        together: variables that lie in one array each, as the turns of some loop take one after the other.
-        same: tensors of graphs that are part of those that call them, by what stands for them there; and the opposite.
+        together: variables packed into one array each, for successive iterations of a loop.
+        same: tensors of inlined graphs by their equivalents in the calling graph, and vice versa.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Rerolling(ProgramOrder):
         in_order = {g for op in sharing for callee in op.called_graphs for g in reachable(callee)}
         self._schedules = {
             graph: ops
-            if graph in in_order  # what its inputs are is changed under several names
+            if graph in in_order  # its inputs have aliases that are overwritten
             else loops_of(ops, graph.outputs, signatures, structures.size, self._reasons, batches_updates)
             for graph, ops in inlined.graphs.items()
         }
@@ -95,7 +94,7 @@ class Rerolling(ProgramOrder):
 
     @property
     def saved(self) -> int:
-        """The number of ops that XLA compiles once less."""
+        """Number of ops that XLA does not compile repeatedly."""
         return sum(map(self._saved_by, self.loops))
 
     def _saved_by(self, loop: RerolledLoop) -> int:

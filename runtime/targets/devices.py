@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import Any, Protocol, Self
@@ -169,7 +170,9 @@ class Device:
             return
         there = first.client.device_count() if self.target is None else self.target.slice_of(len(self.jax_devices))
         fewest, what = min(map(len, used)), "a stage" if len(used) > 1 else "the program"
-        over_hosts = len(used) > 1 and any(len({each.process_index for each in chips}) > 1 for chips in used)
+        of_hosts = Counter(each.process_index for each in self.jax_devices)
+        shared = [Counter(each.process_index for each in chips) for chips in used if len(used) > 1]
+        over_hosts = any(len(own) > 1 and any(own[host] < of_hosts[host] for host in own) for own in shared)
         if figures.divisible is not None and there > figures.divisible and fewest < there:
             why = f"for a slice of more than {figures.divisible} {figures.name} only if it uses all of them"
         elif over_hosts and not figures.stages_over_hosts:
@@ -179,7 +182,8 @@ class Device:
         raise NotImplementedError(
             f"Session: on {self.name}, {what} uses {fewest} of {there} chips. XLA compiles a program {why}. Have as "
             "many replicas as there are chips, and no ops on other IPUs (`popxl.ipu`); or take a slice of one host, or "
-            "TPUs whose slices can be divided, such as v5p."
+            "TPUs whose slices can be divided, such as v5p. Stages have hosts of their own if the axis of the IPUs is "
+            "before one of as many replicas as a host has chips: `popxl.Ir(axes={'stage': 'ipus', 'tensor': 8})`."
         )
 
     def loads(self, store: _Loaded) -> None:

@@ -109,3 +109,24 @@ def test_a_pipeline_is_estimated_by_its_schedule(target: str) -> None:
     assert max(busy) < cost.seconds < 0.75 * sum(busy)  # both work at the same time
     assert cost.precisions["highest"].seconds == cost.seconds
     assert "waits" in str(cost)
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize(("axes", "over"), [(("stage", "tensor"), "NVLink"), (("tensor", "stage"), "InfiniBand NDR")])
+def test_stages_over_hosts(axes: tuple[str, ...], over: str) -> None:
+    """Of two hosts with two GPUs each: the axis that is named last stays in a host, the other one crosses."""
+    ir = popxl.Ir(axes={name: "ipus" if name == "stage" else 2 for name in axes})
+    with ir.main_graph, popxl.in_sequence():
+        x = popxl.variable(np.ones((256, 256)), popxl.float32, "x")
+        y = ops.collectives.replicated_all_reduce(x @ x, group="tensor")
+        y = ops.ipu_copy(y, 1, source=0)
+        with popxl.ipu(1):
+            ops.host_store(popxl.d2h_stream(y.shape, y.dtype), ops.gelu(y))
+    session = popxl.Session(ir, "gpu h100:2x2")
+    cost = session.cost()
+    assert [axis.over for axis in cost.axes] == [over]
+    assert cost.collectives[COPY].bytes == 4 * 256 * 256 and not session.communication().differences
+    hosts = [
+        [device.process_index for device in terms.replicas.devices] for terms in session.program.layout.terms.values()
+    ]
+    assert hosts == ([[0, 0], [1, 1]] if axes[0] == "stage" else [[0, 1], [0, 1]])

@@ -242,11 +242,10 @@ def test_a_key_is_the_tensor_of_its_data(tmp_path) -> None:
     ir = popxl.Ir()
     graph = graph_of(step, x, data, ir=ir)
     assert [str(t.spec) for t in graph.inputs + graph.outputs] == ["f32[3, 4]", "u32[2]", "f32[3, 4]", "u32[2]"]
-    expected, after = step(x, key)
-    for _ in range(2):
-        assert_close(popxl.to_jax(graph)(x, data), (expected, jax.random.key_data(after)))
-        ir.save(tmp_path / "program.popxl")
-        (graph,) = (g for g in popxl.Ir.load(tmp_path / "program.popxl").graphs if g.id == graph.id)
+    ir.save(tmp_path / "program.popxl")
+    (loaded,) = (g for g in popxl.Ir.load(tmp_path / "program.popxl").graphs if g.id == graph.id)
+    expected, after = jax.jit(step)(x, key)
+    assert_close(jax.jit(popxl.to_jax(loaded))(x, data), (expected, jax.random.key_data(after)))
 
 
 def test_a_graph_with_a_rule_may_be_rewritten() -> None:

@@ -199,7 +199,7 @@ def training(steps, schedule):
         return [outputs[y_s], *(session.get_tensor_data(w) for *_, w in layers)], p
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", None])
+@pytest.mark.parametrize("schedule", ["gpipe", pytest.param(None, marks=pytest.mark.thorough)])
 def test_stages_take_the_times_of_their_compiled_graphs(schedule, tmp_path, monkeypatch):
     """The second stage has two products in a graph of its own, the first has one."""
     rates = dict(memory_bandwidth=1e12, network_bandwidth=1e12, host_bandwidth=1e12)

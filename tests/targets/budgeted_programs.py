@@ -28,7 +28,7 @@ def pipeline(dtype: popxl.dtype, memory: Any) -> popxl.Ir:
     """A training step of two stages on two devices, each with a stage's variables, by one schedule."""
     ir = popxl.Ir()
     ir.num_host_transfers = MICRO_BATCHES
-    with ir.main_graph:
+    with ir.main_graph, popxl.in_sequence():
         x = popxl.h2d_stream((2, TOKENS, WIDTH), dtype, "x")
         facts, graph = Stage().create_graph(x.spec)
         names, outputs = graph.args.keys_flat(), graph.graph.outputs

@@ -151,7 +151,7 @@ def built(name: str, target: str, calls: Any, memory: Any) -> popxl.Ir:
 def machine(name: str, target: str) -> str | popxl.Target:
     """A target with as many devices as a program has."""
     if target == "cpu":
-        return target
+        return "ipu_model" if name == "pipeline" else target
     count = 2 if name == "pipeline" else PROGRAMS[name].devices
     return popxl.Target(target if count == 1 else f"{target}:{'1x2' if target.startswith('tpu') else count}")
 

@@ -106,6 +106,8 @@ def _reduced_updates(graph: Graph, mesh: Mesh, report: Report) -> tuple[list[_Up
         for op in whole.parts:
             if op.kind.exchange and not op.outputs and op.inputs and op.inputs[0].nelms == 1 and op.inputs[0] in known:
                 stored.append((op.inputs[0], known[op.inputs[0]]))
+            if not known and op not in report.reductions:
+                continue
             for i in op.modified:
                 target = op.inputs[i].origin
                 behind = [t for t in op.inputs if t in known and t.nelms == target.nelms > 1]

@@ -66,6 +66,8 @@ def stale_shards(mesh: Mesh, report: Report) -> Iterator[Finding]:
 
 
 def _stale(mesh: Mesh, graph: Graph) -> Iterator[Finding]:
+    if not any(op.kind.between_replicas and "op" not in op.attributes for op in graph.ops):
+        return
     gathered: dict[Tensor, tuple[Op, Tensor]] = {}  # by what was gathered: the op, and the pieces
     old: set[Tensor] = set()
     for op in graph.ops:
@@ -77,7 +79,7 @@ def _stale(mesh: Mesh, graph: Graph) -> Iterator[Finding]:
         elif made is not None and is_same:
             gathered |= dict.fromkeys(op.outputs, made)
             old.update(op.outputs if any(t in old for t in op.inputs) else ())
-        elif (op.kind.contracts or op.called_graphs) and (stale := [t for t in op.inputs if t in old]):
+        elif (op.kind.contracts or op.kind.graphs) and (stale := [t for t in op.inputs if t in old]):
             (t, *_), (gather, pieces) = stale, gathered[stale[0]]
             axes = mesh.along(gather.attributes["stride"], gather.attributes["group_size"])
             yield finding(

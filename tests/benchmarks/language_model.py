@@ -39,19 +39,13 @@ HEADER = ["", "lines", "bytes of a step", "of these state", "compile", "a step"]
 
 
 def lines_of(path: Path) -> int:
-    """How many lines of a program hold code: neither comments, nor docstrings, nor nothing."""
+    """How many lines of a program hold code, however long ones are wrapped: neither comments, nor docstrings."""
     text = path.read_text(encoding="utf-8")
-    nothing = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    code = {
-        line
-        for token in tokenize.generate_tokens(io.StringIO(text).readline)
-        if token.type not in nothing
-        for line in range(token.start[0], token.end[0] + 1)
-    }
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            code -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    return len(code)
+    lines = sum(token.type == tokenize.NEWLINE for token in tokenize.generate_tokens(io.StringIO(text).readline))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    return lines - sum(
+        isinstance(node, documented) and ast.get_docstring(node) is not None for node in ast.walk(ast.parse(text))
+    )
 
 
 @dataclass(frozen=True)

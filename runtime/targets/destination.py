@@ -105,9 +105,11 @@ class Destination:
 
     def of_ipu(self, number: int, ipus: int) -> Destination:
         """Compile target of IPU `number`, if each replica has `ipus` IPUs as separate devices."""
+        found = self._by_process()
+        devices = [device for own in found for device in own[: self.count * ipus // len(found)]]
         rows = (divmod(replica, self.adjacent) for replica in range(self.count))
-        chosen = tuple(self.devices[(row * ipus + number) * self.adjacent + first] for row, first in rows)
-        return replace(self, devices=chosen, is_part=self.is_here and len(self._by_process()) > 1)
+        chosen = tuple(devices[(row * ipus + number) * self.adjacent + first] for row, first in rows)
+        return replace(self, devices=chosen, is_part=self.is_here and len(found) > 1)
 
     @property
     def is_elsewhere(self) -> bool:

@@ -27,6 +27,7 @@ from popxl_addons.dot_tree import DotTree, check_leaves
 from popxl_addons.named_replica_grouping import NamedReplicaGrouping, resolved
 from popxl_addons.named_tensors import NamedTensors
 from popxl_addons.variable_data import DataIter, PeekableIterator, data_elements, first_element, warn_of_rows
+from popxl_addons.variable_data import host_scalar_tensor_types as host_scalar_tensor_types
 
 PathLike = str | os.PathLike[str]
 

@@ -133,25 +133,27 @@ class _OrderedMeshGroup(_MeshGroup):
 
     Within a process, XLA for CPUs adds what members have to zero, in their order. Between processes it adds along a
     ring, from another member on for each part. So here each member gets its part of what the others have, and adds that
-    itself. As many bytes are sent. XLA does not fuse any of it with the ops around, which it would round otherwise.
+    itself. As many bytes are sent. XLA does not fuse the additions with the ops around, which it would round otherwise.
+    What is exchanged stays among these ops: XLA orders the collectives of one computation only.
     """
 
     def summed(self, t: Array) -> Array:
-        return noinline(self._summed)(t) if jnp.issubdtype(t.dtype, jnp.inexact) else super().summed(t)
-
-    def scattered(self, rows: Array) -> Array:
-        is_rounded = jnp.issubdtype(rows.dtype, jnp.inexact)
-        return noinline(self._scattered)(rows) if is_rounded else super().scattered(rows)
-
-    def _summed(self, t: Array) -> Array:
+        if not jnp.issubdtype(t.dtype, jnp.inexact):
+            return super().summed(t)
         if self.size == 2:
-            return _added_to_zero(super().summed(t))
-        own = self._scattered(self.chunks(t, chunk_size(t.size, self.size)))
+            return noinline(_added_to_zero)(super().summed(t))
+        own = self.scattered(self.chunks(t, chunk_size(t.size, self.size)))
         return self.members(own).reshape(-1)[: t.size].reshape(t.shape)
 
-    def _scattered(self, rows: Array) -> Array:
-        of_members = self.exchanged(rows).reshape(self.size, -1, *rows.shape[1:])
-        return _added_to_zero(reduce(add, of_members))
+    def scattered(self, rows: Array) -> Array:
+        if not jnp.issubdtype(rows.dtype, jnp.inexact):
+            return super().scattered(rows)
+        return noinline(_sum_in_order)(self.exchanged(rows).reshape(self.size, -1, *rows.shape[1:]))
+
+
+def _sum_in_order(of_members: Array) -> Array:
+    """Sum over the first dimension, one after the other."""
+    return _added_to_zero(reduce(add, of_members))
 
 
 def _added_to_zero(total: Array) -> Array:

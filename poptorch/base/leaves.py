@@ -26,7 +26,7 @@ class Structure(ABC):
 
     Example:
         >>> batch = {"x": torch.zeros(2, 3), "scale": 0.5}
-        >>> structure = structure_of(batch, "batch")
+        >>> structure = poptorch.base.structures.structure_of(batch, "batch")
         >>> structure.rebuild([torch.ones(3)])
         {'x': tensor([1., 1., 1.]), 'scale': 0.5}
     """

@@ -15,7 +15,7 @@ The program reduces the gradients (sum or mean, over micro-batches and replicas)
 are given by name, so a step may be in any graph that has its parameters and its state by reference:
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
-    >>> optimizer = optim.SGD([weight], lr=0.1, momentum=0.9, loss_scaling=8.0)
+    >>> optimizer = poptorch.optim.SGD([weight], lr=0.1, momentum=0.9, loss_scaling=8.0)
     >>> update = Update(optimizer, {"weight": weight})
     >>> [(kept.name, kept.value.shape) for kept in update.state], update.hyperparameters.values(optimizer)
     ([('Accl1___weight', (2,))], array([8. , 0.1, 0.9], dtype=float32))
@@ -171,7 +171,7 @@ class Update:
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2, 3))
-        >>> update = Update(optim.Adam([weight], lr=0.1), {"weight": weight})
+        >>> update = Update(poptorch.optim.Adam([weight], lr=0.1), {"weight": weight})
         >>> [variable.name for variable in update.state]
         ['Accl1___weight', 'Accl2___weight', 'Step']
     """

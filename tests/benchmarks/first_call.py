@@ -46,7 +46,7 @@ WAYS = ("inference", "training")
 BEGIN, END = "<!-- first calls: written by tests/benchmarks/first_call.py -->", "<!-- first calls: end -->"
 PHASES = {
     "capture": ("poptorch.run.compilation.captured_model",),
-    "building": ("poptorch.run.compiled.Program",),
+    "building": ("poptorch.run.program_compilation.Program",),
     "tracing": ("runtime.program.compiled.lower", "runtime.plan.segments.lower"),
 }
 """What is done in the thread that calls, and the functions that do it; all else is XLA, and moving weights."""

@@ -623,7 +623,7 @@ def on_a_tpu(build: Callable[[], Sequence[popxl.Tensor]], seconds: float = 600) 
     ir.options.compareSeconds = seconds
     with ir.main_graph, popxl.in_sequence():
         changed = build()
-    target: Any = SimpleNamespace(platform="tpu", replicas=Replicas(), devices=(None,))
+    target: Any = SimpleNamespace(platform="tpu", replicas=Replicas(), count=1, devices=(None,))
     return decide(ir.main_graph, ir.options, target, ir.main_graph.variables, changed, None)
 
 

@@ -58,8 +58,8 @@ class Compiled(NamedTuple):
         ir: the program.
         memory, cost: what the compiler says.
         chip: its published figures, if there are any.
-        may_offload: whether offloaded activations are on the host meanwhile: in loops, on devices with memory of their
-            own. XLA brings those of inlined calls back long before they are read.
+        may_offload: whether offloaded activations are on the host meanwhile: in loops, on TPUs. XLA brings those of
+            inlined calls back long before they are read; on GPUs, no plan of a budget with them has been compiled.
         release: when it frees the memory of an activation.
         applied: what applied the plan: its `needs` are the graphs, its `plan` is what was applied, and
             `plan_with(treatments)` another plan for the same program.
@@ -90,7 +90,7 @@ def compiled_program(ir: Ir, program: CompiledProgram, applied: Sequence[Any]) -
             "`train_step` or `autodiff` of the program."
         )
     release = _RELEASES.get(program.layout.calls, "call")
-    may_offload = program.layout.calls == "rolled" and program.layout.destination.platform != "cpu"
+    may_offload = program.layout.calls == "rolled" and program.layout.destination.platform == "tpu"
     memory, cost = memory_of_program(ir, program), cost_of(program)
     return Compiled(ir, memory, cost, chip_of(program), may_offload, release, applied[0])
 

@@ -158,16 +158,15 @@ def recompute_activations(
         held: _Bound = {}
         waiting: set[popxl.Tensor] = set()
         for op in again:
-            # One operand that waits is enough for the results to wait. Transposing an input is free: it does not wait.
-            is_free = is_transposed_input(op.outputs[0])
+            # One operand that waits is enough for the results to wait, such as a weight that is transposed here.
             with get_current_context().set(ipu_id=op.ipu, io_tile_set=op.io_tiles):
-                if waiting.isdisjoint(op.inputs) and op.inputs and not is_free:
-                    t = min(op.inputs, key=lambda u: (is_transposed_input(u), u in inputs))
+                if waiting.isdisjoint(op.inputs) and op.inputs:
+                    t = next((u for u in op.inputs if u not in inputs), op.inputs[0])
                     held[t] = ops.available_after(_forward_tensor(t, of), first)
                     waiting.add(t)
-                copy = op.clone([held[u] if u in held and not is_free else _forward_tensor(u, of) for u in op.inputs])
+                copy = op.clone([held[u] if u in held else _forward_tensor(u, of) for u in op.inputs])
             of |= dict(zip(op.outputs, copy.outputs, strict=False))
-            waiting.update(() if is_free else op.outputs)
+            waiting.update(op.outputs)
         bound |= {t: _forward_tensor(of_t, of) for t, of_t in read.items()}
         for result in ops.call(grad, inputs_dict=bound):
             popxl.graph_output(result)

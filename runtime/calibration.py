@@ -19,7 +19,8 @@ from popxl.base.pages import Page, Table, bytes_text, flops_text, seconds_text
 from runtime.targets.chip import Chip, Cpu, Efficiency, Gpu, Link, of_device
 
 _SIZES = (64, 256, 1024)
-_VECTOR = 1 << 22
+_VECTOR = 1 << 25
+"""Elements, of 128 MiB: more than the caches of a machine hold."""
 MOST_SECONDS = 1.5
 """How long each figure is measured, at most."""
 

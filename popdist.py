@@ -42,7 +42,7 @@ _Result = TypeVar("_Result")
 __path__ = [str(Path(__file__).parent / "poptorch" / "popdist")]  # what needs torch is with what else does
 
 
-def init(num_replicas: int | None = None) -> None:
+def init(num_replicas: int | None = None, num_ipus_per_replica: int = 1, adjacent_replicas: int = 0) -> None:
     """Join the other instances, and wait until all have. A session of a program for several processes does it, too.
 
     Call it at the beginning, if the program uses JAX, or makes other sessions, before that one. Without `poprun` it
@@ -51,7 +51,11 @@ def init(num_replicas: int | None = None) -> None:
 
     Args:
         num_replicas: how many replicas all instances drive together, if a scheduler has started them; by default one
-            each. `poprun` has its own option.
+            each. `poprun` has its own option for each of these numbers.
+        num_ipus_per_replica: how many devices each replica has: one for each stage of a pipeline. With fewer replicas
+            than instances, an instance drives some of their stages.
+        adjacent_replicas: how many replicas have their devices for a stage side by side; by default 1 if instances can
+            get whole replicas, else all.
 
     Raises:
         PopxlError: if JAX has been used already; if a scheduler does not say who this process is.
@@ -64,7 +68,7 @@ def init(num_replicas: int | None = None) -> None:
 
             popdist.init(num_replicas=256)
     """
-    ask_scheduler(num_replicas)
+    ask_scheduler(num_replicas, num_ipus_per_replica, adjacent_replicas)
     processes.join()
 
 

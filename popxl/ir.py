@@ -180,7 +180,7 @@ class Ir(NotCopyable):
 
         With 1, the default, all IPUs of a replica are next to each other, within a process or host; with all replicas,
         the stages of a pipeline are as far from each other as can be. The place of `"ipus"` among the axes says it, or
-        `poprun` for a program of several processes.
+        `poprun` or `popdist.init` for a program of several processes.
 
         Example:
             >>> popxl.Ir(axes={"data": 2, "stage": "ipus", "tensor": 8}).adjacent_replicas
@@ -210,7 +210,8 @@ class Ir(NotCopyable):
         if wanted not in (None, instance.adjacent) and instance.num_ipus_per_replica > 1:
             raise PopxlError(
                 f"Ir: by `axes`, {wanted} replicas have their devices for an IPU side by side, and `poprun` has laid "
-                f"{instance.adjacent}. Give `poprun --adjacent-replicas {wanted}`."
+                f"{instance.adjacent}. Give `poprun --adjacent-replicas {wanted}`, or without poprun "
+                f"`popdist.init(adjacent_replicas={wanted})`."
             )
 
     @property

@@ -67,9 +67,12 @@ def _scheduled(options: argparse.Namespace) -> Instance | None:
     try:
         name = None if options.scheduler == "auto" else options.scheduler
         counts = (options.num_replicas, options.ipus_per_replica, options.adjacent_replicas)
-        return scheduled(*counts, timeout=options.timeout, name=name)
+        instance = scheduled(*counts, timeout=options.timeout, name=name)
     except PopxlError as problem:
         raise ValueError(str(problem)) from None
+    if instance is not None:
+        options.num_instances = instance.num_instances
+    return instance
 
 
 class _Started:

@@ -302,7 +302,7 @@ def check_stages(ipus: int) -> None:
         raise PopxlError(
             f"Session: each of the {instance.num_instances} instances drives some stages of its replicas, and `poprun` "
             f"was told of {instance.num_ipus_per_replica} devices a replica; the program uses {ipus} IPUs. Give "
-            f"`poprun --ipus-per-replica {ipus}`."
+            f"`poprun --ipus-per-replica {ipus}`, or without poprun `popdist.init(num_ipus_per_replica={ipus})`."
         )
 
 

@@ -83,8 +83,9 @@ def scheduled(
             timeout=timeout,
         )
     except ValidationError:
+        shared_out = f"{replicas} replicas{f' of {ipus_per_replica} devices' if ipus_per_replica > 1 else ''}"
         raise ValueError(
-            f"popdist: {replicas} replicas cannot be shared out evenly among the {count} processes of {name}."
+            f"popdist: {shared_out} cannot be shared out evenly among the {count} processes of {name}."
         ) from None
 
 
@@ -103,9 +104,9 @@ def _present(wanted: str) -> str | None:
     return found
 
 
-def ask_scheduler(num_replicas: int | None) -> None:
+def ask_scheduler(num_replicas: int | None, ipus_per_replica: int, adjacent_replicas: int) -> None:
     """Store the scheduler's description of this process in environment variables, as `poprun` does."""
-    if launched() is None and (instance := scheduled(num_replicas)) is not None:
+    if launched() is None and (instance := scheduled(num_replicas, ipus_per_replica, adjacent_replicas)) is not None:
         os.environ.update(instance.environment())
 
 

@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from jax._src.clusters import ClusterEnv
 
@@ -72,6 +73,18 @@ def test_what_slurm_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not instance.is_single_host and instance.launcher == ""
 
 
+def test_what_slurm_says_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process has some stages of its replicas, as by `poprun`; also where poprun knows no number of replicas."""
+    set_environment(monkeypatch, slurm(5, 8))
+    instance = scheduled(2, 8)
+    assert instance is not None and instance.share == (0, 2, 5, 1)
+    instance = scheduled(2, 8, 1)
+    assert instance is not None and instance.share == (1, 1, 2, 2)
+    with pytest.raises(SystemExit):
+        main(["--ipus-per-replica=8", "--adjacent-replicas=3", "python"])
+    assert main(["--ipus-per-replica=8", "--adjacent-replicas=8", "no-such-program"]) == 127
+
+
 def test_what_open_mpi_says(monkeypatch: pytest.MonkeyPatch) -> None:
     set_environment(monkeypatch, open_mpi(1))
     instance = scheduled()
@@ -89,6 +102,8 @@ def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     set_environment(monkeypatch, slurm(0, 3))
     with pytest.raises(ValueError, match="8 replicas cannot be shared out evenly among the 3 processes of slurm"):
         scheduled(8)
+    with pytest.raises(ValueError, match="1 replicas of 4 devices cannot be shared out evenly among the 3 processes"):
+        scheduled(1, 4)
     monkeypatch.setenv("SLURM_PROCID", "first")
     with pytest.raises(PopxlError, match="'slurm' has started this process, and does not say who it is"):
         scheduled(6)
@@ -190,6 +205,49 @@ def test_they_join_and_compute(how: str) -> None:
     for index, (code, out, err) in enumerate(found):
         assert code == 0, err
         assert out.splitlines()[-1] == f"{index} {[expected(r) for r in (2 * index, 2 * index + 1)]}"
+
+
+STAGES = """
+import sys
+import numpy as np
+import popdist, popxl
+from popxl import ops
+
+if len(sys.argv) > 1:
+    popdist.init(num_replicas=2, num_ipus_per_replica=4)
+ir = popxl.Ir("popdist", axes={"ipu": "ipus", "data": 2})
+with ir.main_graph, popxl.in_sequence():
+    into, out = popxl.h2d_stream((3,), popxl.float32), popxl.d2h_stream((3,), popxl.float32)
+    with popxl.ipu(0):
+        x = ops.host_load(into)
+    for number in range(4):
+        with popxl.ipu(number):
+            w = popxl.variable(np.arange(3.0) + number, popxl.float32, f"w{number}")
+            x = ops.collectives.replicated_all_reduce(x + w, "mean", group="data") + x
+            x = x.copy_to_ipu(number + 1) if number < 3 else x
+    with popxl.ipu(3):
+        ops.host_store(out, x)
+with popxl.Session(ir, "ipu_model") as session:
+    rows = session.run({into: np.arange(6, dtype=np.float32).reshape(2, 3)})[out]
+print(popdist.getInstanceIndex(), session.program.layout.own_ipus, rows.tolist())
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", ["poprun in Open MPI", "popdist in Slurm"])
+def test_each_has_stages(how: str) -> None:
+    is_slurm = how == "popdist in Slurm"
+    command = [sys.executable, "-c", textwrap.dedent(STAGES), "init"]
+    if not is_slurm:
+        options = ["--num-replicas=2", "--ipus-per-replica=4", "--adjacent-replicas=2"]
+        command = [sys.executable, "-m", "runtime.poprun", *options, *command[:-1]]
+    found = run_all([(slurm if is_slurm else open_mpi)(index, 4) for index in range(4)], command)
+    rows = np.arange(6.0).reshape(2, 3)
+    for number in range(4):
+        rows = np.mean(rows + np.arange(3.0) + number, axis=0) + rows
+    for index, (code, out, err) in enumerate(found):
+        assert code == 0, err
+        assert out.splitlines()[-1] == f"{index} ({index},) {rows.tolist()}"
 
 
 @pytest.mark.thorough

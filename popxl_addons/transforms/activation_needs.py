@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
 import popxl
-from popxl.extend.graphs import Flops, own_flops
+from popxl.extend.graphs import Flops, is_call, own_flops
 from popxl.extend.memory import GraphNeeds, OpNeeds
 from popxl.transforms import GradGraphInfo
 from popxl_addons.transforms.call_groups import calls_in
@@ -25,21 +25,7 @@ def graph_needs(info: GradGraphInfo, name: str, model: popxl.Graph) -> GraphNeed
         model: the graph that calls the forward graph, or the forward graph itself.
     """
     known = {each.tensor: each for each in candidates(info)}
-    factors = _factors(info)
-    ops = []
-    for op in info.forward_graph.ops:
-        if any(t in known for t in op.outputs):
-            is_fused = _is_fused(op, factors)
-            ops.append(
-                OpNeeds(
-                    operands=tuple({known[t].path: None for t in op.inputs if t in known}),
-                    results=tuple(known[t].path for t in op.outputs if t in known),
-                    products=_flops(op).products,
-                    bytes=_moved(op, is_fused),
-                    dtype=op.inputs[0].dtype.name if op.inputs else op.outputs[0].dtype.name,
-                    is_fused=is_fused,
-                )
-            )
+    paths = {t: each.path for t, each in known.items()}
     spans = _spans(info.graph)
     read = {
         known[e.fwd_tensor].path: spans[t]
@@ -54,12 +40,50 @@ def graph_needs(info: GradGraphInfo, name: str, model: popxl.Graph) -> GraphNeed
         sum(counts),
         {each.path: each.nbytes for each in known.values()},
         read,
-        tuple(ops),
+        tuple(_op_needs(info.forward_graph, paths, _factors(info))),
         tuple(_steps(info.graph)),
         _lasting(info, model),
         tuple(accumulate(counts[:-1])),
         (min(places, default=0), max(places, default=0)),
     )
+
+
+def _op_needs(
+    graph: popxl.Graph, paths: Mapping[popxl.Tensor, str], factors: set[popxl.Tensor], is_called: bool = False
+) -> Iterator[OpNeeds]:
+    """What it takes to recompute activations: a part for each op, and of a call for each activation that it returns.
+
+    Args:
+        graph: computes the activations.
+        paths: of the activations, and of the inputs of the graph that are activations.
+        factors: tensors of the graph that products read elsewhere.
+        is_called: whether it is called by the graph that is planned, which can keep its results alone.
+    """
+    leading: dict[popxl.Tensor, tuple[dict[str, None], list[popxl.Op]]] = {}
+    """For values that are no activations: the activations that they come from, and the ops in between."""
+    for op in graph.ops:
+        results = tuple(paths[t] for t in op.outputs if t in paths)
+        if is_call(op) and len(results) > 1:
+            (run,) = op.runs
+            pairs = [*zip(run.inputs, run.given, strict=True), *zip(run.outputs, op.outputs, strict=True)]
+            inner_factors = _read_by_products(run.graph) | {inner for inner, t in pairs if t in factors}
+            yield from _op_needs(run.graph, {inner: paths[t] for inner, t in pairs if t in paths}, inner_factors, True)
+            continue
+        before = [({paths[t]: None}, []) if t in paths else leading.get(t, ({}, [])) for t in op.inputs]
+        operands = {path: None for paths, _ in before for path in paths}
+        ops = [*dict.fromkeys(each for _, ops in before for each in ops), op]
+        if results:
+            is_fused = [_is_fused(each, factors) for each in ops]
+            yield OpNeeds(
+                operands=tuple(operands),
+                results=results,
+                products=sum(_flops(each).products for each in ops),
+                bytes=sum(_moved(each, fused) for each, fused in zip(ops, is_fused, strict=True)),
+                dtype=op.inputs[0].dtype.name if op.inputs else op.outputs[0].dtype.name,
+                is_fused=all(is_fused),
+            )
+        elif is_called:
+            leading.update(dict.fromkeys(op.outputs, (operands, ops)))
 
 
 def _factors(info: GradGraphInfo) -> set[popxl.Tensor]:

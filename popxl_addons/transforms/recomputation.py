@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Iterable, Sequence
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import popxl
 from popxl import ops
 from popxl.context import get_current_context
 from popxl.extend.arguments import check_type
-from popxl.extend.graphs import has_effect, reachable
+from popxl.extend.graphs import has_effect, is_call, reachable
 from popxl.extend.ops import Op
 from popxl.tensor import Constant
 from popxl.transforms import ExpectedConnectionType, GradGraphInfo
@@ -155,22 +155,59 @@ def recompute_activations(
             given = graph.add_input_like(source)
             of[t] = ops.reload(ops.available_after(given, first)) if t in away else given
         bound |= _further_inputs(info)
-        held: _Bound = {}
-        waiting: set[popxl.Tensor] = set()
-        for op in again:
-            # One operand that waits is enough for the results to wait, such as a weight that is transposed here.
-            with get_current_context().set(ipu_id=op.ipu, io_tile_set=op.io_tiles):
-                if waiting.isdisjoint(op.inputs) and op.inputs:
-                    t = next((u for u in op.inputs if u not in inputs), op.inputs[0])
-                    held[t] = ops.available_after(_forward_tensor(t, of), first)
-                    waiting.add(t)
-                copy = op.clone([held[u] if u in held else _forward_tensor(u, of) for u in op.inputs])
-            of |= dict(zip(op.outputs, copy.outputs, strict=False))
-            waiting.update(op.outputs)
+        _compute(again, of, first, inputs)
         bound |= {t: _forward_tensor(of_t, of) for t, of_t in read.items()}
         for result in ops.call(grad, inputs_dict=bound):
             popxl.graph_output(result)
     return make_grad_graph_info(forward, graph, expected, info.outputs), bound
+
+
+class OpsAgain(NamedTuple):
+    """Ops of a forward graph to recompute.
+
+    Attributes:
+        ops: in order; calls of which some results are taken, each with the ops of the called graph that lead to the
+            others.
+        taken: tensors to take in place of recomputing them.
+        read: all tensors that are read, inputs of the graph among them.
+    """
+
+    ops: list[tuple[Op, OpsAgain | None]]
+    taken: set[popxl.Tensor]
+    read: set[popxl.Tensor]
+
+
+def _compute(again: OpsAgain, of: _Bound, first: popxl.Tensor, available: set[popxl.Tensor]) -> None:
+    """Copy ops into the current graph.
+
+    Args:
+        again: the ops.
+        of: what tensors of their graph are here; the results are added.
+        first: the gradient that the copies wait for.
+        available: inputs of their graph that do not wait for it.
+    """
+    waiting = again.read.intersection(of) - again.taken - available
+    held: _Bound = {}
+    for op, within in again.ops:
+        with get_current_context().set(ipu_id=op.ipu, io_tile_set=op.io_tiles):
+            if within is not None:
+                (run,) = op.runs
+                inputs = [(inner, t) for inner, t in zip(run.inputs, run.given, strict=True) if inner in within.read]
+                outputs = [*zip(run.outputs, op.outputs, strict=True)]
+                given = [*inputs, *((inner, t) for inner, t in outputs if inner in within.taken and t in of)]
+                inner_of = {inner: _forward_tensor(t, of) for inner, t in given}
+                _compute(within, inner_of, first, {inner for inner, t in inputs if t not in waiting})
+                of |= {t: inner_of[inner] for inner, t in outputs if inner in inner_of and t not in of}
+                waiting.update(t for inner, t in outputs if inner in inner_of.keys() - {*run.inputs} - within.taken)
+                continue
+            # One operand that waits is enough for the results to wait, such as a weight that is transposed here.
+            if waiting.isdisjoint(op.inputs) and op.inputs:
+                t = next((u for u in op.inputs if u not in available), op.inputs[0])
+                held[t] = ops.available_after(_forward_tensor(t, of), first)
+                waiting.add(t)
+            copy = op.clone([held[u] if u in held else _forward_tensor(u, of) for u in op.inputs])
+        of |= dict(zip(op.outputs, copy.outputs, strict=False))
+        waiting.update(op.outputs)
 
 
 def _forward_tensor(t: popxl.Tensor, of: _Bound) -> popxl.Tensor:
@@ -180,7 +217,7 @@ def _forward_tensor(t: popxl.Tensor, of: _Bound) -> popxl.Tensor:
     return of[t]
 
 
-def ops_again(info: GradGraphInfo, given: Collection[popxl.Tensor]) -> tuple[list[Op], list[popxl.Tensor]]:
+def ops_again(info: GradGraphInfo, given: Collection[popxl.Tensor]) -> tuple[OpsAgain, list[popxl.Tensor]]:
     """Ops to recompute for the reads of a gradient, and forward tensors for their saved inputs.
 
     Args:
@@ -191,21 +228,38 @@ def ops_again(info: GradGraphInfo, given: Collection[popxl.Tensor]) -> tuple[lis
     Returns:
         The ops in order; and the tensors: the inputs of the forward graph, then what it computes.
     """
-    missing = {e.fwd_tensor for e in info.expected_inputs if e.is_activation}
     known = {
         *(t for t in given if not is_transposed_input(t)),
         *(e.fwd_tensor for e in info.expected_inputs if not e.is_activation),
     }
-    taken, again = list[popxl.Tensor](), list[Op]()
-    for op in reversed(info.forward_graph.ops):
-        wanted = missing.intersection(op.outputs)
-        found = wanted if has_effect(op) or op.modified else wanted & known
-        taken += found
-        if found < wanted:
-            again.append(op)
-            missing.update(op.inputs)
-    inputs = [t for t in info.forward_graph.inputs if t in missing]
-    return again[::-1], inputs + sorted(taken, key=lambda t: t.id)
+    again = _leading(info.forward_graph, {e.fwd_tensor for e in info.expected_inputs if e.is_activation}, known)
+    inputs = [t for t in info.forward_graph.inputs if t in again.read]
+    return again, inputs + sorted(again.taken, key=lambda t: t.id)
+
+
+def _leading(graph: popxl.Graph, wanted: Iterable[popxl.Tensor], known: set[popxl.Tensor]) -> OpsAgain:
+    """Ops of a graph that lead from its inputs and known tensors to wanted ones, within called graphs, too."""
+    again = OpsAgain([], set(), {*wanted})
+    for op in reversed(graph.ops):
+        read = again.read.intersection(op.outputs)
+        taken = read if has_effect(op) or op.modified else read & known
+        again.taken.update(taken)
+        if taken == read:
+            continue
+        if is_call(op) and not known.isdisjoint(op.outputs):
+            (run,) = op.runs
+            pairs = [*zip(run.outputs, op.outputs, strict=True)]
+            within = _leading(
+                run.graph, {i for i, t in pairs if t in read - taken}, {i for i, t in pairs if t in known}
+            )
+            again.taken.update(t for i, t in pairs if i in within.taken and t in known)
+            again.read.update(t for i, t in zip(run.inputs, run.given, strict=True) if i in within.read)
+            again.ops.append((op, within))
+        else:
+            again.read.update(op.inputs)
+            again.ops.append((op, None))
+    again.ops.reverse()
+    return again
 
 
 def _offloaded(t: popxl.Tensor) -> popxl.Tensor:

@@ -251,6 +251,31 @@ def test_only_what_is_needed_runs_again(layer: tuple[Any, ...], evaluate: Any) -
     assert_close(values[2:], values[:2])
 
 
+def test_a_called_graph_runs_again_in_part(ir: popxl.Ir, evaluate: Any) -> None:
+    rng = np.random.default_rng(0)
+    x, w = (popxl.variable(rng.normal(size=shape), popxl.float32) for shape in [(3, 4), (4, 4)])
+    inner = ir.create_graph(lambda x, w: ops.tanh(ops.gelu(x @ w)), x, w)
+    product = next(op.outputs[0] for op in inner.ops if op.op_type == "MatMul")
+    middle = ir.create_graph(lambda x, w: ops.sin(*ops.call(inner, x * 0.5, w)), x, w)
+    layer = ir.create_graph(lambda x, w: ops.call(inner, *ops.call(middle, x, w), ops.exp(w)), x, w)
+    grad = addons.GraphWithNamedArgs(layer).autodiff()
+    paths = [each.path for each in addons.activations_of(grad.grad_graph_info)]
+    kept = [path for path in paths if path.rpartition(".")[2].partition("#")[0] == product.name]
+    assert len(kept) == 2  # one of each call
+    again = addons.recompute_graph(grad, keep=kept)
+    kinds = [op.op_type for op in again.graph.ops]
+    assert [kinds.count(kind) for kind in ("MatMul", "Gelu", "Tanh", "Call")] == [0, 2, 1, 1]  # the caller has a tanh
+    forward = addons.GraphWithNamedArgs(layer)
+    site = forward.call_with_info(x, w)
+    values = [
+        value
+        for each in (grad, again)
+        for value in each.call(ops.cos(site.outputs[0]), args=each.grad_graph_info.inputs_dict(site))
+    ]
+    values = evaluate(*values)
+    assert_close(values[2:], values[:2])
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies_of_one_graph(layer: tuple[Any, ...], evaluate: Any, policy: Any) -> None:
     grad = layer[2].autodiff()

@@ -264,7 +264,12 @@ def test_a_called_graph_runs_again_in_part(ir: popxl.Ir, evaluate: Any) -> None:
     assert len(kept) == 2  # one of each call
     again = addons.recompute_graph(grad, keep=kept)
     kinds = [op.op_type for op in again.graph.ops]
-    assert [kinds.count(kind) for kind in ("MatMul", "Gelu", "Tanh", "Call")] == [0, 2, 1, 1]  # the caller has a tanh
+    assert [kinds.count(kind) for kind in ("MatMul", "Gelu", "Tanh", "Call")] == [
+        0,
+        1,
+        1,
+        1,
+    ]  # the caller has the last tanh
     forward = addons.GraphWithNamedArgs(layer)
     site = forward.call_with_info(x, w)
     values = [

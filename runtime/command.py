@@ -49,7 +49,7 @@ examples:
   popxl show train.py --target "tpu v5e"    compile it for a TPU elsewhere, and print the memory that it needs there
   popxl report train.py --target "gpu h100:8"   the same for eight GPUs, with the reports
   popxl report train_jax.py:step --target "gpu h100:8"   the first call of a JAX function of the program
-  popxl fit train.py --target "tpu v5e:4x4"     try the choices of the program; print those that fit, and the fastest
+  popxl tune train.py --target "tpu v5e:4x4"    try the choices of the program; print those that fit, and the fastest
   popxl diff costs.json train.py --target "tpu v5e"   compare costs with those of a file
   popxl plan train.py --target "gpu h100" --budget 40GB   plan saved activations within 40 GB
   popxl calibrate --save cpu.json           measure this device, for times with POPXL_CHIP=cpu.json
@@ -76,7 +76,7 @@ each Ir also runs on the CPU, beside the same program on one replica, and differ
 gives all axes the size one, or --run="ARGUMENTS" passes arguments that do so.
 """
 
-_FIT = """\
+_TUNE = """\
 Compile a program with each combination of its choices, `popxl.choice(name, options)`, and print those that fit into a
 machine's memory, and the fastest by estimate. The machine can be elsewhere; nothing is run.
 """
@@ -99,9 +99,12 @@ reports and costs on this device use these figures.
 
 _REMOVED = {
     "foresee": "`popxl report FILE.py --target MACHINE` compiles the program and prints the exact memory that a chip "
-    "needs; `popxl fit FILE.py --target MACHINE` does so for each of its choices"
+    "needs; `popxl tune FILE.py --target MACHINE` does so for each of its choices"
 }
 """Commands of earlier versions, and what to use instead."""
+
+_RENAMED = {"fit": "tune"}
+"""Earlier names of commands, which still work."""
 
 
 @exit_on_broken_pipe
@@ -110,6 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in _REMOVED:
         return _fail(f"`{arguments[0]}` was removed: {_REMOVED[arguments[0]]}.", 2)
+    arguments = [*(_RENAMED.get(each, each) for each in arguments[:1]), *arguments[1:]]
     arguments, alone = _run_of(_options_of_plan(arguments))
     options = _parser().parse_args(arguments)
     if options.command == "calibrate":
@@ -139,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             return _fail(f"--{name} {folder}: {problem}", 2)
-    if options.command in ("fit", "plan") and target is None:
+    if options.command in ("tune", "plan") and target is None:
         return _fail(f"{options.command}: `--target` is missing; expected {FORMS}.", 2)
     if options.command == "plan":
         try:
@@ -147,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ValueError as problem:
             return _fail(f"plan: {problem}", 2)
         return plan(CommandArgs(file, options.args, pages=options.pages, target=target), budget, options.save)
-    run = {"show": show, "check": check_program, "report": report, "fit": fit_into}[options.command]
+    run = {"show": show, "check": check_program, "report": report, "tune": tune}[options.command]
     return run(CommandArgs(file, options.args, options.pictures, options.pages, target, function, alone))
 
 
@@ -188,10 +192,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=ShowVersions)
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{show,check,report,fit,plan,diff}|calibrate"
+        dest="command", required=True, metavar="{show,check,report,tune,plan,diff}|calibrate"
     )
-    for name, text in (("show", _SHOW), ("check", _CHECK), ("report", _REPORT), ("fit", _FIT), ("plan", _PLAN)):
-        runs = name not in ("fit", "plan")  # which runs nothing in any case, and has no schedule to draw
+    for name, text in (("show", _SHOW), ("check", _CHECK), ("report", _REPORT), ("tune", _TUNE), ("plan", _PLAN)):
+        runs = name not in ("tune", "plan")  # which runs nothing in any case, and has no schedule to draw
         # Without abbreviations: what looks like several of these options may be one of the program.
         command = commands.add_parser(name, help=_summary(text), description=text, allow_abbrev=False)
         command.set_defaults(pictures=None)
@@ -435,7 +439,7 @@ def _costs(description: str, target: Target | None) -> list[Cost]:
     return found
 
 
-def fit_into(asked: CommandArgs) -> int:
+def tune(asked: CommandArgs) -> int:
     """Compile a program for each combination of its choices; print combinations that fit a target, and the fastest.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What a program leaves open: values among which `popxl fit` finds the fastest that fits a machine."""
+"""What a program leaves open: values among which `popxl tune` finds the fastest that fits a machine."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ _asked: dict[str, tuple[Any, ...]] = {}
 def choice(name: str, options: Sequence[T], is_work: bool = False) -> T:
     """A value that a program leaves open: the first of `options`, unless somebody chooses another one.
 
-    ``popxl fit FILE.py --target "tpu v5e:4x4"`` compiles the program with each combination of its choices. It says
+    ``popxl tune FILE.py --target "tpu v5e:4x4"`` compiles the program with each combination of its choices. It says
     which fit the machine, and which of these is the fastest by the estimate. The environment variable `POPXL_CHOICES`
     then chooses: ``POPXL_CHOICES="micro_batch=8 recompute=True" python FILE.py``; values with blanks stand in quotes,
-    as in ``"mesh='(2, 4)'"``. `popxl fit` varies only what the variable leaves open. Ask before the first run:
-    `popxl fit` looks no further, and a run refuses a name in the variable that the program has not asked for, where it
+    as in ``"mesh='(2, 4)'"``. `popxl tune` varies only what the variable leaves open. Ask before the first run:
+    `popxl tune` looks no further, and a run refuses a name in the variable that the program has not asked for, where it
     has choices.
 
     Args:

@@ -276,7 +276,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert "popxl show" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         main([])
-    assert "{show,check,report,fit,plan,diff}" in capsys.readouterr().err
+    assert "{show,check,report,tune,plan,diff}" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["show"])
     assert capsys.readouterr().err.endswith("popxl show: error: the following arguments are required: FILE.py\n")
@@ -292,13 +292,13 @@ def test_plan_takes_its_options_before_and_after_the_file(budget: str, capsys: p
     assert "'none.py' does not exist" in capsys.readouterr().err
 
 
-def test_fit_has_no_schedule_and_draws_no_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_has_no_schedule_and_draws_no_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["fit", "--pictures", str(tmp_path / "pictures"), "program.py", "--target", "gpu h100"])
+        main(["tune", "--pictures", str(tmp_path / "pictures"), "program.py", "--target", "gpu h100"])
     assert "unrecognized arguments: --pictures" in capsys.readouterr().err
     assert not (tmp_path / "pictures").exists()
     with pytest.raises(SystemExit, match="0"):
-        main(["fit", "--help"])
+        main(["tune", "--help"])
     out = capsys.readouterr().out
     assert "--pages" in out and "--pictures" not in out and "run nothing" not in out
 

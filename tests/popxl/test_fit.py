@@ -1,4 +1,4 @@
-"""Choices of programs: what a program gets, and what `popxl fit` finds."""
+"""Choices of programs: what a program gets, and what `popxl tune` finds."""
 
 from __future__ import annotations
 
@@ -184,8 +184,9 @@ def test_the_memory_that_a_program_needs_before_it_computes() -> None:
 
 def test_a_target_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "program.py").write_text("")
-    assert main(["fit", str(tmp_path / "program.py")]) == 2
-    assert "popxl: fit: `--target` is missing; expected 'tpu v5e:4x4'" in capsys.readouterr().err
+    for name in ("tune", "fit"):  # the name of earlier versions
+        assert main([name, str(tmp_path / "program.py")]) == 2
+        assert "popxl: tune: `--target` is missing; expected 'tpu v5e:4x4'" in capsys.readouterr().err
 
 
 @pytest.mark.targets
@@ -195,20 +196,20 @@ def test_an_interrupted_command_prints_what_it_has(tmp_path: Path, capsys: pytes
         "ir = popxl.Ir()", "if rows == 16:\n    raise KeyboardInterrupt\nir = popxl.Ir()"
     )
     file.write_text(text)
-    assert main(["fit", str(file), "--target", "gpu h100"]) == 130
+    assert main(["tune", str(file), "--target", "gpu h100"]) == 130
     out = capsys.readouterr().out
     assert "Interrupted: other combinations were not tried." in out and "8589934592   False" in out
     assert 'The fastest that fits: POPXL_CHOICES="rows=8 twice=True"' in out
     file.write_text("raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
-        main(["fit", str(file), "--target", "gpu h100"])
+        main(["tune", str(file), "--target", "gpu h100"])
 
 
 @pytest.mark.targets
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "program.py"
     file.write_text(textwrap.dedent(PROGRAM))
-    assert main(["fit", str(file), "--target", "tpu v5e"]) == 0
+    assert main(["tune", str(file), "--target", "tpu v5e"]) == 0
     out, err = capsys.readouterr()
     rows = [line.split() for line in out.splitlines() if line.endswith((" fits", " best", " fit"))]
     assert [row[:2] + row[-1:] for row in rows] == [
@@ -233,5 +234,5 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ("1/0", "exit code 1"),
     ):
         file.write_text(text)
-        assert main(["fit", str(file), "--target", "tpu v5e"]) == 1
+        assert main(["tune", str(file), "--target", "tpu v5e"]) == 1
         assert message in capsys.readouterr().err

@@ -1,6 +1,6 @@
-"""A session that knows its task: streams by name, the state that matters, and how to save and load that.
+"""`TaskSession`: a session with named streams, named state, and checkpoints.
 
-What a checkpoint is on the disk, see `popxl_addons.checkpoint`.
+The file format of checkpoints is in `popxl_addons.checkpoint`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["TaskSession", "write_variables_pb"]
 _log = logging.getLogger(__name__)
 
 _ATTEMPTS = 10
-"""How many times a checkpoint is read, if others replace it meanwhile each time."""
+"""Maximum number of attempts to read a checkpoint that other processes keep replacing."""
 
 
 class DataLoader(Protocol):
@@ -61,21 +61,21 @@ class TaskSession(popxl.Session):
     """A `popxl.Session` with named streams and state, run counter, saving and loading.
 
     Args:
-        inputs: streams from the host, in the order in which they are wanted; a dictionary of them will do.
+        inputs: streams from the host, in order, or by name in a dictionary.
         outputs: streams to the host.
-        state: the variables that define the task: what is saved and loaded. Constants among them are saved, too, and
-            stay as they are when it is loaded. The seed of stochastic rounding is added, if the program has one.
-        max_checkpoints: how many checkpoints of this session to keep. With another one the oldest is deleted.
-        *args, **kwargs: those of `popxl.Session`, by keyword: ``ir``, ``device_desc``, ``weights_to_host_on_exit``.
+        state: variables to save and load. Constants among them are saved, too, and loading does not change them. The
+            seed of stochastic rounding is added, if the program has one.
+        max_checkpoints: number of checkpoints of this session to keep; a further one deletes the oldest.
+        *args, **kwargs: arguments of `popxl.Session`, by keyword: ``ir``, ``device_desc``, ``weights_to_host_on_exit``.
 
     Attributes:
         inputs, outputs: the streams, by name and position.
-        state: as given. May be assigned, for example to a part of it.
-        session_state: facts about the session that are saved with it, such as JSON knows. ``steps`` counts the runs.
+        state: variables to save and load. May be assigned, for example to a subset.
+        session_state: JSON-serialisable data that is saved with the state. ``steps`` counts the runs.
 
     Raises:
-        TypeError: for streams in the other direction, if `max_checkpoints` is no number, and for a `state` of anything
-            but variables and constants.
+        TypeError: for streams in the wrong direction, a `max_checkpoints` that is not an integer, and a `state` of
+            anything but variables and constants.
         ValueError: if `max_checkpoints` is less than 1, for a `state` of another program, and as `popxl.Session` does.
 
     Example:
@@ -126,10 +126,10 @@ class TaskSession(popxl.Session):
 
     @property
     def state(self) -> NamedTensors:
-        """The variables that are saved and loaded, under their names. May be assigned.
+        """Variables to save and load, by name. May be assigned.
 
-        `TypeError` for what has no names as `NamedTensors` have them, and for leaves that are neither variables nor
-        constants; `ValueError` for those of another program.
+        `TypeError` for anything but `NamedTensors`, and for leaves that are neither variables nor constants;
+        `ValueError` for variables of another program.
         """
         return self._state
 
@@ -154,12 +154,12 @@ class TaskSession(popxl.Session):
     def run(
         self, inputs: Mapping[popxl.HostToDeviceStream, HostScalarTensor] | None = None, downcast_inputs: bool = True
     ) -> Mapping[popxl.DeviceToHostStream, np.ndarray]:
-        """As `popxl.Session.run`, and counted in ``session_state["steps"]``, before it runs."""
+        """Run the program as `popxl.Session.run` does. Increments ``session_state["steps"]`` first."""
         self.session_state["steps"] = self.session_state.get("steps", 0) + 1
         return super().run(inputs, downcast_inputs)
 
     def add_session_state_info(self, info: dict[str, Any]) -> None:
-        """Add facts, such as JSON knows, to `session_state`."""
+        """Add JSON-serialisable data to `session_state`."""
         self.session_state.update(info)
 
     @property

@@ -1,8 +1,8 @@
 """Recorded timeline of a run: execution times per executable and device.
 
-Work is queued and goes on while the host does other things, so times are taken where it ends: for each device there is
-a thread that waits for the results of one executable after the other. Work begins when it has been queued, what it
-reads is there, and the device has done what came before.
+Executables are dispatched asynchronously, so end times are measured in background threads: one thread per device waits
+for the results of each executable in turn. An execution starts once it is dispatched, its arguments are available, and
+the previous execution on the device has ended.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from popxl.base.records import Record
 from runtime.jax_private import copied
 
 COPY = "copied here"
-"""The name of what brings an array from another device."""
+"""Span name of copies from another device."""
 
 
 class Span(Record):
     """Execution span of one executable.
 
     Attributes:
-        device: where.
-        name: what it does.
-        start, end: in seconds since the recording began.
+        device: name of the device.
+        name: name of the executable, or `COPY`.
+        start, end: seconds since the start of the recording.
     """
 
     device: str
@@ -46,7 +46,7 @@ class Timeline(OnPage, BaseModel):
     """Execution times of executables per device. Complete when the recording ends; see `Session.recording`.
 
     Attributes:
-        spans: in the order in which they ended on each device.
+        spans: executions, ordered by end time on each device.
 
     Example:
         >>> with popxl.Session(ir) as session, session.recording() as timeline:
@@ -97,14 +97,14 @@ class Recorder:
     """Recorder that calls executables and measures their times.
 
     Args:
-        timeline: where the spans go, by `finish`.
+        timeline: receives the spans; complete after `finish`.
     """
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._began = perf_counter()
         self._interval = sys.getswitchinterval()
-        sys.setswitchinterval(1e-5)  # or a thread that has waited may have to wait for Python, for milliseconds
+        sys.setswitchinterval(1e-5)  # else a woken thread may wait milliseconds for the interpreter
         self._lanes: dict[Any, ThreadPoolExecutor] = {}
         self._ends: dict[Any, float] = {}
         self._pending: dict[int, tuple[Array, Mapping[Any, Future[float]]]] = {}
@@ -142,7 +142,7 @@ class Recorder:
         ends = {}
         for device, waited in parts.items():
             needs = [end for known in reads for end in ([known[device]] if device in known else known.values())]
-            key = (device, name == COPY)  # what a device does goes on while a copy to it waits for another device
+            key = (device, name == COPY)  # a device computes while a copy to it waits for another device
             lane = self._lanes.setdefault(key, ThreadPoolExecutor(1, f"watching {device}"))
             ends[device] = lane.submit(self._end, key, name, start, needs, waited)
         self._pending.update((id(array), (array, ends)) for array in results)

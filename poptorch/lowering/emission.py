@@ -65,16 +65,15 @@ class Emission:
     """Writer of trace nodes into the current graph, with a mapping from values to tensors.
 
     Args:
-        seed: a seed tensor for ops that need random numbers, or a function that makes one; needed only if some do.
-        placed: whether ops are put on the IPUs of their blocks.
-        is_part: whether each op that needs random numbers gets a seed of its own from the function.
-        recomputed: of which graphs activations are recomputed, and which of their tensors are kept; further ones are
-            added.
+        seed: function that returns a seed tensor; required only if some op draws random numbers.
+        placed: whether ops are placed on the IPUs of their blocks.
+        is_part: whether each op that draws random numbers calls `seed` for a seed of its own.
+        recomputed: graphs whose activations are recomputed, with the tensors to keep; extended in place.
 
     Attributes:
-        tensors: by identity of a value, its tensor.
-        phases: of the ops that it has written, for a phased strategy.
-        wanted: shapes and dtypes of the results of the op that is being lowered.
+        tensors: tensor of each value, by the value's `id`.
+        phases: phase of each emitted op, for a phased strategy.
+        wanted: shapes and dtypes of the results of the current op.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class Emission:
     def reseed(self, seed: int | None) -> None:
         """Seed subsequent ops identically in every run; `None` restores the program's seed."""
         if seed is None:
-            self._fixed = None  # and further numbers: those before are taken
+            self._fixed = None  # `_drawn` continues: earlier numbers are in use
             return
         words = np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint32)
         self._fixed, self._drawn = popxl.constant(words, popxl.uint32, "manual_seed"), 0

@@ -1,4 +1,4 @@
-"""Who runs whom, who shares storage with whom, and what is written: facts about graphs that hold across ops."""
+"""Analyses of graphs across ops: reachable graphs, aliased storage, and written tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def storages(ops: Iterable[Op]) -> dict[Tensor, tuple[Tensor, ...]]:
     """Map operands and aliasing results of ops, in order, to their base tensors.
 
-    That is the tensor itself, unless it is a view or the result of an in-place op.
+    The base of a tensor is the tensor itself, unless it is a view or the result of an in-place op.
     """
     found: dict[Tensor, tuple[Tensor, ...]] = {}
     for op in ops:
@@ -29,7 +29,7 @@ def storages(ops: Iterable[Op]) -> dict[Tensor, tuple[Tensor, ...]]:
 
 
 def used_storages(graph: Graph) -> set[Tensor]:
-    """The tensors whose storage ops of a graph use."""
+    """Base tensors of all storage that the ops of a graph use."""
     return {s for made_of in storages(graph.ops).values() for s in made_of}
 
 
@@ -53,7 +53,7 @@ def lowered_ops(graph: Graph) -> Iterator[Op]:
 def callees_first(graph: Graph, without: Container[Graph] = ()) -> tuple[Graph, ...]:
     """Transitively called graphs, each once, callees before callers; the graph itself last.
 
-    Those in `without` are left out, and so are graphs that only they call.
+    Graphs in `without` are excluded, and so are those that only they call.
     """
     found: dict[Graph, None] = {}
     waiting = [(graph, False)]
@@ -81,13 +81,13 @@ def has_effect(op: Op) -> bool:
 
 
 def written_tensors(graph: Graph) -> set[Tensor]:
-    """The tensors whose storage running the graph writes to, calls included."""
+    """Base tensors of the storage that a run of the graph writes, calls included."""
     made_of = storages(graph.ops) if any(op.modified for op in graph.ops) else {}
     return {s for op in graph.ops for i in op.modified for s in made_of[op.inputs[i]]}
 
 
 def written_inputs(graph: Graph) -> frozenset[int]:
-    """Positions of the graph inputs whose storage running the graph writes to."""
+    """Positions of the graph inputs whose storage a run of the graph writes."""
     written = written_tensors(graph)
     return frozenset(i for i, t in enumerate(graph.inputs) if t in written)
 
@@ -112,7 +112,7 @@ def _changed_by_runs(op: Op, changed: dict[Graph, frozenset[int]]) -> set[int]:
 
 
 def overwritten(op: Op) -> frozenset[int]:
-    """Positions of the inputs that an op changes, whatever it takes by reference besides."""
+    """Positions of the inputs that an op changes; excludes by-reference inputs of callees that only read them."""
     return (
         op.modified & _changed_by_runs(op, {g: changed_inputs(g) for g in op.called_graphs}) if op.runs else op.modified
     )

@@ -1,4 +1,4 @@
-"""`TensorSpec`, what a tensor looks like without being one, and `TensorByRef`, the mark of a by-reference input."""
+"""`TensorSpec`, the shape and dtype of a tensor, and `TensorByRef`, the annotation of a by-reference input."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ else:
     TensorByRef = NewAliasAnnotation("TensorByRef", None)
     TensorByRef.__doc__ = """Annotate a parameter of a graph function with this to pass the tensor by reference.
 
-    Changes that the graph makes to such an input in place are seen by the caller after every call. Type checkers
-    read it as `Tensor`. The mark is recognised as an annotation object, so a module that defers its annotations
+    The caller sees the changes that the graph makes to such an input in place, after every call. Type checkers read
+    the annotation as `Tensor`. It is recognised as an object, so a module that defers its annotations
     (`from __future__ import annotations`) cannot use it.
 
     Example:
@@ -68,7 +68,7 @@ class TensorSpec(Mapping[str, Any]):
         return 3
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, TensorSpec):  # far quicker than to compare mappings
+        if isinstance(other, TensorSpec):  # far faster than a comparison of mappings
             return self.to_tuple() == other.to_tuple()
         return super().__eq__(other)
 

@@ -1,6 +1,6 @@
-"""One step of an optimizer: trained variables with their gradients, the factors of all, and their state.
+"""One step of an optimizer: trained variables with gradients, state, learning rate, clipping and loss scale.
 
-Which formula a step applies is for `popxl_addons.optimizers.functional` and `popxl_addons.optimizers.of_optax`.
+The update formulas are in `popxl_addons.optimizers.functional` and `popxl_addons.optimizers.of_optax`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Trained:
     """A trained variable, or one replica's shard.
 
     Attributes:
-        name: its dotted name.
-        tensor: the variable, or the piece.
-        gradient: of the shape of the tensor.
-        grouping: that of the variable.
-        pieces: how many there are of each value.
-        group_axis: along which the values of the groups are parts of one, if they are.
+        name: dotted name of the variable.
+        tensor: the variable, or the shard.
+        gradient: gradient, of the same shape.
+        grouping: replica grouping of the variable.
+        pieces: number of shards of each value.
+        group_axis: axis along which the groups' values form one value, if any.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Trained:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """The shape of a value."""
+        """Shape of a value before sharding."""
         return self.tensor.meta_shape or self.tensor.shape
 
     @property
@@ -68,7 +68,7 @@ class Trained:
 
     @property
     def copies(self) -> int:
-        """How many replicas hold the same numbers."""
+        """Number of replicas with identical data."""
         return self.grouping.const_rg.group_size // self.pieces
 
     def state(self, name: str, dtype: popxl.dtype, shape: tuple[int, ...] | None = None, start: float = 0) -> Variable:
@@ -81,7 +81,7 @@ class Trained:
         return factory.create_tensor(f"optimizer.{self.name}.{name}")
 
     def _group_axis_of(self, shape: tuple[int, ...]) -> int | None:
-        """The axis along which groups divide state of this shape: none, if the values' axis is reduced there."""
+        """Axis along which groups divide state of this shape; `None` if the state is reduced over that axis."""
         axis = self.group_axis
         return axis if axis is not None and axis < len(shape) and shape[axis] == self.whole_shape[axis] else None
 

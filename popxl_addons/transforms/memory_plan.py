@@ -39,17 +39,17 @@ Treatment = Literal["keep", "recompute", "offload"]
 """What becomes of an activation between the forward and the backward call."""
 
 MemoryPolicy = Literal["everything", "products", "products_without_batch", "nothing"]
-"""Which activations are kept, the others being recomputed. In the words of `jax.checkpoint_policies`: everything,
-`dots_saveable`, `dots_with_no_batch_dims_saveable`, and nothing but the inputs of the graph."""
+"""Activations to keep; the others are recomputed. As in `jax.checkpoint_policies`: `everything_saveable`,
+`dots_saveable`, `dots_with_no_batch_dims_saveable`, `nothing_saveable`."""
 
 
 class Activation(NamedTuple):
     """A tensor of a forward graph that its gradient reads.
 
     Attributes:
-        tensor: the tensor of the forward graph.
-        made_by: the op that computes it: of one that a called graph computes, the op within that graph.
-        path: the name by which plans call it: that of its tensor, after those of the graphs on the way to it.
+        tensor: tensor of the forward graph.
+        made_by: op that computes it, within a called graph if that computes it.
+        path: name in plans: names of the called graphs on the way, then that of the tensor.
     """
 
     tensor: popxl.Tensor

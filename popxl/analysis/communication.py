@@ -152,19 +152,24 @@ class Communication(OnPage, Record):
         return Page(f"Communication of {self.name}", [told, *parts])
 
 
-def communication_of(ir: Ir) -> Communication:
-    """Collect the communication between replicas; see `Ir.communication`."""
+def communication_of(ir: Ir, recorder: type[ExchangeRecorder] | None = None) -> Communication:
+    """Collect the communication between replicas; see `Ir.communication`.
+
+    Args:
+        ir: the program.
+        recorder: the group that ops exchange with, where a machine carries exchanges out by others.
+    """
     found: list[Collective] = []
     copies: list[IpuCopy] = []
     needed = _needed_runs(ir.main_graph)
     for graph, turns in runs_of(ir.main_graph).items():
-        added, again = _added(graph), _repeated_exchanges(graph)
+        added, again = _added(graph), _repeated_exchanges(graph, recorder)
         part_of = {part: each for each in graph.ops for part in each.parts}
         for op in part_of:
             copies += _copied(op, turns, "" if graph is ir.main_graph else graph.name)
             if not op.kind.between_replicas or op.attributes["group_size"] == 1:
                 continue
-            for i, (kind, bytes) in enumerate(exchanges_of(op)):
+            for i, (kind, bytes) in enumerate(exchanges_of(op, recorder)):
                 found.append(
                     Collective(
                         kind=kind,
@@ -240,7 +245,7 @@ def _needed_runs(main: Graph) -> Counter[Op]:
     return found
 
 
-def _repeated_exchanges(graph: Graph) -> set[tuple[Op, int]]:
+def _repeated_exchanges(graph: Graph, recorder: type[ExchangeRecorder] | None) -> set[tuple[Op, int]]:
     """Positions of exchanges, by op, that may repeat an earlier exchange: equal tensors, kind and groups, nothing
     overwritten in between. One example: the sum inside a mean."""
     found: set[tuple[Op, int]] = set()
@@ -248,7 +253,7 @@ def _repeated_exchanges(graph: Graph) -> set[tuple[Op, int]]:
     for op in graph.ops:
         for part in (part for part in op.parts if part.kind.between_replicas):
             of = (part.inputs, part.attributes["stride"], part.attributes["group_size"])
-            keys = [(*of, *exchange) for exchange in exchanges_of(part)]
+            keys = [(*of, *exchange) for exchange in exchanges_of(part, recorder)]
             found.update((part, i) for i, key in enumerate(keys) if key in known)
             known.update(keys)
         if op.modified:
@@ -286,24 +291,29 @@ def _is_sum(op: Op) -> bool:
     return op.remembered("is a sum", traces_to_sum)
 
 
-def exchanges_of(op: Op) -> tuple[tuple[CollectiveKind, int], ...]:
-    """List collective kinds and bytes per replica for one op."""
-    return op.remembered("exchanges", lambda: tuple(_exchanges(op)), op.graph.ir.replication_factor)
+def exchanges_of(op: Op, recorder: type[ExchangeRecorder] | None = None) -> tuple[tuple[CollectiveKind, int], ...]:
+    """List collective kinds and bytes per replica for one op; `recorder` as for `communication_of`."""
+    used = ExchangeRecorder if recorder is None else recorder
+    return op.remembered("exchanges", lambda: tuple(_exchanges(op, used)), op.graph.ir.replication_factor, used)
 
 
-def _exchanges(op: Op) -> Iterator[tuple[CollectiveKind, int]]:
+def _exchanges(op: Op, recorder: type[ExchangeRecorder]) -> Iterator[tuple[CollectiveKind, int]]:
     attributes = dict(op.attributes)
-    group = _Listening(op.graph.ir.replication_factor, attributes.pop("stride"), attributes.pop("group_size"))
+    group = recorder(op.graph.ir.replication_factor, attributes.pop("stride"), attributes.pop("group_size"))
     trace(lambda *arrays: op.apply(arrays, attributes | {"group": group}), *op.signature[2:])
-    yield from group.heard
+    yield from group.recorded
 
 
-class _Listening(CollectiveBackend):
-    """A group that records exchanges instead of carrying them out."""
+class ExchangeRecorder(CollectiveBackend):
+    """A group that records exchanges instead of carrying them out.
+
+    Attributes:
+        recorded: the kind and bytes of each.
+    """
 
     def __init__(self, count: int, stride: int, size: int) -> None:
         super().__init__(count, stride, size)
-        self.heard: list[tuple[CollectiveKind, int]] = []
+        self.recorded: list[tuple[CollectiveKind, int]] = []
 
     @property
     def rank(self) -> Array:
@@ -334,7 +344,7 @@ class _Listening(CollectiveBackend):
         return t
 
     def _record(self, kind: CollectiveKind, times: int, t: Array) -> None:
-        self.heard.append((kind, times * t.size * t.dtype.itemsize))
+        self.recorded.append((kind, times * t.size * t.dtype.itemsize))
 
 
 def _groups(op: Op, ir: Ir) -> str:

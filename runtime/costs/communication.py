@@ -7,6 +7,9 @@ reads of another one: both numbers are there, and compared by nobody.
 XLA may carry out several exchanges as one, and small ones as an all-reduce of whole arrays, as long as the bytes stay.
 It may leave out those whose results nobody needs, and add first what the program would have summed by two exchanges and
 then added. All else is a difference: an exchange that nobody asked for, or one that is not there, or of other bytes.
+
+CPU devices of several processes sum in the order of the replicas, by other exchanges of as many bytes
+(`runtime.lowering.collectives.OrderedSums`). These are what is compared there.
 """
 
 from __future__ import annotations
@@ -15,11 +18,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from popxl.analysis.communication import COPY, Communication, communication_of
+from popxl.analysis.communication import COPY, Communication, ExchangeRecorder, communication_of
 from popxl.base.pages import OnPage, Page, Table, bytes_text
 from popxl.base.records import Record
 from popxl.ir import Ir
 from runtime.costs.cost import account_of_program, check_whole, copies_of
+from runtime.lowering.collectives import OrderedSums, sums_are_ordered
 from runtime.program.compiled import CompiledProgram
 
 Verdict = Literal["the same", "merged", "as all-reduce", "not all needed", "added first", "differs"]
@@ -31,7 +35,9 @@ class Exchange(Record):
     Attributes:
         kind: what chips do together: "all-reduce".
         group_size: how many are together: two in a `"collective-permute"`, in which each chip sends to one other.
-        said, said_bytes: how many of them a run carries out as the program says, and their bytes.
+        said, said_bytes: how many of them a run carries out as the program says, and their bytes. Where several
+            processes drive CPU devices, a reduce-scatter is an all-to-all, whose parts each replica adds by itself, and
+            a sum of more than two replicas an all-to-all and an all-gather.
         needed_bytes: those of them whose results somebody needs, and that are not only added to what another gives.
         compiled, compiled_bytes: the same, of what was compiled.
         repeated_bytes: those of them that are sent again, as there was no memory to keep what had come.
@@ -74,6 +80,7 @@ class CommunicationReport(OnPage, Record):
         is_sent: whether replicas are on chips of their own. On one device nothing is sent, and nothing compared.
         exchanges: both, by kinds and sizes of groups.
         copied: what IPUs copy from each other; `None` where one device stands for all.
+        is_ordered: whether several processes drive CPU devices, which sum in the order of the replicas.
         differences: what differs, in sentences. Nothing should: if something does, tell us.
 
     Example:
@@ -86,6 +93,7 @@ class CommunicationReport(OnPage, Record):
     is_sent: bool
     exchanges: tuple[Exchange, ...]
     copied: Copied | None = None
+    is_ordered: bool = False
 
     @property
     def differences(self) -> tuple[str, ...]:
@@ -110,8 +118,10 @@ class CommunicationReport(OnPage, Record):
             + [bytes_text(e.compiled_bytes), e.verdict]
             for e in self.exchanges
         ]
-        told = "Nothing is sent that the program does not say." if not self.differences else "Something differs."
-        return Page(title, [told, Table(columns, rows), *self._between_ipus(), self.said.page()])
+        notes = ["Nothing is sent that the program does not say." if not self.differences else "Something differs."]
+        if self.is_ordered:
+            notes.append("CPU devices of several processes sum in the order of the replicas, by all-to-all.")
+        return Page(title, [*notes, Table(columns, rows), *self._between_ipus(), self.said.page()])
 
     def _between_ipus(self) -> list[str]:
         if self.copied is None:
@@ -130,6 +140,10 @@ def _repeated_text(exchange: Exchange) -> str:
     return f"; {again} of these are sent again, as there is not enough memory to keep what has come"
 
 
+class _OrderedRecorder(OrderedSums, ExchangeRecorder):
+    """Recorder of the exchanges by which CPU devices of several processes sum."""
+
+
 def communication_of_program(ir: Ir, program: CompiledProgram) -> CommunicationReport:
     """Compare a compiled program's traffic with its Ir. See `Session.communication`."""
     check_whole(program, "communication")
@@ -139,7 +153,8 @@ def communication_of_program(ir: Ir, program: CompiledProgram) -> CommunicationR
         return CommunicationReport(said=said, is_sent=False, exchanges=(), copied=copied)
     totals: dict[tuple[str, int], _Totals] = {}
     added: set[tuple[str, int]] = set()
-    for each in said.collectives:
+    is_ordered = sums_are_ordered(program.layout.replicas)
+    for each in (communication_of(ir, _OrderedRecorder) if is_ordered else said).collectives:
         size = 2 if each.kind == "collective-permute" else each.group_size
         of = totals.setdefault((each.kind, size), _Totals())
         of.said += each.turns
@@ -157,7 +172,7 @@ def communication_of_program(ir: Ir, program: CompiledProgram) -> CommunicationR
         Exchange(kind=kind, group_size=size, **vars(of), verdict=_verdict(kind, size, totals, added))
         for (kind, size), of in totals.items()
     )
-    return CommunicationReport(said=said, is_sent=True, exchanges=exchanges, copied=copied)
+    return CommunicationReport(said=said, is_sent=True, exchanges=exchanges, copied=copied, is_ordered=is_ordered)
 
 
 def _copied(said: Communication, program: CompiledProgram) -> Copied | None:

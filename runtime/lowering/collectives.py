@@ -41,8 +41,12 @@ def group_of(replicas: Replicas, stride: int, size: int) -> Group:
         return _SingletonGroup(replicas.count, stride, size)
     if replicas.mesh is None:
         return _VmappedGroup(replicas.count, stride, size)
-    is_ordered = isinstance(replicas, DividedReplicas) and replicas.is_cpu
-    return (_OrderedMeshGroup if is_ordered else _MeshGroup)(replicas, stride, size)
+    return (_OrderedMeshGroup if sums_are_ordered(replicas) else _MeshGroup)(replicas, stride, size)
+
+
+def sums_are_ordered(replicas: Replicas) -> bool:
+    """Whether groups of these replicas sum as `OrderedSums` does."""
+    return isinstance(replicas, DividedReplicas) and replicas.is_cpu
 
 
 class _SingletonGroup(Group):
@@ -128,8 +132,8 @@ class _MeshGroup(CollectiveBackend):
         return lax.ppermute(t, self._along, pairs)
 
 
-class _OrderedMeshGroup(_MeshGroup):
-    """A group of CPU devices of several processes, with the sums of one process, bit for bit.
+class OrderedSums(CollectiveBackend):
+    """The sums of a group of CPU devices of several processes: those of one process, bit for bit.
 
     Within a process, XLA for CPUs adds what members have to zero, in their order. Between processes it adds along a
     ring, from another member on for each part. So here each member gets its part of what the others have, and adds that
@@ -138,17 +142,22 @@ class _OrderedMeshGroup(_MeshGroup):
     """
 
     def summed(self, t: Array) -> Array:
-        if not jnp.issubdtype(t.dtype, jnp.inexact):
-            return super().summed(t)
-        if self.size == 2:
-            return noinline(_added_to_zero)(super().summed(t))
+        is_rounded = jnp.issubdtype(t.dtype, jnp.inexact)
+        if self.size == 2 or not is_rounded:
+            total: Array = super().summed(t)  # type: ignore[safe-super]  # of the group that these are the sums of
+            return noinline(_added_to_zero)(total) if is_rounded else total
         own = self.scattered(self.chunks(t, chunk_size(t.size, self.size)))
         return self.members(own).reshape(-1)[: t.size].reshape(t.shape)
 
     def scattered(self, rows: Array) -> Array:
         if not jnp.issubdtype(rows.dtype, jnp.inexact):
-            return super().scattered(rows)
+            total: Array = super().scattered(rows)  # type: ignore[safe-super]
+            return total
         return noinline(_sum_in_order)(self.exchanged(rows).reshape(self.size, -1, *rows.shape[1:]))
+
+
+class _OrderedMeshGroup(OrderedSums, _MeshGroup):
+    """A group of CPU devices of several processes."""
 
 
 def _sum_in_order(of_members: Array) -> Array:

@@ -278,6 +278,29 @@ def checkpoint_in_pieces(replication: Replication, share: Share) -> Results:
     return known, {}
 
 
+def communication(replication: Replication, share: Share) -> Results:
+    """What is sent is what the program says, also where CPU devices of several processes sum in order."""
+    ir = popxl.Ir(replication, axes={"data": 2, "tensor": 2})
+
+    def layer(x: popxl.Tensor) -> popxl.Tensor:
+        pieces = ops.collectives.replicated_reduce_scatter(x, "mean", "data", True)
+        x += ops.collectives.replicated_all_gather(pieces, 0, "data")
+        return x + ops.collectives.replicated_all_reduce(ops.tanh(x), "add", "tensor")
+
+    with ir.main_graph, popxl.in_sequence():
+        x = ops.host_load(popxl.h2d_stream((3, 5), popxl.float32))
+        graph = ir.create_graph(layer, x)
+        for _ in range(2):
+            (x,) = ops.call(graph, x)
+        total = ops.collectives.replicated_all_reduce(x, "mean")
+        count = ops.collectives.replicated_all_reduce(ops.cast(x > 0.0, popxl.int32))
+        ops.host_store(popxl.d2h_stream((3, 5), popxl.float32), total + ops.cast(count, popxl.float32))
+    sent = popxl.Session(ir, "ipu_hw").communication()
+    assert not sent.differences, sent
+    assert replication != "popdist" or {"all-to-all", "all-gather", "all-reduce"} == {e.kind for e in sent.exchanges}
+    return {"differences": np.int64(len(sent.differences))}, {}
+
+
 PROGRAMS: dict[str, Callable[[Replication, Share], Results]] = {
     "training": training,
     "training, dispatched": lambda replication, share: training(replication, share, calls="dispatched"),
@@ -285,6 +308,7 @@ PROGRAMS: dict[str, Callable[[Replication, Share], Results]] = {
     "sharded variables": sharded_variables,
     "sharded variables on the host": lambda replication, share: sharded_variables(replication, share, buffers="host"),
     "seeds": seeds,
+    "communication": communication,
     "other dtypes": other_dtypes,
     "alone": alone,
     "pipeline": pipeline,

@@ -35,7 +35,7 @@ class _OverwriteContextManager:
             manager: the class. Several are called in the order of their registration, and restore in reverse.
 
         Raises:
-            poptorch.Error: if it is no class with these methods.
+            poptorch.Error: if it is not a class with these methods.
         """
         register_substitution(manager)
 

@@ -114,7 +114,7 @@ class IPUStrategy(SingleDeviceStrategy):
         autoreport_dir: the folder for reports; by default, the current one.
         accelerator: an `IPUAccelerator`, where the trainer is not given one.
         parallel_devices: set by the trainer.
-        cluster_environment: without effect.
+        cluster_environment: has no effect.
         checkpoint_io: how the trainer writes checkpoints.
         precision_plugin: which dtypes the module has. `16-true` and `bf16-true` are dtypes of its weights; `bf16-mixed`
             is `torch.autocast` around it.

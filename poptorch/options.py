@@ -315,7 +315,7 @@ class Options(OptionsDict):
         """Set the number of optimiser steps, or inference passes, per call, which multiplies its rows.
 
         Raises:
-            AssertionError: if it is no positive integer.
+            AssertionError: if it is not a positive integer.
         """
         return self._set(device_iterations=device_iterations)
 
@@ -323,7 +323,7 @@ class Options(OptionsDict):
         """Set the number of data-parallel replicas, each with its own rows.
 
         Raises:
-            AssertionError: if it is no positive integer.
+            AssertionError: if it is not a positive integer.
         """
         return self._set(replication_factor=replication_factor)
 
@@ -516,7 +516,7 @@ class Options(OptionsDict):
         With 1 it does not look, and there is an `Error` that says where it would have to.
 
         Raises:
-            AssertionError: if it is no positive integer.
+            AssertionError: if it is not a positive integer.
         """
         return self._set(kept_programs=kept_programs)
 
@@ -592,7 +592,7 @@ class Options(OptionsDict):
         is wrong, no option is changed.
 
         Raises:
-            ValueError: if it is no JSON object.
+            ValueError: if it is not a JSON object.
             AttributeError: if there is no such method.
 
         Example:

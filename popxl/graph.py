@@ -266,7 +266,7 @@ class Graph(NotCopyable):
             extend_calls: give every existing call of the graph the new output too.
 
         Raises:
-            TypeError: if `t` is no tensor.
+            TypeError: if `t` is not a tensor.
             ValueError: if `t` is not in this graph.
         """
         if not isinstance(t, Tensor):

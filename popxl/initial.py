@@ -44,7 +44,7 @@ class Initial(BaseModel, ABC):
     """The numbers of an array, described.
 
     Attributes:
-        shape: that of the array.
+        shape: shape of the array.
 
     Example:
         >>> zeros = popxl.initial.zeros((2, 3))
@@ -296,7 +296,7 @@ def file(path: str | os.PathLike[str], shape: int | Iterable[int], dtype: dtype_
 
     Args:
         path: the file, which has to stay as it is as long as somebody may ask.
-        shape: that of the array.
+        shape: shape of the array.
         dtype: what the file holds.
         offset: the byte where they begin.
 

@@ -39,7 +39,7 @@ class RemoteBuffer(CopyIsSelf):
         entries: how many slots there are.
 
     Raises:
-        RuntimeError: without a current graph.
+        RuntimeError: if there is no current graph.
         ValueError: if `entries` is below 1.
 
     Example:
@@ -166,7 +166,7 @@ def remote_buffer(tensor_shape: Iterable[int], tensor_dtype: dtype_, entries: in
         entries: how many slots there are; `buffer.entries` may be set later.
 
     Raises:
-        RuntimeError: without a current graph.
+        RuntimeError: if there is no current graph.
         ValueError: if `entries` is below 1.
 
     Example:

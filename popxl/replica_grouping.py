@@ -290,7 +290,7 @@ def grouping_from_assignments(ir: "Ir", assignment: list[int]) -> ReplicaGroupin
         A constant grouping where neighbours are all the same distance apart, else a non-constant one.
 
     Raises:
-        TypeError: if it is no list of integers.
+        TypeError: if it is not a list of integers.
         ValueError: if groups differ in size, are misnumbered, have one member each, or do not cover all replicas.
     """
     assignment = [*integers(assignment, "replica_grouping_from_assignments: `assignment`")]

@@ -126,8 +126,8 @@ def h2d_stream(
             learning rate is fed once a run, where tokens are fed eight times.
 
     Raises:
-        RuntimeError: without a current graph.
-        TypeError: if `shape` is no sequence of integers, or `dtype` no popxl dtype.
+        RuntimeError: if there is no current graph.
+        TypeError: if `shape` is not a sequence of integers, or `dtype` no popxl dtype.
         ValueError: if `num_host_transfers` is less than 1.
 
     Example:
@@ -154,8 +154,8 @@ def d2h_stream(
         num_host_transfers: how often one `session.run` stores to it, at most: `ir.num_host_transfers` by default.
 
     Raises:
-        RuntimeError: without a current graph.
-        TypeError: if `shape` is no sequence of integers, or `dtype` no popxl dtype.
+        RuntimeError: if there is no current graph.
+        TypeError: if `shape` is not a sequence of integers, or `dtype` no popxl dtype.
         ValueError: if `num_host_transfers` is less than 1.
 
     Example:

@@ -47,7 +47,7 @@ def shard(x: Any, n: int, axis: int) -> np.ndarray:
         An array of shape ``(n, ..., size / n, ...)``.
 
     Raises:
-        ValueError: if `n` is no divisor of `size`.
+        ValueError: if `n` is not a divisor of `size`.
         IndexError: if there is no such axis.
 
     Example:
@@ -211,7 +211,7 @@ def repeat_shard(
         An array of shape ``(n_repeats * n_shards, ..., size / n_shards, ...)``.
 
     Raises:
-        ValueError: for another `sharded_tensor`, and as `shard` does.
+        ValueError: for an unknown `sharded_tensor`, and as `shard` does.
         IndexError: if there is no such axis.
 
     Example:
@@ -245,7 +245,7 @@ def tensor_parallel_input(
         An array of shape ``(n * tp / rf, rf, *data_shape)``, without the first two axes where they are of size 1.
 
     Raises:
-        ValueError: if `rf` is no multiple of `tp`, or the samples do not fill a whole number of transfers.
+        ValueError: if `rf` is not a multiple of `tp`, or the samples do not fill a whole number of transfers.
 
     Example:
         >>> tensor_parallel_input(np.arange(4), 2, 4, lambda copy, i: copy + 10 * i)
@@ -283,7 +283,7 @@ def tensor_parallel_output(
         An array of shape ``(samples, *data_shape)``; without `tp_identical`, ``(samples, tp, *data_shape)``.
 
     Raises:
-        ValueError: if `rf` is no multiple of `tp`, or `output_data` does not have this many elements.
+        ValueError: if `rf` is not a multiple of `tp`, or `output_data` does not have this many elements.
 
     Example:
         >>> tensor_parallel_output(np.arange(8).reshape(2, 4, 1), 2, 2, 4, (1,)).tolist()

@@ -32,7 +32,7 @@ def print_tensor(t: popxl.Tensor, *args: Any, level: LEVELS_TYPE = "DEBUG", **kw
         level: printed if ``MODEL_LOG_LEVEL`` is this or lower.
 
     Raises:
-        KeyError: for another `level`.
+        KeyError: for an unknown `level`.
 
     Example:
         >>> with popxl.Ir().main_graph as main:

@@ -126,7 +126,7 @@ def print_FLOPs(
         numerical_format: as for `format_flops_scientific`.
 
     Raises:
-        ValueError: for another `mode` or `numerical_format`.
+        ValueError: for an unknown `mode` or `numerical_format`.
 
     Example:
         >>> with popxl.Ir().main_graph as main:
@@ -165,7 +165,7 @@ def format_flops_scientific(val: float, format: str = "nearest3") -> str:
             ``"G"``, ``"T"`` for 3, 6, 9, 12.
 
     Raises:
-        ValueError: for another `format`.
+        ValueError: for an unknown `format`.
 
     Example:
         >>> format_flops_scientific(21000), format_flops_scientific(640), format_flops_scientific(3.75e8, "M")

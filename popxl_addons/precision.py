@@ -43,7 +43,7 @@ class MixedPrecision:
             that they are assigned to, by themselves or in a list.
 
     Raises:
-        ValueError: for another dtype, and for `keep` that is a single text.
+        ValueError: for any other dtype, and for `keep` that is a single text.
 
     See also: `torch.amp`, `jmp.Policy`.
 

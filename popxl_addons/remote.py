@@ -51,7 +51,7 @@ def create_remote_buffer(
         shard_over: the number of pieces: 1 for whole values, by default as many as the group has replicas.
 
     Raises:
-        ValueError: if the elements of a value cannot be divided evenly, or `shard_over` is no divisor of the group
+        ValueError: if the elements of a value cannot be divided evenly, or `shard_over` is not a divisor of the group
             size.
 
     Example:

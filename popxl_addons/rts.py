@@ -100,7 +100,7 @@ def reduce_replica_sharded_tensor(
         A sharded tensor; a whole one if `shard_group` has one member only or `t` cannot be divided evenly.
 
     Raises:
-        ValueError: for another `op`.
+        ValueError: for an unknown `op`.
 
     Example:
         >>> ir = popxl.Ir(replication=2)
@@ -184,7 +184,7 @@ def reduce_replica_sharded_graph(
         The graph, and the flat names of its outputs, which are sorted. Its inputs have the same names.
 
     Raises:
-        ValueError: for another `op`.
+        ValueError: for an unknown `op`.
 
     Example:
         >>> with popxl.Ir(replication=2).main_graph:

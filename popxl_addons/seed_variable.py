@@ -24,7 +24,7 @@ def seed_variable(seed: int, replica_grouping: Groups | None = None) -> tuple[Va
         value for each group is on the device already; the pair keeps the two uses apart.
 
     Raises:
-        RuntimeError: without a current graph.
+        RuntimeError: if there is no current graph.
         ValueError: if the current graph is not the main graph, or `seed` is negative.
 
     Example:

@@ -257,7 +257,7 @@ class TaskSession(popxl.Session):
             OSError: what the disk says, of this checkpoint or of the one before.
             PopxlRuntimeError: if another process could not write its part, of this checkpoint or of the one before.
             TypeError: if `session_state` holds something that JSON does not know.
-            ValueError: for another `format`, or memory maps that lie in `checkpoint_dir`.
+            ValueError: for an unknown `format`, or memory maps that lie in `checkpoint_dir`.
             ImportError: for an artifact, if `wandb` is not installed; `RuntimeError` if no run is active.
         """
         place = _checkpoint_name("save_checkpoint", checkpoint_dir)
@@ -393,7 +393,7 @@ class TaskSession(popxl.Session):
             checkpoint_dir: as for `save_checkpoint`.
             report_missing: what to do about names of the state, and keys of `session_state`, that are in the checkpoint
                 or in the session only: ``"none"`` leaves them alone, ``"warn"`` says so in the log, ``"error"`` raises.
-            skip_memmap: without effect. The raw files of memory-mapped variables are never read here: copy them with
+            skip_memmap: has no effect. The raw files of memory-mapped variables are never read here: copy them with
                 `initialise_memmap_dir_from_checkpoint` before the program is built.
 
         Raises:

@@ -95,7 +95,7 @@ def train_step(
         The loss, the variables, the optimiser's state, and the memory plan if `memory` is given.
 
     Raises:
-        TypeError: for an `accumulate` that is no integer, or another `module`, `precision` or kind of `inputs`.
+        TypeError: for an `accumulate` that is not an integer, or another `module`, `precision` or kind of `inputs`.
         ValueError: for an `accumulate` below 1, or above 1 of inputs that are no streams; for a module with
             placeholders that are pieces or that nothing reads, or whose loss is no scalar; for `sharded` beside
             `variables`, a budget that is malformed or stands beside `variables`, and as the optimiser does.

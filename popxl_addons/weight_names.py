@@ -13,7 +13,7 @@ class Stored:
     """File representation of a variable.
 
     Attributes:
-        name: of the weight, with `*` for each number in the name of the variable.
+        name: name of the weight, with `*` for each number in the name of the variable.
         transposed: the file has the transpose, as `torch.nn.Linear` keeps it.
         part: ``(k, n)``: the variable is part `k` of `n` equal ones that lie beside each other, along the last axis of
             the weight once it is transposed, as GPT-2 has queries, keys and values.

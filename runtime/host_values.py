@@ -46,7 +46,7 @@ def new_data(v: Variable, data: Any) -> np.ndarray:
     """Convert user data to an array of a variable's host dtype and shape; see `Session.write_variable_data`.
 
     Raises:
-        TypeError: for another dtype, or a complex number for a real variable.
+        TypeError: for any other dtype, or a complex number for a real variable.
         ValueError: for another shape, or a number that does not fit the dtype.
         AttributeError: for what is neither an array nor a number.
     """

@@ -32,7 +32,7 @@ def bytes_of(text: str | int, who: str) -> int:
 
     Raises:
         TypeError: for what is neither text nor an integer.
-        ValueError: for text that is no number with a unit, an unknown unit, or nothing above zero.
+        ValueError: for text that is not a number with a unit, an unknown unit, or nothing above zero.
 
     Example:
         >>> bytes_of("14 GB", "budget"), bytes_of("1.5GiB", "budget")

@@ -38,7 +38,7 @@ class OpNeeds:
         operands, results: paths of activations.
         products: operations of matrix products and convolutions.
         bytes: that it reads and writes, beyond what those who read its results would.
-        dtype: of the factors.
+        dtype: dtype of the factors.
         is_fused: whether the results are parts of the kernels that read them, and so not in memory, if these are in
             the same graph.
     """
@@ -61,7 +61,7 @@ class GraphNeeds:
     """The activations of a graph.
 
     Attributes:
-        name: of the graph.
+        name: name of the graph.
         calls: how often a step calls it.
         bytes: size of each activation, by path.
         read: paths of those that the gradient reads itself, each with the first and the last step of the backward call

@@ -56,7 +56,7 @@ class Session(SessionInspection, SessionVariables):
         weights_to_host_on_exit: copy the variables back to the host when the `with` block is left.
 
     Raises:
-        TypeError: if `ir` is no Ir, or `device_desc` none of these.
+        TypeError: if `ir` is not an Ir, or `device_desc` none of these.
         RuntimeError: if the Ir has no ops.
         ValueError: for an unknown device, or a program for several devices on `"cpu"`.
         RuntimeError: if there is no device of this kind.

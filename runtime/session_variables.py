@@ -221,7 +221,7 @@ class SessionVariables:
             data: an array of its `shape_on_host` and dtype; or a number, for a scalar.
 
         Raises:
-            TypeError: if `tensor` is no variable, or for another dtype.
+            TypeError: if `tensor` is not a variable, or for any other dtype.
             ValueError: for another shape, a number that does not fit the dtype, a variable of another Ir, or one that
                 is a read-only memory map.
         """

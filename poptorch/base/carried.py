@@ -17,7 +17,7 @@ class HiddenValueAccess(BaseException):
     """Signal of access to a hidden value; a `BaseException`, to escape `except Exception` clauses in the model.
 
     Args:
-        name: of the value.
+        name: name of the value.
         kind: its class.
 
     Attributes:

@@ -121,7 +121,7 @@ class Leaf(Structure):
 
     Attributes:
         name: how messages call it.
-        shape: of the whole tensor, the rows of all micro-batches.
+        shape: shape of the whole tensor, the rows of all micro-batches.
         dtype: on the host.
     """
 

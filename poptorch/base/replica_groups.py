@@ -118,7 +118,7 @@ class ParameterProxy:
 
     Args:
         parameter: the parameter, which does all that tensors do.
-        name: of the parameter, for messages.
+        name: name of the parameter, for messages.
         replicas: the replication factor.
         group: is told what `replicaGrouping` has been given; `None` for one value for all replicas.
 

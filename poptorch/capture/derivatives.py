@@ -32,7 +32,7 @@ class Application:
     Attributes:
         context: what PyTorch gives to its `backward`.
         inputs: the values that it was given, for each of its arguments; `None` for one without a gradient.
-        results: the values that it has made; `None` for a result that is no tensor.
+        results: the values that it has made; `None` for a result that is not a tensor.
         differentiated: identities of those through which PyTorch says that gradients flow.
     """
 

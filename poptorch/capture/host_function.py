@@ -18,7 +18,7 @@ class HostFunction:
     """Host function called from within a program.
 
     Args:
-        name: of the op.
+        name: name of the op.
         function: the function.
         given: the structure of its arguments `args, kwargs`.
 

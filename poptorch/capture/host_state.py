@@ -101,7 +101,7 @@ class HostState:
 
     Args:
         module: the module whose `forward` is to run, if any.
-        function: what is to run, if it is no module.
+        function: what is to run, if it is not a module.
         around: whether what functions and classes hold is looked at, too.
 
     Attributes:

@@ -119,7 +119,7 @@ def capture(
         with_scopes: whether ops know the path of the module that runs them.
         cuts: knows the numbers of what is given, and notes where the program has to end for the host to look.
         derives: whether it is to be differentiated.
-        function: what of the user's `forward` runs, if that is no module.
+        function: what of the user's `forward` runs, if that is not a module.
         tape: notes what is computed with numbers that the module changes; see `counters`.
 
     Raises:

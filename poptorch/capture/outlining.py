@@ -35,7 +35,7 @@ class _Run:
     """Contiguous ops of one module.
 
     Attributes:
-        path: of the module.
+        path: path of the module.
         start, stop: where they are among all ops.
     """
 
@@ -201,7 +201,7 @@ def call(nodes: Sequence[Node], trace: Trace, returned: Sequence[tuple[int, int]
         nodes: the ops.
         trace: what is called.
         returned: which results of the ops the trace returns: by number of the op, and of its result.
-        path: of the module that the ops are in.
+        path: path of the module that the ops are in.
     """
     name = ".".join(part for part in path.split(".") if not part.isdigit())
     arguments = {"trace": trace, "inputs": tuple(external_inputs(nodes)), "name": name or path or "region"}

@@ -88,9 +88,9 @@ class TensorLayout:
     """Layout of a tensor in its storage: shape, strides, offset and element type.
 
     Attributes:
-        shape: of the tensor.
+        shape: shape of the tensor.
         stride, offset: as PyTorch has them, counted in elements.
-        dtype: of the elements.
+        dtype: dtype of the elements.
         is_conj, is_neg: whether the tensor stands for their conjugates, or for their negatives.
     """
 

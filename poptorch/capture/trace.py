@@ -19,7 +19,7 @@ class Value:
 
     Attributes:
         shape, dtype: as PyTorch sees it.
-        name: of an input, or a parameter or buffer; empty for others.
+        name: name of an input, or a parameter or buffer; empty for others.
         made_by: the node that makes it; `None` for inputs.
         requires_grad: whether gradients flow through it; `None` before the capture has ended.
         of_function: the function that it is a result of, if that is differentiated as what it is made of, although it

@@ -28,8 +28,8 @@ def for_loop(count: int, body: Callable[..., Any], inputs: Tensors) -> Tensors:
         A list of the last results.
 
     Raises:
-        ValueError: if `inputs` is no list of tensors.
-        poptorch.Error: if `count` is no integer of 0 or more, or `body` no function; if its results differ from its
+        ValueError: if `inputs` is not a list of tensors.
+        poptorch.Error: if `count` is not an integer of 0 or more, or `body` no function; if its results differ from its
             inputs in number, shape or dtype; in training.
 
     Example:

@@ -32,7 +32,7 @@ def custom_op(
     Args:
         inputs: its tensors.
         name, domain: its registered name.
-        domain_version: without effect.
+        domain_version: has no effect.
         example_outputs: tensors of the shapes and dtypes of its results.
         attributes: keyword arguments: numbers, strings, or lists of values of one of these types.
 

@@ -22,7 +22,7 @@ def ctc_beam_search_decoder(
     Args:
         probs: logarithms of the probabilities, `[time, batch, classes]`.
         lengths: lengths of the sequences, `[batch]`.
-        blank: the class that is no label.
+        blank: the class that is not a label.
         beam_width: number of prefixes that the search keeps.
         top_paths: number of results for each sequence.
 

@@ -312,7 +312,7 @@ class NameScope(_Scope):
         name: the name.
 
     Raises:
-        AssertionError: if it is no string.
+        AssertionError: if it is not a string.
 
     Example:
         >>> with NameScope("attention"):

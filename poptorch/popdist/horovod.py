@@ -119,7 +119,7 @@ def allreduce(
     Args:
         tensor: of the same shape and dtype on all instances.
         average: the former way to choose `op`: `Average` if True, `Sum` if False.
-        name: without effect.
+        name: has no effect.
         op: how to reduce; `Average` if not given. The average of integers is rounded toward negative infinity.
 
     Returns:
@@ -152,7 +152,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
 
     Args:
         tensor: with at least one dimension; only the first one may differ between instances.
-        name: without effect.
+        name: has no effect.
 
     Raises:
         ValueError: if dtypes or other dimensions differ between instances.
@@ -167,7 +167,7 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> 
     Args:
         tensor: of the same shape and dtype on all instances.
         root_rank: the rank of the instance whose tensor all get.
-        name: without effect.
+        name: has no effect.
 
     Raises:
         ValueError: if there is no such rank, or if shapes or dtypes differ between instances.

@@ -90,8 +90,8 @@ class Batching:
         """Shape of a tensor within one micro-batch, as seen by `forward`.
 
         Args:
-            shape: of the tensor given to a call. Without dimensions it counts as one row.
-            name: of the argument, for the message.
+            shape: shape of the tensor given to a call. Without dimensions it counts as one row.
+            name: name of the argument, for the message.
 
         Raises:
             AssertionError: if its rows cannot be divided evenly.
@@ -132,7 +132,7 @@ class Batching:
 
         Args:
             array: the results of micro-batches and replicas, with leading dimensions as `deal` makes them.
-            shape: of the result of one micro-batch.
+            shape: shape of the result of one micro-batch.
 
         Returns:
             All rows in one dimension: `[n * rows, ...]`. Results without dimensions become `[n]`; a single one stays as

@@ -98,7 +98,7 @@ class GradientSums:
         """Gradient of a parameter, reduced over all replicas sharing it; this replica's piece, if the step takes one.
 
         Args:
-            name: of the parameter.
+            name: name of the parameter.
             gradient: of this replica.
             given: where it is the piece of a sum over replicas, these.
         """

@@ -54,7 +54,7 @@ def check_placement(sites: Sequence[Site], options: Options, training: bool) -> 
 
     Raises:
         Error: if there are too few iterations or accumulation steps for the stages of a pipeline; too many units, or a
-            number of units that is no power of two; a phase on units of the other group; or a liveness that parallel
+            number of units that is not a power of two; a phase on units of the other group; or a liveness that parallel
             phases do not have.
     """
     strategy = options.execution_strategy

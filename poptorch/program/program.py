@@ -53,7 +53,7 @@ class Program:
         update: the optimiser, for training.
         count: how many numbers of it are variable.
         groupings: of parameters that have a row for each group of replicas, by name.
-        seed: what random numbers begin with.
+        seed: seed of the random numbers.
         name: name of the forward graph.
 
     Attributes:

@@ -107,7 +107,7 @@ class Compiled:
         rewritten: numbers of the inputs that are overwritten.
         ends: what of the program the host has to do with.
         session: runs the program.
-        seed: what random numbers begin with.
+        seed: seed of the random numbers.
         checks: run op by op, and raise where a number is not finite.
         host_functions: those that the program calls.
         read: the buffers whose numbers are a part of the program, with these numbers.

@@ -86,7 +86,7 @@ class PoplarExecutor:
             what that was made of.
         options: the options; they cannot be changed any more.
         training: whether it trains the model.
-        poptorch_version: the version that the program was written for; without effect.
+        poptorch_version: the version that the program was written for; no effect.
         optimizer: for training, an optimiser of `poptorch.optim` or `torch.optim`.
         user_model: the module that is told to the user; by default the model.
 

@@ -64,7 +64,7 @@ class BrokenGraph:
         batching: how rows are dealt; there is one micro-batch.
         options: the options.
         host: gives the values of parameters and buffers.
-        seed: what random numbers begin with.
+        seed: seed of the random numbers.
 
     Raises:
         poptorch.Error: if there are several micro-batches.

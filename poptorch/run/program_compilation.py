@@ -52,7 +52,7 @@ def compile_captured(
         groupings: of the parameters that differ between groups of replicas.
         host: the values of parameters and buffers.
         anchors: the tensors to anchor, by the names that the user gives them.
-        seed: what random numbers begin with.
+        seed: seed of the random numbers.
     """
     anchors = anchors or {}
     mode, period = options.output_mode, options.output_return_period

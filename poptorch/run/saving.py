@@ -361,7 +361,7 @@ class Saved:
     """A compiled model loaded from a file.
 
     Args:
-        name: of the file.
+        name: name of the file.
         about: its first part.
         tensors: numbers, by name.
         session: the program.

@@ -78,7 +78,7 @@ class _TrainingOptions(OptionsDict):
             gradient_accumulation: the number of micro-batches.
 
         Raises:
-            AssertionError: if it is no positive integer.
+            AssertionError: if it is not a positive integer.
         """
         return self._set(gradient_accumulation=gradient_accumulation)
 
@@ -301,7 +301,7 @@ class _DistributedOptions(OptionsDict):
             var_process_id: the variable with the number of this process; it is 0 if it is not set.
 
         Raises:
-            ValueError: if one is no integer.
+            ValueError: if one is not an integer.
             AssertionError: if there is no such process.
         """
         return self.configureProcessId(

@@ -62,7 +62,7 @@ def choice(name: str, options: Sequence[T], is_work: bool = False) -> T:
             compared by the time for one. Leave it out for what divides the same work in another way.
 
     Raises:
-        ValueError: for a name that is no identifier, no options, options that read the same, other options than the
+        ValueError: for a name that is not an identifier, no options, options that read the same, other options than the
             name had before, or if the environment chooses what is no option.
 
     Example:

@@ -58,7 +58,7 @@ def variable(
         log2_scale, nan_on_overflow: for float8 dtypes: multiply by `2**log2_scale` first; overflow gives NaN.
 
     Raises:
-        RuntimeError: without a current graph.
+        RuntimeError: if there is no current graph.
         ValueError: if the current graph is not the main graph, and for an unknown `retrieval_mode` or axis.
         PopxlError: if the data does not have one row for each replica group (`IndexError` if it has too few for a
             grouping that is not constant).
@@ -239,7 +239,7 @@ def constant(
         log2_scale, nan_on_overflow: for float8 dtypes: multiply by `2**log2_scale` first; overflow gives NaN.
 
     Raises:
-        RuntimeError: without a current graph.
+        RuntimeError: if there is no current graph.
         TypeError: for float8 data without `dtype`.
 
     Example:
@@ -273,7 +273,7 @@ def graph_input(
         by_ref: changes that the graph makes to the input in place are seen by every caller.
 
     Raises:
-        RuntimeError: without a current graph.
+        RuntimeError: if there is no current graph.
         TypeError, ValueError: if the shape does not hold integers, or one is negative.
 
     Example:
@@ -291,8 +291,8 @@ def graph_output(t: Tensor) -> None:
     """Append an output to the current graph.
 
     Raises:
-        RuntimeError: without a current graph.
-        TypeError: if `t` is no tensor.
+        RuntimeError: if there is no current graph.
+        TypeError: if `t` is not a tensor.
         ValueError: if `t` is not in the current graph.
 
     Example:

@@ -14,7 +14,7 @@ class Derivative(Protocol):
     """The rule of a graph.
 
     Attributes:
-        name: of the function that has the rule.
+        name: name of the function that has the rule.
         results: how many outputs of the graph the rule is for, the first ones. Ops that none of them needs compute what
             the rule keeps, and are differentiated as they are.
     """

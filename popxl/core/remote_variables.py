@@ -95,8 +95,8 @@ def replica_sharded_buffer(
         of a value.
 
     Raises:
-        RuntimeError: without a current graph.
-        ValueError: if `shard_over` is no divisor of the group size, or a value is a scalar.
+        RuntimeError: if there is no current graph.
+        ValueError: if `shard_over` is not a divisor of the group size, or a value is a scalar.
 
     Example:
         Of 15 elements, each of 8 replicas keeps 2.
@@ -202,7 +202,7 @@ def replica_sharded_variable(
 
     Raises:
         RuntimeError, ValueError, PopxlError: as `popxl.variable` does; `ValueError` without several replicas, for a
-            scalar, and if `shard_over` is no divisor of the group size.
+            scalar, and if `shard_over` is not a divisor of the group size.
 
     Example:
         >>> with popxl.Ir(replication=2).main_graph, popxl.in_sequence():

@@ -338,7 +338,7 @@ class Variable(Tensor, tensor_type="Variable"):
         data: the host copy. It is the initial value, and later what the last transfer or write left there. If it is
             only described, it is made when somebody looks at it.
         initial: what describes the initial value, as long as nobody has looked at it; else `None`.
-        replica_grouping: which replicas share one value.
+        replica_grouping: groups of replicas that share one value.
         retrieval_mode: `"one_per_group"` or `"all_replicas"`: which replicas' values are read back.
         location_info: whether it is in a remote buffer, and in pieces.
         piece: the tensor that programs use in place of the variable, where each replica keeps a piece of it.

@@ -391,7 +391,7 @@ def attention(
         mask: what each query sees: a bool tensor, or a float tensor that is added to the scores, whose shape broadcasts
             to `(..., heads, length, key length)`. A gradient flows to a float one.
         causal: each query sees the keys up to its own place, counted from the first.
-        scale: of the scores, 1 / √channels by default.
+        scale: scale of the scores, 1 / √channels by default.
         dropout: the probability that a query overlooks a key; the others count so much more.
         seed_tensor: for dropout: uint32 tensor of shape `(2,)`. The same seed overlooks the same keys.
 
@@ -400,8 +400,8 @@ def attention(
 
     Raises:
         PopxlError: if the shapes do not fit, or the dtypes differ.
-        ValueError: for a `dropout` that is no probability below 1, or without a seed.
-        TypeError: if `scale` or `dropout` is no number.
+        ValueError: for a `dropout` that is not a probability below 1, or without a seed.
+        TypeError: if `scale` or `dropout` is not a number.
 
     See also: `torch.nn.functional.scaled_dot_product_attention`, `jax.nn.dot_product_attention`.
 

@@ -31,9 +31,9 @@ def remote_code_load(graph: Graph, destination: CODE_LOCATION) -> None:
         destination: where the code goes: `"executable"`.
 
     Raises:
-        RuntimeError: without a current graph.
+        RuntimeError: if there is no current graph.
         ValueError: if `graph` is the current graph, or of another Ir.
-        TypeError: if `graph` is no graph.
+        TypeError: if `graph` is not a graph.
         NotImplementedError: for other destinations.
         PopxlError: inside of `popxl.io_tiles()`: code runs on the compute tiles.
 

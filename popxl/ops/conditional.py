@@ -216,7 +216,7 @@ def conditional(
         cond: bool tensor of one element.
         then_branch, else_branch: graphs with outputs of the same shapes and dtypes. Their inputs may differ.
         then_inputs, else_inputs: values for the inputs of each branch, in order; iterables among them are flattened by
-            one level. A value that is no tensor becomes a constant.
+            one level. A value that is not a tensor becomes a constant.
         then_inputs_dict, else_inputs_dict: values for inputs of each branch, by the input's tensor.
 
     Returns:

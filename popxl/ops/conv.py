@@ -111,7 +111,7 @@ def conv(
         A new tensor of shape `(N, M, o, ...)`, with the dtype of `t`.
 
     Raises:
-        ValueError: for another `pad_type`.
+        ValueError: for an unknown `pad_type`.
         PopxlError: if the number of entries of `stride`, `padding` or `dilation` does not fit `t`, if the channels
             do not fit `weight` and `groups`, or for float8, which `conv_pow2scaled` is for.
 
@@ -148,14 +148,14 @@ def conv_pow2scaled(
         weight: float8 tensor of shape `(M, C / groups, k, ...)`; its format may be the other one.
         log2_scale: int32 scalar, from -32 to 31. It may change while the program runs.
         stride, padding, dilation, groups, pad_type: as for `conv`.
-        available_memory_proportions, enable_conv_dithering: accepted for programs that tune memory; without effect.
+        available_memory_proportions, enable_conv_dithering: accepted for programs that tune memory; no effect.
 
     Returns:
         A new float16 tensor of shape `(N, M, o, ...)`.
 
     Raises:
         TypeError: if `t` or `weight` is not float8, or `log2_scale` not int32.
-        ValueError: for a `log2_scale` that is no scalar, and for another `pad_type`.
+        ValueError: for a `log2_scale` that is not a scalar, and for an unknown `pad_type`.
         PopxlError: for shapes that do not fit, as for `conv`.
         ApplicationRuntimeError: by `session.run`, for a `log2_scale` out of range, unless the session option
             `throwIfLog2ScaleTensorNotInRange` is false.
@@ -217,7 +217,7 @@ def conv_transpose(
         positive, the graph can be built, and not run.
 
     Raises:
-        ValueError: for another `pad_type`.
+        ValueError: for an unknown `pad_type`.
         PopxlError: if the channels do not fit, for a dilation, for `output_shape` with `"valid"`, or for float8, which
             `conv_transpose_pow2scaled` is for.
 
@@ -264,14 +264,14 @@ def conv_transpose_pow2scaled(
         weight: float8 tensor of shape `(C, M / groups, k, ...)`; its format may be the other one.
         log2_scale: int32 scalar, from -32 to 31. It may change while the program runs.
         stride, padding, dilation, groups, pad_type, output_padding, output_shape: as for `conv_transpose`.
-        available_memory_proportions, enable_conv_dithering: accepted for programs that tune memory; without effect.
+        available_memory_proportions, enable_conv_dithering: accepted for programs that tune memory; no effect.
 
     Returns:
         A new float16 tensor of shape `(N, M, o, ...)`.
 
     Raises:
         TypeError: if `t` or `weight` is not float8, or `log2_scale` not int32.
-        ValueError: for a `log2_scale` that is no scalar, and for another `pad_type`.
+        ValueError: for a `log2_scale` that is not a scalar, and for an unknown `pad_type`.
         PopxlError: for shapes that do not fit, as for `conv_transpose`.
         ApplicationRuntimeError: by `session.run`, for a `log2_scale` out of range, unless the session option
             `throwIfLog2ScaleTensorNotInRange` is false.

@@ -104,7 +104,7 @@ def cast(t: Tensor, data_type: dtype_) -> Tensor:
         A new tensor of the same shape, named `<name of t>_<dtype>`.
 
     Raises:
-        TypeError: if `data_type` is no popxl dtype, either dtype is a float8, or complex numbers are to become real.
+        TypeError: if `data_type` is not a popxl dtype, either dtype is a float8, or complex numbers are to become real.
 
     See also: `numpy.ndarray.astype`.
 

@@ -115,7 +115,7 @@ def dynamic_slice(t: Tensor, index: Tensor, axes: Iterable[int], sizes: Iterable
         index: integer tensor with a start for each of `axes`, of any shape with that many elements. No gradient.
         axes: the dimensions to cut; negative ones count from the back.
         sizes: the size of the block on each of them.
-        no_overlap: accepted; without effect. A promise that slices of one tensor do not overlap. The gradient adds up
+        no_overlap: accepted; no effect. A promise that slices of one tensor do not overlap. The gradient adds up
             where they do, promised or not.
 
     Returns:
@@ -145,7 +145,7 @@ def dynamic_update(
         t_update: the new block, of the dtype of `t`; a first dimension of size 1 may be left out.
         axes: the dimensions that the block is cut on; negative ones count from the back.
         sizes: the size of the block on each of them.
-        no_overlap: accepted; without effect. A promise that no element is written twice.
+        no_overlap: accepted; no effect. A promise that no element is written twice.
 
     Returns:
         A new tensor like `t`. Its gradient goes to `t_update` inside the block, and to `t` outside.

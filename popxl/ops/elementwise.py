@@ -77,7 +77,7 @@ def _gradient_again(name: str, function: Callable[[Any], Any], costs: Callable[[
     """Gradient with recomputation of an elementwise function; saves `t` alone.
 
     Args:
-        name: of the op.
+        name: name of the op.
         function: the function.
         costs: for which `t` a compiler would rather keep something of the function, at the cost of memory.
     """

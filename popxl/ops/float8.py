@@ -38,7 +38,7 @@ def check_scale(function_name: str, log2_scale: Tensor) -> None:
 
     Raises:
         ValueError: for a tensor with dimensions.
-        TypeError: for another dtype, or what is no tensor.
+        TypeError: for any other dtype, or what is no tensor.
     """
     if not isinstance(log2_scale, Tensor):
         raise not_a_tensor(function_name, "log2_scale", log2_scale)
@@ -58,7 +58,7 @@ def check_float8(function_name: str, **operands: Tensor) -> None:
     """Check that operands of a scaled product are float8, of either format; to be called before the op is added.
 
     Raises:
-        TypeError: for another dtype, or what is no tensor.
+        TypeError: for any other dtype, or what is no tensor.
     """
     for name, t in operands.items():
         if not isinstance(t, Tensor):
@@ -142,9 +142,9 @@ def pow2scale_cast_to_fp8(t: Tensor, log2_scale: Tensor, data_type: dtype_) -> T
         A new tensor of the shape of `t`, named `<name of t>_<dtype>`.
 
     Raises:
-        TypeError: for another `data_type`, or a `log2_scale` that is not int32.
-        ValueError: for a `log2_scale` that is no scalar.
-        PopxlError: for another dtype of `t`.
+        TypeError: for an unknown `data_type`, or a `log2_scale` that is not int32.
+        ValueError: for a `log2_scale` that is not a scalar.
+        PopxlError: for any other dtype of `t`.
         ApplicationRuntimeError: by `session.run`, for a `log2_scale` out of range, unless the session option
             `throwIfLog2ScaleTensorNotInRange` is false.
 
@@ -172,9 +172,9 @@ def pow2scale_cast_from_fp8(t: Tensor, log2_scale: Tensor, data_type: dtype_) ->
         A new tensor of the shape of `t`, named `<name of t>_<dtype>`.
 
     Raises:
-        TypeError: for another `data_type`, or a `log2_scale` that is not int32.
-        ValueError: for a `log2_scale` that is no scalar.
-        PopxlError: for another dtype of `t`.
+        TypeError: for an unknown `data_type`, or a `log2_scale` that is not int32.
+        ValueError: for a `log2_scale` that is not a scalar.
+        PopxlError: for any other dtype of `t`.
         ApplicationRuntimeError: by `session.run`, for a `log2_scale` out of range, unless the session option
             `throwIfLog2ScaleTensorNotInRange` is false.
 

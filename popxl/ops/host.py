@@ -179,8 +179,8 @@ def init(
         A new tensor in the current graph.
 
     Raises:
-        TypeError: if sizes are no integers, or `dtype` is no popxl dtype.
-        ValueError: for another `init_type`, or a negative size.
+        TypeError: if sizes are no integers, or `dtype` is not a popxl dtype.
+        ValueError: for an unknown `init_type`, or a negative size.
 
     Example:
         >>> acc = ops.init((4, 3), popxl.float32, "acc")
@@ -284,7 +284,7 @@ def print_tensor(
 
     Raises:
         ValueError: if a separator or bracket is not one character.
-        KeyError: for another `float_format`.
+        KeyError: for an unknown `float_format`.
 
     Example:
         >>> loss = ops.print_tensor(loss, "loss")

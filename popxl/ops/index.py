@@ -106,7 +106,7 @@ def gather(
         indices: int32 or uint32 tensor of any shape. Negative indices are out of range: they do not count from the
             back.
         axis: the dimension to pick from; negative ones count from the back.
-        available_memory_proportion: accepted for programs that tune memory; without effect.
+        available_memory_proportion: accepted for programs that tune memory; no effect.
         zero_OOR: give zeros for indices out of range; otherwise what they give is not defined.
 
     Returns:
@@ -190,7 +190,7 @@ def groupedgather(
         indices: int32 or uint32 tensor of shape `(group_size, ...)`.
         axis: the dimension to pick from, counted in the whole of `t`: not the first one, which is the groups'.
         group_size: the number of groups. With 1 there are none, and this is `gather`.
-        available_memory_proportion: accepted for programs that tune memory; without effect.
+        available_memory_proportion: accepted for programs that tune memory; no effect.
         zero_OOR: give zeros for indices out of range, negative ones among them; otherwise what they give is not
             defined.
 

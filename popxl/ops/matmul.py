@@ -154,7 +154,7 @@ def matmul(
         lhs: of shape `(..., m, k)`, or `(k,)`: a row, whose dimension is dropped from the result.
         rhs: of shape `(..., k, n)`, or `(k,)`: a column, whose dimension is dropped from the result. Of the dtype of
             `lhs`; only a half (float16 or bfloat16) and float32 go together, too.
-        available_memory_proportion: accepted for programs that tune memory; without effect.
+        available_memory_proportion: accepted for programs that tune memory; no effect.
         output_type: dtype of the result; that of `lhs` by default.
         partials_type: float32 (the default, unless the session option `partialsTypeMatMuls` says `"half"`) or
             float16. Sums of products are made in float32 and rounded once in any case; float16 allows accelerators to
@@ -166,8 +166,8 @@ def matmul(
     Raises:
         PopxlError: if an operand is a scalar, the inner dimensions or the dtypes differ, or leading dimensions do not
             broadcast.
-        TypeError: if `output_type` is no popxl dtype.
-        ValueError: for another `partials_type`, or another text in the session option `partialsTypeMatMuls`.
+        TypeError: if `output_type` is not a popxl dtype.
+        ValueError: for an unknown `partials_type`, or another text in the session option `partialsTypeMatMuls`.
 
     See also: `numpy.matmul`.
 
@@ -237,7 +237,7 @@ def einsum(subscripts: str, *ts: Tensor) -> Tensor:
         A new tensor.
 
     Raises:
-        TypeError: if `subscripts` is no string.
+        TypeError: if `subscripts` is not a string.
         ValueError: if no tensor is given.
         PopxlError: if the subscripts do not fit the shapes, or the dtypes differ.
 
@@ -302,14 +302,14 @@ def matmul_pow2scaled(
         lhs: float8 tensor; shapes are as for `matmul`.
         rhs: float8 tensor; its format may be the other one.
         log2_scale: int32 scalar, from -32 to 31. It may change while the program runs.
-        available_memory_proportion: accepted for programs that tune memory; without effect.
+        available_memory_proportion: accepted for programs that tune memory; no effect.
 
     Returns:
         A new float16 tensor.
 
     Raises:
         TypeError: if an operand is not float8, or `log2_scale` not int32.
-        ValueError: for a `log2_scale` that is no scalar.
+        ValueError: for a `log2_scale` that is not a scalar.
         PopxlError: if the shapes do not fit.
         ApplicationRuntimeError: by `session.run`, for a `log2_scale` out of range, unless the session option
             `throwIfLog2ScaleTensorNotInRange` is false.

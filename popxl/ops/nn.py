@@ -283,7 +283,7 @@ def nll_loss(
         The loss, of the dtype of `probs`: a scalar, or of the shape of `labels` for `"none"`.
 
     Raises:
-        ValueError: for another `reduction`.
+        ValueError: for an unknown `reduction`.
         PopxlError: if the shapes do not fit, or the labels are not integers.
 
     See also: `torch.nn.functional.nll_loss`.
@@ -320,7 +320,7 @@ def nll_loss_with_softmax_grad(
         `(loss, dx)`: the loss as from `nll_loss`, not scaled; the gradient, like `probs`. No gradient flows through.
 
     Raises:
-        ValueError: for another `reduction`.
+        ValueError: for an unknown `reduction`.
         PopxlError: if the shapes do not fit.
 
     Example:
@@ -433,7 +433,7 @@ def cross_entropy(
         The loss, of the dtype of `x`: a scalar, or of the shape of `labels` for `"none"`.
 
     Raises:
-        ValueError: for another `reduction`.
+        ValueError: for an unknown `reduction`.
         PopxlError: if the shapes do not fit, or the labels are not integers.
 
     See also: `torch.nn.functional.cross_entropy`.
@@ -468,7 +468,7 @@ def cross_entropy_with_grad(
         `(loss, dx)`: the loss; the gradient, of the shape and dtype of `x`. No gradient flows through either.
 
     Raises:
-        ValueError: for another `reduction`.
+        ValueError: for an unknown `reduction`.
         PopxlError: if the shapes do not fit.
 
     Example:

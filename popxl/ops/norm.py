@@ -66,8 +66,8 @@ def batch_norm_inference(
         t: float tensor of shape `(N, C, D1, ...)`, rank 3 or more.
         scale, bias: of shape `(C,)`.
         mean, var: of shape `(C,)`; they may be float32 where `t` is a half.
-        epsilon: added to the variance.
-        momentum: accepted, as it belongs to the training form; without effect.
+        epsilon: constant added to the variance.
+        momentum: accepted, as it belongs to the training form; no effect.
 
     Returns:
         A new tensor of the shape and dtype of `t`.
@@ -210,7 +210,7 @@ def group_norm(t: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: fl
         t: float tensor of shape `(N, C, ...)`.
         weight, bias: of shape `(C,)`, one number for each channel.
         num_groups: how many groups of adjacent channels there are; it divides C.
-        eps: added to the variance.
+        eps: constant added to the variance.
 
     Returns:
         A new tensor of the shape and dtype of `t`. Mean and inverse standard deviation are in the graph as well.
@@ -238,7 +238,7 @@ def layer_norm(t: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
     Args:
         t: float tensor of shape `(N, C, ...)`.
         weight, bias: of shape `(C,)`, one number for each channel.
-        eps: added to the variance.
+        eps: constant added to the variance.
 
     Returns:
         A new tensor of the shape and dtype of `t`.

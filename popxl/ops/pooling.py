@@ -259,7 +259,7 @@ def average_pool(
         A new tensor of shape `(N, C, o, ...)`, with the dtype of `t`.
 
     Raises:
-        KeyError: for another `auto_pad`.
+        KeyError: for an unknown `auto_pad`.
         ValueError: for `out_pads`, `dilation` or `in_dilations` that would change something.
         PopxlError: if the numbers of entries do not fit `t`, or no window does.
 
@@ -297,9 +297,9 @@ def max_pool(
         A new tensor of shape `(N, C, o, ...)`, with the dtype of `t`.
 
     Raises:
-        KeyError: for another `auto_pad`.
+        KeyError: for an unknown `auto_pad`.
         ValueError: for `out_pads`, `dilation` or `in_dilations` that would change something.
-        PopxlError: for another `storage_order`, if the numbers of entries do not fit `t`, or no window does.
+        PopxlError: for an unknown `storage_order`, if the numbers of entries do not fit `t`, or no window does.
 
     See also: `torch.nn.functional.max_pool2d`.
 

@@ -140,7 +140,7 @@ def random_uniform(
 
     Args:
         seed_tensor: uint32 tensor of shape `(2,)`. The same seed gives the same numbers.
-        shape: of the result.
+        shape: shape of the result.
         low, high: ends of the interval. `high` itself is not drawn, but in halves a number may be rounded to it.
         dtype: `popxl.float32`, `popxl.float16` or `popxl.bfloat16`; `None` means float32.
 
@@ -170,7 +170,7 @@ def random_normal(
 
     Args:
         seed_tensor: uint32 tensor of shape `(2,)`. The same seed gives the same numbers.
-        shape: of the result.
+        shape: shape of the result.
         mean: their mean.
         std: their standard deviation.
         dtype: `popxl.float32`, `popxl.float16` or `popxl.bfloat16`; `None` means float32.
@@ -273,7 +273,7 @@ def shaped_dropout(t: Tensor, seed_tensor: Tensor, shape: Iterable[int], ratio: 
     Args:
         t: float tensor of any shape.
         seed_tensor: uint32 tensor of shape `(2,)`. The same seed gives the same mask.
-        shape: of the mask; it broadcasts to the shape of `t`.
+        shape: shape of the mask; it broadcasts to the shape of `t`.
         ratio: the probability that a part is dropped, from 0 to below 1. What is kept is divided by `1 - ratio`.
 
     Returns:

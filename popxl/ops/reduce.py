@@ -170,7 +170,7 @@ def norm(t: Tensor, ord: float = 2, axis: int | Iterable[int] | None = None, kee
         A new tensor of the same dtype; of complex numbers a real one.
 
     Raises:
-        ValueError: for another `ord`; `TypeError` if it is no number.
+        ValueError: for an unknown `ord`; `TypeError` if it is not a number.
         PopxlError: if there is no such axis.
 
     See also: `numpy.linalg.norm`, `torch.linalg.vector_norm`.
@@ -317,7 +317,7 @@ def cumsum(t: Tensor, dim: int = 0) -> Tensor:
 
     Raises:
         PopxlError: if there is no such dimension.
-        TypeError: if `dim` is no integer.
+        TypeError: if `dim` is not an integer.
 
     See also: `numpy.cumsum`, `torch.cumsum`.
 

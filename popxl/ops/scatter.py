@@ -129,7 +129,7 @@ def scatter(
         values: tensor of the dtype of `t` and the same rank, at least as large as `indices`; only its leading block
             of that shape is used.
         axis: the dimension that the indices are for; negative ones count from the back.
-        available_memory_proportion: accepted for programs that tune memory; without effect.
+        available_memory_proportion: accepted for programs that tune memory; no effect.
 
     Returns:
         A new tensor like `t`. If several values go to one element, which of them it gets is not defined. The gradient

@@ -294,7 +294,7 @@ def scatter_reduce(
             along `axis`, as a vector, or with that length on `axis` and size 1 on all other dimensions. If false,
             dimensions of size 1 are added (a vector is laid along `axis`; otherwise they are the last), and only the
             leading block of `data` with the shape of `indices` takes part.
-        available_memory_proportion: accepted for programs that tune memory; without effect.
+        available_memory_proportion: accepted for programs that tune memory; no effect.
 
     Returns:
         A new tensor: like `initial_values`; without them, of the dtype of `data` and of the shape of the elements that
@@ -303,7 +303,7 @@ def scatter_reduce(
         they get it only in buckets that nothing was put in.
 
     Raises:
-        ValueError: for another `reduction`, and if neither `initial_values` nor `axis_size` is given.
+        ValueError: for an unknown `reduction`, and if neither `initial_values` nor `axis_size` is given.
         PopxlError: if the shapes do not fit, or there is no such axis.
 
     See also: `torch.scatter_reduce`, `jax.ops.segment_sum`.

@@ -152,7 +152,7 @@ def topk(
         largest: pick the largest elements, else the smallest.
         sorted: whether the results have to be in order: descending for the largest, ascending for the smallest. They
             always are.
-        available_memory_proportion: accepted for programs that tune memory; without effect.
+        available_memory_proportion: accepted for programs that tune memory; no effect.
 
     Returns:
         `(values, places)`, of the shape of `t` with `k` in place of the size of `axis`: new tensors, the first of the
@@ -160,7 +160,7 @@ def topk(
 
     Raises:
         PopxlError: if there is no such axis, or it has fewer than `k` elements.
-        TypeError: if `k` or `axis` is no integer.
+        TypeError: if `k` or `axis` is not an integer.
 
     See also: `torch.topk`.
 

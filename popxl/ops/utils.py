@@ -24,7 +24,7 @@ def check_in_graph(graph: Graph, *args: Tensor, **tensors: Tensor) -> None:
     """Check that each keyword argument is a tensor of `graph`.
 
     Raises:
-        TypeError: for a value that is no tensor.
+        TypeError: for a value that is not a tensor.
         ValueError: for a tensor of another graph.
         Exception: for a positional tensor: its name is needed for the message.
     """

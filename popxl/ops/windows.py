@@ -24,7 +24,7 @@ class Windows:
     """The windows along one axis. Window `j` begins at position `j * stride - begin`, and is `reach` positions long.
 
     Attributes:
-        size: of the axis, without padding.
+        size: size of the axis, without padding.
         reach, stride: see above. A kernel of 3 with dilation 2 reaches over 5 positions.
         begin, end: padding at either side; negative where the axis is cropped.
         count: how many windows there are. Not positive if not even one fits.

@@ -24,7 +24,7 @@ def decompose_sum(graph: Graph) -> Graph:
         The same graph, changed.
 
     Raises:
-        TypeError: if `graph` is no graph.
+        TypeError: if `graph` is not a graph.
 
     Example:
         >>> info = popxl.transforms.autodiff(graph)

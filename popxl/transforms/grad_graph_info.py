@@ -109,7 +109,7 @@ class GradGraphInfo:
         """The activations of one forward call, by the inputs of the gradient graph that need them.
 
         Raises:
-            TypeError: if it is no call of the forward graph.
+            TypeError: if it is not a call of the forward graph.
             ValueError: if the call neither takes nor returns one of them.
         """
         if getattr(fwd_call_info, "called_graph", None) is not self.forward_graph:
@@ -134,7 +134,7 @@ class GradGraphInfo:
         """The gradients of one gradient call, by the tensors of the forward graph.
 
         Raises:
-            TypeError: if it is no call, or one of the forward graph.
+            TypeError: if it is not a call, or one of the forward graph.
         """
         check_type(grad_call_info, CallSiteInfo, "`grad_call_info`", "what `ops.call_with_info` returns")
         if grad_call_info.called_graph is self.forward_graph:

@@ -135,7 +135,7 @@ class UnsavedDerivative:
     """The derivative of a graph that was saved: rules are code, and files hold none.
 
     Args:
-        name: of the function.
+        name: name of the function.
         results: how many outputs of the graph it returns.
     """
 

@@ -40,7 +40,7 @@ class Axes:
         """The axes of a mapping.
 
         Raises:
-            TypeError: if it is no mapping of names to integers.
+            TypeError: if it is not a mapping of names to integers.
             ValueError: if a name is empty or no word, a size is below 1, or two axes are of the IPUs.
         """
         if not isinstance(sizes, Mapping):

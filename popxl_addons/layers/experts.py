@@ -77,7 +77,7 @@ class Experts(Module):
             all experts.
 
     Raises:
-        ValueError: if `count` is no multiple of the size of the group, `chosen` is not within 1 and `count`, or
+        ValueError: if `count` is not a multiple of the size of the group, `chosen` is not within 1 and `count`, or
             `capacity_factor` is not above 0.
 
     See also: Fedus et al., "Switch Transformers" (2021), and Lepikhin et al., "GShard" (2020).

@@ -28,7 +28,7 @@ class GroupNorm(Module):
     Args:
         num_groups: how many groups of adjacent channels there are.
         replica_grouping: that of the variables: a grouping, or names of axes.
-        eps: added to the variance.
+        eps: constant added to the variance.
         cache: see `Module`.
 
     Example:

@@ -296,7 +296,7 @@ class LanguageModel(Module):
 
     Args:
         config: what it is made of.
-        dtype: of the variables, and of what is computed.
+        dtype: dtype of the variables, and of what is computed.
         tensor: the replicas that divide the heads and hidden channels of each block between them, as of `Attention`.
             Embeddings, norms and `head` are whole on each.
 

@@ -34,7 +34,7 @@ def fp8_amax_scale(src: popxl.Tensor, dtype: popxl.dtype = popxl.float8_143) -> 
         An int32 scalar: the `log2_scale` of `ops.pow2scale_cast_to_fp8`. No gradient flows.
 
     Raises:
-        RuntimeError: for another dtype of `src`, or another `dtype`.
+        RuntimeError: for any other dtype of `src`, or another `dtype`.
 
     Example:
         >>> with popxl.Ir().main_graph:

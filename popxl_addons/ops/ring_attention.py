@@ -145,7 +145,7 @@ def ring_attention(
             queries.
         values: of shape `(..., key heads, key length, value channels)`.
         causal: each query sees the keys up to its own place.
-        scale: of the scores, 1 / √channels by default.
+        scale: scale of the scores, 1 / √channels by default.
         group: the replicas that have the pieces of a text, in order: a grouping, or names of axes; all by default.
 
     Returns:
@@ -153,7 +153,7 @@ def ring_attention(
 
     Raises:
         PopxlError: if the shapes do not fit, or the dtypes differ.
-        TypeError: if `scale` is no number.
+        TypeError: if `scale` is not a number.
         ValueError: if the replicas of the Ir cannot be grouped like this.
 
     See also: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023).

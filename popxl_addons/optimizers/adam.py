@@ -67,7 +67,7 @@ class AdamOptimizerStep(Module):
             replica_grouping: that of the variable, for the state: a grouping, or names of axes.
             lr: the learning rate.
             beta1, beta2: what stays of m and v in each step.
-            eps: added to the root of v.
+            eps: constant added to the root of v.
             weight_decay: see above; for the number 0 the variable is not read.
             first_order_dtype: dtype of m. v and t are float32.
             bias_correction: whether m and v are divided as above; otherwise there is no t.

@@ -62,7 +62,7 @@ def adamw(
         lr: the learning rate: a number, a tensor, or a schedule such as `schedules.cosine(...)`, which is computed in
             the program.
         beta1, beta2: what stays of the moments in each step.
-        eps: added to the root of the second moment.
+        eps: constant added to the root of the second moment.
         weight_decay: what each step takes of a variable, times the learning rate.
         decays: which variables that is done to, by name. Norms and biases are often left out.
         clip_norm: the norm that all gradients together have at most; larger ones are scaled down to it.

@@ -21,7 +21,7 @@ def graph_needs(info: GradGraphInfo, name: str, model: popxl.Graph) -> GraphNeed
 
     Args:
         info: of the gradient graph that takes all activations.
-        name: of the forward graph in plans.
+        name: name of the forward graph in plans.
         model: the graph that calls the forward graph, or the forward graph itself.
     """
     known = {each.tensor: each for each in candidates(info)}

@@ -103,7 +103,7 @@ def batch_serialise(
             iteration needs during the one before. The numbers are the same.
 
     Raises:
-        ValueError: if `steps` or `rows` is below 1; for another `io_mode`; in the modes with I/O tiles if there are
+        ValueError: if `steps` or `rows` is below 1; for an unknown `io_mode`; in the modes with I/O tiles if there are
             none (``ir.options.numIOTiles``); for a key that is no such tensor of `graph`; for a buffer whose slots do
             not fit.
         TypeError: for anything else in the place of a handle or a stream.

@@ -257,7 +257,7 @@ class MemoryPlan(OnPage, BaseModel):
                 eight, `slice(-1, None)` the last one. By default for all.
 
         Raises:
-            TypeError: if `calls` is no slice.
+            TypeError: if `calls` is not a slice.
             ValueError: for another treatment, a pattern that matches no activation, and `calls` with a step.
         """
         if treatment not in get_args(Treatment):

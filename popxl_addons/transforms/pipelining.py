@@ -71,7 +71,7 @@ def pipelined_execution(steps: int, schedule: PipelineSchedule | str | Search | 
         A context manager that gives a `StageContext`, which says what belongs to which stage.
 
     Raises:
-        TypeError: if `steps` is no integer.
+        TypeError: if `steps` is not an integer.
         RuntimeError: for an op that is created in the block outside of any stage.
         ValueError: at the end of the block, if there are too few steps; if the schedule is of another number of stages
             or steps, or not for stages on these IPUs, or cannot go on; if stages are missing; if an op needs a value

@@ -60,7 +60,7 @@ def recompute_graph(
             tensors or paths. It wins over `keep`.
 
     Raises:
-        AttributeError: if `grad_graph` is no gradient graph.
+        AttributeError: if `grad_graph` is not a gradient graph.
         ValueError: if the forward graph uses host streams, as loading again would load something else; if a path
             matches no activation, or a tensor is none of the forward graph; for an unknown policy.
 

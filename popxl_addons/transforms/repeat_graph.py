@@ -28,7 +28,7 @@ def repeat_graph(graph: popxl.Graph, repeat_count: int) -> popxl.Graph:
         The new graph; `graph` itself if nothing happened.
 
     Raises:
-        TypeError: if `repeat_count` is no integer.
+        TypeError: if `repeat_count` is not an integer.
         PopxlError: if an op that stays reads what one that moves has computed. Nothing has changed then.
 
     Example:

@@ -368,7 +368,7 @@ def cost_of_executable(
     seconds: float,
     kind: str,
 ) -> Cost:
-    """Compute the cost of one executable that is no Ir's.
+    """Compute the cost of one executable that is not an Ir's.
 
     Args:
         name: what it is.

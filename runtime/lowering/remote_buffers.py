@@ -241,7 +241,7 @@ def check_places(text: str, results: Sequence[RemoteBuffer | None], main: Graph)
 
     Args:
         text: the HLO of the executable.
-        results: for each result of it the buffer that it is; `None` if it is no buffer.
+        results: for each result of it the buffer that it is; `None` if it is not a buffer.
         main: the graph that the program runs.
 
     Raises:

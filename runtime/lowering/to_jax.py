@@ -84,7 +84,7 @@ def to_jax(graph: Graph) -> GraphFunction:
         do not fit, and `PopxlError` if the graph has 64-bit numbers and JAX is not set to keep them.
 
     Raises:
-        TypeError: if `graph` is no graph.
+        TypeError: if `graph` is not a graph.
         PopxlError: if the graph talks to the host by streams without being the main graph, or if the Ir has replicas.
 
     Example:

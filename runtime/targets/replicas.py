@@ -183,7 +183,7 @@ class Replicas:
         """Build an array of all replicas on a mesh, calling `part` for each local replica.
 
         Args:
-            shape: that of the array.
+            shape: shape of the array.
             part: gives the elements that a replica has, in whichever shape.
             where: in which memory, if not in that of the devices.
         """

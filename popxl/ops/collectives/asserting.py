@@ -34,7 +34,7 @@ def assert_replicated(t: Tensor, group: Groups | None = None) -> Tensor:
 
     Raises:
         ValueError: if the replicas of the Ir cannot be grouped like this.
-        NotImplementedError: for a grouping whose members are not always the same distance apart.
+        NotImplementedError: if the distance between members of the grouping is not constant.
 
     Example:
         >>> x = ops.collectives.assert_replicated(x)

@@ -84,15 +84,15 @@ def members(name: str, group: Groups | None) -> dict[str, Any]:
 
     Args:
         name: the function that was called, for errors.
-        group: which replicas talk to each other: a grouping, or the names of axes; `None` for all of them.
+        group: the replicas that communicate: a grouping, or the names of axes; `None` for all of them.
 
     Returns:
         The attributes `stride` and `group_size`, of which an op that is declared with `between_replicas` makes a group.
 
     Raises:
-        TypeError: if `group` is no grouping, and names no axes.
+        TypeError: if `group` is not a grouping, and names no axes.
         ValueError: if the replicas of the Ir cannot be grouped like this.
-        NotImplementedError: for a grouping whose members are not always the same distance apart.
+        NotImplementedError: if the distance between members of the grouping is not constant.
 
     Example:
         >>> ir = popxl.Ir(replication=4)

@@ -74,14 +74,14 @@ def replicated_all_reduce(t: Tensor, op: CollectiveOps = "add", group: Groups | 
         op: what is computed: `"add"`, `"mean"`, `"mul"`, `"min"`, `"max"`, `"square_add"` (the sum of squares), or
             `"and"`, `"or"` of what is not zero. Float16 is computed in float32 and rounded once; the mean of integers
             is rounded towards zero.
-        group: which replicas talk to each other: a grouping, or names of axes; all of them by default.
+        group: the replicas that communicate: a grouping, or names of axes; all of them by default.
 
     Returns:
         A new tensor of the same shape and dtype.
 
     Raises:
-        ValueError: for another `op`, or if the replicas of the Ir cannot be grouped like this.
-        NotImplementedError: for a grouping whose members are not always the same distance apart.
+        ValueError: for an unknown `op`, or if the replicas of the Ir cannot be grouped like this.
+        NotImplementedError: if the distance between members of the grouping is not constant.
 
     See also: `jax.lax.psum`, `torch.distributed.all_reduce`.
 
@@ -119,7 +119,7 @@ def replicated_reduce_scatter(
     Args:
         t: tensor of any shape.
         op: what is computed, as for `replicated_all_reduce`.
-        group: which replicas talk to each other: a grouping, or names of axes; all of them by default.
+        group: the replicas that communicate: a grouping, or names of axes; all of them by default.
         configure_output_for_replicated_tensor_sharding: make the result a sharded tensor: its `meta_shape` is the
             shape of `t`, and `replicated_all_gather` puts it together again.
 
@@ -127,8 +127,8 @@ def replicated_reduce_scatter(
         A new tensor of rank 1, of the same dtype.
 
     Raises:
-        ValueError: for another `op`, or if the replicas of the Ir cannot be grouped like this.
-        NotImplementedError: for a grouping whose members are not always the same distance apart.
+        ValueError: for an unknown `op`, or if the replicas of the Ir cannot be grouped like this.
+        NotImplementedError: if the distance between members of the grouping is not constant.
 
     See also: `jax.lax.psum_scatter`, `torch.distributed.reduce_scatter_tensor`.
 
@@ -234,7 +234,7 @@ def replicated_all_gather(
     Args:
         t: tensor of any shape and dtype.
         axis: along which tensors are concatenated; negative ones count from the back. The other forms ignore it.
-        group: which replicas talk to each other: a grouping, or names of axes; all of them by default.
+        group: the replicas that communicate: a grouping, or names of axes; all of them by default.
         output_shape: how the G tensors are put together.
             - `"concat"`: concatenated along `axis`; scalars become a tensor of shape (G,).
             - `"new_axis"`: stacked along a new first dimension of size G.
@@ -248,7 +248,7 @@ def replicated_all_gather(
     Raises:
         ValueError: for another `output_shape`, an `axis` that is no integer, or if the replicas of the Ir cannot be
             grouped like this.
-        NotImplementedError: for a grouping whose members are not always the same distance apart.
+        NotImplementedError: if the distance between members of the grouping is not constant.
         PopxlError: if there is no such axis, or the members have less than the meta-shape takes.
 
     See also: `jax.lax.all_gather`, `torch.distributed.all_gather`.
@@ -300,7 +300,7 @@ def replica_sharded_slice(t: Tensor, group: Groups | None = None) -> Tensor:
 
     Raises:
         ValueError: if the replicas of the Ir cannot be grouped like this.
-        NotImplementedError: for a grouping whose members are not always the same distance apart.
+        NotImplementedError: if the distance between members of the grouping is not constant.
 
     Example:
         >>> shard = ops.collectives.replica_sharded_slice(w)
@@ -327,7 +327,7 @@ def replicated_slice(t: Tensor, axis: int = 0, group: Groups | None = None) -> T
     Raises:
         ValueError: if the size of the axis is no multiple of that of the groups, or the replicas of the Ir cannot be
             grouped like this.
-        NotImplementedError: for a grouping whose members are not always the same distance apart.
+        NotImplementedError: if the distance between members of the grouping is not constant.
         PopxlError: if there is no such axis.
 
     Example:
@@ -389,7 +389,7 @@ def replicated_all_to_all(t: Tensor, split_axis: int = 0, concat_axis: int = 0, 
         split_axis: along which `t` is cut into equal parts, one for each member. Its size is a multiple of theirs.
         concat_axis: along which a member joins what it gets, in the order of the replicas. Negative axes count from
             the back.
-        group: which replicas talk to each other: a grouping, or names of axes; all of them by default.
+        group: the replicas that communicate: a grouping, or names of axes; all of them by default.
 
     Returns:
         A new tensor of the same dtype, without a meta-shape. `split_axis` is smaller than that of `t` by the size of
@@ -398,7 +398,7 @@ def replicated_all_to_all(t: Tensor, split_axis: int = 0, concat_axis: int = 0, 
     Raises:
         ValueError: if the size of `split_axis` is no multiple of that of the groups, or the replicas of the Ir cannot
             be grouped like this.
-        NotImplementedError: for a grouping whose members are not always the same distance apart.
+        NotImplementedError: if the distance between members of the grouping is not constant.
         PopxlError: if there is no such axis.
 
     See also: `jax.lax.all_to_all`, `torch.distributed.all_to_all_single`.
@@ -460,15 +460,15 @@ def replicated_shift(t: Tensor, distance: int = 1, group: Groups | None = None) 
     Args:
         t: tensor of any shape and dtype.
         distance: how many places further on; negative numbers go back.
-        group: which replicas talk to each other: a grouping, or names of axes; all of them by default.
+        group: the replicas that communicate: a grouping, or names of axes; all of them by default.
 
     Returns:
         A new tensor of the same shape and dtype: `t` of the member `distance` places before.
 
     Raises:
-        TypeError: if `distance` is no integer.
+        TypeError: if `distance` is not an integer.
         ValueError: if the replicas of the Ir cannot be grouped like this.
-        NotImplementedError: for a grouping whose members are not always the same distance apart.
+        NotImplementedError: if the distance between members of the grouping is not constant.
 
     See also: `jax.lax.ppermute`, `torch.distributed.batch_isend_irecv`.
 

@@ -227,7 +227,7 @@ def adamax_updater(
     Raises:
         ValueError: if `time_step` is not given, or a weight should decay that is not given.
         PopxlError: if the shapes differ, or a factor has several elements.
-        TypeError: if a factor is neither a number nor a tensor, or `weight` or `time_step` is no tensor.
+        TypeError: if a factor is neither a number nor a tensor, or `weight` or `time_step` is not a tensor.
 
     See also: `torch.optim.Adamax`.
 

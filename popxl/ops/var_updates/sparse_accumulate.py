@@ -71,7 +71,7 @@ def sparse_accumulate_(
             all; negative indices are out of range.
         axis: the dimension that is indexed; negative ones count from the back.
         f: a number, or a tensor of one element that is read when the op runs; 1 by default.
-        W: a tensor with the layout of `t`, the embedding table for instance; without effect.
+        W: a tensor with the layout of `t`, the embedding table for instance; no effect.
 
     Returns:
         An alias of `t`. No gradient flows; autodiff refuses graphs with this op.

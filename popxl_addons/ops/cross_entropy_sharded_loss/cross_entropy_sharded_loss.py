@@ -115,13 +115,13 @@ def cross_entropy_sharded_loss(
         replica_grouping: the replicas among which the classes are divided; all of them by default. Their stride may be
             any.
         reduction: the ``"mean"`` over the labels that count, their ``"sum"``, or ``"none"``.
-        available_memory_proportion: without effect.
+        available_memory_proportion: has no effect.
 
     Returns:
         The loss, of the dtype of `logits`: a scalar, or of shape ``(samples,)`` for ``"none"``.
 
     Raises:
-        ValueError: for another `reduction`, or if the replicas of the Ir cannot be grouped like this.
+        ValueError: for an unknown `reduction`, or if the replicas of the Ir cannot be grouped like this.
         PopxlError: if the operands have other ranks, or differ in the number of samples.
 
     See also ``torch.nn.functional.cross_entropy``.

@@ -120,7 +120,7 @@ def cross_entropy_sharded_wr_loss(
         The loss of each sample, of shape ``(samples,)``, on the first IPU.
 
     Raises:
-        TypeError: if `logits` or `indices` is no list of tensors.
+        TypeError: if `logits` or `indices` is not a list of tensors.
         ValueError: if `logits`, `indices` and `ipus` are not as many, if a block and its indices are on different IPUs,
             or if no `ipus` are given and those of the tensors are not known.
         PopxlError: if shapes or dtypes do not fit.

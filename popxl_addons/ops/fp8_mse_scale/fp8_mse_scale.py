@@ -55,7 +55,7 @@ def fp8_mse_scale(src: popxl.Tensor, dtype: popxl.dtype = popxl.float8_143) -> p
         An int32 scalar from -31 to 31: the `log2_scale` of `ops.pow2scale_cast_to_fp8`. No gradient flows.
 
     Raises:
-        RuntimeError: for another dtype of `src`, or another `dtype`.
+        RuntimeError: for any other dtype of `src`, or another `dtype`.
 
     Example:
         >>> with popxl.Ir().main_graph:

@@ -122,7 +122,7 @@ def group_quantize_decompress(
 
     Raises:
         NotImplementedError: if `t` has not three axes.
-        ValueError: if the shape of a scale or bias does not fit, or `dim` is no axis of a matrix.
+        ValueError: if the shape of a scale or bias does not fit, or `dim` is not an axis of a matrix.
         TypeError: if `t` is not of uint16.
 
     Example:

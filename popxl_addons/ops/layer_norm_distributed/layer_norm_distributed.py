@@ -94,7 +94,7 @@ def layer_norm_distributed(
     Args:
         t: float tensor of shape ``(rows, channels)``, the channels of this replica.
         w, b: of shape ``(channels,)``.
-        epsilon: added to the variance.
+        epsilon: constant added to the variance.
         group: the replicas among which the channels are divided, equally; all of them by default. Their stride may be
             any.
 

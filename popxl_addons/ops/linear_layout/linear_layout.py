@@ -20,7 +20,7 @@ def linear_layout(t: popxl.Tensor, bs: int = 1) -> popxl.Tensor:
         A new tensor with the values, shape and dtype of `t`. Gradients pass unchanged.
 
     Raises:
-        TypeError: if `bs` is no integer.
+        TypeError: if `bs` is not an integer.
         ValueError: if it is not positive.
 
     Example:

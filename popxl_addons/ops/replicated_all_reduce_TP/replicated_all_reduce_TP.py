@@ -25,14 +25,14 @@ def replicated_all_reduce(t: popxl.Tensor, op: str = "add", group: Groups | None
     Args:
         t: tensor of any shape.
         op: ``"add"``; there is no other.
-        group: which replicas talk to each other; all of them by default. Their stride may be any.
+        group: the replicas that communicate; all of them by default. Their stride may be any.
 
     Returns:
         A new tensor of the same shape and dtype. Float16 is summed in float32 and rounded once.
 
     Raises:
         ValueError: for an `op` that no collective knows, or if the replicas of the Ir cannot be grouped like this.
-        PopxlError: for another `op`.
+        PopxlError: for an unknown `op`.
 
     Example:
         >>> with popxl.Ir(replication=4).main_graph:

@@ -30,7 +30,7 @@ def replicated_all_gather_strided(t: popxl.Tensor, group: Groups | None = None) 
 
     Args:
         t: tensor of any shape and dtype.
-        group: which replicas talk to each other; all of them by default. Their stride may be any.
+        group: the replicas that communicate; all of them by default. Their stride may be any.
 
     Returns:
         A new tensor of the same dtype. If `t` is a shard, with a `meta_shape`, it has that shape; else it is flat, of

@@ -31,7 +31,7 @@ def replicated_all_reduce_strided(t: popxl.Tensor, op: str = "add", group: Group
     Args:
         t: tensor of any shape.
         op: ``"add"`` or ``"mean"``. ``"mul"`` is a mean too, not a product.
-        group: which replicas talk to each other; all of them by default. Their stride may be any.
+        group: the replicas that communicate; all of them by default. Their stride may be any.
 
     Returns:
         A new tensor of the same shape and dtype. Float16 is summed in float32 and rounded once; the mean of integers is
@@ -39,7 +39,7 @@ def replicated_all_reduce_strided(t: popxl.Tensor, op: str = "add", group: Group
 
     Raises:
         ValueError: for an `op` that no collective knows, or if the replicas of the Ir cannot be grouped like this.
-        PopxlError: for another `op`.
+        PopxlError: for an unknown `op`.
 
     Example:
         Replica `r` of four holds ``[r, 10 * r]``; replicas 0 and 2 get ``[2, 20]``, 1 and 3 ``[4, 40]``.

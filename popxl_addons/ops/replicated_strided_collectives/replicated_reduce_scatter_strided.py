@@ -36,7 +36,7 @@ def replicated_reduce_scatter_strided(
     Args:
         t: tensor of any shape.
         op: ``"add"`` or ``"mean"``. ``"mul"`` is a mean too, not a product.
-        group: which replicas talk to each other; all of them by default. Their stride may be any.
+        group: the replicas that communicate; all of them by default. Their stride may be any.
         configure_output_for_replicated_tensor_sharding: make the result a shard: its `meta_shape` is the shape of `t`,
             and `replicated_all_gather_strided` puts it together again.
 
@@ -45,7 +45,7 @@ def replicated_reduce_scatter_strided(
 
     Raises:
         ValueError: for an `op` that no collective knows, or if the replicas of the Ir cannot be grouped like this.
-        PopxlError: for another `op`.
+        PopxlError: for an unknown `op`.
 
     Example:
         >>> ir = popxl.Ir(replication=4)

@@ -33,7 +33,7 @@ def random_sparse(dense: np.ndarray, density: float = 0.5) -> np.ndarray:
         The same array.
 
     Raises:
-        ValueError: if `density` is no probability.
+        ValueError: if `density` is not a probability.
 
     Example:
         >>> int(np.count_nonzero(random_sparse(np.ones((3, 4)), density=0.0)))
@@ -74,8 +74,8 @@ def dense_const_sparse_matmul(lhs: popxl.Tensor, rhs: SparseMatrix, output_cols:
         Unlike in PopXL, a gradient flows to `lhs`.
 
     Raises:
-        RuntimeError: for another dtype of `lhs`.
-        TypeError: if `rhs` is no sparse matrix.
+        RuntimeError: for any other dtype of `lhs`.
+        TypeError: if `rhs` is not a sparse matrix.
         ValueError: if the shapes do not fit.
 
     See also: `scipy.sparse.csr_matrix`.

@@ -1,4 +1,4 @@
-"""Making tensors that no op makes: variables, constants, graph inputs; and declaring graph outputs."""
+"""Creation of tensors that no op makes: variables, constants, graph inputs; declaration of graph outputs."""
 
 from __future__ import annotations
 
@@ -46,16 +46,17 @@ def variable(
     """Create a variable in the main graph: a mutable tensor with the program's lifetime.
 
     Args:
-        data: the initial value: a number, a sequence, a NumPy array or memory map, a torch tensor. It is copied,
-            except for a memory map, which itself becomes the host copy. Or a description of it, such as
-            `popxl.initial.normal((4, 3), seed=7)`: then nobody makes the numbers before they are needed.
+        data: initial value: a number, a sequence, a NumPy array or memory map, or a torch tensor. It is copied, except
+            for a memory map, which itself becomes the host copy. Or a description of the value, such as
+            `popxl.initial.normal((4, 3), seed=7)`: the numbers are then made when they are first needed.
         dtype: element type; by default that of the data, narrowed to 32 bits if `downcast`.
         name: name of the tensor.
         downcast: narrow 64-bit numbers to 32 bits where no dtype is given.
-        replica_grouping: which replicas share one value: a grouping, or names of axes. With several groups, `data` has
-            one row for each of them.
-        retrieval_mode: read back one value `"one_per_group"` (the default) or those of `"all_replicas"`.
-        log2_scale, nan_on_overflow: for float8 dtypes: multiply by `2**log2_scale` first; overflow gives NaN.
+        replica_grouping: groups of replicas that share one value: a grouping, or names of axes. With several groups,
+            `data` has one row for each of them.
+        retrieval_mode: values that are read back: `"one_per_group"` (the default) or those of `"all_replicas"`.
+        log2_scale, nan_on_overflow: for float8 dtypes: exponent of the scale that data are multiplied by,
+            `2**log2_scale`, before conversion; whether overflow gives NaN.
 
     Raises:
         RuntimeError: if there is no current graph.
@@ -174,7 +175,7 @@ def warn_of_narrowed(array: np.ndarray, dtype: dtype_, what: str) -> None:
 def operand_beside(t: Tensor, data: HostScalarTensor) -> Constant:
     """Convert an operator's non-tensor operand to a constant of the tensor's dtype.
 
-    Nobody has asked for that dtype. So a number that does not fit is warned of, and then cast.
+    The caller has not asked for that dtype, so a number that does not fit causes a warning before it is cast.
     """
     array = as_array(data)
     warn_of_narrowed(array, t.dtype, f"An operand of {t!r}")
@@ -191,7 +192,8 @@ def operand_beside(t: Tensor, data: HostScalarTensor) -> Constant:
 def with_numbers(op: Callable[..., T], *operands: Any) -> T:
     """Record an op after converting plain numbers and arrays to constants beside the first tensor.
 
-    The graph forgets them if the op refuses its operands. What is neither is left for the op to refuse.
+    The graph drops these constants if the op refuses its operands. Operands of other types are left for the op to
+    refuse.
     """
     if all(isinstance(operand, Tensor) for operand in operands):
         return op(*operands)
@@ -236,7 +238,8 @@ def constant(
         dtype: element type; by default that of the data, narrowed to 32 bits if `downcast`.
         name: name of the tensor.
         downcast: narrow 64-bit numbers to 32 bits where no dtype is given.
-        log2_scale, nan_on_overflow: for float8 dtypes: multiply by `2**log2_scale` first; overflow gives NaN.
+        log2_scale, nan_on_overflow: for float8 dtypes: exponent of the scale that data are multiplied by,
+            `2**log2_scale`, before conversion; whether overflow gives NaN.
 
     Raises:
         RuntimeError: if there is no current graph.
@@ -268,9 +271,9 @@ def graph_input(
     """Append an input to the current graph.
 
     Args:
-        shape, dtype, meta_shape: what callers have to bind.
+        shape, dtype, meta_shape: spec of the tensors that callers bind to the input.
         name: name of the tensor.
-        by_ref: changes that the graph makes to the input in place are seen by every caller.
+        by_ref: whether every caller sees the changes that the graph makes to the input in place.
 
     Raises:
         RuntimeError: if there is no current graph.

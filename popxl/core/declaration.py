@@ -1,10 +1,10 @@
-"""What an op is: a declaration, `OpKind`. Its records in graphs are in `popxl.core.recording`.
+"""Op declarations, `OpKind`. Records of ops in graphs are in `popxl.core.recording`.
 
-Every op of this project, and every op of a user, is one `OpKind`: a JAX function, and beside it what JAX cannot know
-(the names of the results, the gradient where it is not simply JAX's, what is overwritten or shared in place).
-Calling the kind on tensors records an `Op` in the current graph; running the graph calls the same function on
-arrays. Nothing here computes. How a recorded op is carried out is in `runtime.lowering.lower`, how it is
-differentiated in `popxl.transforms.autodiff`.
+Every op of this project, and every op of a user, is one `OpKind`: a JAX function, and what JAX cannot know about it
+(the names of the results, a gradient other than JAX's, operands that are overwritten or share storage with results).
+Calling the kind on tensors records an `Op` in the current graph; running the graph calls the same function on arrays.
+Nothing here computes. Lowering of a recorded op is in `runtime.lowering.lower`, its differentiation in
+`popxl.transforms.autodiff`.
 
     sin = OpKind("Sin", jnp.sin)
     y = sin(x)                       # x, y: tensors of the current graph
@@ -60,34 +60,34 @@ T = TypeVar("T")
 class OpKind:
     """An op declaration. Call it on tensors to add an op to the current graph.
 
-    The parameters of `lowering` say what the op takes. Positional ones are operands: tensors in a graph, arrays when
-    it runs. An operand that has a default may instead be given a plain value (`None`, a number), which then becomes
+    The parameters of `lowering` are the parameters of the op. Positional ones are operands: tensors in a graph, arrays
+    when it runs. An operand with a default may instead be given a plain value (`None`, a number), which then becomes
     part of the op. Keyword-only parameters are attributes: plain values, fixed when the op is created.
 
     Args:
-        name: what printed graphs call the op, for example `"MatMul"`.
-        lowering: the meaning of the op: a JAX function of the operands (arrays) and the attributes, returning one
-            array, or a tuple of arrays.
-        shape: the function's counterpart on specs: given tensors in place of arrays, it returns the `TensorSpec` of
-            the result, or a tensor that it is like (or a sequence of these), or raises. Left out, it is derived from
-            `lowering` by abstract evaluation.
-        gradient: how gradients flow. `VJP` (the default) takes JAX's derivative of `lowering`; `None` lets none
-            pass; `REFUSED` makes autodiff raise. A mapping from operand names to rules gives gradients to these
-            operands only. A rule is written with ops, and its parameters say what it reads: `g`, the incoming
-            gradient (`gs`, those of all results); an operand or an attribute, by name; `out`, the result (`outs`, all
-            of them); `<operand>_spec`, the spec of an operand; `attributes`, all there are; and where the last operand
-            stands for several, `i`, `operand` and `operand_spec`, the one in question. Operands and results that it
-            reads are kept alive. A rule that returns another shape than the operand's is summed over the broadcast
-            axes. Rules are written as for real numbers: of complex tensors, `g` and what a rule returns are the
-            conjugates of gradients. A single function `(forward, gs) -> {operand index: Tensor}` serves ops that run
-            graphs.
-        result: name of the result tensor; `{operand}` stands for the name of that operand, `{i}` for the number of
-            the result where there are several; a tuple names several results, of which an op may have the first ones.
-        traits: what else is true of the op, as values of `popxl.core.traits`: that it overwrites operands, is a view,
-            has effects, talks to other replicas, ...
-        operands: names of the operands, where those of `lowering`'s parameters would not do.
-        key: what saved programs call the op, where several share a name. By default the name.
-        derivation: for an op that was made from another, how; saved programs keep that in place of a key.
+        name: name of the op in printed graphs, for example `"MatMul"`.
+        lowering: meaning of the op: a JAX function of the operands (arrays) and the attributes that returns one array,
+            or a tuple of arrays.
+        shape: shape rule: called like `lowering`, but with tensors in place of arrays. It returns the `TensorSpec` of
+            the result, or a tensor with the same spec (or a sequence of these), or raises. By default the specs are
+            derived from `lowering` by abstract evaluation.
+        gradient: gradient rule. `VJP` (the default) takes JAX's derivative of `lowering`; with `None` no gradient
+            flows; with `REFUSED` autodiff raises. A mapping from operand names to rules gives gradients to these
+            operands only. A rule is written with ops, and the names of its parameters say what it reads: `g`, the
+            incoming gradient (`gs`, those of all results); an operand or an attribute, by name; `out`, the result
+            (`outs`, all of them); `<operand>_spec`, the spec of an operand; `attributes`, all attributes; and, where
+            the last operand is variadic, `i`, `operand` and `operand_spec` of the one whose gradient is asked for.
+            Operands and results that it reads are kept alive. The result of a rule is summed over broadcast axes if its
+            shape differs from the operand's. Rules are written as for real numbers: for complex tensors, `g` and the
+            result of a rule are conjugates of gradients. A single function `(forward, gs) -> {operand index: Tensor}`
+            serves ops that run graphs.
+        result: name of the result tensor; `{operand}` stands for the name of that operand, `{i}` for the number of the
+            result where there are several. A tuple names several results; an op may have only the first of them.
+        traits: further properties of the op, as values of `popxl.core.traits`: it overwrites operands, is a view, has
+            effects, communicates with other replicas, ...
+        operands: names of the operands, if other than the parameter names of `lowering`.
+        key: name of the op in saved programs, where several ops share a name; by default the name.
+        derivation: for an op derived from another, the derivation; saved programs keep it in place of a key.
 
     Example:
         Any JAX function becomes an op, with its gradient, in one statement.
@@ -208,9 +208,9 @@ class OpKind:
         return OpKind(name, self.lowering, result=result, **settings)
 
     def on_arrays(self, names: tuple[str, ...] | None, attributes: Mapping[str, Any]) -> Callable[..., Any]:
-        """The lowering as a function of arrays alone: named operands, or by default the first ones.
+        """The lowering as a function of arrays alone: of the named operands, or by default of the first ones.
 
-        The same object for the same arguments, so that what JAX traced is found again.
+        Returns the same object for the same arguments, so that JAX finds earlier traces.
         """
 
         def function(*arrays: Any) -> Any:
@@ -224,8 +224,7 @@ class OpKind:
         """Memoize `make` per key for the declaration's lifetime. Keys distinguish equal numbers of different types: see
         `exact_key`.
 
-        Nothing is kept for a key that cannot be hashed, or that holds a graph or a tensor: a declaration lives longer
-        than any Ir.
+        A key that cannot be hashed, or that holds a graph or a tensor, is not cached: a declaration outlives any Ir.
         """
         if holds_graph(key):
             return make()
@@ -249,8 +248,8 @@ class OpKind:
         """Add the op to the current graph.
 
         Args:
-            *operands: tensors of the current graph (plain values too, for operands that have a default).
-            results: names of the result tensors, instead of those declared.
+            *operands: tensors of the current graph (or plain values, for operands that have a default).
+            results: names of the result tensors, in place of the declared ones.
             **attributes: the op's attributes.
 
         Returns:
@@ -315,7 +314,7 @@ class OpKind:
         self._parameters.check_attributes(self.name, attributes)
         specs = self._infer(operands, op.inputs, op.operands, attributes, plain, op.graph)
         expected = [spec.to_tuple() for spec in ((specs,) if isinstance(specs, TensorSpec) else specs)]
-        if op.gains:  # it need not have gained what its graph has
+        if op.gains:  # the op may have fewer inputs than its graph has gained
             expected = expected[: len(op.outputs)]
         if expected != [t.spec.to_tuple() for t in op.outputs]:
             shown = ", ".join(map(brief, op.outputs))
@@ -324,7 +323,7 @@ class OpKind:
     def try_out(self, op: Op) -> None:
         """Raise if JAX cannot trace the op's function: shape rules ignore some attributes.
 
-        An op that others carry out is left to these.
+        Ops that the runtime or another op carries out are checked there.
         """
         if self.shape is not None and not self.is_carried_out_by_others:
             op.remembered("traced", lambda: trace(op.on_arrays(), *op.signature[2:]) is not None)
@@ -417,10 +416,10 @@ class _Parameters:
 
     Attributes:
         operands: names of the operands.
-        required: how many of them have no default.
-        variadic: the last operand stands for any number of tensors.
+        required: number of operands without a default.
+        variadic: whether the last operand stands for any number of tensors.
         defaults: defaults of the operands that have one.
-        attributes: names of the attributes, and whether each has to be given; `None` if any name will do.
+        attributes: names of the attributes, with a flag for those without a default; `None` if any name is allowed.
     """
 
     operands: tuple[str, ...]

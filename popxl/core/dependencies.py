@@ -1,7 +1,7 @@
-"""What has to come before what in a graph: the orders of its ops that mean the same.
+"""Dependencies between the ops of a graph, and the orders of its ops that they allow.
 
-Creation order is one of them. Whoever puts the ops of a graph in another order asks here first. Which in-place changes
-the *language* leaves without an order is another question: `popxl.analysis.ambiguity`.
+Creation order is one of these orders. Code that reorders the ops of a graph asks here first. In-place changes that the
+*language* leaves unordered are a separate topic: `popxl.analysis.ambiguity`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Needs:
     """Direct predecessors of one op, without transitive ones.
 
     Attributes:
-        data: they make what the op reads, or use a storage that it overwrites, or overwrite one that it reads.
-        order: no data flows from them, but `in_sequence` puts them before the op, or both use the same stream, buffer,
-            or other thing outside of the program.
+        data: ops that make what the op reads, use a storage that it overwrites, or overwrite one that it reads.
+        order: ops from which no data flows: `in_sequence` puts them before the op, or both use the same stream, buffer
+            or other resource outside of the program.
     """
 
     data: frozenset[Op]

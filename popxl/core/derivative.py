@@ -1,4 +1,4 @@
-"""What a graph that is differentiated by a rule of its own knows of it."""
+"""Interface of a derivative rule that is attached to a graph."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Derivative(Protocol):
 
     Attributes:
         name: name of the function that has the rule.
-        results: how many outputs of the graph the rule is for, the first ones. Ops that none of them needs compute what
-            the rule keeps, and are differentiated as they are.
+        results: number of outputs of the graph, counted from the first, that the rule differentiates. Ops that none of
+            these outputs needs compute values that the rule keeps, and are differentiated as usual.
     """
 
     name: str
@@ -37,5 +37,5 @@ class Derivative(Protocol):
             graph: the graph that has the rule.
             wanted: positions of the inputs.
             gs: gradients of results, by position.
-            read: gives a tensor of `graph` in the current graph.
+            read: function from a tensor of `graph` to its value in the current graph.
         """

@@ -1,6 +1,6 @@
-"""How ops of a graph get another order, are replaced, and go to another graph: what is checked, and what changes then.
+"""Edits of graphs: reordering, replacing and moving ops. Each checks everything before it changes anything.
 
-Reached as `Graph.reorder`, `Graph.replace` and `Graph.move`, where it is said what each is for.
+The public entry points `Graph.reorder`, `Graph.replace` and `Graph.move` document them.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def move(graph: Graph, ops: Iterable[Op], into: Graph, given: Mapping[Tensor, Te
     made = {t for op in moved for t in op.outputs}
     _check_move(graph, going, made, into, given)
     goes = {op.id: op in going for op in graph.ops}
-    nearest: dict[tuple[int, bool], tuple[int, ...]] = {}  # the ops that come just before one, in either graph
+    nearest: dict[tuple[int, bool], tuple[int, ...]] = {}  # the ops directly before one, in either graph
     for op in graph.ops:
         for side in (True, False):
             before = (id for a in op.after for id in ((a,) if goes[a] is side else nearest[a, side]))

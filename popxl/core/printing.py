@@ -1,6 +1,6 @@
-"""Graphs as text: `schedule`, the listing that PopXL programs print, and `algebra`, which reads like a page.
+"""Graphs as text: `schedule`, the listing that PopXL programs print, and `algebra`, named definitions for readers.
 
-All of them say the same for the same graph, always. Neither computes anything.
+The text of a graph is deterministic. Nothing here computes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def schedule(graph: Graph, names: Mapping[Tensor, str] | None = None) -> str:
     """Text of a graph's ops in execution order, one line each, with numbered tensors.
 
     Args:
-        graph: what to list.
+        graph: graph to list.
         names: names for some of the graph's inputs, shown as `name=%2`.
 
     Example:
@@ -79,7 +79,7 @@ def algebra(graph: Graph, note: Note = _nothing) -> str:
 def page(graph: Graph) -> Page:
     """Notebook page of a graph: its definition, with foldable callees.
 
-    Of many graphs the first are shown, and of long ones the two ends.
+    Of many graphs, only the first are shown; of a long graph, its beginning and end.
     """
     _, *called = reachable(graph)
     more = [f"and {len(called) - LONGEST} more graphs"] if len(called) > LONGEST else []

@@ -1,7 +1,7 @@
 """The record of an op in a graph, `Op`, and the checks that every op makes before it is recorded.
 
-An op is one use of a declaration (`popxl.core.declaration`), and comes to be when that is called. Here is what is known
-of it, and how it is edited.
+An op is one use of a declaration (`popxl.core.declaration`), created by calling it. This file defines the record and
+its edits.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ T = TypeVar("T")
 
 
 class OpSignature(NamedTuple):
-    """What an op of a kind computes, whichever tensors it reads.
+    """Computation of an op, independent of the tensors that it reads.
 
     Attributes:
-        operands: the names of its inputs, if some operand is a plain value.
+        operands: names of the inputs, if some operand is a plain value.
         attributes: names and values of its attributes.
-        inputs, outputs: the specs of its inputs and outputs.
+        inputs, outputs: specs of the inputs and outputs.
     """
 
     operands: tuple[str, ...] | None
@@ -50,13 +50,13 @@ class Op:
     Attributes:
         kind: the declaration.
         id: number of the op, unique in the Ir; the first op has 100.
-        inputs: the tensors read, in the order of the kind's operands. Operands given as plain values are attributes.
-        outputs: the tensors made.
-        attributes: the plain values, by name.
+        inputs: tensors read, in the order of the kind's operands. Operands given as plain values are attributes.
+        outputs: tensors made.
+        attributes: plain values, by name.
         modified: positions of the inputs that the op overwrites.
         ipu, io_tiles: placement of the op.
-        location: placement of its results; that of the op, but for copies.
-        execution_context: the part of the program that the op belongs to.
+        location: placement of its results; equal to the op's placement, except for copies.
+        execution_context: part of the program that the op belongs to.
         name: the active name scopes and the kind's name, joined by slashes.
         after: ids of ops that `in_sequence` puts before this one. Creation order is always a legal order.
     """
@@ -104,7 +104,7 @@ class Op:
         self.name = context.scope_prefix + kind.name
         self._made_at: SourceLocation | DebugRecord | tuple[Any, int] = context.debug_record or user_frame()
         self.after: tuple[int, ...] = ()
-        self.id = -1  # given by the graph that the op is appended to
+        self.id = -1  # set by the graph that the op is appended to
 
     @classmethod
     def restore(cls, kind: OpKind, graph: Graph, source: SourceLocation, **state: Any) -> Op:
@@ -122,7 +122,7 @@ class Op:
         """Set attributes of the op. Only this method may set them: existing sessions detect such edits.
 
         Args:
-            **state: new values, by the names of attributes. What they mean together is not checked.
+            **state: new values, by attribute name. Their consistency is not checked.
 
         Example:
             >>> site = ops.call_with_info(graph, x, w)
@@ -238,10 +238,10 @@ class Op:
         """Bind a tensor to the newest input of the called graph; loops pass it unchanged to every iteration.
 
         Args:
-            t: a tensor of the graph that the op is in, which looks like the input.
+            t: tensor of the op's graph, with the spec of the input.
 
         Raises:
-            PopxlError: if this is no such tensor, or the op is neither a call nor a loop.
+            PopxlError: if `t` is not such a tensor, or the op is neither a call nor a loop.
         """
         wanted = self.called_graphs[0].inputs[-1] if self.gains else None
         if wanted is None or t.graph_ref is not self._graph or t.spec.to_tuple() != wanted.spec.to_tuple():

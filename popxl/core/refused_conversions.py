@@ -1,7 +1,7 @@
-"""What others meet who ask a tensor for its numbers: it has none while a program is written.
+"""Errors for conversions of a tensor to numbers: it has none while a program is written.
 
-Python and JAX each have their way to ask. A program that takes a tensor for an array is told which op to use. What
-NumPy makes of tensors is among the operators (`popxl.operators`).
+Python and JAX each have their own protocols for such a conversion. The errors name the op to use instead. NumPy's
+protocols are among the operators (`popxl.operators`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def number_refused(t: Tensor, kind: str) -> TypeError:
 def asked_by_jax(t: Tensor) -> None:
     """Refuse array conversion requested by a JAX function.
 
-    An operator of a JAX array asks too, before it leaves the work to the tensor; that gets `None`.
+    An operator of a JAX array asks for a conversion too, before it defers to the tensor; that gets `None`.
     """
-    asking = sys._getframe(2)  # the property's caller
+    asking = sys._getframe(2)  # frame of the property's caller
     its_own = isinstance(asking.f_locals.get("self"), jax.Array)
     if its_own or asking.f_globals.get("__name__", "").partition(".")[0] != "jax":
         return
@@ -44,7 +44,7 @@ def asked_by_jax(t: Tensor) -> None:
         frame = frame.f_back
     source = SourceLocation.of(user_line(frame, 0))
     where = f", at `{source.text}` ({source})" if source.text else ""
-    # No TypeError: JAX would replace it by one of its own.
+    # Not a TypeError: JAX would replace it by one of its own.
     raise PopxlError(
         f"A function of JAX takes arrays, and {t!r} is a tensor{where}. Use the op of `popxl.ops` that has its name, "
         "such as `ops.exp` for `jnp.exp`; or make an op of any function of arrays: "

@@ -1,7 +1,7 @@
-"""Variables that are not, or not whole, in the device's memory: in a slot of a remote buffer, or in pieces.
+"""Variables in remote buffer slots, and variables that are sharded across replicas.
 
-What is made here are variables like any other for a session, which reads and writes their values. A program does not
-use the variable: it loads from the slot and stores to it, or works with the piece. How values are cut into pieces is in
+For a session they are variables like any other: it reads and writes their values. A program does not use the variable
+itself: it loads from the slot and stores to it, or works with the shard. Division of values into shards is in
 `popxl.values.sharding`.
 """
 
@@ -42,23 +42,22 @@ def remote_variable(
 ) -> Variable:
     """Create a main-graph variable stored in a remote buffer slot.
 
-    When the host copies go to the device, the slot is filled; when they come back, they get what is in the slot.
-    Programs load from the slot and store to it, with `ops.remote_load` and `ops.remote_store`, and do not use the
-    variable itself.
+    Copying host values to the device fills the slot; copying back reads it. Programs load from the slot and store to
+    it, with `ops.remote_load` and `ops.remote_store`, and do not use the variable itself.
 
-    Nothing compares the variable with the slot. Where the shapes differ the elements are taken in order, as many as
-    both have; an `offset` that the buffer does not reach is left alone. A session warns of that, and of variables that
-    have the same slot: see `popxl.errors.RemoteSlotWarning`.
+    The variable and the slot are not checked against each other. If their shapes differ, elements are copied in order,
+    up to the smaller size; an `offset` outside of the buffer is ignored. A session warns of both, and of variables that
+    share a slot: see `popxl.errors.RemoteSlotWarning`.
 
     Args:
         data, dtype, name, downcast, replica_grouping, retrieval_mode, log2_scale, nan_on_overflow: as for
             `popxl.variable`.
-        remote_buffer: whose slot.
-        offset: the number of the slot.
+        remote_buffer: buffer that has the slot.
+        offset: number of the slot.
 
     Raises:
-        RuntimeError, ValueError, PopxlError: as `popxl.variable` does; `ValueError` for a buffer of another Ir, or an
-            `offset` below 0.
+        RuntimeError, ValueError, PopxlError: as for `popxl.variable`; `ValueError` for a buffer of another Ir, or a
+            negative `offset`.
 
     Example:
         >>> with ir.main_graph, popxl.in_sequence():
@@ -85,10 +84,10 @@ def replica_sharded_buffer(
     Args:
         shape: shape on the host: with one leading row for each replica group, if there are several.
         dtype: element type.
-        replica_grouping: which replicas share a value: a grouping, or names of axes; all, by default. One that is not
-            constant stands for its `const_rg`.
-        shard_over: how many pieces; by default as many as there are replicas in a group. A divisor of that.
-        entries: how many slots there are.
+        replica_grouping: groups of replicas that share a value: a grouping, or names of axes; by default one group of
+            all. A grouping that is not constant is replaced by its `const_rg`.
+        shard_over: number of shards, a divisor of the group size; by default the group size.
+        entries: number of slots.
 
     Returns:
         A buffer with slots of shape `(ceil(n / shard_over),)` for values of `n` elements. Its `meta_shape` is the shape
@@ -99,7 +98,7 @@ def replica_sharded_buffer(
         ValueError: if `shard_over` is not a divisor of the group size, or a value is a scalar.
 
     Example:
-        Of 15 elements, each of 8 replicas keeps 2.
+        Each of 8 replicas keeps 2 of 15 elements.
 
         >>> with popxl.Ir(replication=8).main_graph:
         ...     popxl.replica_sharded_buffer((3, 5), popxl.float32).tensor_shape
@@ -141,18 +140,18 @@ def remote_replica_sharded_variable(
 ) -> Variable:
     """Create a main-graph variable stored in remote buffer slots, one shard per replica.
 
-    As `remote_variable`, but the slot of a replica holds one piece of the value. The host sees the value, and
-    `ops.collectives.replicated_all_gather` puts it together on the device. Into how many pieces it is cut is known for
-    a buffer from `replica_sharded_buffer`; for another it is as many as the length of the slots asks for, rounded up to
-    a divisor of the group size.
+    As `remote_variable`, but the slot of a replica holds one shard of the value. The host sees the whole value, and
+    `ops.collectives.replicated_all_gather` assembles it on the device. A buffer from `replica_sharded_buffer` defines
+    the number of shards; for any other buffer it follows from the length of the slots, rounded up to a divisor of the
+    group size.
 
     Args:
         data, remote_buffer, offset, dtype, name, downcast, replica_grouping, retrieval_mode, log2_scale,
             nan_on_overflow: as for `remote_variable`. The `meta_shape` of the buffer is set, if it is `()`.
 
     Raises:
-        RuntimeError, ValueError, PopxlError: as `remote_variable` does; `ValueError` without several replicas, and if
-            the buffer has pieces of another shape.
+        RuntimeError, ValueError, PopxlError: as for `remote_variable`; `ValueError` without several replicas, and if
+            the buffer has shards of another shape.
 
     Example:
         >>> with popxl.Ir(replication=2).main_graph, popxl.in_sequence():
@@ -188,20 +187,20 @@ def replica_sharded_variable(
 ) -> tuple[Variable, Tensor]:
     """Create a main-graph variable with one shard per replica in device memory.
 
-    The piece is filled whenever the host copies go to the device, and keeps its value from run to run. The host copy
-    gets what is in the pieces whenever the host copies come back. So update the piece in place.
+    Copying host values to the device fills the shard, which keeps its value from run to run; copying back updates the
+    host copy from the shards. Update the shard in place to change the variable.
 
     Args:
         data, dtype, name, downcast, replica_grouping, retrieval_mode, log2_scale, nan_on_overflow: as for
             `popxl.variable`.
-        shard_over: how many pieces, as for `replica_sharded_buffer`.
+        shard_over: number of shards, as for `replica_sharded_buffer`.
 
     Returns:
-        The variable, which only a session reads and writes; and the piece, of shape `(ceil(n / shard_over),)` for
-        values of `n` elements, whose `meta_shape` is the shape of a value.
+        The variable, for sessions to read and write; and the shard, of shape `(ceil(n / shard_over),)` for values of
+        `n` elements, whose `meta_shape` is the shape of a value.
 
     Raises:
-        RuntimeError, ValueError, PopxlError: as `popxl.variable` does; `ValueError` without several replicas, for a
+        RuntimeError, ValueError, PopxlError: as for `popxl.variable`; `ValueError` without several replicas, for a
             scalar, and if `shard_over` is not a divisor of the group size.
 
     Example:
@@ -221,7 +220,7 @@ def replica_sharded_variable(
     v.piece = v.graph.new_tensor(f"{v.name}_rts_remote_loaded", buffer.spec, scoped=False)
     here = get_current_context()
     v.set_location(here.ipu_id, here.io_tile_set)
-    v.piece.bound_to(v)  # so it is where the variable is
+    v.piece.bound_to(v)  # the shard has the location of the variable
     return v, v.piece
 
 

@@ -1,9 +1,9 @@
-"""Stochastic rounding of in-place updates: which ops round, and the random state that they draw from.
+"""Stochastic rounding of in-place updates: the ops that round, and the random state that they draw from.
 
-The state is a variable of the main graph, a seed of two words. Each run of a session takes a key of it and replaces it
-by the next seed. A program receives the key as an input stream that sessions feed by themselves; the n-th update of a
-run draws from the key and n. So all replicas draw the same numbers, and a program that is given the seed of another
-continues as that would have.
+The state is a variable of the main graph, a seed of two words. Each run of a session derives a key from it and replaces
+it by the next seed. A program receives the key as an input stream that sessions feed automatically; the n-th update of
+a run draws from the key and n. So all replicas draw the same numbers, and a program that is given the seed of another
+continues its sequence.
 """
 
 from __future__ import annotations

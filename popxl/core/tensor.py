@@ -1,8 +1,8 @@
 """Tensors: the values of a graph.
 
 A `Tensor` is a name, a spec and a place in a graph; it holds no numbers. A `Variable` and a `Constant` know their
-initial numbers, on the host. Making them is in `popxl.core.create`; the operators and methods that make programs read
-like formulas are in `popxl.operators`.
+initial numbers, on the host. Their creation is in `popxl.core.create`; the operators and methods that make programs
+read like formulas are in `popxl.operators`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from popxl.operators import Operators
     from popxl.replica_grouping import ReplicaGrouping
 else:
-    Operators = object  # ops are made of tensors: `popxl.operators` gives the class its operators later
+    Operators = object  # ops need tensors, so `popxl.operators` gives the class its operators later
 
 Location = tuple[int | None, bool | None]
 
@@ -156,7 +156,7 @@ class Tensor(CopyIsSelf, Operators):
         self._by_ref = value
         self.ir.edits.record_edit()
 
-    # Where it is ----------------------------------------------------------------------------------------------------
+    # Location -------------------------------------------------------------------------------------------------------
 
     @property
     def graph(self) -> Graph:
@@ -190,7 +190,7 @@ class Tensor(CopyIsSelf, Operators):
     def location(self) -> Location:
         """IPU and tile set (true for I/O tiles), each `None` where it is not known.
 
-        That of the op which makes the tensor; for a graph input, that of the tensor bound to it; failing that, the
+        The location of the op that makes the tensor; for a graph input, that of the tensor bound to it; otherwise the
         lowest of the ops that use it.
         """
         op = self.producer
@@ -258,7 +258,7 @@ class Tensor(CopyIsSelf, Operators):
         if self._bound is None:
             self._bound = weakref.ref(parent)
 
-    # What it is -----------------------------------------------------------------------------------------------------
+    # Spec and name --------------------------------------------------------------------------------------------------
 
     @property
     def spec(self) -> TensorSpec:
@@ -285,7 +285,7 @@ class Tensor(CopyIsSelf, Operators):
         """Whether the host copy of the numbers is known to be that of the device."""
         raise PopxlError(f"{self!r} has no numbers on the host; only variables and constants have.")
 
-    # What has no numbers ---------------------------------------------------------------------------------------------
+    # Conversions that are refused -----------------------------------------------------------------------------------
 
     def __bool__(self) -> bool:
         return refused_conversions.truth(self)
@@ -335,13 +335,13 @@ class Variable(Tensor, tensor_type="Variable"):
     """A mutable main-graph tensor with the program's lifetime.
 
     Attributes:
-        data: the host copy. It is the initial value, and later what the last transfer or write left there. If it is
-            only described, it is made when somebody looks at it.
-        initial: what describes the initial value, as long as nobody has looked at it; else `None`.
+        data: host copy: the initial value, and later the result of the last transfer or write. A value that is only
+            described is made on first access.
+        initial: description of the initial value, until `data` is first accessed; else `None`.
         replica_grouping: groups of replicas that share one value.
-        retrieval_mode: `"one_per_group"` or `"all_replicas"`: which replicas' values are read back.
-        location_info: whether it is in a remote buffer, and in pieces.
-        piece: the tensor that programs use in place of the variable, where each replica keeps a piece of it.
+        retrieval_mode: replicas whose values are read back: `"one_per_group"` or `"all_replicas"`.
+        location_info: whether the variable is in a remote buffer, and whether it is sharded.
+        piece: tensor that programs use in place of a sharded variable: the shard of a replica.
     """
 
     __slots__ = (
@@ -366,7 +366,7 @@ class Variable(Tensor, tensor_type="Variable"):
     def data(self) -> np.ndarray:
         """The host copy."""
         if self._data is None:
-            with self.ir.host_copies.lock:  # of several threads, one makes it
+            with self.ir.host_copies.lock:  # only one of several threads makes the value
                 if self._data is None:
                     self.data = self.numbers()
         assert self._data is not None
@@ -374,7 +374,7 @@ class Variable(Tensor, tensor_type="Variable"):
 
     @data.setter
     def data(self, value: np.ndarray) -> None:
-        # In C order, also where somebody wrote another: what comes from the device is put in through a flat view.
+        # In C order, whatever order was written: arrays from the device are copied in through a flat view.
         self._data, self.initial = value if value.flags.c_contiguous else value.copy("C"), None
 
     def numbers(self) -> np.ndarray:
@@ -393,10 +393,10 @@ class Variable(Tensor, tensor_type="Variable"):
         """The axis along which group values form one whole value, group 0 first. `None` (default) means independent
         values. Assignable.
 
-        Running does not depend on it. A checkpoint has the one value, and can be read with another number of groups.
+        Runs do not depend on it. A checkpoint stores the whole value, and can be read with another number of groups.
 
         Raises:
-            TypeError: on assigning something else than an integer or `None`.
+            TypeError: on assigning anything but an integer or `None`.
             PopxlError: on assigning an axis that the shape does not have.
         """
         return self._group_axis
@@ -436,7 +436,7 @@ class Constant(Tensor, tensor_type="Constant"):
     """A tensor whose numbers never change.
 
     Attributes:
-        data: the numbers (read-only).
+        data: numbers of the tensor (read-only).
     """
 
     __slots__ = ("data",)

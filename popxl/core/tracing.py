@@ -1,6 +1,6 @@
-"""What JAX can tell about a function without running it: the specs of its results, and what its gradient reads.
+"""Abstract evaluation of JAX functions: the specs of their results, and the values that their gradients read.
 
-The one file of the language that asks JAX anything. Tracing is abstract: no device is started.
+The one file of `popxl.core` that calls JAX. Tracing is abstract: no device is started.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def abstract_evaluation(
 ) -> TensorSpec | tuple[TensorSpec, ...]:
     """Result specs of a JAX function, from array specs.
 
-    JAX remembers what it traced for a function object.
+    JAX caches traces by function object.
 
     Raises:
-        PopxlError: if JAX refuses the operands; its own words are kept.
+        PopxlError: if JAX refuses the operands; the message includes JAX's.
     """
     arrays = [jax.ShapeDtypeStruct(spec.shape, spec.dtype.as_jax()) for spec in specs]
     try:
@@ -44,7 +44,7 @@ def trace(
 ) -> tuple[Any, Any]:
     """Trace a JAX function on array specs: jaxpr and result tree.
 
-    Where results may be 64 bits wide and no operand is, `results` are their specs.
+    `results` are the specs of the results, for those that may be 64 bits wide although no operand is.
     """
     arrays = [jax.ShapeDtypeStruct(spec.shape, spec.dtype.as_jax()) for spec in specs]
     with _precision((*specs, *results)):
@@ -61,12 +61,12 @@ def needed(
 
 
 def with_results(traced: Any, which: Sequence[bool] | None = None, all_arguments: bool = True) -> Any:
-    """A closed jaxpr with some of its results, by default all, and without equations that none of them needs.
+    """A closed jaxpr with some of its results, by default all, and without the equations that none of them needs.
 
     Args:
-        traced: the closed jaxpr.
-        which: whether to return each result.
-        all_arguments: whether it takes the arguments that it does not need, too.
+        traced: closed jaxpr.
+        which: flag for each result: whether to return it.
+        all_arguments: whether to keep arguments that are not needed.
     """
     which = [True] * len(traced.jaxpr.outvars) if which is None else which
     jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, which, instantiate=all_arguments)

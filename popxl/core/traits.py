@@ -1,7 +1,7 @@
-"""What is true of an op besides what it computes: frozen values, in the `traits` of its declaration.
+"""Properties of an op besides its computation: frozen values, in the `traits` of its declaration.
 
-Most ops have none. A trait checks itself when the op is declared. Transforms, reports and the machine ask for traits
-and know no ops by name, so a new op needs no visit to them.
+Most ops have none. A trait checks itself when the op is declared. Transforms, reports and the runtime ask for traits
+instead of op names, so that a new op needs no change to them.
 
     decay_ = OpKind("Decay", lambda w, *, rate: w * (1 - rate), traits=[Overwrites("w")])
 """
@@ -54,8 +54,8 @@ class View(Trait):
     """The result shares storage with the operands, its *bases*.
 
     Attributes:
-        put: where `lowering` reads the view from its bases, `put(*bases, view, **attributes)` returns the bases with
-            the view written into them, as a tuple.
+        put: inverse of `lowering`, which reads the view from its bases: `put(*bases, view, **attributes)` returns the
+            bases with the view written into them, as a tuple.
     """
 
     put: Callable[..., Any]
@@ -66,13 +66,13 @@ class Overwrites(Trait):
     """The op overwrites operands. Its `lowering` returns their new content.
 
     Attributes:
-        operands: their names.
-        aliased: the new content is also the result of the op, which shares the operand's storage. Otherwise new
+        operands: names of the operands.
+        aliased: whether the new content is also the result of the op, which shares the operand's storage. Otherwise new
             contents follow the results.
-        forgets: whether an op with these attributes has not read what it overwrites.
-        restarts: whether it begins anew where an operand that counts steps is 0, as each run sets it: what is left from
-            an earlier run does not count.
-        positions: in place of names, a function of the op's attributes that gives the positions of these operands.
+        forgets: whether an op with these attributes overwrites without reading.
+        restarts: whether the op starts afresh where its step-count operand is 0, as each run sets it, so that state of
+            earlier runs has no influence.
+        positions: function of the op's attributes that gives the positions of these operands, in place of names.
     """
 
     operands: tuple[str, ...]
@@ -117,8 +117,8 @@ class Drops(Trait):
     """The op leaves out elements at random.
 
     Attributes:
-        seed: name of the operand that is the seed.
-        ratio: name of the attribute that says how many; an op that leaves out none reads no seed.
+        seed: name of the seed operand.
+        ratio: name of the attribute with the ratio of dropped elements; an op with ratio 0 reads no seed.
     """
 
     seed: str
@@ -139,7 +139,7 @@ class Exchange(Trait):
     """The op moves data between the device and the outside. Such ops can be merged into one that makes several moves.
 
     Attributes:
-        attribute: name of the attribute that says with what: a stream, a buffer.
+        attribute: name of the attribute with the other end: a stream, a buffer.
     """
 
     attribute: str
@@ -152,14 +152,14 @@ class Exchange(Trait):
 class Requirement(Trait):
     """A runtime condition on operand values.
 
-    The check is made on the device, whenever the op runs. `session.run` raises an `ApplicationRuntimeError` for the
-    first that fails; what the op computes then is not defined.
+    The device checks the condition whenever the op runs. `session.run` raises an `ApplicationRuntimeError` for the
+    first failure; the results of the op are then undefined.
 
     Attributes:
         operand: name of the operand.
-        holds: JAX function of the operand's array: whether all is well, one bool or several.
-        message: what has to hold, as the end of "`operand` ...": `"has to be in [-32, 32)"`.
-        option: the session option that switches the check, if one does.
+        holds: JAX function of the operand's array that returns whether the condition holds, one bool or several.
+        message: condition in words, as the end of "`operand` ...": `"has to be in [-32, 32)"`.
+        option: session option that switches the check, if one does.
     """
 
     operand: str
@@ -180,14 +180,14 @@ class BetweenReplicas(Trait):
     """Communication with other replicas.
 
     `lowering` then has a keyword `group`, the `popxl.ops.collectives.Group` of the replica that runs it, where the op
-    itself has the attributes `stride` and `group_size`, which `popxl.ops.collectives.collectives.members` makes of a
-    grouping. Such an op states its shape and its gradient.
+    itself has the attributes `stride` and `group_size`, computed from a grouping by
+    `popxl.ops.collectives.collectives.members`. Such an op states its shape and its gradient.
 
     Attributes:
-        makes: how the members of a group hold what it makes: `"same"`, one value on all; `"pieces"`, a piece of one
-            value each; `"own"`, as they hold the operands; `None`, it is not known. Where that depends on the
-            attributes of the op, a function of these. If the op has an attribute `op`, that reduction comes first.
-        same_feeds: whether an op with these attributes makes sense only where replicas of a group are fed the same.
+        makes: distribution of the result over the members of a group: `"same"`, one value on all; `"pieces"`, one shard
+            of a value each; `"own"`, the distribution of the operands; `None`, unknown. A function of the op's
+            attributes, if it depends on them. If the op has an attribute `op`, that reduction comes first.
+        same_feeds: whether an op with these attributes requires the replicas of a group to have the same feeds.
     """
 
     makes: Makes | Callable[[Mapping[str, Any]], Makes] = None
@@ -208,7 +208,7 @@ class Contracts(Trait):
     """The op multiplies two operands and sums over a dimension of each.
 
     Attributes:
-        dimensions: gives these, the first one's and the second one's.
+        dimensions: function that returns the dimension of the first operand, and that of the second.
     """
 
     dimensions: Callable[[Op], tuple[int, int]]
@@ -232,7 +232,7 @@ class OnIpus(Trait):
     """Each result has an IPU; operands may be anywhere.
 
     Attributes:
-        attribute: name of the attribute that has these IPUs.
+        attribute: name of the attribute with these IPUs.
     """
 
     attribute: str
@@ -246,7 +246,7 @@ class Placed(Trait):
     """Results placed apart from the op.
 
     Attributes:
-        place: `(inputs, attributes, location of the op) -> location`.
+        place: location of the results: `(inputs, attributes, location of the op) -> location`.
     """
 
     place: Callable[[tuple[Tensor, ...], Mapping[str, Any], Location], Location]
@@ -259,10 +259,10 @@ class RealOnly(Trait):
 
 @dataclass(frozen=True)
 class Composite(Trait):
-    """The op stands for several, which are carried out together; operands may be anywhere.
+    """A composite of several ops, which are lowered together; operands may be anywhere.
 
     Attributes:
-        parts: gives these ops.
+        parts: function that returns these ops.
     """
 
     parts: Callable[[Op], tuple[Op, ...]]
@@ -272,20 +272,20 @@ class Composite(Trait):
 class Runs(Trait):
     """The op runs graphs. Operands may be anywhere.
 
-    Of one graph this is a *call*, unless `turns` is given, for a *loop*. Of several, the op *chooses* one: the graphs
-    are a true and a false one, the first operand is the condition, and then come the inputs of each graph.
+    An op that runs one graph is a *call*, or a *loop* if `turns` is given. An op that runs several *chooses* one: the
+    graphs are a true and a false one, the first operand is the condition, followed by the inputs of each graph.
 
     Attributes:
         graphs: names of the attributes that hold the graphs.
-        returns: which outputs of a graph matter, if these tensors of the op's own graph do.
-        gains: makes the op gain a result for each output that its graph gains later: the spec of the result, made of
-            the output's and the op's attributes.
-        turns: name of the attribute that says how often the graph runs.
-        backwards: name of the attribute that says, if there is one, that the turns are counted down.
-        carried: name of the attribute that says how many outputs become inputs of the next turn.
-        sought: the tensors of a graph whose gradients the gradient of the op asks for; by default, its inputs.
-        own_inputs, own_outputs: how many inputs and outputs of the graph, the first ones, are between the op and the
-            graph, and nothing of the caller is bound to them.
+        returns: outputs of a graph that matter if these tensors of the op's own graph do.
+        gains: if given, the op gains a result for each output that its graph gains later: the function computes the
+            spec of the result from the output's spec and the op's attributes.
+        turns: name of the attribute with the number of iterations.
+        backwards: name of the attribute, if any, that says whether the iteration counter counts down.
+        carried: name of the attribute with the number of outputs that become inputs of the next iteration.
+        sought: tensors of a graph whose gradients the gradient of the op computes; by default, its inputs.
+        own_inputs, own_outputs: number of leading inputs and outputs of the graph that are between the op and the
+            graph, without bindings in the caller.
     """
 
     graphs: tuple[str, ...]
@@ -338,11 +338,11 @@ class Run:
     Attributes:
         op: the op.
         graph: the graph.
-        trait: that of the op.
+        trait: trait of the op.
         first: position of `given` among the inputs of the op.
-        given: the tensors of the caller that are bound to `inputs`, in their order; fewer, if the graph has gained
+        given: tensors of the caller that are bound to `inputs`, in order; fewer than these, if the graph has gained
             inputs since.
-        when: the condition under which the graph runs; `None`, if it always does.
+        when: condition under which the graph runs; `None` if it always does.
     """
 
     op: Op
@@ -395,7 +395,7 @@ class Run:
         return len(self.given) == len(self.inputs)
 
 
-# What is asked of ops often -----------------------------------------------------------------------------------------
+# Queries of traits --------------------------------------------------------------------------------------------------
 
 
 def is_call(op: Op) -> bool:

@@ -147,7 +147,7 @@ class Graph(NotCopyable):
     @property
     def variables(self) -> tuple[Variable, ...]:
         """Variables sorted by id; empty except for the main graph."""
-        return tuple(t for t in self.tensors if isinstance(t, Variable))
+        return tuple(sorted((t for t in self._tensors.values() if isinstance(t, Variable)), key=lambda t: t.id))
 
     @property
     def constants(self) -> tuple[Constant, ...]:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from itertools import compress
+from operator import or_
 
 from popxl.analysis.propagation import is_linear
 from popxl.core.aliasing import storages
@@ -63,10 +66,16 @@ class GraphEffects:
 
 def bind_inputs(bits: int, given: Sequence[int]) -> int:
     """Dependencies with input bits replaced by the dependencies of bound values."""
-    found = bits & ((1 << INPUTS) - 1)
-    for i in _input_numbers(bits):
-        found |= given[i] if i < len(given) else UNKNOWN_VALUE
-    return found
+    if not bits:
+        return 0
+    inputs, found = bits >> INPUTS, bits & ((1 << INPUTS) - 1)
+    if inputs >> len(given):  # nothing is bound to some of them
+        found |= UNKNOWN_VALUE
+    is_set = f"{inputs:b}"[::-1].encode().translate(_DIGITS)  # many times as fast as a loop over hundreds of bits
+    return reduce(or_, compress(given, is_set), found)
+
+
+_DIGITS = bytes.maketrans(b"01", bytes([0, 1]))
 
 
 def _input_numbers(bits: int) -> Iterator[int]:
@@ -198,15 +207,13 @@ class EffectsPass:
             self.enter(op, run, 0, given, same)
             self.touches(op, [i for i in op.modified if run.writers[i] is not None])
             self.loaded |= {op.outputs[i]: None for i in sorted(run.loaded)}
-            contents = [
-                (bind_inputs(b, given), bind_inputs(s, same)) for b, s in zip(run.contents, run.copied, strict=True)
-            ]
             results = [
                 (bind_inputs(b, given), bind_inputs(s, same)) for b, s in zip(run.outputs, run.same, strict=True)
             ]
-            for i in op.modified:
+            contents = {i: (bind_inputs(run.contents[i], given), bind_inputs(run.copied[i], same)) for i in op.modified}
+            for i, (bits, copied) in contents.items():
                 if (writer := run.writers[i]) is not None:
-                    self.writes(op.inputs[i], *contents[i], writer, forgets=True)
+                    self.writes(op.inputs[i], bits, copied, writer, forgets=True)
         elif is_loop(op):
             results = self.loop(op, given, same)
         else:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from popxl.analysis.mesh import Mesh, mesh_of
+from popxl.analysis.op_index import index_ops
 from popxl.analysis.propagation import result_types
 from popxl.analysis.replication import (
     FLAT,
@@ -36,8 +38,8 @@ from popxl.analysis.replication import (
     variable_type,
 )
 from popxl.analysis.type_findings import TypeFindings
-from popxl.core.aliasing import lowered_ops, reachable, storages
-from popxl.core.tensor import Constant, Tensor
+from popxl.core.aliasing import add_alias
+from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.core.traits import Run, is_call, is_loop
 from popxl.remote_buffer import RemoteBuffer
 
@@ -49,11 +51,15 @@ if TYPE_CHECKING:
 
 def infer(ir: Ir) -> Report:
     """Infer how replicas hold the values of a program. What its reductions can hardly mean is found on the way."""
-    collectives = [op for op in lowered_ops(ir.main_graph) if op.kind.between_replicas]
-    mesh = mesh_of(ir, collectives)
-    report = Report(mesh)
-    if mesh is not None and mesh.names:
-        TypeInference(ir.main_graph, mesh, report, collectives)
+    if ir.replication_factor == 1:
+        return Report(mesh_of(ir, ()))
+    index = index_ops(ir.main_graph)
+    collectives = [op for graph in index.values() for op in graph.collectives]
+    variables = ir.main_graph.variables
+    mesh = mesh_of(ir, collectives, variables)
+    report = Report(mesh, index=index)
+    if mesh is not None:
+        TypeInference(ir.main_graph, variables, mesh, report, collectives)
     return report
 
 
@@ -70,34 +76,36 @@ class _Outcome:
 class TypeInference:
     """The inference: each graph once for each tuple of types that it is given."""
 
-    def __init__(self, main: Graph, mesh: Mesh, report: Report, collectives: Sequence[Op]) -> None:
+    def __init__(
+        self, main: Graph, variables: Sequence[Variable], mesh: Mesh, report: Report, collectives: Sequence[Op]
+    ) -> None:
         self.mesh, self.report = mesh, report
         self.width = len(mesh.names)
         self.given: ReplicaType = (LITERAL,) * self.width
+        self.unknown: ReplicaType = (NOT_KNOWN,) * self.width
         self.outcomes: dict[tuple[Graph, tuple[ReplicaType, ...]], _Outcome] = {}
-        self.stored: dict[Graph, dict[Tensor, tuple[Tensor, ...]]] = {g: storages(g.ops) for g in reachable(main)}
+        self.propagated: dict[Hashable, _Propagated] = {}
         self.findings = TypeFindings(report, mesh)
         self.buffers: dict[RemoteBuffer, ReplicaType] = {}
-        variables = main.variables
-        for v in variables:
-            if (buffer := v.location_info.buffer) is not None:
-                own = variable_type(mesh, v)
-                self.buffers[buffer] = join(self.buffers.get(buffer, own), own)
         held = [v if v.piece is None else v.piece for v in variables]
         changed = {op.inputs[i].origin for op in main.ops for i in op.modified}
-        first = tuple(variable_type(mesh, v, v in changed) for v in variables)
+        first = tuple([variable_type(mesh, v, v in changed) for v in variables])
+        for v, was in zip(variables, first, strict=True):
+            if (buffer := v.location_info.buffer) is not None:
+                self.buffers[buffer] = join(self.buffers.get(buffer, was), was)
         self.fed = self.feeds(collectives, [t for v, t in zip(variables, first, strict=True) if v in changed])
         self.findings.divided = [i for i, along in enumerate(self.fed) if along == SAME]
         outcome = _GraphInference(self, main, held, first).outcome
         repeated: set[int] = set()  # axes along which some variable gets what was summed though it was the same
         report.types |= dict(zip(variables, first, strict=True))
         for v, was, after, change in zip(variables, first, outcome.contents, outcome.changes, strict=True):
-            repeated.update(i for i, along in enumerate(after) if along[1] == 2 and along[0] in (REPLICATED, VARYING))
-            certain, others = _diverged_axes(was, after)
-            if certain:
-                report.diverged[v] = certain
-            elif others:
-                report.maybe_diverged[v] = others
+            if after != was:
+                repeated.update(_repeated_axes(after))
+                certain, others = _diverged_axes(was, after)
+                if certain:
+                    report.diverged[v] = certain
+                elif others:
+                    report.maybe_diverged[v] = others
             if change is not None and not v.location_info.isRemote():
                 self.findings.variable_update(v, was, *change)
         of_learning = {mesh.names[i] for i in repeated}
@@ -117,13 +125,13 @@ class TypeInference:
         shared = [any(each[i][0] is REPLICATED for each in learned) for i in range(self.width)]
         divided = [any(each[i] == (VARYING, OWN) for each in learned) for i in range(self.width)]
         for op in collectives if any(shared) else ():
-            axes = self.mesh.along(op.attributes["stride"], op.attributes["group_size"])
+            axes = self.mesh.axes_of(op)
             sums = op.attributes.get("op") == "add" and op.inputs[0].nelms > 1
             if sums and len(axes) == 1 and divided[axes[0]] and not shared[axes[0]]:
                 found[axes[0]] = SAME
         for op in collectives:
             if op.kind.needs_same_feeds(op.attributes):
-                for i in self.mesh.along(op.attributes["stride"], op.attributes["group_size"]):
+                for i in self.mesh.axes_of(op):
                     found[i] = SAME
         return tuple(found)
 
@@ -143,24 +151,34 @@ class _GraphInference:
         self, program: TypeInference, graph: Graph, held: Sequence[Tensor], given: Sequence[ReplicaType]
     ) -> None:
         self.program, self.graph, self.findings = program, graph, program.findings
-        self.storages = program.stored[graph]
+        self.storages: dict[Tensor, tuple[Tensor, ...]] = {}  # of aliases
         self.content: dict[Tensor, ReplicaType] = dict(zip(held, given, strict=True))
         self.changes: dict[Tensor, tuple[Op, ReplicaType]] = {}
-        types = program.report.types
         for t, type_ in self.content.items():
-            types[t] = join(types.get(t, type_), type_)
+            self.record(t, type_)
         for op in graph.ops:
-            for part in op.parts:
+            for part in op.parts if op.kind.stands_for is not None else (op,):
                 self.visit(part)
                 for t in part.outputs:
-                    now = self.type_of(t)
-                    types[t] = join(types.get(t, now), now)
+                    self.record(t, self.type_of(t))
         self.outcome = _Outcome(
-            tuple(self.type_of(t) for t in graph.outputs),
-            tuple(self.content[t] for t in held),
-            tuple(self.changes.get(t) for t in held),
+            tuple(self.types_of(graph.outputs)),
+            tuple([self.content[t] for t in held]),
+            tuple(map(self.changes.get, held)),
         )
         program.report.graphs.setdefault(graph, []).append(tuple(given))
+
+    def record(self, t: Tensor, now: ReplicaType) -> None:
+        """Report the type of a tensor, which it may have besides others of earlier passes."""
+        types = self.program.report.types
+        before = types.setdefault(t, now)
+        if before != now:
+            types[t] = join(before, now)
+
+    def types_of(self, ts: Sequence[Tensor]) -> list[ReplicaType]:
+        """Current types of tensors."""
+        known = self.content.get
+        return [known(t) or self.type_of(t) for t in ts]
 
     def type_of(self, t: Tensor) -> ReplicaType:
         """Current type of a tensor."""
@@ -171,16 +189,15 @@ class _GraphInference:
             return self.program.given
         op = t.producer
         if op is not None and op.kind.view is not None:
-            bases = [self.type_of(each) for each in op.inputs]
-            return tuple(self.view_type(op, along) for along in join_all(bases)) if bases else self.program.given
+            bases = join_all(self.types_of(op.inputs)) if op.inputs else self.program.given
+            return tuple(self.view_type(op, along) for along in bases) if _has_known_dimensions(bases) else bases
         if op is not None and op.kind.aliased:
-            return join_all([self.type_of(each) for each in op.bases])
-        return self.program.given if op is None else (NOT_KNOWN,) * self.program.width
+            return join_all(self.types_of(op.bases))
+        return self.program.given if op is None else self.program.unknown
 
     def view_type(self, op: Op, along: AxisType) -> AxisType:
         """Type of a view along an axis, given its source's type."""
-        kind, dimension = along
-        if kind is not SHARDED or dimension is None or dimension == FLAT:
+        if not _has_known_dimensions((along,)):
             return along
         return join_axis(result_types(op, [along] * len(op.inputs))[0])
 
@@ -193,8 +210,10 @@ class _GraphInference:
 
     def visit(self, op: Op) -> None:
         kind = op.kind
-        if kind.view is not None:
-            return
+        if kind.view is not None or kind.aliased:
+            add_alias(op, self.storages)
+            if kind.view is not None:
+                return
         if kind.graphs:
             results = self.call(op)
         elif kind.exchange:
@@ -205,7 +224,7 @@ class _GraphInference:
             results = [self.local_result(op)] * len(op.outputs)
         if op.modified and not kind.graphs:
             made = results[0] if results else self.local_result(op)
-            others = [self.type_of(t) for i, t in enumerate(op.inputs) if i not in op.modified]
+            others = self.types_of([t for i, t in enumerate(op.inputs) if i not in op.modified])
             for i in op.modified:
                 self.record_change(op.inputs[i], (op, join_all(others or [self.program.given])))
                 self.write(op.inputs[i], made)
@@ -222,47 +241,38 @@ class _GraphInference:
 
     def local_result(self, op: Op) -> ReplicaType:
         """What an op of the replica alone makes."""
-        forgotten = op.modified if op.kind.overwrites is not None and op.kind.overwrites.forgets(op.attributes) else ()
-        inputs = [t for i, t in enumerate(op.inputs) if i not in forgotten]
-        types = [self.type_of(t) for t in inputs]
-        if not types:
+        kind, inputs = op.kind, op.inputs
+        if kind.overwrites is not None and kind.overwrites.forgets(op.attributes):
+            inputs = tuple(t for i, t in enumerate(inputs) if i not in op.modified)
+        if not inputs:
             return self.program.given
+        types = self.types_of(inputs)
         found = join_all(types)
-        if op.kind.asserts:
+        if kind.asserts:
             return self.asserted_type(op, found)
-        if op.kind.contracts is not None and self.findings.divided:
+        if kind.contracts is not None and self.findings.divided:
             self.findings.missing_sum(op, types, self.is_given)
-        axes = [i for i, along in enumerate(found) if along[0] in (SHARDED, PARTIAL) or differs_by_own_variables(along)]
-        if not axes:
+        axes = _propagated_axes(found)
+        if not axes or kind.is_carried_out_by_others or len(inputs) < len(op.inputs):
             return found
-        made = list(found)
-        for i in axes:
-            made[i] = self.propagated(op, i, [t[i] for t in types], inputs)
-        return tuple(made)
+        key = (kind, op.operands, *op.attributes.items(), *[(t.shape, t.dtype) for t in inputs], *types)
+        try:
+            known = self.program.propagated.get(key)
+        except TypeError:  # from the hash
+            known = _propagated(op, types, found, axes)
+        if known is None:
+            known = self.program.propagated[key] = _propagated(op, types, found, axes)
+        made, flaws = known
+        if not op.modified:
+            for i, flaw in flaws:
+                self.findings.nonlinear_use(op, i, [t[i] for t in types], flaw)
+        return made
 
     def asserted_type(self, op: Op, before: ReplicaType) -> ReplicaType:
         """Apply the program's statement that replicas of a group hold equal values."""
-        axes = self.program.mesh.along(op.attributes["stride"], op.attributes["group_size"])
+        axes = self.program.mesh.axes_of(op)
         self.findings.contradiction(op, before, axes)
         return tuple(SAME if i in axes else each for i, each in enumerate(before))
-
-    def propagated(self, op: Op, axis: int, types: Sequence[AxisType], inputs: Sequence[Tensor]) -> AxisType:
-        """What an op makes of pieces or terms of a sum, along one axis: the function that it computes says it."""
-        if op.kind.is_carried_out_by_others or len(inputs) < len(op.inputs):
-            return join_axis(types)
-        whole = join_axis(types)
-        if len(types) == 1 and whole[0] is VARYING and unreduced_slot(whole[1]) == OWN:
-            return whole
-        made, flaws = result_types(op, [_without_reduction(each) for each in types])
-        if not op.modified:
-            for flaw in flaws:
-                self.findings.nonlinear_use(op, axis, types, flaw)
-        result = join_axis(made) if made else whole
-        return (
-            (VARYING, reduced_slot(result[1]))
-            if differs_by_own_variables(result) and (whole[1] or 0) < NONLINEAR_TERMS
-            else result
-        )
 
     def is_given(self, t: Tensor) -> bool:
         """Whether a tensor is a variable or an input of the graph, a view of one, or its transpose."""
@@ -281,18 +291,16 @@ class _GraphInference:
         if not op.outputs and not op.modified:
             now = self.type_of(op.inputs[0])
             if join(self.program.buffers.get(with_what, now), now) != self.program.buffers.get(with_what, now):
-                self.program.buffers[with_what] = (NOT_KNOWN,) * self.program.width
+                self.program.buffers[with_what] = self.program.unknown
             return []
-        unknown: ReplicaType = (NOT_KNOWN,) * self.program.width
-        return [self.program.buffers.get(with_what, unknown)]
+        return [self.program.buffers.get(with_what, self.program.unknown)]
 
     def collective_result(self, op: Op) -> ReplicaType:
         """What an op makes that replicas carry out together."""
         makes = op.kind.exchanged(op.attributes)
-        types = [self.type_of(t) for t in op.inputs]
+        types = self.types_of(op.inputs)
         before = join_all(types)
-        size = op.attributes["group_size"]
-        axes = self.program.mesh.along(op.attributes["stride"], size) if size > 1 else ()
+        axes = self.program.mesh.axes_of(op)
         if makes is None:
             if axes:
                 self.program.report.untyped.setdefault(op, "an op between replicas that does not say what it makes")
@@ -305,25 +313,15 @@ class _GraphInference:
             repeated = self.findings.reduction(op, before, axes, reduction)
             known = self.program.report.reductions
             known[op] = join(known.get(op, before), before)
+        if makes == "own":
+            return before
         same = SAME if reduction is None else REPEATED_SUM if repeated else REDUCED
-        after: dict[str, AxisType] = {"same": same, "pieces": (SHARDED, FLAT)}
-        return tuple(
-            each
-            if i not in axes
-            else self.scattered_type(each, reduction)
-            if makes == "pieces"
-            else after.get(makes, each)
-            for i, each in enumerate(before)
-        )
-
-    def scattered_type(self, along: AxisType, reduction: str | None) -> AxisType:
-        """Type of a replica's own shard of a value, or of a reduced value."""
-        return along if reduction is None and along[0] >= SHARDED else (SHARDED, FLAT)
+        return _exchanged_type(before, axes, same if makes == "same" else None, reduction is not None)
 
     # Ops that run graphs --------------------------------------------------------------------------------------------
 
     def call(self, op: Op) -> list[ReplicaType]:
-        given = [self.type_of(t) for t in op.inputs]
+        given = self.types_of(op.inputs)
         if is_call(op):
             (run,) = op.runs
             bound = self.bound_types(run, given)
@@ -343,7 +341,7 @@ class _GraphInference:
 
     def bound_types(self, run: Run, given: Sequence[ReplicaType]) -> list[ReplicaType]:
         """Types of a graph's inputs. What nothing is bound to is unknown."""
-        missing: list[ReplicaType] = [(NOT_KNOWN,) * self.program.width] * (len(run.inputs) - len(given))
+        missing = [self.program.unknown] * (len(run.inputs) - len(given))
         return [self.program.given] * len(run.op_inputs) + list(given) + missing
 
     def loop(self, op: Op, given: list[ReplicaType]) -> list[ReplicaType]:
@@ -367,6 +365,60 @@ class _GraphInference:
         return list(outcome.outputs[own_out:])
 
 
+_Propagated = tuple[ReplicaType, tuple[tuple[int, str], ...]]
+"""What an op makes of pieces or terms of a sum; and what it does to terms that their sum does not survive, by axis."""
+
+
+def _propagated(op: Op, types: Sequence[ReplicaType], joined: ReplicaType, axes: Sequence[int]) -> _Propagated:
+    """Result type of an op, along each of some axes by the function that it computes."""
+    made, found = list(joined), []
+    for i in axes:
+        made[i], flaws = _propagated_along(op, [t[i] for t in types], joined[i])
+        found += [(i, flaw) for flaw in flaws]
+    return tuple(made), tuple(found)
+
+
+def _propagated_along(op: Op, types: Sequence[AxisType], whole: AxisType) -> tuple[AxisType, tuple[str, ...]]:
+    if len(types) == 1 and whole[0] is VARYING and unreduced_slot(whole[1]) == OWN:
+        return whole, ()
+    made, flaws = result_types(op, [_without_reduction(each) for each in types])
+    result = join_axis(made) if made else whole
+    if differs_by_own_variables(result) and (whole[1] or 0) < NONLINEAR_TERMS:
+        result = (VARYING, reduced_slot(result[1]))
+    return result, flaws
+
+
+@lru_cache(256)
+def _propagated_axes(type_: ReplicaType) -> tuple[int, ...]:
+    """The axes along which the function of an op says what it makes; along others, it makes what its operands are."""
+    return tuple(
+        i for i, along in enumerate(type_) if along[0] in (SHARDED, PARTIAL) or differs_by_own_variables(along)
+    )
+
+
+@lru_cache(256)
+def _has_known_dimensions(type_: ReplicaType) -> bool:
+    """Whether replicas have pieces along a known dimension, which a view may move."""
+    return any(kind is SHARDED and dimension not in (None, FLAT) for kind, dimension in type_)
+
+
+@lru_cache(256)
+def _exchanged_type(before: ReplicaType, axes: Sequence[int], same: AxisType | None, reduces: bool) -> ReplicaType:
+    """Result type of an op between replicas: `same` on all of a group, or else each one's shard of a value."""
+    made = list(before)
+    for i in axes:
+        if same is not None or reduces or before[i][0] < SHARDED:
+            made[i] = same or (SHARDED, FLAT)
+    return tuple(made)
+
+
+@lru_cache(256)
+def _repeated_axes(type_: ReplicaType) -> tuple[int, ...]:
+    """The axes along which something was summed that was the same on all."""
+    return tuple(i for i, (kind, slot) in enumerate(type_) if slot == 2 and kind in (REPLICATED, VARYING))
+
+
+@lru_cache(256)
 def _diverged_axes(was: ReplicaType, after: ReplicaType) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The axes along which a variable is not any more what it was declared as: those where nothing was reduced, and
     the others. None, if something is not known."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from popxl.replica_grouping import ReplicaGrouping
 
 if TYPE_CHECKING:
     from popxl.core.recording import Op
+    from popxl.core.tensor import Variable
     from popxl.ir import Ir
 
 
@@ -34,13 +36,25 @@ class Mesh:
 
     def along(self, stride: int, size: int) -> tuple[int, ...]:
         """Positions of the axes that a strided group extends along."""
-        end = stride * size
-        return tuple(i for i, s in enumerate(self.strides) if stride <= s < end)
+        found = self._known_groups.get((stride, size))
+        if found is None:
+            end = stride * size
+            found = tuple(i for i, s in enumerate(self.strides) if stride <= s < end) if size > 1 else ()
+            self._known_groups[stride, size] = found
+        return found
+
+    def axes_of(self, op: Op) -> tuple[int, ...]:
+        """Positions of the axes that an op between replicas extends along."""
+        return self.along(op.attributes["stride"], op.attributes["group_size"])
+
+    @cached_property
+    def _known_groups(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        return {}
 
     def spanned_axes(self, grouping: ReplicaGrouping) -> tuple[int, ...] | None:
         """Positions of the axes that the groups of a grouping extend along; `None` for groups of another form."""
         if grouping.is_const:
-            return self.along(grouping.stride, grouping.group_size) if grouping.group_size > 1 else ()
+            return self.along(grouping.stride, grouping.group_size)
         found = grouping.assignment
         first = {r for r, group in enumerate(found) if group == found[0]}
         axes = tuple(i for i, s in enumerate(self.strides) if s in first)
@@ -54,8 +68,9 @@ class Mesh:
         return " and ".join(f"`{self.names[i]}`" for i in axes)
 
 
-def mesh_of(ir: Ir, collectives: Iterable[Op]) -> Mesh | None:
-    """The mesh of a program, by its ops between replicas; `None` where its groups are not made of the same dimensions.
+def mesh_of(ir: Ir, collectives: Iterable[Op], variables: Iterable[Variable] = ()) -> Mesh | None:
+    """The mesh of a program, by its ops between replicas and its variables; `None` where its groups are not made
+    of the same dimensions.
 
     Example:
         >>> mesh_of(popxl.Ir(axes={"data": 2, "tensor": 4}), []).strides
@@ -68,7 +83,7 @@ def mesh_of(ir: Ir, collectives: Iterable[Op]) -> Mesh | None:
     for stride, size in places:
         ends |= {stride, stride * size}
     groups = [(op.attributes["stride"], op.attributes["group_size"]) for op in collectives]
-    groups += [(r.stride, r.group_size) for v in ir.main_graph.variables if (r := v.replica_grouping.const_rg)]
+    groups += [(r.stride, r.group_size) for v in variables if (r := v.replica_grouping.const_rg)]
     for stride, size in dict.fromkeys(groups):
         if size > 1:
             ends |= {stride, stride * size}

@@ -67,10 +67,9 @@ class _Update:
     count: int
 
     @property
-    def manner(self) -> Hashable:
-        """Grouping key: comparable changes share it."""
-        constants = "" if self.op.called_graphs else repr(self.op.attributes)  # a graph may be made for each shape
-        return self.axes, self.how.scalars, self.op.op_type, constants
+    def constants(self) -> str:
+        """The attributes of the op. Not those of a call: a graph may be made for each shape."""
+        return "" if self.op.called_graphs else repr(self.op.attributes)
 
 
 def outliers(report: Report) -> Iterator[Finding]:
@@ -80,13 +79,13 @@ def outliers(report: Report) -> Iterator[Finding]:
         return
     updates: list[_Update] = []
     stored: list[tuple[Tensor, _Reduced]] = []
-    for graph in report.graphs:
+    for graph in dict.fromkeys(op.graph for op in report.reductions):
         made, out = _reduced_updates(graph, mesh, report)
         yield from _outlying_updates(mesh, made)
         updates += made
         stored += out
     yield from _losses(mesh, report, updates, stored)
-    said = {i for graph in report.graphs for op in graph.ops if op.kind.asserts for i in _along(mesh, op)}
+    said = {i for ops in report.ops for op in ops.statements for i in mesh.axes_of(op)}
     batches = {each.op: each for each in (*unread_batches(mesh, report), *_same_batches(mesh, report))}
     yield from batches.values() if batches else _same_data(mesh, report, updates, said)
     yield from _scaled_sums(mesh, report)
@@ -104,23 +103,25 @@ def _reduced_updates(graph: Graph, mesh: Mesh, report: Report) -> tuple[list[_Up
     updates, stored = [], []
     for whole in graph.ops:
         for op in whole.parts:
-            if op.kind.exchange and not op.outputs and op.inputs and op.inputs[0].nelms == 1 and op.inputs[0] in known:
-                stored.append((op.inputs[0], known[op.inputs[0]]))
-            if not known and op not in report.reductions:
+            behind = [t for t in op.inputs if t in known]
+            if not behind and op not in report.reductions:
                 continue
-            for i in op.modified:
+            if behind and op.kind.exchange and not op.outputs and op.inputs[0] in known and op.inputs[0].nelms == 1:
+                stored.append((op.inputs[0], known[op.inputs[0]]))
+            completed = {t: _completed_axes(mesh, report, known[t]) for t in behind} if op.modified else {}
+            for i in sorted(op.modified):
                 target = op.inputs[i].origin
-                behind = [t for t in op.inputs if t in known and t.nelms == target.nelms > 1]
-                if target.producer is None and len(behind) == 1:
-                    how = known[behind[0]]
-                    axes, scale = _completed_axes(mesh, report, how)
-                    count = math.prod(mesh.sizes[i] for i in axes)
-                    updates.append(_Update(op, target, how, axes, scale, count))
+                by = [t for t in completed if t.nelms == target.nelms > 1]
+                if target.producer is None and len(by) == 1:
+                    axes, scale = completed[by[0]]
+                    count = math.prod([mesh.sizes[i] for i in axes])
+                    updates.append(_Update(op, target, known[by[0]], axes, scale, count))
             found = _reduced_result(op, known, report)
-            for t in (*op.outputs, *(op.inputs[i] for i in sorted(op.modified))):
-                known.pop(t, None)
+            for t in (*op.outputs, *(op.inputs[i] for i in op.modified)):
                 if found is not None:
                     known[t] = found
+                else:
+                    known.pop(t, None)
     return updates, stored
 
 
@@ -130,7 +131,7 @@ def _completed_axes(mesh: Mesh, report: Report, how: _Reduced) -> tuple[tuple[in
     axes: set[int] = set()
     scale = how.factor
     for op in how.by:
-        for i in _along(mesh, op):
+        for i in mesh.axes_of(op):
             kind, is_mean = report.reductions[op][i][0], op.attributes["op"] == "mean"
             if kind is VARYING:
                 axes.add(i)
@@ -170,11 +171,7 @@ def _reduced_result(op: Op, known: dict[Tensor, _Reduced], report: Report) -> _R
 
 def _outlying_updates(mesh: Mesh, updates: Sequence[_Update]) -> Iterator[Finding]:
     """Updates by values that differ from most others by a factor of the number of replicas."""
-    alike: dict[Hashable, list[_Update]] = defaultdict(list)
-    for each in updates:
-        if each.axes:
-            alike[each.manner].append(each)
-    for some in alike.values():
+    for some in _comparable_updates(updates):
         by_scale: dict[str, list[_Update]] = defaultdict(list)
         for each in some:
             by_scale[f"{each.scale:.5g}"].append(each)
@@ -185,11 +182,25 @@ def _outlying_updates(mesh: Mesh, updates: Sequence[_Update]) -> Iterator[Findin
             continue
         if 2 * (len(some) - len(most)) > len(most) and not of_one:
             continue
-        for each in some:
+        for each in (each for those in by_scale.values() if those is not most for each in those):
             ratio = each.scale / most[0].scale
             groups = (op.attributes["group_size"] for one in (each, most[0]) for op in one.how.by)
             if _is_of_replicas(ratio, each.count, *groups):
                 yield from _outlier(mesh, each, most[0], ratio)
+
+
+def _comparable_updates(updates: Sequence[_Update]) -> Iterator[list[_Update]]:
+    """Updates along the same axes, by the same op with the same constants; only such as do not all agree."""
+    alike: dict[Hashable, list[_Update]] = defaultdict(list)
+    for each in updates:
+        if each.axes:
+            alike[each.axes, each.how.scalars, each.op.op_type].append(each)
+    for some in alike.values():
+        if len({each.scale for each in some}) > 1:
+            by_constants: dict[str, list[_Update]] = defaultdict(list)
+            for each in some:
+                by_constants[each.constants].append(each)
+            yield from by_constants.values()
 
 
 def _two_ways(mesh: Mesh, one: _Update, other: _Update) -> Iterator[Finding]:
@@ -271,8 +282,8 @@ def _losses(
 def _local_numbers(mesh: Mesh, report: Report, updates: Sequence[_Update]) -> Iterator[Finding]:
     """Single numbers that each replica stores of its own data. That may be meant, as the host gets all of them."""
     reduced = {i for each in updates for i in each.axes}
-    for op in (op for graph in report.graphs for op in graph.ops):
-        if op.kind.exchange and not op.outputs and op.inputs and op.inputs[0].nelms == 1:
+    for op in (op for ops in report.ops for op in ops.exchanges):
+        if not op.outputs and op.inputs and op.inputs[0].nelms == 1:
             t = op.inputs[0]
             own = [i for i, along in enumerate(report.types[t]) if along == (VARYING, None) and i in reduced]
             if own and t.dtype.is_floating_point:
@@ -288,23 +299,24 @@ def _scaled_sums(mesh: Mesh, report: Report) -> Iterator[Finding]:
     sums = [
         op
         for op, held in report.reductions.items()
-        if op.attributes["op"] == "add" and op.outputs and {is_term(held[i]) for i in _along(mesh, op)} == {True}
+        if op.attributes["op"] == "add" and op.outputs and {is_term(held[i]) for i in mesh.axes_of(op)} == {True}
     ]
+    by_sum = {op.outputs[0]: op for op in sums}
     odd: dict[Op, Op] = {}
-    for op in sums:
-        for reader in op.graph.ops:
-            if op.outputs[0] in reader.inputs:
-                made = _reduced_result(reader, {op.outputs[0]: _Reduced((op,))}, report)
-                count = op.attributes["group_size"]
+    for reader in (op for graph in dict.fromkeys(op.graph for op in sums) for op in graph.ops):
+        for t in reader.inputs:
+            if (summed := by_sum.get(t)) is not None:
+                made = _reduced_result(reader, {t: _Reduced((summed,))}, report)
+                count = summed.attributes["group_size"]
                 if made is not None and any(math.isclose(made.factor, n) for n in (count, 1 / count)):
-                    odd[op] = reader
+                    odd[summed] = reader
     for op, reader in odd.items():
         of_mesh = report.reductions[op]
-        is_sum = all(of_mesh[i][0] is PARTIAL for i in _along(mesh, op)) and share_of_mean(op.inputs[0]) is None
+        is_sum = all(of_mesh[i][0] is PARTIAL for i in mesh.axes_of(op)) and share_of_mean(op.inputs[0]) is None
         if 2 * len(odd) <= len(sums) or (is_sum and op.attributes["group_size"] > 2):  # a half is a half of anything
             yield finding(
-                mesh, "factor of replicas", reader, op.inputs[0], _along(mesh, op),
-                f"replicas along {mesh.text(_along(mesh, op))} have terms of a sum, `{op.inputs[0].path}`, and their "
+                mesh, "factor of replicas", reader, op.inputs[0], mesh.axes_of(op),
+                f"replicas along {mesh.text(mesh.axes_of(op))} have terms of a sum, `{op.inputs[0].path}`, and their "
                 f"sum is multiplied by their number, {op.attributes['group_size']}, or divided by it. Leave that out.",
             )  # fmt: skip
 
@@ -313,7 +325,7 @@ def _same_batches(mesh: Mesh, report: Report) -> Iterator[Finding]:
     """Graph calls with one replica's data on all replicas, beside calls with data of each replica."""
     for graph in report.graphs:
         sites = [site for site in graph.call_sites if is_call(site)]
-        for given in zip(*(site.inputs for site in sites), strict=False):
+        for given in zip(*(site.inputs for site in sites), strict=False) if len(sites) > 1 else ():
             types = {t: report.types[t] for t in given if t in report.types}
             own = {i for each in types.values() for i, (kind, _) in enumerate(each) if kind is VARYING}
             for t, held in types.items():
@@ -347,10 +359,9 @@ def _same_data(mesh: Mesh, report: Report, updates: Sequence[_Update], said: Set
     reductions = dict.fromkeys(op for each in updates for op in each.how.by)
     found: dict[Op, list[int]] = defaultdict(list)
     for i, (kind, _) in enumerate(report.fed):
-        some = [op for op in reductions if i in _along(mesh, op)]
+        some = [op for op in reductions if i in mesh.axes_of(op)] if kind is VARYING and i not in said else []
         before = {report.reductions[op][i] for op in some}
-        means = all(op.attributes["op"] == "mean" for op in some)
-        if kind is VARYING and i not in said and before == {(REPLICATED, None)} and means:
+        if before == {(REPLICATED, None)} and all(op.attributes["op"] == "mean" for op in some):
             found[some[0]].append(i)
     for op, axes in found.items():
         (t, *_), over = op.inputs, mesh.text(axes)
@@ -359,11 +370,6 @@ def _same_data(mesh: Mesh, report: Report, updates: Sequence[_Update], said: Set
             f"`{t.path}` is the same on all replicas along {over} before it is reduced, and so are the others: nothing "
             "of what the host feeds to each goes into them. Let each replica compute with its own.",
         )  # fmt: skip
-
-
-def _along(mesh: Mesh, op: Op) -> tuple[int, ...]:
-    size = op.attributes["group_size"]
-    return mesh.along(op.attributes["stride"], size) if size > 1 else ()
 
 
 def _initial_values(mesh: Mesh, report: Report) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ is found there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
@@ -23,6 +23,7 @@ from popxl.core.printing import algebra
 from popxl.core.tensor import Tensor, Variable
 
 if TYPE_CHECKING:
+    from popxl.analysis.op_index import GraphOps
     from popxl.core.recording import Op
     from popxl.graph import Graph
 
@@ -130,6 +131,7 @@ class Report:
             the op, and the positions of the axes.
         reductions: for each reduction, the type of what it takes.
         fed: the type of what the host feeds; empty if it feeds single numbers only.
+        index: for each graph of the program, its ops by their traits.
     """
 
     mesh: Mesh | None
@@ -143,6 +145,12 @@ class Report:
     reduced_updates: dict[Variable, tuple[Op, tuple[int, ...]]] = field(default_factory=dict)
     reductions: dict[Op, ReplicaType] = field(default_factory=dict)
     fed: ReplicaType = ()
+    index: dict[Graph, GraphOps] = field(default_factory=dict)
+
+    @property
+    def ops(self) -> Iterator[GraphOps]:
+        """The ops of the graphs that run, by their traits."""
+        return (self.index[graph] for graph in self.graphs)
 
     def text(self, t: Tensor) -> str:
         """The type of a tensor, such as `{data: varying, tensor: sharded 1}`; empty where it is the same on all."""
@@ -249,17 +257,19 @@ def variable_type(mesh: Mesh, v: Variable, learned: bool = False) -> ReplicaType
     own: AxisType = (SHARDED, v.group_axis)
     if v.group_axis is None:
         own = (VARYING, OWN if learned and v.dtype.is_floating_point else None)
-    found = [SAME if i in shared else own for i in range(len(mesh.names))]
-    if v.piece is not None or v.location_info.sharded:
-        pieces: AxisType = (SHARDED, FLAT)
-        found = [pieces if i in shared else each for i, each in enumerate(found)]
-    return tuple(found)
+    return _declared_type(len(mesh.names), shared, own, v.piece is not None or v.location_info.sharded)
+
+
+@lru_cache(256)
+def _declared_type(width: int, shared: tuple[int, ...], own: AxisType, is_sharded: bool) -> ReplicaType:
+    along_shared: AxisType = (SHARDED, FLAT) if is_sharded else SAME
+    return tuple(along_shared if i in shared else own for i in range(width))
 
 
 def join_all(types: Sequence[ReplicaType]) -> ReplicaType:
     """The join of several types."""
     found = types[0]
-    for each in types[1:]:
-        if each is not found:
+    for each in types:
+        if each != found:
             found = join(found, each)
     return found

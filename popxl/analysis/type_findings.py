@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +15,7 @@ from popxl.analysis.replication import (
     FLAT,
     NONLINEAR_TERMS,
     OWN,
+    OWN_DATA,
     PARTIAL,
     REPEATED,
     REPLICATED,
@@ -56,7 +58,9 @@ class TypeFindings:
 
     def variable_update(self, v: Variable, was: ReplicaType, op: Op, by: ReplicaType) -> None:
         """Check updates of a variable that is per replica or sharded."""
-        own = [i for i, along in enumerate(was) if along[0] in (VARYING, SHARDED) and along != (SHARDED, FLAT)]
+        own = _own_axes(was)
+        if not own:
+            return
         if alike := tuple(i for i in own if by[i] in BY_REDUCED or (by[i] == SAME and _is_gathered_reduction(op))):
             self.report.reduced_updates[v] = op, alike
         if terms := [i for i in own if by[i][0] is PARTIAL and was[i][0] is SHARDED]:
@@ -127,6 +131,8 @@ class TypeFindings:
     def reduction(self, op: Op, before: ReplicaType, axes: Sequence[int], reduction: str) -> bool:
         """Look at a reduction: whether it is what completes the value. Returns whether it sums what is the same."""
         find, (t, *_) = self.find, op.inputs
+        if all(before[i] == OWN_DATA for i in axes):  # which is what most reductions are of
+            return False
         repeated = bool(axes) and reduction in ("add", "square_add") and all(before[i][0] is REPLICATED for i in axes)
         if repeated:
             find(REPEATED, False, op, t, axes,
@@ -173,6 +179,12 @@ class TypeFindings:
                 "contradicted statement", True, op, op.inputs[0], wrong,
                 f"{{t}} is said to be the same on all replicas along {{axes}}, and it is {what}.",
             )  # fmt: skip
+
+
+@lru_cache(256)
+def _own_axes(type_: ReplicaType) -> tuple[int, ...]:
+    """The axes along which replicas have a variable of their own, or pieces along a dimension."""
+    return tuple(i for i, along in enumerate(type_) if along[0] in (VARYING, SHARDED) and along != (SHARDED, FLAT))
 
 
 def _is_gathered_reduction(op: Op) -> bool:

@@ -22,10 +22,11 @@ def seed_lints(mesh: Mesh, report: Report, of_data: Set[int], fed_alike: Set[int
         of_data: positions of the axes along which gradients are reduced.
         fed_alike: those along which replicas are fed the same, as the program says.
     """
-    for op in (op for graph in report.graphs if graph.gradient_of is None for op in graph.ops):
-        if op.kind.drops is None or not op.attributes[op.kind.drops.ratio]:
+    for op in (op for ops in report.ops for op in ops.dropouts):
+        drops = op.kind.drops
+        if drops is None or not op.attributes[drops.ratio] or op.graph.gradient_of is not None:
             continue
-        t, seed = op.inputs[0], op.inputs[op.operand_names().index(op.kind.drops.seed)]
+        t, seed = op.inputs[0], op.inputs[op.operand_names().index(drops.seed)]
         held = [*enumerate(zip(report.types.get(t, ()), report.types.get(seed, ()), strict=False))]
         begun = _seed_variable(seed)
         alike = {i for i in range(len(mesh.sizes)) if begun is not None and not begins_different(mesh, begun, i)}
@@ -62,45 +63,48 @@ def _seed_variable(seed: Tensor) -> Variable | None:
 def stale_shards(mesh: Mesh, report: Report) -> Iterator[Finding]:
     """What was gathered of a variable in pieces, and is used for products or calls after these were changed."""
     for graph in report.graphs:
-        yield from _stale(mesh, graph)
+        if gathers := {op for op in report.index[graph].collectives if _gathers_shards(op)}:
+            yield from _stale(mesh, graph, gathers)
 
 
-def _stale(mesh: Mesh, graph: Graph) -> Iterator[Finding]:
-    if not any(op.kind.between_replicas and "op" not in op.attributes for op in graph.ops):
-        return
-    gathered: dict[Tensor, tuple[Op, Tensor]] = {}  # by what was gathered: the op, and the pieces
+def _gathers_shards(op: Op) -> bool:
+    """Whether an op gathers a variable, or what a graph is given, of its pieces."""
+    of_shards = "op" not in op.attributes and op.inputs[0].origin.producer is None
+    return of_shards and op.kind.exchanged(op.attributes) == "same"
+
+
+def _stale(mesh: Mesh, graph: Graph, gathers: Set[Op]) -> Iterator[Finding]:
+    gathered: dict[Tensor, Op] = {}  # by what was gathered, and its copies
+    of_pieces: dict[Tensor, list[Tensor]] = {}
     old: set[Tensor] = set()
     for op in graph.ops:
-        makes = op.kind.exchanged(op.attributes) if op.kind.between_replicas and "op" not in op.attributes else None
         made = next((gathered[t] for t in op.inputs if t in gathered), None)
-        is_same = _is_copy(op)
-        if makes == "same" and op.inputs[0].origin.producer is None:
-            gathered[op.outputs[0]] = op, op.inputs[0].origin
-        elif made is not None and is_same:
+        if op in gathers:
+            gathered[op.outputs[0]] = op
+            of_pieces.setdefault(op.inputs[0].origin, []).append(op.outputs[0])
+        elif made is not None and _is_copy(op):
             gathered |= dict.fromkeys(op.outputs, made)
-            old.update(op.outputs if any(t in old for t in op.inputs) else ())
+            of_pieces[made.inputs[0].origin] += op.outputs
+            old.update(() if old.isdisjoint(op.inputs) else op.outputs)
         elif (op.kind.contracts or op.kind.graphs) and (stale := [t for t in op.inputs if t in old]):
-            (t, *_), (gather, pieces) = stale, gathered[stale[0]]
-            axes = mesh.along(gather.attributes["stride"], gather.attributes["group_size"])
+            (t, *_), gather = stale, gathered[stale[0]]
+            pieces, axes = gather.inputs[0].origin, mesh.axes_of(gather)
             yield finding(
                 mesh, "stale shards", op, t, axes,
                 f"`{t.path}` was gathered of `{pieces.path}` before that was changed, and is read afterwards. Gather "
                 "it again.",
             )  # fmt: skip
             old.clear()
-        changed = {op.inputs[i].origin for i in op.modified}
-        old.update(t for t, (_, pieces) in gathered.items() if pieces in changed)
+        for i in op.modified:
+            old.update(of_pieces.get(op.inputs[i].origin, ()))
 
 
 def unread_batches(mesh: Mesh, report: Report) -> Iterator[Finding]:
     """What the host feeds to each replica, and was gathered, where nothing but the part of one replica is read."""
-    for op in (op for graph in report.graphs for op in graph.ops):
-        if not op.kind.between_replicas or "op" in op.attributes or op.kind.exchanged(op.attributes) != "same":
+    for op in (op for ops in report.ops for op in ops.collectives):
+        if "op" in op.attributes or op.kind.exchanged(op.attributes) != "same":
             continue
-        load, axes = (
-            _source_tensor(op.inputs[0]).producer,
-            mesh.along(op.attributes["stride"], op.attributes["group_size"]),
-        )
+        load, axes = _source_tensor(op.inputs[0]).producer, mesh.axes_of(op)
         own = [i for i in axes if report.fed and report.fed[i][0] is VARYING]
         if load is None or not load.kind.exchange or not own:
             continue
@@ -139,11 +143,10 @@ def _readers(t: Tensor) -> Iterator[Op]:
 def transposed_weights(mesh: Mesh, report: Report) -> Iterator[Finding]:
     """Square weights that are multiplied with, or transposed, where the gradient is that of the other product."""
     for graph in report.graphs:
-        products = [op for op in graph.ops if op.kind.contracts is not None and op.inputs[1].rank == 2]
         uses: dict[Tensor, dict[tuple[Tensor, bool], Op]] = {}
-        for op in products:
+        for op in report.index[graph].products:
             weight, is_transposed = _transposed(op.inputs[1])
-            if isinstance(weight, Variable) and weight.shape[0] == weight.shape[1]:
+            if isinstance(weight, Variable) and weight.rank == 2 and weight.shape[0] == weight.shape[1]:
                 uses.setdefault(weight, {})[op.inputs[0], is_transposed] = op
         for op in graph.ops if uses else ():
             for i in op.modified:

@@ -23,9 +23,14 @@ def storages(ops: Iterable[Op]) -> dict[Tensor, tuple[Tensor, ...]]:
         for part in op.parts:
             for t in part.inputs:
                 found.setdefault(t, (t,))
-            if part.bases:
-                found[part.outputs[0]] = tuple(dict.fromkeys(s for base in part.bases for s in found[base]))
+            add_alias(part, found)
     return found
+
+
+def add_alias(op: Op, found: dict[Tensor, tuple[Tensor, ...]]) -> None:
+    """Map the first result of an op to its base tensors, if it has some; `found` has those of aliases before."""
+    if bases := op.bases:
+        found[op.outputs[0]] = tuple(dict.fromkeys(s for base in bases for s in found.get(base, (base,))))
 
 
 def used_storages(graph: Graph) -> set[Tensor]:

@@ -150,6 +150,7 @@ class OpKind:
         self.effect = Effect in known
         self.exchange: str = known[Exchange].attribute if Exchange in known else ""
         self.between_replicas = BetweenReplicas in known
+        self._between: BetweenReplicas = known.get(BetweenReplicas, BetweenReplicas())
         self.asserts = Asserts in known
         self.contracts: Contracts | None = known.get(Contracts)
         self.real_only = RealOnly in known
@@ -168,10 +169,6 @@ class OpKind:
         """Whether a cross-replica op requires equal feeds on replicas of its groups."""
         asks = self._between.same_feeds
         return asks is not None and asks(attributes)
-
-    @property
-    def _between(self) -> BetweenReplicas:
-        return next(trait for trait in self.traits if isinstance(trait, BetweenReplicas))
 
     @property
     def is_carried_out_by_others(self) -> bool:

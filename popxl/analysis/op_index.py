@@ -1,0 +1,65 @@
+"""The ops of a program that checks look for, by their traits: one pass over the program instead of one for each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from popxl.core.recording import Op
+    from popxl.graph import Graph
+
+
+@dataclass(eq=False, slots=True)
+class GraphOps:
+    """The ops of one graph that have certain traits, each in program order; parts of composite ops instead of these.
+
+    Attributes:
+        collectives: ops between replicas.
+        statements: those that declare values equal.
+        exchanges: loads and stores of host streams and remote buffers.
+        dropouts: ops that drop elements.
+        products: ops that multiply and sum.
+    """
+
+    collectives: list[Op] = field(default_factory=list)
+    statements: list[Op] = field(default_factory=list)
+    exchanges: list[Op] = field(default_factory=list)
+    dropouts: list[Op] = field(default_factory=list)
+    products: list[Op] = field(default_factory=list)
+
+    def add(self, op: Op) -> None:
+        """Note an op, if it is one of these."""
+        kind = op.kind
+        if kind.between_replicas:
+            self.collectives.append(op)
+        elif kind.contracts is not None:
+            self.products.append(op)
+        elif kind.exchange:
+            self.exchanges.append(op)
+        elif kind.asserts:
+            self.statements.append(op)
+        elif kind.drops is not None:
+            self.dropouts.append(op)
+
+
+def index_ops(main: Graph) -> dict[Graph, GraphOps]:
+    """Index a graph and all that it calls, directly or not."""
+    found: dict[Graph, GraphOps] = {}
+    waiting = [main]
+    while waiting:
+        graph = waiting.pop()
+        if graph in found:
+            continue
+        ops = found[graph] = GraphOps()
+        called: dict[Graph, None] = {}
+        for op in graph.ops:
+            if op.kind.stands_for is not None:
+                for part in op.parts:
+                    ops.add(part)
+            elif op.kind.graphs:
+                called |= dict.fromkeys(op.called_graphs)
+            else:
+                ops.add(op)
+        waiting += reversed(called)
+    return found

@@ -14,10 +14,10 @@ Example:
     5.0
 """
 
-from popxl.base import quiet as quiet  # imports JAX, which others expect to be there
+from popxl.base import quiet as quiet  # imports JAX, before other modules need it
 
 # isort: split
-from popxl import compat as compat  # private names that programs in use reach for
+from popxl import compat as compat  # private names that published programs use
 from popxl import errors, fp8_utils, initial, ops, transforms, utils
 from popxl import operators as operators  # gives tensors their operators
 from popxl import tensor as tensor

@@ -1,4 +1,4 @@
-"""Private names of the original PopXL that published programs reach for, each by its public equivalent.
+"""Private names of the original PopXL that published programs use, implemented by public equivalents.
 
     the private name                                what to write instead
     ----------------------------------------------  --------------------------------------------
@@ -11,11 +11,11 @@
     session._pb_session.setEngineIsLoaded(False)    session.detach()
     session._full_input_shape(shape)                session.host_shape(shape)
 
-So are its paths: it had a module for each op, or for a few. Here ops live in families, and may be imported from those
-modules as well: `from popxl.ops.gather import tied_gather` is `popxl.ops.tied_gather`.
+Paths too: the original had a module for each op, or for a few. Here ops live in families, and can also be imported from
+those modules: `from popxl.ops.gather import tied_gather` is `popxl.ops.tied_gather`.
 
-The rest of what such programs use (`graph._ir`, `variable._memmap_arr`, `info._expected_inputs`, the underscored names
-of `Session` and `popxl.context`) are names that these classes have anyway. Nothing of ours uses what is in this file:
+Further names that such programs use (`graph._ir`, `variable._memmap_arr`, `info._expected_inputs`, the underscored
+names of `Session` and `popxl.context`) are attributes of these classes. The project itself does not use this file:
 without it, and the line of `popxl/__init__.py` that imports it, everything else works as before.
 
 Example:
@@ -109,7 +109,7 @@ for _of, _names in _DOORS.items():
     for _name, _door in _names.items():
         setattr(_of, _name, _door)
 
-# Modules of ops, by path in `popxl.ops`: those that hold the op of their name, and its in-place form; and others.
+# Modules of ops, by path in `popxl.ops`: with the op of the same name and its in-place form; and others.
 _NAMED_LIKE_THEIR_OP = """
     abs add ceil concat cos cumsum detach div dropout dynamic_slice dynamic_update equal exp floor fmod gelu geluerf
     greater histogram host_load host_store increment_mod init io_tile_copy ipu_copy isfinite isinf isnan l1 l2
@@ -138,7 +138,7 @@ _OTHERS = {
     "collectives.replicated_all_gather": "replicated_all_gather",
     "collectives.replicated_all_reduce": "replicated_all_reduce replicated_all_reduce_",
     "collectives.replicated_reduce_scatter": "replica_sharded_slice replicated_reduce_scatter replicated_slice",
-    "var_updates.accumulate": "sparse_accumulate_",  # our module has the others
+    "var_updates.accumulate": "sparse_accumulate_",  # the other ops are in our module
     "var_updates.adam_updater": "adam_updater adamax_updater lamb_updater",
     "var_updates.adam_var_update": "adam_var_update",
 }
@@ -150,7 +150,7 @@ def _add_modules_of_ops() -> None:
         known |= vars(place)
     alone = {name: f"{name} {name}_" if f"{name}_" in known else name for name in _NAMED_LIKE_THEIR_OP.split()}
     for name, contents in (alone | _OTHERS).items():
-        # Known to Python beforehand: were they found on import, they would take the place of the op in `popxl.ops`.
+        # Registered beforehand: a module found on import would replace the op in `popxl.ops`.
         module = sys.modules.setdefault(f"popxl.ops.{name}", ModuleType(f"popxl.ops.{name}"))
         vars(module).update({key: known[key] for key in contents.split()})
 

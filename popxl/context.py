@@ -1,9 +1,9 @@
-"""Where the next op goes: the current graph and the settings that ops pick up when they are created.
+"""The current graph, and the settings that ops take on when they are created.
 
 One `Context` per thread holds the stack of entered graphs and the active placement, name scopes and ordering. The
-context managers below change it for the length of a block and always put back what was there, also when the block
-is left by an exception. What `in_sequence` remembers is in `popxl.base.sequence`, how the user's line is found in
-`popxl.base.source`; what an op does with all this is in `popxl.core.recording`.
+context managers below change it for the length of a block and restore it at the end, also after an exception. The state
+of `in_sequence` is in `popxl.base.sequence`, the search for the user's line in `popxl.base.source`; use of the context
+by ops is in `popxl.core.recording`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Fn = Callable[..., Any]
 F = TypeVar("F", bound=Fn)
 InSequenceKey = tuple[int, ExecutionContext]
 
-# Handles of op-created hooks are unique in the process, whichever thread or graph registered them.
+# Handles of op-created hooks are unique in the process, across threads and graphs.
 _hook_handles = itertools.count(1)
 _hooks: dict[int, tuple[Fn, Graph | None]] = {}
 
@@ -60,7 +60,7 @@ class Context(threading.local):
 
     Attributes:
         ipu_id: the IPU that new ops are placed on; `None` for none.
-        io_tile_set: whether they are placed on the I/O tiles of it.
+        io_tile_set: whether ops are placed on its I/O tiles.
     """
 
     ipu_id: int | None = 0
@@ -352,7 +352,7 @@ def op_debug_context(name: Any) -> Any:
     another one has a record of its own.
 
     Args:
-        name: the function; or what to call it, as in `@op_debug_context("gelu")`.
+        name: function to decorate; or the name of the record, as in `@op_debug_context("gelu")`.
 
     Example:
         >>> @popxl.context.op_debug_context

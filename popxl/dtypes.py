@@ -1,4 +1,4 @@
-"""The element types of tensors: one object for each, and how they correspond to NumPy, JAX and PyTorch types.
+"""The element types of tensors: one object for each, and their NumPy, JAX and PyTorch equivalents.
 
 Nothing here converts data; for that see `popxl.utils.to_numpy` and, for float8, `popxl.fp8_utils`. The module defines
 `bool` and `float` as popxl does, so the builtins of these names are spelled out below.
@@ -188,7 +188,7 @@ class dtype:
         return f"popxl.dtypes.{self._name}"
 
     def __reduce__(self) -> tuple[Callable[[str], "dtype"], tuple[str]]:
-        return dtype.from_name, (self._name,)  # a copy, or what is unpickled, is the same object
+        return dtype.from_name, (self._name,)  # copies and unpickled dtypes are the same object
 
 
 def check_dtype(value: Any, what: str) -> dtype:

@@ -1,7 +1,7 @@
-"""The errors and warnings of our own: few kinds, each for something that a program may want to catch or switch off.
+"""Error and warning classes of popxl: few kinds, each for a case that a program may want to catch or switch off.
 
-Wrong kinds and wrong values of arguments stay what Python calls them, `TypeError` and `ValueError`; what is here
-is for the rest. The package `popart` re-exports these classes under the names that existing programs catch.
+Wrong kinds and wrong values of arguments raise Python's `TypeError` and `ValueError`; the classes here are for the
+rest. The package `popart` re-exports them under the names that existing programs catch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class PopxlError(Exception):
     shapes that do not broadcast, a tensor id that nobody has, data that does not fit its replica grouping, ambiguous
     in-place changes, dtypes that no device handles, more stream transfers than were fed.
 
-    Not raised for what a running program meets on its device: that is a `DeviceError`.
+    Not raised for errors of a running program on its device: that is a `DeviceError`.
 
     Example:
         try:
@@ -86,7 +86,7 @@ class NonFiniteError(ApplicationRuntimeError):
 class PopxlWarning(UserWarning):
     """A runnable program that probably does something unintended; base class of popxl warnings.
 
-    Each is told once for a line of the program. Python's `warnings` switches it off where it is meant.
+    Each is issued once for a line of the program. Python's `warnings` switches it off where the program means it.
 
     Example:
         import warnings
@@ -147,7 +147,7 @@ class CrossingUpdateWarning(PopxlWarning):
 
 
 class ReplicationWarning(PopxlWarning):
-    """Numbers that are wrong on any reading of the program, as replicas differ; base class of what a session finds.
+    """Numbers that are certainly wrong because replicas differ; base class of the findings of a session.
 
     As an error, a session refuses such a program before compiling it.
 

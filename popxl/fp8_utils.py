@@ -259,7 +259,7 @@ def calculate_metric_mse(
 ) -> tuple[float, int]:
     """Find the exponent bias that loses least, in the mean square.
 
-    What lies below the covered binades is lost, what lies in them is rounded, what lies above is clipped.
+    Values below the covered binades are lost, values in them are rounded, values above are clipped.
 
     Args:
         histogram: see `log_histogram`.
@@ -311,7 +311,8 @@ def host_fp8_mse_scale(src: NDArray[Any], dtype: dtypes.dtype | None = None) -> 
         dtype: `popxl.float8_152`; anything else means `popxl.float8_143`.
 
     Returns:
-        `(cost, scale)`: a measure of what is lost, and a `log2_scale` from -31 to 31, positive for small data.
+        `(cost, scale)`: a measure of the quantisation error, and a `log2_scale` from -31 to 31, positive for small
+        data.
 
     Raises:
         RuntimeError: if `src` is something else.
@@ -332,7 +333,7 @@ def host_fp8_mse_scale(src: NDArray[Any], dtype: dtypes.dtype | None = None) -> 
 
 
 def host_fp8_mse_scale_pb(src: Any, dtype: dtypes.dtype | None = None) -> int:
-    """Choose a scale like `host_fp8_mse_scale`, from anything array-like, and return it alone.
+    """Choose a scale like `host_fp8_mse_scale`, for anything array-like, and return only the scale.
 
     Raises:
         RuntimeError: if `src` is not of float16 or float32, or `dtype` is not a float8.

@@ -1,4 +1,4 @@
-"""`Graph`: ops in the order they were created, the tensors they make, and the names of both.
+"""`Graph`: ops in order of creation, the tensors that they make, and the names of both.
 
 A graph is entered with `with graph:`, and ops created inside become part of it. It is also the one place that
 invents names: everything else passes a wish, and gets a tensor whose id is unique in the Ir.
@@ -47,12 +47,12 @@ class Graph(NotCopyable):
     Attributes:
         ops: the ops, in creation order, which is the order they run in.
         call_sites: the ops of the Ir that run this graph.
-        differentiable: false for a graph whose gradient has to be given: differentiating a caller then asks for
-            the gradient information of this graph instead of differentiating it.
-        derivative: the rule by which the graph is differentiated, if it is not done op by op.
-        keeps: for a graph that its gradient graph computes again, the tensors that are kept for this.
-        gradient_of: for a gradient graph, the graph that was differentiated.
-        gradient_given_at: for a graph that a module knows a gradient of, the line that said so.
+        differentiable: false for a graph whose gradient has to be supplied: differentiating a caller then asks for the
+            gradient information of this graph instead of differentiating it.
+        derivative: rule that differentiates the graph, unless its ops are differentiated one by one.
+        keeps: for a graph that its gradient graph recomputes, the tensors that are kept for this.
+        gradient_of: for a gradient graph, its forward graph.
+        gradient_given_at: for a graph with a gradient supplied by a module, the line that supplied it.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Graph(NotCopyable):
     _inputs: list[Tensor]
     _outputs: list[Tensor]
     _tensors: dict[str, Tensor]
-    _streams: dict[str, Tensor]  # they have names of their own: a stream and what comes from it may share one
+    _streams: dict[str, Tensor]  # a separate namespace: a stream and a tensor loaded from it may share a name
     _prefix: str
 
     # What it is -----------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class Graph(NotCopyable):
 
     def _named(self, wish: str, spec: TensorSpec, kind: type[Tensor], known: dict[str, Any]) -> Any:
         """A tensor among those known. Its name is the wish, made unique among theirs."""
-        if not isinstance(spec.dtype, dtype):  # asked here, as the text for the error takes its time
+        if not isinstance(spec.dtype, dtype):  # checked here, because the text of the error is expensive
             check_dtype(spec.dtype, f"The dtype of {wish!r}")
         id = self._prefix + wish
         if id in known:
@@ -316,7 +316,7 @@ class Graph(NotCopyable):
     def reorder(self, ops: Iterable[Op]) -> None:
         """Reorder ops, preserving meaning.
 
-        Costs one look at each op. Whoever iterates over `graph.ops` goes on in the order that was.
+        Linear in the number of ops. Ongoing iterations over `graph.ops` continue in the old order.
 
         Args:
             ops: the ops of the graph, in their new order.
@@ -338,13 +338,13 @@ class Graph(NotCopyable):
         `by` is called in this graph to create the new ops. It gets the inputs of `ops`, of the first op first, and
         returns tensors for all their outputs in the same order, each made by a new op. The new ops stand where `ops`
         stood, in the schedule, on the device, in name scopes, and in what `in_sequence` has ordered. Hooks see them
-        when all is done.
+        after all edits.
 
-        Costs one look at each op of the graph. Whoever iterates over `graph.ops` goes on over the ops that were.
+        Linear in the number of ops. Ongoing iterations over `graph.ops` continue over the old ops.
 
         Args:
             ops: ops of this graph that follow each other and do not need each other's results.
-            by: makes the new ops.
+            by: function that makes the new ops.
 
         Raises:
             PopxlError: if `ops` are not such ops, or the new tensors differ from the results in number, shape or dtype,
@@ -360,16 +360,16 @@ class Graph(NotCopyable):
     def move(self, ops: Iterable[Op], into: Graph, given: Mapping[Tensor, Tensor]) -> None:
         """Move ops to the end of another graph, preserving order.
 
-        The results go along: they are the same tensors for everybody who holds them, under names that are free in the
+        The results move along: they remain the same tensors, under names that are unique in the
         other graph. What `in_sequence` has ordered stays ordered, also where ops of the other graph come between.
 
-        Costs one look at each op of the graph. Whoever iterates over `graph.ops` goes on over the ops that were. Hooks
+        Linear in the number of ops. Ongoing iterations over `graph.ops` continue over the old ops. Hooks
         are not called: nothing is created.
 
         Args:
             ops: ops of this graph, whose results nothing else in it needs.
             into: a graph of the same Ir that nothing calls.
-            given: what the ops read there in place of tensors that stay here.
+            given: tensors of the other graph that replace tensors that stay in this one.
 
         Raises:
             PopxlError: if `ops` or `into` are not such, or `given` has no tensor of `into` of the same spec for one

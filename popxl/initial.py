@@ -1,10 +1,10 @@
-"""How a variable begins, in words: zeros, a number, a distribution and its seed, a part of a file.
+"""Descriptions of a variable's initial value: zeros, a number, a distribution and its seed, a part of a file.
 
-A description takes no memory. `popxl.variable` takes one in place of numbers, and nobody makes these before they are
-needed: building, printing, costing, saving a program and compiling it for a target do without. A session makes them
-where they are needed: for each device of its process what that device holds.
+A description takes no memory. `popxl.variable` takes one in place of numbers, which are made when they are first
+needed: building, printing, costing and saving a program, and compiling it for a target, do without. A session makes
+only the part of the numbers that the devices of its process hold.
 
-Element number i of a description is the same wherever it is made, and whatever else is made with it.
+Element number i of a description is always the same, independent of the device and of the other elements made.
 
 Example:
     >>> ir = popxl.Ir()
@@ -121,7 +121,7 @@ class Random(Initial):
         kind: `"uniform"` between `low` and `high`; `"normal"` around `low` with the deviation `high`;
             `"truncated_normal"` likewise, and cut off at two deviations.
         low, high: see above.
-        seed: where draws begin. Descriptions of one seed draw the same.
+        seed: seed of the draws. Descriptions with the same seed draw the same numbers.
     """
 
     kind: Literal["uniform", "normal", "truncated_normal"]
@@ -295,9 +295,9 @@ def file(path: str | os.PathLike[str], shape: int | Iterable[int], dtype: dtype_
     """Consecutive numbers in a file, filling the shape in row-major order.
 
     Args:
-        path: the file, which has to stay as it is as long as somebody may ask.
+        path: path of the file, which must not change while the description is in use.
         shape: shape of the array.
-        dtype: what the file holds.
+        dtype: element type of the file's content.
         offset: the byte where they begin.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`Ir`: a whole program. One main graph, the subgraphs it calls, and the counters that keep their names apart."""
+"""`Ir`: a whole program. One main graph, the subgraphs it calls, and the counters that make their names unique."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ _ids = itertools.count()
 
 
 class Ir(NotCopyable):
-    """A program under construction, and later what a `popxl.Session` runs.
+    """A program under construction, and later run by a `popxl.Session`.
 
     Args:
         replication: number of replicas that run the program side by side; by default 1, or as many as `axes` have.
             `"popdist"`: as many as `poprun` was told of; this process drives its share of them.
-        axes: how the replicas stand: the names of dimensions, the outermost first, with their sizes. Replicas are then
+        axes: arrangement of the replicas: names of dimensions, outermost first, with their sizes. Replicas are then
             grouped by names: see `grouping`. One axis may have the size `"ipus"`: the IPUs of a replica, which are the
             stages of a pipeline, lie along it: see `adjacent_replicas`.
 
     Raises:
-        PopxlError: for `"popdist"`, if `poprun` has not started this process.
+        PopxlError: for `"popdist"`, if this process was not started by `poprun`.
         ValueError: if `axes` have another number of replicas, or sizes below 1.
 
     Attributes:
@@ -65,7 +65,7 @@ class Ir(NotCopyable):
         remote_buffers: all remote buffers, in the order of their numbers, which start at 1.
         edits: counts the changes of the program.
         rounding_key: the stream with the key of stochastic rounding, which sessions feed.
-        host_copies: what its sessions have to agree on, as they share the host copies of its variables.
+        host_copies: version and lock of the host copies of its variables, shared by its sessions.
 
     Example:
         >>> ir = popxl.Ir()
@@ -148,7 +148,7 @@ class Ir(NotCopyable):
     def replication_factor(self) -> int:
         """Number of replicas, over all processes. It cannot be set once a session has been made of the Ir.
 
-        With `replication="popdist"`, what is set is the number of replicas of this process; leave it as it is.
+        With `replication="popdist"`, its value is the number of replicas of this process; do not change it.
         """
         return self.options.replication_factor
 
@@ -228,7 +228,7 @@ class Ir(NotCopyable):
         """Named axes, if any. Raises `ValueError` after changes of the replica count.
 
         Args:
-            what: what was called, for the error.
+            what: name of the caller, for the error.
         """
         if self._axes is not None and self._axes.count != self.replication_factor:
             raise ValueError(
@@ -414,7 +414,7 @@ class Ir(NotCopyable):
             UnreadableFileError: if the file is damaged, or of another kind, or holds no program that can be: one that
                 calls itself, say, or one with an array of more than 4 TiB. It is a `PopxlError` and a `ValueError`.
             FileNotFoundError: if there is no such file.
-            PopxlError: if the program uses an op that nobody has declared.
+            PopxlError: if the program uses an op that is not declared.
         """
         ir = cls()
         reading.load(path, ir)
@@ -468,7 +468,7 @@ class Ir(NotCopyable):
         """Collectives of a run, each with bytes, groups and source line, and copies between IPUs, computed without
         compilation.
 
-        `session.communication()` compares it with what was compiled.
+        `session.communication()` compares it with the compiled program.
 
         Example:
             >>> ir = popxl.Ir(replication=4)

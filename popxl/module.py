@@ -1,4 +1,4 @@
-"""`Module`: a graph-building function that remembers the inputs it made. For layers see the package `popxl_addons`."""
+"""`Module`: a graph-building function that stores the inputs it made. For layers see the package `popxl_addons`."""
 
 from typing import Any
 

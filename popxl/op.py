@@ -1,6 +1,6 @@
-"""What an op is, under the names that programs import: its declaration, its records, its traits.
+"""Op declarations, records and traits, under the names that programs import.
 
-Nothing of popxl imports this. Read on in `popxl.core.declaration`, `popxl.core.recording` and `popxl.core.traits`.
+No other module imports this one. Read on in `popxl.core.declaration`, `popxl.core.recording` and `popxl.core.traits`.
 """
 
 from popxl.base.source import SourceLocation

@@ -1,6 +1,6 @@
-"""What `x + y`, `x[0]` and `x.reshape(...)` mean: each operator and method of tensors is an op of `popxl.ops`.
+"""Meaning of `x + y`, `x[0]` and `x.reshape(...)`: each operator and method of tensors is an op of `popxl.ops`.
 
-Ops are made of tensors, so `popxl.core.tensor` knows none. Importing this file gives `Tensor` its operators.
+Ops need tensors, so `popxl.core.tensor` imports none. Importing this file gives `Tensor` its operators.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _applied(t: Tensor, op: Callable[..., Tensor], other: Any, reflected: bool =
         return op(operand, t) if reflected else op(t, operand)
 
 
-# NumPy's operators; each is asked with an array, or a scalar of NumPy's, on the left of a tensor.
+# NumPy's operators, called with an array or a NumPy scalar on the left of a tensor.
 _OPERATORS: dict[np.ufunc, Callable[[Tensor, Any], Any]] = {
     np.add: lambda t, other: t.__radd__(other),
     np.subtract: lambda t, other: t.__rsub__(other),
@@ -41,11 +41,11 @@ _OPERATORS: dict[np.ufunc, Callable[[Tensor, Any], Any]] = {
     np.power: lambda t, other: t.__rpow__(other),
     np.bitwise_and: lambda t, other: t.__rand__(other),
     np.bitwise_or: lambda t, other: t.__ror__(other),
-    np.greater: lambda t, other: t < other,  # which is asked of the tensor, on the right
+    np.greater: lambda t, other: t < other,  # called for the tensor, on the right
     np.greater_equal: lambda t, other: t <= other,
     np.less: lambda t, other: t > other,
     np.less_equal: lambda t, other: t >= other,
-    np.equal: lambda t, other: False,  # only tensors are equal, to themselves
+    np.equal: lambda t, other: False,  # a tensor is equal to itself only
     np.not_equal: lambda t, other: True,
 }
 
@@ -276,7 +276,7 @@ def _give(methods: type, *kinds: type) -> None:
     for name, member in vars(methods).items():
         if callable(member) or isinstance(member, property):
             if isinstance(member, FunctionType):
-                member.__qualname__ = f"{kinds[0].__name__}.{name}"  # what Python's own errors call it
+                member.__qualname__ = f"{kinds[0].__name__}.{name}"  # the name in Python's own errors
             for kind in kinds:
                 setattr(kind, name, member)
 

@@ -1,4 +1,4 @@
-"""`SessionOptions`: what a user can set on an Ir before a session is made of it. Reached as `ir.options`."""
+"""`SessionOptions`: options that a user can set on an Ir before making a session from it. Available as `ir.options`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Remote buffers: memory beside the device's own, in equal slots that a program loads from and stores to by number.
+"""Remote buffers: memory outside of the device's own, in equal slots that a program loads from and stores to by number.
 
-A buffer is declared here and used by the ops of `popxl.ops.remote`. What is in its slots when a program starts is said
-by the variables of `popxl.core.remote_variables`. It holds no numbers.
+A buffer is declared here and used by the ops of `popxl.ops.remote`. Variables of `popxl.core.remote_variables` define
+the initial content of its slots. It holds no numbers itself.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RemoteBuffer(CopyIsSelf):
     Args:
         tensor_shape: shape of a slot.
         tensor_dtype: element type.
-        entries: how many slots there are.
+        entries: number of slots.
 
     Raises:
         RuntimeError: if there is no current graph.
@@ -49,8 +49,8 @@ class RemoteBuffer(CopyIsSelf):
         ...     ops.remote_store(buffer, 1, t + 1)
 
     Attributes:
-        meta_shape: where the slots hold replica-sharded pieces, the shape before sharding; else `()`.
-        shard_over: into how many pieces `replica_sharded_buffer` has cut; `None` if nobody has said.
+        meta_shape: shape before sharding, where the slots hold replica-sharded values; else `()`.
+        shard_over: number of shards of each value, if `replica_sharded_buffer` has set it; else `None`.
     """
 
     __slots__ = ("__weakref__", "_dtype", "_edits", "_entries", "_id", "_ir_id", "_shape", "meta_shape", "shard_over")
@@ -163,7 +163,7 @@ def remote_buffer(tensor_shape: Iterable[int], tensor_dtype: dtype_, entries: in
     Args:
         tensor_shape: shape of a slot, on each replica.
         tensor_dtype: element type.
-        entries: how many slots there are; `buffer.entries` may be set later.
+        entries: number of slots; `buffer.entries` may be set later.
 
     Raises:
         RuntimeError: if there is no current graph.

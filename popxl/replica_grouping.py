@@ -1,6 +1,7 @@
-"""Which replicas belong together: `ReplicaGrouping`, made by `ir.replica_grouping` and its sibling.
+"""Groups of replicas: `ReplicaGrouping`, made by `ir.replica_grouping` and its siblings.
 
-A grouping only describes. Variables use it to say who shares a value, collectives to say who talks to whom.
+A grouping is only a description. For variables it defines the replicas that share a value, for collectives those that
+communicate.
 """
 
 import math
@@ -44,7 +45,7 @@ class ReplicaGrouping:
 
     @property
     def stride(self) -> int:
-        """How many replicas apart neighbours within a group are; 1 where groups have one member.
+        """Distance between neighbours within a group, in replicas; 1 where groups have one member.
 
         Raises:
             NotImplementedError: if the grouping is not constant.
@@ -80,8 +81,8 @@ class ReplicaGrouping:
     def const_rg(self) -> "ReplicaGrouping":
         """The grouping itself if it is constant, else a constant one that cuts its groups into smaller ones.
 
-        The groups are cut where neighbours are further apart than the closest two, and then into the largest size
-        that fits all the pieces.
+        The groups are cut where the distance of neighbours exceeds the smallest one, and then into the largest size
+        that fits all parts.
         """
         if self.is_const:
             return self
@@ -162,9 +163,10 @@ def constant_grouping(ir: "Ir", stride: int = 1, group_size: int | None = None) 
     """Group the replicas of `ir` so that neighbours within a group are `stride` apart; see `Ir.replica_grouping`.
 
     Args:
-        ir: whose replicas to group; held weakly.
+        ir: Ir of the replicas; held weakly.
         stride: a divisor of the number of replicas. It becomes 1 where groups have one member.
-        group_size: as many as possible if `None`. `stride * group_size` must divide the number of replicas.
+        group_size: number of replicas in a group; the largest possible if `None`. `stride * group_size` must divide the
+            number of replicas.
 
     Raises:
         TypeError: if one of them is no integer.
@@ -201,9 +203,9 @@ def grouping_along(ir: "Ir", names: Sequence[str], what: str = "grouping") -> Re
     """The replicas of `ir` that differ along these axes only are together; see `Ir.grouping`.
 
     Args:
-        ir: whose replicas to group; held weakly.
+        ir: Ir of the replicas; held weakly.
         names: some of its axes.
-        what: what was called, for errors.
+        what: name of the caller, for errors.
 
     Raises:
         ValueError: if the Ir has no such axes, an axis is named twice or none is, or the number of replicas has been
@@ -226,9 +228,9 @@ def grouping_of(ir: "Ir", group: "Groups | None", what: str) -> ReplicaGrouping:
     """Resolve a grouping argument: a grouping of `ir`, axis names, or `None` for all replicas.
 
     Args:
-        ir: whose replicas are grouped.
+        ir: Ir of the replicas.
         group: the argument.
-        what: what was called, and the argument's name, for errors.
+        what: name of the caller and of the argument, for errors.
 
     Raises:
         TypeError: for anything else.
@@ -283,11 +285,11 @@ def grouping_from_assignments(ir: "Ir", assignment: list[int]) -> ReplicaGroupin
     """Group the replicas of `ir` as listed; see `Ir.replica_grouping_from_assignments`.
 
     Args:
-        ir: whose replicas to group; held weakly.
+        ir: Ir of the replicas; held weakly.
         assignment: the group of each replica, numbered from 0 in the order in which the groups appear.
 
     Returns:
-        A constant grouping where neighbours are all the same distance apart, else a non-constant one.
+        A constant grouping if the distance between neighbours is constant, else a non-constant one.
 
     Raises:
         TypeError: if it is not a list of integers.

@@ -1,4 +1,4 @@
-"""`Session`, and what belongs to it, under the names that programs import. The work is done in `runtime.session`."""
+"""`Session`, and related names, under the path that programs import. The implementation is in `runtime.session`."""
 
 from collections.abc import Mapping
 from typing import get_type_hints
@@ -33,5 +33,5 @@ d2hStreamBufferMaps = Mapping[DeviceToHostStream, np.ndarray]
 h2dStreamBufferMaps = Mapping[HostToDeviceStream, HostScalarTensor]
 StreamBufferMaps = d2hStreamBufferMaps | h2dStreamBufferMaps
 
-Session.__annotations__ = get_type_hints(Session)  # as written they mean something in their own file alone
-Session.__module__ = __name__  # in what is shown, in pickles and in the documentation
+Session.__annotations__ = get_type_hints(Session)  # their names are known in the other file only
+Session.__module__ = __name__  # for reprs, pickles and the documentation

@@ -122,8 +122,8 @@ def h2d_stream(
         shape: shape of one transfer of one replica.
         dtype: element type; feeds have to have it.
         name: name of the stream, `"h2d_stream"` by default.
-        num_host_transfers: how often one `session.run` loads from it, at most: `ir.num_host_transfers` by default. A
-            learning rate is fed once a run, where tokens are fed eight times.
+        num_host_transfers: number of loads from it in one `session.run`, at most: `ir.num_host_transfers` by default.
+            For example, a learning rate is fed once a run, and tokens are fed eight times.
 
     Raises:
         RuntimeError: if there is no current graph.
@@ -151,7 +151,7 @@ def d2h_stream(
         shape: shape of one transfer of one replica.
         dtype: element type.
         name: name of the stream, `"d2h_stream"` by default.
-        num_host_transfers: how often one `session.run` stores to it, at most: `ir.num_host_transfers` by default.
+        num_host_transfers: number of stores to it in one `session.run`, at most: `ir.num_host_transfers` by default.
 
     Raises:
         RuntimeError: if there is no current graph.

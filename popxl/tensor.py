@@ -1,4 +1,4 @@
-"""Tensors, and the functions that make them, under the names that programs import. Nothing of popxl imports this."""
+"""Tensors, and the functions that make them, under the names that programs import. No module of popxl imports this."""
 
 from popxl.core.create import constant, graph_input, graph_output, variable
 from popxl.core.remote_variables import (

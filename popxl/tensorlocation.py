@@ -1,7 +1,7 @@
-"""Where a tensor lives and what kind of work an op belongs to, as plain names.
+"""Locations of tensors, and execution contexts of ops, as plain names.
 
-Nothing here acts: memory is chosen by the functions that create variables, placement by the contexts `popxl.ipu` and
-`popxl.io_tiles`.
+They have no effect by themselves: functions that create variables choose the memory, the contexts `popxl.ipu` and
+`popxl.io_tiles` the placement.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class LocationInfo:
     Attributes:
         buffer: the buffer; `None` on the device.
         entry: the number of the slot.
-        sharded: whether each replica has one piece of the value only.
+        sharded: whether each replica has only one shard of the value.
     """
 
     buffer: RemoteBuffer | None = None

@@ -1,4 +1,4 @@
-"""For tests: a program of many replicas beside the same of one, budgets of costs, and lists of dtypes."""
+"""Test helpers: a program of many replicas compared with the same of one, budgets of costs, and lists of dtypes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Annotations that say one thing to a type checker and another to us."""
+"""Annotations with one meaning for a type checker and another at run time."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar

@@ -1,4 +1,4 @@
-"""What every function that takes host data does with it: `to_numpy`; and small helpers that programs import."""
+"""`to_numpy`, the conversion of host data in all functions that take them; and small helpers that programs import."""
 
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
@@ -34,14 +34,14 @@ def to_numpy(
     """Convert host data to a C-contiguous array, as every function that accepts host data does.
 
     Args:
-        x: a scalar, nested sequence, NumPy, JAX or torch array. A `np.memmap` is returned as it is if not `copy`, or
-            refused, because a conversion would cut it off from its file.
+        x: a scalar, nested sequence, NumPy, JAX or torch array. A `np.memmap` is returned unchanged if not `copy`; a
+            conversion, which would detach it from its file, is refused.
         dtype: the type of the result, to which values are cast without a word about those that do not fit. For a
             float8 type `x` must be a wider float, or hold float8 already. If `None`, NumPy infers it.
-        downcast: where `dtype` is `None`, narrow 64-bit integers and floats to 32 bits.
+        downcast: whether 64-bit integers and floats are narrowed to 32 bits where `dtype` is `None`.
         copy: if false, share memory with `x` where nothing needs to be converted.
-        log2_scale: for float8, scale by `2**log2_scale` before rounding (default 0).
-        nan_on_overflow: for float8, whether what is too large becomes NaN (default) or the largest number.
+        log2_scale: exponent of the scale for float8: `2**log2_scale`, applied before rounding (default 0).
+        nan_on_overflow: whether overflow of float8 becomes NaN (default) or the largest number.
 
     Returns:
         The array. It is of dtype `object` where NumPy has no better idea, and for data without elements whose type
@@ -126,7 +126,7 @@ def _check_numbers(array: NDArray[Any]) -> None:
 def narrowed(array: NDArray[Any], target: np.dtype[Any], what: str) -> NDArray[Any]:
     """Narrow a wide array to a smaller dtype of the same kind, if every number fits.
 
-    Floats are rounded, and infinities stay what they are.
+    Floats are rounded, and infinities remain infinite.
 
     Args:
         array: the array.
@@ -186,7 +186,7 @@ def table_to_string(rows: Iterable[Sequence[Any]], delimiter: str = " | ", heade
 
     Args:
         rows: the rows; cells are formatted by `str`.
-        delimiter: what to put between two cells.
+        delimiter: text between two cells.
         header: whether to draw a line below the first row, if there are more.
 
     Example:

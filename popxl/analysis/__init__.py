@@ -1,1 +1,1 @@
-"""What reads finished graphs: memory, operations, estimates, ambiguity, pictures, what has changed."""
+"""Analyses of finished graphs: memory, operations, estimates, ambiguity, pictures, changes."""

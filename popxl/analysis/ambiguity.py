@@ -1,8 +1,8 @@
-"""Which in-place changes have no defined order: what a session refuses to run.
+"""In-place changes without a defined order, which a session refuses to run.
 
 Only data flow and `popxl.in_sequence` order the ops of a graph. Where an op overwrites a tensor and another op reads
-the same storage, one of the two has to say who comes first; creation order would decide it here, but a reader of the
-program could not tell. Nothing is computed on values: only who reads what, and which elements a view shows.
+the same storage, the program has to state their order; creation order would decide it here, but a reader of the program
+could not tell. No values are computed: the check compares the storages that ops read and the elements that views show.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _check(graph: Graph) -> None:
     made_of = storages(graph.ops)
     changing = {s for op in graph.ops if _overwrites(op) for i in op.modified for s in made_of[op.inputs[i]]}
     regions = _Regions(made_of)
-    # Fragments of the program run one after the other, so users are kept apart by execution context too.
+    # Fragments of the program run one after the other, so users are grouped by execution context too.
     users: dict[object, _Users] = defaultdict(_Users)
     up_to: dict[object, int] = {}  # by id of an op and by called graph: it, and all that comes before it
     bit = 1
@@ -124,7 +124,7 @@ class _Regions:
             if op is None or self._made_of[t] == (t,):
                 numbers = np.arange(self._next, self._next + t.nelms, dtype=np.int32).reshape(t.shape)
                 self._next += t.nelms
-            else:  # a view only moves elements, so what it does to values it does to their numbers
+            else:  # a view only moves elements, so its effect on values is its effect on their numbers
                 bases = []
                 for base in op.bases:
                     bases.append((yield self._index_of(base.origin)))

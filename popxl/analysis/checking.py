@@ -1,4 +1,4 @@
-"""`check`: what a program with replicas can hardly mean, and how its replicas hold each value."""
+"""`check`: likely mistakes of a program with replicas, and the distribution of each value over replicas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check(ir: Ir) -> Report:
-    """Infer how replicas hold the values of a program, and find what it can hardly mean.
+    """Infer the distribution of a program's values over replicas, and find likely mistakes.
 
     Args:
         ir: the program. Nothing is compiled.

@@ -1,7 +1,7 @@
-"""`Communication`: what replicas and IPUs send each other in a run, read off the graphs before they are compiled.
+"""`Communication`: transfers between replicas and IPUs in a run, derived from the graphs before compilation.
 
-An op that talks to other replicas is asked what it would exchange, without any. `session.communication()` compares that
-with what was compiled.
+An op between replicas records its exchanges without performing them. `session.communication()` compares these with the
+compiled program.
 """
 
 from __future__ import annotations
@@ -40,19 +40,18 @@ class Collective(Record):
     """One exchange of an op.
 
     Attributes:
-        kind: what replicas do: `"all-reduce"`, `"reduce-scatter"`, `"all-gather"`, `"all-to-all"` or
-            `"collective-permute"`.
+        kind: `"all-reduce"`, `"reduce-scatter"`, `"all-gather"`, `"all-to-all"` or `"collective-permute"`.
         op: the type of the op.
         tensor: the tensor that the op is given: its name, or its path within the graph that makes it.
-        bytes: of one replica: what goes in, or what comes out, whichever is more.
-        stride: how far apart neighbours of a group are.
-        group_size: how many replicas a group has.
+        bytes: size on one replica: of the operand or of the result, whichever is larger.
+        stride: distance between neighbours in a group.
+        group_size: number of replicas in a group.
         groups: the same in words: the axes, where they have names.
-        turns: how often a run carries it out, at most.
-        needed: how often somebody needs the result, and no exchange of the same before it has it. What nobody needs, a
-            compiler may leave out.
-        is_added: whether its sum is only added to that of another all-reduce before it, of the same groups. A compiler
-            may add what goes in, and send that once.
+        turns: number of executions in a run, at most.
+        needed: number of executions whose result is used and not already available from an equal exchange. A compiler
+            may leave out the others.
+        is_added: whether its sum is only added to the sum of an earlier all-reduce over the same groups. A compiler may
+            add the operands, and reduce once.
         line: the line of the program: `train.py:12`.
         graph: the graph that it is in; "" for the main graph.
     """
@@ -76,7 +75,7 @@ class IpuCopy(Record):
 
     Attributes:
         tensor: the tensor, as that of a `Collective`.
-        bytes: its size, on one replica.
+        bytes: size of the tensor on one replica.
         source, destination: the IPUs; the source is `None` where the program does not say.
         turns, line, graph: as those of a `Collective`.
     """
@@ -94,9 +93,9 @@ class Communication(OnPage, Record):
     """Collectives between replicas and copies between IPUs in one run.
 
     Attributes:
-        name: whose communication it is: "Ir[id=0]".
-        replicas: how many there are.
-        collectives: what they do together, in the order of the program, graph by graph.
+        name: name of the program: "Ir[id=0]".
+        replicas: number of replicas.
+        collectives: collectives in the order of the program, graph by graph.
         copies: between the IPUs of a replica, in the same order.
 
     Example:
@@ -157,7 +156,7 @@ def communication_of(ir: Ir, recorder: type[ExchangeRecorder] | None = None) -> 
 
     Args:
         ir: the program.
-        recorder: the group that ops exchange with, where a machine carries exchanges out by others.
+        recorder: recording group for ops to exchange with, where a platform implements exchanges by other collectives.
     """
     found: list[Collective] = []
     copies: list[IpuCopy] = []

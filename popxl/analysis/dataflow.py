@@ -1,7 +1,7 @@
-"""What a run of each graph does to what it is given: on which inputs values depend, what is read, changed and reduced.
+"""Effects of a run of each graph: the inputs that values depend on; the inputs that are read, changed and reduced.
 
-Each graph is looked at once, callees first. Results are sets of bits in terms of the graph's inputs; a caller puts the
-bits of what it binds in place of those. Nothing is computed on values.
+Each graph is analysed once, callees first. Results are bit sets over the graph's inputs; a caller replaces these bits
+by the bits of the tensors that it binds. No values are computed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from popxl.core.traits import is_call, is_loop
 from popxl.graph import Graph
 from popxl.remote_buffer import RemoteBuffer
 
-# What a value can depend on besides the inputs of its graph. Bits up to `INPUTS` are for what replicas do not share.
+# Dependencies of a value besides the inputs of its graph. Bits up to `INPUTS` are for values that replicas do not
+# share.
 PER_RUN = 1  # something that is not the same in the next run
 INPUTS = 64
 UNKNOWN_VALUE = PER_RUN
@@ -30,22 +31,23 @@ UNKNOWN_VALUE = PER_RUN
 class GraphEffects:
     """Effects of one graph run, in terms of graph inputs or main-graph variables.
 
-    A set of bits says what a value depends on: from `INPUTS` on, one for each of these.
+    A bit set holds the dependencies of a value: from `INPUTS` on, one bit for each element of `held`.
 
     Attributes:
-        held: what it is given, in order.
-        outputs: what each output depends on.
-        same: whose numbers the output has, only scaled, moved, converted or added up.
-        contents: what the content of each of `held` depends on afterwards.
-        copied: whose numbers it has then.
+        held: inputs and variables of the graph, in order.
+        outputs: dependencies of each output.
+        same: sources of each output's numbers, if they are only scaled, moved, converted or added up.
+        contents: dependencies of the content of each of `held` after the run.
+        copied: sources of that content's numbers, as for `same`.
         writers: the op that changed it last; of a called graph, if that changed it.
-        read: those whose first content is read otherwise than to be changed in place, or to leave the program.
-        reduced: those that replicas combine, as they are.
-        masks: ops that drop elements, and what their seed depends on.
-        lost: inputs that are changed for nobody, with the op.
+        read: elements of `held` whose first content is read for more than an in-place change or an output of the
+            program.
+        reduced: elements of `held` that replicas combine unchanged.
+        masks: ops that drop elements, with the dependencies of their seed.
+        lost: inputs whose changes have no reader, with the op.
         loaded: the outputs that were loaded from a remote buffer, by number.
-        not_stored: those that are changed for nobody, with the op.
-        not_kept: constants and what is computed that are changed for nobody, with the op.
+        not_stored: loaded slots whose changes have no reader, with the op.
+        not_kept: constants and computed values whose changes have no reader, with the op.
     """
 
     graph: Graph
@@ -92,8 +94,8 @@ class EffectsPass:
 
     Args:
         graph: the graph.
-        held: what it is given.
-        runs: what is known of the graphs that it calls.
+        held: inputs and variables of the graph.
+        runs: effects of the graphs that it calls.
     """
 
     def __init__(self, graph: Graph, held: Sequence[Tensor], runs: dict[Graph, GraphEffects]) -> None:
@@ -102,7 +104,7 @@ class EffectsPass:
         self.made_of = storages(graph.ops)
         self.number = {t: i for i, t in enumerate(held)}
         self.content: dict[Tensor, int] = {t: 1 << (INPUTS + i) for t, i in self.number.items()}
-        self.same = dict(self.content) if graph.ir.replication_factor > 1 else {}  # it is asked about replicas only
+        self.same = dict(self.content) if graph.ir.replication_factor > 1 else {}  # for programs with replicas
         self.writer: dict[Tensor, Op] = {}
         self.last: dict[Tensor, tuple[Op, bool]] = {}  # the op that touched a storage last, and whether it changed it
         self.loaded: dict[Tensor, None] = {}  # copies of slots of remote buffers
@@ -170,7 +172,7 @@ class EffectsPass:
     def plain(self, op: Op) -> None:
         """Process an op without called graphs."""
         kind = op.kind
-        if kind.view is not None:  # a view is made when somebody looks through it
+        if kind.view is not None:  # a view is made when a reader looks through it
             return
         self.touches(op, op.modified)
         forgets = kind.overwrites is not None and kind.overwrites.forgets(op.attributes)
@@ -280,7 +282,7 @@ class EffectsPass:
     def unused_updates(self) -> Iterator[tuple[Op, Tensor]]:
         """Constants and local values whose last update in this graph goes unread.
 
-        Not where graphs are called that do so: they may keep what only they need, such as the number of a slot.
+        Excludes graphs called elsewhere that do so: they may keep a value for themselves, such as the number of a slot.
         """
         if self.run.graph.gradient_of is not None:
             return

@@ -1,4 +1,4 @@
-"""Graphs as Graphviz files: what `Ir.dot_checkpoint` writes."""
+"""Graphviz files of graphs, as `Ir.dot_checkpoint` writes them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def write_checkpoint(ir: Ir, check: str, save_dir: Path | str | None = None, exp
     """Write one file per graph of the Ir if the checkpoint is active.
 
     Args:
-        ir: what to write.
+        ir: program to write.
         check: name of the checkpoint.
         save_dir: folder for this and later dumps of the Ir.
-        explicit: the user asked for this checkpoint. If nothing says which are active, all of them become so.
+        explicit: whether the user asked for this checkpoint. If no option says which are active, all become active.
     """
     if explicit and "POPART_DOT_CHECKS" not in os.environ and not ir.options.dotChecks:
         ir.options.dotChecks = {"ALL"}

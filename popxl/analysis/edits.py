@@ -1,4 +1,4 @@
-"""What has changed in a program since something was made of it: a session, or a function of JAX."""
+"""Changes of a program since a session, or a JAX function, was made from it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ _PARTS = {
 class Snapshot:
     """The reachable graphs of a program at one moment.
 
-    `Ir.edits` counts changes, so that nobody has to look for them again and again; also those that come to nothing.
+    `Ir.edits` counts changes, so that an unchanged program is not compared again; it also counts changes without
+    effect.
 
     Args:
-        graph: the graph. For the main graph, what sessions run, settings and remote buffers count too.
+        graph: graph to observe. For the main graph, everything that sessions run, settings and remote buffers count
+            too.
 
     Attributes:
         graphs: the graphs that are run, the graph first.
@@ -50,10 +52,10 @@ class Snapshot:
         self._settings = {} if self._ir is None else _settings(self._ir)
 
     def changes(self, outputs: bool = True) -> list[str]:
-        """What is different now, in a few words each; nothing, if the graph runs the same as then.
+        """Short descriptions of the differences; empty if the graph runs the same as at the time of the snapshot.
 
         Args:
-            outputs: whether that graphs return more than before counts.
+            outputs: whether additional outputs of graphs count as a change.
         """
         pairs = zip(self.graphs, self._contents, strict=True)
         found = [text for graph, before in pairs for text in before.changes(graph, outputs)]

@@ -1,9 +1,9 @@
-"""What a program would cost on IPUs: an estimate from the published figures of the hardware. Nothing is run.
+"""Estimated cost of a program on IPUs, from the published figures of the hardware. Nothing is run.
 
 Each op is a step, as on the hardware, where all tiles of an IPU first exchange data and then compute (bulk synchronous
-parallel). How long it takes at least follows from four numbers of the op: its operations, the bytes that it reads and
-writes, those that have to move between tiles, and those that come from outside. The steps are added up. What the
-figures do not say is left out: code, vertex state, imbalance between tiles, rearrangements within an op, the time of a
+parallel). A lower bound of its time follows from four numbers of the op: its operations, the bytes that it reads and
+writes, the bytes that move between tiles, and the bytes that come from outside. The steps are added up. Costs without
+published figures are left out: code, vertex state, imbalance between tiles, rearrangements within an op,
 synchronisation. So real programs need more memory and more time; the numbers are for comparing parts of a program.
 
 Sources of the figures:
@@ -40,8 +40,8 @@ class Hardware:
     """Published figures of an IPU.
 
     Attributes:
-        name: what it is called.
-        tiles: how many there are; each has a core and memory of its own.
+        name: name of the IPU.
+        tiles: number of tiles; each has a core and memory of its own.
         clock: cycles a second.
         tile_memory: bytes, on each tile.
         products_16, products_32: operations of a tile in a cycle, in products of matrices of float16 and of float32.
@@ -85,10 +85,11 @@ class OpEstimate(Record):
     Attributes:
         op: the type.
         graph: the name of the graph; that of the main graph is empty.
-        count: how many of them one run of the program carries out, at most.
-        flops: their operations.
-        cycles: how long they take on their IPU.
-        bound: what most of that is spent on: "compute", "memory", "exchange", "links", "host" or "streaming memory".
+        count: number of executions in one run of the program, at most.
+        flops: operations of all of them.
+        cycles: cycles of all of them on their IPU.
+        bound: resource that takes most of the time: "compute", "memory", "exchange", "links", "host" or "streaming
+            memory".
     """
 
     op: str
@@ -103,13 +104,13 @@ class IpuEstimate(Record):
     """Cost of one IPU per program run.
 
     Attributes:
-        ipu: its number.
-        cycles: for all that is on it, one op after the other.
+        ipu: number of the IPU.
+        cycles: cycles of all its ops, one after the other.
         seconds: the same as a time.
         variables, constants: bytes that are there all the time.
         temporaries: bytes of all other values, counted op by op, at their highest.
         memory: bytes in all.
-        share: of the memory that the IPU has; above 1 the program does not fit.
+        share: ratio to the memory of the IPU; above 1 the program does not fit.
     """
 
     ipu: int
@@ -126,11 +127,11 @@ class Estimate(OnPage, Record):
     """Estimated cost of a program on IPUs, based on published figures, without measurement.
 
     Attributes:
-        hardware: which IPU.
-        ipus: for each IPU of a replica.
+        hardware: name of the IPU.
+        ipus: estimates for each IPU of a replica.
         ops: the ops, by type and graph, the longest first.
-        cycles: of the IPU that takes longest: IPUs of a pipeline work at the same time, once it is full.
-        fits: whether the memory of every IPU is enough.
+        cycles: cycles of the slowest IPU: IPUs of a pipeline work at the same time, once it is full.
+        fits: whether the program fits the memory of every IPU.
 
     Example:
         >>> session = popxl.Session(ir, "ipu_model")
@@ -195,7 +196,7 @@ def estimate_of(ir: Ir, hardware: Hardware = GC200) -> Estimate:
 
     Args:
         ir: the program.
-        hardware: which IPU: `GC200` or `BOW`, or figures of your own.
+        hardware: IPU: `GC200` or `BOW`, or figures of your own.
 
     Example:
         >>> ir = popxl.Ir()

@@ -1,7 +1,8 @@
-"""Floating point operations: how many an op makes, counted in the trace of its JAX function.
+"""Floating point operations of an op, counted in the trace of its JAX function.
 
-An op of a user is counted like any other, and so is the gradient that JAX derives of an op. Nothing is compiled, and no
-device is started. What moves data to and from streams, remote buffers and other replicas has bytes instead: `moved`.
+A user's op is counted like any other, and so is the gradient that JAX derives from an op. Nothing is compiled, and no
+device is started. Ops that move data to and from streams, remote buffers and other replicas have bytes instead:
+`moved`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ class Flops(NamedTuple):
     """Operations of an op.
 
     Attributes:
-        products: in matrix products and convolutions, the sum of two numbers and their product being two.
-        others: one for each element that is computed, or that is reduced: a sum, an exponential. Of complex numbers
-            two, one for each part, and six for a product; 5 n log₂ n for a Fourier transform of n numbers.
+        products: operations in matrix products and convolutions; a multiplication and an addition count as two.
+        others: one for each element that is computed or reduced: a sum, an exponential. Complex numbers count two, one
+            for each part, and six for a product; a Fourier transform of n numbers counts 5 n log₂ n.
     """
 
     products: int = 0
@@ -104,7 +105,7 @@ def _of_equation(equation: Any) -> Flops:
     if name == "fft":
         return Flops(others=_of_fourier(equation))
     inner = traces_in(equation)
-    if name == "cond" and parameters.get("branches_platforms"):  # one thing in several forms, the plain last
+    if name == "cond" and parameters.get("branches_platforms"):  # alternatives for platforms, the plain one last
         return _trace_flops(inner[-1])
     if name == "cond":
         return max(map(_trace_flops, inner), key=lambda flops: flops.total)

@@ -1,4 +1,4 @@
-"""The inference of how replicas hold values: one pass over the ops of each graph, for what it is given."""
+"""Inference of replication types: one pass over the ops of each graph, for the types of its inputs and variables."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class TypeInference:
         self.fed = self.feeds(collectives, [t for v, t in zip(variables, first, strict=True) if v in changed])
         self.findings.divided = [i for i, along in enumerate(self.fed) if along == SAME]
         outcome = _GraphInference(self, main, held, first).outcome
-        repeated: set[int] = set()  # axes along which some variable gets what was summed though it was the same
+        repeated: set[int] = set()  # axes along which an operand that is the same on all replicas was summed
         report.types |= dict(zip(variables, first, strict=True))
         for v, was, after, change in zip(variables, first, outcome.contents, outcome.changes, strict=True):
             if after != was:
@@ -116,7 +116,7 @@ class TypeInference:
         ]
 
     def feeds(self, collectives: Sequence[Op], learned: Sequence[ReplicaType]) -> ReplicaType:
-        """The type of what the host feeds: own data, but for axes along which some op needs the same.
+        """The type of the host's feeds: varying, except along axes for which some op needs equal feeds.
 
         So does a sum of more than single numbers along an axis where replicas share no weight, if they do so along
         another: that is how layers are divided.
@@ -420,8 +420,8 @@ def _repeated_axes(type_: ReplicaType) -> tuple[int, ...]:
 
 @lru_cache(256)
 def _diverged_axes(was: ReplicaType, after: ReplicaType) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The axes along which a variable is not any more what it was declared as: those where nothing was reduced, and
-    the others. None, if something is not known."""
+    """The axes along which a variable has lost its declared type: those without a reduction, and the others. None, if a
+    type is unknown."""
     if any(kind is UNKNOWN for kind, _ in after):
         return (), ()
     found = [

@@ -1,8 +1,8 @@
-"""What a finished program does that it can hardly mean: updates that are lost, masks that stay, replicas that part.
+"""Likely mistakes in a finished program: lost updates, unchanging masks, diverging replicas.
 
-Each graph is looked at once, callees first. What running it does is noted in terms of its inputs: which inputs, and
-what else, an output depends on, as a set of bits. A caller puts the bits of what it binds in place of those of the
-inputs. Nothing is computed on values, so where it cannot be known whether a program is right, it counts as right.
+Each graph is analysed once, callees first. Effects of a run are expressed in terms of the graph's inputs: the
+dependencies of an output, as a bit set. A caller replaces the bits of these inputs by the bits of the tensors that it
+binds. No values are computed, so a program that cannot be judged counts as right.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 def run_lints(main: Graph) -> None:
     """Warn about program lines that are probably mistakes. Needs a few passes over the ops.
 
-    Whoever means it switches the warning off: see `popxl.errors.PopxlWarning`.
+    If the program means it, `popxl.errors.PopxlWarning` says how to switch the warning off.
     """
     program = _Program(main)
     told: _Reported = defaultdict(dict)
@@ -60,7 +60,7 @@ def run_lints(main: Graph) -> None:
         for v, op, along in program.drifting(report, report.diverged):
             told[_drifting(along), op.source][f"`{v.name}`"] = None
         for each in report.findings:
-            if each.certain:  # which says what is contradicted
+            if each.certain:  # which names the contradiction
                 text = each.message.replace("{", "{{").replace("}", "}}").removesuffix(".")
                 told[Lint(ContradictedStatementWarning, f"{text} ({{line}})."), each.op.source][""] = None
     for found_in, doubt in _misplaced(main):
@@ -180,7 +180,7 @@ _OPERATOR = re.compile(r"(?:\*\*|[-*/@%&|])=(?!=)")
 
 def _named_anew(graph: Graph) -> Iterator[Op]:
     """Unread results of `x -= y` and similar ops, which create a new `x`."""
-    if graph.gradient_of is not None:  # its ops are told by lines of the forward graph
+    if graph.gradient_of is not None:  # its ops are identified by lines of the forward graph
         return
     read = {*graph.outputs}.union(*(op.inputs for op in graph.ops))
     for op in graph.ops:
@@ -194,21 +194,21 @@ class _Program:
 
     def __init__(self, main: Graph) -> None:
         self.main = main
-        # Of a value in a remote buffer, or in pieces, it is not known what it is.
+        # The content of a value in a remote buffer, or of a sharded one, is unknown.
         self.variables = [v for v in main.variables if v.piece is None and not v.location_info.isRemote()]
         self.runs: dict[Graph, GraphEffects] = {}
         for graph in callees_first(main):
             held = self.variables if graph is main else graph.inputs
             self.runs[graph] = EffectsPass(graph, held, self.runs).run
         self.run = self.runs[main]
-        # What variables are before a run.
+        # Content of variables before a run.
         self.first = [0 if writer is None else PER_RUN for writer in self.run.writers]
 
     def repeated(self) -> Iterator[Op]:
         """Dropout ops that repeat their mask in every run of a stateful program."""
         if any(self.run.writers):
             for op, seed in sorted(self.run.masks, key=lambda mask: mask[0].id):
-                again = op.graph.gradient_of is not None  # draws what was drawn
+                again = op.graph.gradient_of is not None  # recomputation draws the same numbers
                 if not again and not bind_inputs(seed, self.first) & PER_RUN:
                     yield op
 
@@ -218,7 +218,7 @@ class _Program:
         """Variables that drift apart on replicas sharing them, with the last op to change each, and the axes.
 
         Not those whose numbers are reduced, such as sums over micro-batches, nor those that nothing reads before they
-        are written, nor means over micro-batches, which begin anew in each run.
+        are written, and means over micro-batches, which start afresh in each run.
 
         Args:
             report: the types of the program.

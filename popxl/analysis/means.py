@@ -1,4 +1,4 @@
-"""Means over what one replica has, which are told from sums: their mean over replicas is that of all."""
+"""Means over the data of one replica, as opposed to sums: their mean over replicas is the mean of all data."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`Memory`: what a program needs, read off its graphs before anything is compiled; in a report, what XLA says.
+"""`Memory`: the memory of a program, derived from its graphs before compilation; in a report, as XLA counts it.
 
-Counting goes op by op in the order of the schedule: a value is there from the op that makes it to the last one that
-uses it, and an op has its operands and its results at once. XLA fuses ops and lays values over each other, so a
-compiled program needs less, as a rule; `session.memory()` says how much.
+Ops are counted in the order of the schedule: a value is live from the op that makes it to the last one that uses it,
+and an op's operands and results are live at the same time. XLA fuses ops and reuses buffers, so a compiled program
+usually needs less; `session.memory()` returns that figure.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Moment(Record):
     """One program step, with the bytes in use during it.
 
     Attributes:
-        name: what the step does.
-        held: of values that steps before it have made, and that it or later ones use.
-        inside: of what the step makes, and what it needs on the way.
+        name: name of the step.
+        held: bytes of values from earlier steps that this step or later ones use.
+        inside: bytes of the step's results and temporaries.
     """
 
     name: str
@@ -48,8 +48,8 @@ class LiveTensor(Record):
     """A value that is held between steps.
 
     Attributes:
-        name: its name, with its dtype and shape.
-        bytes: how many it needs.
+        name: name of the tensor, with its dtype and shape.
+        bytes: size in bytes.
         first, last: numbers of the step that makes it, and of the last one that it is held for; see `Memory.moments`.
     """
 
@@ -63,15 +63,15 @@ class DeviceMemory(Record):
     """Memory content of one device, in bytes.
 
     Attributes:
-        name: which device.
-        variables: those that the program uses.
+        name: name of the device.
+        variables: bytes of the variables that the program uses.
         buffers: remote buffers that are in the memory of the device.
-        arguments: what goes in: all transfers of the input streams of one run.
-        outputs: what comes out: all transfers of the output streams of one run.
-        constants: those of the graphs.
+        arguments: bytes of all transfers of the input streams in one run.
+        outputs: bytes of all transfers of the output streams in one run.
+        constants: bytes of the constants of graphs.
         temporaries: all else, at its highest.
         code: the machine code; `None` if it is not known: before compiling, and on CPUs, of which XLA does not say it.
-        device: what is needed in all, at most.
+        device: total bytes, at most.
     """
 
     name: str
@@ -100,13 +100,13 @@ class Memory(OnPage, DeviceMemory):
     """Memory requirement of a program over time, in bytes, for the device with the highest need.
 
     Attributes:
-        name: whose memory it is: "Ir[id=0], each replica".
-        source: where `temporaries` comes from: "graph", counted op by op; "pieces" and "program", what XLA says of each
-            piece of a plan, or of the one program; "schedule", the same of a JAX function, whose steps are kernels.
+        name: name of the program, and of the device: "Ir[id=0], each replica".
+        source: origin of `temporaries`: "graph", counted op by op; "pieces" and "program", reported by XLA for each
+            segment of a plan, or for the whole program; "schedule", counted over the kernels of a JAX function.
         devices: the devices, if they are known.
         buffers_on_host: remote buffers that are in the host's memory.
-        variables_on_host: the host copies of the variables, and what the variables of remote buffers begin with.
-        temporaries_on_host: what XLA says that executables need there on the way.
+        variables_on_host: bytes of the host copies of the variables, and of the initial values of remote variables.
+        temporaries_on_host: bytes of temporaries in host memory, as XLA reports them.
         host: all that is needed of the host's memory.
         moments: the steps. In one program they are those of its graphs, whatever XLA says.
         tensors: the values that are held between steps.
@@ -261,7 +261,7 @@ def moments_of(main: Graph, size: Callable[[Tensor], int] = size) -> tuple[tuple
 
     Args:
         main: the graph.
-        size: what counts of a tensor.
+        size: function that returns the bytes of a tensor that count.
     """
     found = steps_of(main, size)
     return tuple(found.moments), tuple(found.tensors)
@@ -272,8 +272,8 @@ def steps_of(main: Graph, size: Callable[[Tensor], int] = size, each_call: bool 
 
     Args:
         main: the graph.
-        size: what counts of a tensor.
-        each_call: whether every call of a graph is replaced by the steps of that graph, not only a single one.
+        size: function that returns the bytes of a tensor that count.
+        each_call: whether to expand every call of a graph into the steps of that graph, or only single calls.
     """
     calls: Counter[Graph] = Counter()
     graphs = callees_first(main)
@@ -292,7 +292,7 @@ class EnteredCall:
 
     Attributes:
         op: the op.
-        first, last: the first and the last of these steps.
+        first, last: numbers of the first and the last of these steps.
         inputs_until: the last one that uses each input of the graph, counted from the first.
     """
 
@@ -310,7 +310,7 @@ class Steps:
         moments: the steps.
         ops: the op of each step.
         tensors: the values that are live between steps.
-        values: the tensor of each of these.
+        values: tensor of each of `tensors`.
         calls: ops that are replaced by the steps of the graph that they call, callers before callees.
         inputs_until: the last step that uses each input of the graph.
     """
@@ -350,7 +350,7 @@ class Steps:
 def _steps(graph: Graph, of: dict[Graph, Steps], entered: set[Graph], size: Callable[[Tensor], int]) -> Steps:
     """Compute the steps of a graph from the steps of its callees."""
     made_of = storages(graph.ops)
-    ops = [op for op in graph.ops if op.kind.view is None]  # a view is made when somebody looks through it
+    ops = [op for op in graph.ops if op.kind.view is None]  # a view is made when a reader looks through it
 
     def bases(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         return (s for t in tensors for s in made_of.get(t, (t,)))
@@ -362,7 +362,7 @@ def _steps(graph: Graph, of: dict[Graph, Steps], entered: set[Graph], size: Call
     ends: list[int] = []
     found = Steps()
     for i, op in enumerate(ops):
-        undefined = op.attributes.get("init_type") == "undef"  # room for what the next op loads: nothing is made of it
+        undefined = op.attributes.get("init_type") == "undef"  # allocation for the next load, not computed
         made = [t for t in op.outputs if made_of.get(t, (t,)) == (t,) and not undefined]
         called = op.called_graphs
         if len(called) == 1 and called[0] in entered:

@@ -1,6 +1,6 @@
-"""`Mesh`: the axes along which the replicas of a program are told apart, read off its groupings.
+"""`Mesh`: the axes that distinguish the replicas of a program, derived from its groupings.
 
-A program names its axes, or groups replicas by strides. Where all groups are made of the same dimensions, these are the
+A program names its axes, or groups replicas by strides. If all groups consist of the same dimensions, these are the
 axes, and each group extends along some of them.
 """
 
@@ -25,9 +25,9 @@ class Mesh:
     """Axes of replicas, the first one the outermost. All have two replicas or more.
 
     Attributes:
-        names: their names; those of the Ir, where it has some.
-        strides: how far apart neighbours are along each.
-        sizes: how many replicas there are along each.
+        names: names of the axes; those of the Ir, where it has some.
+        strides: distance between neighbours along each axis.
+        sizes: number of replicas along each axis.
     """
 
     names: tuple[str, ...]

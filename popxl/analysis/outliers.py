@@ -1,7 +1,7 @@
-"""What one part of a program does otherwise than the rest: a gradient that is a sum where the others are means, a loss
-that is reduced along fewer axes than the gradients, replicas that begin differently and are changed alike.
+"""Inconsistencies within a program: one gradient that is a sum where the others are means, a loss that is reduced along
+fewer axes than the gradients, replicas that start differently and are changed alike.
 
-None of these is wrong on any reading, so only `check` reports them, and a session does not warn.
+None of these is certain to be wrong, so only `check` reports them, and a session does not warn.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Reduced:
 
     Attributes:
         by: the reductions, in their order.
-        factor: what it was multiplied with since, if that is a constant.
+        factor: constant factor since the reduction; unknown otherwise.
         scaled: the op that did so last.
         scalars: other single numbers that it was multiplied with or divided by.
     """
@@ -51,12 +51,12 @@ class _Update:
     """Variable update by a reduced value.
 
     Attributes:
-        op: what makes the change.
+        op: op that makes the change.
         of: the variable, or the input of a graph.
-        how: what it was changed by.
+        how: reductions of the value that the variable is changed by.
         axes: positions of the axes along which replicas had values of their own before.
-        scale: what one replica's value counts for.
-        count: how many replicas there are along these axes.
+        scale: weight of one replica's value.
+        count: number of replicas along these axes.
     """
 
     op: Op
@@ -176,7 +176,7 @@ def _outlying_updates(mesh: Mesh, updates: Sequence[_Update]) -> Iterator[Findin
         for each in some:
             by_scale[f"{each.scale:.5g}"].append(each)
         most = max(by_scale.values(), key=len)
-        of_one = len({each.of for each in some}) == 1  # who changes a variable in two ways cannot mean both
+        of_one = len({each.of for each in some}) == 1  # a variable with two updates cannot mean both
         if len(some) == 2 and len(by_scale) == 2 and not of_one:
             yield from _two_ways(mesh, *some)
             continue

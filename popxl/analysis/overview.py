@@ -1,4 +1,4 @@
-"""`overview_of`: what a training step keeps, recomputes, moves and sends, in one picture, before it is compiled."""
+"""`overview_of`: activations, recomputation, transfers and communication of a training step, before compilation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which IPUs read the tensors of a graph, and which updates of variables are made on another one."""
+"""IPUs that read the tensors of a graph, and updates of variables that run on another IPU."""
 
 from __future__ import annotations
 

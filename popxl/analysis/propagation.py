@@ -1,8 +1,8 @@
-"""What a function of JAX makes of values that replicas hold in pieces, or as terms of a sum: asked of its jaxpr.
+"""Propagation of sharded and partial values through JAX functions, by the equations of their jaxprs.
 
-So no op needs to say whether it is linear, or what it contracts. The values are followed along one axis of replicas,
-from equation to equation: a primitive is linear in an operand, moves its dimensions, or sums over some of them. What is
-not known of a primitive leaves pieces along an unknown dimension.
+So ops need not declare that they are linear, or the dimensions that they contract. Values are followed along one axis
+of replicas, from equation to equation: a primitive is linear in an operand, moves its dimensions, or sums over some of
+them. Unknown primitives leave shards along an unknown dimension.
 """
 
 from __future__ import annotations
@@ -72,10 +72,11 @@ def propagate(jaxpr: Any, given: Sequence[AxisType]) -> Propagated:
 
     Args:
         jaxpr: the function.
-        given: for each operand.
+        given: type of each operand.
 
     Returns:
-        For each result; and what is done to terms of a sum that their sum does not survive.
+        The type of each result; and the operation, if any, that is applied to terms of a sum and does not commute with
+        it.
 
     Example:
         >>> jaxpr = jax.make_jaxpr(jnp.matmul)(np.ones((3, 4)), np.ones((4, 5))).jaxpr
@@ -184,7 +185,7 @@ def _equation_type(equation: Any, operands: Sequence[AxisType], flaws: Flaws) ->
         return _kept_dimensions(whole, [i for i in range(equation.invars[0].aval.ndim) if i not in gone])
     if name.startswith(("reduce_", "arg", "sort", "top_k", "cum")):
         return _SHARDS
-    shape = equation.outvars[0].aval.shape  # what is smaller is broadcast, and leaves pieces where they are
+    shape = equation.outvars[0].aval.shape  # smaller operands are broadcast, and leave shards where they are
     cut = {
         along
         for v, along in zip(equation.invars, operands, strict=True)
@@ -293,4 +294,4 @@ def _reshaped(along: AxisType, before: tuple[int, ...], after: tuple[int, ...]) 
         for i, size in enumerate(after)
         if starts[i] <= start < end <= starts[i + 1] or (starts[i] == start and before[d] % size == 0)
     ]
-    return (SHARDED, found[0]) if len(found) == 1 else _SHARDS  # one of size 1 may be what is divided
+    return (SHARDED, found[0]) if len(found) == 1 else _SHARDS  # the sharded dimension may be one of size 1

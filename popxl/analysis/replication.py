@@ -1,11 +1,10 @@
-"""What replicas have in common: for each value of a program, along each axis of its mesh, how replicas hold it.
+"""Replication types: the distribution of each value of a program over replicas, along each axis of its mesh.
 
 A value is *replicated* along an axis if it is the same on all replicas that differ along it only; *sharded* if they
-have pieces of one value, or what was made of such pieces; *partial* if the sum of what they have is the value; and
-*varying* if each has its own. These are inferred by one pass over the ops, callees at their calls, each graph once for
-what it is given. What an op does to them follows from its operands, except for contractions and ops between replicas,
-whose traits say it. Nothing is computed on values: where it is not known what an op makes, it is *unknown*, and nothing
-is found there.
+have shards of one value, or results computed from shards; *partial* if the value is the sum over replicas; and
+*varying* if each has its own. One pass over the ops infers them, callees at their calls, each graph once for each tuple
+of input types. The effect of an op follows from its operands, except for contractions and ops between replicas, whose
+traits declare it. No values are computed: the result of an op with an unknown effect is *unknown*, and has no findings.
 """
 
 from __future__ import annotations
@@ -29,15 +28,16 @@ if TYPE_CHECKING:
 
 
 class Replication(IntEnum):
-    """How replicas hold a value along an axis. What is made of two values is the larger of theirs, in general.
+    """Distribution of a value over replicas along an axis. A result of two values usually has the larger of their
+    types.
 
     Attributes:
         GIVEN: the same on all, by the text of the program: constants, and single numbers that the host feeds.
         REPLICATED: the same on all.
-        SHARDED: pieces of one value, or what was made of them.
+        SHARDED: shards of one value, or results computed from them.
         PARTIAL: terms of a sum, which is the value.
         VARYING: each has its own.
-        UNKNOWN: what an op does is not known.
+        UNKNOWN: result of an op with an unknown effect.
     """
 
     __hash__ = int.__hash__  # which is not that of enumerations in Python
@@ -82,12 +82,12 @@ class Finding:
     """Something that a program can hardly mean.
 
     Attributes:
-        category: in short what it is, such as `"repeated reduction"`.
-        certain: whether numbers are wrong on any reading of the program.
+        category: short name of the mistake, such as `"repeated reduction"`.
+        certain: whether numbers are certain to be wrong.
         op: the op that does it.
         tensor: the path of the tensor that it is about.
         axes: the names of the axes.
-        message: what is wrong, and what to write.
+        message: the mistake, and its remedy.
     """
 
     category: str
@@ -115,22 +115,21 @@ def finding(mesh: Mesh, category: str, op: Op, t: Tensor, axes: Iterable[int], m
 
 @dataclass(eq=False)
 class Report:
-    """The types of a program's values, and what was found.
+    """The types of a program's values, and the findings.
 
     Attributes:
         mesh: the axes; `None` if the groups of the program do not form a mesh, so that nothing could be typed.
-        findings: what the program can hardly mean, in the order of its lines.
-        notes: what may well be meant, but is easily taken for something else.
+        findings: likely mistakes, in the order of the program's lines.
+        notes: valid programs that are easily misread.
         untyped: why values are unknown: the ops that make them, with the reason.
-        graphs: for each graph, the types of what it is given, for each way in which it is called.
-        types: for each tensor, its type: what it may be in any call.
-        diverged: variables that replicas share, or have in pieces, and that a run leaves different, with the positions
-            of the axes.
+        graphs: for each graph, types of its inputs and variables, for each combination with which it is called.
+        types: type of each tensor, over all calls.
+        diverged: shared or sharded variables that differ between replicas after a run, with the positions of the axes.
         maybe_diverged: the same, where something was reduced along these axes before they were changed.
         reduced_updates: variables that replicas have of their own, and that all change by the same reduced values; with
             the op, and the positions of the axes.
-        reductions: for each reduction, the type of what it takes.
-        fed: the type of what the host feeds; empty if it feeds single numbers only.
+        reductions: type of the operand of each reduction.
+        fed: type of the host's feeds; empty if it feeds single numbers only.
         index: for each graph of the program, its ops by their traits.
     """
 

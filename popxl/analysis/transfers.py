@@ -1,4 +1,4 @@
-"""How often a program loads from its streams and stores to them in one run, and what of its host arrays it leaves."""
+"""Numbers of stream transfers that a program makes in one run, and the part of its host arrays that it does not use."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def unread_streams(main: Graph) -> set[Stream]:
 def warn_of_unused_transfers(ir: Ir) -> None:
     """Warn about array rows that a run never writes or never reads.
 
-    It is told at the line that uses the stream first.
+    The warning names the first line that uses the stream.
 
     Host arrays have room for the transfers of the stream that has most. So a stream that is loaded from less often than
     others is fed with more than it needs, and nothing is wrong; but where nothing is stored, zeros look like results.

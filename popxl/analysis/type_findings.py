@@ -1,4 +1,4 @@
-"""What types contradict, with a text for each: reductions of shards, functions of terms of a sum, statements."""
+"""Contradictions between replication types, with messages: reductions of shards, functions of partial sums."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TypeFindings:
     """The findings of an inference, each category once for an op.
 
     Args:
-        report: what gets updates by reduced values.
+        report: report whose updates by reduced values are recorded.
         mesh: the axes.
     """
 

@@ -1,4 +1,4 @@
-"""One thing that is taken for another: seeds of dropouts, batches, pieces of before an update, transposed weights."""
+"""Values that are easily confused: seeds of dropouts, batches, shards from before an update, transposed weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def seed_lints(mesh: Mesh, report: Report, of_data: Set[int], fed_alike: Set[int
 
     Args:
         of_data: positions of the axes along which gradients are reduced.
-        fed_alike: those along which replicas are fed the same, as the program says.
+        fed_alike: axes along which the program states that replicas have the same feeds.
     """
     for op in (op for ops in report.ops for op in ops.dropouts):
         drops = op.kind.drops
@@ -74,7 +74,7 @@ def _gathers_shards(op: Op) -> bool:
 
 
 def _stale(mesh: Mesh, graph: Graph, gathers: Set[Op]) -> Iterator[Finding]:
-    gathered: dict[Tensor, Op] = {}  # by what was gathered, and its copies
+    gathered: dict[Tensor, Op] = {}  # keyed by gathered value, and its copies
     of_pieces: dict[Tensor, list[Tensor]] = {}
     old: set[Tensor] = set()
     for op in graph.ops:

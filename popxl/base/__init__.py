@@ -1,1 +1,1 @@
-"""What knows nothing of graphs: the log, names, the user's source lines, pages and pictures, processes."""
+"""Parts that are independent of graphs: the log, names, the user's source lines, pages and pictures, processes."""

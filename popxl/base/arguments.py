@@ -12,7 +12,7 @@ def check_type(value: object, kinds: type | tuple[type, ...] | UnionType, what: 
         value: the argument.
         kinds: the types that it may have.
         what: the function and the name of the argument, as the message begins.
-        expected: what it has to be, in words.
+        expected: description of the expected value.
     """
     if not isinstance(value, kinds):
         raise TypeError(f"{what} must be {expected}; got {value!r:.200} ({type(value).__name__}).")

@@ -1,4 +1,4 @@
-"""`Array`: what functions of JAX take and return: an array, or what stands for one while JAX traces."""
+"""`Array`: type of the arguments and results of JAX functions: an array, or a tracer in its place."""
 
 from typing import Any
 

@@ -1,11 +1,11 @@
-"""Files and directories that are written whole or not at all, and checksums that are checked when they are read.
+"""Files and directories that are written completely or not at all, and checksums that are verified on reading.
 
-Whatever interrupts the writing, the old content is there or the new one. What is new is written beside its place, to a
-*draft* called `.<name>-<32 hexadecimal digits>`, brought to the disk, and renamed. Whoever writes a draft holds its
-lock, which the system lifts when the process ends, in whichever way. So a draft that nobody has locked was left by a
-process that is gone: the next writer deletes it. Where a file system knows no locks, drafts are left where they are.
+If the writing is interrupted, either the old or the new content is in place. New content is written to a *draft* in the
+same directory, called `.<name>-<32 hexadecimal digits>`, flushed to disk, and renamed. The writer of a draft holds a
+lock on it, which the system releases when the process ends, for any reason. So an unlocked draft was left by a process
+that has ended: the next writer deletes it. Where a file system has no locks, drafts are left in place.
 
-Of a directory `d` that is replaced, `.d.previous` is what it was, complete, from just before the new one takes its
+While a directory `d` is replaced, `.d.previous` is its complete old content, from just before the new one takes its
 place until just after.
 """
 
@@ -38,11 +38,11 @@ except ImportError:  # on Windows
 
 
 def replace_file(path: Path, content: bytes | Callable[[Path], object], like: str | None = None) -> None:
-    """Write a file atomically. What is no file but a pipe, say, is written to as it is.
+    """Write a file atomically. A path that is not a regular file, a pipe for example, is written to directly.
 
     Args:
         path: the file, or a symbolic link to it, which stays.
-        content: what will be in it; or writes that to a file that is there, and empty.
+        content: content of the file; or a function that writes it to an existing, empty file.
         like: pattern of the names whose abandoned drafts are deleted; by default, the name of the file.
     """
     write = (lambda draft: draft.write_bytes(content)) if isinstance(content, bytes) else content
@@ -79,8 +79,8 @@ def temporary_sibling(
     """Context with a locked draft beside a path. A remaining draft is deleted at the end.
 
     Args:
-        path: what it is to become.
-        make: makes it: a file, or a directory.
+        path: final path.
+        make: function that creates a file, or a directory.
         like: pattern of the names whose abandoned drafts are deleted before; by default, the name in `path`.
 
     Raises:
@@ -91,7 +91,7 @@ def temporary_sibling(
     clean_stale_temporaries(path.parent.glob(f".{glob.escape(path.name) if like is None else like}-{'[0-9a-f]' * 32}"))
     lock = draft = None
     try:
-        while lock is None:  # as long as somebody deletes it in the moment before it is locked
+        while lock is None:  # repeats while another process deletes the draft before it is locked
             draft = _temporary_path(path)
             make(draft)
             lock = _locked(draft, surely=False)
@@ -149,7 +149,7 @@ def _locked(path: Path, surely: bool) -> _Lock | _NoLock | None:
     """Lock a file or directory; `None` if another process holds the lock, or the path is gone.
 
     Args:
-        path: what to lock.
+        path: file or directory to lock.
         surely: `None`, too, where there are no locks. Otherwise it is then as if there was one.
     """
     if fcntl is None:
@@ -188,7 +188,7 @@ def replace_directory(directory: Path, own: Collection[str]) -> Iterator[Path]:
     Entries of the old directory that are not called one of `own` are moved to the new one.
 
     `NotADirectoryError` if `directory` is a file, `ValueError` if the process works in it: it would lose its place.
-    `FileExistsError` if another one replaces it in the same moment: what that has written is there then.
+    `FileExistsError` if another process replaces it at the same moment: that content is then in place.
     """
     if directory.exists() and not directory.is_dir():
         raise NotADirectoryError(f"`{directory}` is a file; expected a directory, or nothing.")
@@ -240,7 +240,7 @@ class ReplacedError(UnreadableFileError):
 def consistent_read(directory: Path) -> Iterator[None]:
     """Context that reads a directory consistently: all files from one moment.
 
-    `ReplacedError` at its end, or in place of what went wrong in it, if the directory is not the same any more.
+    `ReplacedError` at its end, or in place of an error raised in it, if the directory has been replaced meanwhile.
     """
     if fcntl is None:  # directories cannot be opened there
         yield
@@ -284,7 +284,7 @@ def _finish_replacement(directory: Path, own: Collection[str]) -> None:
     previous = _previous(directory)
     if not previous.exists():
         return
-    with _replacement_conflicts(directory), suppress(FileNotFoundError):  # another one has done it
+    with _replacement_conflicts(directory), suppress(FileNotFoundError):  # another process has done it
         if not directory.exists():
             previous.rename(directory)
             return
@@ -382,7 +382,7 @@ CHECKSUMS = "checksums.json"
 def write_checksums(directory: Path) -> None:
     """Write file digests of a directory to its `checksums.json`.
 
-    Of a directory in it that has digests of its own, these are taken, and what they are of is not read again.
+    For a directory in it that has digests of its own, these are copied, and its files are not read again.
     """
     done = {path.parent for path in directory.glob(f"**/*/{CHECKSUMS}")}
     files = sorted(
@@ -395,11 +395,12 @@ def write_checksums(directory: Path) -> None:
 
 
 def check_checksums(directory: Path, files: Callable[[str], bool]) -> None:
-    """Compare files with the digests in `checksums.json`. Without that, nothing is compared: others have written them.
+    """Compare files with the digests in `checksums.json`. Without that file, which other writers omit, nothing is
+    compared.
 
     Args:
-        directory: where they are.
-        files: which files to look at, by the names in `checksums.json`. A file may be missing, or be one of others.
+        directory: directory of the files.
+        files: filter of the names in `checksums.json`. A file may be missing, or unlisted.
 
     Raises:
         UnreadableFileError: if one differs.

@@ -1,4 +1,4 @@
-"""What a program leaves open: values among which `popxl tune` finds the fastest that fits a machine."""
+"""Choices that a program leaves open: `popxl tune` finds the values that are fastest and fit a machine."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Choices:
     """Open choices of a program, with their selected values.
 
     Attributes:
-        taken: by name, the value that the program gets; of names that are not there, what the environment says, or
-            the first option.
-        options: by name, what the program could choose from; known as the program asks.
+        taken: values that the program gets, by name; for other names, the value from the environment, or the first
+            option.
+        options: options of each choice, by name; known once the program asks.
         work: the names of choices that say how much a run does.
-        fixed: by name, what the environment has said.
+        fixed: values from the environment, by name.
     """
 
     taken: Mapping[str, Any] = field(default_factory=dict)
@@ -45,7 +45,7 @@ _asked: dict[str, tuple[Any, ...]] = {}
 
 
 def choice(name: str, options: Sequence[T], is_work: bool = False) -> T:
-    """A value that a program leaves open: the first of `options`, unless somebody chooses another one.
+    """Declare a choice that a tool may make: by default the first of `options`.
 
     ``popxl tune FILE.py --target "tpu v5e:4x4"`` compiles the program with each combination of its choices. It says
     which fit the machine, and which of these is the fastest by the estimate. The environment variable `POPXL_CHOICES`
@@ -55,15 +55,15 @@ def choice(name: str, options: Sequence[T], is_work: bool = False) -> T:
     has choices.
 
     Args:
-        name: what it is called; one name has the same options everywhere in a program.
-        options: the values, the preferred one first. They, and whether there is this choice, may depend on others that
-            were made before.
-        is_work: whether a run does as much more as the value is larger, such as a number of samples. Estimates are then
-            compared by the time for one. Leave it out for what divides the same work in another way.
+        name: name of the choice; one name has the same options everywhere in a program.
+        options: values, the preferred one first. They, and the existence of the choice, may depend on choices made
+            before.
+        is_work: whether the work of a run grows with the value, such as a number of samples. Estimates are then divided
+            by the value. Leave it out for values that divide the same work in another way.
 
     Raises:
-        ValueError: for a name that is not an identifier, no options, options that read the same, other options than the
-            name had before, or if the environment chooses what is no option.
+        ValueError: for a name that is not an identifier, no options, options with equal text, options that differ from
+            an earlier use of the name, or if the environment chooses a value that is not an option.
 
     Example:
         >>> micro_batch = popxl.choice("micro_batch", [4, 8, 16])

@@ -1,8 +1,8 @@
 """The container of all files of popxl: a line of JSON, then blobs of bytes. Programs, sessions and models are schemas
 of it.
 
-The line says what the file is (`kind`), what its writer says of it (`about`), and the size of each blob. It ends with
-the digest of itself and the blobs. No code is in a container; whether its content is sound, its schema decides.
+The line holds the kind of the file (`kind`), the writer's metadata (`about`), and the size of each blob. It ends with
+the digest of itself and the blobs. A container holds no code; its schema decides whether its content is valid.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Header(BaseModel):
     """The first line.
 
     Attributes:
-        kind: what the file is.
+        kind: kind of the file.
         format: the version of the container.
-        about: what the writer says of the blobs.
+        about: metadata of the blobs.
         sizes: the number of bytes of each blob, in their order.
         digest: SHA-256 of all the rest, this line included.
     """
@@ -45,8 +45,8 @@ def pack(kind: str, about: Mapping[str, Any] | str, blobs: Mapping[str, bytes]) 
     """The content of a file.
 
     Args:
-        kind: what the file is.
-        about: what is to be said of the blobs, in values that JSON has; or the JSON of that, in one line.
+        kind: kind of the file.
+        about: metadata of the blobs, as values that JSON has; or their JSON text, in one line.
         blobs: the blobs, by name.
 
     Example:

@@ -1,4 +1,4 @@
-"""Copies of programs, and of what stands in them."""
+"""Base classes for programs, and for objects in them, that cannot be copied or are their own copies."""
 
 from __future__ import annotations
 

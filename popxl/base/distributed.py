@@ -1,9 +1,9 @@
-"""What the launcher `poprun`, or a scheduler, tells each process: how many instances there are, and which one this is.
+"""Environment of the launcher `poprun`, or of a scheduler: the number of instances, and the index of this one.
 
-An *instance* is one process of a program that several run together. Each builds the same program and drives its share
-of the replicas, which are numbered through: those of the first instance come first. Where replicas have several devices
-each, the stages of a pipeline, an instance may drive some stages of its replicas, and others the rest: see `Share`.
-Nothing is connected here; see `runtime.processes`.
+An *instance* is one process of a program that several processes run together. Each builds the same program and drives
+its share of the replicas, in order: the first instance has the first ones. Where replicas have several devices each,
+the stages of a pipeline, an instance may drive some stages of its replicas, and other instances the rest: see `Share`.
+This file makes no connection; see `runtime.processes`.
 """
 
 from __future__ import annotations

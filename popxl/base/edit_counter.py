@@ -1,15 +1,15 @@
-"""How often a program has been changed, so that what was made of it before can tell."""
+"""Counter of changes of a program, by which earlier sessions detect edits."""
 
 
 class EditCounter:
     """Change counter of an Ir.
 
     Whatever changes a graph, an op, a graph input, a remote buffer or an option after it was made calls `record_edit`.
-    What it was that changed, `popxl.analysis.edits.Snapshot` says.
+    `popxl.analysis.edits.Snapshot` describes the changes.
 
     Attributes:
-        count: how many changes there have been.
-        known: how many there had been when the last session was made; `None` before there was any.
+        count: number of changes.
+        known: value of `count` when the last session was made; `None` before the first session.
     """
 
     __slots__ = ("count", "known")

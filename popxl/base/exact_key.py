@@ -1,4 +1,4 @@
-"""Keys in which numbers are told apart that Python takes for equal."""
+"""Keys that distinguish numbers that Python considers equal."""
 
 from __future__ import annotations
 

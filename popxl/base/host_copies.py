@@ -1,4 +1,4 @@
-"""The version of the host copies of the variables of an Ir, and who may write them."""
+"""Version and lock of the host copies of an Ir's variables."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class HostCopies:
     The copies themselves are the variables' own (`Variable.data`).
 
     Attributes:
-        lock: held by whoever writes copies, or reads several that have to be of one moment.
+        lock: lock for writing copies, and for reading several consistently.
         version: the number of the last change of the copies. Changes on devices are counted with them.
-        in_sync: whether no run has changed variables since the last download.
+        in_sync: whether variables are unchanged since the last download.
     """
 
     __slots__ = ("_versions", "in_sync", "lock", "version")

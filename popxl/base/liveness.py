@@ -1,4 +1,4 @@
-"""Live ranges: which step of a sequence uses a value last."""
+"""Live ranges: the last step of a sequence that uses each value."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""What a program says while it is built, compiled and run: messages of a level and a module, for those who asked.
+"""Log messages while a program is built, compiled and run, filtered by level and module.
 
-Nothing is fixed at import. At each message the environment is asked:
+Nothing is fixed at import. Each message reads the environment:
 
     POPART_LOG_LEVEL    TRACE, DEBUG, INFO, WARN (the default), ERR, CRITICAL or OFF
     POPART_LOG_DEST     stderr (the default), stdout, or the name of a file
     POPART_LOG_CONFIG   a JSON file, {"session": "DEBUG"}: levels of modules, which go before the level above
 
-What `Logger.setLevel` has set goes before all of them. The messages are records of Python's logger `popart`, which
-handlers of your own may listen to; they are not handed on to the root logger.
+Levels set by `Logger.setLevel` have priority over all of them. Messages are records of Python's logger `popart`, to
+which you may add handlers; they do not propagate to the root logger.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LEVELS = {"TRACE": 5, "DEBUG": 10, "INFO": 20, "WARN": 30, "ERR": 40, "CRITICAL"
 
 _NAMES = {number: name.lower() for name, number in LEVELS.items()}
 
-_chosen: dict[str, int] = {}  # what `setLevel` has set, by module
+_chosen: dict[str, int] = {}  # levels set by `setLevel`, by module
 
 
 class Logger:
@@ -110,7 +110,7 @@ class _Destination(logging.Handler):
             if destination in standard:
                 target, stream = standard[destination]
                 if stream is not None:
-                    stream.flush()  # what was printed before comes before
+                    stream.flush()  # keep the order with earlier prints
             with open(target, "ab", closefd=not isinstance(target, int)) as file:
                 file.write(f"{self.format(record)}\n".encode())
         except OSError:
@@ -124,6 +124,6 @@ class _Destination(logging.Handler):
 
 
 _root = logging.getLogger("popart")
-_root.setLevel(1)  # what is shown is decided above, where the environment is asked
+_root.setLevel(1)  # levels are filtered above, by the environment
 _root.propagate = False
 _root.addHandler(_Destination())

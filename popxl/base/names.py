@@ -1,4 +1,4 @@
-"""Names made of other names."""
+"""Names derived from other names."""
 
 from __future__ import annotations
 

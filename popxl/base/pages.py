@@ -1,7 +1,7 @@
 """Pages: a title, sentences, tables and pictures, as text for a terminal, and as HTML for a notebook or a browser.
 
-What reports something says what is on its page; how that looks is said here, once. A page in a file is complete: it
-loads nothing from elsewhere, and runs nothing.
+Reports define the content of their pages; this file defines the layout. A page in a file is self-contained: it loads no
+other files, and runs no scripts.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Listing:
 
 @dataclass(frozen=True)
 class Page:
-    """A title and what is below it: sentences, tables, facts, listings, pictures. Text leaves the last three out.
+    """A title and its content: sentences, tables, facts, listings, pictures. Text omits the last three.
 
     Example:
         >>> print(Page("Fruit", [Table(["kind", "count"], [["apples", "3"], ["pears", "12"]])]))

@@ -1,4 +1,4 @@
-"""Pictures of memory and time, written as SVG. Nothing has to be installed to draw or to see them."""
+"""Pictures of memory and time, written as SVG without further packages."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def steps(
     """Bytes over the steps of a program, in three layers.
 
     Args:
-        title: what to write above.
-        below: what is there all the time: the layer at the bottom.
-        lower: what is held at each step, on top of that.
-        upper: what each step needs by itself, on top of that.
-        names: what each step is; the picture says so where one points.
+        title: title above the picture.
+        below: constant part, the layer at the bottom.
+        lower: live bytes at each step, on top of that.
+        upper: temporary bytes of each step, on top of that.
+        names: name of each step, shown under the pointer.
         lives: the values that are held: each is a part of the second layer.
     """
     height, base = 320, 280
@@ -119,8 +119,8 @@ def scatter(title: str, below: str, beside: str, points: Iterable[tuple[str, str
     """Points of two times each, over logarithmic axes, with the line where both are equal.
 
     Args:
-        title, below, beside: what to write above, and what both times are.
-        points: of each its kind, which is a colour, its name, and both times in seconds.
+        title, below, beside: title of the picture, and labels of both axes.
+        points: kind (which is a colour), name, and both times in seconds, for each point.
     """
     points = list(points)
     kinds = list(dict.fromkeys(kind for kind, *_ in points))

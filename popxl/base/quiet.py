@@ -1,4 +1,4 @@
-"""Libraries loaded in silence: they write to standard error past Python, that hardware is not here, say."""
+"""Silent loading of libraries that write to standard error past Python, about missing hardware for example."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def silence_stderr(shows: Callable[[str], object] = lambda line: False) -> Itera
     """Capture the standard error file during a `with` block.
 
     Args:
-        shows: which lines are shown afterwards. If the block fails, all are.
+        shows: filter of lines to show afterwards. If the block fails, all are shown.
     """
     try:
         sys.stderr.flush()

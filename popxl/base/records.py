@@ -1,4 +1,4 @@
-"""`Record`: what was found out, as data that does not change."""
+"""`Record`: results of an analysis as immutable data."""
 
 from __future__ import annotations
 

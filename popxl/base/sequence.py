@@ -1,4 +1,4 @@
-"""What `popxl.in_sequence` remembers: which ops the next op has to follow.
+"""State of `popxl.in_sequence`: the ops that the next op has to follow.
 
 For each graph (and execution context) the memory is a pair: the ops that everything new must follow, and the ops of
 an unordered block that nothing has followed yet. A chained op follows both and becomes the new memory; an unordered

@@ -1,7 +1,7 @@
-"""Which line of the user's made an op: source locations, and the records that say more.
+"""Source locations of ops in the user's program, and debug records with more detail.
 
-Ops are created by functions of popxl that call each other; what a user wants to know is the line outside. Only frames
-are looked at here; what is active while an op is created is in `popxl.context`.
+Ops are created by functions of popxl that call each other; source locations name the line outside of them. This file
+inspects frames only; the context of op creation is in `popxl.context`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SourceLocation:
     def text(self) -> str:
         """The source line itself, or an empty string where it cannot be read.
 
-        A saved program may name any file: what is neither Python nor the program that runs is not opened.
+        A saved program may name any file: only Python files, and files of the running program, are opened.
         """
         ours = self.file in linecache.cache or self.file == getattr(sys.modules["__main__"], "__file__", None)
         if not ours and not (self.file.endswith(".py") and os.path.isfile(self.file)):
@@ -59,7 +59,7 @@ class DebugRecord:
         location: the line of the call.
         outputs: ids of the tensors that the function returned; `None` until it returns, or if it returns something
             else.
-        layer, category: what kind of record this is.
+        layer, category: kind of the record.
     """
 
     api: str
@@ -102,8 +102,8 @@ def user_line(frame: FrameType, further: int) -> tuple[CodeType, int]:
     """Code object and line number of the innermost frame that is not ours. Cheap: nothing is formatted.
 
     Args:
-        frame: where to begin.
-        further: how many more frames that are not ours to pass over.
+        frame: first frame to inspect.
+        further: number of further frames outside of popxl to skip.
     """
     frame = _user_frame_above(frame)
     for _ in range(further):

@@ -1,4 +1,4 @@
-"""Picture of a training step: memory over its schedule, beside the mesh of its replicas and what they send."""
+"""Picture of a training step: memory over its schedule, beside the mesh of its replicas and their communication."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def step_picture(
     """Memory in layers over the schedule, beside a mesh and its collectives.
 
     Args:
-        title: what to write above.
+        title: title above the picture.
         layers: uses of memory, the lowest first.
         phases: parts of the schedule, each as where it begins and ends, from 0 to 1.
         axes: names and sizes of the axes of the mesh, the outermost first.

@@ -1,4 +1,4 @@
-"""Pieces of SVG pictures: lines, texts, axes and the colours of light and dark pages."""
+"""Elements of SVG pictures: lines, texts, axes and the colours of light and dark pages."""
 
 from __future__ import annotations
 

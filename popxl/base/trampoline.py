@@ -1,7 +1,7 @@
-"""Work that is nested as deep as graphs are, which may be deeper than Python recurses.
+"""Recursion over nested graphs that may be deeper than Python's recursion limit.
 
-A piece of such work is a generator: it yields the work that has to be done first, is sent what that returned, and
-returns its own result. Errors come out where the work was asked for, as they do of a function.
+A recursive step is a generator: it yields a nested step, is sent that step's result, and returns its own result. Errors
+are raised at the `yield`, as from a function call.
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
-"""The version of the project: the only place that says it."""
+"""The version of the project: its only definition."""
 
 VERSION = "0.2.0"

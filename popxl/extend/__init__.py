@@ -1,6 +1,6 @@
-"""What a kit, an op, a transform, a kernel or a target of your own needs beyond the names of `popxl`.
+"""Public interfaces for kits, ops, transforms, kernels and targets of your own, beyond the names of `popxl`.
 
-Import the module for the purpose; `import popxl` alone loads none of them. `docs/extending.md` has examples that run.
+Import the module for the purpose; `import popxl` alone loads none of them. `docs/extending.md` has runnable examples.
 
 - `popxl.extend.ops`: declare an op with its gradient.
 - `popxl.extend.kernels`: functions of arrays, and implementations for one platform.

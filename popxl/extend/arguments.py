@@ -1,4 +1,4 @@
-"""Check arguments of functions that build graphs, with errors as the built-in ops have them.
+"""Check arguments of functions that build graphs, with errors like those of built-in ops.
 
 Example:
     >>> from popxl.extend.arguments import integer

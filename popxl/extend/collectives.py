@@ -1,4 +1,4 @@
-"""Ops that exchange values between replicas: the group that a lowering talks to, and lengths of shards.
+"""Ops that exchange values between replicas: the communication group of a lowering, and lengths of shards.
 
 An op with the trait `BetweenReplicas` is lowered with a `Group`, whose methods gather, reduce and shift arrays.
 

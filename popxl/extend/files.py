@@ -1,4 +1,4 @@
-"""Write files atomically, pack JSON and blobs into one, and find out whether a file is damaged.
+"""Write files atomically, pack JSON and blobs into one file, and verify the digests of files.
 
 Example:
     >>> from popxl.extend.files import digest

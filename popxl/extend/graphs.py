@@ -1,6 +1,6 @@
-"""Read and rewrite graphs: which graphs are reached, what shares storage, what is overwritten, read and computed.
+"""Read and rewrite graphs: reachable graphs, shared storage, overwritten tensors, dependencies and costs.
 
-The rewriting itself is done by methods: `Graph.replace`, `Graph.reorder`, `Graph.move` and `Op.edit`.
+Methods do the rewriting itself: `Graph.replace`, `Graph.reorder`, `Graph.move` and `Op.edit`.
 
 Example:
     >>> from popxl.extend.graphs import reachable

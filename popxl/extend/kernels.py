@@ -1,4 +1,4 @@
-"""Functions of arrays that built-in ops are made of, and `Kernel`: a function that a platform may compute otherwise.
+"""Functions of arrays used by built-in ops, and `Kernel`: a function that a platform may implement differently.
 
 A kernel is plain JAX. `Kernel.override` gives it another implementation for one platform, with the same numbers.
 

@@ -1,4 +1,4 @@
-"""Memory budgets: what a tool asks a program to keep, and the search for a plan within a budget.
+"""Memory budgets: the memory plan that a tool requests of a program, and the search for a plan within a budget.
 
 Example:
     >>> from popxl.extend.memory import bytes_of

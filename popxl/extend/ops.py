@@ -1,4 +1,4 @@
-"""Declare an op with its gradient: the declaration, its traits, rules of shapes, and what a gradient rule may ask.
+"""Declare an op with its gradient: the declaration, its traits, shape rules, and helpers for gradient rules.
 
 Example:
     >>> from popxl.extend.ops import OpKind, like_first

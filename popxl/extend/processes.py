@@ -1,4 +1,4 @@
-"""Programs of several processes: which instance this is, joining the others, and what a process has to know of JAX.
+"""Programs of several processes: the index of this instance, the connection to the others, and JAX settings.
 
 Example:
     >>> from popxl.extend.processes import launched

@@ -1,4 +1,4 @@
-"""Lines of the user's program: where an op was added, and warnings that name that line.
+"""Lines of the user's program: the line that added an op, and warnings that name that line.
 
 Example:
     >>> from popxl.extend.source import SourceLocation, user_frame

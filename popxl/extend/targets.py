@@ -1,4 +1,4 @@
-"""Machines to compile for: `Target`; the figures of a chip of your own; and times by these before anything is compiled.
+"""Machines to compile for: `Target`; the figures of a chip of your own; and estimated times before compilation.
 
 `collective_time` prices a collective by the wires between its chips, `graph_time` a graph op by op.
 

@@ -1,9 +1,9 @@
-"""Attention: of the values, each query gets those whose keys it agrees with.
+"""Attention: for each query, the mean of the values, weighted by the softmax of its scores with the keys.
 
-The matrix of scores, of each query and each key, is never held as a whole: it is computed block by block. The gradient
-computes it anew, from what is kept of each query: its result and one number. So memory grows with the length of the
-text, and not with its square. A text of one block has all its scores at once, in the form that compilers know best:
-the softmax of the scores, in the gradient, too, so that both have it in common where they are in one program.
+The matrix of scores, of each query and each key, is never in memory as a whole: it is computed block by block. The
+gradient recomputes it from two residuals of each query: its result and one number. So memory grows with the length of
+the sequence instead of its square. A sequence of one block has all its scores at once, in the form that compilers
+recognise: the softmax of the scores, also in the gradient, so that both share it within one program.
 """
 
 from __future__ import annotations
@@ -384,16 +384,16 @@ def attention(
     ``popxl.OpKind("Fused", partial(jax.nn.dot_product_attention, implementation="cudnn"))``.
 
     Args:
-        queries: of shape `(..., heads, length, channels)`, or without heads `(length, channels)`.
-        keys: of shape `(..., key heads, key length, channels)`. The number of heads divides that of the queries: each
-            serves as many of these (grouped queries).
-        values: of shape `(..., key heads, key length, value channels)`.
-        mask: what each query sees: a bool tensor, or a float tensor that is added to the scores, whose shape broadcasts
-            to `(..., heads, length, key length)`. A gradient flows to a float one.
+        queries: tensor of shape `(..., heads, length, channels)`, or without heads `(length, channels)`.
+        keys: tensor of shape `(..., key heads, key length, channels)`. The number of heads divides that of the queries:
+            each serves the same number of query heads (grouped queries).
+        values: tensor of shape `(..., key heads, key length, value channels)`.
+        mask: keys that each query attends to: a bool tensor, or a float tensor that is added to the scores, whose shape
+            broadcasts to `(..., heads, length, key length)`. A gradient flows to a float one.
         causal: each query sees the keys up to its own place, counted from the first.
         scale: scale of the scores, 1 / √channels by default.
-        dropout: the probability that a query overlooks a key; the others count so much more.
-        seed_tensor: for dropout: uint32 tensor of shape `(2,)`. The same seed overlooks the same keys.
+        dropout: probability that a key is dropped for a query; the other keys are scaled up accordingly.
+        seed_tensor: seed of the dropout: uint32 tensor of shape `(2,)`. The same seed drops the same keys.
 
     Returns:
         A new tensor of shape `(..., heads, length, value channels)`.

@@ -1,7 +1,7 @@
-"""Running a graph from another: `call`, and the record of a call site.
+"""Calls of a graph from another: `call`, and the record of a call site.
 
-A call copies its inputs into the graph, runs it, and copies the results out. Only inputs passed by reference are
-copied back. How a called graph is compiled once, however often it is called, is in `runtime.lowering.lower`.
+A call copies its inputs into the graph, runs it, and copies the results out. Only inputs passed by reference are copied
+back. Compilation of a graph once for all its calls is in `runtime.lowering.lower`.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class CallSiteInfo:
         return self.called_graph.inputs[self.op.inputs.index(parent_tensor) + self._first_input]
 
     def set_parent_input_modified(self, parent_tensor: Tensor, infer_modified_regions: bool = False) -> None:
-        """Write what the graph leaves in an input back to the caller's tensor, at this call.
+        """Copy the final content of a graph input back to the caller's tensor, at this call.
 
         Args:
             parent_tensor: an input of this call.
@@ -163,7 +163,7 @@ def results_of(*inputs: Tensor, graph: Graph, **attributes: Any) -> list[TensorS
 def check_fit(graph: Graph, inputs: Iterable[Tensor], graph_inputs: Iterable[Tensor]) -> None:
     """Raise `PopxlError`, listing tensors incompatible with their graph inputs.
 
-    Meta-shapes are not asked of what a gradient graph takes: gradients may have lost theirs on the way.
+    Meta-shapes of a gradient graph's inputs are not checked: gradients may have lost theirs on the way.
     """
     compared = 3 if graph.gradient_of is None else 2  # of shape, dtype, meta-shape
     unfit = [
@@ -207,7 +207,7 @@ def _call_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Ten
 def call_gradient_graph(info: Any, inputs: Iterable[Tensor]) -> dict[Tensor, Tensor]:
     """Call a gradient graph; map forward tensors to returned gradients.
 
-    Outputs that the user has added to the gradient graph come after those, and nobody here wants them.
+    Outputs that the user has added to the gradient graph come after those, and are ignored here.
     """
     return dict(zip(info.outputs, call(info.graph, *inputs), strict=False))
 
@@ -288,11 +288,11 @@ def call(
 ) -> tuple[Tensor, ...]:
     """Run a graph.
 
-    The graph gets copies, and what it changes is changed in the copies only. An input by reference is the caller's
-    tensor itself; where several share storage, what is written to one is read of the others.
+    The graph gets copies of its inputs, and changes only these copies. An input by reference is the caller's tensor
+    itself; where several share storage, a write to one is visible in the others.
 
     Args:
-        graph: what to run.
+        graph: graph to run.
         *inputs: values for the graph's inputs, in order. Iterables are flattened by one level. A value that is no
             tensor becomes a constant of the input's dtype. A replica-sharded variable stands for its piece where the
             input is one.
@@ -303,7 +303,7 @@ def call(
 
     Raises:
         ValueError: for too many or too few values, an input bound twice, or a tensor of another graph.
-        TypeError: for a value that no constant can be made of.
+        TypeError: for a value that cannot become a constant.
         PopxlError: if a value's shape or dtype is not that of the input: nothing is broadcast at a call.
 
     Example:
@@ -433,7 +433,7 @@ def check_callable(graph: Any, here: Graph) -> None:
         raise TypeError(f"call: `graph` must be a Graph; got {graph!r} ({type(graph).__name__}).")
     if graph.ir is not here.ir:
         raise ValueError(f"call: {graph.title} is of another Ir than {here.title}, which is current.")
-    # A graph that nobody calls yet, which is the usual one, can only call itself directly.
+    # A graph without callers, which is the usual case, can only call itself directly.
     if graph is here or (here.call_sites and here in reachable(graph)):
         raise PopxlError(f"call: {here.title} would be a graph that calls itself, by way of {graph.title}.")
 

@@ -1,4 +1,4 @@
-"""Moving the code of graphs. Here code is where it has to be, so these ops are places in the schedule and no more."""
+"""Transfers of graph code. Code is always in place here, so these ops only occupy places in the schedule."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def remote_code_load(graph: Graph, destination: CODE_LOCATION) -> None:
 
     Args:
         graph: the graph whose code is meant; any but the current one.
-        destination: where the code goes: `"executable"`.
+        destination: memory for the code: `"executable"`.
 
     Raises:
         RuntimeError: if there is no current graph.

@@ -1,9 +1,9 @@
-"""Complex numbers: their parts, how they are made of these, and Fourier transforms.
+"""Complex numbers: their parts, their construction, and Fourier transforms.
 
-Arithmetic and functions of complex numbers are the ops that real ones have; those that need an order refuse them. The
-gradient of a complex tensor z = x + iy, as autodiff takes and gives it, is PyTorch's: ∂L/∂x + i ∂L/∂y for a real L, so
-that `z - rate * gradient` descends. Inside of a gradient graph its conjugate is computed with: by that, the rules of
-functions such as exp read as they do for real numbers, and are JAX's.
+Arithmetic and functions of complex numbers are the same ops as for real ones; ops that need an order refuse them. The
+gradient of a complex tensor z = x + iy, as autodiff takes and returns it, is PyTorch's: ∂L/∂x + i ∂L/∂y for a real L,
+so that `z - rate * gradient` descends. Gradient graphs compute with its conjugate, so that the rules of functions such
+as exp are the same as for real numbers, and as JAX's.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def complex(re: Tensor, im: Tensor) -> Tensor:
         A new complex64 tensor of the broadcast shape.
 
     Raises:
-        PopxlError: if the shapes do not broadcast, the dtypes differ, or are others.
+        PopxlError: if the shapes do not broadcast, or the dtypes differ or are not supported.
 
     See also: `torch.complex`.
 
@@ -135,7 +135,7 @@ def polar(length: Tensor, angle: Tensor) -> Tensor:
         A new complex64 tensor of the broadcast shape.
 
     Raises:
-        PopxlError: if the shapes do not broadcast, the dtypes differ, or are others.
+        PopxlError: if the shapes do not broadcast, or the dtypes differ or are not supported.
 
     See also: `torch.polar`.
 
@@ -247,7 +247,7 @@ def _fourier(name: str, lowering: Callable[..., Any], meaning: str, made_of: str
         name: name of the public function.
         lowering: `(array, axes, sizes, norm)`.
         meaning: first line of the docstring.
-        made_of, gives: what goes in and what comes out, for the docstring.
+        made_of, gives: operand and result, for the docstring.
     """
     from_real, to_real = name == "rfft", name == "irfft"
 

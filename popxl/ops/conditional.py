@@ -1,4 +1,4 @@
-"""Running one of two graphs, by a condition that is known when the program runs."""
+"""Running one of two graphs, by a condition that is evaluated at run time."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class ConditionalSiteInfo(CallSiteInfo):
 
         Raises:
             ValueError: if the tensor is no input of this conditional.
-            IndexError: for the condition.
+            IndexError: if `parent_tensor` is the condition.
         """
         if parent_tensor not in self.op.inputs:
             raise ValueError(f"{parent_tensor!r} is not an input of this conditional.")
@@ -168,7 +168,7 @@ def _gradient_branch(
     """Build a branch that returns requested caller gradients; also return its input bindings."""
     expected = () if info is None else info.expected_inputs
     seeds = {} if info is None else seeds_of(graph, gs)
-    # What comes from the caller, read there; one tensor may be several outputs, and the first gets all of its gradient.
+    # Tensors from the caller, read there; one tensor may be several outputs, and the first gets its whole gradient.
     passed = [read(parents[e.fwd_tensor]) if e.is_activation else seeds.pop(e.fwd_tensor, None) for e in expected]
     branch = graph.ir.create_empty_graph(f"{graph.id}_bwd__branch")
     with branch:
@@ -210,7 +210,7 @@ def conditional(
     """Run one of two graphs: `then_branch` if `cond` is true, else `else_branch`.
 
     Only the branch that runs loads, stores and prints. Inputs are passed by value. Gradients flow to the inputs of the
-    branch that ran; what it computed on the way is computed again for that.
+    branch that ran; intermediate values are recomputed for that.
 
     Args:
         cond: bool tensor of one element.
@@ -225,7 +225,7 @@ def conditional(
     Raises:
         ValueError: if the branches do not have the same number of outputs; if inputs are missing, too many, or bound
             twice; for a tensor of another graph.
-        TypeError: for a value that no constant can be made of.
+        TypeError: for a value that cannot become a constant.
         NotImplementedError: if a branch takes an input by reference.
         PopxlError: if the condition, an input or the outputs of the branches do not fit.
 

@@ -97,12 +97,12 @@ def conv(
 
     Args:
         t: float tensor of shape `(N, C, d, ...)` with one spatial axis or more.
-        weight: of shape `(M, C / groups, k, ...)`. If its dtype is another than that of `t`, both are widened.
+        weight: tensor of shape `(M, C / groups, k, ...)`. If its dtype differs from that of `t`, both are widened.
         stride: steps of the window along each spatial axis; empty for ones.
         padding: zeros before each spatial axis, then zeros after each: `(b1, ..., bn, e1, ..., en)`; empty for none.
             Negative numbers crop. Used for `"not_set"` only.
         dilation: distance of kernel elements along each spatial axis; empty for ones.
-        groups: the channels of `t`, and those of the result, are divided into so many groups, which do not mix.
+        groups: number of groups that the channels of `t`, and those of the result, are divided into.
         pad_type: see above.
         available_memory_proportions, partials_types, enable_conv_dithering: accepted for programs that tune memory;
             without effect. Sums are always accumulated in float32.
@@ -198,13 +198,13 @@ def conv_transpose(
 
     Args:
         t: float tensor of shape `(N, C, d, ...)` with one spatial axis or more.
-        weight: of shape `(C, M / groups, k, ...)`; note that input channels come first.
-        stride: for each spatial axis. Here and below, what is missing counts as the default, what is too much is not
-            read.
+        weight: tensor of shape `(C, M / groups, k, ...)`; note that input channels come first.
+        stride: stride along each spatial axis. Here and below, missing entries have the default, and excess entries are
+            ignored.
         padding: positions cropped before each spatial axis, then after each: `(b1, ..., bn, e1, ..., en)`. Negative
             numbers add zeros.
         dilation: ones.
-        groups: the channels of `t`, and those of the result, are divided into so many groups, which do not mix.
+        groups: number of groups that the channels of `t`, and those of the result, are divided into.
         pad_type: see above.
         output_padding: positions added after each spatial axis; fewer than `stride`, usually.
         output_shape: the spatial sizes of the result, or its whole shape, which is taken as the spatial sizes unless

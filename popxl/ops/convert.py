@@ -1,4 +1,4 @@
-"""Ops that give a value another dtype, name, place or role in differentiation, and no other elements."""
+"""Ops that change the dtype, name, location or role in differentiation of a tensor, and none of its elements."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ def _convert(t: Any, *, data_type: dtype_) -> Any:
     if data_type.is_int and jnp.issubdtype(t.dtype, jnp.floating):
         limits = jnp.iinfo(target)
         wide = t.astype(wide_dtype(t))  # the limits are beyond float16, and finer than bfloat16
-        # As a float the largest integer may be rounded up, out of range: what reaches it is not converted, but chosen.
+        # As a float the largest integer may be rounded up, out of range: elements from there on are selected, not
+        # converted.
         lowest, largest = (np.asarray(limit, wide.dtype) for limit in (limits.min, limits.max))
         whole = jnp.clip(jnp.trunc(wide), lowest, largest).astype(target)
         return jnp.where(wide >= largest, np.asarray(limits.max, target), whole)
     if jnp.iscomplexobj(t) and not data_type.is_complex:
-        t = jnp.real(t)  # of the gradient of what was real
+        t = jnp.real(t)  # for the gradient of a real operand
     return t.astype(target)
 
 
@@ -58,7 +59,7 @@ _identity = OpKind("Identity", lambda t: t, shape=like_first, result="identity_{
 _detach = OpKind("Detach", lambda t: t, shape=like_first, result="detach_out", gradient=None)
 _detach_ = OpKind(
     "DetachInplace",
-    lambda t: jax.lax.stop_gradient(t),  # for those who differentiate the lowered function
+    lambda t: jax.lax.stop_gradient(t),  # for callers that differentiate the lowered function
     shape=like_first,
     result="detach_out",
     gradient=None,

@@ -1,6 +1,6 @@
-"""Blocks whose place is computed while the program runs: reading one, and writing one.
+"""Reads and writes of blocks whose position is computed at run time.
 
-A block is given by a start for each of some axes, which is a tensor, and by its sizes, which are plain numbers.
+A block is given by its start on some axes, which is a tensor, and by its sizes, which are plain numbers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _clamp_block(t: Any, index: Any, axes: tuple[int, ...], sizes: tuple[int, ..
     block = _block(t.shape, axes, sizes)
     if index.size != len(block):
         raise ValueError(f"`index` has {index.size} elements for {len(block)} axes; expected a start for each of them.")
-    given = widen_indices(index).reshape(-1)  # 64 bits may only be narrowed once that is known to fit
+    given = widen_indices(index).reshape(-1)  # 64 bits may only be narrowed once the indices are known to fit
     starts: list[Any] = [jnp.zeros((), jnp.int32)] * t.ndim
     extents = list(t.shape)
     for i, (axis, size) in enumerate(block.items()):
@@ -151,8 +151,8 @@ def dynamic_update(
         A new tensor like `t`. Its gradient goes to `t_update` inside the block, and to `t` outside.
 
     Raises:
-        PopxlError: if there is no such axis; when a session is made, if `t_update` is not like the block, `index` has
-            another number of elements, or the block is larger than `t`.
+        PopxlError: if there is no such axis; when a session is made, if the spec of `t_update` is not that of the
+            block, `index` has another number of elements, or the block is larger than `t`.
         ValueError: if `axes` and `sizes` differ in length, or an axis is named twice.
 
     See also: `jax.lax.dynamic_update_slice`.

@@ -1,8 +1,8 @@
-"""Ops that act on each element alone: arithmetic and functions. Questions and choices are in `popxl.ops.logic`.
+"""Elementwise ops: arithmetic and functions. Comparisons and selections are in `popxl.ops.logic`.
 
-Each is one declaration: the name, the JAX function, a sentence, and the gradient where it is not simply JAX's. A
-gradient rule is written with ops, and its parameters say what it reads: `g`, the incoming gradient; an operand by
-its name; `out`, the result. Gradients of operands that were broadcast are summed back by autodiff.
+Each is one declaration: the name, the JAX function, a sentence, and a gradient if it is not simply JAX's. A gradient
+rule is written with ops, and its parameters name the values that it reads: `g`, the incoming gradient; an operand;
+`out`, the result. Autodiff sums gradients of operands that were broadcast.
 
 A new function of one tensor is one more line here, and one row in `tests/popxl/ops/rows`.
 """
@@ -79,7 +79,8 @@ def _gradient_again(name: str, function: Callable[[Any], Any], costs: Callable[[
     Args:
         name: name of the op.
         function: the function.
-        costs: for which `t` a compiler would rather keep something of the function, at the cost of memory.
+        costs: predicate of `t`: whether a compiler would otherwise keep an intermediate value of the function, at the
+            cost of memory.
     """
 
     def lowering(t: Any, g: Any) -> Any:

@@ -1,8 +1,8 @@
-"""`MultiExchange`: several ops that exchange data with the outside, carried out as one.
+"""`MultiExchange`: one op for several transfers between the device and the outside.
 
-Users do not create it; `popxl.transforms.merge_exchange` puts it in the place of the ops that it stands for. Those are
-kept as plain data, `MergedOp`, and are ops again, on the inputs and outputs that the exchange has, in `op.parts`. What
-an op does is told by its parts: an exchange has no meaning besides theirs.
+Users do not create it; `popxl.transforms.merge_exchange` replaces the original ops by it. These are kept as plain data,
+`MergedOp`, and rebuilt as ops on the inputs and outputs of the exchange in `op.parts`. Analyses look at the parts: an
+exchange has no further meaning.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class MergedOp:
     """One original op of a merged exchange, compared by identity.
 
     Attributes:
-        kind, id, name, operands, attributes, source: those of the op.
-        inputs: how many of the exchange's inputs are its own; they come after those of the parts before.
+        kind, id, name, operands, attributes, source: attributes of the merged op.
+        inputs: number of the exchange's inputs that belong to it; they follow those of earlier parts.
         outputs: specs of its outputs, likewise.
     """
 

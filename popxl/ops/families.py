@@ -1,4 +1,4 @@
-"""What the ops of a family share, said once: the parameters of the public function, its docstring, its names.
+"""Factories for families of ops: the common parameters, docstrings and names of their public functions.
 
 A family function declares an `OpKind` and returns the function that users call; the kind is its attribute `kind`.
 """
@@ -61,7 +61,7 @@ def public(function: F, kind: OpKind, name: str, doc: str) -> Any:
     function.__name__ = function.__qualname__ = name
     function.__module__ = "popxl.ops"
     function.__doc__ = doc
-    function.__annotations__ = get_type_hints(function)  # as written they mean something in its own module alone
+    function.__annotations__ = get_type_hints(function)  # their names are known in this module only
     cast(Any, function).kind = kind
     return function
 
@@ -87,9 +87,9 @@ def unary(
         gradient: rule for the gradient of `t`; `None` if none flows. Left out, it is JAX's.
         kind: name in printed graphs, where it is not the name in capitals.
         shape: shape rule, for ops whose result has another dtype.
-        traits: what else is true of the op.
+        traits: further traits of the op.
         see: the namesake in NumPy or PyTorch.
-        of: what the tensor is called in the example.
+        of: name of the tensor in the example.
     """
     declared: dict[str, Any] = (
         {} if gradient is ... else {"gradient": {"t": gradient} if callable(gradient) else gradient}
@@ -140,7 +140,7 @@ def binary(
 ) -> Binary:
     """Declare an elementwise op of two tensors, `lhs` and `rhs`, which broadcast.
 
-    Arguments as for `unary`, but `lowering` gets halves as they are.
+    Arguments as for `unary`, but `lowering` gets float16 and bfloat16 operands without widening.
     """
     declared: dict[str, Any] = {} if gradient is ... else {"gradient": gradient}
     declared |= {"shape": shape, "result": f"{name}_out", "operands": ("lhs", "rhs"), "traits": traits}

@@ -1,8 +1,8 @@
-"""Float8 and a power of two: the conversions to and from wider floats, and what the scaled products share with them.
+"""Float8 with a power of two as scale: conversions to and from wider floats, and helpers of the scaled products.
 
-Float8 has no arithmetic of its own. It is converted with a scale, here, moved like any other element, or multiplied by
-`matmul_pow2scaled` and the scaled convolutions, which decode it exactly. The conversions agree bit for bit with those
-that `popxl.fp8_utils` makes on the host.
+Float8 has no arithmetic of its own. Values are converted with a scale here, moved like any other element, or multiplied
+by `matmul_pow2scaled` and the scaled convolutions, which decode them exactly. The conversions agree bit for bit with
+those of `popxl.fp8_utils` on the host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from popxl.errors import PopxlError
 from popxl.ops.kernels.kernel import Kernel
 from popxl.values.spec import TensorSpec
 
-# What the scaled ops share ------------------------------------------------------------------------------------------
+# Helpers of scaled ops ----------------------------------------------------------------------------------------------
 
 SCALE = Requirement(
     "log2_scale",
@@ -38,7 +38,7 @@ def check_scale(function_name: str, log2_scale: Tensor) -> None:
 
     Raises:
         ValueError: for a tensor with dimensions.
-        TypeError: for any other dtype, or what is no tensor.
+        TypeError: for any other dtype, or a value that is not a tensor.
     """
     if not isinstance(log2_scale, Tensor):
         raise not_a_tensor(function_name, "log2_scale", log2_scale)
@@ -58,7 +58,7 @@ def check_float8(function_name: str, **operands: Tensor) -> None:
     """Check that operands of a scaled product are float8, of either format; to be called before the op is added.
 
     Raises:
-        TypeError: for any other dtype, or what is no tensor.
+        TypeError: for any other dtype, or a value that is not a tensor.
     """
     for name, t in operands.items():
         if not isinstance(t, Tensor):

@@ -1,4 +1,4 @@
-"""What `t[key]` means: slices, picked rows, masks; every case is an op."""
+"""Meaning of `t[key]`: slices, selected rows, masks; every case is an op."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Ops that make tensors of nothing or from outside the graph, or hand them out: `init`, host streams, printing.
+"""Ops without tensor operands, or with effects outside of the graph: `init`, host streams, printing.
 
-The meaning of most needs the machine: they only declare their specs here, and `runtime.lowering.host_ops` carries them
-out.
+Most depend on the runtime: they only declare their specs here, and `runtime.lowering.host_ops` implements them.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ def arange(start: float, stop: float | None = None, step: float = 1, dtype: dtyp
     Args:
         start: the first number; if it is the only argument, the end, and the first number is 0.
         stop: the end.
-        step: from one number to the next; negative to count down.
+        step: difference between neighbours; negative to count down.
         dtype: int32 by default, or float32 if one of the numbers is no integer.
 
     Returns:
@@ -139,7 +138,7 @@ def arange(start: float, stop: float | None = None, step: float = 1, dtype: dtyp
 
     Raises:
         TypeError: if one of them is no number, or `dtype` no popxl dtype of numbers.
-        ValueError: for a step of 0, and if one of them is not finite.
+        ValueError: for a step of 0, and if one of the numbers is not finite.
 
     See also: `numpy.arange`.
 
@@ -168,10 +167,10 @@ def init(
     init_type: Literal["zero", "undef"] = "zero",
     meta_shape: Iterable[int] | None = None,
 ) -> Tensor:
-    """A tensor made anew each time the graph runs.
+    """A tensor that is created each time the graph runs.
 
     Args:
-        shape, dtype, meta_shape: what it looks like.
+        shape, dtype, meta_shape: spec of the tensor.
         name: name of the tensor, `t` by default.
         init_type: `"zero"` for zeros; `"undef"` for contents that are not defined (zeros too, here).
 
@@ -225,7 +224,7 @@ def host_store(d2h_stream: DeviceToHostStream, t: Tensor) -> None:
     Raises:
         TypeError: if `d2h_stream` is no such stream, or `t` no tensor.
         ValueError: if the stream is of another Ir, or the dtypes or shapes differ.
-        PopxlError: for a replica-sharded piece.
+        PopxlError: for a shard of a replica-sharded variable.
 
     Example:
         >>> ops.host_store(loss_stream, loss)

@@ -1,6 +1,6 @@
-"""Picking slices of a tensor by index: `gather` and its forms for groups and for tied weights.
+"""Selecting slices of a tensor by index: `gather` and its variants for groups and for tied weights.
 
-What `t[key]` means is in `popxl.ops.getitem`; putting elements where indices say is in `popxl.ops.scatter`.
+`t[key]` is in `popxl.ops.getitem`; writing elements to indices is in `popxl.ops.scatter`.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def gather(
             back.
         axis: the dimension to pick from; negative ones count from the back.
         available_memory_proportion: accepted for programs that tune memory; no effect.
-        zero_OOR: give zeros for indices out of range; otherwise what they give is not defined.
+        zero_OOR: whether indices out of range give zeros; otherwise their results are undefined.
 
     Returns:
         A new tensor of shape `t.shape[:axis] + indices.shape + t.shape[axis + 1:]`. Its gradient adds up where indices
@@ -151,7 +151,7 @@ def tied_gather(
     nothing to choose.
 
     Args:
-        t, indices, axis, available_memory_proportion, zero_OOR: as in `gather`.
+        t, indices, axis, available_memory_proportion, zero_OOR: as for `gather`.
 
     Returns:
         A new tensor of shape `t.shape[:axis] + indices.shape + t.shape[axis + 1:]`.
@@ -188,11 +188,11 @@ def groupedgather(
     Args:
         t: tensor of shape `(group_size, ...)`, rank 2 or more.
         indices: int32 or uint32 tensor of shape `(group_size, ...)`.
-        axis: the dimension to pick from, counted in the whole of `t`: not the first one, which is the groups'.
+        axis: dimension to select from, counted in the whole of `t`: not the first one, which is the groups'.
         group_size: the number of groups. With 1 there are none, and this is `gather`.
         available_memory_proportion: accepted for programs that tune memory; no effect.
-        zero_OOR: give zeros for indices out of range, negative ones among them; otherwise what they give is not
-            defined.
+        zero_OOR: whether indices out of range, including negative ones, give zeros; otherwise their results are
+            undefined.
 
     Returns:
         A new tensor of shape `t.shape[:axis] + indices.shape[1:] + t.shape[axis + 1:]`. Its gradient adds up where

@@ -1,6 +1,6 @@
-"""Questions about each element, and choices by the answer: comparisons, logic, `where`.
+"""Predicates of elements, and selection by them: comparisons, logic, `where`.
 
-No gradient flows through an answer. `where` passes it to what was chosen.
+No gradient flows through a predicate. `where` passes it to the selected elements.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Products: of matrices, of floats and of float8; outer ones, and any that `einsum` can say."""
+"""Products: of matrices, of floats and of float8; outer products, and any that `einsum` expresses."""
 
 from __future__ import annotations
 
@@ -151,9 +151,9 @@ def matmul(
     """Matrix product, by the rules of `numpy.matmul`.
 
     Args:
-        lhs: of shape `(..., m, k)`, or `(k,)`: a row, whose dimension is dropped from the result.
-        rhs: of shape `(..., k, n)`, or `(k,)`: a column, whose dimension is dropped from the result. Of the dtype of
-            `lhs`; only a half (float16 or bfloat16) and float32 go together, too.
+        lhs: tensor of shape `(..., m, k)`, or `(k,)`: a row, whose dimension is dropped from the result.
+        rhs: tensor of shape `(..., k, n)`, or `(k,)`: a column, whose dimension is dropped from the result. It has the
+            dtype of `lhs`; the only mixed pairs are of float16 or bfloat16 with float32.
         available_memory_proportion: accepted for programs that tune memory; no effect.
         output_type: dtype of the result; that of `lhs` by default.
         partials_type: float32 (the default, unless the session option `partialsTypeMatMuls` says `"half"`) or

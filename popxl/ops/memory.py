@@ -1,4 +1,4 @@
-"""Ops that say when a value becomes available, and in which memory it is kept; its elements stay the same."""
+"""Ops that determine when a value becomes available, and in which memory it is kept; its elements stay the same."""
 
 from __future__ import annotations
 

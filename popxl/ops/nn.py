@@ -144,7 +144,7 @@ def _label_mask(labels: Any, ignore_index: int | None) -> tuple[Any, Any]:
 def _loss(logs: Any, labels: Any, ignore_index: int | None, reduction: str) -> Any:
     """The loss, from the logarithms of what the flat labels pick."""
     counts, count = _label_mask(labels, ignore_index)
-    losses = jnp.where(counts, -logs, 0)  # not a product: what is ignored may be infinite
+    losses = jnp.where(counts, -logs, 0)  # not a product: ignored elements may be infinite
     if reduction == "none":
         return losses
     return losses.sum() / count if reduction == "mean" else losses.sum()
@@ -461,7 +461,7 @@ def cross_entropy_with_grad(
     The gradient is what the backward graph of a model starts from. The loss is not scaled.
 
     Args:
-        x, labels, ignore_index, reduction: as those of `cross_entropy`.
+        x, labels, ignore_index, reduction: as for `cross_entropy`.
         loss_scaling: a number, a scalar tensor, or for `"none"` a tensor of the shape of `labels`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Normalisation: over a batch whose statistics are known, and over groups of channels."""
+"""Normalisation: over a batch with given statistics, and over groups of channels."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def batch_norm_inference(
 
     Args:
         t: float tensor of shape `(N, C, D1, ...)`, rank 3 or more.
-        scale, bias: of shape `(C,)`.
-        mean, var: of shape `(C,)`; they may be float32 where `t` is a half.
+        scale, bias: tensors of shape `(C,)`.
+        mean, var: tensors of shape `(C,)`; they may be float32 where `t` is float16 or bfloat16.
         epsilon: constant added to the variance.
         momentum: accepted, as it belongs to the training form; no effect.
 
@@ -97,7 +97,7 @@ def _group_norm_specs(t: Any, weight: Any, bias: Any, *, num_groups: int, eps: f
 def _rows(t: Any, num_groups: int) -> Any:
     """One row per sample and group, in the dtype for statistics.
 
-    A matrix, because that is what XLA reduces fast.
+    A matrix, because XLA reduces matrices fast.
     """
     return t.astype(wide_dtype(t)).reshape(t.shape[0] * num_groups, math.prod(t.shape[1:]) // num_groups)
 
@@ -208,8 +208,8 @@ def group_norm(t: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: fl
 
     Args:
         t: float tensor of shape `(N, C, ...)`.
-        weight, bias: of shape `(C,)`, one number for each channel.
-        num_groups: how many groups of adjacent channels there are; it divides C.
+        weight, bias: tensors of shape `(C,)`, one number for each channel.
+        num_groups: number of groups of adjacent channels; it divides C.
         eps: constant added to the variance.
 
     Returns:
@@ -237,7 +237,7 @@ def layer_norm(t: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
 
     Args:
         t: float tensor of shape `(N, C, ...)`.
-        weight, bias: of shape `(C,)`, one number for each channel.
+        weight, bias: tensors of shape `(C,)`, one number for each channel.
         eps: constant added to the variance.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Pooling: one number for each window of the spatial axes. How windows lie is in `popxl.ops.windows`."""
+"""Pooling: one number for each window of the spatial axes. Positions of windows are in `popxl.ops.windows`."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _max_gradient(g: Any, t: Any, **how: Any) -> Any:
     """Max-pooling gradient, separable by axis.
 
     An element equals the first exactly if it equals the largest of its row, and that equals the largest of the window.
-    So ties get what they should, and a window of 3 x 3 costs two passes of 3.
+    So ties have the right gradient, and a window of 3 x 3 costs two passes of 3.
     """
     windows = _windows(t, **how)
 
@@ -247,8 +247,9 @@ def average_pool(
     Args:
         t: float tensor of shape `(N, C, d, ...)` with one spatial axis or more.
         kernel_size: size of the window along each spatial axis.
-        stride: steps of the window along each spatial axis; what is missing is 1. (It is not the size of the kernel.)
-        padding: padding before each spatial axis, then after each: `(b1, ..., bn, e1, ..., en)`; what is missing is 0.
+        stride: steps of the window along each spatial axis; missing entries are 1. (The default is not the size of the
+            kernel.)
+        padding: padding before each spatial axis, then after each: `(b1, ..., bn, e1, ..., en)`; missing entries are 0.
             Used for `"not_set"` only.
         out_pads: zeros, or left out.
         dilation, in_dilations: ones, or left out.
@@ -260,7 +261,7 @@ def average_pool(
 
     Raises:
         KeyError: for an unknown `auto_pad`.
-        ValueError: for `out_pads`, `dilation` or `in_dilations` that would change something.
+        ValueError: for `out_pads`, `dilation` or `in_dilations` that would have an effect.
         PopxlError: if the numbers of entries do not fit `t`, or no window does.
 
     See also: `torch.nn.functional.avg_pool2d`, with `count_include_pad=False`.
@@ -298,7 +299,7 @@ def max_pool(
 
     Raises:
         KeyError: for an unknown `auto_pad`.
-        ValueError: for `out_pads`, `dilation` or `in_dilations` that would change something.
+        ValueError: for `out_pads`, `dilation` or `in_dilations` that would have an effect.
         PopxlError: for an unknown `storage_order`, if the numbers of entries do not fit `t`, or no window does.
 
     See also: `torch.nn.functional.max_pool2d`.

@@ -1,5 +1,4 @@
-"""What is computed wider than it is stored: halves (float16, bfloat16) in float32, rounded once, to what the op
-declares."""
+"""Computation in a wider dtype: float16 and bfloat16 in float32, rounded once, to the declared dtype of the op."""
 
 from __future__ import annotations
 

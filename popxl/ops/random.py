@@ -1,9 +1,9 @@
-"""Random numbers: pure functions of a seed that is given.
+"""Random numbers: pure functions of an explicit seed.
 
 A seed is a uint32 tensor of shape `(2,)`, made on the host by `popxl.create_seeds` or in a program by
 `split_random_seed`. It is the key of JAX's Threefry generator. An op draws the same numbers from the same seed and
-attributes whenever and wherever it runs: in a loop, in a called graph, in the gradient. Nothing about the place is
-mixed in, so ops that are to differ, and replicas, need seeds of their own.
+attributes whenever and wherever it runs: in a loop, in a called graph, in the gradient. The position of the op has no
+influence, so ops and replicas that are to differ need seeds of their own.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def split_random_seed(seed: Tensor, n: int = 2) -> tuple[Tensor, ...]:
 
     Args:
         seed: uint32 tensor of shape `(2,)`.
-        n: how many.
+        n: number of seeds.
 
     Returns:
         A tuple of `n` seeds.
@@ -171,8 +171,8 @@ def random_normal(
     Args:
         seed_tensor: uint32 tensor of shape `(2,)`. The same seed gives the same numbers.
         shape: shape of the result.
-        mean: their mean.
-        std: their standard deviation.
+        mean: mean of the numbers.
+        std: standard deviation of the numbers.
         dtype: `popxl.float32`, `popxl.float16` or `popxl.bfloat16`; `None` means float32.
 
     Returns:
@@ -274,7 +274,7 @@ def shaped_dropout(t: Tensor, seed_tensor: Tensor, shape: Iterable[int], ratio: 
         t: float tensor of any shape.
         seed_tensor: uint32 tensor of shape `(2,)`. The same seed gives the same mask.
         shape: shape of the mask; it broadcasts to the shape of `t`.
-        ratio: the probability that a part is dropped, from 0 to below 1. What is kept is divided by `1 - ratio`.
+        ratio: probability that a part is dropped, from 0 to below 1. The other elements are divided by `1 - ratio`.
 
     Returns:
         A new tensor of the shape and dtype of `t`.

@@ -1,6 +1,6 @@
 """Reductions: ops that turn some dimensions of a tensor into one number each; and running sums.
 
-A rule's `g` and `out` lack the reduced dimensions; `spread` gives them back.
+In a rule, `g` and `out` lack the reduced dimensions; `spread` restores them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _mean(t: Any, axes: tuple[int, ...], keepdims: bool) -> Any:
     count = math.prod(t.shape[d] for d in axes)
     if not jnp.issubdtype(t.dtype, jnp.integer):
         return summed(t, axes, keepdims) / count
-    # The dtype of the sum is said because JAX's choice would depend on what else is in the program.
+    # The dtype of the sum is explicit because JAX's choice would depend on other parts of the program.
     dtype = jnp.promote_types(t.dtype, jnp.int32 if jnp.issubdtype(t.dtype, jnp.signedinteger) else jnp.uint32)
     return jax.lax.div(jnp.sum(t, axis=axes, keepdims=keepdims, dtype=dtype), jnp.asarray(count, dtype))
 
@@ -250,7 +250,7 @@ _lamb_square = OpKind(
 def median(t: Tensor, axis: int | Iterable[int] | None = None, keepdims: bool = False) -> Tensor:
     """Median element; for even counts, the lower middle element.
 
-    The whole gradient goes to the element that was picked; of equal ones, that is the one in the middle of them.
+    The whole gradient goes to the selected element: the middle one of several equal ones.
 
     Args:
         t: tensor of any shape.
@@ -280,7 +280,7 @@ def lamb_square(t: Tensor) -> Tensor:
         t: tensor of any shape.
 
     Returns:
-        A float32 scalar. Of a replica-sharded tensor it is the sum over the local piece.
+        A float32 scalar. For a replica-sharded tensor it is the sum over the local shard.
 
     Example:
         >>> norm = ops.sqrt(ops.lamb_square(w))

@@ -1,7 +1,7 @@
 """Ops that move tensors between the device and remote buffers.
 
-Their meaning needs the machine, so they only declare their specs here; `runtime.lowering.remote_buffers` carries them
-out. Ops that use one buffer run in the order in which they were created.
+They depend on the runtime, so they only declare their specs here; `runtime.lowering.remote_buffers` implements them.
+Ops that use one buffer run in the order in which they were created.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ def remote_load_(remote_buffer: RemoteBuffer, offset: int | Tensor, t: Tensor) -
 
     Args:
         remote_buffer, offset: as for `remote_load`.
-        t: what is overwritten, of the shape and dtype of the buffer. It takes on the buffer's meta-shape too.
+        t: tensor to overwrite, of the shape and dtype of the buffer. It takes on the buffer's meta-shape too.
 
     Returns:
         An alias of `t`.
 
     Raises:
         TypeError: if `remote_buffer` is no such buffer, `offset` no integer, or `t` no tensor.
-        ValueError: as `remote_load` does, and if the shapes or dtypes differ.
+        ValueError: as for `remote_load`, and if the shapes or dtypes differ.
 
     Example:
         >>> w = ops.remote_load_(buffer, layer, w)
@@ -102,11 +102,11 @@ def remote_store(remote_buffer: RemoteBuffer, offset: int | Tensor, t: Tensor) -
 
     Args:
         remote_buffer, offset: as for `remote_load`.
-        t: what is stored, of the shape and dtype of the buffer; nothing is converted.
+        t: tensor to store, of the shape and dtype of the buffer; nothing is converted.
 
     Raises:
         TypeError: if `remote_buffer` is no such buffer, `offset` no integer, or `t` no tensor.
-        ValueError: as `remote_load` does, and if the shapes or dtypes differ.
+        ValueError: as for `remote_load`, and if the shapes or dtypes differ.
 
     Example:
         >>> ops.remote_store(buffer, layer, w)

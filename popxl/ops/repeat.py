@@ -35,8 +35,8 @@ from popxl.values.spec import TensorSpec, brief
 
 __all__ = ["repeat", "repeat_with_info"]
 
-# The wrapper graph that a loop runs has these inputs before the user's: the number of the turn and the flag to go on.
-# The flag is also its first output.
+# The wrapper graph of a loop has these inputs before the user's: the iteration number and the flag to continue. The
+# flag is also its first output.
 EXTRA_INPUTS = 2
 EXTRA_OUTPUTS = 1
 
@@ -57,7 +57,7 @@ def _overwritten(attributes: Mapping[str, Any]) -> frozenset[int]:
     """Positions of inputs written back: carried by-reference inputs, and changed ones."""
     wrapper, carried = attributes["graph"], attributes["carried"]
     by_ref = [i for i, t in enumerate(wrapper.inputs[EXTRA_INPUTS:]) if t.by_ref]
-    # Whether they are changed is seen in the user's graph: the wrapper's call of it counts as changing all of them.
+    # Changes of them are found in the user's graph: the wrapper's call of it counts as changing all of them.
     changed = written_inputs(wrapper.called_graphs[0]) if by_ref else frozenset()
     return frozenset(i for i in by_ref if i < carried or i in changed)
 
@@ -72,7 +72,7 @@ def returned_by_ref(op: Op) -> frozenset[int]:
 def _carried_specs(
     *inputs: Tensor, graph: Graph, carried: int, repeat_count: int, backwards: bool = False
 ) -> list[TensorSpec]:
-    if type(repeat_count) is not int or not 0 <= repeat_count < 2**31:  # a file may hold anything
+    if type(repeat_count) is not int or not 0 <= repeat_count < 2**31:  # a file may hold any value
         raise PopxlError(f"`repeat_count` is {repeat_count!r}; expected 0 to {2**31 - 1}.")
     if type(backwards) is not bool:
         raise PopxlError(f"`backwards` is {backwards!r}; expected a bool.")
@@ -116,9 +116,10 @@ def _sought(wrapper: Graph) -> list[Tensor]:
 def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
     """Differentiate a loop: run the wrapper's gradient over iterations in reverse.
 
-    It carries the gradients of the carried values, and sums of the gradients of the others. What a turn's gradient
+    It carries the gradients of the carried values, and sums of the gradients of the others. What an iteration's
+    gradient
     reads of that turn is stacked by the forward loop; gradients that arrive for such stacks (second derivatives have
-    them) are taken apart again, turn by turn. Gradients of rows are stacked.
+    them) are unstacked, iteration by iteration. Gradients of rows are stacked.
     """
     op = forward.op
     wrapper, count, carried = (op.attributes[name] for name in ("graph", "repeat_count", "carried"))
@@ -250,11 +251,11 @@ def repeat(
     """Run a graph `repeat_count` times.
 
     The graph's first inputs, as many as it has outputs, are carried: each turn gets the results of the turn before.
-    The others are the same in every turn, unless they are by reference: then changes made to them in place are kept
+    The others are the same in every iteration, unless they are by reference: in-place changes are then kept
     from turn to turn and written back at the end. Streams go on with each turn.
 
     Args:
-        graph: what to run. Output `k` has the shape and dtype of input `k`.
+        graph: graph to run. Output `k` has the shape and dtype of input `k`.
         repeat_count: number of turns, 0 or more.
         *inputs, inputs_dict: values for the graph's inputs, as for `call`.
 
@@ -262,8 +263,8 @@ def repeat(
         The results of the last turn; the first values of the carried inputs if `repeat_count` is 0.
 
     Raises:
-        ValueError: for a negative count, more outputs than inputs, and as `call` does.
-        PopxlError: if a carried output does not look like its input, and as `call` does.
+        ValueError: for a negative count, more outputs than inputs, and as for `call`.
+        PopxlError: if a carried output has another spec than its input, and as for `call`.
 
     Example:
         >>> graph = ir.create_graph(lambda x, dx: x + dx, x, dx)
@@ -311,13 +312,13 @@ def loop_over(
     """Add a loop over a graph, by way of a wrapper.
 
     Args:
-        graph: what runs in each turn.
+        graph: graph to run in each iteration.
         count: number of turns.
         bound: tensors of the current graph for the inputs. Those for the last `rows` inputs have a row for each turn.
-        carried: how many outputs, the first ones, become inputs of the next turn; by default all. Those of all turns
-            are stacked of the others.
-        rows: how many inputs get one row in each turn.
-        backwards: whether the turns are counted down, so that the first one has the last rows.
+        carried: number of leading outputs that become inputs of the next iteration; by default all. The others are
+            stacked over all iterations.
+        rows: number of inputs that get one row in each iteration.
+        backwards: whether iterations are counted down, so that the first one has the last rows.
     """
     ir = graph.ir
     carried = len(graph.outputs) if carried is None else carried

@@ -1,4 +1,4 @@
-"""Reading images between their pixels: `interpolate` resizes them, `roi_align` cuts regions out of them."""
+"""Sampling images between their pixels: `interpolate` resizes them, `roi_align` cuts regions out of them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _coordinates(size: int, scale: float, mode: str) -> Any:
     i, s = np.arange(_resized(size, scale), dtype=np.float32), np.float32(scale)
     if mode == "asymmetric":
         return i / s
-    if mode == "align_corners":  # float64, as what it is compared with
+    if mode == "align_corners":  # float64, as the numbers that it is compared with
         length = size * scale
         return np.zeros(i.shape) if length == 1 else i.astype(np.float64) * (size - 1) / (length - 1)
     if mode == "pytorch_half_pixel" and np.float32(size) * s <= 1:
@@ -76,7 +76,7 @@ def _interpolation_taps(x: Any, mode: str, nearest_mode: str) -> Taps:
         fraction = inside - np.floor(inside)
         return [(np.floor(x), 1 - fraction), (np.ceil(x), fraction)]
     first = np.floor(x)
-    r = np.float64(x - first)  # what four products take from one another costs digits
+    r = np.float64(x - first)  # cancellation between four products would cost digits
     return [
         (first - 1, _cubic_far(r + 1)),
         (first, _cubic_near(r)),
@@ -201,16 +201,16 @@ def interpolate(
     `align_corners`       `i * (n - 1) / (L - 1)`; 0 if `L` is 1
     ====================  ==========================================
 
-    Beyond the ends, the element at the edge goes on. The gradient is the exact transpose, in every mode.
+    Beyond the ends, the edge element is repeated. The gradient is the exact transpose, in every mode.
 
     Args:
         t: tensor of any rank.
         scale_factor: a factor above 0 for each axis of `t`, batch and channels included.
         mode: `"nearest"` takes one element, `"linear"` blends two, `"cubic"` four (Keys' kernel with the slope -0.75).
             Blends are made in float32 and rounded once.
-        nearest_mode: which is the nearest: `"round_prefer_floor"` (of two equally near the left one),
+        nearest_mode: choice of the nearest element: `"round_prefer_floor"` (of two equally near the left one),
             `"round_prefer_ceil"` (the right one), `"floor"`, or `"ceil"`.
-        coordinate_transformation_mode: one of the table above. `"tf_crop_and_resize"` may be said, but not be run.
+        coordinate_transformation_mode: one of the table above. `"tf_crop_and_resize"` can be declared, but not run.
 
     Returns:
         A new tensor of the same dtype.
@@ -259,7 +259,9 @@ def _samples(start: Any, end: Any, bins: int, ratio: int, size: int) -> tuple[An
     step = (jnp.maximum(end - start, 1) / bins)[:, None, None]
     bin_ = jnp.arange(bins, dtype=step.dtype)[:, None]
     part = jnp.arange(ratio, dtype=step.dtype) + 0.5
-    x = start[:, None, None] + bin_ * step + part * step / ratio  # in this order, as others do: it decides at borders
+    x = (
+        start[:, None, None] + bin_ * step + part * step / ratio
+    )  # in this order, as in other libraries: it matters at borders
     x = x.reshape(-1, bins * ratio)
     counts = (x >= -1) & (x <= size)
     x = jnp.clip(x, 0, size - 1)

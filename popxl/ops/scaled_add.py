@@ -1,4 +1,4 @@
-"""`a X + b Y`, and the same over X: the update of plain gradient descent."""
+"""`a X + b Y`, and the same written to X: the update of plain gradient descent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _spec(X: Any, Y: Any, a: Any = 1.0, b: Any = 1.0) -> TensorSpec:
 
 
 def _lowering(X: Any, Y: Any, a: Any = 1.0, b: Any = 1.0) -> Any:
-    if X.shape != Y.shape:  # programs that are only built may say so
+    if X.shape != Y.shape:  # programs that are only built may have such shapes
         raise ValueError(f"`X` and `Y` have the shapes {X.shape} and {Y.shape}; nothing is broadcast")
     whole = all(isinstance(f, float) and f.is_integer() for f in (a, b))
     if whole and jnp.issubdtype(X.dtype, jnp.integer) and X.dtype == Y.dtype:  # exactly

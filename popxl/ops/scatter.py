@@ -1,6 +1,6 @@
-"""Putting elements where indices say: `scatter`, and `onehot`, which puts one value into rows of another.
+"""Writing elements to indices: `scatter`, and `onehot`, which writes one value into rows of another.
 
-`put_block` and `read_block` serve all ops that move single elements by index, also those of
+`put_block` and `read_block` serve all ops that move single elements by index, including those of
 `popxl.ops.scatter_reduce`.
 """
 
@@ -22,7 +22,7 @@ from popxl.ops.precision import widen
 from popxl.values.shapes import integer, like_first, one_axis
 from popxl.values.spec import TensorSpec
 
-# Where indices point ------------------------------------------------------------------------------------------------
+# Targets of indices -------------------------------------------------------------------------------------------------
 
 _COUNTED_BY_INT32 = 2**31
 
@@ -34,10 +34,10 @@ def put_block(t: Any, indices: Any, values: Any, axis: int, how: str = "set") ->
 
     Args:
         t: the array.
-        indices: of the shape of the block; or with size 1 on all axes but `axis`, to move whole slices.
+        indices: array of the shape of the block; or with size 1 on all axes but `axis`, to move whole slices.
         values: the block; but on `axis`, no larger than `t`.
         axis: the axis that the indices are for, counted from the front.
-        how: `"set"`; or `"add"`, `"max"`, `"min"`, which combine all that goes to one place with what is there.
+        how: `"set"`; or `"add"`, `"max"`, `"min"`, which combine all elements for one position with its old content.
     """
     view, places = _address(t.shape, indices, values.shape, axis)
     target = t.reshape(view).at[places]
@@ -64,7 +64,7 @@ def _address(shape: tuple[int, ...], indices: Any, block: tuple[int, ...], axis:
     """A shape to view the array in, and the places in there, for JAX's indexing."""
     index = or_beyond(indices, shape[axis])
     if math.prod(indices.shape) == indices.shape[axis]:
-        slices: list[Any] = [builtins.slice(size) for size in block]  # whole ones, which is many times faster
+        slices: list[Any] = [builtins.slice(size) for size in block]  # whole slices, which is many times faster
         slices[axis] = index.reshape(-1)
         return shape, tuple(slices)
     places = [index if d == axis else lax.broadcasted_iota(jnp.int32, block, d) for d in range(len(block))]
@@ -132,8 +132,8 @@ def scatter(
         available_memory_proportion: accepted for programs that tune memory; no effect.
 
     Returns:
-        A new tensor like `t`. If several values go to one element, which of them it gets is not defined. The gradient
-        goes to `values` where they were used, and to `t` elsewhere.
+        A new tensor like `t`. If several values go to one element, it gets an undefined one of them. The gradient goes
+        to `values` where they were used, and to `t` elsewhere.
 
     Raises:
         PopxlError: if the ranks differ, the shapes do not fit, or there is no such axis; when a session is made, if
@@ -184,16 +184,17 @@ def onehot(t: Tensor, num_classes: Tensor, values: Tensor, axis: int) -> Tensor:
 
     Args:
         t: integer tensor of any shape. An element outside of `[0, num_classes)` names no class.
-        num_classes: how many classes there are: a constant of one integer.
+        num_classes: number of classes: a constant of one integer.
         values: tensor `[off, on]`.
-        axis: where the dimension of the classes is in the result: 0 to the rank of `t`, or -1 for last.
+        axis: position of the dimension of the classes in the result: 0 to the rank of `t`, or -1 for last.
 
     Returns:
         A new tensor of the dtype of `values`, of the shape of `t` with `num_classes` inserted at `axis`. Only `values`
         has a gradient.
 
     Raises:
-        PopxlError: if `num_classes` is no constant or not one integer, `values` is not two, or there is no such axis.
+        PopxlError: if `num_classes` is not a constant of one integer, `values` not two values, or there is no such
+            axis.
 
     See also: `torch.nn.functional.one_hot`.
 

@@ -1,4 +1,4 @@
-"""Combining elements in buckets that indices name: sums, largest and smallest elements, for one group or several."""
+"""Reducing elements into buckets given by indices: sums, largest and smallest elements, for one group or several."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _combined(
     start = initial_values
     if start is None:
         start = full_after((*block[:axis], axis_size, *block[axis + 1 :]), 0, data.dtype, after=data)
-        if reduction in ("max", "min"):  # where there are elements, any of them takes the place of the 0 first
+        if reduction in ("max", "min"):  # where there are elements, any of them replaces the 0 first
             start = put_block(start, index, values, axis)
     if reduction == "sum":
         start = widen(start)
@@ -286,8 +286,8 @@ def scatter_reduce(
         indices: int32 or uint32 tensor: the bucket of each element. Elements whose index is out of range, negative ones
             too, are dropped. No gradient.
         reduction: `"sum"`; `"max"` or `"min"`; or `"none"`, for one of the elements, which one is not defined.
-        initial_values: what is in the buckets before, and takes part; of the shape of the result. Without it, buckets
-            that get nothing hold 0.
+        initial_values: initial content of the buckets, which takes part in the reduction; of the shape of the result.
+            Without it, buckets without elements hold 0.
         axis: the dimension that the indices are for; negative ones count from the back.
         axis_size: the number of buckets. It is needed, and used, if there are no `initial_values`.
         enable_index_broadcast: if true, `indices` is of the shape of `data`; or has one index for each slice of `data`
@@ -328,9 +328,9 @@ def grouped_scatter_reduce(
     """`scatter_reduce` for each of several groups.
 
     Args:
-        data, indices, initial_values: as in `scatter_reduce`, each with one more dimension in front, for the groups.
-        reduction, axis_size, enable_index_broadcast, available_memory_proportion: as in `scatter_reduce`.
-        axis: the dimension that the indices are for, counted in the whole of `data`: not the first one, which is the
+        data, indices, initial_values: as for `scatter_reduce`, each with one more dimension in front, for the groups.
+        reduction, axis_size, enable_index_broadcast, available_memory_proportion: as for `scatter_reduce`.
+        axis: dimension that the indices refer to, counted in the whole of `data`: not the first one, which is the
             groups'.
         group_size: the number of groups. With 1 there are none, and this is `scatter_reduce`.
 
@@ -338,8 +338,8 @@ def grouped_scatter_reduce(
         A new tensor: the results of the groups, stacked.
 
     Raises:
-        ValueError: as `scatter_reduce`, and if `group_size` is less than 1.
-        PopxlError: as `scatter_reduce`, if a first dimension is not `group_size`, or `axis` is the groups'.
+        ValueError: as for `scatter_reduce`, and if `group_size` is less than 1.
+        PopxlError: as for `scatter_reduce`, if a first dimension is not `group_size`, or `axis` is the groups'.
 
     See also: `torch.scatter_reduce`, for each group.
 

@@ -1,8 +1,8 @@
 """Ops that reorder axes and change sizes: reshape, squeeze, transpose, and their view forms; and triangles.
 
-A function with a trailing underscore gives a *view*: the result shares storage with its operand, so that what is
-written to either is seen through the other. Each view op says how to read the view from its base (its lowering) and
-how to write the view back into the base (`put`); nothing else in popxl needs to know what a view is.
+A function with a trailing underscore returns a *view*: the result shares storage with its operand, so that a write to
+either is visible in the other. Each view op defines how to read the view from its base (its lowering) and how to write
+the view back into the base (`put`); no other part of popxl needs to know the kinds of views.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _wanted(t: Tensor, shape: Iterable[int]) -> tuple[int, ...]:
     if not isinstance(t, Tensor):
         raise not_a_tensor("reshape", "t", t)
     sizes = integers(shape, "reshape: `shape`")
-    fewest = 0 if 0 in t.shape and -1 not in sizes else 1  # of nothing, what a size is cannot be inferred beside a 0
+    fewest = 0 if 0 in t.shape and -1 not in sizes else 1  # without elements, a size cannot be inferred beside a 0
     if any(size < fewest and size != -1 for size in sizes):
         raise ValueError(
             f"Invalid shape value in reshape: {shape}, for {t!r}; sizes are positive, or -1 for the one to infer."

@@ -165,7 +165,7 @@ def subsample(t: Tensor, strides: int | Iterable[int]) -> Tensor:
 
     Args:
         t: tensor of any shape.
-        strides: one for each dimension; missing ones are 1. A number is for the first dimension.
+        strides: stride along each dimension; missing ones are 1. A single number is for the first dimension.
 
     Returns:
         A new tensor.
@@ -278,7 +278,7 @@ def stack(ts: Iterable[Tensor], axis: int = 0) -> Tensor:
 
     Args:
         ts: tensors of one dtype and shape.
-        axis: where the new dimension is in the result; negative ones count from the back.
+        axis: position of the new dimension in the result; negative ones count from the back.
 
     Returns:
         A new tensor.

@@ -1,4 +1,4 @@
-"""Sorting, searching, counting: where the largest elements are, and how many elements lie between levels.
+"""Sorting, searching, counting: positions of the largest elements, and numbers of elements between levels.
 
 The running sum, `cumsum`, is in `popxl.ops.reduce`.
 """
@@ -23,7 +23,7 @@ from popxl.ops.precision import widen
 from popxl.values.shapes import flag, integer, one_axis, reduced_shape
 from popxl.values.spec import TensorSpec
 
-# Where the extreme element is ---------------------------------------------------------------------------------------
+# Positions of extreme elements --------------------------------------------------------------------------------------
 
 
 class Search(Protocol):
@@ -92,8 +92,8 @@ def _ranks(t: Any, largest: bool) -> Any:
     """Numbers in the order of the elements, or in the opposite order. Equal elements have equal numbers."""
     if not jnp.issubdtype(t.dtype, jnp.floating):
         return t if largest else ~t  # unlike -t, this neither overflows nor wraps
-    t = widen(t)  # XLA sorts halves as a whole, a hundred times as long
-    # JAX tells 0 from -0 here, and one NaN from another.
+    t = widen(t)  # XLA sorts float16 and bfloat16 a hundred times slower
+    # JAX distinguishes 0 from -0 here, and one NaN from another.
     t = jnp.where(jnp.isnan(t), jnp.nan, jnp.where(t == 0, jnp.zeros((), t.dtype), t))
     return t if largest else -t
 
@@ -143,14 +143,14 @@ def topk(
     """The `k` largest or smallest elements along an axis, and their places.
 
     Of equal elements those with lower places come first. NaN counts as larger than all numbers. The gradient of the
-    values goes to the elements that were picked.
+    values goes to the selected elements.
 
     Args:
         t: tensor of rank 1 or more.
-        k: how many; no more than there are.
+        k: number of elements; at most the size of the axis.
         axis: the dimension to search; negative ones count from the back.
         largest: pick the largest elements, else the smallest.
-        sorted: whether the results have to be in order: descending for the largest, ascending for the smallest. They
+        sorted: whether the results must be in order: descending for the largest, ascending for the smallest. They
             always are.
         available_memory_proportion: accepted for programs that tune memory; no effect.
 

@@ -1,6 +1,6 @@
-"""Windows that slide over the spatial axes of a tensor: how many there are, and how far they reach beyond its ends.
+"""Windows that slide over the spatial axes of a tensor: their number, and their extent beyond its ends.
 
-Convolutions and pooling share this. It is arithmetic on sizes, and knows no tensors.
+Convolutions and pooling share this arithmetic on sizes, which is independent of tensors.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Windows:
         size: size of the axis, without padding.
         reach, stride: see above. A kernel of 3 with dilation 2 reaches over 5 positions.
         begin, end: padding at either side; negative where the axis is cropped.
-        count: how many windows there are. Not positive if not even one fits.
-        dilation: how far the elements of the kernel are apart.
-        spread: how far the elements of the input are apart; zeros lie between them, which `size` counts.
+        count: number of windows. Not positive if not even one fits.
+        dilation: distance between elements of the kernel.
+        spread: distance between elements of the input; zeros lie between them, which `size` counts.
     """
 
     size: int
@@ -59,11 +59,11 @@ def windows_over(
     """The windows along each axis.
 
     Args:
-        sizes, kernel, strides, dilation: one for each axis; dilations are 1 by default.
+        sizes, kernel, strides, dilation: one number for each axis; dilations are 1 by default.
         padding: all that is padded before, then all that is padded after; read for `not_set` only.
         pad_type: a `PadType`.
-        ceil_mode: for `not_set`: as many windows as it takes to cover the end, which is padded for it. (Otherwise what
-            is left over at the end is in no window.)
+        ceil_mode: whether, for `not_set`, there are as many windows as it takes to cover the end, which is padded for
+            it. (Otherwise the remaining elements are in no window.)
     """
     apart = (1,) * len(sizes) if dilation is None else dilation
     pads = zip(padding, padding[len(sizes) :], strict=False)

@@ -1,1 +1,1 @@
-"""A whole program in files, and as rules that another one reads."""
+"""Saving a whole program to files and loading it, and export of its gradient rules."""

@@ -1,7 +1,7 @@
-"""What no program in a file can be, as no sequence of calls of popxl makes it, or as nobody has the memory for it.
+"""Validation of loaded programs: contents that no sequence of popxl calls makes, or that exceed any machine's memory.
 
-Who has written a file is not known, so nothing in it is believed. What these find is a `ValueError`, and the file is
-refused before anything is compiled.
+The author of a file is unknown, so its content is not trusted. Violations raise a `ValueError`, and the file is refused
+before anything is compiled.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def check_calls(ir: Ir) -> None:
             callers[callee].append(graph)
     ready = [graph for graph, count in waiting.items() if not count]
     ops: dict[Graph, int] = {}
-    for graph in ready:  # which grows meanwhile
+    for graph in ready:  # which grows in the loop
         ops[graph] = sum(1 + sum(ops[callee] for callee in op.called_graphs) for op in graph.ops)
         check(ops[graph] <= _MOST_CALLS, f"the calls in {graph.title} come to {ops[graph]} ops")
         for caller in callers[graph]:

@@ -1,6 +1,6 @@
-"""Debug information in a file: what programs are made of, and which of the user's lines made it.
+"""Debug information in a file: the parts of programs, and the user's lines that made them.
 
-While a file is open, it keeps the Irs that are made. What is in them is written when it is closed.
+An open file collects the Irs that are made. Their contents are written when it is closed.
 
     {"contexts": [a record for each Ir, each call that made ops, and each tensor], "stringTable": [strings]}
 

@@ -1,8 +1,8 @@
-"""An `Ir` from a file: tensors and graphs, then ops, of the parts in `popxl.program.saved`. Reached as `Ir.load`.
+"""Loading an `Ir` from a file: tensors and graphs, then ops, from the parts in `popxl.program.saved`. See `Ir.load`.
 
-Who has written a file is not known, so nothing in it is believed. A program that no sequence of calls of popxl can have
-made is refused before anything is compiled. Session options that touch the machine are not in the file, and are not
-taken from it: they are for who runs the program.
+The author of a file is unknown, so its content is not trusted. A program that no sequence of popxl calls can make is
+refused before anything is compiled. Session options that affect the machine are not in the file, and are not taken from
+it: the caller sets them.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def restore(ir: Ir, content: bytes, beside: Callable[[str], bytes], name: str, t
 
     Args:
         ir: an Ir that is new.
-        content: what `popxl.program.writing` has packed, or the JSON of an earlier version.
+        content: bytes packed by `popxl.program.writing`, or the JSON of an earlier version.
         beside: reads the file of numbers of an earlier version, by its name.
-        name: what errors call the file.
+        name: name of the file in errors.
         traces: have JAX trace the functions of ops, where there is doubt. A program that comes with its executables,
             which are trusted, need not wait for that.
     """
@@ -92,7 +92,7 @@ def restore(ir: Ir, content: bytes, beside: Callable[[str], bytes], name: str, t
         _Reader(ir, program, numbers, traces).fill_ir()
     except _Unknown:
         raise
-    except Exception as problem:  # whatever the functions of ops raise for attributes that nobody can have given them
+    except Exception as problem:  # functions of ops raise any error for invalid attributes
         raise _unreadable(name, problem) from problem
 
 

@@ -1,7 +1,7 @@
-"""The gradient rules of one op as a graph: what `popxl.to_jax` differentiates by.
+"""The gradient rules of one op as a graph, by which `popxl.to_jax` differentiates.
 
-Autodiff applies rules while it walks a graph backwards (`popxl.transforms.op_gradient`). Here they stand alone: a small
-graph of operands, results and incoming gradients, in an Ir of its own.
+Autodiff applies rules while it walks a graph backwards (`popxl.transforms.op_gradient`). Here they form a small graph
+of their own, in an Ir of its own, from operands, results and incoming gradients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class RuleGraph:
     """Gradient rules of one op.
 
     Attributes:
-        graph: takes the operands, the results, and the gradients of the results in `given`; returns the gradients of
+        graph: graph from the operands, the results, and the gradients of the results in `given`, to the gradients of
             the operands in `wanted`, before they are summed over broadcast dimensions.
         wanted: positions of the operands that have a gradient.
         given: positions of the results that have one.

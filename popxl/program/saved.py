@@ -1,13 +1,13 @@
-"""What the file of a program says: the parts of an Ir, as JSON has them.
+"""Schema of a saved program: the parts of an Ir, as JSON.
 
 An Ir is saved as a container (`popxl.base.container`): the graphs are its JSON, and a blob has the numbers of variables
-and constants as safetensors. Ops are saved by the keys of their declarations and found again by them, so a program that
-uses an op of your own is loaded where that op is declared. No code is in the file and none is run from it.
+and constants as safetensors. Ops are saved and looked up by the keys of their declarations, so a program that uses an
+op of your own must be loaded where that op is declared. The file contains no code and none is run from it.
 
-Formats 1 and 2, of earlier versions, are two files: the JSON, which in format 2 has a digest of itself, and beside it
-the numbers. Their file is named after its digest.
+Formats 1 and 2, of earlier versions, are two files: the JSON, which in format 2 has a digest of itself, and a file for
+the numbers, named after its digest.
 
-`popxl.program.writing` makes these of an Ir, and `popxl.program.reading` an Ir of these.
+`popxl.program.writing` makes these parts from an Ir, and `popxl.program.reading` an Ir from these parts.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class SavedRecord(BaseModel):
 class SavedTensor(SavedRecord):
     """A saved tensor. Its id locates variable or constant values, unless `begins` describes them.
 
-    Of a variable in a remote buffer: the numbers of the buffer and the slot, and whether it is in pieces; and the id of
-    the piece that programs use in its place, if there is one; and along which axis the values of groups are parts of
-    one. The path is what it is shown as.
+    For a variable in a remote buffer: the numbers of the buffer and the slot, and whether it is sharded; the id of the
+    shard that programs use in its place, if there is one; and the axis along which the values of groups are parts of
+    one value. The path is its display name.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""An `Ir` into a file: its parts, as `popxl.program.saved` has them, and the numbers. Reached as `Ir.save`."""
+"""Saving an `Ir` to a file: its parts, as in `popxl.program.saved`, and the numbers. See `Ir.save`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class _Writer:
     """Collected program parts and referenced arrays, keyed by tensor id or number.
 
     Args:
-        variables: with the numbers of variables.
+        variables: whether to include the numbers of variables.
     """
 
     def __init__(self, variables: bool = True) -> None:

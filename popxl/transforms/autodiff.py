@@ -1,9 +1,9 @@
 """`autodiff`: from a graph to the graph of its gradients.
 
-The forward graph is walked backwards once. Each op adds, by its own rule, ops to the gradient graph; a rule asks for
-the forward tensors it reads, and these become inputs of the gradient graph (activations). What a rule is, and what JAX
-does where an op has none, is in `popxl.transforms.op_gradient`. What comes out is printed, called, bound and
-differentiated like any other graph.
+The forward graph is walked backwards once. Each op adds, by its own rule, ops to the gradient graph; the forward
+tensors that a rule reads become inputs of the gradient graph (activations). Rules, and JAX's derivative of ops without
+one, are in `popxl.transforms.op_gradient`. The result is printed, called, bound and differentiated like any other
+graph.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def autodiff(
     `graph` are appended to its outputs, and to the results of every call of it that exists already.
 
     Args:
-        graph: what to differentiate. Nothing in it, or in what it calls, may be modified in place.
+        graph: graph to differentiate. Nothing in it, or in its callees, may be modified in place.
         grads_provided: tensors of `graph` whose gradients the caller will give, in that order; the outputs by default.
         grads_required: tensors of `graph` whose gradients are wanted, in that order; the inputs by default.
         called_graphs_grad_info: gradient graphs to use for graphs that `graph` calls, instead of new ones.
@@ -160,11 +160,11 @@ class _Differentiation:
 
     Args:
         graph: the forward graph.
-        provided, required: its tensors whose gradients are given and wanted.
+        provided, required: tensors of the graph whose gradients are given, and whose gradients are wanted.
         infos: the gradient graphs that are known; this one is added.
-        needed: for the graphs that it calls, the outputs whose gradients some call will provide.
+        needed: for each called graph, the outputs whose gradients some call will provide.
         transform: applied to the gradients of the graphs that it calls.
-        complete: whether each required gradient must exist. Otherwise those that do not are left out.
+        complete: whether each required gradient must exist. Otherwise missing ones are left out.
     """
 
     def __init__(

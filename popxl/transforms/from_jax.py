@@ -1,8 +1,8 @@
 """`from_jax`: a function written in JAX, as ops of a graph.
 
 The function is traced without a device, and every equation of the trace becomes one op: the kind is named after the
-primitive (`Sin`, `DotGeneral`), the attributes are the equation's parameters, the gradient is JAX's. What comes out is
-printed, called, differentiated and saved like any graph. The other direction, a graph as a function of JAX, is
+primitive (`Sin`, `DotGeneral`), the attributes are the equation's parameters, the gradient is JAX's. The result is
+printed, called, differentiated and saved like any graph. The other direction, a graph as a JAX function, is
 `popxl.to_jax`; a whole function as a single op is `popxl.OpKind`.
 """
 
@@ -76,8 +76,8 @@ def from_jax(fn: Callable[..., Any]) -> Callable[..., Any]:
     as a result, and as an argument. `fn` gets this data, which `jax.random` takes as a key.
 
     Which of the three:
-        - `popxl.from_jax(fn)` shows what `fn` does: the ops can be read, transformed, and kept in a file.
-        - `popxl.OpKind("Name", fn)` makes `fn` one op that nobody looks into. Take it for kernels, for functions with
+        - `popxl.from_jax(fn)` exposes the content of `fn`: the ops can be read, transformed, and saved to a file.
+        - `popxl.OpKind("Name", fn)` makes `fn` one opaque op. Take it for kernels, for functions with
           an effect or with values that no tensor can hold, and where one name says enough.
         - `popxl.to_jax(graph)` goes the other way.
 
@@ -195,7 +195,7 @@ class Recorder:
 
     Args:
         ir: the Ir of the graphs.
-        policy: what is kept where a graph is computed again. Functions that JAX has jitted are then written out.
+        policy: values to save where a graph is recomputed. Functions that JAX has jitted are then inlined.
         own: a graph that has its results already, wherever its own function is called on its inputs.
     """
 
@@ -251,7 +251,7 @@ class Recorder:
         results = self._equation(equation, read)
         source = source_of(equation)
         for op in ops[count:]:
-            if source is not None and isinstance(op._made_at, tuple):  # nobody has said anything else
+            if source is not None and isinstance(op._made_at, tuple):  # unless an explicit location is set
                 op._made_at = source
         return results
 
@@ -288,8 +288,8 @@ class Recorder:
 
         Args:
             body: the function.
-            policy: what is kept of it, if it is computed again for its gradient.
-            recomputed: whether it is.
+            policy: values of the graph to save, if it is recomputed for its gradient.
+            recomputed: whether the graph is recomputed.
             waits: compute nothing before the last input is there.
         """
         graph = self.ir.create_empty_graph(body.jaxpr.debug_info.func_name)

@@ -1,4 +1,4 @@
-"""What a gradient graph expects and returns, in terms of the graph that was differentiated."""
+"""Inputs and outputs of a gradient graph, in terms of its forward graph."""
 
 from __future__ import annotations
 
@@ -196,9 +196,10 @@ def make_grad_graph_info(
     Args:
         forward_graph: the graph that `grad_graph` is the gradient of.
         grad_graph: the gradient graph.
-        expected_inputs: for each input of it, a tensor of the forward graph, and whether that tensor is meant or its
-            gradient.
-        expected_outputs: for each output of it, the tensor of the forward graph whose gradient it is.
+        expected_inputs: for each input of the gradient graph, a tensor of the forward graph, and whether the input is
+            that tensor or its gradient.
+        expected_outputs: for each output of the gradient graph, the tensor of the forward graph that it is the gradient
+            of.
     """
     grad_graph.gradient_of = forward_graph
     info = object.__new__(GradGraphInfo)

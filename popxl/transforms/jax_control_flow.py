@@ -1,6 +1,6 @@
-"""Equations of JAX that hold functions, as ops that run graphs: loops, conditionals, calls.
+"""JAX equations that hold functions, as ops that run graphs: loops, conditionals, calls.
 
-What a graph cannot say stays one op, and `why_one_op` says why.
+An equation without an equivalent in graphs stays one op, and `why_one_op` gives the reason.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _with_derivative(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequ
 def _remat(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequence[Tensor]:
     """Convert `jax.checkpoint`: call a graph that its gradient recomputes.
 
-    One that JAX has differentiated already is what is computed again: it waits for its last operand, a gradient.
+    If JAX has differentiated it already, it is the recomputation: it waits for its last operand, a gradient.
     """
     body, operands = of_jax.closed(equation.params["jaxpr"]), [read(operand) for operand in equation.invars]
     if equation.params["differentiated"]:

@@ -1,7 +1,8 @@
-"""The derivative that JAX has for a function (`jax.custom_jvp`, `jax.custom_vjp`), as ops.
+"""Custom derivatives of JAX functions (`jax.custom_jvp`, `jax.custom_vjp`), as ops.
 
-JAX applies the function's own rule, which is traced in two parts: what the rule keeps of the forward pass is added to
-the graph of the function, where a gradient first asks for it; what it makes of that is added to the gradient graph.
+JAX applies the function's own rule, which is traced in two parts: the part that computes residuals is added to the
+graph of the function, when a gradient first needs it; the part that computes gradients from them is added to the
+gradient graph.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class JaxDerivative:
             graph: the graph of the function.
             wanted: positions of the inputs.
             gs: gradients of results, by position.
-            read: gives a tensor of `graph` in the current graph.
+            read: function from a tensor of `graph` to its value in the current graph.
         """
         key = wanted, tuple(gs)
         if key not in self._parts:
@@ -94,7 +95,7 @@ class JaxDerivative:
         traced = trace(forward, [t.spec for t in graph.inputs])[0]
         if obstacle(traced):
             return None
-        depends = depend_on_arguments(traced.jaxpr)  # what does not is computed where it is read
+        depends = depend_on_arguments(traced.jaxpr)  # independent values are computed where they are read
         first = with_results(traced, depends)
         fixed = with_results(traced, [not each for each in depends], all_arguments=False)
 
@@ -136,7 +137,7 @@ class UnsavedDerivative:
 
     Args:
         name: name of the function.
-        results: how many outputs of the graph it returns.
+        results: number of outputs of the graph.
     """
 
     def __init__(self, name: str, results: int) -> None:

@@ -1,5 +1,5 @@
-"""What equations of JAX say that hold functions: bodies, operands, numbers of turns. Where versions of JAX differ in
-that, they differ here alone.
+"""Contents of JAX equations that hold functions: bodies, operands, iteration counts. The only file that handles
+differences between versions of JAX.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def spec_of(aval: Any) -> TensorSpec | None:
     try:
         data = data_type(aval)
         return TensorSpec(tuple(map(int, data.shape)), dtype.as_dtype(np.dtype(data.dtype)))
-    except (AttributeError, TypeError, ValueError):  # tokens; keys of unknown generators; narrow integers and the like
+    except (AttributeError, TypeError, ValueError):  # tokens; keys of unknown generators; narrow integers and similar
         return None
 
 
@@ -82,7 +82,9 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 def first_effect(jaxpr: Jaxpr) -> JaxprEqn | None:
     """First equation with a side effect."""
-    found = (e for e in equations(jaxpr) if e.effects and e.primitive.name != "jit")  # what is in that comes, too
+    found = (
+        e for e in equations(jaxpr) if e.effects and e.primitive.name != "jit"
+    )  # includes effects of nested jaxprs
     return next(found, None)
 
 
@@ -121,13 +123,13 @@ class Loop:
     """A loop with a known number of turns.
 
     Attributes:
-        body: takes the carried values, then those that are the same in each turn, then rows; returns the carried
-            values, then those to stack.
-        operands: for its inputs: the first values of what is carried, and arrays of rows.
-        turns: how many.
+        body: jaxpr from the carried values, then the loop invariants, then rows, to the carried values, then the
+            outputs to stack.
+        operands: operands of the body: initial carried values, invariants, and arrays of rows.
+        turns: number of iterations.
         carried: number of carried values.
         rows: number of inputs that are rows.
-        backwards: whether the rows come last one first.
+        backwards: whether iterations take the rows from last to first.
     """
 
     body: ClosedJaxpr
@@ -209,10 +211,10 @@ _COUNTING: dict[str, Callable[..., Any]] = {
 
 
 def iteration_count(equation: JaxprEqn, known: Callable[[Any], np.ndarray | None]) -> int | None:
-    """How many turns a `while` takes, if that depends only on counters that begin with known numbers.
+    """Number of iterations of a `while`, if it depends only on counters with known initial values.
 
     Args:
-        equation: of a `while`.
+        equation: equation of a `while`.
         known: the number that an operand is, if that is known and an integer or a bool.
     """
     parameters = equation.params

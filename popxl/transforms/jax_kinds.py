@@ -1,6 +1,6 @@
-"""Equations of JAX as ops: the declaration of a primitive, and how its parameters are attributes.
+"""JAX equations as ops: the declaration of a primitive, and the conversion of its parameters to attributes.
 
-Plain values are attributes as they are; code is a `Function`, and the op then says why it is one.
+Plain values are attributes directly; code is a `Function`, and the op then holds the reason why it is one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Function:
 
     Attributes:
         name: name of the function.
-        code: what JAX runs: a jaxpr, or a function.
+        code: code that JAX runs: a jaxpr, or a function.
     """
 
     name: str
@@ -51,7 +51,7 @@ def as_op(equation: JaxprEqn, why: str) -> tuple[OpKind, Sequence[Any], dict[str
 
     Args:
         equation: the equation.
-        why: for one that holds code, why it is one op.
+        why: for an equation that holds code, the reason why it is one op.
     """
     primitive, parameters = equation.primitive, equation.params
     reason = {"because": why} if why else {}

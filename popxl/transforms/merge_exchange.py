@@ -1,7 +1,7 @@
-"""`merge_exchange` and `io_tile_exchange`: what crosses to the outside in a block of code crosses at once.
+"""`merge_exchange` and `io_tile_exchange`: merging the transfers of a block of code.
 
-When the block ends, its loads and stores become as few `MultiExchange` ops as possible. The numbers do not change; what
-changes is how often the device has to wait for the outside. What such an op is, is in `popxl.ops.exchange`.
+At the end of the block, its loads and stores become as few `MultiExchange` ops as possible. The numbers do not change;
+the device waits for the outside less often. `MultiExchange` is in `popxl.ops.exchange`.
 """
 
 from __future__ import annotations
@@ -106,6 +106,6 @@ def _merge(graph: Graph, first_id: int) -> None:
         graph.reorder(graph.ops[:start] + sorted(graph.ops[start:], key=rank.__getitem__))
     for ops in merged:
         parts = [part for op in ops for part in op.parts]
-        # Free names: no number is used up for a suffix, and what comes later is called as without the merging.
+        # Free names: no number is used up for a suffix, so later names are the same as without merging.
         names = [f"{t.name}/exchange" for part in parts for t in part.outputs]
         graph.replace(ops, partial(multi_exchange_kind, parts=tuple(map(MergedOp.from_op, parts)), results=names))

@@ -1,7 +1,7 @@
-"""The gradient of one op: by the rules that it states, or by JAX.
+"""The gradient of one op: by its own rules, or by JAX.
 
-JAX differentiates the op, the graph stays explicit: where an op states nothing, its gradient is one op, whose function
-is `jax.vjp` of the op's. Removing dead code from its trace shows which forward values that needs.
+JAX differentiates the op, the graph stays explicit: the gradient of an op without rules is one op, whose function is
+`jax.vjp` of the op's. Dead-code elimination of its trace determines the forward values that it needs.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ Gradients = dict[int, Tensor]
 
 @dataclass(frozen=True)
 class Forward:
-    """What the gradient of one op can ask about the op.
+    """View of a forward op for its gradient rule.
 
     Attributes:
         op: the forward op.
         follows: the tensors of its graph that depend on some required tensor.
-        read: gives a tensor of its graph, in the gradient graph.
-        differentiate: gives the gradient graph of a graph that the op runs, or `None` if no gradient flows through it.
+        read: function from a tensor of the forward graph to its value in the gradient graph.
+        differentiate: function that returns the gradient graph of a graph that the op runs, or `None` if no gradient
+            flows through it.
     """
 
     op: Op
@@ -71,7 +72,7 @@ def passes(op: Op, i: int) -> bool:
 def gradients(forward: Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
     """Input gradients of an op, given result gradients (`None` for missing ones).
 
-    Of complex tensors they are JAX's, the conjugates of those that users see: so rules are as for real numbers.
+    For complex tensors they are JAX's, the conjugates of those that users see: so rules are as for real numbers.
     """
     rule = forward.op.kind.gradient
     if rule is None:
@@ -84,7 +85,7 @@ def gradients(forward: Forward, gs: tuple[Tensor | None, ...]) -> Gradients:
         return _by_rules(rule, forward, gs)
     if not forward.op.runs:
         return cast(Any, rule)(forward, gs)
-    # What it calls are gradient graphs, and these take and give gradients as users see them.
+    # It calls gradient graphs, which take and return gradients as users see them.
     found = cast(Any, rule)(forward, tuple(None if g is None else conjugate(g) for g in gs))
     return {i: conjugate(g) for i, g in found.items()}
 
@@ -181,8 +182,8 @@ class Derivation:
     """What determines the gradient op that JAX makes of an op.
 
     Attributes:
-        kind, operands, attributes, inputs, outputs: of the op: its declaration, the names of its inputs if some
-            operand is a plain value, its attributes, and the specs of its inputs and outputs.
+        kind, operands, attributes, inputs, outputs: signature of the op: its declaration, the names of its inputs if
+            some operand is a plain value, its attributes, and the specs of its inputs and outputs.
         wanted: positions of the inputs to differentiate with respect to.
         given: positions of the outputs whose gradients there are.
     """

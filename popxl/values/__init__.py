@@ -1,1 +1,1 @@
-"""Descriptions of tensors: specs, shapes, shards. Nothing here knows an op."""
+"""Descriptions of tensors: specs, shapes, shards. Independent of ops."""

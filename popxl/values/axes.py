@@ -1,7 +1,7 @@
-"""`Axes`: names for the dimensions in which replicas stand, and which replicas are together along some of them.
+"""`Axes`: names for the dimensions along which replicas are arranged, and the groups of replicas along them.
 
-Replicas are numbered row by row: along the last axis neighbours are 1 apart, along the one before it as many as the
-last axis has. So what is together along axes that follow each other is a strided group.
+Replicas are numbered in row-major order: neighbours along the last axis are 1 apart, along the one before it as many as
+the last axis has. So a group along adjacent axes is strided.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Axes:
     def strided(self, names: Sequence[str]) -> tuple[int, int] | None:
         """Stride and size of groups; `None` for irregular groups.
 
-        Axes of size 1 count for nothing, so they are not in between others.
+        Axes of size 1 are ignored, so they do not separate others.
         """
         sizes = [(name, size) for name, size in self.sizes if size > 1]
         chosen = [i for i, (name, _) in enumerate(sizes) if name in names]

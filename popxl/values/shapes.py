@@ -1,4 +1,4 @@
-"""Shape rules: what the result of an op looks like, given what its operands look like.
+"""Shape rules: from the specs of an op's operands to the spec of its result.
 
 A rule takes tensors (anything with `shape`, `dtype` and `meta_shape`) and the op's attributes, and returns a
 `TensorSpec` or raises; the op adds its name, its operands and the user's line to the message.

@@ -1,8 +1,8 @@
-"""Which part of a variable's value each replica holds: values of the host into parts, and parts into values.
+"""Distribution of a variable's value over replicas: host values into shards, and shards into values.
 
-A value that is not sharded is whole on every replica of its group. One that is sharded is flattened and cut into pieces
-of equal length, one after the other, the last one filled up with zeros; member `i` of a group holds piece `i % count`.
-Only arrays of the host are handled here.
+A value that is not sharded is complete on every replica of its group. A sharded value is flattened and cut into shards
+of equal length, one after the other, the last one padded with zeros; member `i` of a group holds shard `i % count`.
+This file handles host arrays only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def shard_length(shape: Sequence[int], count: int) -> int:
 def shard_count(nelms: int, length: int, members: int) -> int:
     """Number of shards of given length: enough to cover the value, dividing the group size.
 
-    Gathering takes no others.
+    Gathering accepts no other lengths.
     """
     needed = max(1, -(-nelms // max(1, length)))
     return next((n for n in range(needed, members) if members % n == 0), members)
@@ -39,10 +39,10 @@ class ShardLayout:
     """The parts of a variable's values that the replicas hold, as rows of `length` elements.
 
     Attributes:
-        grouping: which replicas share a value.
+        grouping: groups of replicas that share a value.
         size: number of elements of a value.
         length: number of elements that a replica has room for. Those of a value that it has no room for are left out.
-        count: into how many pieces a value is cut; `None` if it is whole everywhere.
+        count: number of shards of a value; `None` if it is not sharded.
     """
 
     grouping: ReplicaGrouping
@@ -63,8 +63,9 @@ class ShardLayout:
         """One replica's shard of lazily computed values.
 
         Args:
-            elements: gives the elements of all values on the host, one after the other, from one number to another.
-            replica: whose part.
+            elements: function that returns a range of the elements of all values on the host, in order, given two
+                positions.
+            replica: number of the replica.
         """
         place = self._positions[replica] % (self.count or 1)
         value = self.grouping.assignment[replica] * self.size

@@ -34,7 +34,7 @@ class TensorSpec(Mapping[str, Any]):
     Args:
         shape: size of each dimension; `()` for a scalar.
         dtype: element type.
-        meta_shape: for a replica-sharded piece, the shape before sharding; else `()`.
+        meta_shape: shape before sharding, for a replica-sharded tensor; else `()`.
 
     Example:
         >>> popxl.TensorSpec((1, 2), popxl.int32)

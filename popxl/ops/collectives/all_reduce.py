@@ -1,8 +1,8 @@
 """Reductions over the IPUs of one replica: lists of tensors, one for each IPU.
 
-On which IPU a tensor is says where it is, and changes no value. So these ops are plain arithmetic here, and their
-gradients say who has to talk to whom: `all_reduce_identical_inputs` and `all_reduce_identical_grad_inputs` are the two
-ends of a layer whose weights are divided among IPUs.
+Placement on an IPU changes no value. So these ops are plain arithmetic here, and their gradients define the
+communication: `all_reduce_identical_inputs` and `all_reduce_identical_grad_inputs` are the two ends of a layer whose
+weights are divided among IPUs.
 """
 
 from __future__ import annotations

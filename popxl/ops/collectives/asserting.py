@@ -1,4 +1,4 @@
-"""Statements of a program about what its replicas have in common: nothing is computed, and `popxl check` reads them."""
+"""Statements of a program about values that replicas share: they compute nothing, and `popxl check` reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What collectives share: the names of what they compute, and the groups in which they do."""
+"""Common parts of collectives: the names of reductions, and the groups of replicas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["OP_MAP", "CollectiveOps", "CommGroup", "CommGroupType", "members", "
 
 CollectiveOps = Literal["add", "mean", "mul", "min", "max", "and", "or", "square_add"]
 
-# What is computed ---------------------------------------------------------------------------------------------------
+# Reductions ---------------------------------------------------------------------------------------------------------
 
 
 def widen_for_sum(t: Array) -> Array:
@@ -140,8 +140,8 @@ class CommGroup:
     """The older way to say which replicas form groups. Collectives take a `ReplicaGrouping`: see `toReplicaGrouping`.
 
     Args:
-        type: how the groups lie; or a grouping to describe.
-        replicaGroupSize: how many members a group has. It is not asked of `All` and `Ungrouped`.
+        type: arrangement of the groups; or a grouping to describe.
+        replicaGroupSize: number of members of a group. `All` and `Ungrouped` ignore it.
 
     Raises:
         ValueError: for a grouping that no type describes.
@@ -156,7 +156,7 @@ class CommGroup:
         self.replicaGroupSize = type.group_size if isinstance(type, ReplicaGrouping) else replicaGroupSize
 
     def toReplicaGrouping(self, numReplicas: int) -> ReplicaGrouping:
-        """The grouping of so many replicas. It is good for collectives; variables take groupings of their own Ir.
+        """The grouping for this number of replicas, for collectives; variables need groupings of their own Ir.
 
         Raises:
             ValueError: if the groups cannot be of that size.

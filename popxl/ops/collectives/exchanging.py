@@ -1,6 +1,6 @@
-"""`CollectiveBackend`: a group whose members exchange arrays, and what each question that it is asked takes.
+"""`CollectiveBackend`: a group whose members exchange arrays, and the operands of each exchange.
 
-What is exchanged is said here, once: machines carry it out, and `popxl.analysis.communication` lists it.
+The exchanges are defined only here: the runtime carries them out, and `popxl.analysis.communication` lists them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`Group`: what the lowering of an op between replicas can ask of the replicas it talks to.
+"""`Group`: operations on the replicas of a group, for lowerings of ops between replicas.
 
-Everything is built on two questions: what values the members have, and what these are combined. How they are answered
-depends on where replicas run and is in `runtime.lowering.collectives`.
+All of them are built on two: gathering the values of the members, and combining them. Implementations depend on the
+placement of replicas and are in `runtime.lowering.collectives`.
 """
 
 from __future__ import annotations

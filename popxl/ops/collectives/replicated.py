@@ -1,9 +1,9 @@
 """Collectives between replicas: reductions, gathers, exchanges, and slices that differ from replica to replica.
 
-The ops themselves work on flat tensors that are cut into chunks, one for each member of a group; axes are brought to
-the front and back by ordinary ops. What a group is, where replicas run, is in `runtime.lowering.collectives`. A gather
-and a slice are each other's gradients, an all-to-all is its own, and that of a shift is a shift back. Gradients are not
-summed over replicas: a reduction has to be asked for.
+The ops themselves work on flat tensors that are cut into chunks, one for each member of a group; ordinary ops move axes
+to the front and back. The mapping of groups to devices is in `runtime.lowering.collectives`. A gather and a slice are
+each other's gradients, an all-to-all is its own, and the gradient of a shift is the reverse shift. Gradients are not
+summed over replicas: a program adds that reduction explicitly.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def replicated_all_reduce(t: Tensor, op: CollectiveOps = "add", group: Groups | 
 
     Args:
         t: tensor of any shape.
-        op: what is computed: `"add"`, `"mean"`, `"mul"`, `"min"`, `"max"`, `"square_add"` (the sum of squares), or
-            `"and"`, `"or"` of what is not zero. Float16 is computed in float32 and rounded once; the mean of integers
-            is rounded towards zero.
+        op: reduction: `"add"`, `"mean"`, `"mul"`, `"min"`, `"max"`, `"square_add"` (the sum of squares), or `"and"`,
+            `"or"` of non-zero elements. Float16 is computed in float32 and rounded once; the mean of integers is
+            rounded towards zero.
         group: the replicas that communicate: a grouping, or names of axes; all of them by default.
 
     Returns:
@@ -118,7 +118,7 @@ def replicated_reduce_scatter(
 
     Args:
         t: tensor of any shape.
-        op: what is computed, as for `replicated_all_reduce`.
+        op: reduction, as for `replicated_all_reduce`.
         group: the replicas that communicate: a grouping, or names of axes; all of them by default.
         configure_output_for_replicated_tensor_sharding: make the result a sharded tensor: its `meta_shape` is the
             shape of `t`, and `replicated_all_gather` puts it together again.
@@ -235,19 +235,19 @@ def replicated_all_gather(
         t: tensor of any shape and dtype.
         axis: along which tensors are concatenated; negative ones count from the back. The other forms ignore it.
         group: the replicas that communicate: a grouping, or names of axes; all of them by default.
-        output_shape: how the G tensors are put together.
+        output_shape: arrangement of the G tensors.
             - `"concat"`: concatenated along `axis`; scalars become a tensor of shape (G,).
             - `"new_axis"`: stacked along a new first dimension of size G.
-            - `"meta_shape"`: shards of one tensor, joined; what there is too much is dropped, and the rest has the
-              shape `t.meta_shape`. Without a meta-shape the result is flat.
+            - `"meta_shape"`: shards of one tensor, joined; excess elements are dropped, and the result has the shape
+            `t.meta_shape`. Without a meta-shape the result is flat.
             - `"auto"`: `"meta_shape"` if `t` has one, else `"concat"`.
 
     Returns:
         A new tensor of the same dtype, without a meta-shape.
 
     Raises:
-        ValueError: for another `output_shape`, an `axis` that is no integer, or if the replicas of the Ir cannot be
-            grouped like this.
+        ValueError: for an unknown `output_shape`, an `axis` that is not an integer, or if the replicas of the Ir cannot
+            be grouped like this.
         NotImplementedError: if the distance between members of the grouping is not constant.
         PopxlError: if there is no such axis, or the members have less than the meta-shape takes.
 
@@ -348,7 +348,7 @@ def replicated_slice(t: Tensor, axis: int = 0, group: Groups | None = None) -> T
     first = transpose(t, front) if axis else t
     own = slice_kind(flatten(first), chunk=t.nelms // size, **groups)
     length, *others = first.shape[0] // size, *first.shape[1:]
-    if length == 1:  # the axis is dropped, and the others are in order; the permutation then changes nothing
+    if length == 1:  # the axis is dropped, the others are in order, so the permutation changes nothing
         result, back = reshape(own, others), tuple(range(len(others)))
     else:
         result = reshape(own, (length, *others))
@@ -387,8 +387,8 @@ def replicated_all_to_all(t: Tensor, split_axis: int = 0, concat_axis: int = 0, 
     Args:
         t: tensor of any dtype, rank 1 or more.
         split_axis: along which `t` is cut into equal parts, one for each member. Its size is a multiple of theirs.
-        concat_axis: along which a member joins what it gets, in the order of the replicas. Negative axes count from
-            the back.
+        concat_axis: axis along which a member joins what it receives, in the order of the replicas. Negative axes count
+            from the back.
         group: the replicas that communicate: a grouping, or names of axes; all of them by default.
 
     Returns:
@@ -451,7 +451,7 @@ shift_kind: OpKind = OpKind(
 
 
 def replicated_shift(t: Tensor, distance: int = 1, group: Groups | None = None) -> Tensor:
-    """Give `t` to the member of the group so many places further on; the last ones give theirs to the first.
+    """Send `t` to the member of the group at the given distance; the last members send theirs to the first.
 
     The members of a group are a ring, and each sends to one other only: to a neighbour, over a link of its own, where
     the machine has such links. After as many shifts by one as there are members, each has seen what all have, and none
@@ -459,7 +459,7 @@ def replicated_shift(t: Tensor, distance: int = 1, group: Groups | None = None) 
 
     Args:
         t: tensor of any shape and dtype.
-        distance: how many places further on; negative numbers go back.
+        distance: number of members to move forward; negative numbers go back.
         group: the replicas that communicate: a grouping, or names of axes; all of them by default.
 
     Returns:

@@ -1,5 +1,5 @@
-"""How ops are computed where that is more than a line: functions of arrays, which a machine may compute in other forms.
+"""Implementations of ops that are more than a line: functions of arrays, which a platform may override.
 
-What users call, with its shapes and gradients, is declared in the families beside this folder: `ops.conv`, for one,
-takes what `kernels.convolutions` computes.
+The public functions, with their shapes and gradients, are declared in the families beside this folder: `ops.conv`, for
+example, uses `kernels.convolutions`.
 """

@@ -1,4 +1,4 @@
-"""How convolutions of arrays, and their gradients, are computed: summed in float32, or float64 where there is that."""
+"""Convolutions of arrays, and their gradients, accumulated in float32, or in float64 where that is enabled."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def convolved(name: str, t: Any, weight: Any, windows: Sequence[Windows], groups
 
     Args:
         name: name of the op, for errors.
-        t, weight: of shape (N, C, d, ...) and (M, C / groups, k, ...).
+        t, weight: arrays of shape (N, C, d, ...) and (M, C / groups, k, ...).
         windows: along each spatial axis of `t`.
-        groups: of channels.
+        groups: number of groups of channels.
     """
     check(name, t, weight, [w.count for w in windows])
     return by_xla(*widened_pair(t, weight), windows, groups)
@@ -44,10 +44,10 @@ def transposed(name: str, t: Any, weight: Any, windows: Sequence[Windows], group
 
     Args:
         name: name of the op, for errors.
-        t: of shape (N, C, d, ...).
-        weight: of shape (C, channels of the result / groups, k, ...).
+        t: array of shape (N, C, d, ...).
+        weight: array of shape (C, channels of the result / groups, k, ...).
         windows: along each spatial axis of the result, one for each element of `t`.
-        groups: of channels.
+        groups: number of groups of channels.
     """
     check(name, t, weight, [w.size for w in windows])
     channels, depth, *kernel = weight.shape
@@ -72,7 +72,7 @@ def weights_gradient(name: str, g: Any, t: Any, shape: Sequence[int], windows: S
     depth, *kernel = shape[1:]
     batch, _, *sizes = t.shape
 
-    # A convolution of `t` with `g` in place of the kernel: the batch is what is summed over, in place of channels.
+    # A convolution of `t` with `g` in place of the kernel: it sums over the batch in place of channels.
     grouped = t.reshape(batch, groups, depth, *sizes)
     turned = grouped.transpose(2, 1, 0, *range(3, grouped.ndim)).reshape(depth, groups * batch, *sizes)
     over = [under_places(w, k) for w, k in zip(windows, kernel, strict=True)]

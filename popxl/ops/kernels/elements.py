@@ -1,4 +1,4 @@
-"""Quotients; and functions of elements, of images and of whole arrays, where computing them takes long."""
+"""Quotients; and expensive functions of elements, of images and of whole arrays."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def spatial(function: Callable[..., Any], axes: int, *arrays: Any) -> Any:
     """Apply a function over spatial axes of images. Any other axis may hold the batch.
 
     Args:
-        function: of the number of the first spatial axis, and arrays. Gives an array or several, with the other axes as
-            they were.
-        axes: how many spatial axes there are, the last ones. Those of the batch and the channels, if any, come before.
+        function: function of the number of the first spatial axis, and arrays. It returns an array or several, with the
+            other axes unchanged.
+        axes: number of trailing spatial axes. Axes of the batch and the channels, if any, come first.
         *arrays: the images.
     """
     return function(arrays[0].ndim - axes, *arrays)

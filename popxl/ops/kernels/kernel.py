@@ -1,7 +1,7 @@
-"""`Kernel`: a function of arrays that ops are made of, and that a platform may compute otherwise.
+"""`Kernel`: a function of arrays used by ops, which a platform may implement differently.
 
-Here each is plain JAX, and says what is meant. While a program is traced, its platform may put implementations of its
-own in the place of some kernels (`overriding_kernels`): the same numbers, faster there. None is named in this package.
+Here each is plain JAX, and the reference implementation. While a program is traced, its platform may override some
+kernels (`overriding_kernels`): the same numbers, faster there. This package names no platform.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Kernel:
     """A function of arrays with optional platform-specific implementations; used as a decorator.
 
     Attributes:
-        plain: the function as it is written.
+        plain: the reference implementation.
 
     Example:
         >>> from popxl.extend.kernels import Kernel

@@ -1,4 +1,4 @@
-"""When a value is available, and in which memory it is: identities in plain JAX, and hints for compilers."""
+"""Availability of values, and the memory that they are in: identities in plain JAX, and hints for compilers."""
 
 from __future__ import annotations
 

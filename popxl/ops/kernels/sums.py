@@ -1,4 +1,4 @@
-"""Sums, maxima and what is made of them."""
+"""Sums, maxima and functions of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def largest(t: Any, axes: Sequence[int], keepdims: bool = False) -> Any:
 
 @Kernel
 def exponentials(t: Any, axis: int, may_see_none: bool = False) -> tuple[Any, Any]:
-    """What a softmax along an axis needs of its rows: the largest element, and the sum of the exponentials of the
+    """The statistics of a softmax along an axis: the largest element, and the sum of the exponentials of the
     distances from it. Where rows may have nothing but minus infinity, they have 0 and 0."""
     top = largest(t, (axis,), keepdims=True)
     if may_see_none:

@@ -1,4 +1,4 @@
-"""The largest number of each window of images, where the first of several equal ones counts; and its gradient."""
+"""The largest element of each window of images, the first of several equal ones; and its gradient."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def first_largest(function: Callable[[Any], Any], windows: Sequence[Windows], t:
     """Maximum of each window over the last axes, with its first position.
 
     Args:
-        function: of images; gives both.
-        windows: along each of these axes.
+        function: function of images; returns both.
+        windows: windows along each of these axes.
         t: the images.
     """
     return function(t)
@@ -26,7 +26,7 @@ def first_largest_gradient(function: Callable[[Any, Any], Any], windows: Sequenc
     """Image gradient, given the gradient `g` of window maxima.
 
     Args:
-        function: of `g` and the images; gives it.
+        function: function of `g` and the images; returns the gradient.
         windows: along each of the last axes.
         t: the images.
     """

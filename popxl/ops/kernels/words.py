@@ -1,4 +1,4 @@
-"""Random words, and seeds that are made of seeds: what JAX's Threefry generator draws."""
+"""Random words, and seeds derived from seeds, from JAX's Threefry generator."""
 
 from __future__ import annotations
 

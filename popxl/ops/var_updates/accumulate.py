@@ -1,6 +1,6 @@
 """Accumulators: sums, means and moving averages that live in a tensor and are updated in place.
 
-Ops of this family differ in their formula only.
+Ops of this family differ only in their formula.
 """
 
 from __future__ import annotations

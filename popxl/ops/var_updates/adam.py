@@ -25,8 +25,8 @@ from popxl.values.spec import TensorSpec
 
 
 def minus_correction(beta: Any, steps: Any) -> Any:
-    """beta ** steps - 1, in a form that keeps its digits where beta is close to 1. What it divides takes its sign: a
-    TPU would negate a single number by itself."""
+    """beta ** steps - 1, in a form that is accurate for beta close to 1. The quotient takes its sign: on TPUs, negating
+    a single number would be a separate operation."""
     with np.errstate(divide="ignore", invalid="ignore"):  # of 0, which is fine, and of less, which gives NaN
         logarithm = float(np.log(beta)) if isinstance(beta, float) else jnp.log(beta)
     return jnp.expm1(steps * logarithm)
@@ -38,7 +38,7 @@ def adam_direction(m: Any, v: Any, steps: Any, beta1: Any, beta2: Any, epsilon: 
     Args:
         m, v: the moments, after this step.
         steps: the number of the step, from 1 on; for `None` the moments are not corrected.
-        beta1, beta2: what stays of the moments in each step: plain numbers, or arrays of one element.
+        beta1, beta2: decay rates of the moments: plain numbers, or arrays of one element.
         epsilon: a number.
     """
     if steps is not None:
@@ -218,7 +218,7 @@ def adamax_updater(
         time_step: the number of steps so far, 0 at first: a float32 or integer tensor of one element. It is counted
             up in place, before it is used. It has to be given.
         weight_decay: a number or a tensor of one element; nothing decays for 0 and `None`.
-        beta1: what stays of m in each step: a number, or a tensor of one element.
+        beta1: decay rate of m: a number, or a tensor of one element.
         epsilon: a number or a tensor of one element.
 
     Returns:
@@ -291,8 +291,8 @@ def adam_var_update(
         x: the direction of the step, from `lamb_updater`: of the shape of `t`; its dtype may differ.
         r1, r2: squares of the norms of the weight and of the direction, from `lamb_square`.
         learning_rate: a number or a tensor of one element; 1 by default.
-        max_weight_norm: what the norm of the weight counts as at most: a number or a tensor of one element. By default
-            there is no limit.
+        max_weight_norm: upper limit of the weight's norm in the formula: a number or a tensor of one element. By
+            default there is no limit.
 
     Returns:
         An alias of `t`. No gradient flows; autodiff refuses graphs with this op.

@@ -34,7 +34,7 @@ def copy_var_update_(t: Tensor, X: Tensor) -> Tensor:
     """Overwrite `t` with `X`.
 
     Args:
-        t: what to overwrite.
+        t: tensor to overwrite.
         X: the new content, of the same shape and dtype. It is not changed, and not shared.
 
     Returns:

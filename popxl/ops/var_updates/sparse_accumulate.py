@@ -35,7 +35,7 @@ def _scattered(t: Any, X: Any, indices: Any, f: Any = None, W: Any = None, *, ax
         )
     exact = f is None and jnp.issubdtype(t.dtype, jnp.integer)
     dtype = t.dtype if exact else wide_dtype(t)
-    index = or_beyond(indices, t.shape[at])  # where "drop" drops what is out of range
+    index = or_beyond(indices, t.shape[at])  # where "drop" drops indices out of range
     added = product(number(f, dtype), X.astype(dtype))
     return t.astype(dtype).at[(slice(None),) * at + (index,)].add(added, mode="drop")
 
@@ -60,12 +60,13 @@ def sparse_accumulate_(
 ) -> Tensor:
     """Add `f` times the slices of `X` to slices of `t`, in place: t[indices[j]] += f X[j], on dimension `axis`.
 
-    It is what the gradient of `gather` does to its table, without making a table of the gradient first. Computed in
+    It is the update that the gradient of `gather` makes to its table, without a gradient of the table's size. Computed
+    in
     float32 and rounded once; integers without a factor are added as integers.
 
     Args:
         t: the accumulator.
-        X: what to add: the shape is that of `t` with the shape of `indices` in place of dimension `axis`; the dtype
+        X: tensor to add: its shape is that of `t` with the shape of `indices` in place of dimension `axis`; its dtype
             may differ from that of `t`. The shape is checked when the program is compiled.
         indices: int32 or uint32 tensor. An index that is there several times adds each time, one out of range not at
             all; negative indices are out of range.

@@ -1,1 +1,1 @@
-"""From graphs to functions of arrays: one loop, and what the ops mean that need the machine."""
+"""From graphs to functions of arrays: the lowering loop, and lowerings of ops that depend on the runtime."""

@@ -1,7 +1,7 @@
 """Batched loops: rerolled loops of independent iterations without products, lowered on whole packed arrays.
 
-The updates of all layers are such a loop. A `lax.scan` would slice each row out of its array and copy the result back;
-on whole arrays an update is one kernel that works in place.
+The parameter updates of all layers are such a loop. A `lax.scan` would slice each row out of its array and copy the
+result back; on whole arrays an update is one kernel that works in place.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def lower_batched(lowering: Lowering, loop: RerolledLoop, environment: Environme
 
 def _slot(environment: Environment, t: Tensor) -> PackedSlot:
     place = environment.slot_or_value(t)
-    assert isinstance(place, PackedSlot)  # all are packed
+    assert isinstance(place, PackedSlot)  # checked: all are packed
     return place
 
 

@@ -37,7 +37,7 @@ class Failure:
 
     tensor_id = ""
     shape = (2,)
-    start = np.zeros(shape, np.int32)  # no op has the id 0
+    start = np.zeros(shape, np.int32)  # ids of ops start above 0
 
 
 class CollectiveOrder:
@@ -118,8 +118,8 @@ class Channels:
         """Order the next fetch from remote buffers after all stores; without stores, after the results before the last
         fetch, so that transfer and computation overlap.
 
-        XLA knows no order but that of what depends on each other. It would fetch slots when a run begins, keep them on
-        the device until they are needed, and make one of two loads of a slot. So the buffers pass a barrier together.
+        XLA orders only computations that depend on each other. It would fetch slots at the start of a run, keep them on
+        the device until they are needed, and merge two loads of a slot. So the buffers pass a barrier together.
         """
         computed = self._computed_before
         waits = () if computed is None or computed is self._computed or self._has_stored() else (computed,)

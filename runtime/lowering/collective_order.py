@@ -1,10 +1,10 @@
-"""The order of collectives on CPUs: that of the ops, also where some are in loops and others around them.
+"""The order of collectives on CPUs: program order, also between collectives inside and outside of loops.
 
-XLA for CPUs (jaxlib 0.10.2) may begin a collective in a loop, a branch or a kept call, and others around it, at once,
-where these do not depend on each other. Devices then wait in different collectives, as all have the same number: they
-deadlock, or exchange the wrong numbers. So a token, a number that depends on all collectives so far, goes into such a
-computation and comes out of it; what is exchanged depends on the token. XLA orders the collectives of one computation
-by itself.
+XLA for CPUs (jaxlib 0.10.2) may run a collective in a loop, a branch or a noinline call concurrently with independent
+collectives outside of it. Devices then wait in different collectives, because all have the same number: they deadlock,
+or exchange the wrong numbers. So a token, a number that depends on all collectives so far, is passed into such a
+computation and out of it, and operands of collectives depend on the token. Within one computation, XLA keeps the order
+of collectives.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Collectives of replicas: implementations of `popxl.ops.collectives.Group` for each placement of replicas.
 
 On a mesh they are JAX's collectives with groups. On one device all replicas are in one array, and a group is an index.
-A single replica exchanges nothing. Members are in replica order, and floats are summed in that order.
+A single replica has no exchange. Members are in replica order, and floats are summed in that order.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _SingletonGroup(Group):
 class _VmappedGroup(Group):
     """Group of replicas on one device: gathers all values, then selects each group's.
 
-    Groups are told apart by number only after they have been reduced, so that this is done once for each.
+    The values of a group are selected by its number after the reduction, so that each group is reduced once.
     """
 
     @property
@@ -135,10 +135,10 @@ class _MeshGroup(CollectiveBackend):
 class OrderedSums(CollectiveBackend):
     """The sums of a group of CPU devices of several processes: those of one process, bit for bit.
 
-    Within a process, XLA for CPUs adds what members have to zero, in their order. Between processes it adds along a
-    ring, from another member on for each part. So here each member gets its part of what the others have, and adds that
-    itself. As many bytes are sent. XLA does not fuse the additions with the ops around, which it would round otherwise.
-    What is exchanged stays among these ops: XLA orders the collectives of one computation only.
+    Within a process, XLA for CPUs adds the members' values to zero, in order. Between processes it adds along a ring,
+    starting at another member for each part. So here each member receives its part of the others' values, and adds them
+    itself. The number of bytes sent is the same. XLA does not fuse the additions with neighbouring ops, which would
+    round differently. The exchanges stay within these ops: XLA orders the collectives of one computation only.
     """
 
     def summed(self, t: Array) -> Array:

@@ -1,4 +1,4 @@
-"""`Context`: what surrounds the ops of a graph while they are lowered."""
+"""`Context`: the surroundings of the ops of a graph during lowering."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Context:
     Attributes:
         channels: the streams, remote buffers and flags that they use.
         inputs: the inputs of the graph. The body of a loop has none: it sees nothing around it.
-        in_loop: whether they are in the body of a loop.
-        rows: the number of iterations of the loops of calls around them. An array of so many rows may hold a value.
-        cut: of ops in the body of a loop that cut a row for the turn out of an array, this row.
-        depth: the number of graphs around them, calls that XLA keeps apart.
-        first_runs: by graph and identities of inputs, where a graph has run in this trace: the first input.
+        in_loop: whether the ops are in the body of a loop.
+        rows: number of iterations of the enclosing loops of calls. An array of this many rows may hold a value.
+        cut: for ops in a loop body that slice an iteration's row out of an array, that row.
+        depth: number of enclosing noinline graphs.
+        first_runs: first input of each run of a graph in this trace, by graph and identities of inputs.
     """
 
     channels: Channels
@@ -55,9 +55,9 @@ class Context:
     def prevent_cse(self, graph: Graph, inputs: Sequence[Array | PackedSlot]) -> Sequence[Array | PackedSlot]:
         """Hide equal inputs of a repeated graph from the compiler's common-subexpression elimination.
 
-        What a program computes twice is computed twice, and only when what it is computed for is there: all inputs of
-        the graph around it, such as gradients. By common subexpression elimination, XLA would do it once and keep the
-        result, which is what a program avoids that recomputes.
+        A computation that occurs twice in the program runs twice, and only when its consumer can run: when all inputs
+        of the enclosing graph, such as gradients, are available. By common subexpression elimination, XLA would run it
+        once and keep the result, which is what recomputation is meant to avoid.
         """
         if not inputs or not all(isinstance(value, jax.core.Tracer) for value in inputs):  # rows, or no compiler
             return inputs

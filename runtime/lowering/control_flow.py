@@ -60,9 +60,9 @@ def call_inputs(
 
     Args:
         op: the op.
-        environment: that of the op.
-        own: how many inputs of the graph come before.
-        by_value: positions of what is no row in any case.
+        environment: environment of the op.
+        own: number of graph inputs that precede them.
+        by_value: positions of inputs that are never rows.
     """
     places = [environment.slot_or_value(t) for t in op.inputs]
     rows = {i: place for i, place in enumerate(places) if isinstance(place, PackedSlot)}
@@ -109,7 +109,7 @@ def _conditional(lowering: Lowering, op: Op, environment: Environment, context: 
         return run
 
     branches = (branch(then_branch, inputs[:count], True), branch(else_branch, inputs[count:], False))
-    # Several replicas on one device choose between results, and must not between whole buffers in the host's memory.
+    # Several replicas on one device can select between results, but not between whole buffers in host memory.
     one_of = (
         _run_both if lowering.is_vmapped and any(map(is_on_host, jax.tree.leaves(loop_channels.start))) else lax.cond
     )
@@ -131,9 +131,9 @@ class Iteration(NamedTuple):
     """Inputs of one loop iteration.
 
     Attributes:
-        inputs: of the body.
-        sharing: those of them that share storage.
-        stacks: what stands in the iteration for each stack around the loop.
+        inputs: inputs of the body.
+        sharing: inputs that share storage.
+        stacks: packed array of the iteration for each packed array outside of the loop.
     """
 
     inputs: list[Array | PackedSlot]
@@ -151,7 +151,7 @@ class Loop:
 
     Attributes:
         graph: the body.
-        start: what the first iteration gets.
+        start: inputs of the first iteration.
     """
 
     def __init__(self, op: Op, environment: Environment) -> None:

@@ -1,5 +1,5 @@
 """The environment of a running graph: one value per storage. Views are read from their base and written through to it,
-so in-place ops and views need nothing else. No other file knows that arrays are immutable.
+so in-place ops and views need no special handling. No other file depends on arrays being immutable.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Environment:
         Args:
             graph: the graph.
             values: the storages that had a value before.
-            sharing: its inputs that share storage.
+            sharing: inputs of the graph that share storage.
         """
         count = Counter(t.origin for t in graph.outputs)
         own = [t.origin not in values and count[t.origin] == 1 for t in graph.outputs]

@@ -1,4 +1,4 @@
-"""What ops do that talk to the host: streams, printing, and functions that it runs."""
+"""Ops that interact with the host: streams, printing, and host functions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _print_tensor(lowering: Lowering, op: Op, environment: Environment, context:
         running = True if context.channels.running is None else context.channels.running
         replica = (
             lax.axis_index(lowering.replicas.axis) if lowering.is_vmapped else 0
-        )  # or what is the same for all is printed once
+        )  # otherwise, values that are the same for all replicas are printed once
         if _has_callbacks(lowering):
             jax.debug.callback(write, value, running, replica, ordered=lowering.prints_in_order)
         else:
@@ -86,7 +86,7 @@ def _gpu_callback(made: Sequence[jax.ShapeDtypeStruct], *operands: Array) -> Seq
 
 
 def _write(text: str) -> None:
-    os.write(2, text.encode())  # standard error itself: redirections made after the program started count
+    os.write(2, text.encode())  # the file descriptor, so that redirections after the start of the program count
 
 
 def _formatted(
@@ -100,7 +100,7 @@ def _formatted(
     open_bracket: str,
     close_bracket: str,
 ) -> str:
-    if array.dtype.kind == "V" or array.dtype.name.startswith("float8"):  # of which NumPy knows little
+    if array.dtype.kind == "V" or array.dtype.name.startswith("float8"):  # which NumPy supports only in part
         array = array.astype(np.float32)
     number = {
         "auto": None,

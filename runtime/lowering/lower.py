@@ -2,10 +2,11 @@
 
 Ops run in creation order. Each reads its operands from the environment, applies its lowering, and writes its results
 back. The environment keeps one value for each *storage*: views are read from their base and written through to it, so
-in-place ops and views need nothing else.
+in-place ops and views need no special handling.
 
-A graph with several call sites becomes one jitted function that is compiled once: XLA is told not to inline its calls.
-State beside its inputs (streams, the failure flag) is passed and returned as values; see `runtime.lowering.channels`.
+A graph with several call sites becomes one jitted function that is compiled once: its calls are marked as noinline.
+State other than its inputs (streams, the failure flag) is passed and returned as values; see
+`runtime.lowering.channels`.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Lowering:
     Args:
         ops: the ops of the main graph.
         options: the options of the Ir, with the precision of products and the runtime checks.
-        keep_calls: whether calls of graphs with several call sites are not inlined.
+        keep_calls: whether calls of graphs with several call sites are noinline.
         replicas: the replicas of the program; the program of one replica is lowered.
         scheduling: the schedule of each graph: ops, or rerolled loops.
         in_order: whether prints of a single replica are ordered. JAX (0.10.2) cannot lower ordered effects along with
@@ -108,8 +109,8 @@ class Lowering:
         Args:
             ops: the ops, or loops of them.
             values: the storages that have a value before.
-            context: what surrounds the ops.
-            same: tensors that stand for others; by default, what the scheduling says.
+            context: surroundings of the ops.
+            same: aliases of tensors; by default, those of the schedule.
         """
         environment = self.environment(values, context, same)
         for op in (part for each in ops for part in ((each,) if isinstance(each, RerolledLoop) else each.parts)):
@@ -150,12 +151,12 @@ class Lowering:
                 jax.default_matmul_precision(self._options.precision),
             ):
                 seed = context.channels.rounding_seed(op)
-                if seed is not None and not op.kind.between_replicas:  # these exchange what they are given
+                if seed is not None and not op.kind.between_replicas:  # collectives exchange their operands unwidened
                     operands = [*map(widen, operands)]
                 results = self.apply(op, operands, context.channels)
                 if seed is not None:
                     results = round_updates(op, results, seed)
-        except PopxlError:  # says what it has to say
+        except PopxlError:  # a complete message already
             raise
         except Exception as problem:
             text = f"`{op.source.text}` " if op.source.text else ""
@@ -214,9 +215,10 @@ class Lowering:
 
         Args:
             graph: the graph.
-            inputs: for its inputs, values; or rows, which are overwritten where it overwrites these.
-            context: what surrounds the call.
-            in_rows: whether results may be rows, too.
+            inputs: values of the graph's inputs; or rows, which are overwritten where the graph overwrites these
+                inputs.
+            context: surroundings of the call.
+            in_rows: whether results may be rows too.
             sharing: inputs that share storage. A call in which there are some is not kept.
         """
         channels = context.channels

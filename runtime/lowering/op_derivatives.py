@@ -1,6 +1,6 @@
-"""Ops with gradients of their own as functions that JAX differentiates by these, forwards and backwards.
+"""Ops with gradients of their own as JAX functions with custom derivatives, forward and reverse.
 
-`popxl.from_jax` takes such a function for the one op that it is, by the file that it is in.
+`popxl.from_jax` recognises such a function by its file, and imports it as the one op that it is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Packed arrays: values of one shape and dtype in one array, so that a loop can index them by iteration.
 
-During lowering, a storage has a value or a packed slot. A slot is sliced when it is read, and updated in place when it
-is written.
+During lowering, the value of a storage is an array or a packed slot. A slot is sliced when it is read, and updated in
+place when it is written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ class PackedArray:
 
     Attributes:
         array: the current contents; the first dimension is the slot number.
-        is_given: whether it is an input of the program. Others are computed, in the precision that their users need.
+        is_given: whether it is an input of the program. Other packed arrays are computed, in the precision that their
+            users need.
     """
 
     __slots__ = ("array", "is_given")

@@ -78,7 +78,7 @@ class PlatformHooks:
         update_order: creates the update order of a graph, given whether it is in a loop body.
         copy_feed: copies a fed array, because the caller may overwrite it while the program runs.
         collective_lock: the lock of executables with collectives; `None` if they may run concurrently.
-        invariant_row: what an iteration reads of an array that no iteration changes, given the row and its number.
+        invariant_row: function that gives an iteration's row of a loop-invariant array, from the row and its number.
     """
 
     overrides: Mapping[Kernel, KernelImpl] = field(default_factory=dict)

@@ -1,11 +1,11 @@
-"""Remote buffers at work: what the ops that use them do, and how their slots are filled and read by the host.
+"""Remote buffers: lowering of the ops that use them, and transfers of their slots from and to the host.
 
-A buffer is an array with one row for each slot, a value that a program takes and returns like the variables that it
-changes. Loads and stores are slices of it.
+A buffer is an array with one row for each slot, which a program takes and returns like the variables that it changes.
+Loads and stores are slices of it.
 
-On an accelerator the array is in the host's memory, and only slots cross; see `runtime.targets.destination`. There a
-slot is whole blocks, in which TPUs keep arrays: they cut nothing out of a block, and fetch a whole buffer that they
-would rather lay out in another way.
+On an accelerator the array is in host memory, and only slots are transferred; see `runtime.targets.destination`. Slots
+are there padded to whole blocks, the tiles of TPU arrays: TPUs do not slice within a block, and fetch a whole buffer if
+they choose another layout for it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BLOCK = (8, 128)
 """Rows, and numbers in each. A TPU keeps arrays in blocks of these."""
 
 
-# What the ops do -----------------------------------------------------------------------------------------------------
+# Lowering of ops ------------------------------------------------------------------------------------------------------
 
 
 @register_lowering(remote_load_kind)
@@ -69,12 +69,12 @@ def _store(lowering: Lowering, op: Op, environment: Environment, context: Contex
         channels.order_store()
     slots, value = channels.slots(buffer), encode_transfer(environment.value_of(op.inputs[0]), buffer.tensor_dtype)
     room = slots.shape[1:]
-    if room != value.shape:  # whole blocks
+    if room != value.shape:  # padded to whole blocks
         value = jnp.pad(value.reshape(-1), (0, math.prod(room) - value.size)).reshape(room)
     if not is_on_host(slots):
         channels.set_slots(buffer, _replace_slot(slots, value, offset))
         return
-    if channels.running is not None:  # a branch that is not run puts back what is there
+    if channels.running is not None:  # a branch that is not taken stores the old content
         value = jnp.where(channels.running, value, _from_host(lowering, slots, offset))
     channels.set_slots(buffer, _to_host(lowering, slots, value, offset))
 
@@ -87,7 +87,7 @@ def _slot(lowering: Lowering, op: Op, environment: Environment, context: Context
         slot = _from_host(lowering, channels.slots(buffer), offset)
     else:
         slot = lax.dynamic_index_in_dim(channels.slots(buffer), offset, keepdims=False)
-    if slot.shape != buffer.tensor_shape:  # whole blocks
+    if slot.shape != buffer.tensor_shape:  # padded to whole blocks
         slot = slot.reshape(-1)[: buffer.slot_nelms].reshape(buffer.tensor_shape)
     return decode_transfer(slot, buffer.tensor_dtype)
 
@@ -105,7 +105,9 @@ def _offset(op: Op, environment: Environment) -> Array:
         if not 0 <= number < buffer.entries:
             raise PopxlError(f"Session: {_beyond(op, place, number, buffer)} Make `entries` larger.")
     array = environment.value_of(offset).reshape(())
-    if not isinstance(array, jax.core.Tracer) and not 0 <= int(array) < buffer.entries:  # when it runs op by op
+    if (
+        not isinstance(array, jax.core.Tracer) and not 0 <= int(array) < buffer.entries
+    ):  # in the debugger, which runs op by op
         raise PopxlRuntimeError(f"Session.run: {_beyond(op, op, int(array), buffer)} It would get the last one.")
     return array
 
@@ -131,8 +133,8 @@ _replace_slot = partial(lax.dynamic_update_index_in_dim, axis=0)
 """Slots, of which one is another."""
 
 
-# In the host's memory, for several replicas on one device: each replica's slot is a slice of its own. JAX would gather
-# and scatter them at once, which XLA does in the device's memory only.
+# For several replicas on one device, with buffers in host memory: each replica's slot is a separate slice. JAX would
+# gather and scatter them together, which XLA supports in device memory only.
 
 
 def _from_host(lowering: Lowering, slots: Array, offset: Array) -> Array:
@@ -156,8 +158,8 @@ def _to_host(lowering: Lowering, slots: Array, value: Array, offset: Array) -> A
 def _splits_slots(lowering: Lowering, slots: Array) -> bool:
     """Whether slots are moved in halves: single-slot buffers on TPUs.
 
-    As a whole it is the buffer for XLA (libtpu 0.0.52): it says of a buffer behind a barrier that it is not on the host
-    any more, and keeps what is stored on the device, too, until it is loaded.
+    XLA (libtpu 0.0.52) identifies such a slot with the buffer: it considers a buffer behind a barrier to be off the
+    host, and also keeps stored values on the device until they are loaded.
     """
     return lowering.replicas.platform == "tpu" and len(slots) == 1
 
@@ -187,8 +189,9 @@ def _store_slot(slots: Array, value: Array, offset: Array) -> Array:
 def _row_major(value: Array) -> Array:
     """Constrain a device value to row-major layout, as in host memory.
 
-    What a product would rather read in another layout is transposed after it has come. Without this word, XLA lays out
-    the whole buffer that way, and where another loop wants it in rows, it is fetched, transposed and sent back.
+    If a product prefers another layout, its operand is transposed after the transfer. Without this constraint, XLA lays
+    out the whole buffer that way; if another loop needs row-major order, the buffer is fetched, transposed and sent
+    back.
     """
     return with_layout_constraint(value, Layout(tuple(range(value.ndim))))
 
@@ -241,7 +244,7 @@ def check_places(text: str, results: Sequence[RemoteBuffer | None], main: Graph)
 
     Args:
         text: the HLO of the executable.
-        results: for each result of it the buffer that it is; `None` if it is not a buffer.
+        results: buffer of each result; `None` if the result is not a buffer.
         main: the graph that the program runs.
 
     Raises:
@@ -310,10 +313,10 @@ def fill_buffer(
 
     Args:
         buffer: the buffer.
-        rows: the variables that fill slots of it, and what gives the elements that a replica has of each.
-        replicas: those that run the program.
-        where: where the array is to be.
-        before: the array as it is; the slots that no variable fills keep what they have. `None` for zeros.
+        rows: variables in slots of the buffer, each with a function that returns a replica's elements.
+        replicas: replicas that run the program.
+        where: sharding of the array.
+        before: current array, for slots without a variable. `None` for zeros.
     """
     if len({v.location_info.entry for v in rows}) == buffer.entries:
         before = None  # nothing of it stays, and fetching it costs
@@ -326,11 +329,11 @@ def fill_buffer(
         return slots
 
     count, size = replicas.count, math.prod(shape)
-    if before is None and replicas.mesh is not None:  # nobody makes what other processes have
+    if before is None and replicas.mesh is not None:  # parts of other processes are not computed
         empty = (buffer.entries, size // count // buffer.entries)
         return replicas.build_array(shape, lambda replica: fill(np.zeros(empty, dtype), replica), where)
     whole = np.zeros(shape, dtype) if before is None else np.array(replicas.fetched(before))
-    slots = whole.reshape(count, buffer.entries, -1)  # of the same numbers
+    slots = whole.reshape(count, buffer.entries, -1)  # a view of the same numbers
     for replica in range(count):
         fill(slots[replica], replica)
     return replicas.transfer(whole, where)

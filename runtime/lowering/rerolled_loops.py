@@ -1,8 +1,8 @@
 """Rerolled loops: repeated ops of a graph, lowered as iterations of one `lax.scan`.
 
-One iteration, the *template*, is lowered; its inputs and outputs stand for those of the others. Values that differ by
-iteration, such as weights, are slots of packed arrays. So are outputs that ops after the loop read. Modified inputs are
-updated in their slots. `runtime.plan.loop_rerolling` finds such loops.
+One iteration, the *template*, is lowered; its inputs and outputs represent those of all iterations. Values that differ
+by iteration, such as weights, are slots of packed arrays, and so are outputs that ops after the loop read. Modified
+inputs are updated in their slots. `runtime.plan.loop_rerolling` finds such loops.
 """
 
 from __future__ import annotations
@@ -248,9 +248,9 @@ class _Slice(NamedTuple):
     """Adjacent slots, read or written with one slice per iteration.
 
     Attributes:
-        stack: what they are rows of.
-        names: the storages that the model has for them, in order.
-        first: for each turn the number of the first.
+        stack: packed array of the slots.
+        names: storages of the template for these slots, in order.
+        first: number of the first slot, for each iteration.
     """
 
     stack: PackedArray

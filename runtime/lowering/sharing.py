@@ -1,8 +1,8 @@
 """By-reference inputs of a called graph that share storage.
 
 A graph has a storage for each of its inputs. Two by-reference inputs may be bound to one storage, or to overlapping
-parts of it: a variable and a view of it, say. During the call, both alias the caller's tensors, so that a write to one
-is visible through the other.
+parts of it: a variable and a view of it, for example. During the call, both alias the caller's tensors, so that a write
+to one is visible through the other.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Sharing:
     """Overlapping inputs of a called graph, with the caller's storages under them; false without overlap.
 
     Attributes:
-        positions: of the operands of the op.
-        same: for these inputs, the tensors of the caller.
-        values: the storages of the caller that these are in, with what they hold at first.
-        written: those of the storages that the op may change.
+        positions: positions of the op's operands.
+        same: tensors of the caller, by input.
+        values: initial values of the caller's storages that the inputs share.
+        written: storages among these that the op may change.
     """
 
     positions: frozenset[int] = frozenset()
@@ -47,7 +47,7 @@ def bind_inputs(
     Args:
         graph: the graph.
         inputs: values, or rows, of all its inputs.
-        sharing: those that share storage.
+        sharing: inputs that share storage.
     """
     values = dict(zip(graph.inputs, inputs, strict=True))
     if not sharing:

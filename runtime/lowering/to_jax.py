@@ -1,9 +1,8 @@
 """`to_jax`: a graph as a function of arrays, for use inside of any JAX program.
 
-It is the lowering that a session uses, without the session: nothing is compiled, nothing is kept on a device, and
-`jax.jit`, `jax.grad`, `jax.vmap` apply. Gradients are those that the ops declare: what `popxl.ops.detach` stops is
-stopped, and a rule of an op of yours is followed. The other direction, a function of JAX in a graph, is
-`popxl.from_jax`.
+It is the lowering that a session uses, without the session: nothing is compiled or kept on a device, and `jax.jit`,
+`jax.grad`, `jax.vmap` apply. Gradients are those that the ops declare: no gradient flows through `popxl.ops.detach`,
+and a rule of your own op is applied. The other direction, a JAX function in a graph, is `popxl.from_jax`.
 """
 
 from __future__ import annotations
@@ -68,16 +67,16 @@ def to_jax(graph: Graph) -> GraphFunction:
     inputs that it takes by reference (`f.written` names them), the result is a pair: that, and a dict of the new
     contents by name. No argument is ever overwritten.
 
-    The **main graph** has no inputs and outputs; its function goes by names. It takes the variables (by default, what
-    they are on the host) and the input streams, and returns a pair: a dict of the output streams, and a dict of the
-    variables that it changed. Streams have the shapes that `session.run` expects.
+    The **main graph** has no inputs and outputs; its function uses names. It takes the variables (by default, their
+    host copies) and the input streams, and returns a pair: a dict of the output streams, and a dict of the variables
+    that it changed. Streams have the shapes that `session.run` expects.
 
-    Graphs that are called from several places are compiled once, as in a session. Printing ops print. What ops require
-    of their operands while they run is checked if the function is given to `jax.experimental.checkify.checkify`.
-    Gradients of complex arguments are those that JAX has, the conjugates of PyTorch's and `autodiff`'s.
+    Graphs with several call sites are compiled once, as in a session. Printing ops print. Requirements of ops on their
+    operands are checked at run time if the function is given to `jax.experimental.checkify.checkify`. Gradients of
+    complex arguments are JAX's, the conjugates of PyTorch's and `autodiff`'s.
 
     Args:
-        graph: the graph as it is now: a function refuses to run once ops have been added.
+        graph: graph in its current state: a function refuses to run once ops have been added.
 
     Returns:
         The function. It raises `TypeError` for missing, unknown and unsuitable arguments, `ValueError` for shapes that
@@ -122,9 +121,9 @@ def main_function(main: Graph, asker: str, replicas: Replicas | None = None, che
 
     Args:
         main: the main graph.
-        asker: who wants it: errors begin with that.
-        replicas: says what it is lowered for; by default, what JAX runs on.
-        checks: whether `checkify` is told what ops require of their operands.
+        asker: name of the caller, at the beginning of errors.
+        replicas: replicas, and platform to lower for; by default, JAX's default platform.
+        checks: whether requirements of ops on their operands become `checkify` checks.
     """
     _check_replicas(main, asker)
     others = [channel for channel in _channels_of(main) if not isinstance(channel, Stream | Failure)]
@@ -220,7 +219,7 @@ class GraphFunction:
         """Host values of variables, by name, as initial arguments. Only main graphs have variables.
 
         Args:
-            present: other values, of those that have some.
+            present: values that replace the host copies, for some variables.
         """
         known = present or {}
         own = {p.name: p.default for p in self._parameters.values() if p.default is not None}
@@ -284,7 +283,7 @@ class GraphFunction:
     def _prepare(self) -> None:
         """Check for later graph edits and JAX's 64-bit setting; lower the graph again if needed."""
         if self._known_edits != self.graph.ir.edits.count:
-            if changes := self._made_of.changes(outputs=False):  # autodiff adds some of these
+            if changes := self._made_of.changes(outputs=False):  # autodiff may add outputs
                 raise PopxlError(
                     f"{self.__name__}: {'; '.join(changes)} since `popxl.to_jax` was called. Call it again."
                 )
@@ -405,7 +404,7 @@ class _Differentiable(Lowering):
         sharing: Sharing = Sharing(),  # noqa: B008  # it has no state
     ) -> Results:
         """Lower a call. Graphs with custom rules use these for differentiation; graphs with few saved values recompute
-        others.
+        the others.
         """
         plain = graph.derivative is None and graph.keeps is None
         if plain or sharing or self.channels_of(graph.ops):  # these are values beside inputs and results

@@ -33,13 +33,13 @@ class SegmentationPolicy:
 
     Args:
         main: the graph that the program runs.
-        smallest: how many ops are enough. `None`: no calls are pieces.
+        smallest: minimal number of ops of a segment. `None`: no calls are segments.
         places: the IPUs of the ops, if they are devices of their own.
 
     Attributes:
-        repeated: how many ops XLA would compile again in one program that a plan compiles once.
-        lost: inputs of loops that are known not to be owned in all turns, so that planning a nest of loops finds that
-            out once.
+        repeated: number of ops that XLA would compile repeatedly in a single program, and that a plan compiles once.
+        not_owned: inputs of loops that are known not to be owned in all iterations, so that planning nested loops determines
+            this once.
     """
 
     def __init__(self, main: Graph, smallest: int | None = SMALLEST, places: IpuPlacement | None = None) -> None:

@@ -41,13 +41,13 @@ class Decision(NamedTuple):
     """Compilation decision for a program.
 
     Attributes:
-        calls: how called graphs are: see the option `calledGraphs`. "dispatched" is a plan.
-        reason: why they are compiled like this, in a sentence or two.
-        choice: which calls are pieces, in a plan.
-        places: where ops run, if IPUs are devices of their own.
+        calls: form of called graphs: see the option `calledGraphs`. "dispatched" is a plan.
+        reason: reason for this form, in a sentence or two.
+        choice: selection of calls as segments, for a plan.
+        places: placement of ops, if IPUs are separate devices.
         rolling: the loops that calls are rolled to, if they are.
-        others: what else comes into question: to be compiled, too, and compared.
-        rest: what is to be compiled if none of these fits into memory, in this order.
+        others: further forms to compile and compare.
+        rest: forms to compile if none of these fits into memory, in order.
         written_out: the graphs whose calls are in no loop, each with why, if loops were looked for.
     """
 
@@ -73,11 +73,11 @@ def decide(
 
     Args:
         main: the graph that it runs.
-        options: those of its Ir.
-        destination: what it is compiled for.
-        held: what holds its variables.
-        changed: of these, what it changes.
-        calls: how called graphs were compiled, if that is in a file.
+        options: options of its Ir.
+        destination: compile target.
+        held: storages of its variables.
+        changed: storages among these that it changes.
+        calls: form of called graphs, if a file specifies it.
     """
     smallest = {"auto": SMALLEST, "kept": SMALLEST, "inlined": None}.get(options.calledGraphs, 1)
     places, of_places = _placement(main, options, destination, changed, smallest)
@@ -142,10 +142,10 @@ def _on_accelerators(
 
     Args:
         main, held: as for `decide`.
-        choice: which calls would be pieces.
+        choice: selection of calls as segments.
         of_places: why there is one device.
-        limit: how many seconds it may take to compile what is written out so that ways are compared.
-        an_op: how many of them an op takes.
+        limit: limit in seconds of the compile time of an unrolled program that is compiled for comparison.
+        an_op: compile time of one op in seconds.
     """
     rolling = _rolled(main, held, WITHOUT_PRODUCTS, batches_updates=True)
     loops, tighter = ("batched", ("rolled",)) if rolling.has_batches else ("rolled", ())
@@ -174,7 +174,7 @@ def _on_accelerators(
 
 def _rolled(main: Graph, held: Collection[Tensor], from_saved: int = 0, batches_updates: bool = False) -> Rerolling:
     """The loops of a program."""
-    from runtime.plan.loop_rerolling.rerolling import Rerolling  # of no use on CPUs, unless it is asked for
+    from runtime.plan.loop_rerolling.rerolling import Rerolling  # of no use on CPUs, unless requested
 
     return Rerolling(main, held, from_saved, batches_updates)
 

@@ -1,9 +1,8 @@
 """Op placement over several IPUs as separate devices.
 
-An op runs on its IPU (`popxl.ipu`). What it makes stays there, but for what is copied to another one: `ops.ipu_copy`
-runs at either end, so that a graph that begins or ends with copies can be on one IPU. A graph whose ops are all on one
-IPU runs where it is called, as a whole. One that is on several is gone through by the host, whose steps run on one IPU
-each; see `runtime.plan.plan`.
+An op runs on its IPU (`popxl.ipu`). Its results stay there, except for copies: `ops.ipu_copy` runs at either end, so
+that a graph that starts or ends with copies can be on one IPU. A graph whose ops are all on one IPU runs as a whole.
+The host executes a graph that is on several IPUs, step by step, each on one IPU; see `runtime.plan.plan`.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ def can_enter(op: Op, replicas: int = 1) -> bool:
     """Whether the host can execute an op's graphs: calls; loops, iteration by iteration; conditionals, after fetching
     the condition. Excludes conditionals with several replicas, which may diverge in branches.
 
-    What is passed and returned has to be whole: neither views, nor constants that are returned. What is passed by
-    reference has to be apart, for each graph that the host goes through has its own storages.
+    Bindings must be whole storages: neither views, nor constants that are returned. By-reference bindings must not
+    overlap, because each host-executed graph has its own storages.
     """
     runs = op.runs
     if not runs or any(run.iterations == 0 for run in runs) or shares_by_reference(op):
@@ -42,10 +41,10 @@ class IpuPlacement:
 
     Args:
         main: the graph that the program runs.
-        replicas: how many replicas run it.
+        replicas: number of replicas.
 
     Attributes:
-        ipus: those that ops run on, in ascending order.
+        ipus: IPUs of ops, in ascending order.
     """
 
     def __init__(self, main: Graph, replicas: int = 1) -> None:
@@ -59,7 +58,7 @@ class IpuPlacement:
 
     def _visit(self, graph: Graph) -> None:
         """Determine op placement in a graph, after its called graphs."""
-        ops = [op for op in graph.ops if op.kind.view is None]  # a view is made where somebody looks through it
+        ops = [op for op in graph.ops if op.kind.view is None]  # a view is made when a reader looks through it
         copies = [op for op in ops if op.outputs and op.location[0] != op.ipu]
         others = frozenset[int]().union(*(self.ipus_of(op) for op in ops if not op.outputs or op.location[0] == op.ipu))
         for op in copies:

@@ -1,13 +1,13 @@
 """Program plan: segments, each compiled once, dispatched sequentially and asynchronously by the host.
 
-A graph that is called often is a piece; so are the ops between such calls. Pieces of equal structure share one
-executable, so that compile time does not grow with the number of calls, and programs that call the same graph share
-it too. What a piece overwrites is donated to it. The other way, one program whose calls XLA keeps, is in
+A graph that is called often is a segment; so are the ops between such calls. Segments of equal structure share one
+executable, so that compile time does not grow with the number of calls, and programs that call the same graph share it
+too. Storages that a segment overwrites are donated to it. The alternative, one program with noinline calls, is in
 `runtime.program.compiled`; `runtime.plan.decision` chooses.
 
-If each IPU of the program is a device of its own, a piece is on one of them, and what it reads of others is copied
-there (`runtime.plan.placement`). As the host waits for nothing, pieces on different devices run at the same time, as
-far as they do not need each other's results: so do the stages of a pipeline, whose loop the host goes through, too.
+If each IPU of the program is a separate device, a segment is on one of them, and inputs from other IPUs are copied
+there (`runtime.plan.placement`). The host does not wait for results, so segments on different devices run concurrently
+unless they depend on each other, and so do the stages of a pipeline, whose loop the host executes.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from runtime.timeline import Recorder
 def compile_all(pieces: Sequence[Segment], terms_at: Mapping[int, CompileOptions], watch: Watch) -> None:
     """Compile segments in parallel, using all CPU cores.
 
-    They are traced one after the other, in this thread, while XLA compiles those before in others: the largest first,
-    as it takes longest. If devices of several processes run them, these have to compile the same in the same order:
-    one at a time, then.
+    They are traced one after the other in this thread, while XLA compiles earlier ones in other threads: the largest
+    first, as it takes longest. Devices of several processes need the same compilations in the same order: one at a
+    time, then.
     """
     if not pieces:
         return
@@ -76,20 +76,20 @@ class Plan:
     each place.
 
     Args:
-        steps: what the host does.
-        changed, read: what holds the variables that the program changes, and those that it only reads.
+        steps: steps of the host.
+        changed, read: storages of the variables that the program changes, and of those that it only reads.
         buffers: the remote buffers that it uses, and where; their arrays go in and come out after those of `changed`.
         inputs, outputs: the streams that are fed and fetched.
-        channels: by the places where they are: the streams, and what failed.
-        terms_at: what to compile for, by the places.
-        ends: for each place with streams two compiled JAX functions: what makes the first state of its channels of the
-            feeds, where `None` in place of the transfers of a feed means the feed itself; and what makes the fetches of
-            the last state. The first one is `None` where the place is another process's.
-        watch: is told what is being compiled.
+        channels: streams and failure flag of each place.
+        terms_at: compile options of each place.
+        ends: two compiled JAX functions for each place with streams: the first computes the initial state of its
+            channels from the feeds, where `None` in place of the transfers of a feed means the feed itself; the second
+            computes the fetches from the final state. The first one is `None` if the place belongs to another process.
+        watch: observer of compilations.
 
     Attributes:
-        steps: as given.
-        changed: what the program changes, where it is at the start, and at the end of the steps.
+        steps: as passed.
+        changed: storages that the program changes, at the start and at the end of the steps.
     """
 
     def __init__(

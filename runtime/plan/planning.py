@@ -38,18 +38,18 @@ class PlanBuilder:
     """Host steps of one graph, in order.
 
     Args:
-        ops: those of the graph, and what is to be done after them.
-        choice: which calls become pieces, and where ops run.
-        owned: the storages that nobody else holds at the start.
+        ops: ops of the graph, and further ops after them.
+        choice: selection of calls as segments, and placement of ops.
+        owned: storages without other owners at the start.
         kept: the storages whose values are needed at the end.
-        place: where is what no step touches.
+        place: place of storages that no step uses.
         is_whole: all is in that place.
 
     Attributes:
-        owned: the storages that nobody else holds at the end.
-        changed: the constants that the ops overwrite: storages like others, which begin with their numbers each time.
-        starts: where storages have to be at the start; whoever touches one first says so.
-        at: where storages are at the end.
+        owned: storages without other owners at the end.
+        changed: constants that the ops overwrite: storages that start with the constant's numbers in each run.
+        starts: places of storages at the start, determined by the first step that uses them.
+        at: places of storages at the end.
     """
 
     def __init__(
@@ -104,17 +104,17 @@ class PlanBuilder:
     def _split_segments(self, ops: Iterable[Op]) -> Iterator[Segment | HostControlFlow]:
         """Split ops into segments and host-executed ops: each segment call, and remaining op ranges on a single IPU.
 
-        What follows a call joins its piece, as far as it follows such a call elsewhere too: the update of the weights
-        goes with the gradient, say.
+        Ops after a call join its segment if they follow such a call elsewhere too, for example the update of the
+        weights after the gradient.
         """
-        runs: list[list[Op]] = [[]]  # an entry, or the ops between, or a call and what follows it
+        runs: list[list[Op]] = [[]]  # host control flow, or ops in between, or a call with the ops after it
         place = self._ipu_of
         for op in ops:
             if self._choice.is_host_executed(op):
                 runs += [[op], []]
             elif self._choice.is_segment(op):
                 runs.append([op])
-            elif op.kind.view is None:  # a view is made when somebody looks through it
+            elif op.kind.view is None:  # a view is made when a reader looks through it
                 if runs[-1] and place(runs[-1][0]) != place(op):
                     runs.append([])
                 runs[-1].append(op)
@@ -178,7 +178,7 @@ class PlanBuilder:
     def _find_last_uses(self, needed: set[Tensor]) -> None:
         """Determine each step's results, and its last uses of storages.
 
-        Pieces of one structure all make what any of them has to, so that they are compiled once.
+        Segments of one structure all return what any of them has to, so that they are compiled once.
         """
         asked: dict[Structure, set[int]] = defaultdict(set)
         for step in reversed(self.steps):
@@ -195,8 +195,8 @@ class PlanBuilder:
     def _grouped(self) -> Iterator[Segment | HostControlFlow]:
         """Merge steps that repeat in the same order.
 
-        All that the pieces make is made by the group too, needed or not, so that programs share it: values between
-        them live until its end.
+        The group returns all results of its segments, needed or not, so that programs share it: values between segments
+        live until its end.
         """
         forms = [(step.structure, step.place) if isinstance(step, Segment) else id(step) for step in self.steps]
         sizes = [step.size if isinstance(step, Segment) else 0 for step in self.steps]
@@ -254,7 +254,7 @@ class PlanBuilder:
     def _go(self, step: HostControlFlow, way: SubPlan, owned_before: set[Tensor]) -> Trampolined[None]:
         """Plan one graph of a host-executed op. If two storages share one array afterwards, neither is owned.
 
-        What another way leaves with somebody else is not owned either.
+        A storage that another branch leaves with another owner is not owned either.
         """
         origins = Counter(origin for origin, _ in way.given)
         given_up = {*step.frees, *step.makes}
@@ -277,7 +277,7 @@ class PlanBuilder:
             owned -= lost
         returned = Counter(inner for _, inner in way.returned)
         inputs = {t for _, t in way.given}
-        # What is not owned inside and no input is perhaps what some input holds, handed on by a call.
+        # A storage that is neither owned inside nor an input may be the array of some input, passed on by a call.
         passed_on = {inner.spec for inner in returned.keys() - inputs - way.inside.owned}
         for origin, t in way.given:
             if t not in way.inside.owned and (returned[t] or t.spec in passed_on):
@@ -366,7 +366,7 @@ class PlanBuilder:
                 executable = step.structure.executable  # `None` where another process runs it
                 needed = 0 if executable is None else executable.memory_analysis().temp_size_in_bytes
                 curve.append((step, bytes_on(step.place), sum(made.values()) + needed))
-            else:  # what an entry makes, its steps make
+            else:  # the steps of host control flow make its results
                 for way in step.ways:
                     inner, within = yield way.inside.curve(copies)
                     lives += (

@@ -1,7 +1,7 @@
 """Grouping of repeated plan steps into larger segments.
 
-A dispatch costs the host some time, and compiling the same steps once more costs more. So steps that are repeated are
-one piece, as many at a time as leaves the fewest over.
+A dispatch costs the host time, and compiling the same steps again costs more. So repeated steps are merged into one
+segment, of the length that leaves the fewest steps over.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def spans(forms: Sequence[Hashable], sizes: Sequence[int], places: Sequence[int]
     """Group steps where beneficial: yields index of first step and step count per segment.
 
     Args:
-        forms: of each step; equal ones are compiled once.
-        sizes: how many ops XLA sees of each.
-        places: where each runs; a piece is in one place.
+        forms: structure of each step; equal ones are compiled once.
+        sizes: number of ops of each for XLA.
+        places: place of each; a segment has one place.
 
     Example:
         >>> list(spans("xabababab", [9] * 9, [0] * 9))

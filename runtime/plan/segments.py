@@ -46,9 +46,9 @@ class Run:
     """One run of a program: stream and buffer state, and step execution.
 
     Args:
-        terms_at: what pieces are compiled for, by their places.
+        terms_at: compile options of segments, by place.
         where: the place of each stream and buffer.
-        channels: by their places.
+        channels: channels by place.
         recorder: calls executables, and copies, in place of the steps.
         stages: the stages of the program, if some are other processes'.
     """
@@ -112,13 +112,13 @@ class Step:
     """One step of the host.
 
     Attributes:
-        reads: the storages that it reads, the ones that it overwrites among them.
-        makes: the storages that have a new value afterwards.
-        frees: the storages that nobody needs afterwards.
-        place: where it runs, or what it does not touch is; the number of an IPU.
-        fetches: what has to be copied first, and the places where it is to be.
-        ends: where what it makes is afterwards.
-        drops: the keys of what nobody needs afterwards, copies included.
+        reads: storages that the step reads, including those that it overwrites.
+        makes: storages that have a new value afterwards.
+        frees: storages that are not needed afterwards.
+        place: place of the step, and of storages that it does not use; the number of an IPU.
+        fetches: copies to make first: storages, and their target places.
+        ends: places of its results afterwards.
+        drops: keys of values that are not needed afterwards, including copies.
     """
 
     reads: tuple[Tensor, ...]
@@ -157,13 +157,13 @@ class Segment(Step):
     """Segment: ops compiled and executed together.
 
     Attributes:
-        ops: what is run.
-        size: how many ops XLA sees.
-        encoding: the ops, written down.
-        donated: the storages that the ops overwrite, whose new value somebody needs, and that nobody else holds.
-        keys: under which the piece finds what it reads, where that is in another place.
-        shared: the streams and buffers that pieces in other places use too.
-        seconds: how long it took to compile it; 0, if something of the same structure had been compiled before.
+        ops: ops to run.
+        size: number of ops for XLA.
+        encoding: structural encoding of the ops.
+        donated: storages that the ops overwrite, whose new value is needed, and that have no other owner.
+        keys: keys of the segment's inputs, for those that are in another place.
+        shared: streams and buffers that segments in other places also use.
+        seconds: compile time; 0, if a segment of the same structure had been compiled before.
     """
 
     ops: tuple[Op, ...] = ()
@@ -227,7 +227,7 @@ class Segment(Step):
             overwritten, new = ([environment.values[t] for t in ts] for ts in (self.donated, self.new))
             return overwritten, channels.carried(self.channels), new
 
-        run_segment.__name__ = identifier(self.name) or "piece"  # which is that of the module, too
+        run_segment.__name__ = identifier(self.name) or "piece"  # also the name of the module
         spread = terms.replicas.vmap_replicas(run_segment)
         lowered = lower(lambda: terms.destination.lower(donating(spread, 0, 3), *self._arguments(terms)))
         traced = perf_counter() - start
@@ -319,14 +319,14 @@ class SubPlan:
 
     Attributes:
         graph: the graph.
-        given: storages outside, and the inputs of the graph for them.
-        fixed: the inputs that are given constants which nothing changes; they have no key of their own.
-        returned: storages outside that have a new value afterwards, and those inside that hold it.
-        again: what is passed to the next turn of a loop: storages inside, by those that get it.
-        inside: the steps.
-        keys: under which what is given is found.
-        returns: what has to be copied before the next turn, and where to.
-        sent: what has to be copied at the end, and where to: to where it is after other ways.
+        given: storages outside, and the graph inputs bound to them.
+        fixed: inputs bound to constants that are never changed; they have no key of their own.
+        returned: storages outside that have a new value afterwards, and the inner storages that hold it.
+        again: inner storages passed to the next iteration of a loop, by the storages that receive them.
+        inside: steps of the graph.
+        keys: keys of the inputs.
+        returns: copies to make before the next iteration: storages, and their target places.
+        sent: copies to make at the end, to the places where other branches leave these storages.
     """
 
     graph: Graph
@@ -373,10 +373,10 @@ class HostControlFlow(Step):
 
     Attributes:
         op: the op.
-        ways: the graphs: of a conditional, the two branches.
-        condition: what says which branch is taken. The host has to wait for it.
-        numbers: of the turns in which the graph is gone through, in order.
-        extra: the inputs that only the graph of a loop has: the number of the turn, and true.
+        ways: graphs of the op: for a conditional, the two branches.
+        condition: condition of a branch. The host has to wait for it.
+        numbers: iterations that execute the graph, in order.
+        extra: inputs that only the graph of a loop has: the iteration number, and true.
     """
 
     op: Any = None

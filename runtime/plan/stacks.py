@@ -1,7 +1,8 @@
 """Stacked outputs of host-executed loops: carried arrays, updated slice by slice.
 
-A loop of XLA stacks by itself. Where the turns are steps of the host, two ops that no graph has do it: one makes room
-before the loop; the other, at the end of each turn, writes what that turn gives. They run where that is.
+A loop in XLA stacks its outputs itself. For iterations that are steps of the host, two ops outside of any graph do it:
+one allocates the stack before the loop; the other, at the end of each iteration, writes the iteration's output. They
+run on the IPU of that output.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def stacks_of(loop: Op, home: Callable[[Tensor], int]) -> tuple[Stack, ...]:
 
     Args:
         loop: the loop.
-        home: gives the IPU that a tensor is on.
+        home: function that returns the IPU of a tensor.
     """
     (run,) = loop.runs
     stacks = []

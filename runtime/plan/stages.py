@@ -1,9 +1,9 @@
-"""Stages over processes: what one process knows of arrays that are on IPUs of others, and copies between them.
+"""Stages over processes: descriptions of arrays on IPUs of other processes, and copies between processes.
 
-All processes go through the same steps in the same order, and each runs the steps of its own IPUs only. An array on
-IPUs of others is described, as a `jax.ShapeDtypeStruct` with its sharding. A copy between IPUs of different processes
-is a collective of the devices of both. As the steps are in one order, the copies are too, and no two processes wait
-for each other in different ones.
+All processes execute the same steps in the same order, and each runs only the steps of its own IPUs. An array on IPUs
+of other processes is described by a `jax.ShapeDtypeStruct` with its sharding. A copy between IPUs of different
+processes is a collective of the devices of both. Steps have one order, so copies do too, and no two processes wait for
+each other in different copies.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Stages:
     """IPUs of a program whose replicas have some IPUs in this process and some in others.
 
     Args:
-        terms_at: what is compiled for, by the places.
+        terms_at: compile options of each place.
 
     Attributes:
         own: the first place of this process.
@@ -79,8 +79,8 @@ class StageLink:
     """Way of arrays from the devices of one IPU to those of another, replica by replica.
 
     Args:
-        source: sharding of what is sent.
-        target: sharding of what is received.
+        source: sharding of the sent array.
+        target: sharding of the received array.
     """
 
     def __init__(self, source: Any, target: Any) -> None:

@@ -1,7 +1,7 @@
 """Structural identity of segments, independent of tensor names: segments of equal structure share one executable.
 
-A structure is found once and compared by identity: that of a graph stands for its whole content. Equal graphs have the
-same one, also if they belong to different programs.
+A structure is computed once and compared by identity: the structure of a graph represents its whole content. Equal
+graphs have the same one, also if they belong to different programs.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Structure:
     """Interned content of a graph or op sequence, with one object per distinct content.
 
     Attributes:
-        executable: what the content was compiled to, once it has been.
-        text: gives the text that it was compiled from.
+        executable: executable of the content, once it is compiled.
+        text: function that returns the text that it was compiled from.
     """
 
     __slots__ = ("__weakref__", "code", "executable", "text")
@@ -43,7 +43,7 @@ class Structure:
 
 
 _known: weakref.WeakValueDictionary[tuple[Any, ...], Structure] = weakref.WeakValueDictionary()
-_lock = threading.RLock()  # threads share what is known
+_lock = threading.RLock()  # the caches are shared by threads
 
 
 def structure_of(code: tuple[Any, ...]) -> Structure:
@@ -82,7 +82,7 @@ class Structures:
         self.of = cache(self._graph)
         self.size = cache(self._size)
         self.calls = cache(self._calls)
-        for graph in callees_first(main)[:-1]:  # so that none of these has to look further than one call
+        for graph in callees_first(main)[:-1]:  # so that each of these recurses only one call deep
             self.of(graph), self.size(graph), self.calls(graph)
 
     def _graph(self, graph: Graph) -> Structure:
@@ -114,12 +114,12 @@ class StructuralEncoder:
     """Structural encoding of ops, with numbers in place of tensors.
 
     Attributes:
-        code: what is written down.
-        roots: the tensors that are read and that no op here makes, in the order in which they are first met.
+        code: encoding, a sequence of hashable values.
+        roots: tensors that are read and not made by these ops, in the order of their first use.
 
     Args:
-        structures: those of called graphs.
-        passed: constants that are roots, too: what is written down does not depend on their values.
+        structures: structures of called graphs.
+        passed: constants that are roots too: the encoding does not depend on their values.
     """
 
     def __init__(self, structures: Structures, passed: Container[Tensor] = ()) -> None:
@@ -178,7 +178,7 @@ class StructuralEncoder:
             return (dict, *((self._token(k), self._token(v)) for k, v in value.items()))
         if isinstance(value, np.ndarray) and value.nbytes <= _LARGE:
             return (value.dtype, value.shape, value.tobytes())
-        if isinstance(value, RemoteBuffer):  # what is compiled depends on the number of slots, which may be set
+        if isinstance(value, RemoteBuffer):  # the executable depends on the number of slots, which may be set
             return (_ById(value), value.spec, value.entries)
         if isinstance(value, Stream):  # likewise on the number of transfers
             return (_ById(value), value.num_host_transfers)

@@ -16,9 +16,9 @@ class CompileOptions:
     """Compile options of ops: destination, and options of the Ir.
 
     Attributes:
-        destination: what is compiled for.
-        options: those of the Ir.
-        wide: whether 64 bits are kept.
+        destination: compile target.
+        options: options of the Ir.
+        x64: whether 64-bit types are kept.
     """
 
     destination: Destination

@@ -1,6 +1,6 @@
-"""Loop rerolling: repeated ops of a graph, calls above all, become iterations of one loop.
+"""Loop rerolling: repeated ops of a graph, mostly calls, become iterations of one loop.
 
-    op_signatures     what has to be equal in all iterations
+    op_signatures     properties of ops that must be equal in all iterations
     inlining          graphs with one call site, as parts of their callers
     clustering        an order of ops with the ops of each iteration together
     patterns          repeated sequences in such an order

@@ -1,20 +1,20 @@
 """Op clustering: an order of a graph's ops that makes each loop iteration's ops contiguous.
 
-Programs often say all gradients first, and then all updates. Nothing is changed by an update being made as soon as its
-gradient is there, and everything before it that reads the weight. So of the ops that could be next, this order takes
-the first of those with the fewest calls to come after them: an update rather than the gradient of the next layer.
+Programs often create all gradients first, and then all updates. An update may move up to the point where its gradient
+is available and all earlier reads of the weight are done. So among the ops that are ready, this order takes the first
+of those with the fewest calls after them: an update before the gradient of the next layer.
 
-What begins with nothing that was computed, such as a load, stays behind all that the program says before it: what is
-loaded early takes room. But a single number like which there are no others, such as a learning rate, keeps no update
-from its turn. An op like which there are no others would only come between turns. Where no turn needs what it makes, it
-comes after all that could be next.
+An op without computed operands, such as a load, stays behind all ops that precede it in the program: an early load
+occupies memory. But a scalar without counterparts in other iterations, such as a learning rate, does not keep an update
+out of its iteration. An op without counterparts would only separate iterations. If no iteration needs its result, it
+comes after all ops that are ready.
 
-What one turn alone needs and is made of variables, such as a weight in another dtype, comes right before what needs it,
-though programs make it for all turns at first. If it takes one pass over the variable, it comes before each call that
-needs it, while the variable is the same: to compute it again moves fewer bytes than to stack it in one loop and to take
-it out of the stack in another.
+A value that is computed from variables for a single iteration, such as a weight in another dtype, comes right before
+its user, although programs compute it for all iterations at first. If that takes one pass over the variable, it is
+computed before each call that needs it, as long as the variable is unchanged: recomputing it moves fewer bytes than
+stacking it in one loop and slicing the stack in another.
 
-Updates may be put after all other ops instead. They are then a loop of their own, which is lowered on whole arrays.
+Alternatively, updates come after all other ops. They are then a loop of their own, which is lowered on whole arrays.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def cluster_iterations(
     updates = _updates(ops, needs, is_rare, signatures) if batches_updates else frozenset()
     late = _late(ops, needs, is_rare, signatures) | {op for op in updates if not op.modified}
     others = [op for op in ops if op not in late]
-    through: dict[Op, set[Op]] = {}  # what an op needs of the others, also by way of what is late
+    through: dict[Op, set[Op]] = {}  # direct and indirect dependencies of an op, including those through late ops
     for op in ops:
         through[op] = {n for needed in needs[op] for n in (through[needed] if needed in late else (needed,))}
     made = {t for op in ops if op.inputs for t in op.outputs}
@@ -78,8 +78,8 @@ def cluster_iterations(
 def _updates(
     ops: Sequence[Op], needs: Mapping[Op, Iterable[Op]], is_rare: Mapping[Op, bool], signatures: OpSignatures
 ) -> AbstractSet[Op]:
-    """Batchable updates of variables that only other updates read afterwards; and what only these need of gradients,
-    unless it makes them smaller."""
+    """Batchable updates of variables that only other updates read afterwards; and the ops on gradients that only these
+    need, unless their results are smaller."""
     followers = _followers(ops, needs)
     found: set[Op] = set()
     for op in reversed(ops):
@@ -149,7 +149,7 @@ def _in_order(
     place = {op: i for i, op in enumerate(ops)}
     followers = _followers(ops, needs)
     read = {root for op in ops for t in op.inputs for root in signatures.roots(t)}
-    ahead = dict.fromkeys(ops, 0)  # calls whose results are read, on the longest way that begins with an op
+    ahead = dict.fromkeys(ops, 0)  # number of calls on the longest path of reads that starts at an op
     is_put_off = dict(is_rare)
     for op in reversed(ops):
         ahead[op] += bool(op.called_graphs) and any(t in read or t in returned for t in op.outputs)

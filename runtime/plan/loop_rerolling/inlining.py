@@ -1,7 +1,7 @@
 """Inlining of graphs with a single call site, before searching for loops.
 
-The gradient of a model whose layers are called is a graph: its updates come after it, in the graph that calls it.
-Taken as one, each update may share the turn of its gradient.
+The gradient of a model whose layers are called is a graph; the updates follow it, in the graph that calls it. After
+inlining, each update can be in the same iteration as its gradient.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class InlinedGraphs:
         main: the graph that the program runs.
 
     Attributes:
-        graphs: the graphs that are no part of others, each with its ops and those of its parts, in order.
-        same: for the inputs of parts what is bound to them; for the results of their calls what is returned.
+        graphs: graphs that are not inlined, each with its ops and those of inlined graphs, in order.
+        same: tensors bound to the inputs of inlined graphs, and returned tensors for the results of their calls.
     """
 
     def __init__(self, main: Graph) -> None:

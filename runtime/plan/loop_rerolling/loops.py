@@ -32,11 +32,11 @@ def loops_of(
     """Find loops. Returns ops and loops, in order.
 
     Args:
-        ops: those of a graph.
-        outputs: what the graph returns.
-        signatures: those of the ops of the program.
-        size: how many ops a graph stands for.
-        reasons: is told, of graphs that are called again and again, why they are in no loop.
+        ops: ops of a graph.
+        outputs: outputs of the graph.
+        signatures: signatures of the program's ops.
+        size: function that returns the number of ops of a graph.
+        reasons: filled with the reasons why graphs that are called repeatedly are in no loop.
         batches_updates: see `cluster_iterations`.
     """
     count = Counter(signatures.signature(op) for op in ops if op.called_graphs)

@@ -21,12 +21,12 @@ def reroll(turns: Sequence[tuple[Op, ...]], roots: Roots, read_later: Container[
     """Build a loop from iterations.
 
     Args:
-        turns: the ops of each turn; all turns have the same signatures.
-        roots: gives the storages that a tensor shows.
-        read_later: what is read, or overwritten, after these ops.
+        turns: ops of each iteration; all iterations have the same signatures.
+        roots: function that returns the storages of a tensor.
+        read_later: storages that are read, or overwritten, after these ops.
 
     Raises:
-        NotRerollable: if they cannot be the turns of a loop.
+        NotRerollable: if they cannot be the iterations of a loop.
     """
     return _Alignment(turns, roots).loop(read_later)
 
@@ -34,8 +34,8 @@ def reroll(turns: Sequence[tuple[Op, ...]], roots: Roots, read_later: Container[
 class _Alignment:
     """Storages of iterations, aligned.
 
-    The model is the turn that tells apart the most of them: the first one may get the same tensor twice where others
-    get two. A storage goes by what it is in the model.
+    The template is the iteration with the most distinct storages: the first one may read the same tensor twice where
+    others read two. Storages are named by the template.
     """
 
     def __init__(self, turns: Sequence[tuple[Op, ...]], roots: Roots) -> None:

@@ -15,11 +15,11 @@ from runtime.plan.structure import StructuralEncoder, Structures
 class OpSignatures:
     """Numbered signatures of a program's ops.
 
-    An operand is seen through its views: the form has these, and not what lies behind them.
+    An operand is seen through its views: they are part of the signature, their bases are not.
 
     Args:
-        structures: those of the graphs.
-        same: tensors that stand for others.
+        structures: structures of the graphs.
+        same: aliases of tensors.
     """
 
     def __init__(self, structures: Structures, same: Mapping[Tensor, Tensor]) -> None:

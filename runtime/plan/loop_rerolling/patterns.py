@@ -36,8 +36,8 @@ def spans(signatures: Sequence[int], sizes: Sequence[int], first: int, end: int)
     """The longest periodic spans between `first` and `end`, largest saving first.
 
     Args:
-        signatures: what is repeated.
-        sizes: what each is worth. Of those that are worth something, one is in each turn.
+        signatures: sequence to search.
+        sizes: weight of each element. An iteration has exactly one element with a weight above 0.
 
     Example:
         >>> spans([7, 1, 2, 1, 2, 1, 2, 1], [0, 5, 0, 5, 0, 5, 0, 5], 0, 8)

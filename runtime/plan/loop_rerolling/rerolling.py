@@ -33,7 +33,7 @@ class Rerolling(ProgramOrder):
 
     Args:
         main: the main graph.
-        held: its variables.
+        held: variables of the program.
         from_saved: number of ops that a loop without products must save XLA. Elementwise iterations are one kernel if
             unrolled, and several in a loop, which slices rows out of arrays and writes them back.
         batches_updates: whether updates run after all layers, each on the packed array of one variable of all layers,
@@ -148,8 +148,8 @@ class _PackingRequest(NamedTuple):
 class _PackingAnalysis:
     """Dataflow analysis of loop inputs: which variables and values to pack.
 
-    It enters the graphs that have loops, and knows of what these take and make what the lowering will know. What
-    branches are given lies by itself, and what turns are given, unless all are given the same.
+    It enters the graphs that have loops, and tracks the storages that lowering will know for their inputs and results.
+    Inputs of branches are separate arrays, and so are inputs of iterations, unless all iterations have the same.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ def _roles(group: Sequence[Tensor], requests: Sequence[_PackingRequest]) -> obje
     first = group[0]
     in_each = all(len(request.variables) == len(request.loop.iterations) == len(group) for request in requests)
     if first.nelms * first.dtype.itemsize > NARROW or not in_each or len({w.loop for w in requests}) < len(requests):
-        return first  # like nothing else
+        return first  # no similar tensors
     place = {t: n for n, t in enumerate(group)}
     of_loops = tuple((w.loop, w.taken.is_written, tuple(place[t] for t in w.variables)) for w in requests)
     replicas = tuple(first.replica_grouping.assignment) if isinstance(first, Variable) else None

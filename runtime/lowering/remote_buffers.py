@@ -105,9 +105,7 @@ def _offset(op: Op, environment: Environment) -> Array:
         if not 0 <= number < buffer.entries:
             raise PopxlError(f"Session: {_beyond(op, place, number, buffer)} Make `entries` larger.")
     array = environment.value_of(offset).reshape(())
-    if (
-        not isinstance(array, jax.core.Tracer) and not 0 <= int(array) < buffer.entries
-    ):  # in the debugger, which runs op by op
+    if not isinstance(array, jax.core.Tracer) and not 0 <= int(array) < buffer.entries:  # in the debugger
         raise PopxlRuntimeError(f"Session.run: {_beyond(op, op, int(array), buffer)} It would get the last one.")
     return array
 

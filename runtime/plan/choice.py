@@ -38,8 +38,8 @@ class SegmentationPolicy:
 
     Attributes:
         repeated: number of ops that XLA would compile repeatedly in a single program, and that a plan compiles once.
-        not_owned: inputs of loops that are known not to be owned in all iterations, so that planning nested loops determines
-            this once.
+        not_owned: inputs of loops that are known not to be owned in all iterations, so that planning nested loops
+            determines this once.
     """
 
     def __init__(self, main: Graph, smallest: int | None = SMALLEST, places: IpuPlacement | None = None) -> None:

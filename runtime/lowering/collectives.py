@@ -6,8 +6,9 @@ A single replica has no exchange. Members are in replica order, and floats are s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain
 from operator import add
 from typing import Literal
@@ -137,8 +138,8 @@ class OrderedSums(CollectiveBackend):
 
     Within a process, XLA for CPUs adds the members' values to zero, in order. Between processes it adds along a ring,
     starting at another member for each part. So here each member receives its part of the others' values, and adds them
-    itself. The number of bytes sent is the same. XLA does not fuse the additions with neighbouring ops, which would
-    round differently. The exchanges stay within these ops: XLA orders the collectives of one computation only.
+    itself. The number of bytes sent is the same. XLA fuses neither the additions, nor the joining of parts, with
+    neighbouring ops, which would round differently. The exchanges stay within these ops: XLA orders the collectives of one computation only.
     """
 
     def summed(self, t: Array) -> Array:
@@ -147,7 +148,7 @@ class OrderedSums(CollectiveBackend):
             total: Array = super().summed(t)  # type: ignore[safe-super]  # of the group that these are the sums of
             return noinline(_added_to_zero)(total) if is_rounded else total
         own = self.scattered(self.chunks(t, chunk_size(t.size, self.size)))
-        return self.members(own).reshape(-1)[: t.size].reshape(t.shape)
+        return noinline(partial(_joined, shape=t.shape))(self.members(own))
 
     def scattered(self, rows: Array) -> Array:
         if not jnp.issubdtype(rows.dtype, jnp.inexact):
@@ -163,6 +164,11 @@ class _OrderedMeshGroup(OrderedSums, _MeshGroup):
 def _sum_in_order(of_members: Array) -> Array:
     """Sum over the first dimension, one after the other."""
     return _added_to_zero(reduce(add, of_members))
+
+
+def _joined(chunks: Array, shape: tuple[int, ...]) -> Array:
+    """Array of chunks, without the padding at its end."""
+    return chunks.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
 def _added_to_zero(total: Array) -> Array:

@@ -139,7 +139,8 @@ class OrderedSums(CollectiveBackend):
     Within a process, XLA for CPUs adds the members' values to zero, in order. Between processes it adds along a ring,
     starting at another member for each part. So here each member receives its part of the others' values, and adds them
     itself. The number of bytes sent is the same. XLA fuses neither the additions, nor the joining of parts, with
-    neighbouring ops, which would round differently. The exchanges stay within these ops: XLA orders the collectives of one computation only.
+    neighbouring ops, which would round differently. The exchanges stay within these ops: XLA orders the collectives of
+    one computation only.
     """
 
     def summed(self, t: Array) -> Array:

@@ -1,8 +1,8 @@
 """Runtime: translation of a finished Ir to a JAX program, and its execution.
 
-Reading order: `lower`, one loop that turns a graph into a function of arrays; `effects`, what crosses to the host;
-`program`, an Ir compiled for a device; `targets`, which device that is; `host_arrays`, what goes in and comes out;
-`processes`, how several processes run one program, and `poprun`, which starts them.
+Reading order: `lowering`, one loop that turns a graph into a function of arrays; `program`, an Ir compiled for a
+device, its state and its runs; `plan`, programs of several executables; `targets`, devices and machines to compile for;
+`processes`, programs of several processes, and `poprun`, which starts them.
 """
 
 import popxl  # noqa: F401  # first, as it imports from here

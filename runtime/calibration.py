@@ -1,6 +1,6 @@
-"""Figures of the chip that is here, measured in less than a minute: `popxl calibrate`.
+"""Figures of the local chip, measured in less than a minute: `popxl calibrate`.
 
-Each figure is the best of several runs, as other programs on the machine only make runs slower.
+Each figure is the best of several runs, because other programs on the machine only slow runs down.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def calibrate(path: Path) -> Page:
     """Measure the first local device, and write its figures to a file, which `POPXL_CHIP` names.
 
     Returns:
-        What was measured.
+        The measured figures.
     """
     device = jax.local_devices()[0]
     known = of_device(device.device_kind)

@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         target = None if options.target is None else Target(options.target)
         if function and target is not None:
-            ask_for_cpu_devices(target.count)  # where the program puts its arrays
+            ask_for_cpu_devices(target.count)  # devices for the program's arrays
         if target is not None:
             target.devices  # noqa: B018  # that there is no compiler is said now
     except (ValueError, PopxlError) as problem:
@@ -196,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name, text in (("show", _SHOW), ("check", _CHECK), ("report", _REPORT), ("tune", _TUNE), ("plan", _PLAN)):
         runs = name not in ("tune", "plan")  # which runs nothing in any case, and has no schedule to draw
-        # Without abbreviations: what looks like several of these options may be one of the program.
+        # Without abbreviations: an abbreviation of several of these options may be an option of the program.
         command = commands.add_parser(name, help=_summary(text), description=text, allow_abbrev=False)
         command.set_defaults(pictures=None)
         if name == "check":  # which compiles nothing, and draws nothing
@@ -263,7 +263,7 @@ class CommandArgs:
         pictures, pages: folders for pictures of the memory, and for pages.
         target: the machine to compile for, if it is not this one.
         function: the JAX function of the program to report on; "" for its sessions.
-        alone: what is compared with: arguments of the program for one replica; `None` if nothing is.
+        alone: arguments of the program for one replica, to compare with; `None` for no comparison.
     """
 
     file: Path
@@ -316,7 +316,7 @@ def show(asked: CommandArgs) -> int:
 
 
 def check_program(asked: CommandArgs) -> int:
-    """Print what is found in each Ir that a program builds, and its types; and if it is asked, what differs from the
+    """Print the findings and types of each Ir that a program builds; with a comparison, also what differs from the
     program on one replica when both run. Compiles and runs nothing else.
 
     Returns:
@@ -388,7 +388,7 @@ def _report_function(asked: CommandArgs) -> int:
 
 
 def diff(old: str, new: str, machine: str | None) -> int:
-    """Print what changed in cost from one program to another, session by session.
+    """Print the changes in cost from one program to another, session by session.
 
     Returns:
         The exit code: 0, also where something changed; 2 for files that cannot be compared.
@@ -467,7 +467,7 @@ def tune(asked: CommandArgs) -> int:
 
 
 def plan(asked: CommandArgs, budget: int, save: Path | None) -> int:
-    """Plan what the training step of a program keeps within a budget; print the plan, and its costs as compiled.
+    """Plan the activations that the training step of a program keeps within a budget; print the plan, and its costs.
 
     Returns:
         The exit code: 1, if no plan is within the budget, or there is nothing to plan.

@@ -1,4 +1,4 @@
-"""`popxl check FILE.py --run`: the program of a file on many replicas, beside the same on one."""
+"""`popxl check FILE.py --run`: comparison of a file's program on many replicas with the same on one."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def compared_run(file: Path, arguments: Sequence[str], alone: Sequence[str], num
 
     Args:
         file, arguments: the program.
-        alone: its arguments for one replica; empty if they are the same.
-        number: of its Irs, which one.
+        alone: arguments for one replica; empty if they are the same.
+        number: index of the Ir among those that the file builds.
 
     Raises:
-        PopxlError: for an Ir that has no named axes, or that the file does not build for one replica.
+        PopxlError: for an Ir without named axes, or an Ir that the file does not build for one replica.
     """
     ir = _built(file, arguments, {})[number]
     axes = ir.axes

@@ -1,6 +1,6 @@
-"""Proof by experiment that a program of many replicas is the program of one: both run on the CPU, and are compared.
+"""Comparison of a program on many replicas with the same program on one: both run on the CPU.
 
-Both get the same global batch and begin with the same variables. What replicas hold in pieces is put together first.
+Both get the same global batch and start with the same variables. Shards are assembled before the comparison.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Difference:
         what: the variable or the output stream, by name.
         step: the first step after which it differs, from 1; 0 if it differs before the first.
         found, expected: the first elements that differ, of many replicas and of one.
-        index: where they are, in the value that was put together.
+        index: position of these elements, in the assembled value.
         line: the line that last writes the variable or stores the output; empty if nothing writes it.
-        collective: the line of the last collective on the way to what is written there; empty if there is none.
+        collective: line of the last collective that the written value depends on; empty if there is none.
     """
 
     what: str
@@ -60,14 +60,14 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of running a program on many replicas beside the same on one.
+    """Result of a comparison of a program on many replicas with the same on one.
 
     Attributes:
-        axes: those of the many replicas.
-        steps: how many steps were run.
-        differences: for each variable and output that differs, where it does so first; the earliest come first.
+        axes: axes of the replicas.
+        steps: number of steps that were run.
+        differences: first difference of each variable and output that differs; the earliest come first.
         compared: names of the variables and outputs that were compared.
-        left_out: those that were not, with the reason.
+        left_out: variables and outputs that were not compared, with the reason.
     """
 
     axes: Axes
@@ -104,26 +104,28 @@ def compare(
 ) -> Comparison:
     """Run a program with its replica axes, and with all axes of size one, and compare results.
 
-    Both begin with the variables of the latter and get the same global batch in each step. A stream or variable whose
-    shape is smaller on many replicas is a piece: its batch or value is cut among the replicas along the axes whose
-    sizes make up for it, the outermost that do unless `divided` says which. All others get the whole. A variable with a
-    `group_axis` is put together along that. Each replica's copy of a whole variable is compared; but copies that differ
-    with the mean of one replica, such as sums of gradients before they are reduced, are left out if nothing else
-    differs in several steps. Outputs of one element are compared by their mean over replicas.
+    Both start with the variables of the latter and get the same global batch in each step. A stream or variable whose
+    shape is smaller on many replicas is sharded: its batch or value is cut among the replicas along the axes whose
+    sizes account for the difference, the outermost such axes unless `divided` names them. All others get the whole
+    value. A variable with a `group_axis` is assembled along it. Each replica's copy of an unsharded variable is
+    compared; but copies that differ and whose mean is that of one replica, such as sums of gradients before their
+    reduction, are left out if nothing else differs in several steps. Outputs of one element are compared by their mean
+    over replicas.
 
     Args:
         program: builds the program for the axes that it is given, as `popxl.Ir(axes=axes)` does, and returns its `Ir`.
         axes: sizes by name.
-        feeds: global batches of the streams by name, with the steps as first dimension and then what a session of one
-            replica takes. By default they are drawn: floats from a normal distribution, and integers from 0 and 1.
-        steps: how many times both are run.
+        feeds: global batches of the streams by name, with the steps as first dimension, followed by the shape that a
+            session of one replica takes. By default they are random: floats from a normal distribution, and integers
+            from 0 and 1.
+        steps: number of runs of each.
         divided: axes along which streams are cut, by the names of the streams, where sizes do not tell.
-        tolerance: what may be missing of the largest element. By default 1e-4, and 2e-2 of half precision.
+        tolerance: largest difference, relative to the largest element. By default 1e-4, and 2e-2 for half precision.
 
     Raises:
-        TypeError: for a program that returns no `Ir`, or steps that are no integer.
-        ValueError: for axes that are empty or all of one replica, for steps below 1, for feeds of other names or
-            shapes, and for streams that the axes cannot cut.
+        TypeError: for a program that returns no `Ir`, or `steps` that is not an integer.
+        ValueError: for axes that are empty or all of size one, for `steps` below 1, for feeds with unexpected names or
+            shapes, and for streams that the axes cannot divide.
 
     Example:
         >>> def program(axes: dict[str, int]) -> popxl.Ir:
@@ -175,7 +177,7 @@ class _Experiment:
         self.variables = self._pairs(_by_name(one.main_graph.variables), _by_name(many.main_graph.variables))
         for _, v in self.variables.values():
             if v.piece is None and not v.location_info.isRemote() and v.replica_grouping.group_size > 1:
-                v.retrieval_mode = "all_replicas"  # copies that drift apart are seen
+                v.retrieval_mode = "all_replicas"  # to see copies that drift apart
 
     def _pairs(self, ones: Mapping[str, Any], manys: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         for name in ones.keys() ^ manys.keys():

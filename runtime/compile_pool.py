@@ -1,12 +1,12 @@
 """Threads for compilation, which Ctrl-C does not reach.
 
-Python handles signals in the main thread, and Ctrl-C raises `KeyboardInterrupt` there. JAX polls for signals while XLA
-compiles, too: it then frees a program that XLA still works on, and the process crashes sooner or later. So XLA compiles
-in threads of this pool, which signals do not reach. An interrupted main thread goes on at once: a thread finishes the
-compilation that it has begun, and its result is dropped.
+Python handles signals in the main thread, and Ctrl-C raises `KeyboardInterrupt` there. JAX also polls for signals while
+XLA compiles: it then frees a program that XLA still works on, and the process crashes sooner or later. So XLA compiles
+in threads of this pool, which signals do not reach. An interrupted main thread continues at once: a thread finishes its
+current compilation, and the result is dropped.
 
-JAX traces and lowers in the main thread, where the functions of users expect to be called. An exception in the middle
-of that could leave JAX in any state. So signals are deferred; between two ops of the program they are delivered.
+JAX traces and lowers in the main thread, where users' functions expect to be called. An exception during that could
+leave JAX in an undefined state. So signals are deferred, and delivered between two ops of the program.
 """
 
 from __future__ import annotations

@@ -18,18 +18,18 @@ REWRITE = "POPXL_REWRITE_COSTS"
 
 
 def assert_costs(program: Session | Analysis | Cost, path: str | os.PathLike[str]) -> None:
-    """Assert that a program costs what a reviewed file of budgets says, compiled for the same machine.
+    """Assert that the costs of a program match a reviewed file of budgets, compiled for the same machine.
 
     Sizes, bytes, operations, kernels and collectives must be equal; these are read off the compiled code, and the same
     on any machine with the same versions of JAX and its compilers. The file is written where the environment variable
     `POPXL_REWRITE_COSTS` is set to 1; review what changed in it.
 
     Args:
-        program: a session, what `popxl.analyze` returned, or the cost itself.
+        program: a session, a result of `popxl.analyze`, or the cost itself.
         path: the file of budgets.
 
     Raises:
-        AssertionError: if anything differs, with what, where and by how much.
+        AssertionError: if anything differs; the message lists each difference.
         FileNotFoundError: if there is no such file, and it is not to be written.
         PopxlError: if the file holds no cost.
 

@@ -32,7 +32,7 @@ def export(
 
     Loaded, it is a function of dicts of arrays by the names that `popxl.to_jax(ir.main_graph)` has: of the input
     streams, to the output streams. It can be called, compiled by `jax.jit`, and be part of other programs. It stays
-    readable as long as JAX promises: six months of releases. What ops require of their operands is not checked there.
+    readable as long as JAX promises: six months of releases. Requirements of ops on their operands are not checked.
 
     Args:
         program: an Ir, with the host values of its variables; or a session, with their present values.
@@ -40,14 +40,15 @@ def export(
         weights: `"inside"`, where the variables are constants of the program. Then it may change none of them. Or
             `"beside"`: the function takes a dict of the variables first, and returns those that it changes second.
             Their values are in a file of the same name that ends in `.safetensors`.
-        platforms: what it can run on, in JAX's names: `["cpu", "cuda", "tpu"]`. By default, what JAX runs on here.
+        platforms: platforms that it can run on, in JAX's names: `["cpu", "cuda", "tpu"]`. By default, JAX's default
+            platform.
 
     Returns:
-        What was written; `mlir_module()` is its text.
+        The exported function; `mlir_module()` is its text.
 
     Raises:
         TypeError: if `program` is neither an Ir nor a session.
-        ValueError: for other `weights`; and for `"inside"`, if the program changes variables.
+        ValueError: for unknown `weights`; and for `"inside"`, if the program changes variables.
         ImportError: if `flatbuffers` is not installed, which JAX writes such files with (extra `export`).
         PopxlError: if the program has replicas, uses remote buffers, prints, has 64-bit numbers that JAX would narrow,
             or float8 variables beside it; or if the Ir has changed since the session was made.
@@ -124,7 +125,7 @@ def _ir_and_values(program: Any) -> tuple[Ir, Mapping[Any, np.ndarray]]:
 def _function(ir: Ir, platforms: Sequence[str] | None) -> MainFunction:
     """Main graph as a function, with kernels for the given platforms."""
     if platforms is None:
-        return main_function(ir.main_graph, "export", checks=False)  # JAX cannot write what `checkify` is told
+        return main_function(ir.main_graph, "export", checks=False)  # JAX cannot export `checkify` checks
     alone = platforms[0] if len(platforms) == 1 else ""
     return main_function(ir.main_graph, "export", Replicas(1, [SimpleNamespace(platform=alone)]), checks=False)
 

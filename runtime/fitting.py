@@ -28,9 +28,9 @@ class Tried(_Frozen):
     Attributes:
         choices: the value of each choice.
         memory_bytes: the memory that it needs; `None` if it was not compiled, or the compiler gave up.
-        fits: whether that is there.
-        seconds: how long a run takes, an estimate as `Cost.seconds`; `None` if it was not compiled.
-        units: how much a run does: the product of the choices that say so.
+        fits: whether the memory suffices.
+        seconds: estimated time of a run, as `Cost.seconds`; `None` if it was not compiled.
+        units: work of a run: the product of the choices that declare it.
         problem: why it could not be compiled; empty if it was.
     """
 
@@ -60,7 +60,7 @@ class Fit(OnPage, _Frozen):
         target: the machine.
         capacity: the memory of one of its chips, in bytes.
         tried: all combinations, or those before an interruption.
-        is_complete: whether these are all.
+        is_complete: whether these are all combinations.
     """
 
     target: str
@@ -104,7 +104,7 @@ class CompiledTrial(NamedTuple):
     """Compilation outcome of a program.
 
     Attributes:
-        programs: those that were compiled, with their Irs.
+        programs: compiled programs, with their Irs.
         problem: why one was not; empty if all were.
     """
 
@@ -117,8 +117,8 @@ def fit(compiled: Callable[[], CompiledTrial], told: Callable[[str], object]) ->
     returns the combinations tried so far.
 
     Args:
-        compiled: runs the program as far as its first run on a device.
-        told: is called with a line after each combination: its choices, and what came of them; and with one about
+        compiled: function that runs the program up to its first run on a device.
+        told: function called with a line after each combination: its choices, and their result; and with one about
             choices of the environment that the program has not asked for.
 
     Raises:
@@ -128,7 +128,7 @@ def fit(compiled: Callable[[], CompiledTrial], told: Callable[[str], object]) ->
     tried: list[tuple[Tried, TargetReport | None]] = []
     untried: list[dict[str, Any]] = [{}]
     is_complete = True
-    while untried:  # what a program asks for may depend on what it got before; so each run says what else there is
+    while untried:  # later choices may depend on earlier ones; so each run reports further options
         taken = untried.pop()
         try:
             choices, found = _tried(compiled, taken)

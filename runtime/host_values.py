@@ -17,7 +17,7 @@ def host_value(t: Variable | Constant, values_of_all: Mapping[Variable, np.ndarr
 
     Args:
         t: the variable or constant.
-        values_of_all: the values on all replicas of such variables, as far as they have been downloaded.
+        values_of_all: values of such variables on all replicas, if they have been downloaded.
     """
     if isinstance(t, Constant) or t.retrieval_mode != "all_replicas" or t.replica_grouping.group_size == 1:
         return t.data if isinstance(t, Constant) or t.replica_grouping.is_const else t.data.copy()
@@ -32,7 +32,7 @@ def write_host_values(data: Mapping[Variable, np.ndarray], copy: bool = True) ->
     """Overwrite host copies of variables.
 
     Args:
-        data: their new values.
+        data: new values.
         copy: whether to copy these arrays. Otherwise they may become the host copies.
     """
     for v, array in data.items():
@@ -48,7 +48,7 @@ def new_data(v: Variable, data: Any) -> np.ndarray:
     Raises:
         TypeError: for any other dtype, or a complex number for a real variable.
         ValueError: for another shape, or a number that does not fit the dtype.
-        AttributeError: for what is neither an array nor a number.
+        AttributeError: for an object that is neither an array nor a number.
     """
     wanted = v.dtype.as_numpy()
     if isinstance(data, numbers.Number):

@@ -209,7 +209,7 @@ def _text_written_out(text: str) -> int | None:
         return None
     lengths: dict[str, int] = {}
     waiting = ["main"]
-    while waiting:  # functions call each other as deep as graphs do
+    while waiting:  # calls may be nested as deep as graphs are
         callees = _CALL.findall(bodies[waiting[-1]])
         new = [name for name in dict.fromkeys(callees) if name not in lengths]
         if new:

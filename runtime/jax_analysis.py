@@ -1,4 +1,4 @@
-"""`analyze`: what a jitted JAX function needs, sends and costs on a machine, compiled by that machine's compiler."""
+"""`analyze`: memory, communication and cost of a jitted JAX function on a machine, from that machine's compiler."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class LineMemory(Record):
 
     Attributes:
         line: the line, `train.py:12`; "" for buffers whose line XLA does not say.
-        bytes: of all of them.
-        buffers: what they are, the largest first.
+        bytes: total bytes.
+        buffers: names of the buffers, the largest first.
     """
 
     line: str
@@ -40,15 +40,15 @@ class LineMemory(Record):
 
 
 class Analysis(OnPage, Record):
-    """What a compiled JAX function needs, sends and costs on one chip. Nothing was run or measured.
+    """Memory, communication and cost of a compiled JAX function on one chip. Nothing was run or measured.
 
     Attributes:
         name: the function.
         target: the machine, as it was described; "" for local devices.
-        devices: how many chips it uses.
+        devices: number of chips.
         capacity: memory of a chip, in bytes; `None` where it is not known.
         memory: memory over the schedule.
-        live: what is live at the peak of temporaries, by source lines, most bytes first.
+        live: live memory at the peak of temporaries, by source lines, most bytes first.
         cost: bytes, operations, kernels, collectives by line, and estimated time.
         lines: the same work by source lines, most bytes first.
     """
@@ -95,16 +95,16 @@ class Analysis(OnPage, Record):
 
 
 def analyze(function: Callable[..., Any], *args: Any, target: Target | str | None = None, **kwargs: Any) -> Analysis:
-    """Compile a JAX function for a machine that need not be here, and report what it needs, sends and costs there.
+    """Compile a JAX function for a machine that need not be present, and report its memory, communication and cost.
 
-    The function stays as it is: scans, `jax.checkpoint`, donated arguments and shardings are the compiler's to see.
+    The function is compiled unchanged, including its scans, `jax.checkpoint`, donated arguments and shardings.
     Meshes of other devices, in arguments and inside the function, stand for the same places of the target.
 
     Args:
         function: a jitted function; another one is jitted.
-        args, kwargs: what it is called with, trees of arrays or of `jax.ShapeDtypeStruct`. For several chips, with
-            shardings on a mesh of the target, `popxl.Target(...).mesh(...)`, or of as many local devices; what has none
-            is on all chips, or where the function's own `in_shardings` say.
+        args, kwargs: arguments of the function, trees of arrays or of `jax.ShapeDtypeStruct`. For several chips, with
+            shardings on a mesh of the target, `popxl.Target(...).mesh(...)`, or of the same number of local devices;
+            those without sharding are replicated, or follow the function's own `in_shardings`.
         target: the machine: a description such as `"gpu h100:8"`, or a `popxl.Target`. By default the local
             devices.
 
@@ -172,7 +172,7 @@ def _shardings(executable: Any) -> list[Any]:
 def _on_target(leaf: Any, target: Target) -> Any:
     """An argument as a type; one that is sharded over devices of another machine, over the same places of the target.
 
-    Other arguments, static ones among them, are taken as they are.
+    Other arguments, including static ones, are passed unchanged.
     """
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return leaf

@@ -66,7 +66,7 @@ def service() -> Any:
 def exchange_on(address: str) -> None:
     """Make CPU collectives of all processes communicate over `address`.
 
-    JAX leaves it to gloo, which takes what the name of the machine stands for: often an address of a network.
+    By default gloo uses the address of the machine's host name: often one of an external network.
     """
     collectives = _jax.make_gloo_tcp_collectives(distributed_client=service(), hostname=address)
     make = partial(xla_bridge.make_cpu_client, collectives=collectives)
@@ -103,8 +103,8 @@ def settings_of_this_thread() -> Callable[[], None]:
 def copied(array: jax.Array, sharding: Any) -> jax.Array:
     """Copy an array asynchronously to an equal number of other devices.
 
-    So does `jax.device_put`, but it takes 50 us of the host's time, and this takes 8. Of an array of several processes
-    each copies what it has.
+    `jax.device_put` does the same, but takes 50 us of the host's time, and this function 8. For an array of several
+    processes each copies its own shards.
     """
     if not array.is_fully_addressable:
         own = [device for device in sharding.mesh.devices.flat if device.process_index == jax.process_index()]
@@ -121,11 +121,12 @@ def copied(array: jax.Array, sharding: Any) -> jax.Array:
 
 
 def change_parameters(traced: Any, change: Callable[[Any], Any]) -> None:
-    """Change what a traced function is lowered from: its jaxpr, the shardings of arguments and results, and its mesh.
+    """Modify the parameters that a traced function is lowered from: its jaxpr, shardings of arguments and results,
+    mesh.
 
     Args:
-        traced: what `jax.jit(function).trace(...)` returned, or what Flax wraps around that.
-        change: applied to each of these.
+        traced: result of `jax.jit(function).trace(...)`, or Flax's wrapper of it.
+        change: function applied to each of these.
     """
     inner = getattr(traced, "traced", traced)
     if not isinstance(inner, jax.stages.Traced):  # of something else that can be compiled
@@ -142,9 +143,9 @@ class Contents(NamedTuple):
 
     Attributes:
         name: the name of the function.
-        devices: those that it runs on.
+        devices: devices of the executable.
         arguments: the types of all arguments, and where they lie; `None` for those that are not used.
-        donated: the numbers of those that are given up.
+        donated: positions of donated arguments.
         results: the types of the results, and where they lie.
     """
 
@@ -178,8 +179,8 @@ def loaded(found: Contents, content: bytes, into: Any, out_of: Any) -> Any:
     """Reconstruct a compiled function from its contents.
 
     Args:
-        found: its contents.
-        content: what XLA has written of it.
+        found: contents of the executable.
+        content: XLA's serialization.
         into: the tree of its arguments.
         out_of: the tree of its results.
     """

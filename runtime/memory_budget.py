@@ -1,4 +1,4 @@
-"""A program within a memory budget: plan, compile, and correct the plan by what the compiler says of it."""
+"""A program within a memory budget: plan, compile, and correct the plan by the compiler's figures."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def bytes_of(text: str | int, who: str) -> int:
     """The number of bytes that a budget says.
 
     Raises:
-        TypeError: for what is neither text nor an integer.
-        ValueError: for text that is not a number with a unit, an unknown unit, or nothing above zero.
+        TypeError: for a value that is neither text nor an integer.
+        ValueError: for text that is not a number with a unit, an unknown unit, or a value that is not positive.
 
     Example:
         >>> bytes_of("14 GB", "budget"), bytes_of("1.5GiB", "budget")
@@ -56,12 +56,12 @@ class Compiled(NamedTuple):
 
     Attributes:
         ir: the program.
-        memory, cost: what the compiler says.
-        chip: its published figures, if there are any.
-        may_offload: whether offloaded activations are on the host meanwhile: in loops, on TPUs. XLA brings those of
-            inlined calls back long before they are read; on GPUs, no plan of a budget with them has been compiled.
-        release: when it frees the memory of an activation.
-        applied: what applied the plan: its `needs` are the graphs, its `plan` is what was applied, and
+        memory, cost: figures of the compiler.
+        chip: published figures, if there are any.
+        may_offload: whether offloaded activations are on the host meanwhile: in loops, on TPUs. XLA fetches those of
+            inlined calls long before they are read; on GPUs, no plan of a budget with them has been compiled.
+        release: time when the memory of an activation is freed.
+        applied: object that applied the plan: its `needs` are the graphs, its `plan` is the applied plan, and
             `plan_with(treatments)` another plan for the same program.
     """
 
@@ -79,7 +79,7 @@ def compiled_program(ir: Ir, program: CompiledProgram, applied: Sequence[Any]) -
 
     Args:
         ir, program: the program.
-        applied: what applied memory plans while it was built.
+        applied: objects that applied memory plans while it was built.
 
     Raises:
         ValueError: unless that is one.
@@ -101,12 +101,11 @@ class BudgetedPlan(OnPage):
 
     Attributes:
         plan: the memory plan.
-        budget: in bytes, of a device.
-        memory: what the compiled program needs.
-        cost: what a run of it costs.
-        everything: what the program needs where all activations are kept, and
-        everything_cost: what that costs.
-        compilations: how often the program was compiled.
+        budget: bytes of a device.
+        memory: memory of the compiled program.
+        cost: cost of a run.
+        everything, everything_cost: memory and cost of the program if all activations are kept.
+        compilations: number of compilations.
     """
 
     plan: Any
@@ -148,11 +147,11 @@ def plan_within(compiled: Callable[[Any], Compiled], budget: int, told: Callable
 
     Args:
         compiled: builds a program with a plan or policy, and compiles it.
-        budget: in bytes, of a device.
+        budget: bytes of a device.
         told: is called with a line after each compilation.
 
     Raises:
-        PopxlError: if no plan that was found is within the budget; with the least, and what holds it.
+        PopxlError: if no plan found is within the budget; the message has the smallest, and its largest values.
     """
     search = _Search(compiled, budget, told)
     search.try_everything()
@@ -224,9 +223,9 @@ class _Search:
     def _limit(self) -> float:
         """Bytes of activations for which the peak should be the budget.
 
-        One compiled program says what there is besides activations. Two say also what a byte of them weighs: XLA lays
-        values over each other, so it may be less than one. After a plan above the budget, there is only one more try:
-        it leaves more room, the more that plan missed the budget.
+        One compiled program shows the memory besides activations. Two also show the weight of an activation byte: XLA
+        reuses memory, so it may be less than one. After a plan above the budget, there is only one more try: its margin
+        grows with the excess of that plan.
         """
         release = self.tried[-1][1].release
         planned = [most_bytes(self._graphs, each.treatments, release) for each, _ in self.tried]
@@ -235,7 +234,7 @@ class _Search:
         if planned[-1] != planned[0]:
             weight = min(max((peaks[0] - peaks[-1]) / (planned[0] - planned[-1]), 0.25), 2.0)
         above = peaks[-1] / self._budget - 1
-        first = 0.86 if release == "call" else 0.93  # calls that are compiled by themselves hold more than is counted
+        first = 0.86 if release == "call" else 0.93  # noinline calls hold more than is counted
         share = first if len(peaks) == 1 else 0.97 if above <= 0 else max(0.95 - 0.75 * above, 0.7)
         return planned[-1] + (share * self._budget - peaks[-1]) / weight
 

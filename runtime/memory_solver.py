@@ -1,8 +1,8 @@
 """Treatments of activations within a budget: one integer program, solved by HiGHS.
 
-For each activation it decides whether calls keep it, copy it to the host, or compute it again; what is computed again
-needs the operands of its op, each by one of the three. The calls of a graph are one group or two, in the order of the
-step: backward calls run in the reverse order, so the first calls recompute where they differ, when little else is left.
+For each activation it decides whether calls keep it, copy it to the host, or recompute it; recomputation needs the
+operands of its op, each by one of the three. The calls of a graph are one group or two, in the order of the step:
+backward calls run in the reverse order, so the first calls recompute where the groups differ, when little else is live.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class OpNeeds:
     Attributes:
         operands, results: paths of activations.
         products: operations of matrix products and convolutions.
-        bytes: that it reads and writes, beyond what those who read its results would.
+        bytes: bytes that it reads and writes, beyond those that the readers of its results would.
         dtype: dtype of the factors.
-        is_fused: whether the results are parts of the kernels that read them, and so not in memory, if these are in
+        is_fused: whether the results are fused into the kernels that read them, and so not in memory, if these are in
             the same graph.
     """
 
@@ -62,10 +62,10 @@ class GraphNeeds:
 
     Attributes:
         name: name of the graph.
-        calls: how often a step calls it.
+        calls: number of calls in a step.
         bytes: size of each activation, by path.
-        read: paths of those that the gradient reads itself, each with the first and the last step of the backward call
-            that reads it.
+        read: paths of activations that the gradient itself reads, each with the first and the last step of the backward
+            call that reads it.
         ops: the ops that compute them, in order.
         steps: bytes of the gradient's own values in each step of the backward call.
         gradients: bytes that a backward call leaves until the end of the step: gradients of variables.
@@ -88,7 +88,7 @@ class GraphNeeds:
         """Live activations, if all are needed, and bytes of gradient values, in the backward call's most demanding
         steps.
 
-        What is computed again is there from the first step that needs it, or needs what is computed from it.
+        A recomputed value is live from the first step that needs it, or needs a value computed from it.
         """
         first = {path: step for path, (step, _) in self.read.items()}
         last = {path: step for path, (_, step) in self.read.items()}
@@ -122,11 +122,11 @@ Treatments = Mapping[str, Sequence[Group]]
 
 @dataclass(frozen=True)
 class Solution:
-    """Treatments, with what they cost.
+    """Treatments of activations, with their costs.
 
     Attributes:
-        treatments: by graph and path.
-        bytes: what activations and gradients take at the highest.
+        treatments: treatment by graph and path.
+        bytes: peak bytes of activations and gradients.
         seconds: the time that they add to a step, by published figures.
     """
 
@@ -156,12 +156,12 @@ def solve(
     """The treatments that add least time.
 
     Args:
-        graphs: those that are planned.
-        limit: how many bytes activations and gradients may take at the highest; `None` for as few as possible,
-            whatever the time.
+        graphs: graphs to plan.
+        limit: upper limit of the peak bytes of activations and gradients; `None` for as few as possible, regardless of
+            time.
         chip: published figures, if there are any.
-        may_offload: whether moving to the host is one of the treatments.
-        release: when memory is free again.
+        may_offload: whether offloading to the host is one of the treatments.
+        release: time when memory is free again.
 
     Returns:
         The solution; `None` if nothing is within the limit.
@@ -251,7 +251,7 @@ class _IntegerProgram:
     def columns(self, treatments: Treatments) -> list[bool]:
         """The assignment that treatments mean, as compiled.
 
-        Where XLA sees forward and backward calls at once, it does not hold what is fused and has its operands kept.
+        Where XLA compiles forward and backward calls together, fused values with kept operands are not held.
         """
         taken = [False] * len(self._times)
         for each in self._graphs:
@@ -360,8 +360,8 @@ class _IntegerProgram:
     def _inside_row(self, g: GraphNeeds, group: int, paths: frozenset[str]) -> _Row:
         """Activations live within a backward call.
 
-        A call that is compiled by itself recomputes all at its beginning, as XLA for CPUs puts first what can run side
-        by side: it has all that the gradient reads, and no longer what was computed on the way.
+        A noinline call recomputes everything at its beginning, because XLA for CPUs schedules independent operations
+        first: all values that the gradient reads are live, intermediate values are not.
         """
         is_whole = self._release == "call"
         row = {

@@ -1,6 +1,6 @@
 """`noinline`: functions whose calls XLA does not inline.
 
-It inlines other calls: it compiles the function anew for each, and may fuse its operations with their users.
+XLA inlines other calls: it compiles the function again for each, and may fuse its operations with their users.
 """
 
 from __future__ import annotations

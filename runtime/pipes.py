@@ -1,7 +1,7 @@
-"""Commands with a broken output pipe: `popxl show train.py | head` ends quietly, as other programs do.
+"""Commands with a broken output pipe: `popxl show train.py | head` ends without an error, as other programs do.
 
 The system ends a program that writes to such a pipe, with the signal SIGPIPE. Python ignores the signal and raises
-`BrokenPipeError` instead: where something is printed, and once more at the end, where the rest is written.
+`BrokenPipeError` instead: on printing, and again at the end, when the rest is flushed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ P = ParamSpec("P")
 BROKEN_PIPE_EXIT_CODE = 128 + 13
 """The exit code that shells report for a program ended by SIGPIPE."""
 
-_OUTPUTS = (1, 2)  # the file descriptors of the standard output, and of that for errors
+_OUTPUTS = (1, 2)  # file descriptors of standard output and standard error
 
 
 def is_broken_pipe() -> bool:
@@ -42,14 +42,14 @@ def exit_on_broken_pipe(main: Callable[P, int]) -> Callable[P, int]:
             try:
                 return main(*args, **kwargs)
             finally:
-                sys.stdout.flush()  # what is printed last; also by argparse, which exits
+                sys.stdout.flush()  # the last output; also that of argparse, which exits
         except BrokenPipeError:
             gone = _broken_outputs()
-            if not gone:  # it is another pipe
+            if not gone:  # the error is from another pipe
                 raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
             for output in gone:
-                os.dup2(nowhere, output)  # for what Python writes at its end
+                os.dup2(nowhere, output)  # for Python's final flush
             os.close(nowhere)
             return BROKEN_PIPE_EXIT_CODE
 
@@ -59,5 +59,5 @@ def exit_on_broken_pipe(main: Callable[P, int]) -> Callable[P, int]:
 def _broken_outputs() -> list[int]:
     pipes = select.poll()
     for output in _OUTPUTS:
-        pipes.register(output, 0)  # errors are always told
+        pipes.register(output, 0)  # errors are always reported
     return [output for output, what in pipes.poll(0) if what & (select.POLLERR | select.POLLHUP)]

@@ -1,6 +1,6 @@
 """`poprun`: launch and supervise several instances of a distributed program.
 
-What may stand on its command line is in `runtime.poprun_options`.
+Its command-line options are in `runtime.poprun_options`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _scheduled(options: argparse.Namespace) -> Instance | None:
 class _Started:
     """Filter for startup lines of JAX's CPU collectives, interleaved by several threads.
 
-    They are not shown. With the beginning of one in the middle of another, what is left of that comes later.
+    They are not shown. If one starts in the middle of another, the rest of that follows later.
     """
 
     _BEGIN = b"[Gloo] Rank "
@@ -114,7 +114,7 @@ class Launch:
     """Launch of a program, including restarts after failures.
 
     Args:
-        options: those of the command line.
+        options: options of the command line.
 
     Raises:
         ValueError: if they do not fit together.
@@ -236,7 +236,7 @@ class Launch:
             self._stop()
             rendezvous.close()
             for reader in readers:
-                reader.join(1.0)  # no longer: what an instance has started may hold its output open
+                reader.join(1.0)  # not longer: children of an instance may hold its output open
             for number, handler in before:
                 signal.signal(number, handler)
 
@@ -250,7 +250,7 @@ class Launch:
                 index, code = ends.get()
             if index is None:
                 number = signal.Signals(-(code or 0))
-                is_broken_pipe = number == signal.SIGPIPE  # so nobody is told
+                is_broken_pipe = number == signal.SIGPIPE  # so no report is possible
                 return _End(128 + number, "" if is_broken_pipe else f"{number.name}: all instances are stopped.")
             if code != 0:
                 index, code = self._first_to_fail(rendezvous, index, code)
@@ -282,8 +282,8 @@ class Launch:
     def _first_to_fail(self, rendezvous: RendezvousServer, index: int, code: int | None) -> tuple[int, int]:
         """Index and exit code of the first failed instance. Instance `index` ended first, or announced its end.
 
-        It may have died of the end of another one, which takes longer. That one is left to end by itself, and so is
-        instance 0, without which it could not. JAX aborts processes that have lost instance 0.
+        It may have failed because another instance ended, which takes longer. That one is left to end on its own, and
+        so is instance 0, without which it could not. JAX aborts processes that have lost instance 0.
         """
         latest = time.monotonic() + _MOMENT
         while time.monotonic() < latest:
@@ -298,7 +298,7 @@ class Launch:
             self._stop(but={0, *rendezvous.leaving})
         for other in rendezvous.leaving:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                if how := self._processes[other].wait(GRACE):  # after an exception, JAX may abort what is left of it
+                if how := self._processes[other].wait(GRACE):  # JAX may abort the process after an exception
                     return other, 1 if how == -signal.SIGABRT else how
         return index, code or 1
 
@@ -350,14 +350,14 @@ class Launch:
         with source:
             try:
                 self._tag(index, source, target)
-            except BrokenPipeError:  # nobody reads on, so all are stopped
+            except BrokenPipeError:  # the reader is gone, so all are stopped
                 ends.put((None, -signal.SIGPIPE))
                 while os.read(source.fileno(), 1 << 16):  # else the instance would fail first, and say so
                     pass
 
     def _tag(self, index: int, source: IO[bytes], target: int) -> None:
         tag = f"[{index}] ".encode()
-        begun: list[bytes] = []  # pieces of a line, which may be long
+        begun: list[bytes] = []  # parts of a line, which may be long
         started = _Started()
         while chunk := os.read(source.fileno(), 1 << 16):
             *ends, rest = re.split(rb"(?<=[\n\r])(?!\n)", chunk)
@@ -405,7 +405,7 @@ def _send(process: subprocess.Popen[bytes], number: int) -> None:
 def _over_ssh(host: str, command: Sequence[str], variables: dict[str, str]) -> list[str]:
     """SSH command that runs `command` on another machine, and ends it when standard input closes.
 
-    It reads the token from there, as others on either machine may see what a command says.
+    It reads the token from there, because other users of either machine may see command lines.
     """
     handed_on = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "VIRTUAL_ENV") if name in os.environ}
     settings = [f"{name}={value}" for name, value in (handed_on | variables).items() if name != _TOKEN]

@@ -94,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
         description="Start several instances of a program, which run it together; each drives a share of the replicas.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # what looks like several of these options may be one of the program
+        allow_abbrev=False,  # an abbreviation of several of these options may be an option of the program
     )
     add = parser.add_argument
     add("--num-instances", type=_positive, metavar="N", help="how many processes to start (default: 1)")

@@ -1,9 +1,10 @@
 """Several processes that run one program: discovery, barriers, and a common end.
 
-Each process drives its own devices; JAX connects them (`jax.distributed`), and collectives go from device to device.
-Before and around that, each process has a connection to the launcher that started it. At a barrier it sends the name of
-the place, and receives an answer when all processes have reached it, or the reason why they never will: one has ended,
-another waits elsewhere, or time is up. If the connection breaks, the process ends too, so none waits for a dead one.
+Each process drives its own devices; JAX connects them (`jax.distributed`), and collectives go from device to device. In
+addition, each process has a connection to the launcher that started it. At a barrier it sends the name of the place,
+and receives an answer when all processes have reached it, or the reason why they never will: one has ended, another
+waits elsewhere, or the time is up. If the connection breaks, the process ends too, so that no process waits for a dead
+one.
 
 The launcher's end is `runtime.rendezvous`. Processes that a scheduler starts have no launcher: `runtime.schedulers`.
 """
@@ -81,14 +82,14 @@ class LauncherConnection:
                 problem = f"what answers at {self._launcher!r} is not `poprun`: {text[:80]!r}."
                 self._answers.put({"problem": problem, "is_last": True})
                 return
-            with contextlib.suppress(OSError):  # poprun may have read what is written here
+            with contextlib.suppress(OSError):  # poprun may have read all of it
                 os.write(2, b"popdist: poprun has ended, or stops all instances; this one ends too.\n")
             self._end()
 
     @staticmethod
     def _end() -> NoReturn:
         """Kill this process and its children; the main thread may hang in a collective."""
-        if os.getpgrp() == os.getpid():  # as poprun starts an instance: what that starts is in its group
+        if os.getpgrp() == os.getpid():  # only the process that poprun started: its children are in its group
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
@@ -109,7 +110,7 @@ class LauncherConnection:
             self.send(place, payload)
             answer = self._answers.get()
             if "is_last" in answer:
-                self._answers.put(answer)  # for whoever comes later
+                self._answers.put(answer)  # for later barriers
         if "problem" in answer:
             raise PopxlRuntimeError(f"popdist: instance {self._index} is at {place}, and {answer['problem']}")
         payloads: list[Any] = answer["payload"]
@@ -241,7 +242,7 @@ def barrier(place: str, payload: Any = None) -> list[Any]:
 class KeyValueStore:
     """Texts shared by instances, under single-use keys.
 
-    No barrier is needed: a thread may set a key, or wait for one, while the program goes on.
+    No barrier is needed: a thread may set a key, or wait for one, while the program continues.
     """
 
     _FOLDER = "popxl/notes"
@@ -261,7 +262,7 @@ class KeyValueStore:
             try:
                 text: str = service().blocking_key_value_get(f"{self._FOLDER}/{name}", self._POLL_INTERVAL)
                 return text
-            except RuntimeError as problem:  # of JAX, in whichever form it raises what the service says
+            except RuntimeError as problem:  # JAX wraps errors of the service
                 if not str(problem).startswith("DEADLINE_EXCEEDED"):
                     raise PopxlRuntimeError(
                         f"popdist: other instances cannot be heard any more: {problem}"
@@ -311,11 +312,11 @@ def devices_of_all(own: Sequence[jax.Device], count: int, best: int) -> list[jax
 
     Args:
         own: the devices of this process.
-        count: how many replicas it drives.
-        best: how many devices it would use. If some process has fewer, each replica has one.
+        count: number of replicas that it drives.
+        best: number of devices that it would use. If a process has fewer, each replica has one.
 
     Raises:
-        PopxlError: if there are not even so many.
+        PopxlError: if there are fewer devices than replicas.
     """
     if len(own) < count:
         raise PopxlError(

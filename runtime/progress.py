@@ -1,7 +1,7 @@
 """Compilation progress: callbacks, and a progress line on terminals.
 
-Nothing is shown before a compilation has taken some seconds, and nothing where standard error is no terminal. The
-environment variable `POPXL_PROGRESS` changes that: `off` shows nothing; `on` shows it there too, line by line.
+Nothing is shown in the first seconds of a compilation, or if standard error is not a terminal. The environment variable
+`POPXL_PROGRESS` changes that: `off` shows nothing; `on` shows it there too, line by line.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ class CompilationProgress:
     """Progress of a program's compilation.
 
     Attributes:
-        done, total: how many executables have been compiled, and how many there are to compile; a program that is
-            compiled in one piece has 1.
-        what: what is being compiled, in a few words; empty at the end.
-        seconds: how long it has taken so far.
+        done, total: number of compiled executables, and of those to compile; a program that is one executable has 1.
+        what: executable being compiled, in a few words; empty at the end.
+        seconds: time so far.
     """
 
     done: int
@@ -53,11 +52,11 @@ _callback: ContextVar[Callback | None] = ContextVar("compilation_progress", defa
 def compilation_progress(callback: Callback) -> Iterator[None]:
     """Call a function with compilation progress while a block runs, replacing the terminal's progress line.
 
-    It is called in the thread that makes the session: before each executable that is compiled, and at the end. What
-    has been compiled before, or comes from a file, is not counted; if nothing is left, only the end is told.
+    It is called in the thread that makes the session: before each executable is compiled, and at the end. Executables
+    that were compiled before, or come from a file, are not counted; if none are left, only the end is reported.
 
     Args:
-        callback: gets a `CompilationProgress`. What it raises ends the compilation.
+        callback: function of a `CompilationProgress`. Its exceptions end the compilation.
 
     Example:
         >>> from popxl.session import compilation_progress

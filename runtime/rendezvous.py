@@ -1,7 +1,7 @@
 """Rendezvous server of a launcher, providing barriers between program instances; `runtime.processes` contains the
 clients.
 
-An instance sends its token first; a connection that begins otherwise is closed. Then both sides send JSON, one object a
+An instance sends its token first; a connection that starts otherwise is closed. Then both sides send JSON, one object a
 line. An instance sends `{"index": 1, "place": "...", "payload": ...}` when it reaches a barrier. The answer is
 `{"payload": [...]}`, with the payloads of all instances, as soon as all have reached it; or `{"problem": "..."}`, as
 soon as one cannot. An instance that is about to end sends whether it has failed, and gets no answer.
@@ -72,7 +72,7 @@ class RendezvousServer:
         class Server(socketserver.ThreadingTCPServer):
             daemon_threads = True
             block_on_close = False
-            request_queue_size = max(count, 5)  # all may come at once; who is turned away tries again a second later
+            request_queue_size = max(count, 5)  # all may connect at once; a refused one tries again a second later
 
         self._server = Server((address, 0), Connection)
         self.port: int = self._server.server_address[1]
@@ -150,6 +150,6 @@ class RendezvousServer:
     def _answer(self, answer: dict[str, Any]) -> None:
         text = json.dumps(answer).encode() + b"\n"
         for waiting in self._waiting.values():
-            with contextlib.suppress(OSError):  # it has gone meanwhile
+            with contextlib.suppress(OSError):  # the connection may be closed
                 waiting.answer.write(text)
         self._waiting.clear()

@@ -1,6 +1,6 @@
 """`Report`: description of a compiled program as a page, JSON, and a memory picture.
 
-Nearly all of it is known before the program runs. What runs when is in a `runtime.timeline.Timeline`, which is on the
+Nearly all of it is known before the program runs. Times of a run are in a `runtime.timeline.Timeline`, which is on the
 page if there is one. `runtime.inspection` makes the report of a program.
 """
 
@@ -24,10 +24,10 @@ class VariableReport(Record):
     """A variable.
 
     Attributes:
-        name: its name.
+        name: name of the variable.
         spec: dtype and shape, on one replica.
         bytes: on one device.
-        place: where it is: "device", or the slot of a remote buffer; "unused" if the program does not use it.
+        place: location: "device", or the slot of a remote buffer; "unused" if the program does not use it.
         changes: whether the program changes it.
         ipu: the IPU that it is on, if IPUs are devices of their own.
     """
@@ -44,11 +44,11 @@ class BufferReport(Record):
     """A remote buffer.
 
     Attributes:
-        number: its number in the Ir.
-        entries: how many slots it has.
+        number: number in the Ir.
+        entries: number of slots.
         spec: dtype and shape of a slot.
         bytes: all slots, of the replicas that one device runs.
-        memory: whose memory they are in.
+        memory: memory of the slots.
         loaded, stored: bytes that one replica loads and stores in a run, at most.
         ipu: as for variables.
     """
@@ -67,11 +67,11 @@ class StreamReport(Record):
     """A stream.
 
     Attributes:
-        name: its name.
+        name: name of the stream.
         direction: "in", from the host, or "out".
         spec: dtype and shape of one transfer.
-        transfers: how many of them a run makes, at most.
-        bytes: of the array that one device gets or gives in a run.
+        transfers: number of transfers in a run, at most.
+        bytes: size of the array that one device receives or sends in a run.
         ipu: as for variables.
     """
 
@@ -88,9 +88,9 @@ class CollectiveReport(Record):
 
     Attributes:
         op: the type of the ops.
-        group_size: how many replicas talk to each other.
-        runs: how many such ops a run of the program carries out, at most.
-        bytes: what all of them move, of one replica.
+        group_size: number of replicas in a group.
+        runs: number of executions of such ops in a run of the program, at most.
+        bytes: bytes that all of them move, on one replica.
     """
 
     op: str
@@ -103,11 +103,11 @@ class GraphReport(Record):
     """A graph.
 
     Attributes:
-        name: its name; that of the main graph is empty.
-        ops: how many ops it has; calls count as one.
-        runs: how often one run of the program runs it, at most.
+        name: name of the graph; empty for the main graph.
+        ops: number of ops; calls count as one.
+        runs: number of executions in one run of the program, at most.
         flops: floating point operations of its own ops in one run of it.
-        text: its schedule, as it is printed.
+        text: schedule of the graph, as it is printed.
     """
 
     name: str
@@ -122,8 +122,8 @@ class LoopReport(Record):
 
     Attributes:
         graph: the graph that they are in; the name of the main graph is empty.
-        turns: how many there are.
-        ops: how many ops are in a turn; calls count as one.
+        turns: number of iterations.
+        ops: number of ops in an iteration; calls count as one.
         calls: the graphs that a turn calls, in order.
         text: a turn, in a few words.
     """
@@ -140,8 +140,8 @@ class WorkReport(Record):
 
     Attributes:
         op: the type.
-        runs: how many of them a run of the program carries out, at most; of a conditional, both branches.
-        flops: their floating point operations, on one replica.
+        runs: number of executions in a run of the program, at most; for a conditional, both branches count.
+        flops: floating point operations of all of them, on one replica.
     """
 
     op: str
@@ -169,16 +169,16 @@ class PieceReport(Record):
     """One compiled executable. Sizes are XLA's, in bytes on one device.
 
     Attributes:
-        name: what it does.
-        runs: how often it is run, in one run of the program.
-        ops: how many ops it stands for, those of called graphs included at each call.
+        name: description of the segment.
+        runs: number of executions in one run of the program.
+        ops: number of ops that it represents, including those of called graphs at each call.
         text: length of the text that XLA was given, in characters.
-        arguments: all that goes in, variables among it.
-        outputs: what comes out, without what overwrites arguments.
-        temporaries: what it needs on the way, besides arguments and outputs.
+        arguments: bytes of all arguments, including variables.
+        outputs: bytes of results, without those that overwrite arguments.
+        temporaries: bytes besides arguments and outputs.
         code: machine code; `None` where XLA does not say.
-        host: what it needs in the host's memory.
-        seconds: how long it took to trace and compile it; 0 if it had been compiled before.
+        host: bytes of host memory.
+        seconds: time to trace and compile it; 0 if it had been compiled before.
     """
 
     name: str
@@ -197,16 +197,16 @@ class TargetReport(Record):
     """Offline target of a compiled program.
 
     Attributes:
-        description: how it was described.
-        chip: what one of its chips is called.
-        chips: how many it has.
-        used: how many of them the program uses.
+        description: description of the target.
+        chip: name of a chip.
+        chips: number of chips.
+        used: number of chips that the program uses.
         capacity: the memory of a chip, in bytes.
-        with_buffers: what the program needs of it at most, if the remote buffers are there, too.
-        without_buffers: what it needs if they are in the host's memory.
+        with_buffers: memory that the program needs at most, including remote buffers.
+        without_buffers: memory that it needs if the buffers are in host memory.
         fits: whether the program, as it was compiled, fits into the memory of a chip.
-        sources: where the figures of the chip are from.
-        cost: what a run of the program costs.
+        sources: sources of the chip's figures.
+        cost: cost of a run of the program.
     """
 
     description: str
@@ -245,30 +245,30 @@ class Report(OnPage, Record):
     Called with a path, it is written there, as one HTML page.
 
     Attributes:
-        program: which Ir it is.
-        device: what was asked for.
+        program: name of the Ir.
+        device: description of the requested device.
         devices: the devices.
-        replicas: how many there are, over all processes.
-        calls: how called graphs were compiled: "dispatched", a plan of executables; "kept", "rolled", "batched" or
-            "inlined", one program.
-        reason: why it was compiled like this.
-        loops: of calls that are rolled.
-        written_out: of the calls that are not, if calls are rolled: the graphs, each with why.
-        variables, buffers, streams, graphs: what the program has. The main graph comes first.
-        collectives: what its replicas do together.
-        size: how large it is, with and without outlining.
+        replicas: number of replicas, over all processes.
+        calls: form of called graphs: "dispatched", a plan of executables; "kept", "rolled", "batched" or "inlined", one
+            program.
+        reason: reason for this form.
+        loops: loops of rerolled calls.
+        written_out: if calls are rerolled: the graphs whose calls are not, each with the reason.
+        variables, buffers, streams, graphs: parts of the program. The main graph comes first.
+        collectives: collectives of its replicas.
+        size: size of the program, with and without outlining.
         work: floating point operations, by the types of ops, the most first.
-        pieces: what was compiled, in the order in which it is first run.
-        precision: how float32 numbers are multiplied, and what fewer digits would be computed with; `None` on CPUs,
-            which compute with all of them.
-        seconds: how long compiling took, with all around it.
-        memory: what the program needs.
-        offloaded: what becomes of tensors that are offloaded to the memory of the host, if there are some.
-        runs: how often it has been run so far.
-        run_seconds: how long the host was busy with these runs; devices go on working meanwhile, and afterwards.
+        pieces: compiled segments, in the order in which they are first run.
+        precision: precision of float32 products, and the effect of a lower one; `None` on CPUs, which compute with full
+            precision.
+        seconds: compile time, including all overheads.
+        memory: memory of the program.
+        offloaded: treatment of tensors that are offloaded to host memory, if there are some.
+        runs: number of runs so far.
+        run_seconds: time that the host was busy with these runs; devices continue to work meanwhile, and afterwards.
         timeline: the last recording, if there is one.
-        estimate: what the program would cost on IPUs; only for the device "ipu_model".
-        target: the machine that it was compiled for, and what it costs there; only where that is not here.
+        estimate: estimated cost of the program on IPUs; only for the device "ipu_model".
+        target: machine that it was compiled for, and its cost there; only for offline targets.
 
     Example:
         >>> session = popxl.Session(ir)

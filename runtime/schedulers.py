@@ -1,7 +1,7 @@
 """Detection of schedulers that started this process among several: Slurm, Kubernetes, Open MPI, TPU pods.
 
-JAX knows how each of them tells a process who it is. Nothing is asked of them unless a program or `poprun` wants to
-know. There is no launcher then; processes meet by JAX's own service, which the first of them has.
+JAX reads each scheduler's environment. It is read only if a program or `poprun` asks for it. There is no launcher then;
+processes meet at JAX's own service, which the first of them runs.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def scheduled(
     """Instance description from a scheduler; `None` without a scheduler, or for a single process.
 
     Args:
-        num_replicas: how many replicas all processes drive together; by default one each.
-        ipus_per_replica: how many devices each replica has.
-        adjacent_replicas: how many replicas have their devices for a stage side by side; 0 leaves it to the counts.
-        timeout: for how many seconds processes wait for each other.
-        name: which scheduler; by default what `POPDIST_SCHEDULER` says, or the first that is there.
+        num_replicas: number of replicas of all processes; by default one each.
+        ipus_per_replica: number of devices of each replica.
+        adjacent_replicas: number of replicas whose devices for a stage are adjacent; 0 derives it from the counts.
+        timeout: seconds that processes wait for each other.
+        name: name of the scheduler; by default the value of `POPDIST_SCHEDULER`, or the first one found.
 
     Raises:
-        PopxlError: if there is no such scheduler here, or it does not say what it has to.
+        PopxlError: if there is no such scheduler, or its environment is incomplete.
         ValueError: if the processes cannot get equal shares of the replicas.
     """
     name = _present(name or os.environ.get(SCHEDULER, "auto"))
@@ -115,14 +115,14 @@ class Service:
 
     Args:
         instance: this process.
-        client: what JAX has connected it by.
+        client: JAX's connection.
     """
 
     def __init__(self, instance: Instance, client: Any) -> None:
         self._instance, self._client = instance, client
         self._barriers = itertools.count()
         self._lock = threading.Lock()
-        self._all_fail = False  # for the same reason, which all have been told
+        self._all_fail = False  # for the same reason, reported to all
 
     def barrier(self, place: str, payload: Any = None) -> list[Any]:
         """Wait until all processes reach a place. Returns their payloads.
@@ -159,13 +159,13 @@ class Service:
         for other in range(1, self._instance.num_instances):
             key = f"popxl/left/{other}"
             self._wait("the end of the program", lambda limit, key=key: self._client.blocking_key_value_get(key, limit))
-        # Who has said so is still connected, and would be cut off: wait until nobody is but this one.
+        # Processes that have reported are still connected, and would be cut off: wait until only this one is left.
         self._client.get_live_nodes([*range(self._instance.num_instances)])
 
     def _wait(self, place: str, wait: Any) -> None:
         try:
             wait(int(1000 * self._instance.timeout))
-        except RuntimeError as problem:  # of JAX, in whichever form it raises what the service says
+        except RuntimeError as problem:  # JAX wraps errors of the service
             raise PopxlRuntimeError(
                 f"popdist: instance {self._instance.instance_index} is at {place}, and others do not come: they have "
                 f"ended, or need more than {self._instance.timeout:g} seconds. JAX says: {problem}"

@@ -1,7 +1,7 @@
 """`Session`: compilation and execution of an Ir. Takes a finished Ir; each run maps input arrays to output arrays.
 
-Programs import it as `popxl.Session`. Its reports are in `runtime.session_inspection`, and what reads and writes its
-variables in `runtime.session_variables`.
+Programs import it as `popxl.Session`. Its reports are in `runtime.session_inspection`, access to its variables in
+`runtime.session_variables`.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ class Session(SessionInspection, SessionVariables):
     """Compiled Ir with variables, ready for any number of runs.
 
     Threads may share a session, or have sessions of one Ir: their calls take turns. Sessions of one Ir share the host
-    copies of the variables. What interrupts a call, as Ctrl-C does, leaves the variables as they were before it or as
-    they are after it, on the device and on the host; so it leaves files. An interrupted compilation is left at once.
+    copies of the variables. An interrupted call, by Ctrl-C for example, leaves the variables in their state before or
+    after it, on the device and on the host, and files likewise. An interrupted compilation ends at once.
 
     Args:
-        ir: the program. It is taken as it is now. If it changes, sessions may be made of it again; one that was made
-            before then runs what it was made of. As long as there is no other, `run` refuses.
-        device_desc: `"cpu"`; `"ipu_model"` (the CPU too, with an estimate of what IPUs would need, in the report);
-            `"ipu_hw"`, the best accelerator that JAX sees, else the CPU; `"gpu"` or `"tpu"`, that one; a machine that
-            is not here, `"tpu v5e:4x4"` or a `popxl.Target`, for which the program is compiled and cannot be run; or a
-            device. On one that is attached already the session can run at once. The environment variable
-            `POPXL_OFFLINE_DEVICE` goes before a string.
+        ir: program in its current state. If it changes, further sessions may be made from it; an earlier session then
+            runs the program that it was made from. As long as there is no later session, `run` refuses.
+        device_desc: `"cpu"`; `"ipu_model"` (the CPU too, with an estimate of the program's cost on IPUs, in the
+            report); `"ipu_hw"`, the best accelerator that JAX sees, else the CPU; `"gpu"` or `"tpu"`, that one; a
+            machine that is not present, `"tpu v5e:4x4"` or a `popxl.Target`, for which the program is compiled and
+            cannot be run; or a device. If that is already attached, the session can run at once. The environment
+            variable `POPXL_OFFLINE_DEVICE` has priority over a string.
         weights_to_host_on_exit: copy the variables back to the host when the `with` block is left.
 
     Raises:
-        TypeError: if `ir` is not an Ir, or `device_desc` none of these.
+        TypeError: if `ir` is not an Ir, or `device_desc` has another type.
         RuntimeError: if the Ir has no ops.
         ValueError: for an unknown device, or a program for several devices on `"cpu"`.
         RuntimeError: if there is no device of this kind.
 
     Attributes:
         ir: the Ir.
-        weights_to_host_on_exit: as given.
+        weights_to_host_on_exit: as passed.
         program: the compiled program; `program.executable` is JAX's.
-        store: its variables on the device, and `runner`, what runs it; `None` where nothing can be run.
-        machine: of the class: what finds devices and compiles for them. A tool may put its own there.
+        store: variables on the device, and `runner`, which runs the program; `None` for offline targets.
+        machine: class attribute: device lookup and compilation. A tool may replace it.
 
     Example:
         >>> with popxl.Session(ir, "ipu_hw") as session:
@@ -141,9 +141,9 @@ class Session(SessionInspection, SessionVariables):
         that came from a file or from a cache is compiled again to be written. One whose replicas talk to each other on
         several CPU devices is compiled again to be loaded, as XLA reads back such code wrongly.
 
-        What was compiled for a machine that is not here, a `popxl.Target`, is written for one that is: load it where
-        there are as many such chips, with the same versions of popxl and JAX. That could not be tried: XLA writes
-        these programs, and reads them only on a machine that has the chips.
+        A program for a machine that is not present, a `popxl.Target`, is written for later use: load it where there are
+        as many such chips, with the same versions of popxl and JAX. This has not been tested: XLA writes these
+        programs, and reads them only on a machine that has the chips.
 
         Raises:
             PopxlError: if the program prints from the device, has an op that cannot be saved (see `Ir.save`), or if the
@@ -179,8 +179,8 @@ class Session(SessionInspection, SessionVariables):
 
         Args:
             path: the file.
-            device_desc: as for a new session, by default as it was for the saved one. It must have the same kind and
-                number of devices.
+            device_desc: as for a new session, by default as for the saved one. It must have the same kind and number of
+                devices.
             weights_to_host_on_exit: as for a new session.
 
         Raises:
@@ -218,7 +218,7 @@ class Session(SessionInspection, SessionVariables):
 
     def __exit__(self, exception: type[BaseException] | None, *_: object) -> None:
         with self._lock:
-            # Who detaches a session by hand inside of the block may have emptied the stack.
+            # The stack may be empty, if the session was detached by hand inside of the block.
             was_attached = self._was_attached_stack.pop() if self._was_attached_stack else False
             if was_attached or not self.is_attached:
                 return
@@ -252,23 +252,23 @@ class Session(SessionInspection, SessionVariables):
         """Run the program once.
 
         Args:
-            inputs: for each stream that the program loads from, its array: NumPy, JAX or torch, a list or a number. The
-                shape is that of the stream, after a leading dimension of its `num_host_transfers`, and then one of the
-                replicas that this process drives, each if it is above 1: `host_shape(stream)`. What no op reads has to
-                be given, and is not sent.
+            inputs: array of each stream that the program loads from: NumPy, JAX or torch, a list or a number. The shape
+                is that of the stream, after a leading dimension of its `num_host_transfers`, and then one of the
+                replicas that this process drives, each if it is above 1: `host_shape(stream)`. Unused feeds are
+                required too, and are not sent.
             downcast_inputs: narrow 64-bit numbers to 32 bits, where they fit.
 
         Returns:
-            The arrays of the output streams, by stream. Each is fetched from the device when you look at it, so a loop
-            that does not is not slowed down by waiting. To time runs, look at an output of the last one before the
-            clock is read, or call `weights_to_host`.
+            The arrays of the output streams, by stream. Each is fetched from the device on first access, so a loop
+            without accesses does not wait. To time runs, access an output of the last one before the clock is read, or
+            call `weights_to_host`.
 
         Raises:
             ValueError: if the session is not attached; for a missing or unexpected stream, an array of the wrong
                 shape, or a number that does not fit when it is narrowed: no finite one becomes infinite; and if the
                 environment chooses what the program has not asked for (`popxl.choice`).
-            PopxlRuntimeError: for an array of the wrong dtype, or a program that makes more transfers than there is
-                room for.
+            PopxlRuntimeError: for an array of the wrong dtype, or a program that exceeds a stream's number of
+                transfers.
             PopxlError: if the Ir has changed since the session was made, and no other session has been made of it
                 since.
         """
@@ -285,7 +285,7 @@ class Session(SessionInspection, SessionVariables):
                 store.note_run()
             try:
                 fetches = self._run(feeds)
-            finally:  # what handles a signal may have read the variables just before they changed
+            finally:  # signal handlers may have read the variables just before they changed
                 store.note_run()
         return Outputs(dict(zip(self._output_streams, fetches)))  # noqa: B905  # `strict` takes longer
 
@@ -299,12 +299,12 @@ class Session(SessionInspection, SessionVariables):
 
         Args:
             inputs, downcast_inputs: as for `run`.
-            outputs: for each stream that the program stores to, an array of its shape and dtype; see
-                `create_host_outputs`. Slots that no store can reach are left as they are. Those that stores in the
-                branches of a conditional could have reached, and have not, become zeros.
+            outputs: array of each stream that the program stores to, of its shape and dtype; see `create_host_outputs`.
+                Slots that no store can reach are unchanged. Slots that a store in the branch of a conditional could
+                have reached, and has not, become zeros.
 
         Raises:
-            ValueError, PopxlRuntimeError: as `run` does, for outputs too; and for those that cannot be filled in place.
+            ValueError, PopxlRuntimeError: as for `run`, for outputs too; and for those that cannot be filled in place.
             TypeError: if an output is no NumPy array.
         """
         self._loaded_store("run_with_outputs")
@@ -348,22 +348,22 @@ class Session(SessionInspection, SessionVariables):
     def use_variables_of(self, other: Session, variables: Mapping[Variable, Variable]) -> None:
         """Share variables of another session without copying.
 
-        From now on the other session has them. Each run of this one finds there what the last run of either has left,
-        and leaves there what it changes. So a program that generates text follows one that trains, run by run.
+        The variables then belong to the other session. Each run of this session reads the values of the last run of
+        either, and writes its changes there. So a program that generates text can follow one that trains, run by run.
 
-        The other session has to be attached whenever this one runs, and holds what is on the host: values are written
-        and saved there. `get_tensor_data` asks it.
+        The other session has to be attached whenever this one runs, and owns the host copies: values are written and
+        saved there. `get_tensor_data` reads them through it.
 
         Args:
             other: a session on the same device.
-            variables: its variables, by those of this session. Those that this program does not use are left out;
-                `NamedTensors.to_mapping` pairs variables by their names.
+            variables: variables of the other session, by those of this one. Unused variables of this program are
+                ignored; `NamedTensors.to_mapping` pairs variables by their names.
 
         Raises:
             ValueError: if a variable has another shape, dtype or place there, if the other program does not use it, or
                 only reads what this one changes; for `other` this session, or one that has variables of it. Nothing has
                 changed then.
-            TypeError: if something else than a session, and variables, is given.
+            TypeError: if `other` is not a session, or the mapping does not consist of variables.
 
         Example:
             >>> def program() -> tuple[popxl.Ir, popxl.Tensor]:
@@ -400,8 +400,8 @@ class Session(SessionInspection, SessionVariables):
         """Session owning a variable of this program on its device, and the corresponding variable there.
 
         Raises:
-            TypeError: for something else than a variable.
-            ValueError: for one of another program.
+            TypeError: for anything but a variable.
+            ValueError: for a variable of another program.
 
         Example:
             >>> ir = popxl.Ir()

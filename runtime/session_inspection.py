@@ -41,8 +41,8 @@ class SessionInspection(NotCopyable):
         operations, variables, streams, replicas, remote traffic, times.
 
         It prints as a page, notebooks show it with pictures, and `model_dump_json()` has all numbers. Called with a
-        path, it is written there as one HTML page that needs nothing else. Nothing has to have run; what has is on it.
-        For the device `"ipu_model"` there is an estimate of what the program would cost on IPUs, too.
+        path, it writes one self-contained HTML page. The program need not have run; runs are included. For the device
+        `"ipu_model"` it also has an estimate of the program's cost on IPUs.
 
         Example:
             >>> session = popxl.Session(ir, "ipu_model")
@@ -55,7 +55,7 @@ class SessionInspection(NotCopyable):
     def memory(self) -> Memory:
         """Memory required by the compiled program, in bytes per device and on the host.
 
-        Temporaries, code and what executables need on the host is what XLA says of them; variables, arguments and
+        Temporaries, code and host memory of executables are XLA's figures; variables, arguments and
         outputs have the sizes of their shapes. `ir.memory()` is a count of the same before anything is compiled.
 
         Example:
@@ -91,7 +91,7 @@ class SessionInspection(NotCopyable):
         return communication_of_program(self._ir, self.program)
 
     def hlo(self) -> dict[str, str]:
-        """XLA's text of each executable, keyed by name: "the program", or the pieces of a plan.
+        """XLA's text of each executable, keyed by name: "the program", or the segments of a plan.
 
         Example:
             >>> for name, text in popxl.Session(ir, "gpu h100").hlo().items():
@@ -105,10 +105,10 @@ class SessionInspection(NotCopyable):
         Recorded runs may be slower: before an executable overwrites something, the host waits until it is there.
 
         Args:
-            folder: where JAX's profiler writes what the devices do, instruction by instruction. XProf opens the folder
-                (`xprof --logdir folder`). Perfetto (https://ui.perfetto.dev) opens `perfetto.json.gz` in it, where
-                instructions have your names: of the op, its line and its graph. What XLA made one kernel of has the
-                name of the last op.
+            folder: folder for the output of JAX's profiler about the devices, instruction by instruction. XProf opens
+                the folder (`xprof --logdir folder`). Perfetto (https://ui.perfetto.dev) opens `perfetto.json.gz` in it,
+                where instructions have your names: of the op, its line and its graph. A fused kernel has the name of
+                its last op.
 
         Example:
             >>> with popxl.Session(ir) as session, session.recording() as timeline:
@@ -125,25 +125,25 @@ class SessionInspection(NotCopyable):
     def debugging(self, infinities: bool = True) -> AbstractContextManager[None]:
         """Run op by op while a block lasts, stopping at the first op that produces NaN or infinity.
 
-        The same ops run on the same numbers as in the compiled program, each by itself, with all the graphs that are
-        called, loops and replicas. Results agree with it but for rounding, as nothing is fused. It is slow, and needs
-        memory for all that graphs compute while they run.
+        The same ops run on the same numbers as in the compiled program, each separately, in all called graphs, loops
+        and replicas. Results agree with it up to rounding, as nothing is fused. It is slow, and keeps all values of
+        running graphs in memory.
 
-        What you put in is never at fault: an infinity in a variable, constant, stream or buffer, such as `-inf` in an
-        attention mask, may pass through any number of ops. Reported is an op that makes
+        Your own inputs are never reported: an infinity in a variable, constant, stream or buffer, such as `-inf` in an
+        attention mask, may pass through any number of ops. An op is reported if it makes
 
-        * an infinity, if all that it was given is finite: `log(0)`, a division by 0, float16 beyond 65504;
-        * a NaN, if it was given none: `log(-1)`, but also `inf - inf`, which is where an infinity did harm.
+        * an infinity from finite operands: `log(0)`, a division by 0, float16 beyond 65504;
+        * a NaN without NaN operands: `log(-1)`, but also `inf - inf`, where an infinity did harm.
 
-        Of an op that talks to other replicas, what all of them give counts.
+        For an op between replicas, the operands of all of them count.
 
         Args:
-            infinities: report these. Without, only a NaN is reported.
+            infinities: whether to report infinities; otherwise only a NaN is reported.
 
         Raises:
-            NonFiniteError: from `run`, with the op as its graph prints it and your line that made it, the way there
-                with the turns of loops, the replica, and the numbers that the op was given. The variables and remote
-                buffers are as they were before this run: the session can be used, and run again.
+            NonFiniteError: from `run`, with the op as its graph prints it and your line that made it, the calls that
+                lead there with the iterations of loops, the replica, and the operands of the op. The variables and
+                remote buffers are as they were before this run: the session can be used, and run again.
             PopxlError: if the Ir has changed since the session was made.
             NotImplementedError: if several processes run the program.
 

@@ -196,7 +196,7 @@ class SessionVariables:
         """Like `write_variables_data`, but reading values in parts: each process reads only parts held by its devices.
         A collective operation of all processes.
 
-        What the program changes is on the devices only, as after a run. Of the rest, there are host copies.
+        Variables that the program changes are then on the devices only, as after a run. The others have host copies.
         """
         for v in tensors:
             self._check_writable(v)
@@ -214,7 +214,7 @@ class SessionVariables:
     def write_variable_data(self, tensor: Variable, data: Any) -> None:
         """Write a variable's value on the host and, if attached, on the device.
 
-        The device gets the host values of *all* variables: call `weights_to_host` first to keep what it changed.
+        The device gets the host values of *all* variables: call `weights_to_host` first to keep its changes.
 
         Args:
             tensor: the variable.
@@ -225,7 +225,7 @@ class SessionVariables:
             ValueError: for another shape, a number that does not fit the dtype, a variable of another Ir, or one that
                 is a read-only memory map.
         """
-        self._check_writable(tensor)  # what is no tensor may not be hashable
+        self._check_writable(tensor)  # other objects may not be hashable
         self.write_variables_data({tensor: data})
 
     def write_variables_data(self, tensors: Mapping[Variable, Any]) -> None:

@@ -1,8 +1,8 @@
-"""Deferred signals: work that no signal handler interrupts.
+"""Deferred signals: calls that no signal handler interrupts.
 
 Python runs signal handlers between any two of its own steps, in the main thread, and handlers may raise: Ctrl-C raises
-`KeyboardInterrupt`. A run donates the memory of the variables that it changes; an exception in its middle would lose
-them. And JAX compares the keys of its caches in Python, called from C++, which makes a `ValueError` of any exception.
+`KeyboardInterrupt`. A run donates the memory of the variables that it changes; an exception during it would lose them.
+And JAX compares the keys of its caches in Python, called from C++, which turns any exception into a `ValueError`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def deliver_pending_signals() -> None:
 def defer_signals(work: Callable[[], T]) -> T:
     """Call a function and return what it returns; deliver signals that arrive meanwhile right afterwards.
 
-    Signal handlers may raise then, so the function itself has to store what must not be lost. It should be short, or
+    Signal handlers may raise then, so the function itself has to store results that must not be lost. It should be
+    short, or
     call `deliver_pending_signals` where an exception does no harm.
 
     Example:
@@ -56,7 +57,7 @@ def defer_signals(work: Callable[[], T]) -> T:
         ...     print("interrupted, but", *done)
         interrupted, but all of it
     """
-    if threading.current_thread() is not threading.main_thread():  # there are no signals in others
+    if threading.current_thread() is not threading.main_thread():  # other threads handle no signals
         return work()
     # What is in Python. Loops that set handlers have no branches: where Python 3.13 jumps back from one, it handles
     # signals, and an exception that is raised there passes by the `finally`.
@@ -66,7 +67,7 @@ def defer_signals(work: Callable[[], T]) -> T:
     def defer(number: int, frame: Any) -> None:
         if is_working:
             _pending.append((number, before[number]))
-        else:  # one of these signals has come, and raised, before all could be handled as before
+        else:  # one of these signals has raised, before all could be restored
             before[number](number, frame)
 
     try:
@@ -98,8 +99,8 @@ def _deliver_all() -> None:
         came = dict.fromkeys([number for number, _ in _pending])
     finally:
         _pending.clear()  # also if another signal, which is handled as ever, raises here: an exception is on its way
-    for number in came:  # not raised anew: who reads what `signal.set_wakeup_fd` writes, as asyncio, has been told
-        handler = _signal.getsignal(number)  # one of those before may have set another one
+    for number in came:  # not raised again: readers of `signal.set_wakeup_fd`, such as asyncio, have been notified
+        handler = _signal.getsignal(number)  # an earlier handler may have set another one
         if callable(handler):
             handler(number, sys._getframe())
         else:

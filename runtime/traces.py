@@ -22,7 +22,7 @@ T = TypeVar("T")
 PERFETTO = "perfetto.json.gz"
 """The file for Perfetto, in the folder of a trace."""
 
-_OP = re.compile(r"(?:^|/)(\w+ \[[^\[\]]*\])(?=/|$)")  # as `runtime.lowering.scopes.of_op` writes it
+_OP = re.compile(r"(?:^|/)(\w+ \[[^\[\]]*\])(?=/|$)")  # as written by `runtime.lowering.scopes.of_op`
 
 
 @contextmanager
@@ -32,9 +32,9 @@ def traced(
     """Write a device trace to a folder while a block runs. See `Session.recording`.
 
     Args:
-        folder: where to.
-        recording: entered meanwhile, and done when what was begun has ended.
-        texts: gives the text of each executable, as XLA has it.
+        folder: folder for the traces.
+        recording: context manager entered meanwhile; it ends after all dispatched work has ended.
+        texts: function that returns XLA's text of each executable.
     """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Python's own calls would be most of the trace
@@ -82,7 +82,7 @@ def _renamed(events: Iterable[dict[str, Any]], names: Mapping[tuple[str, str], s
         arguments = event.get("args") or {}
         name = names.get((arguments.get("hlo_module", ""), arguments.get("hlo_op", "")))
         if name is None and (said := arguments.get("tf_op") or arguments.get("name")) and "hlo_op" in arguments:
-            name = user_name(said)  # on GPUs and TPUs, where an event says it by itself
+            name = user_name(said)  # on GPUs and TPUs, where an event has the scope itself
         if event.get("name", "").startswith("end: "):
             continue
         yield event | {"name": name} if name else event

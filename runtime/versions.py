@@ -31,7 +31,7 @@ class ShowVersions(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, help=what)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves GPUs to the programs that use them
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leaves GPU memory to programs that use it
         print(versions())
         parser.exit()
 
@@ -65,7 +65,7 @@ def _devices(packages: Container[str]) -> tuple[str, list[str]]:
     ) as said:  # it is looked for in any case
         try:
             best = jax.local_devices()
-        except (RuntimeError, AssertionError) as problem:  # the latter, if JAX_PLATFORMS names only what is not here
+        except (RuntimeError, AssertionError) as problem:  # the latter, if JAX_PLATFORMS names only missing platforms
             platforms = jax.config.values["jax_platforms"]
             asked = f" with JAX_PLATFORMS={platforms}" if platforms else ""
             return f"none. JAX does not start{asked}: {_sentence(str(problem)) or 'there is no such device.'}", said

@@ -1,4 +1,4 @@
-"""Runs of a user's Python file for the commands of `popxl`: watched, and stopped where something would be run."""
+"""Runs of a user's Python file for the commands of `popxl`: observed, and stopped before the first run of a session."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class WatchingMachine(Machine):
 
     Attributes:
         programs: the programs, and the Irs that they are of.
-        runners: what runs each of them, where something does.
+        runners: runner of each session, where it runs.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -132,11 +132,11 @@ def run_file(file: Path, arguments: Sequence[str], names: dict[str, Any] | None 
 
     Args:
         file, arguments: the program.
-        names: where its names are kept, by default where Python keeps them.
+        names: dictionary of its global names, by default Python's own.
 
     Returns:
-        Where it was stopped, because what comes next would have to be run, and its exit code. If it fails, what it
-        raised has been printed.
+        The reason why it was stopped, if its next step would be a run, and its exit code. If it fails, its error has
+        been printed.
     """
     argv, path = sys.argv, sys.path
     sys.argv, sys.path = [str(file), *arguments], [os.fspath(file.resolve().parent), *path]

@@ -20,12 +20,12 @@ from runtime.targets.devices import Device
 def best(ir: Ir, device: Device) -> CompiledProgram:
     """Compile a program with the fastest mode that fits into memory, by estimate.
 
-    Which ways come into question is in the layout of a program; see `runtime.plan.decision`. Where a cache is on, it
-    keeps what was found. On CPUs, and where several processes run a program, nothing is compared.
+    The candidates are in the layout of a program; see `runtime.plan.decision`. If a cache is on, it keeps the choice.
+    On CPUs, and where several processes run a program, nothing is compared.
 
     Args:
         ir: the program.
-        device: what it is compiled for.
+        device: device to compile for.
 
     Raises:
         DoesNotFit: if it does not fit in any way, and the compiler says so.

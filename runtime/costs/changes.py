@@ -1,4 +1,4 @@
-"""`CostChanges`: what changed between the costs of two compiled programs, by graph, source line and collective."""
+"""`CostChanges`: differences between the costs of two compiled programs, by graph, source line and collective."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class CostChange(Record):
 
     Attributes:
         what: the quantity: "temporaries", "kernels", "bytes of all-reduce".
-        where: the graph, the source line or the argument that it is of; "" for the whole program.
-        before, after: its values; 0 where there was none.
+        where: graph, source line or argument; "" for the whole program.
+        before, after: values; 0 where there was none.
         unit: "B", "FLOP", "cycles", "ns", or "" for a count.
     """
 
@@ -52,13 +52,13 @@ class CostChange(Record):
 
 
 class CostChanges(OnPage, Record):
-    """What changed from one compiled program to another. It is false where nothing changed.
+    """Differences in cost between two compiled programs. False if there are none.
 
     Both are read off compiled code, so equal programs have no changes, on any machine. Compile times are left out.
 
     Attributes:
         before, after: the names of the programs.
-        changes: what changed, quantities of the whole program first.
+        changes: differences, starting with quantities of the whole program.
 
     Example:
         >>> before = popxl.analyze(jnp.sin, np.ones((3, 4), np.float32)).cost

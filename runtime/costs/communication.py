@@ -1,15 +1,15 @@
 """`CommunicationReport`: traffic between the chips of a compiled program, compared with its Ir. See
 `Session.communication`.
 
-Where IPUs are devices of their own, these copy from each other what the program copies (`ops.ipu_copy`), and what an op
-reads of another one: both numbers are there, and compared by nobody.
+If IPUs are separate devices, they exchange the program's copies (`ops.ipu_copy`), and operands of ops on other IPUs:
+both numbers are reported, and not compared.
 
-XLA may carry out several exchanges as one, and small ones as an all-reduce of whole arrays, as long as the bytes stay.
-It may leave out those whose results nobody needs, and add first what the program would have summed by two exchanges and
-then added. All else is a difference: an exchange that nobody asked for, or one that is not there, or of other bytes.
+XLA may merge several exchanges, and implement small ones as an all-reduce of whole arrays, with the same number of
+bytes. It may drop exchanges with unused results, and add operands first where the program adds the results of two
+reductions. Anything else is a difference: an unexpected or missing exchange, or other sizes.
 
-CPU devices of several processes sum in the order of the replicas, by other exchanges of as many bytes
-(`runtime.lowering.collectives.OrderedSums`). These are what is compared there.
+CPU devices of several processes sum in the order of the replicas, by other exchanges of the same number of bytes
+(`runtime.lowering.collectives.OrderedSums`). The comparison uses those.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Exchange(Record):
     """Sum of all exchanges of one kind and one group size.
 
     Attributes:
-        kind: what chips do together: "all-reduce".
-        group_size: how many are together: two in a `"collective-permute"`, in which each chip sends to one other.
-        said, said_bytes: how many of them a run carries out as the program says, and their bytes. Where several
-            processes drive CPU devices, a reduce-scatter is an all-to-all, whose parts each replica adds by itself, and
-            a sum of more than two replicas an all-to-all and an all-gather.
-        needed_bytes: those of them whose results somebody needs, and that are not only added to what another gives.
-        compiled, compiled_bytes: the same, of what was compiled.
-        repeated_bytes: those of them that are sent again, as there was no memory to keep what had come.
-        verdict: what became of them: `"merged"`, into fewer with the same bytes; `"as all-reduce"`, by which a TPU sums
-            or gathers small pieces, as nothing is quicker; `"not all needed"`, without some whose results nobody needs;
-            `"added first"`, without some whose results are added to those of others; `"differs"`, if something else.
+        kind: kind of collective: "all-reduce".
+        group_size: number of chips in a group: two in a `"collective-permute"`, in which each chip sends to one other.
+        said, said_bytes: number of executions in a run according to the program, and their bytes. Where several
+            processes drive CPU devices, a reduce-scatter is an all-to-all, whose parts each replica adds itself, and a
+            sum of more than two replicas an all-to-all and an all-gather.
+        needed_bytes: bytes of those whose results are used, and not only added to the result of another one.
+        compiled, compiled_bytes: the same for the compiled program.
+        repeated_bytes: bytes of compiled ones that are repeated, because there was no memory to keep the first result.
+        verdict: outcome of the comparison: `"merged"`, into fewer with the same bytes; `"as all-reduce"`, by which a
+            TPU sums or gathers small arrays fastest; `"not all needed"`, without some with unused results; `"added
+            first"`, without some whose results are added to those of others; `"differs"`, anything else.
     """
 
     kind: str
@@ -61,9 +61,9 @@ class Copied(Record):
     """Copies between the IPUs of a replica in one run.
 
     Attributes:
-        said, said_bytes: how many copies the program says, and their bytes.
-        compiled, compiled_bytes: those that a run makes. They are more where ops read what is on another IPU, and
-            where state is changed on another IPU than it is read.
+        said, said_bytes: number of copies in the program, and their bytes.
+        compiled, compiled_bytes: number of copies that a run makes. They are more where ops read tensors of another
+            IPU, and where state is changed on another IPU than it is read.
     """
 
     said: int
@@ -76,12 +76,12 @@ class CommunicationReport(OnPage, Record):
     """Communication between chips in a run: as written in the program, and as compiled.
 
     Attributes:
-        said: what the program says: `ir.communication()`.
-        is_sent: whether replicas are on chips of their own. On one device nothing is sent, and nothing compared.
+        said: communication of the program: `ir.communication()`.
+        is_sent: whether replicas are on separate chips. On one device nothing is sent, and nothing is compared.
         exchanges: both, by kinds and sizes of groups.
-        copied: what IPUs copy from each other; `None` where one device stands for all.
+        copied: copies between IPUs; `None` if one device represents all.
         is_ordered: whether several processes drive CPU devices, which sum in the order of the replicas.
-        differences: what differs, in sentences. Nothing should: if something does, tell us.
+        differences: differences, in sentences. There should be none: please report any.
 
     Example:
         >>> sent = popxl.Session(ir, "tpu v5e:2x4").communication()

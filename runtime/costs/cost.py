@@ -36,8 +36,8 @@ class CollectiveCost(Record):
     """All collectives of one kind.
 
     Attributes:
-        count: how many of them a run carries out.
-        bytes: of one chip: what goes into them, or comes out, whichever is more.
+        count: number of executions in a run.
+        bytes: bytes on one chip: of operands or results, whichever is more.
     """
 
     count: int
@@ -48,11 +48,11 @@ class CollectiveUse(Record):
     """Collectives at one source line of the program.
 
     Attributes:
-        kind: what XLA made of it: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute".
+        kind: kind of XLA collective: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute".
         source: the line, `train.py:12`; "" where XLA does not say.
         graph: the graph that it is in; "" for the main graph.
-        replicas: how many replicas talk to each other.
-        count, bytes: as for all of one kind.
+        replicas: number of replicas in a group.
+        count, bytes: as in `CollectiveCost`.
     """
 
     kind: str
@@ -67,8 +67,8 @@ class IpuCost(Record):
     """Cost of one IPU that is a separate device.
 
     Attributes:
-        ipu: its number.
-        seconds: how long it computes in a run; the rest of the run it waits for others. `None` without figures.
+        ipu: number of the IPU.
+        seconds: time of its computation in a run; it waits during the rest. `None` without figures.
     """
 
     ipu: int
@@ -84,30 +84,30 @@ class Cost(OnPage, Record):
 
     Attributes:
         code_bytes: machine code; `None` where XLA does not say.
-        argument_bytes: variables, remote buffers on the device, and what is fed.
-        temporary_bytes: what a run needs besides.
-        alias_bytes: what of the arguments is overwritten with results, rather than copied.
-        host_bytes: what is in the host's memory for the device: remote buffers, and what executables need there.
+        argument_bytes: bytes of variables, remote buffers on the device, and feeds.
+        temporary_bytes: further bytes that a run needs.
+        alias_bytes: bytes of arguments that are overwritten with results, rather than copied.
+        host_bytes: bytes of host memory for the device: remote buffers, and temporaries of executables.
         flops: floating point operations.
         bytes_accessed: bytes that kernels read and write, in whichever memory.
-        kernels: what the chip is told to run, one after the other: fusions, products, copies, collectives.
-        copies: what only copies; among them what a TPU moves between its memories while it computes.
-        collectives: what chips do together, by kind. What IPUs that are devices of their own copy from each other is of
-            the kind "copy between IPUs"; `argument_bytes`, operations and kernels are those of all of them.
+        kernels: number of kernels that the chip runs one after the other: fusions, products, copies, collectives.
+        copies: number of kernels that only copy; including a TPU's transfers between its memories during computation.
+        collectives: collectives by kind. Copies between IPUs that are separate devices have the kind "copy between
+            IPUs"; `argument_bytes`, operations and kernels are then totals of all IPUs.
         uses: the same, by lines of the program.
         cycles: XLA's own estimate, for TPUs; `None` elsewhere. Of several IPUs, from the first that begins to the last
             that ends, with the copies between them.
-        compile_seconds: how long compiling took, with all around it.
+        compile_seconds: compile time, including all overheads.
         graphs: the graphs, the longest first.
-        seconds: how long a run takes; `None` for a device without figures. IPUs that are devices of their own work at
-            the same time, as far as they do not wait for each other: a pipeline takes the time of its schedule.
-        step: the same as a timeline: what bounds it, and which communication is not hidden.
-        axes: what goes along each dimension of the replicas, and over which wires.
+        seconds: time of a run; `None` for a device without figures. IPUs that are separate devices work at the same
+            time unless they wait for each other: a pipeline takes the time of its schedule.
+        step: timeline of the run: its bounds, and exposed communication.
+        axes: traffic along each dimension of the replicas, and its links.
         utilisation: share of the published rate of products that a run attains: its model FLOPs utilisation, if it
             recomputes nothing.
         lines: work and memory by source lines, most bytes first.
-        arguments: bytes of what executables are given, by name.
-        overwritten: those of them that results overwrite.
+        arguments: bytes of the executables' arguments, by name.
+        overwritten: bytes of arguments that results overwrite.
         chip_hours: seconds of all chips in a run, in hours.
         ipus: these IPUs; nothing where one device stands for all.
         precisions: the same for the precision that float32 products have, and for faster ones: "highest", "high" and
@@ -371,13 +371,13 @@ def cost_of_executable(
     """Compute the cost of one executable that is not an Ir's.
 
     Args:
-        name: what it is.
-        module: its HLO.
+        name: name of the executable.
+        module: HLO of the executable.
         sizes: XLA's memory analysis of it.
-        figures: those of the chip, if they are known.
-        devices: what it runs on, in the order of XLA's numbers.
-        seconds: how long compiling took.
-        kind: what JAX calls its devices.
+        figures: figures of the chip, if they are known.
+        devices: devices in the order of XLA's numbers.
+        seconds: compile time.
+        kind: JAX's name of the kind of device.
     """
     account = account_of(module)
     total = account.total

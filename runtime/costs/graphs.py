@@ -1,7 +1,7 @@
-"""Time of a graph before it is compiled: each op is a kernel, priced by its own shapes.
+"""Time of a graph before compilation: each op is a kernel, priced by its own shapes.
 
-A compiler fuses ops, so a compiled program takes less; a framework that dispatches op by op, as PyTorch does, runs what
-is priced here. What only views an array otherwise (a reshape, a transpose, a part of it) is free: kernels take strides.
+A compiler fuses ops, so a compiled program takes less time; a framework that dispatches op by op, such as PyTorch, runs
+the kernels priced here. Views of an array (a reshape, a transpose, a slice) are free: kernels take strides.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class GraphTime:
     """Time of one run of a graph, op by op.
 
     Attributes:
-        seconds: of the chip and of the host, which dispatches ahead of it: whichever has more to do.
-        device: of the chip alone.
-        network: of that, collectives.
-        dispatched: how many kernels and collectives there are.
+        seconds: time of the chip, or of the host, which dispatches ahead of it, whichever is longer.
+        device: time of the chip alone.
+        network: share of collectives in it.
+        dispatched: number of kernels and collectives.
         flops: operations of products.
     """
 
@@ -55,14 +55,14 @@ class GraphTime:
 
 
 class GraphKernel(NamedTuple):
-    """What the host dispatches for a graph, in one run of it.
+    """One dispatch of a graph in a run.
 
     Attributes:
-        work: of a kernel; `None` for collectives.
+        work: work of a kernel; `None` for collectives.
         exchanges: collectives: the kind and the bytes of a replica.
-        stride, size: of their groups.
-        runs: how often a run of the graph carries it out.
-        is_beside: whether collectives go on beside the kernel before, whose results they do not send.
+        stride, size: stride and size of the groups.
+        runs: number of executions in a run of the graph.
+        is_beside: whether collectives overlap with the kernel before, whose results they do not send.
     """
 
     work: Work | None
@@ -74,7 +74,7 @@ class GraphKernel(NamedTuple):
 
 
 def kernels_of(graph: Graph) -> tuple[GraphKernel, ...]:
-    """Kernels and collectives of a graph, and of those that it calls.
+    """Kernels and collectives of a graph, and of its callees.
 
     Element-wise ops that only the next element-wise op reads are one kernel with it.
     """
@@ -84,12 +84,13 @@ def kernels_of(graph: Graph) -> tuple[GraphKernel, ...]:
 def graph_time(kernels: Graph | Sequence[GraphKernel], chip: Chip, exchanged: Exchanged) -> GraphTime:
     """Time of one run of a graph on a chip whose host dispatches each kernel.
 
-    The host is ahead of the chip as long as the chip has more to do, so the longer of both counts. A collective goes on
-    beside the kernel before it, if it does not send what that one makes: a gradient beside that of the weights.
+    The host is ahead of the chip as long as the chip has more to do, so the longer of both counts. A collective
+    overlaps with the kernel before it, unless it sends that kernel's result: one gradient overlaps with the computation
+    of the next.
 
     Args:
         kernels: the graph, or `kernels_of` it.
-        chip: the figures of the chip; its `efficiency.dispatch` is what the host takes for each kernel.
+        chip: figures of the chip; its `efficiency.dispatch` is the host's time for each kernel.
         exchanged: the time of a collective.
     """
     found, hidden = GraphTime(), 0.0

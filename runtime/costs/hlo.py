@@ -1,7 +1,7 @@
 """Parser of a compiled program's HLO text: instructions, and their execution counts.
 
-The text is XLA's HLO, after all its passes: what is in it runs, in this order. Here it becomes computations of
-instructions, each with how often a run carries it out. `runtime.costs.work` says what they do.
+The text is XLA's HLO after all its passes: it lists the instructions that run, in order. Here it becomes computations
+of instructions, each with its number of executions in a run. `runtime.costs.work` computes their costs.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Instruction:
     """One instruction.
 
     Attributes:
-        name: its name in its computation.
-        opcode: what it is, such as "fusion" or "all-reduce-start".
-        results: its results; several, if it is a tuple.
-        operands: the names of its operands, or what stands in their place.
-        text: what stands behind them: attributes and metadata.
+        name: name in its computation.
+        opcode: HLO opcode, such as "fusion" or "all-reduce-start".
+        results: shapes of the results; several, if it is a tuple.
+        operands: names of its operands, or the text in their place.
+        text: text after the operands: attributes and metadata.
         is_root: whether it is the result of its computation.
         line: the user's source line that it comes from, "train.py:12"; "" where XLA does not say.
     """
@@ -184,7 +184,7 @@ class Module:
     """Compiled program: computations and entry.
 
     Attributes:
-        computations: by their names.
+        computations: computations by name.
         entry: the name of the one that is run.
         overwritten: numbers of the arguments that results overwrite.
     """
@@ -275,7 +275,7 @@ def _user_lines(text: str) -> dict[str, str]:
 
 
 def _line_of_parts(instruction: Instruction, inside: Computation, computations: Mapping[str, Computation]) -> str:
-    """Source line of an instruction that XLA has made of others: that of its fusion's result, or of its first operand
+    """Source line of an instruction that XLA derived from others: that of its fusion's result, or of its first operand
     that has one; "" if none has."""
     roots = (computations[name].root for name in instruction.called if name in computations)
     operands = (inside.instructions[name] for name in instruction.operands if name in inside.instructions)

@@ -1,4 +1,4 @@
-"""Copies between the memories of device and host in a compiled program: which of them run beside other kernels."""
+"""Copies between device and host memory in a compiled program: those that overlap with kernels."""
 
 from __future__ import annotations
 

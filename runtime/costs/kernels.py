@@ -1,4 +1,4 @@
-"""Time of a kernel on a chip: what it computes, what it reads and writes, and a floor for its launch."""
+"""Time of a kernel on a chip: its computation, its reads and writes, and a lower bound for its launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`LineCost`: work and memory of the source lines of a program, read off its compiled code."""
+"""`LineCost`: work and memory of the source lines of a program, derived from its compiled code."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class LineCost(Record):
 
     Attributes:
         line: the line, `train.py:12`; "" for kernels whose line XLA does not say.
-        kernels: how many are run.
+        kernels: number of kernel executions.
         flops: floating point operations.
         bytes_accessed: bytes that they read and write.
         live_bytes: buffers that the line has written and that are live at the peak.
-        kinds: what a run computes, within fusions too, by operation and dtype: `{"dot f32": 7, "while": 1}`.
+        kinds: computations in a run, including those in fusions, by operation and dtype: `{"dot f32": 7, "while": 1}`.
     """
 
     line: str
@@ -118,7 +118,7 @@ def _kinds(module: Module) -> Iterator[tuple[str, str, int]]:
 def arguments_of(
     modules: Sequence[tuple[Module, int]], names: Mapping[str, str]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of the arguments of executables by name, and of those that results overwrite.
+    """Bytes of the executables' arguments by name, and of those that results overwrite.
 
     Args:
         modules: the executables.

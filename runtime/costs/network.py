@@ -1,9 +1,9 @@
-"""Time of a collective over the levels of a machine's wires, by the algorithm that suits it best.
+"""Time of a collective over the levels of a machine's links, by the fastest algorithm.
 
 A ring of n chips takes n - 1 steps to gather or to scatter, each of a part of the bytes, and twice that for an
-all-reduce. A tree takes as few steps as a power of two needs, each of all bytes in a pipeline. Over several levels a
-collective is hierarchical: within each unit of a level first, and then between units, of which each chip has its part
-of the bytes. On a torus all dimensions are rings, or lines, and work at the same time.
+all-reduce. A tree takes log₂ n steps, each of all bytes, pipelined. Over several levels a collective is hierarchical:
+first within each unit of a level, and then between units, of which each chip has its part of the bytes. On a torus all
+dimensions are rings, or lines, and work at the same time.
 
 Sources: Thakur et al. 2005, https://doi.org/10.1177/1094342005051521 (rings and trees); Sanders et al. 2009,
 https://doi.org/10.1016/j.parco.2009.09.001 (trees in pipelines); https://jax-ml.github.io/scaling-book/sharding/
@@ -27,7 +27,7 @@ class LinkSpan(NamedTuple):
 
     Attributes:
         link: the wires.
-        size: how many members of the group, or units of the level below, these join.
+        size: number of members of the group, or units of the level below, that these links join.
         extents: on a torus, how many there are along each dimension.
         closed: on a torus, which of the dimensions are rings.
     """
@@ -42,7 +42,7 @@ class CollectiveTime(NamedTuple):
     """Time of one collective.
 
     Attributes:
-        seconds: from its begin to its end.
+        seconds: time from start to end.
         algorithm: "ring", "tree", "torus", "direct", or several of these from the innermost level outwards.
         over: the names of the links that it uses, the fastest first.
     """
@@ -57,8 +57,8 @@ def spans_of(chip: Chip, members: Sequence[Place], chips: Sequence[Place]) -> tu
 
     Args:
         chip: the figures of the chips.
-        members: where the members of the group are.
-        chips: where all chips of the machine are.
+        members: places of the members of the group.
+        chips: places of all chips of the machine.
     """
     first, *outer = chip.levels
     if first.ring is not None:
@@ -87,7 +87,7 @@ def _on_torus(
     slices = len({place[-1] for place in members})
     along = [{place[d] for place in members} for d in range(len(members[0]) - 1)]
     whole = [{place[d] for place in chips} for d in range(len(members[0]) - 1)]
-    # Optical switches close the dimensions of a cube of all dimensions only; a plane is closed along each by itself.
+    # In a cube, optical switches close either all dimensions or none; in a plane, each dimension separately.
     cube = len(whole) == 2 or all(len(each) % link.ring == 0 for each in whole)
     extents = tuple(len(each) for each in along)
     closed = tuple(
@@ -103,9 +103,9 @@ def collective_time(chip: Chip, kind: str, nbytes: float, spans: Sequence[LinkSp
 
     Args:
         chip: the figures of the chips.
-        kind: as XLA calls it: "all-reduce".
-        nbytes: bytes of one chip: what goes in, or what comes out, whichever is more.
-        spans: how the group lies on the wires; see `spans_of`.
+        kind: kind of collective in XLA's terms: "all-reduce".
+        nbytes: bytes on one chip: of operands or results, whichever is more.
+        spans: links of the group; see `spans_of`.
 
     Example:
         >>> from runtime.targets.chip import Gpu, shipped

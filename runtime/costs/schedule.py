@@ -1,8 +1,8 @@
 """Liveness of the buffers of a compiled program over its schedule, from its HLO text.
 
 XLA has ordered the instructions; a buffer is live from the instruction that writes it to the last one that reads it.
-Loops are walked once: what they carry stays in place. XLA may place buffers with gaps, so it allocates a little more
-than what is live at the peak.
+Loops are walked once: carried values stay in place. XLA may leave gaps between buffers, so it allocates a little more
+than the live bytes at the peak.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Buffer:
     """Buffer on the device.
 
     Attributes:
-        name: what it is, with its line, dtype and shape.
-        bytes: how many it needs; 0 if it is elsewhere: in the host's memory, or on the chip itself.
+        name: name of the buffer, with its line, dtype and shape.
+        bytes: size in bytes; 0 if it is elsewhere: in host memory, or in on-chip memory.
         first: the step that writes it; -1 for the program's arguments.
         last: the last step that reads it.
     """
@@ -41,7 +41,7 @@ class Schedule:
 
     Attributes:
         steps: the instructions, in order.
-        buffers: what they write. Neither arguments nor results of the program are among them.
+        buffers: buffers that they write, without arguments and results of the program.
     """
 
     steps: list[Instruction] = field(default_factory=list)

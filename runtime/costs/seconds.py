@@ -22,13 +22,13 @@ class GraphCost(Record):
         name: the name of the graph; that of the main graph is "".
         flops: floating point operations.
         bytes_accessed: bytes read and written in the memory of the device.
-        network_bytes: bytes that a chip sends to others.
+        network_bytes: bytes that a chip sends to other chips.
         host_bytes: bytes between a chip and its host.
-        seconds: how long it takes at least by the chip's published figures, if each of these goes on while the others
-            do; `None` for a device without such figures.
-        bound: which of them takes longest.
-        limits: its share of the timeline of a run, in seconds, by what bounds its kernels: "compute", "memory", their
-            "launch", and the "network" and the "host", as far as they are waited for.
+        seconds: lower bound of the time by the chip's published figures, if all of these overlap; `None` for a device
+            without such figures.
+        bound: figure that takes longest.
+        limits: share of the run's timeline, in seconds, by the bounds of its kernels: "compute", "memory", their
+            "launch", and exposed time of the "network" and the "host".
     """
 
     name: str
@@ -48,7 +48,7 @@ class PrecisionCost(Record):
     Attributes:
         products: seconds for the products of float32.
         cycles: the same in cycles, for TPUs; `None` elsewhere.
-        seconds: for a run, as in `Cost.seconds`: it takes no longer where something else bounds it.
+        seconds: time of a run, as in `Cost.seconds`: not longer if something else bounds it.
     """
 
     products: float
@@ -86,12 +86,12 @@ def graphs_of(
     """Cost of each graph, longest first.
 
     Args:
-        account: what a run does.
+        account: work of a run.
         host: bytes between a chip and its host, by graphs.
-        figures: those of the chip.
-        all_replicas: how many chips are together in a collective of all.
+        figures: figures of the chip.
+        all_replicas: number of chips in a collective of all.
         price: seconds of a collective; by default those of one switch for all chips.
-        limits: what bounds each graph on the timeline of a run, in seconds.
+        limits: bounds of each graph on the timeline of a run, in seconds.
     """
     sent, network = defaultdict[str, int](int), defaultdict[str, float](float)
     for each in account.collectives:
@@ -139,9 +139,9 @@ def precisions_of(account: Account, figures: Chip, seconds: Callable[[str], floa
     """Run cost at the current precision of float32 products, and at each faster precision.
 
     Args:
-        account: what a run does.
-        figures: those of the chip.
-        seconds: how long a run takes at a precision.
+        account: work of a run.
+        figures: figures of the chip.
+        seconds: function that returns the time of a run at a precision.
     """
     levels = {key.precision for work in account.graphs.values() for key in work.products if key.dtype == "f32"}
     first = min(map(LEVELS.index, levels), default=len(LEVELS))

@@ -1,8 +1,8 @@
-"""A run of a compiled program as a schedule: kernels one after the other, and beside them what XLA has let go on.
+"""Schedule of a run of a compiled program: kernels one after the other, and asynchronous operations beside them.
 
-XLA has ordered the instructions. The chip runs kernels in this order. What has a `-start` goes on beside them until its
-`-done`, where the chip waits for it: collectives over the wires, copies to and from the memory of the host. Collectives
-without these hold the kernels up for as long as they take. Turns of a loop take as long as the first.
+XLA has ordered the instructions. The chip runs kernels in this order. Operations with a `-start` overlap with them
+until their `-done`, where the chip waits: collectives over the links, copies to and from host memory. Other collectives
+block the kernels for their whole duration. Each iteration of a loop takes as long as the first.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ LONGEST_TIMELINE = 400
 
 
 class StepSpan(Record):
-    """What a chip does in a part of a run.
+    """Activity of a chip in a part of a run.
 
     Attributes:
-        lane: "kernels", or what goes on beside them: "network", "host", "copies".
+        lane: "kernels", or asynchronous operations: "network", "host", "copies".
         name: the graph; of the network the collective and its line.
-        start, end: in seconds since the run began. Of a loop, the first turn.
+        start, end: seconds since the start of the run. For a loop, those of the first iteration.
     """
 
     lane: str
@@ -45,12 +45,12 @@ class LineTraffic(Record):
 
     Attributes:
         line: the line, `train.py:12`; "" where XLA does not say.
-        kind: what XLA made of it: "all-reduce".
+        kind: kind of XLA collective: "all-reduce".
         over: the wires, the fastest first: "NVLink, InfiniBand NDR".
-        algorithm: how it is done: "ring".
-        count: how many of them a run carries out.
-        seconds: how long all of them take.
-        exposed: how long kernels wait for them: what is not hidden.
+        algorithm: algorithm: "ring".
+        count: number of executions in a run.
+        seconds: total time.
+        exposed: time that kernels wait for them.
     """
 
     line: str
@@ -63,16 +63,16 @@ class LineTraffic(Record):
 
 
 class StepTimeline(OnPage, Record):
-    """A run of a program on one chip, as it is estimated.
+    """Estimated timeline of a program's run on one chip.
 
     Attributes:
-        seconds: from its begin to its end.
-        limits: how much of this each of these bounds: "compute", "memory", "launch" of kernels; "network" and "host",
-            as far as kernels wait for them; and "dispatch", the calls of the host.
+        seconds: time from start to end.
+        limits: share of each bound in this time: "compute", "memory", "launch" of kernels; exposed time of "network"
+            and "host"; and "dispatch", the calls of the host.
         graphs: the same for each graph; that of the main graph is "".
         inclusive: seconds of each graph but the main graph, with those of the graphs that it calls.
         traffic: collectives by lines, those that kernels wait longest for first.
-        spans: what goes on when, in order; parts of the first turn of each loop.
+        spans: activities in order; for each loop, those of the first iteration.
     """
 
     seconds: float
@@ -146,10 +146,10 @@ def timeline_of(
     """Schedule one run of an executable.
 
     Args:
-        module: its HLO.
+        module: HLO of the executable.
         chip: the figures of the chip.
         price: the time of a collective.
-        cap: what of a kernel's work is to be done instead, such as products with fewer passes.
+        cap: function that replaces a kernel's work, for example by products with fewer passes.
     """
     walk = _Chip(module, chip, price, cap)
     walk.computation(module.computations[module.entry], 1)
@@ -158,7 +158,7 @@ def timeline_of(
 
 
 def added(parts: Sequence[tuple[StepTimeline, int]], seconds: float, dispatch: float) -> StepTimeline:
-    """Timeline of executables that a run carries out so many times each, `seconds` from its begin to its end.
+    """Timeline of executables with their numbers of executions, `seconds` long in total.
 
     The host takes `dispatch` seconds to call each. The spans are those of each executable once, one after the other.
     """
@@ -278,7 +278,7 @@ class _Chip:
             seconds = kernel_time(self.chip, replace(work, kernels=0)).seconds
             self.pending[key] = self._begin("host" if work.host_bytes else "copies", graph, limit, seconds, scope)
             return
-        for each in found:  # a TPU carries it out beside the products of its fusion and of those that follow
+        for each in found:  # a TPU overlaps it with the products of its fusion and of later ones
             self.unwaited.append(self._sent(each, scope))
         time = kernel_time(self.chip, work)
         self._span("kernels", graph or "main graph", self.now, self.now + time.seconds)

@@ -1,7 +1,7 @@
 """Timing of a program's IPUs as separate devices: simulated execution of its plan, with times in place of arrays.
 
-The host queues the pieces of a plan and waits for none. So a piece begins as soon as its device has done those before
-it and what it reads is there, which may have to be copied first: that is how a pipeline fills, waits and drains.
+The host queues the segments of a plan without waiting. So a segment starts as soon as its device has finished earlier
+ones and its inputs are available, which may first have to be copied: this is how a pipeline fills, waits and drains.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Timing:
     """Timing of one run.
 
     Attributes:
-        seconds: from the start of the first piece to the end of the last.
-        busy: for each IPU, how long it computes meanwhile.
-        copies, copied_bytes: what IPUs copy from each other.
+        seconds: time from the start of the first segment to the end of the last.
+        busy: computing time of each IPU.
+        copies, copied_bytes: copies between IPUs, and their bytes.
     """
 
     seconds: float = 0.0
@@ -49,10 +49,11 @@ def timing_of(
 
     Args:
         plan: the plan.
-        seconds: how long a piece takes.
-        copying: how long a copy of so many bytes takes. The copies from one IPU to another follow each other.
-        channels: the bytes of streams and buffers. One that pieces on several IPUs use is copied, too.
-        replicas: how many of them share a device: each has its own values.
+        seconds: function that returns the time of a segment.
+        copying: function that returns the time of a copy of the given bytes. Copies from one IPU to another are
+            sequential.
+        channels: bytes of streams and buffers. Those that segments on several IPUs use are copied too.
+        replicas: number of replicas that share a device: each has its own values.
     """
     clock = _Clock(plan, seconds, copying, channels, replicas)
     values: dict[Key, _There] = {}

@@ -1,4 +1,4 @@
-"""What goes along each dimension of a program's replicas, and over which wires."""
+"""Traffic along each dimension of a program's replicas, and its links."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from runtime.targets.mesh import dimensions_of
 
 
 class AxisTraffic(Record):
-    """What replicas send along a dimension in one run.
+    """Traffic of the replicas along a dimension in one run.
 
     Attributes:
-        name: the axis of the program; for one without a name, how far apart its replicas are: "replicas 8". Several
-            that a collective uses together are joined by " × ".
-        size: how many replicas there are along it.
+        name: axis of the program; for one without a name, the distance of its replicas: "replicas 8". Several that a
+            collective uses together are joined by " × ".
+        size: number of replicas along the axis.
         over: the wires, the fastest first: "NVLink", "NVLink, InfiniBand NDR".
-        bytes: of one chip, as in `Cost.collectives`.
-        seconds: how long all of them take, beside kernels or not.
+        bytes: bytes on one chip, as in `Cost.collectives`.
+        seconds: total time, including overlapped time.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Work of one run of a compiled program: kernels, operations, bytes, and traffic between chips.
 
-Operations and bytes are counted as XLA's own cost analysis does, which does not work for GPUs that are not here. Other
-than there, loops count as often as they turn, and each graph of the program has its own account.
+Operations and bytes are counted as in XLA's own cost analysis, which is not available for GPUs without the hardware. In
+contrast to it, loops count with their number of iterations, and each graph of the program has its own account.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Collective(NamedTuple):
     """Collective between chips.
 
     Attributes:
-        kind: what it is: "all-reduce".
-        bytes: of one chip: what goes in, or what comes out, whichever is more.
-        group_size: how many chips are together; 0 for all.
+        kind: kind of collective: "all-reduce".
+        bytes: bytes on one chip: of operands or results, whichever is more.
+        group_size: number of chips in a group; 0 for all.
         source: the user's line; "" where it is not known.
         graph: the graph that it is in.
-        runs: how often a run carries it out.
-        is_again: whether it is carried out a second time, as there was no memory to keep what the first one gave.
-        groups: which chips are together, by their numbers; none for all.
+        runs: number of executions in a run.
+        is_again: whether it is a repetition, because there was no memory to keep the first result.
+        groups: numbers of the chips in each group; empty for all.
     """
 
     kind: str
@@ -73,9 +73,9 @@ class SizedProduct(NamedTuple):
     """One matrix product, (batch, rows, depth) times (batch, depth, columns).
 
     Attributes:
-        product: its dtype and precision.
+        product: dtype and precision.
         flops: operations: fewer than the sizes say for a convolution with padding.
-        batch, rows, columns, depth: its sizes.
+        batch, rows, columns, depth: sizes of the product.
     """
 
     product: Product
@@ -91,14 +91,14 @@ class Work:
     """Work of one chip in one run.
 
     Attributes:
-        kernels: what the chip is told to run, one after the other.
-        copies: what only copies: some kernels, and what goes from memory to memory meanwhile.
+        kernels: number of kernels that the chip runs one after the other.
+        copies: number of kernels that only copy, and of asynchronous copies between memories.
         cycles: XLA's own estimate for TPUs; 0 elsewhere.
         products: operations of matrix products and convolutions.
         others: all other operations, one for each element that is computed or reduced.
         bytes: read and written, as XLA counts them: in whichever memory.
-        memory_bytes: those of them in the memory of the device.
-        host_bytes: those of them in the memory of the host.
+        memory_bytes: bytes in device memory among these.
+        host_bytes: bytes in host memory among these.
         sized: the products one by one; only of a single kernel.
     """
 
@@ -155,7 +155,7 @@ def account_of(module: Module, key: Callable[[Instruction], str] = _graph_of) ->
 
     Args:
         module: the program.
-        key: what the account's entries are of, in place of graphs.
+        key: function that returns the key of an instruction's account entry, in place of its graph.
     """
     account = Account()
     for computation, instruction, times in module.runs():
@@ -351,7 +351,7 @@ def _traffic(module: Module, computation: Computation, instruction: Instruction)
         yield results[0].memory, results[0].bytes
     elif instruction.opcode.endswith("-start"):
         yield 0, _exchanged(computation, instruction)
-    else:  # of libraries the first result: the others are rooms to work in, as large as may be
+    else:  # for library calls, the first result: the others are workspaces of any size
         is_of_library = instruction.kind == "custom-call" and _is_library(instruction)
         yield from ((shape.memory, shape.bytes) for shape in (results[:1] if is_of_library else results))
 
@@ -419,11 +419,11 @@ def _exchanged(computation: Computation, instruction: Instruction) -> int:
     """Bytes of a collective: the larger of its operands and its results."""
     operands = [shape for shapes in computation.operands(instruction) for shape in shapes]
     given = sum(shape.bytes for shape in operands)
-    if instruction.kind == "collective-permute":  # what comes out is as large; a TPU's has contexts beside it
+    if instruction.kind == "collective-permute":  # the results are as large; on TPUs, contexts follow them
         return given
     taken = sum(shape.bytes for shape in instruction.results)
     if instruction.opcode.endswith("-start") and len(instruction.results) > len(operands):
-        taken -= given  # the operands are among the results: of an all-reduce from JAX 0.12 on, of others always
+        taken -= given  # results include operands: of all-reduce from JAX 0.12 on
     return max(given, taken)
 
 

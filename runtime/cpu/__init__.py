@@ -1,1 +1,1 @@
-"""All that is there for CPUs, and for nothing else."""
+"""Implementations for CPUs."""

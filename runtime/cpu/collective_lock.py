@@ -1,8 +1,8 @@
-"""Executables whose devices meet run one after the other on CPUs.
+"""Lock for executables with collectives, which run one after the other on CPUs.
 
-In a collective, each device takes a thread and waits there for the others. XLA has about as many threads as devices,
-and begins an executable on each device as soon as it can. If devices wait in one executable and others in the next, no
-thread may be left for those that they wait for. XLA ends the process after a minute of that (jaxlib 0.10.2).
+In a collective, each device blocks a thread until the others arrive. XLA has about as many threads as devices, and
+starts an executable on each device as soon as it can. If devices wait in one executable and others in the next, no
+thread may be left for the devices that they wait for. XLA then ends the process after a minute (jaxlib 0.10.2).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class CpuCollectiveLock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._in_flight: Array = None  # of what the executable makes that was called last
+        self._in_flight: Array = None  # results of the last executable called
 
     def run_exclusive(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Call an executable after earlier ones, and wait for its results.
 
-        What it makes may be given up to others that nobody waits for; so this is not left to who comes next.
+        The results may be donated to executables that are not waited for; so the next caller does not wait for them.
         """
         with self._lock:
             self._wait()
@@ -37,13 +37,13 @@ class CpuCollectiveLock:
     def acquire(self, changing: Sequence[Array]) -> Iterator[Callable[[Sequence[Array]], None]]:
         """Hold the lock while an executable is called; does not wait for its results.
 
-        XLA begins it after the executable that has made what it changes; so that one is not waited for, either.
+        XLA starts it after the executable that made its donated arguments; so that one is not waited for either.
 
         Args:
-            changing: what it changes, and gives up.
+            changing: arrays that it changes, and that are donated.
 
         Yields:
-            A function to be told what it makes.
+            A function that takes the results of the executable.
         """
         with self._lock:
             if not any(array is self._in_flight for array in changing):

@@ -1,11 +1,11 @@
 """Convolutions of few channels.
 
-On CPUs XLA gathers what lies under each window into a row of a matrix, and multiplies that with the kernels. With few
-channels the gathering takes longer than the product, and groups of channels are gone through one by one, so for such
-shapes there are other forms here. They have the batch as their last axis: rows that are shifted along a spatial axis
-then stay whole, and whatever is done to them takes vector instructions.
+On CPUs XLA gathers the elements under each window into a row of a matrix, and multiplies that with the kernels. With
+few channels the gathering takes longer than the product, and groups of channels are computed one by one; for such
+shapes this file has other implementations. They have the batch as their last axis: rows that are shifted along a
+spatial axis then stay contiguous, so that all operations on them are vectorised.
 
-All of them compute in float32, or float64 where that is what there is.
+All of them compute in float32, or float64 where that is enabled.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def transposed(name: str, t: Any, weight: Any, windows: Sequence[Windows], group
         groups == 1
         and not _is_little(t, weight.shape, t.shape[2:])
         and depth <= FEW_CHANNELS
-        and depth * places < kernel[-1] * (channels + depth) * math.prod(w.stride for w in windows)  # less than by rows
+        and depth * places < kernel[-1] * (channels + depth) * math.prod(w.stride for w in windows)  # cheaper
         and channels * places > FEW_TERMS
         and places <= FEW_PLACES
         and put <= FEW_PUT

@@ -1,4 +1,4 @@
-"""What is computed element by element, or along the spatial axes of images, once for all that reads it."""
+"""Functions of elements, or along the spatial axes of images, that are computed once for all readers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runtime.noinline import noinline
 def quotient(lhs: Any, rhs: Any) -> Any:
     """Division with a single rounding: XLA multiplies by the reciprocal of constant or broadcast divisors.
 
-    On accelerators it does: the divisors would have to be in memory.
+    Accelerators keep XLA's form: for the exact one, the divisors would have to be in memory.
     """
 
     def exact(lhs: Any, rhs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Copies of what the host feeds, as JAX on a CPU takes them without another."""
+"""Aligned copies of feeds, which JAX on a CPU takes without a further copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What XLA is told when it compiles for CPUs."""
+"""XLA compile options for CPUs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def compile_options() -> dict[str, str | bool] | None:
     """Options for XLA on CPUs: YNNPACK is given single products only, as some of its fusions compute something else
     with jaxlib 0.10.2 and 0.11.0, or crash (https://github.com/jax-ml/jax/issues/39103 and 39257).
 
-    A jaxlib that does not have the option does not have the fusions. (Tempting, and wrong too, on CPUs: to have
-    `xla_cpu_copy_insertion_use_region_analysis` leave out copies of what loops overwrite.)
+    A jaxlib without the option does not have the fusions. (The option `xla_cpu_copy_insertion_use_region_analysis`,
+    which avoids copies of arrays that loops overwrite, gives wrong results on CPUs.)
     """
     try:
         jax.jit(lambda: 0).lower().compile(compiler_options=_SAFE)

@@ -1,4 +1,4 @@
-"""The kernels of ops that are computed in another form on CPUs."""
+"""Kernel overrides for CPUs."""
 
 from __future__ import annotations
 

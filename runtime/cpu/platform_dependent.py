@@ -1,4 +1,4 @@
-"""How a function is computed in one form on CPUs, and in another wherever else a traced program may be compiled."""
+"""Functions with one implementation for CPUs, and another for all other platforms of a traced program."""
 
 from __future__ import annotations
 

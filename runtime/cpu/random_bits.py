@@ -1,8 +1,8 @@
 """Random words.
 
-JAX has a CPU encrypt counters in a loop of five turns, which takes XLA a dozen kernels for each array of words. Its 20
-rounds written out are one kernel, which takes half the time to compile and half the time to run. They are kept as a
-call: XLA would else write them out once more in each kernel that reads the words.
+On CPUs, JAX encrypts counters in a loop of five iterations, which is a dozen kernels for each array of words. Its 20
+rounds unrolled are one kernel, which takes half the time to compile and half the time to run. They are a noinline call:
+otherwise XLA would inline them into each kernel that reads the words.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def fold_in(seed: Any, number: Any) -> Any:
     return lax.platform_dependent(seed, jnp.asarray(number), cpu=_fold_in, default=kernels.fold_in.plain)
 
 
-@cache  # so that it is traced once for all that draw this shape
+@cache  # so that it is traced once for all draws of this shape
 def _random_bits(shape: tuple[int, ...]) -> Callable[[Any], Any]:
     @noinline
     def unrolled(seed: Any) -> Any:

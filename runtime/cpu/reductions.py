@@ -1,7 +1,6 @@
 """Sums and maxima.
 
-XLA reduces number after number, to keep the order of additions, and computes anew what it reduces for each reduction of
-it.
+XLA reduces element by element, to keep the order of additions, and recomputes the operand for each reduction of it.
 """
 
 from __future__ import annotations

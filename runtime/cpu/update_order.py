@@ -1,4 +1,4 @@
-"""Order of in-place updates after reads of the same storage, which XLA for CPUs does not ensure by itself."""
+"""Order of in-place updates after reads of the same storage, which XLA for CPUs does not ensure."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class CpuUpdateOrder:
         """Order an updated value after recorded reads of its storage.
 
         Args:
-            storage: one of `rows` rows of an array, all of which XLA would copy.
-            value: its new value.
+            storage: one of `rows` rows of an array, which XLA would otherwise copy as a whole.
+            value: new value of the storage.
         """
         earlier = self._computed.pop(storage, None)
         return value if earlier is None or value.size * rows < self._large else computed_after(value, earlier)

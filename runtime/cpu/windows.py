@@ -1,4 +1,4 @@
-"""Windows of images, one axis after the other: XLA goes through windows number by number on CPUs."""
+"""Windows of images, one axis after the other: on CPUs, XLA processes windows element by element."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """Persistent compilation cache: reuse of compiled programs across processes.
 
-There is one file for each distinct program, named after a digest of what the program is, how it is to be compiled and
-what for. In it are the executables of the program, one or several, under the keys that JAX gives them. A program that
-is found is still traced: JAX's key is a digest of what XLA would compile, so an executable is taken only for exactly
-what it was made of, also where a function behind an op has changed since. The values of variables play no part.
+There is one file for each distinct program, named after a digest of the program, its compile options and its target. It
+holds the executables of the program, one or several, under JAX's keys. A program that is found is still traced: JAX's
+key is a digest of the code that XLA would compile, so an executable is reused only for exactly the same code, also if a
+function behind an op has changed since. The values of variables have no influence.
 
-The executables go through JAX's persistent compilation cache, which is pointed to a folder of its own meanwhile: its
-entries are what XLA serializes, and no Python object is read from them. Yet they are machine code. As JAX says of its
-cache: let nobody write to the folder whom you would not let run programs.
+The executables go through JAX's persistent compilation cache, which is pointed to a separate folder meanwhile: its
+entries are XLA's serialization, and no Python object is read from them. Yet they are machine code. As JAX says of its
+cache: give write access to the folder only to users whom you would let run programs.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ def compiling(ir: Ir, device: Device, calls: str, prints: bool = False, is_seria
 
     Args:
         ir: the program.
-        device: what it is compiled for.
-        calls: how called graphs are compiled: each way is kept.
-        prints: whether it calls back into Python, so that nothing of it can be kept.
-        is_serializable: whether other processes could run what is compiled. If not, no cache is asked, and none filled.
+        device: device to compile for.
+        calls: form of called graphs: each form has its own entry.
+        prints: whether it calls back into Python, which prevents caching.
+        is_serializable: whether other processes could run the executables. If not, the cache is neither read nor
+            written.
 
     Example:
         >>> with compiling(ir, runtime.find_device("cpu", ir), "kept"):

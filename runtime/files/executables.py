@@ -1,8 +1,8 @@
 """Serialization of one compiled JAX function to JSON and bytes.
 
-What JAX offers for this (`jax.experimental.serialize_executable`) is a pickle, from which reading runs whatever the
-writer chose. Here XLA's own serialization is kept, and beside it in plain words what JAX has to know of it: the trees
-of arguments and results, their shapes and dtypes, and how they lie on the devices.
+JAX's own function for this (`jax.experimental.serialize_executable`) writes a pickle; reading one runs arbitrary code
+of its writer. Here XLA's own serialization is kept, with JAX's metadata as plain JSON: the trees of arguments and
+results, their shapes and dtypes, and their placement on the devices.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Placement(_Saved):
     Attributes:
         memory: the kind of memory.
         mesh: the axes of the mesh and their sizes; none for a single device.
-        spec: for each dimension, the axes that divide it.
+        spec: axes that divide each dimension.
     """
 
     memory: str | None
@@ -55,10 +55,10 @@ class Executable(_Saved):
     Attributes:
         name: the name of the function.
         devices: the devices that it runs on, by their numbers among those of the program.
-        arguments: all arguments, also those that are not used and have no placement; `donated` are the numbers of those
-            that are given up.
+        arguments: all arguments, including unused ones without a placement; `donated` has the positions of donated
+            ones.
         results: the results.
-        trees: those of the arguments and of the results, with numbers for leaves.
+        trees: trees of the arguments and of the results, with numbers for leaves.
     """
 
     name: str
@@ -76,12 +76,13 @@ def donating(function: Callable[..., Any], *positions: int) -> Any:
     """Jit a function with donated arguments: its results reuse the memory of the arguments they replace.
 
     Args:
-        function: takes trees of arrays. Its results begin with the new values of those at `positions`, in their order.
+        function: function of trees of arrays. Its results start with the new values of those at `positions`, in their
+            order.
         positions: the arguments that are donated.
 
     JAX gives a result the first donated array that has its shape and dtype, whichever memory that is in. An array in
     the host's memory, returned where one in the device's is expected, ends the process. So the order of the results is
-    that of the arguments, and JAX may leave out none of these, not even one that nothing reads.
+    that of the arguments, and JAX must not drop unused ones.
     """
     return jax.jit(function, donate_argnums=positions, keep_unused=True)
 
@@ -93,8 +94,8 @@ def described(compiled: Any, devices: Sequence[jax.Device]) -> tuple[Executable,
     """Serialize a compiled function: JAX metadata, and XLA's serialized executable.
 
     Args:
-        compiled: what `jax.jit(function).lower(...).compile()` gave.
-        devices: those of the program.
+        compiled: result of `jax.jit(function).lower(...).compile()`.
+        devices: devices of the program.
 
     Raises:
         PopxlError: if it calls back into Python, or takes part in something else that is not in it.

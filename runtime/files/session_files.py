@@ -1,9 +1,9 @@
 """Session files: compiled programs with Ir and variable values, ready to run in another process.
 
-Reading one traces and compiles nothing. In the file are the Ir as `Ir.save` writes it, and each executable as XLA
-serializes it; nothing in it is read as a Python object. But executables are machine code: load files only from those
-whom you would let run programs. They run where they were compiled for: on the same kind and number of devices, with
-the same versions of popxl and JAX.
+Reading one traces and compiles nothing. The file holds the Ir as `Ir.save` writes it, and each executable as XLA
+serializes it; nothing in it is read as a Python object. But executables are machine code: load files only from sources
+that you trust to run programs. They run on the same kind and number of devices, with the same versions of popxl and
+JAX.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = Logger("session")
 
 KIND = "popxl session"
 _IR = "ir"
-_ARRAYS = "arrays/"  # earlier, the numbers of the Ir stood beside it
+_ARRAYS = "arrays/"  # in earlier formats, the numbers of the Ir were separate
 _EXECUTABLE = "executable/"
 
 
@@ -39,9 +39,9 @@ class About(BaseModel):
     """Metadata of a session file.
 
     Attributes:
-        target: what the program was compiled for.
-        device: how the device was described.
-        calls: how called graphs were compiled.
+        target: build stamp of the program.
+        device: description of the device.
+        calls: form of called graphs.
         executables: the executables, in the order of `CompiledProgram.executables`.
     """
 
@@ -84,7 +84,7 @@ def load_session(
     """Read a compiled program from a file; see `Session.load`. Executables are `None` if compilation is required."""
     try:
         header, parts = unpack(KIND, Path(path).read_bytes())
-        if differences := _differences(header["target"], VERSIONS):  # who may have written all the rest in another way
+        if differences := _differences(header["target"], VERSIONS):  # of another version
             raise PopxlError(_compiled(path, "by other versions", differences))
         about = About.model_validate(header)
         contents = [parts[f"{_EXECUTABLE}{number}"] for number in range(len(about.executables))]

@@ -1,1 +1,1 @@
-"""All that is there for GPUs, and for nothing else."""
+"""Implementations for GPUs."""

@@ -1,4 +1,4 @@
-"""The kernels of ops that are computed in another form on GPUs."""
+"""Kernel overrides for GPUs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Arrays that loops fill, on GPUs: each is written when its loop begins.
+"""Buffers that loops fill, on GPUs: each is initialised when its loop starts.
 
-Of arrays of equal numbers XLA makes one kernel, and as it waits for nothing, it is the first of the program: those of
-all loops would be there from then on.
+XLA initialises a constant array with one kernel, and schedules it first, as it has no dependencies: the buffers of all
+loops would be live from then on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sums along rows, in a form that XLA makes one kernel of for GPUs."""
+"""Sums along rows, in a form that XLA compiles to one kernel for GPUs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LONGEST = 16384
 def softmax_gradient(g: Array, out: Array, axis: int) -> Array:
     """`popxl.ops.kernels.sums.softmax_gradient` with a single read of each row.
 
-    XLA keeps a row in a block of threads from where a reduction of it meets the row itself, as in a softmax, and takes
-    what follows into that kernel. Here the sum is of products, and meets neither of their factors alone.
+    If a reduction of a row is combined with the row itself, as in a softmax, XLA keeps the row in a thread block, and
+    fuses later operations into that kernel. Here the sum is of products, and is not combined with a factor alone.
     """
     if 0 < out.shape[axis] <= LONGEST:
         out = _clip_by_max(out, axis)

@@ -19,7 +19,7 @@ class PackedVariables:
     """Array of one variable, or packed array with one row per variable used by a rerolled loop.
 
     Attributes:
-        tensors: what holds the variables: of one shape and dtype.
+        tensors: storages of the variables: of one shape and dtype.
     """
 
     tensors: tuple[Tensor, ...]

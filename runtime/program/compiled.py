@@ -43,8 +43,8 @@ class Precompiled:
     """Compilation results known in advance: the mode of compiling called graphs, possibly also executables.
 
     Attributes:
-        calls: as `Layout.calls`.
-        executables: as `CompiledProgram.executables` gives them, if they come from a file.
+        calls: form of called graphs, as in `Layout.calls`.
+        executables: executables from a file, as returned by `CompiledProgram.executables`.
     """
 
     calls: str
@@ -57,11 +57,11 @@ class CompiledProgram:
 
     Attributes:
         device: the device that it was compiled for.
-        layout: where its variables, remote buffers and streams lie.
-        reason: why called graphs are compiled as they are, in a sentence or two.
-        executable: what runs the program: a JAX executable, or a `runtime.plan.plan.Plan`.
-        ends: of a plan, the executables at the beginning and the end of a run.
-        text: gives the StableHLO that XLA was given.
+        layout: placement of its variables, remote buffers and streams.
+        reason: reason for the form of called graphs, in a sentence or two.
+        executable: a JAX executable, or a `runtime.plan.plan.Plan`.
+        ends: for a plan, the executables at the beginning and the end of a run.
+        text: function that returns its StableHLO.
         seconds: the time that compiling took.
         is_cached: whether some executables may come from a file or a cache.
     """
@@ -96,7 +96,7 @@ class CompiledProgram:
         return self.executable.memory_analysis().temp_size_in_bytes
 
 
-_cached: WeakSet[Structure] = WeakSet()  # pieces that may have come from a file or cache, whichever program has them
+_cached: WeakSet[Structure] = WeakSet()  # segments that may have come from a file or cache, in any program
 
 
 def compile_program(ir: Ir, device: Device, known: Precompiled | None = None) -> CompiledProgram:
@@ -104,8 +104,8 @@ def compile_program(ir: Ir, device: Device, known: Precompiled | None = None) ->
 
     Args:
         ir: the program.
-        device: where it is to run.
-        known: what is known of it before it is compiled.
+        device: device to run on.
+        known: results of an earlier compilation, if any.
     """
     layout = layout_for(ir, device, None if known is None else known.calls)
     if known is None or known.executables is None:
@@ -129,7 +129,7 @@ def _compiled(
         device: the device.
         layout: the program.
         cache: entered meanwhile; gives whether executables may come from a file or a cache instead of XLA.
-        executables: what `CompiledProgram.executables` gave before; nothing is compiled then.
+        executables: result of an earlier `CompiledProgram.executables`; nothing is compiled then.
     """
     start = perf_counter()
     with layout.precision(), raised_recursion_limit(layout.main), cache as is_cached, Watch() as watch:
@@ -256,7 +256,7 @@ def _plan(layout: Layout, steps: PlanBuilder, known: Sequence[Any] | None, watch
         held = _adopt(layout, steps, known[2 * len(with_ends) :])
     streams = (layout.fed, layout.outputs)
     plan = Plan(steps, layout.changed, layout.read, buffers, *streams, channels, layout.terms, ends, watch)
-    del held  # by now the pieces have them
+    del held  # by now the segments have them
     return plan, ends, plan.text
 
 
@@ -279,10 +279,10 @@ def _adopt(layout: Layout, steps: PlanBuilder, executables: Sequence[Any]) -> li
 def _begin_and_end(layout: Layout, place: int, channels: Sequence[Stream | Failure]) -> tuple[Any, Any]:
     """Compile prologue and epilogue of a run: initial channel state from feeds, and fetches from final channel state.
 
-    Where host arrays look like the transfers of a stream, nothing is copied: those of feeds are `None` in the first
+    If host arrays have the layout of a stream's transfers, nothing is copied: those of feeds are `None` in the first
     state, for the plan to fill in, and the others are donated.
 
-    Of an IPU of other processes there is no prologue, and the epilogue is for copies on devices of this one.
+    For an IPU of other processes there is no prologue, and the epilogue is for copies on devices of this one.
     """
     is_elsewhere = layout.terms[place].destination.is_elsewhere
     terms = layout.terms[layout.stages.own if is_elsewhere and layout.stages is not None else place]

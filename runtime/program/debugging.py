@@ -1,8 +1,8 @@
 """Op-by-op execution of a program, to find the first op producing NaN or infinity.
 
-Ops are lowered as they are in a compiled program, at once and not traced: only ops that run graphs, calls, loops and
-conditionals, are Python's here. Each replica goes its own way until it has to talk to the others. Nothing is given up,
-so that a run which ends with an error has changed nothing.
+Ops are lowered as in a compiled program, but executed immediately and not traced: only ops that run graphs, calls,
+loops and conditionals, are executed in Python. Each replica proceeds independently until its next collective. Nothing
+is donated, so a run that ends with an error has changed nothing.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class Debugged(Lowering):
     """Lowering of one replica that checks each op's results.
 
     Args:
-        ops, options, replicas: as for any lowering.
+        ops, options, replicas: as for `Lowering`.
         replica: the number of this one.
-        infinities: whether to report these, too.
+        infinities: whether to report these too.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Debugged(Lowering):
         after = _unusual(made)
         new_nan = after.nans and not before.nans
         new_infinity = self._infinities and after.infinities and not any(before)
-        # What an exchange brings was put there by the user, or by ops that have been looked at.
+        # Values from an exchange come from the user, or from ops that have been checked.
         if (new_nan or new_infinity) and not op.kind.exchange:
             message = self._message(op, operands, targets, made, before, after)
             raise NonFiniteError(message, op, self._replica)
@@ -306,15 +306,15 @@ def run_replicas(
     """Execute the work of all replicas: each replica independently until its next collective op, then the collective.
 
     Args:
-        works: for each replica, its run of the program.
-        lowerings: for each replica, what carries that out.
-        devices: for each replica, where.
+        works: run of the program, for each replica.
+        lowerings: lowering of each replica.
+        devices: device of each replica.
 
     Returns:
-        What the works return, in their order.
+        Results of the runs, in order.
 
     Raises:
-        NonFiniteError: of the replica that has got least far, if several have made a NaN or an infinity.
+        NonFiniteError: from the replica with the least progress, if several have made a NaN or an infinity.
         PopxlError: if replicas come to different ops, where they would wait for each other.
     """
     going = [drive(work) for work in works]

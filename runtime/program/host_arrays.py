@@ -25,12 +25,12 @@ from runtime.signals import defer_signals
 class Outputs(UserDict[DeviceToHostStream, np.ndarray], dict[DeviceToHostStream, np.ndarray]):  # type: ignore[misc]
     """Results of a run, keyed by stream. Arrays are copied from the device on first access.
 
-    It is a `dict` to whoever asks; but its contents are in `data`, as a `dict` would hand them out unfetched. (A C
-    function that reads a `dict` past its methods finds it empty.)
+    It is a `dict` for `isinstance`; but its contents are in `data`, because a `dict` would return them before they are
+    fetched. (A C function that bypasses the methods of `dict` finds it empty.)
     """
 
     def __init__(self, arrays: dict[DeviceToHostStream, Any]) -> None:
-        self.data = arrays  # as it is: each run makes one, and filling another dict would be a tenth of an empty run
+        self.data = arrays  # not copied: filling another dict would be a tenth of an empty run
 
     def __repr__(self) -> str:
         return repr(dict(self.items()))
@@ -61,7 +61,7 @@ class HostArrays:
     """Host arrays of one program's streams.
 
     Args:
-        layout: where what the program takes and gives lies.
+        layout: placement of the program's inputs and outputs.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -80,7 +80,8 @@ class HostArrays:
         """Validated feed arrays in program order. Validates all before using any; omits feeds without consumers.
 
         Raises:
-            ValueError: for a missing or unexpected stream, an array of the wrong shape, or what is no array.
+            ValueError: for a missing or unexpected stream, an array of the wrong shape, or an object that is not an
+                array.
             PopxlRuntimeError: for an array of the wrong dtype.
         """
         if self._excess:
@@ -146,7 +147,7 @@ class HostArrays:
 
         Raises:
             ValueError: for another shape.
-            IndexError: for a number where there has to be one for each transfer or replica.
+            IndexError: for a scalar where one number for each transfer or replica is needed.
         """
         if array.shape == shape:
             return array

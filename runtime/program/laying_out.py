@@ -22,7 +22,7 @@ def layout_for(ir: Ir, device: Device, calls: str | None = None) -> Layout:
     Args:
         ir: the program.
         device: the device that it is to run on.
-        calls: how called graphs are compiled, if that has been decided before.
+        calls: form of called graphs, if it is already decided.
 
     Raises:
         PopxlError: if the program cannot run there.

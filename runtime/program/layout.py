@@ -1,6 +1,6 @@
 """Placement of a program's variables, remote buffers and streams: devices and arrays.
 
-All of it is known before anything is compiled.
+All of it is known before compilation.
 """
 
 from __future__ import annotations
@@ -44,39 +44,38 @@ class Layout:
 
     Args:
         ir: the program.
-        destination: what it is compiled for.
-        held: what holds its variables on the device, and the variables; see `held` below.
-        changed: of these, what holds variables that it changes.
-        decision: how called graphs are compiled, and on which IPUs ops run.
+        destination: compile target.
+        held: storages of its variables on the device, and the variables; see `held` below.
+        changed: storages among these of variables that it changes.
+        decision: form of called graphs, and the IPUs of ops.
 
     Attributes:
-        destination, decision: as given.
-        stages: its stages, if some are other processes'.
-        replicas: those that run the program, on the first IPU of this process.
+        destination, decision: as passed.
+        stages: its stages, if some belong to other processes.
+        replicas: replicas that run the program, on the first IPU of this process.
         divided: the same, if several processes drive them.
         main: the graph that is run.
-        options: those of the Ir.
-        room: how many transfers of each stream there is room for.
+        options: options of the Ir.
+        room: capacity of each stream, in transfers.
         buffers: the remote buffers that it uses, in the order of their numbers.
         inputs, outputs: the streams that are loaded from, and stored to, in the order of their ids.
-        fed: the inputs of which somebody looks at what is loaded: the arrays of these are sent, and no others.
-        channels: all of these streams and, if anything is checked, what failed.
-        checks: whether anything is.
-        held: what holds variables on the device, and the variables: a variable itself, or the piece that the program
-            uses in its place. Those that it does not use are not held.
-        variables: those that it uses.
-        changed, read: what holds variables that it changes, and those that it only reads.
+        fed: inputs with loaded values that are used: only the arrays of these are sent.
+        channels: all of these streams and, if anything is checked, the failure flag.
+        checks: whether anything is checked.
+        held: storages of variables on the device, and the variables: a variable itself, or the shard that the program
+            uses in its place. Unused variables are not held.
+        variables: variables that it uses.
+        changed, read: storages of variables that it changes, and of those that it only reads.
         changing, constant: the arrays in which these are; a variable that is only read may lie in one that changes.
-        shared: what holds variables that no replica changes and all have alike: there is one array for all of them.
-        in_buffers: for each remote buffer, the variables that fill slots of it.
+        shared: storages of variables that no replica changes and that are equal on all: all replicas share one array.
+        in_buffers: for each remote buffer, the variables in its slots.
         stored_to: the remote buffers that it changes.
-        counts: how many transfers of each stream one run makes.
+        counts: number of transfers of each stream in one run.
         prints: whether it prints from the device.
-        wide: whether it has numbers of 64 bits.
-        calls: how called graphs are compiled: see the option `calledGraphs`.
+        wide: whether it uses 64-bit numbers.
+        calls: form of called graphs: see the option `calledGraphs`.
         rolling: the loops that are made of calls, if they are.
-        terms: on what terms ops are compiled, by the IPUs that are devices of their own; by 0, which stands for all, if
-            none is.
+        terms: compile options of ops, by IPU if IPUs are separate devices; else by 0, which represents all.
     """
 
     def __init__(

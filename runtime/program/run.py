@@ -46,9 +46,9 @@ class Runner:
         store: the variables that it reads and changes.
 
     Attributes:
-        store: as given.
-        runs: how often it has been run.
-        run_seconds: how long the host was busy with these runs.
+        store: as passed.
+        runs: number of runs.
+        run_seconds: time that the host was busy with these runs.
         timeline: the last recording.
     """
 
@@ -61,18 +61,17 @@ class Runner:
         self._outputs, self._divided = self._layout.outputs, self._layout.divided
         self._prints, self._checks = self._layout.prints, self._layout.checks
         self._call: Callable[..., Any] = self._executable
-        needs_lock = self._layout.devices_meet and not isinstance(program.executable, Plan)  # whose pieces do
+        needs_lock = self._layout.devices_meet and not isinstance(program.executable, Plan)  # segments lock
         self._lock = hooks_for(self._layout.destination.platform).collective_lock if needs_lock else None
         self._by_ops: bool | None = None  # where it is run op by op: whether infinities are reported
-        self._quick: Any = None  # calls the executable by C alone, where the feeds are of these types
+        self._quick: Any = None  # calls the executable in C only, for feeds of these types
         self._quick_for: tuple[type, ...] | None = None
 
     def run(self, feeds: tuple[Array, ...]) -> tuple[Array, ...]:
         """Run the program once. Returns the arrays of the output streams, still on the device.
 
         Raises:
-            ApplicationRuntimeError: if an op was given numbers that it cannot take. The variables hold what the run
-                made of them.
+            ApplicationRuntimeError: if an op was given invalid numbers. The variables hold the results of the run.
         """
         start = perf_counter()
         store = self.store
@@ -102,9 +101,9 @@ class Runner:
         results: list[Any] = []
         try:
             if self._quick_for == (*map(type, feeds),):
-                # Signals are handled, and may raise, after calls that Python makes, and what changes is given up. So C
-                # calls the executable, and no other call comes before what it gives is kept. Nor is garbage collected:
-                # JAX would have Python called, where signals are handled, too.
+                # Signals are handled, and may raise, after calls made by Python, and changed variables are donated. So
+                # C calls the executable, and no other call comes before its results are stored. Garbage collection is
+                # off too: JAX would call Python, where signals are handled.
                 collects = bool(_KEPT_OFF) or isenabled()
                 try:
                     if collects:
@@ -245,7 +244,7 @@ class Runner:
             if is_shared or count == 1:
                 parts = [whole] * count
             elif isinstance(array, jax.Array) and array.sharding.memory_kind == HOST:
-                parts = np.split(whole, count)  # what replicas have follows each other there
+                parts = np.split(whole, count)  # replicas follow each other there
             else:
                 parts = list(whole)
             return [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]

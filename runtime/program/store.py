@@ -41,7 +41,7 @@ class Slot(NamedTuple):
 
     Attributes:
         changes: whether it is in `changing`, or in `constant`.
-        number: its index there.
+        number: index there.
     """
 
     changes: bool
@@ -70,17 +70,17 @@ class VariableStore:
     is `ir.host_copies.version`: where that is not `host`, another session has written them, and a download is due, too.
 
     Args:
-        layout: where the variables of the program lie.
+        layout: placement of the program's variables.
 
     Attributes:
-        lock: held by whoever runs the program or transfers its variables.
+        lock: lock for running the program and for transferring its variables.
         changing: the variables that the program changes, and its remote buffers. A run donates them, and puts new ones
             here. `None` if there are none: nothing was uploaded, or a run that failed has lost them.
         constant: the variables that it only reads; `None` if an upload is due.
         host: the version of the host copies that this store took or gave last.
-        device: the version of what is, or was last, on the device.
+        device: version of the values that are, or were last, on the device.
         values_of_all: the values on all replicas of the variables that are read from all, as of the last download.
-        run_count: of a program over several processes: how many runs this one has begun.
+        run_count: for a program over several processes: number of runs that this one has started.
         shared: the arrays of other stores, by their slots here, which hold `None` between runs.
     """
 
@@ -149,8 +149,8 @@ class VariableStore:
         """Upload host values of all variables to the device. Remote buffer slots without variables stay unchanged.
 
         Args:
-            given: variables that get other values than they have on the host. These are asked for what the devices of
-                this process hold, if each device has a replica; else for all.
+            given: variables with values other than their host copies. Only the parts on the devices of this process are
+                requested, if each device has a replica; else all.
         """
         _log.debug(f"Writing weights from host, {len(self._layout.variables)} variables.")
         is_first = self.device == NEVER

@@ -46,7 +46,7 @@ def put_variables(layout: Layout, block: PackedVariables, given: Given) -> Array
     variables = [layout.held[t] for t in block.tensors]
     alike = all(_is_alike(layout, t) for t in block.tensors)
     if not alike and not layout.is_replicated(block) and replicas.mesh is not None:
-        if any(v in given or v.initial for v in variables):  # each process makes the rows of its own replicas only
+        if any(v in given or v.initial for v in variables):  # each process makes only the rows of its own replicas
             rows = [_rows(v, given) for v in variables]
             return replicas.build_array(
                 replicas.shape(block.shape), lambda replica: np.stack([row(replica) for row in rows])
@@ -71,8 +71,8 @@ def fill_buffer(layout: Layout, buffer: RemoteBuffer, before: Array | None, give
 
 
 def _initial_value(v: Variable, given: Given) -> np.ndarray:
-    # JAX may keep the array that it is given as the device's memory, whatever it is told about aliasing; so it gets
-    # one of its own. Host copies change, and donated memory is overwritten.
+    # JAX may keep its argument as the device's memory, even if aliasing is forbidden; so it gets a separate array. Host
+    # copies change, and donated memory is overwritten.
     size = math.prod(v.shape_on_host)
     return to_device(given[v](0, size).reshape(v.shape_on_host) if v in given else v.numbers(), v.dtype)
 
@@ -173,7 +173,7 @@ def fetch_local(
 ) -> dict[Variable, np.ndarray] | None:
     """Fetch variable values from this process's first replica, without writing host copies.
 
-    `None`, unless several processes run the program and this one alone has all that is asked for.
+    `None`, unless several processes run the program and this one alone has all of the values.
     """
     if layout.divided is None or layout.stages is not None:
         return None

@@ -1,7 +1,7 @@
 """`Gpu` and `Tpu`: published figures of one chip, used to compile and cost programs.
 
-Those of some chips are in the folder `chips`, each with its sources. Those of another GPU are a file of the same form,
-which `popxl.Target` takes.
+Files for some chips are in the folder `chips`, each with its sources. A file of the same form for another GPU can be
+given to `popxl.Target`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Link(BaseModel):
     """Wires that join chips at one level: within a host, within a slice, or between these.
 
     Attributes:
-        name: what they are called: "NVLink".
+        name: name of the links: "NVLink".
         bandwidth: bytes a second that one chip sends over all its wires of this level, in one direction.
         latency: seconds that a step of a collective takes, whatever its bytes.
-        chips: how many chips are joined; `None` for any number.
-        ring: for a torus, of which lengths a dimension is closed to a ring: multiples of this one; others are lines.
-            `None` for a switch, which joins each chip to each other one.
+        chips: number of chips that are joined; `None` for any number.
+        ring: for a torus, the length of which multiples are closed to a ring; other dimensions are lines. `None` for a
+            switch, which joins each chip to each other one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
@@ -49,10 +49,10 @@ class Efficiency(BaseModel):
         outside: share of the bandwidth of the slower links, between hosts or slices.
         launch: seconds that a kernel takes at least.
         dispatch: seconds that the host takes for each call that it dispatches.
-        tiles: the blocks that a unit for products computes, rows and columns: a product computes whole ones, of the
-            kind that suits it best. None where any product attains the same.
-        depth: how many products a sum has that attains half the rate, as units fill and drain.
-        sources: where these are from.
+        tiles: block sizes of a matrix unit, rows and columns: a product computes whole blocks, of the best kind. Empty
+            if any product attains the same rate.
+        depth: number of products of a sum that attains half the rate, as units fill and drain.
+        sources: sources of these figures.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
@@ -72,17 +72,17 @@ class Chip(BaseModel):
     """Published figures of a chip. Rates are per second, for dense numbers.
 
     Attributes:
-        name: what its maker calls it.
-        sources: where the figures are from.
-        flops: floating point (or integer) operations, by the dtype of the factors. `"tfloat32"` is what GPUs round
-            float32 to unless they are told not to.
-        memory_bytes: its memory that a program can use. XLA for TPUs keeps some of what is published for itself.
+        name: name given by its maker.
+        sources: sources of the figures.
+        flops: floating point (or integer) operations per second, by the dtype of the factors. `"tfloat32"` is the type
+            that GPUs round float32 to by default.
+        memory_bytes: memory that a program can use. XLA for TPUs reserves some of the published memory.
         memory_bandwidth: bytes between the chip and its memory.
         network_bandwidth: bytes that it sends to other chips, all links together, in one direction.
         host_bandwidth: bytes between it and the memory of its host, in one direction.
-        links: how it is wired to others, the fastest level first. Without these, all chips are joined by a switch of
+        links: links to other chips, the fastest level first. Without these, all chips are joined by a switch of
             `network_bandwidth`.
-        efficiency: how much of these figures it attains.
+        efficiency: attained share of these figures.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
@@ -117,13 +117,13 @@ class Tpu(Chip):
     """A TPU.
 
     Attributes:
-        device_kind: what JAX calls it.
+        device_kind: JAX's name of the device.
         clock: cycles a second.
-        host: how many chips a host has along each dimension of a topology.
-        config: how the cores of a chip are put together, where XLA has to be told: a chip is to be one device.
-        divisible: how many chips a slice has at most, if XLA compiles programs for some of them; `None` for any number.
-            Of larger slices it wants all in each program.
-        stages_over_hosts: whether XLA compiles the stages of a pipeline, of which each has some chips of several hosts.
+        host: number of chips of a host along each dimension of a topology.
+        config: arrangement of a chip's cores, if XLA has to be told: a chip is to be one device.
+        divisible: largest number of chips of a slice for parts of which XLA compiles programs; `None` for any number.
+            For larger slices it requires all chips in each program.
+        stages_over_hosts: whether XLA compiles pipeline stages that each have some chips of several hosts.
     """
 
     device_kind: str
@@ -134,7 +134,7 @@ class Tpu(Chip):
     stages_over_hosts: bool = True
 
     def rate(self, dtype: str, precision: str = "default") -> float:
-        if dtype == "float32":  # its factors are taken to pieces, each of bfloat16
+        if dtype == "float32":  # its factors are split into bfloat16 parts
             return self.flops["bfloat16"] / {"highest": 6, "high": 3}.get(precision, 1)
         return self.flops.get(dtype, self.flops["bfloat16"])
 
@@ -155,14 +155,14 @@ class Gpu(Chip):
         compute_capability: such as "9.0".
         cores: multiprocessors.
         units: float32 units of a core.
-        threads: those of a core, at most.
-        registers: those of a core.
+        threads: maximum number of threads of a core.
+        registers: number of registers of a core.
         shared_memory: bytes of a core.
         shared_memory_of_block: bytes that a block gets without asking.
         most_shared_memory_of_block: bytes that it gets if it asks.
         l2_bytes: the cache of the chip.
-        clock_ghz: of its cores, boosted.
-        per_host: how many a host has.
+        clock_ghz: boost clock of its cores.
+        per_host: number of GPUs of a host.
 
     Example:
         >>> gpu = runtime.targets.chip.shipped(Gpu, "h100")

@@ -112,7 +112,7 @@ def gpu_devices(name: str, figures: str, hosts: int, per_host: int) -> tuple[jax
     told = {"target_config": figures, "topology": f"1x{hosts}x{per_host}"}
     try:
         return _topology_devices("cuda", name, told)
-    except NotImplementedError:  # JAX has loaded it before, and put it aside, as there is no GPU
+    except NotImplementedError:  # JAX has loaded it before, and dropped it, as there is no GPU
         with _lock, silence_stderr():
             import_module(plugin).initialize()
         return _topology_devices("cuda", name, told)
@@ -136,7 +136,7 @@ def _set(**variables: str) -> None:
 
 @cache
 def _found_once(platform: str, name: str, told: tuple[tuple[str, Any], ...]) -> tuple[jax.Device, ...]:
-    start_jax()  # or JAX would do so before it compiles anything, and its plugins write, too
+    start_jax()  # otherwise JAX would do so before its first compilation, and its plugins write to standard error too
     with _lock, silence_stderr():
         found = topologies.get_topology_desc(name, platform, **dict(told))
         return tuple(sorted(found.devices, key=lambda device: (device.process_index, device.id)))

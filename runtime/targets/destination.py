@@ -35,9 +35,9 @@ class BuildStamp(BaseModel):
 
     Attributes:
         popxl, jax, jaxlib: the versions.
-        platform: what kind of devices they are.
-        platform_version: of the drivers; "" if it was compiled where there are none, which any will do for.
-        processor: what XLA may make use of on a CPU.
+        platform: kind of devices.
+        platform_version: version of the drivers; "" for offline compilation, which is compatible with any.
+        processor: features of a CPU that XLA may use.
         kinds: the kind of each device.
     """
 
@@ -81,12 +81,12 @@ class Destination:
     Attributes:
         devices: the devices, of one platform. Of several processes, those of one after the other. The first replica of
             a process has the first of its devices; if there are too few for that, all are on the first.
-        count: how many replicas there are, over all processes.
-        dimensions: how the replicas stand on a mesh; by default in a row. See `runtime.targets.mesh`.
-        adjacent: how many replicas have their devices for an IPU side by side: see `popxl.base.distributed.Share`.
-        is_part: whether these are the devices of an IPU, and other processes may have those of others.
-        is_here: whether the devices are there, in this process or others. If not, they are compiled for and nothing
-            more, all of them by this process, whichever hosts they would be on.
+        count: number of replicas, over all processes.
+        dimensions: mesh dimensions of the replicas; by default a single one. See `runtime.targets.mesh`.
+        adjacent: number of replicas whose devices for an IPU are adjacent: see `popxl.base.distributed.Share`.
+        is_part: whether these are the devices of one IPU, while other processes may have those of other IPUs.
+        is_here: whether the devices are present, in this process or others. If not, this process only compiles for all
+            of them, on whichever hosts they would be.
 
     Example:
         >>> destination = Destination(tuple(jax.devices()), 2)
@@ -176,8 +176,8 @@ class Destination:
 
         Args:
             jitted: the function.
-            arguments: their types, as `jax.ShapeDtypeStruct`.
-            platform: what to lower for in place of the devices.
+            arguments: types of the arguments, as `jax.ShapeDtypeStruct`.
+            platform: platform to lower for, instead of that of the devices.
 
         Raises:
             PopxlError: if an op needs devices of its own: a `shard_map` over several.
@@ -221,7 +221,7 @@ class Destination:
 
     def _compiled(self, lowered: Any, options: Mapping[str, str | bool] | None) -> Any:
         """Compile a lowered function with explicit XLA options."""
-        takes_something = jax.tree.leaves(lowered.args_info)  # what takes nothing is for one device
+        takes_something = jax.tree.leaves(lowered.args_info)  # without arguments it is compiled for one device
         devices = self.replicas.devices if not self.is_here and takes_something else None
         return lowered.compile(compiler_options=options, device_assignment=devices)
 

@@ -37,12 +37,11 @@ PLATFORMS = ("gpu", "cuda", "rocm", "tpu")
 def ask_for_cpu_devices(count: int | None = None) -> None:
     """Configure JAX to divide the CPU into several devices, unless JAX already runs or has a configured device count.
 
-    JAX cannot be asked for them later. Up to the number of cores they cost next to nothing where they are not used.
-    With more, JAX starts a thread for each, and all that runs is divided among too many, even if it runs on one device.
+    JAX cannot be asked for them later. Up to the number of cores, unused devices cost next to nothing.
+    With more, JAX starts a thread for each, and all work is divided among too many threads, even on one device.
 
     Args:
-        count: how many, also where the environment or somebody else has said how many; by default about as many as
-            there are cores.
+        count: number of devices, which overrides a number configured before; by default about the number of cores.
     """
     by_flag = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if count is None and (by_flag or jax.config.values["jax_num_cpu_devices"] != -1):
@@ -87,20 +86,20 @@ class Device:
     """A session's device, which may comprise several JAX devices: one per IPU of each replica, if enough exist; else
     one per replica; else one for everything.
 
-    A device is attached while a session is entered, or for as long as you like if you attach it yourself: a session
-    that is given an attached device can run at once.
+    A device is attached while a session is entered, or until it is detached if you attach it yourself: a session on an
+    attached device can run at once.
 
     Args:
-        name: what the user asked for.
+        name: description given by the user.
         jax_devices: the JAX devices. Of a program over several processes, those of all; they are in the order of the
             replicas.
-        type: what kind of device it is.
-        numIpus: how many IPUs it stands for.
-        id: its number among its kind.
+        type: kind of device.
+        numIpus: number of IPUs that it represents.
+        id: number among its kind.
         target: the machine that it stands for, if that is not here. Nothing can be run then.
 
     Attributes:
-        name, jax_devices, type, numIpus, id, target: as given.
+        name, jax_devices, type, numIpus, id, target: as passed.
 
     Example:
         >>> with popart.DeviceManager().acquireAvailableDevice(numIpus=2) as device:
@@ -212,10 +211,10 @@ def hardware_device(count: int = 1, ipus: int | None = None, kind: str | None = 
     """Best accelerator visible to JAX, else the CPU: `best` devices if available, else `count`, else one.
 
     Args:
-        count: how many devices.
-        ipus: how many IPUs they stand for, by default as many.
-        best: how many devices would be better than `count`.
-        kind: which hardware to take; see `PLATFORMS`.
+        count: number of devices.
+        ipus: number of IPUs that they represent, by default the same.
+        best: number of devices that would be better than `count`.
+        kind: kind of hardware; see `PLATFORMS`.
 
     Raises:
         RuntimeError: if there is no hardware of this kind.
@@ -270,12 +269,14 @@ def find_device(description: str | Device | Target, ir: Ir) -> Device:
     Args:
         description: `"cpu"`; `"ipu_model"`, which is the CPU too; `"ipu_hw"`, the best accelerator that JAX sees, else
             the CPU; `"gpu"`, `"cuda"`, `"rocm"` or `"tpu"`, that accelerator; a target, such as `"tpu v5e:4x4"`; or a
-            device, which is taken as it is. The environment variable `POPXL_OFFLINE_DEVICE` goes before a string.
+            device, which is returned unchanged. The environment variable `POPXL_OFFLINE_DEVICE` has priority over a
+            string.
         ir: the program.
 
     Raises:
-        TypeError: for what is neither text, nor a target or device.
-        ValueError: for another description, or if the program needs several devices and the CPU as one is described.
+        TypeError: for anything but text, a target or a device.
+        ValueError: for an unknown description, or if the program needs several devices and the description is a single
+            CPU.
         RuntimeError: if there is no such accelerator.
         PopxlError: if other processes run some of the replicas, and a device object is given, or there are too few
             devices here; if the compiler of a target is not installed.

@@ -1,7 +1,7 @@
 """Dimensions of a replica mesh, derived from communicating groups, and physical placement of replicas.
 
-A program with groups of 8 replicas in a row, and others of every eighth, has a mesh of two dimensions. Where groups
-cross each other in another way it has one.
+A program with groups of 8 replicas in a row, and others of every eighth, has a mesh of two dimensions. If groups cross
+each other in any other way, it has one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def dimensions_of(ir: Ir, are_weighed: bool = False) -> tuple[Dimension, ...]:
 
     Args:
         ir: the program.
-        are_weighed: find out what is sent along each. It is 0 otherwise.
+        are_weighed: whether to determine the bytes that are sent along each dimension. They are 0 otherwise.
 
     Raises:
         ValueError: if the program has axes of another number of replicas.
@@ -60,8 +60,8 @@ def laid(devices: Sequence[jax.Device], dimensions: Sequence[Dimension]) -> list
     The replicas of a process stay together, in the order of the processes, as these feed them.
 
     Args:
-        devices: those of one process after the other.
-        dimensions: how the replicas stand.
+        devices: devices, process by process.
+        dimensions: mesh dimensions of the replicas.
     """
     found = list(devices)
     if len(dimensions) < 2 or found[0].platform != "tpu":  # no other says how its devices are wired

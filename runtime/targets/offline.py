@@ -1,7 +1,7 @@
 """`Target`: a machine to compile for, possibly absent; public as `popxl.Target`.
 
-A session on a target compiles, and tells what the program needs there; nothing can be run. `runtime.targets.compilers`
-has the compilers, `runtime.targets.chip` the figures.
+A session on a target compiles, and reports the needs of the program; it cannot run. `runtime.targets.compilers` has the
+compilers, `runtime.targets.chip` the figures.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Target:
     Args:
         description: `"tpu v5e:4x4"`, TPUs of a generation, and how they stand; `"gpu h100:8"`, GPUs, and how many;
             `"gpu h100:16x4"`, hosts and the GPUs of each. Without a colon it is one chip.
-        figures: of another GPU than those that are known: what is published of it, or a JSON file of that. The name in
-            the description is then yours. A description may name the file itself: `"gpu my.json:8"`.
+        figures: published figures of a GPU that is not in the list, or a JSON file of them. The name in the description
+            is then yours. A description may name the file itself: `"gpu my.json:8"`.
 
     Raises:
-        ValueError: for another description, or a chip that is not known.
+        ValueError: for an unknown description or chip.
         PopxlError: for a file that does not hold the figures of a GPU.
 
     Attributes:
-        description: as given.
+        description: as passed.
         chip: the figures of a chip, with their sources.
 
     Example:

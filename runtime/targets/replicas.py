@@ -1,14 +1,14 @@
 """Replicas of a program: distributed over devices if available, otherwise batched on a single device.
 
-A program is written for one replica. `Replicas.vmap_replicas` makes a function of all of them out of a function of one:
-every array gains a leading dimension, one element for each replica. With a device for each replica that is
-`jax.shard_map` over a mesh; otherwise it is `jax.vmap`. The numbers are the same.
+A program is written for one replica. `Replicas.vmap_replicas` turns a function of one replica into a function of all:
+every array gains a leading dimension, one element for each replica. With a device for each replica it uses
+`jax.shard_map` over a mesh; otherwise `jax.vmap`. The numbers are the same.
 
-On a mesh, arrays in the host's memory gain no dimension: those of the replicas follow each other along the first one.
-TPUs would fetch whole arrays to drop a dimension.
+On a mesh, arrays in host memory gain no dimension: those of the replicas are concatenated along the first one. TPUs
+would fetch whole arrays to drop a dimension.
 
-The mesh may be of the devices of several processes, each of which drives its own share of the replicas; then no process
-has the arrays of all of them: `DividedReplicas`.
+The mesh may have devices of several processes, each of which drives its own share of the replicas; then no process has
+the arrays of all of them: `DividedReplicas`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Dimension(NamedTuple):
     """One dimension of a replica mesh.
 
     Attributes:
-        name: its name, for `jax.lax` collectives.
-        size: how many replicas there are along it.
-        bytes: how many a replica sends along it in a run, where that matters to where replicas are.
+        name: name for `jax.lax` collectives.
+        size: number of replicas along it.
+        bytes: bytes that a replica sends along it in a run, if they matter for the placement of replicas.
     """
 
     name: str
@@ -49,16 +49,16 @@ class Replicas:
     """Number and placement of replicas.
 
     Args:
-        count: how many. One replica has no axis: nothing is spread.
-        devices: where they run: one device for each, or one for all.
-        dimensions: how they stand on a mesh, the outermost dimension first; by default in a row.
+        count: number of replicas. A single replica has no axis.
+        devices: devices of the replicas: one for each, or one for all.
+        dimensions: mesh dimensions, the outermost first; by default a single one.
 
     Attributes:
-        is_here: whether their devices can run a program, and are not only compiled for.
+        is_here: whether their devices can run a program, as opposed to offline targets.
         mesh: the devices, as the replicas stand; `None` if they all run on one device. Only on a mesh of one dimension
             do JAX's collectives take groups of it (`axis_index_groups`).
         axis: the names of all dimensions, which together count the replicas.
-        local_count: how many of them this process drives.
+        local_count: number of replicas that this process drives.
         device: the first device of this process.
     """
 
@@ -117,7 +117,7 @@ class Replicas:
         """Lift a per-replica array function to arrays of all replicas.
 
         Args:
-            function: takes trees of arrays.
+            function: function of trees of arrays.
             shared: the last argument is the same for all replicas, and has no dimension for them.
         """
         if self.count == 1:
@@ -125,7 +125,7 @@ class Replicas:
         return self._by_vmap(function, shared) if self.mesh is None else self._by_shard_map(function, shared)
 
     def _by_vmap(self, function: Callable[..., Any], shared: bool) -> Callable[..., Any]:
-        def unstack_replicas(block: Any) -> Any:  # in the host's memory, what replicas have follows each other
+        def unstack_replicas(block: Any) -> Any:  # in host memory, the replicas' arrays are concatenated
             return block.reshape(self.count, -1, *block.shape[1:]) if is_on_host(block) else block
 
         def restack_replicas(block: Any) -> Any:
@@ -139,7 +139,8 @@ class Replicas:
         return apply_vmapped
 
     def _by_shard_map(self, function: Callable[..., Any], shared: bool) -> Callable[..., Any]:
-        # On CPUs XLA would fuse the reshapes below with updates, and then not overwrite what is donated, but copy it.
+        # On CPUs XLA would fuse the reshapes below with updates, and then copy donated arrays instead of overwriting
+        # them.
         whole = noinline(function) if self.is_cpu else function
 
         def apply_per_device(*trees: Any) -> Any:  # of arrays with a leading dimension of size 1
@@ -184,8 +185,8 @@ class Replicas:
 
         Args:
             shape: shape of the array.
-            part: gives the elements that a replica has, in whichever shape.
-            where: in which memory, if not in that of the devices.
+            part: function that returns a replica's elements, in any shape.
+            where: memory kind, if it is not that of the devices.
         """
         share = shape[0] // self.count  # in the host's memory, a replica has several rows
 
@@ -211,7 +212,7 @@ class Replicas:
         """Assemble the global array of all replicas from this process's local array.
 
         Args:
-            array: what this process has, with or without a dimension for a single replica.
+            array: local array of this process, with or without a dimension for a single replica.
             shape: the shape of the array of all replicas.
             axis: the dimension that counts the replicas.
         """
@@ -220,7 +221,7 @@ class Replicas:
     def barrier(self, place: str, runs: int, payload: Any = None) -> list[Any]:
         """Wait for all processes that drive replicas at barrier `transfer`, after `runs` runs.
 
-        Returns what each has said there.
+        Returns the payloads of all processes.
         """
         return [payload]
 
@@ -229,12 +230,12 @@ class DividedReplicas(Replicas):
     """Replicas driven by several processes, one device per replica.
 
     Args:
-        count: how many there are.
+        count: number of replicas.
         devices: the devices of all processes, in the order of the replicas.
         dimensions: as for `Replicas`.
 
     Attributes:
-        own_replicas: the numbers of those that this process drives.
+        own_replicas: numbers of the replicas that this process drives.
     """
 
     def __init__(self, count: int, devices: Sequence[Any], dimensions: Sequence[Dimension] = ()) -> None:
@@ -252,8 +253,8 @@ class DividedReplicas(Replicas):
     def fetched(self, array: Array) -> np.ndarray:
         """Copy an array of all replicas to every process's host; a collective operation.
 
-        It goes piece by piece, as meanwhile each device has what those of all other replicas have. All devices of this
-        process are waited for: a CPU might begin the next exchange before this one, and take one for the other.
+        It goes shard by shard, because each device temporarily has the shards of all other replicas. It waits for all
+        devices of this process: a CPU might start the next exchange before this one, and confuse the two.
         """
         if self.count == 1:  # its device is this process's
             return super().fetched(array)
@@ -267,7 +268,7 @@ class DividedReplicas(Replicas):
 
     def fetched_here(self, array: Array, which: Collection[int]) -> dict[int, np.ndarray]:
         """Copy the shards of some local replicas from an array of all replicas to the host, without other processes."""
-        share = len(array) // self.count  # of what is in the host's memory, a replica has several rows
+        share = len(array) // self.count  # in host memory, a replica has several rows
         shards = defer_signals(
             lambda: {(shard.index[0].start or 0) // share: shard.data for shard in array.addressable_shards}
         )

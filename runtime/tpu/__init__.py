@@ -1,1 +1,1 @@
-"""All that is there for TPUs, and for nothing else."""
+"""Implementations for TPUs."""

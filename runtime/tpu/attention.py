@@ -1,7 +1,7 @@
-"""Attention on TPUs: the kernel that JAX has for them, where it takes what is asked.
+"""Attention on TPUs: JAX's Pallas kernel, where it supports the arguments.
 
-It keeps blocks of scores in the memory of the core, where the plain form leaves it to XLA where they go. It takes whole
-blocks of queries and keys, neither masks nor dropout, and values as wide as keys.
+It keeps blocks of scores in the core's memory, where the plain implementation leaves their placement to XLA. It
+supports whole blocks of queries and keys, neither masks nor dropout, and values as wide as keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from popxl.base.arrays import Array
 from popxl.ops.attention import attended_backward_anew
 from popxl.ops.attention import attention_forward as plain
 
-# Of the module's private side: the kernels one by one, as the ops of a gradient are.
+# From the module's private side: separate kernels, as for the ops of a gradient.
 _forward: Any = kernel._flash_attention
 _keys_gradient: Any = kernel._flash_attention_bwd_dkv
 _queries_gradient: Any = kernel._flash_attention_bwd_dq
@@ -61,7 +61,7 @@ def attention_backward(
     """`popxl.ops.attention.attention_backward`."""
     if not _takes(queries, keys, values, mask, how):
         return attended_backward_anew(g, queries, keys, values, out, logs, mask, seed, is_part=is_part, **how)
-    # The kernels take each of them 128 times, which XLA would write as soon as the forward pass has them.
+    # The kernels take each of them 128 times, which XLA would materialise as soon as the forward pass has them.
     g, logs = lax.optimization_barrier((g, logs))
     q, k, v = _by_head(queries, keys, values)
     g, out, logs = (t.reshape(*q.shape[:3], *t.shape[queries.ndim - 1 :]) for t in (g, out, logs))

@@ -1,9 +1,9 @@
 """Gradients of the weights of small convolutions, on TPUs.
 
-Such a gradient is a convolution, too: its kernel is an image. XLA writes out each place of a kernel that it can hold on
-the chip, and a product in float32 is six products there. With few channels on both sides that takes minutes to
-compile, or does not end. In the form here one axis is no longer convolved: what lies under each of its places is laid
-out, and its positions are channels.
+Such a gradient is a convolution whose kernel is an image. XLA unrolls each position of a kernel that fits on the chip,
+and a float32 product is six products there. With few channels on both sides that takes minutes to compile, or does not
+end. This implementation does not convolve along one axis: the elements under each of its windows are materialised, with
+their positions as channels.
 """
 
 from __future__ import annotations

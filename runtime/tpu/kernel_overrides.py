@@ -1,4 +1,4 @@
-"""The kernels of ops that are computed in another form on TPUs."""
+"""Kernel overrides for TPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows of images on TPUs: XLA has kernels that go through them, and cuts images into strided pieces slowly."""
+"""Windows of images on TPUs: XLA has kernels that slide over them, and slices images with strides slowly."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def first_largest_gradient(function: Callable[[Any, Any], Any], windows: Sequenc
     """Max-pool gradient by XLA's kernel; undefined positions for windows with NaN."""
     if not _is_supported(windows):
         return function(g, t)
-    batch = (1,) * (2 - t.ndim + len(windows))  # XLA wants two axes besides those of the windows
+    batch = (1,) * (2 - t.ndim + len(windows))  # XLA requires two axes besides those of the windows
     images, gradients = (widen(x).reshape(*batch, *x.shape) for x in (t, g))
     _, gradient = jax.vjp(lambda images: _window_max(images, windows), images)
     return gradient(gradients)[0].reshape(t.shape).astype(g.dtype)

@@ -1,6 +1,6 @@
-"""A kit for models, built only on what popxl offers in public: modules with named state, and what one does with them.
+"""A kit for models, built only on the public names of popxl: modules with named state, and transforms and training.
 
-Reading order: `dot_tree` (the form of all named collections), `variable_factory`, `graph`, `module`.
+Reading order: `dot_tree` (the structure of all named collections), `variable_factory`, `graph`, `module`.
 """
 
 from popxl_addons import layers as layers

@@ -1,7 +1,7 @@
-"""What a module gathers while its graph is built: factories, placeholders, stashed tensors, gradients of called graphs.
+"""State of a module while its graph is built: factories, placeholders, stashed tensors, gradients of called graphs.
 
-Submodules are linked, not copied: what a child adds shows up in the parent under the child's name. Everything but these
-links is forgotten when the build is over.
+Submodules are linked, not copied: additions of a child appear in the parent under the child's name. Everything but
+these links is dropped at the end of the build.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a transfer runs: on the tiles that compute, or on those set aside for transfers. No number depends on it."""
+"""Placement of a transfer: on compute tiles, or on I/O tiles. Numbers do not depend on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Raw memory maps that several processes may open at once. What they hold is known to `variable_factory`."""
+"""Raw memory maps that several processes may open at once. Their layout is defined in `variable_factory`."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def memory_map(
 
 
 def _create(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any], fill: Callable[[], np.ndarray] | None) -> None:
-    # Written beside its place and linked in when complete: of several processes the quickest gives the contents, and
-    # none ever sees half a file. Each of them fills a draft, so seeded generators stay in step.
+    # Written to a temporary file and linked when complete: the first of several processes determines the contents, and
+    # none ever sees half a file. Each of them fills a temporary file, so seeded generators stay in step.
     path.parent.mkdir(parents=True, exist_ok=True)
     with temporary_sibling(path) as draft:
         array = np.memmap(draft, dtype, "w+", shape=shape)

@@ -20,7 +20,7 @@ Choice = Callable[[GraphWithNamedArgs], Iterable[popxl.Tensor]]
 class OutlinedCall:
     """Outlined call: runs `module` as a separate graph, called from `caller`.
 
-    After the call `var_factories` and `graph` are what the module's `create_graph` returned, and
+    After the call `var_factories` and `graph` are the results of the module's `create_graph`, and
     `n_outputs_pre_autodiff` is the number of outputs before differentiating added more.
     """
 
@@ -49,7 +49,7 @@ class OutlinedCall:
     def __call__(self, *inputs: Any, **options: Any) -> tuple[popxl.Tensor, ...]:
         """Call the module's graph; returns the outputs of `create_graph`.
 
-        Tensors among `inputs`, and lists of them, are what the graph is called with. `TypeError` for tensors by name.
+        Tensors among `inputs`, and lists of them, are the inputs of the graph. `TypeError` for tensors by name.
         """
         if named := [name for name, value in options.items() if is_input(value)]:
             raise TypeError(

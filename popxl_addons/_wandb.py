@@ -1,4 +1,4 @@
-"""Weights & Biases, which is optional: looked for when it is needed, and named if it is missing."""
+"""Weights & Biases, an optional package: imported on use, with an error that names it if it is missing."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Files of arrays, in two formats: written, and looked into without reading them.
+"""Files of arrays, in two formats: written eagerly, read lazily.
 
     model/<name>.npz         an array, under the key <name>
     model.safetensors        all arrays together, in place of these
     model/<file name>        a memory map, copied as it is
 
-`arrays_in` says of each array what it is and where it lies; its elements are read when they are asked for. Nothing is
-read as a Python object.
+`arrays_in` returns the spec and position of each array; its elements are read on access. Nothing is read as a Python
+object.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class InFile:
     Attributes:
         path: the file.
         start: the byte where they begin.
-        dtype, shape: what they are.
+        dtype, shape: spec of the array.
     """
 
     path: Path
@@ -104,8 +104,8 @@ def start_write(directory: Path, arrays: Mapping[str, np.ndarray], format: Forma
     """Copy the files of memory-mapped arrays; returns a function that writes the other arrays in a format.
 
     Raises:
-        ValueError: for another `format`, two memory maps whose files have the same name, or an array that only Python
-            could read.
+        ValueError: for an unknown `format`, two memory maps whose files have the same name, or an array of Python
+            objects.
     """
     if format not in ("npz", "safetensors"):
         raise ValueError(f"The format of a checkpoint is {format!r}; expected 'npz' or 'safetensors'.")
@@ -198,7 +198,7 @@ def _in_npz(path: Path, name: str) -> InFile | None:
             return None
         with path.open("rb") as whole:
             whole.seek(about.header_offset)
-            lengths = struct.unpack("<26xHH", whole.read(30))  # of two fields between this header and what it is of
+            lengths = struct.unpack("<26xHH", whole.read(30))  # lengths of two fields between this header and the data
         return InFile(path, about.header_offset + 30 + sum(lengths) + file.tell(), _as_ours(said.dtype), said.shape)
 
     return _with_entry(path, name, locate_entry)
@@ -226,7 +226,7 @@ class _NpyHeader(NamedTuple):
 def _read_header(file: IO[bytes], size: int) -> _NpyHeader:
     """Read an array's header, up to its first element.
 
-    `ValueError` if they are said to have more bytes than there are: nobody is to make room for these.
+    `ValueError` if it declares more bytes than there are, before memory for them is allocated.
     """
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -259,7 +259,7 @@ def safetensors_in(path: Path) -> tuple[dict[str, InSafetensors], dict[str, str]
 
     `UnreadableFileError` if that is damaged, or the file is shorter than it says.
     """
-    from safetensors import SafetensorError, safe_open  # only who has such files needs the library
+    from safetensors import SafetensorError, safe_open  # the library is needed for such files only
 
     try:
         with safe_open(path, framework="numpy"):
@@ -280,7 +280,7 @@ def safetensors_in(path: Path) -> tuple[dict[str, InSafetensors], dict[str, str]
 def _write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     float8 = {name: popxl.dtype.as_dtype(array.dtype).name for name, array in arrays.items() if array.dtype.names}
     plain = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    from safetensors.numpy import save_file  # only who asks for this format needs the library
+    from safetensors.numpy import save_file  # the library is needed for this format only
 
     save_file(plain | {name: plain[name].view(np.uint8) for name in float8}, path, metadata=float8 or None)
 

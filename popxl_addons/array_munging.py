@@ -1,7 +1,7 @@
-"""Cutting, joining and repeating arrays on the host, mostly to give each replica its part. Nothing but NumPy.
+"""Splitting, joining and repeating arrays on the host, mostly to give each replica its part. Uses only NumPy.
 
-``x`` is an array, or anything that NumPy makes one of (lists, numbers, torch tensors). An axis may be negative and then
-counts from the end.
+``x`` is an array, or anything that NumPy converts to one (lists, numbers, torch tensors). A negative axis counts from
+the end.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def shard(x: Any, n: int, axis: int) -> np.ndarray:
     Args:
         x: array of shape ``(..., size, ...)``.
         n: number of parts, a divisor of `size`.
-        axis: which axis.
+        axis: axis to split.
 
     Returns:
         An array of shape ``(n, ..., size / n, ...)``.
@@ -86,7 +86,7 @@ def unshard_arrays(xs: Sequence[Any], axis: int) -> np.ndarray:
 
 
 def unshard(x: Any, axis: int) -> np.ndarray:
-    """Join along `axis` what is stacked on the first axis: undoes `shard`.
+    """Join along `axis` the parts stacked on the first axis: the inverse of `shard`.
 
     Args:
         x: array of shape ``(n, ..., size, ...)``.
@@ -124,7 +124,7 @@ def shard2D(x: Any, n_1: int, n_2: int, axis_1: int, axis_2: int) -> np.ndarray:
     """The parts of `split2D`, stacked on a new first axis of size ``n_1 * n_2``; `axis_1` is the outer one.
 
     Raises:
-        ValueError, IndexError: as `split2D` does.
+        ValueError, IndexError: as for `split2D`.
 
     Example:
         >>> shard2D(np.arange(16).reshape(4, 4), 2, 2, 0, 1)[1]
@@ -201,17 +201,17 @@ def repeat_shard(
 
     Args:
         x: array of shape ``(..., size, ...)``.
-        n_repeats: how often each part is there.
+        n_repeats: number of repetitions of each part.
         n_shards: number of parts.
         shard_axis: the axis that is cut.
-        sharded_tensor: ``"contiguous"`` repeats all parts together (0, 1, 2, 0, 1, 2), ``"strided"`` each by itself
+        sharded_tensor: ``"contiguous"`` repeats all parts together (0, 1, 2, 0, 1, 2), ``"strided"`` each separately
             (0, 0, 1, 1, 2, 2).
 
     Returns:
         An array of shape ``(n_repeats * n_shards, ..., size / n_shards, ...)``.
 
     Raises:
-        ValueError: for an unknown `sharded_tensor`, and as `shard` does.
+        ValueError: for an unknown `sharded_tensor`, and as for `shard`.
         IndexError: if there is no such axis.
 
     Example:
@@ -238,8 +238,8 @@ def tensor_parallel_input(
         input_data: array of shape ``(n, *data_shape)``.
         tp: number of replicas that see a sample.
         rf: number of replicas, a multiple of `tp`.
-        repeat_fn: what to make of the copy (of shape ``(n, 1, *data_shape)``) that member `i` of each group gets, as
-            ``repeat_fn(copy, i)``.
+        repeat_fn: function of the copy (of shape ``(n, 1, *data_shape)``) for member `i` of each group, and `i`:
+            ``repeat_fn(copy, i)`` replaces the copy.
 
     Returns:
         An array of shape ``(n * tp / rf, rf, *data_shape)``, without the first two axes where they are of size 1.
@@ -272,12 +272,12 @@ def tensor_parallel_output(
 
     Args:
         output_data: array of shape ``(num_host_transfers, rf, *data_shape)``; axes of size 1 may be left out.
-        num_host_transfers: how often a stream was written.
+        num_host_transfers: number of transfers of the stream.
         tp: number of replicas that saw the same sample.
         rf: number of replicas, a multiple of `tp`.
-        data_shape: shape of what one replica writes in one transfer.
+        data_shape: shape of one transfer of one replica.
         tp_identical: take the first of the `tp` results for a sample, not all of them.
-        true_num_host_transfers: how many of the transfers count, if the last ones were only there to fill up.
+        true_num_host_transfers: number of transfers to keep, if the last ones were only padding.
 
     Returns:
         An array of shape ``(samples, *data_shape)``; without `tp_identical`, ``(samples, tp, *data_shape)``.

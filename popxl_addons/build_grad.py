@@ -1,4 +1,4 @@
-"""Gradients written by hand. A module that implements ``build_grad`` states its own gradient graph.
+"""Hand-written gradients. A module that implements ``build_grad`` defines its own gradient graph.
 
 `Aux` and `VarGrad` are the two dictionaries that such a module writes to and reads from: ``self.aux`` carries values
 from ``build`` to ``build_grad``, ``self.var_grad`` takes the gradients of variables. `create_grad_graph` runs

@@ -1,18 +1,19 @@
-"""Checkpoints as files: named arrays and a record of the session that they come from. Sessions are not known here.
+"""Checkpoints as files: named arrays and a record of their session. Independent of sessions.
 
-A checkpoint is a directory. In it:
+A checkpoint is a directory with:
 
     model/, model.safetensors    files of arrays, in one of two formats: `popxl_addons.array_files`
-    pieces/, pieces.json         parts of arrays, if several processes have written them: `popxl_addons.sharded_arrays`
+    pieces/, pieces.json         shards of arrays, if several processes have written them: `popxl_addons.sharded_arrays`
     session_info.json            the record
-    dataloader.bin               what the data loader has written, if there is one
+    dataloader.bin               state of the data loader, if there is one
     checksums.json               the digests of all these files
 
-Nothing in it is read as a Python object. It is written beside its place, brought to the disk and renamed: a program
-that is interrupted at any moment leaves the old checkpoint or the new one, which `located` finds. What is read is
-compared with the digests first. Checkpoints of others, and of earlier versions, have none, and are read as they are.
+Nothing in it is read as a Python object. It is written to a temporary sibling, flushed to disk and renamed: a program
+that is interrupted at any moment leaves the old checkpoint or the new one, which `located` finds. Files are compared
+with the digests before they are read. Checkpoints of other programs, and of earlier versions, have no digests, and are
+read without.
 
-A `Writer` writes checkpoints one after the other, if wanted in a thread while the program goes on.
+A `Writer` writes checkpoints one after the other, optionally in a thread while the program continues.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ _log = logging.getLogger(__name__)
 def created(place: str) -> Iterator[Path]:
     """An empty directory to write a checkpoint to. It becomes `place` when the block ends, unless it fails.
 
-    What is in `place` besides a checkpoint stays there. ``wandb://<name>`` stands for an artifact.
+    Other files in `place` are kept. ``wandb://<name>`` stands for an artifact.
     """
     if place.startswith(_wandb.SCHEME):
         with tempfile.TemporaryDirectory() as directory:
@@ -88,8 +89,8 @@ def located(place: str, reader: int = 0, readers: int = 1) -> Iterator[Path]:
 
     Args:
         place: a directory, or an artifact.
-        reader, readers: which process this is, of how many that read a directory together. Each compares its share of
-            the files of arrays, so it has to ask the others whether theirs are damaged.
+        reader, readers: index of this process, and number of processes that read a directory together. Each verifies
+            its share of the files of arrays, so it has to ask the others whether theirs are damaged.
 
     Raises:
         FileNotFoundError: if there is no checkpoint.
@@ -152,14 +153,14 @@ def _is_map(name: str) -> bool:
 class Writer:
     """Sequential writer of checkpoints, in the caller's thread or in the background.
 
-    What goes wrong in a thread is raised by the next `check`. If there is none, because the owner or the process has
-    come to its end, it is told in the log.
+    Errors in a thread are raised by the next `check`. If there is none, because the owner or the process has ended,
+    they are logged.
 
     Args:
-        owner: who asks. The end of the process waits for a thread; that of the owner does not.
+        owner: object that checks for errors. The thread delays the end of the process, but not that of the owner.
 
     Attributes:
-        turn: the lock of whoever prepares a checkpoint, and writes it or has it written.
+        turn: lock for preparing a checkpoint, and writing it or starting a thread that does.
     """
 
     def __init__(self, owner: object) -> None:
@@ -168,7 +169,7 @@ class Writer:
         self._problem: BaseException | None = None
         self._is_left = False
         self._saved: list[Path] = []
-        self.turn = threading.RLock()  # what handles a signal may write a checkpoint, too
+        self.turn = threading.RLock()  # a signal handler may write a checkpoint too
         self._telling = threading.RLock()  # the owner may be collected in any thread, at any moment
         weakref.finalize(owner, self._leave)
 
@@ -185,7 +186,7 @@ class Writer:
     def join(self) -> None:
         """Wait until the thread has done its work.
 
-        What handles a signal may wait, too: just before the thread starts, or while this waits. `Thread.join` would
+        A signal handler may wait too: just before the thread starts, or while this waits. `Thread.join` would
         then raise, or wait for itself.
         """
         thread = self._thread

@@ -1,7 +1,7 @@
-"""Printing from inside a model, if the environment variable ``MODEL_LOG_LEVEL`` asks for it.
+"""Printing from inside a model, controlled by the environment variable ``MODEL_LOG_LEVEL``.
 
-The variable is read once, when this module is imported: ``TRACE``, ``DEBUG``, ``INFO`` (the default) or ``WARN``. A
-program whose level is above that of a print does not contain the print at all.
+The variable is read once, when this module is imported: ``TRACE``, ``DEBUG``, ``INFO`` (the default) or ``WARN``.
+Prints below that level are not added to the program.
 """
 
 from __future__ import annotations

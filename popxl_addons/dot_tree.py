@@ -1,7 +1,7 @@
-"""An ordered tree with string keys: the form of every named collection in this package.
+"""An ordered tree with string keys: the structure of every named collection in this package.
 
 Inner nodes are trees, leaves are anything else, and ``"enc.w"`` is the *flat name* of the leaf ``w`` below ``enc``. The
-collections with a meaning of their own (`NamedTensors`, `NamedVariableFactories`, …) only add what their leaves can do.
+specific collections (`NamedTensors`, `NamedVariableFactories`, …) only add operations on their leaves.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class DotTree(Generic[L]):
     __getitem__ = get
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_map":  # asked for by `copy` and `pickle`, before there is one
+        if name == "_map":  # looked up by `copy` and `pickle` before it exists
             raise AttributeError(f"{type(self).__name__} has not been initialised.")
         try:
             return self.get(name)
@@ -139,7 +139,7 @@ class DotTree(Generic[L]):
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Else `tree.w = x` would hide the entry `w` from who reads it as an attribute, and from nobody else.
+        # Otherwise `tree.w = x` would hide the entry `w` for attribute access only.
         if name in vars(self).get("_map", ()) and not hasattr(type(self), name):
             self.insert(name, value, overwrite=True)
         else:
@@ -335,7 +335,7 @@ def check_leaves(tree: object, kinds: type | UnionType, what: str, expected: str
         tree: the argument.
         kinds: the types that its leaves may have.
         what: the function and the name of the argument, as the message begins.
-        expected: what it has to be, in words.
+        expected: description of the expected value.
     """
     check_type(tree, DotTree, what, expected)
     leaves = tree.to_dict().items() if isinstance(tree, DotTree) else ()

@@ -1,8 +1,8 @@
-"""The error class of this package; everything else raised here is a builtin that says what kind of mistake it was."""
+"""The error class of this package; all other errors raised here are builtins."""
 
 
 class GradientError(Exception):
-    """Gradients were asked for, or written by hand, in a way that cannot work.
+    """A gradient was requested, or written by hand, in an invalid way.
 
     Cause: a module with ``build_grad`` was called inline, ``aux`` or ``var_grad`` was used at the wrong time, a
     hand-written gradient is incomplete, or a graph was differentiated twice. Remedy: the message names the module or

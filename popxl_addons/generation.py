@@ -1,9 +1,9 @@
-"""Text from a language model: a program that reads prompts, and one that goes on, many tokens a run.
+"""Text generation with a language model: a program that reads prompts, and one that continues them, many tokens a run.
 
-Both have one cache, which is changed in place, and the weights of whoever has them: of a session that trains, say.
+Both share one cache, which is changed in place, and the weights of their owner, for example of a training session.
 
-What is known of each text, such as how far it has got, is on the host, and fed to each run. So a request may join while
-others go on: a third program reads its prompt into the rows of the cache that are free, and no program changes.
+The state of each text, such as its length, is on the host, and fed to each run. So a request may join while others
+continue: a third program reads its prompt into the free rows of the cache, and no program changes.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class _Step(Module):
         draws = uniform_at(seeds, read)
         token = sample_token(logits.reshape((self.batch, logits.shape[-1])), draws, **self.how)
         ops.dynamic_update_(written, turn, token.reshape((1, self.batch)), axes=[0], sizes=[1], no_overlap=True)
-        # A text that has ended goes on until the run ends, and a free slot always does. Neither may leave its room:
-        # what a model says of a place beyond is not defined.
+        # A text that has ended continues until the run ends, and a free slot always does. Neither may exceed its room:
+        # results of a model beyond it are undefined.
         return turn + 1, ops.minimum(read + 1, self.room - 1), token
 
 
@@ -57,11 +57,11 @@ class Request:
     """A text under generation, returned by `Generator.submit`.
 
     Attributes:
-        prompt: what it begins with.
-        count: how many tokens are to follow.
-        seed: what they are drawn with, uint32 of shape (2,).
-        tokens: those that have followed so far.
-        is_done: whether there is nothing more to come.
+        prompt: tokens that the text starts with.
+        count: number of tokens to generate.
+        seed: seed of the draws, uint32 of shape (2,).
+        tokens: tokens generated so far.
+        is_done: whether generation has ended.
     """
 
     prompt: list[int]
@@ -114,25 +114,25 @@ class Generator:
 
     Args:
         model: the model.
-        batch: how many texts there may be at once.
-        prompt: how long a prompt may be.
-        room: how long a text may get, with its prompt; by default the model's `context`.
-        tokens: how many are drawn in a run.
-        temperature, top_k, top_p: how they are drawn, as of `popxl_addons.ops.sample_token`.
+        batch: number of texts at once, at most.
+        prompt: length of a prompt, at most.
+        room: length of a text with its prompt, at most; by default the model's `context`.
+        tokens: number of tokens drawn in a run.
+        temperature, top_k, top_p: sampling parameters, as for `popxl_addons.ops.sample_token`.
         end: the token that ends a text, if one does; or several, each of which does.
         weights: a session, and the variables of the model in its program, by their names in the model: they are used
             where they are, and each run finds them as the session has left them. By default the generator has its own,
             which are zeros until weights are loaded.
-        device_desc: where it runs, as of `popxl.Session`.
+        device_desc: device, as for `popxl.Session`.
 
     Attributes:
-        variables: those of the model: its own, or the ones that were given.
+        variables: variables of the model: new ones, or the given ones.
         writing, reading: the sessions of the two programs.
         joining: the session of a third one, which reads one prompt while other texts go on. It is compiled when it is
             first needed, or looked at.
 
     Raises:
-        TypeError: for sizes or an `end` that are no integers, and `weights` of another form.
+        TypeError: for sizes or an `end` that are not integers, and `weights` of an invalid type.
         ValueError: if `prompt` exceeds `room`, or `room` the model's context; for an `end` that the model does not
             know; for variables that are missing, and as `Session.use_variables_of` and `sample_token` do.
 
@@ -270,7 +270,7 @@ class Generator:
 
     def __enter__(self) -> Self:
         with ExitStack() as entered:
-            entered.enter_context(self.writing)  # first: it has what the others use
+            entered.enter_context(self.writing)  # first: it owns the variables that the others use
             entered.enter_context(self.reading)
             if self._one is not None:
                 entered.enter_context(self._one.session)
@@ -288,14 +288,14 @@ class Generator:
         """Generate continuations: `count` tokens per prompt, or fewer up to and including `end`.
 
         Args:
-            prompts: as many as `batch`, or fewer; each has at least one token, and at most `prompt`.
-            count: how many tokens.
+            prompts: at most `batch` prompts; each has at least one token, and at most `prompt`.
+            count: number of tokens to generate.
             seed: the same one draws the same tokens. The first text is the one that `submit` draws with this seed.
 
         Raises:
-            TypeError: for tokens, a count or a seed that are no integers.
-            ValueError: for too many prompts, one that is too long or empty or has tokens that the model does not know,
-                or texts that would outgrow their room; and outside of the generator's ``with`` block.
+            TypeError: for tokens, a count or a seed that are not integers.
+            ValueError: for too many prompts, one that is too long or empty or has tokens out of the vocabulary, or
+                texts that would exceed their room; and outside of the generator's ``with`` block.
         """
         requests = self._requests(prompts, count, seed)
         for _ in self._generate_chunks(requests):
@@ -311,7 +311,7 @@ class Generator:
 
         Args:
             prompt: at least one token, and at most `prompt`.
-            count: how many tokens are to follow; fewer, where the `end` comes before.
+            count: number of tokens to generate; fewer if the `end` comes before.
             seed: the same one draws the same tokens for a prompt, whatever else is written.
 
         Returns:
@@ -319,7 +319,7 @@ class Generator:
             block of the generator cancels all.
 
         Raises:
-            TypeError, ValueError: as calling the generator does.
+            TypeError, ValueError: as for calling the generator.
         """
         (request,) = self._requests([prompt], count, seed)
         self._waiting.append(request)
@@ -329,7 +329,7 @@ class Generator:
         """Admit waiting requests to free slots in order, then decode one run for all texts.
 
         Returns:
-            What this run has added to each text; nothing, if there is none left.
+            The tokens that this run has added to each text; empty if there is none left.
         """
         if not self._entered:
             raise ValueError("Generator: it holds no device now. Use it inside `with generator:`.")
@@ -350,7 +350,7 @@ class Generator:
     def _admit(self) -> None:
         """Prefill prompts of waiting requests into free slots, together if all slots are free."""
         for request in [each for each in self._waiting if each.is_done]:
-            self._waiting.remove(request)  # in place: others may be submitted meanwhile
+            self._waiting.remove(request)  # in place: another thread may submit meanwhile
         free = [slot for slot, request in enumerate(self._slots) if request is None or request.is_done]
         entering = dict(zip(free, self._waiting, strict=False))
         if not entering:
@@ -375,7 +375,7 @@ class Generator:
         self._waiting += requests
         given = [0] * len(requests)
         try:
-            # Somebody else's steps may have gone on with these, too.
+            # Steps of another thread may have continued these too.
             while any(not r.is_done or len(r.tokens) > n for r, n in zip(requests, given, strict=True)):
                 self.step()
                 pieces = [r.tokens[n:] for r, n in zip(requests, given, strict=True)]
@@ -383,7 +383,7 @@ class Generator:
                 yield pieces
         finally:
             for request in requests:
-                request.cancel()  # whoever reads no further wants no more
+                request.cancel()  # the caller no longer reads
 
     def _requests(self, prompts: Iterable[Iterable[int]], count: int, seed: int) -> list[Request]:
         """Requests for some prompts, which are checked first."""

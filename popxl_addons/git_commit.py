@@ -1,4 +1,4 @@
-"""Which version of the source this is: for logs, and for the records of experiments."""
+"""Version of the source: for logs, and for the records of experiments."""
 
 from __future__ import annotations
 

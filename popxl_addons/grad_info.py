@@ -1,6 +1,6 @@
-"""Gradient information as plain data: which forward tensor each input and output of a gradient graph stands for.
+"""Gradient information as plain data: the forward tensor of each input and output of a gradient graph.
 
-How gradient graphs come about is told elsewhere: by the transform in `transforms.autodiff`, by hand in `build_grad`.
+Gradient graphs are made elsewhere: by the transform in `transforms.autodiff`, by hand in `build_grad`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Graphs whose inputs have names, and graphs that already know some of the tensors they are called with.
+"""Graphs with named inputs, and graphs bound to some of the tensors that they are called with.
 
 `GraphWithNamedArgs` pairs a `popxl.Graph` with names for the inputs that hold state. Binding it to tensors of the same
 names gives a `BoundGraph`; one graph may be bound to many sets of variables and stays one graph in the program.
@@ -83,7 +83,7 @@ class GraphWithNamedArgs:
     def bind(self, args: NamedTensors | None = None) -> BoundGraph:
         """Bind named inputs to tensors of equal flat names in `args`.
 
-        Names found on one side only are left alone: inputs without a partner have to be given at the call.
+        Names found on one side only are ignored: inputs without a partner have to be given at the call.
         """
         if args is None:
             return BoundGraph(self.graph)
@@ -125,7 +125,7 @@ class GraphWithNamedArgs:
     ) -> GraphWithNamedArgs:
         """The gradient graph: hand-written if the module has a `build_grad`, else made by the transform.
 
-        `method` insists on one of the two. Differentiating may add outputs to this graph, so it is done once; `force`
+        `method` requires one of the two. Differentiating may add outputs to this graph, so it is done once; `force`
         allows it again. The other arguments are those of `popxl_addons.autodiff`.
 
         `ValueError` for an unknown `method`; `GradientError` for a second time, or if a `build_grad` is asked for and
@@ -210,7 +210,7 @@ class BoundGraph:
         """Call the graph in the current graph; returns its outputs.
 
         `targs` go to the graph inputs from the first on (lists are flattened by one level, numbers become constants).
-        The rest is looked up in `args`, then in what is bound. Errors are those of `popxl.ops.call`.
+        The others are looked up in `args`, then in the bound tensors. Errors are those of `popxl.ops.call`.
         """
         return ops.call(self.graph, *targs, inputs_dict=self._inputs_dict(args))
 

@@ -1,4 +1,4 @@
-"""Building a graph once for all calls that would build the same one.
+"""A cache of graphs: one graph for all calls that would build the same one.
 
 A graph depends on the callable, on the specs of its tensor arguments, on the values of its other arguments, on
 where its ops are placed, and on the precision that a model is built in. These make the key of a call; equal keys share
@@ -58,7 +58,7 @@ class GraphCache:
 def function(fn: Callable[..., Any]) -> Callable[..., tuple[popxl.Tensor, ...]]:
     """Decorator for outlining: calls become graph calls, with one graph per combination of argument specs.
 
-    The arguments have to be tensors, given by position. The result is always a tuple.
+    The arguments must be positional tensors. The result is always a tuple.
 
     Example:
         >>> @function
@@ -146,7 +146,7 @@ class _ByHash:
     """Callable or module compared by hash alone; classes may define module equality."""
 
     def __init__(self, value: Any):
-        self._value = value  # held, since a hash by identity means nothing once its owner is gone
+        self._value = value  # kept alive, because a hash by identity is meaningless once its owner is gone
         self._hash = hash(value)
 
     def __hash__(self) -> int:

@@ -1,4 +1,4 @@
-"""What counts as a graph, and as gradient information, wherever either is asked for. Type aliases only."""
+"""Type aliases for graphs, and for gradient information, as arguments."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from popxl_addons.graph import BoundGraph, GraphWithNamedArgs
 
 GraphLike = popxl.Graph | GraphWithNamedArgs | BoundGraph
 GradGraphInfoLike = GradGraphInfo | GraphWithNamedArgs
-# The second form says nothing new, except to type checkers: a mapping with keys of one kind is no mapping of all kinds.
+# The second form is for type checkers only: a mapping with keys of one kind is not a mapping of all kinds.
 CalledGraphsGradInfoLike = Mapping[GraphLike, GradGraphInfoLike] | Mapping[popxl.Graph, GradGraphInfoLike]
 CalledGraphsGradInfo = Mapping[popxl.Graph, GradGraphInfo]

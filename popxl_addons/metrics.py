@@ -1,4 +1,4 @@
-"""Where the numbers of a training go while it runs: to files for TensorBoard, to Weights & Biases, or to both."""
+"""Metrics of a training while it runs: to files for TensorBoard, to Weights & Biases, or to both."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Metrics:
 
     Raises:
         ValueError: if there is nowhere to log to.
-        ImportError: if `tensorboardX` or `wandb` is asked for and not installed.
+        ImportError: if `tensorboardX` or `wandb` is requested and not installed.
 
     Example:
         With `tensorboardX` installed::
@@ -53,7 +53,7 @@ class Metrics:
     def log(self, values: Mapping[str | Stream, Any], step: int) -> None:
         """Log a number under each name; of an array, such as the losses of several micro-batches, the mean.
 
-        `values` may be what ``session.run`` returns: streams have their names.
+        `values` may be the result of ``session.run``: streams have their names.
         """
         if self._writer is None and self._wandb is None:
             return
@@ -106,7 +106,7 @@ def as_numbers(array: np.ndarray) -> np.ndarray:
 
 def _writer(folder: str | os.PathLike[str]) -> Any:
     try:
-        from tensorboardX import SummaryWriter  # only who asks for it needs the library
+        from tensorboardX import SummaryWriter  # the library is needed for this method only
     except ImportError as problem:
         raise ImportError(
             "Metrics: what writes files for TensorBoard is not installed. Install it with `pip install tensorboardX`."

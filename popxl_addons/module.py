@@ -1,8 +1,8 @@
 """The class that layers, models and optimisers derive from: it builds a graph with named state.
 
-`build` is the mathematics. Variables are declared where they are used, with `add_variable_input`; they are made
-later, from the factories that `create_graph` returns with the graph. A module called inside another `build` is
-inlined; a module whose graph is created there is outlined, and may be called many times. Gradients written by hand:
+`build` is the mathematics. Variables are declared where they are used, with `add_variable_input`; they are made later,
+from the factories that `create_graph` returns with the graph. A module called inside another `build` is inlined; a
+module whose graph is created there is outlined, and may be called many times. Hand-written gradients are in
 `popxl_addons.build_grad`.
 """
 
@@ -45,7 +45,7 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
     `grad_inlining_error` says what happens when a module with a `build_grad` is inlined, which leaves its
     `build_grad` unused.
 
-    A module holds nothing between uses: what one build collects is handed out and forgotten.
+    A module has no state between builds: the state of a build is returned and dropped.
 
     Example:
         >>> class Affine(Module):
@@ -93,7 +93,8 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
     def create_graph(self, *args: Any, **kwargs: Any) -> tuple[NamedVariableFactories, GraphWithNamedArgs]:
         """Build a graph from `build`, with factories for its variables named like its `args`.
 
-        Tensors and specs among the arguments become inputs of the graph; everything else is handed to `build` as it is.
+        Tensors and specs among the arguments become inputs of the graph; everything else is passed to `build`
+        unchanged.
         Needs a current graph. `ValueError` if the arguments do not match the signature of `build`, or if it returns
         something other than tensors.
         """
@@ -164,7 +165,7 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
         shard_over: SupportsInt | None = None,
         group_axis: int | None = None,
     ) -> popxl.Tensor:
-        """A placeholder for one replica's piece of a variable, split over `shard_over` replicas (default: the group).
+        """A placeholder for one replica's shard of a variable, sharded over `shard_over` replicas (default: the group).
 
         Its shape is ``(ceil(nelms / shard_over),)``, its meta-shape that of the data.
         """
@@ -196,7 +197,7 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
         grads_provided: Choice | None = None,
         grads_required: Choice | None = None,
     ) -> OutlinedCall:
-        """Outline `module`: what is returned takes tensors, and calls a graph of `module` that has inputs under `name`.
+        """Outline `module`: the result takes tensors, and calls a graph of `module` that has inputs under `name`.
 
         With a `build_grad`, or if `autodiff` says so, the graph is differentiated at once, and a transform of this
         module's graph uses that. `grads_provided` and `grads_required` choose tensors of the graph for it.

@@ -10,7 +10,7 @@ import popxl
 
 
 class NameScopeMeta(type):
-    """Wraps the ``build`` of each class so that what it makes is named below the module's name scope.
+    """Metaclass that wraps the ``build`` of each class, so that its ops are named below the module's name scope.
 
     A class that uses it has an attribute ``_name_scope``: a name, or None for no scope.
     """

@@ -1,9 +1,9 @@
-"""Trees of replica groupings: which replicas share each of the named variables of a model. And groups kept close.
+"""Trees of replica groupings, one for each named variable of a model; and restriction of groups to link domains.
 
-Replicas reach each other faster within an *instance*, the replicas of one process, and within an *ild*, the link domain
-of devices that are wired to each other directly. The functions here tell whether groups stay within one, and cut them
-down so that they do. They work on the Ir of the current graph, and on constant groupings. With one process and one
-domain they return what they are given.
+Replicas communicate faster within an *instance*, the replicas of one process, and within an *ild*, the link domain of
+devices with direct links. The functions here determine whether groups stay within one, and reduce them so that they do.
+They work on the Ir of the current graph, and on constant groupings. With one process and one domain they return their
+argument.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ def resolved(group: Groups | None, what: str) -> popxl.ReplicaGrouping:
     """Resolve a grouping argument: axis names of the current Ir, or `None` for all replicas.
 
     Args:
-        group: the argument. For a grouping itself no graph has to be current; if one is, it is of its replicas.
-        what: what was called, and the argument's name, for errors.
+        group: argument to resolve. A grouping needs no current graph; if there is one, the grouping must be of its
+            replicas.
+        what: name of the caller and of the argument, for errors.
 
     Raises:
-        TypeError, ValueError: for anything else, axes that the Ir does not have, and a grouping of other replicas.
+        TypeError, ValueError: for any other type, axes that the Ir does not have, and a grouping of other replicas.
 
     Example:
         >>> ir = popxl.Ir(axes={"data": 2, "tensor": 3})
@@ -79,13 +80,13 @@ def get_instance_replica_grouping(replica_grouping: popxl.ReplicaGrouping | None
     """The grouping, cut into smaller groups if need be, so that each group stays within one process.
 
     Args:
-        replica_grouping: by default all replicas.
+        replica_grouping: grouping to restrict; by default all replicas.
 
     Returns:
         The grouping itself if its groups stay within a process already; else one of the same stride.
 
     Raises:
-        ValueError: if neighbours in a group are further apart than a process has replicas.
+        ValueError: if the distance of neighbours in a group exceeds the replicas of a process.
 
     Example:
         >>> ir = popxl.Ir(replication=4)
@@ -141,13 +142,13 @@ def get_ild_replica_grouping(replica_grouping: popxl.ReplicaGrouping | None = No
     """The grouping, cut into smaller groups if need be, so that each group stays within one link domain.
 
     Args:
-        replica_grouping: by default all replicas.
+        replica_grouping: grouping to restrict; by default all replicas.
 
     Returns:
         The grouping itself if its groups stay within a link domain already; else one of the same stride.
 
     Raises:
-        ValueError: if neighbours in a group are further apart than a link domain has replicas.
+        ValueError: if the distance of neighbours in a group exceeds the replicas of a link domain.
 
     Example:
         >>> ir = popxl.Ir(replication=128)
@@ -179,7 +180,7 @@ def _instance_size() -> int:
 
 
 def _crosses(size: int, group: popxl.ReplicaGrouping) -> bool:
-    # With one domain nothing is asked of the grouping, which need not be constant then.
+    # With one domain the grouping is not inspected, and need not be constant.
     return size < popxl.gcg().ir.replication_factor and group.group_size * group.stride > size
 
 

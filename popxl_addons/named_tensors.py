@@ -1,4 +1,4 @@
-"""Trees of tensors and of host arrays: how variables, placeholders and gradients of a model are passed around."""
+"""Trees of tensors and of host arrays: variables, placeholders and gradients of a model, by name."""
 
 from __future__ import annotations
 

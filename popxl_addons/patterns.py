@@ -1,7 +1,7 @@
-"""Patterns: small rewrites, op by op, of graphs that are finished.
+"""Patterns: small rewrites, op by op, of finished graphs.
 
-A pattern looks at an op and says what is to stand in its place, if anything. Whoever declares an op that some pattern
-has to replace registers the pattern beside it, so this module knows no op by name:
+A pattern inspects an op and returns its replacement, if any. The author of an op that some pattern has to replace
+registers the pattern next to it, so this module knows no op by name:
 
     @pattern("default")
     def drop_noise(op: popxl.Op) -> Replacement | None:
@@ -31,7 +31,7 @@ patterns_level: dict[str, list[Pattern]] = {"no_patterns": [], "minimal": [], "d
 def pattern(level: str) -> Callable[[Pattern], Pattern]:
     """Decorator: register a pattern for `level` and higher levels.
 
-    What it puts in the place of an op should match no pattern, so that applying patterns again changes nothing.
+    The replacement of an op should match no pattern, so that applying patterns again changes nothing.
 
     Raises:
         KeyError: for an unknown level.
@@ -57,7 +57,7 @@ def apply_pre_alias_patterns(ir: popxl.Ir, level: str = "default") -> None:
         level: ``"no_patterns"``, ``"minimal"``, ``"default"`` or ``"all"``.
 
     Raises:
-        KeyError: for another level.
+        KeyError: for an unknown level.
 
     Example:
         >>> ir = popxl.Ir()

@@ -1,7 +1,7 @@
-"""A rough count of the floating point operations of a program: what its matrix products and the like cost.
+"""A rough count of the floating point operations of a program: matrix products and similar ops.
 
-Listed are the op types in `FLOPS_FNS`. All others, in-place forms and fused gradients among them, count nothing here;
-`session.report.work` counts every op, with the same counts but for group norms, which it does not guess.
+The op types in `FLOPS_FNS` are counted. All others, in-place forms and fused gradients among them, count nothing here;
+`session.report.work` counts every op, with the same counts except for group norms, which it does not estimate.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def evaluate_FLOPs(graph: popxl.Graph) -> dict[str, Any]:
     runs is not known before.
 
     Returns:
-        ``{op type: {op id: count}, "TOT": total}``. What a called graph adds to an op type stands below it in the same
+        ``{op type: {op id: count}, "TOT": total}``. Counts of a called graph for an op type are below it in the same
         form, ``{"Call_<op id>(<graph>)": {op id: count}}``, with ``Loop`` for a loop.
 
     Example:
@@ -118,10 +118,10 @@ def _leaves(counts: dict[Any, Any], path: tuple[Any, ...] = ()) -> Iterator[tupl
 def print_FLOPs(
     flops_breakdown: dict[str, Any], mode: Literal["type", "flat"] = "type", numerical_format: str = "nearest3"
 ) -> None:
-    """Print a table of what `evaluate_FLOPs` has found, the largest first.
+    """Print a table of the results of `evaluate_FLOPs`, the largest first.
 
     Args:
-        flops_breakdown: of `evaluate_FLOPs` or `evaluate_ir_FLOPs`.
+        flops_breakdown: result of `evaluate_FLOPs` or `evaluate_ir_FLOPs`.
         mode: ``"type"`` for a row for each op type, with its share in percent; ``"flat"`` for one for each op.
         numerical_format: as for `format_flops_scientific`.
 

@@ -1,7 +1,7 @@
-"""Mixed precision: graphs compute in 16 bits, and what is trained stays in 32.
+"""Mixed precision: graphs compute in 16 bits, and trained variables stay in 32.
 
-A `MixedPrecision` is a value. `train_step` takes it; by hand, `create_graph` makes the graph and `cast` gives it the
-variables.
+A `MixedPrecision` is a value. `train_step` takes it; without that, `create_graph` makes the graph and `cast` passes it
+the variables.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class MixedPrecision:
     well. The graph gets them, and its float inputs, as `dtype`. Within a layer that is kept, variables are as they are
     and inputs are cast up; its results are cast down again.
 
-    What a program computes in a dtype of its own stays there: take the loss of ``logits.astype(popxl.float32)``.
+    A computation whose dtype the program states keeps it: take the loss of ``logits.astype(popxl.float32)``.
 
     Args:
         dtype: `popxl.bfloat16` or `popxl.float16`. The latter needs its loss scaled; `train_step` does that.
-        keep: which layers stay in float32: those with one of these words in their name, the attribute of the module
-            that they are assigned to, by themselves or in a list.
+        keep: layers that stay in float32: those with one of these words in their name, the attribute of the module that
+            they are assigned to, directly or in a list.
 
     Raises:
         ValueError: for any other dtype, and for `keep` that is a single text.
@@ -125,7 +125,7 @@ class _Building:
     """Build context: current precision, and whether a float32 layer encloses it.
 
     Attributes:
-        names: those of all layers so far.
+        names: names of all layers so far.
     """
 
     precision: MixedPrecision
@@ -148,7 +148,7 @@ def _build_context(building: _Building) -> Iterator[None]:
 def in_precision(factory: VariableFactory) -> VariableFactory:
     """Factory for the current build: float32 variable, placeholder in computation dtype.
 
-    What a graph changes in place stays as it is: of a copy, the change would be lost.
+    Variables that a graph changes in place are not cast: a change of the copy would be lost.
     """
     building = _building.get()
     if building is not None and _is_float(factory.dtype) and not factory.by_ref:
@@ -167,7 +167,7 @@ def layer(name: str | None, states_gradient: bool, build: Callable[..., Any], *a
     """Build a named layer from arguments, in float32 for kept layers.
 
     Raises:
-        ValueError: for a kept layer that states its gradient itself: that would know nothing of the casts around it.
+        ValueError: for a kept layer with a gradient of its own, which would ignore the casts around it.
     """
     building = _building.get()
     if building is None:

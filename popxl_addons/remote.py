@@ -1,4 +1,4 @@
-"""Remote buffers for models: a tree of buffers beside a tree of factories, and graphs that load and store all of it.
+"""Remote buffers for models: a tree of buffers matching a tree of factories, and graphs that load and store them.
 
 Every slot of a buffer holds the same variable of another layer, so one graph with one set of tensors can work through
 the layers: load the layer's weights, call, store what has changed.
@@ -42,13 +42,13 @@ def create_remote_buffer(
     replica_group: Groups | None = None,
     shard_over: int | None = None,
 ) -> popxl.RemoteBuffer:
-    """A remote buffer for values like `spec`, cut into pieces for the replicas of a group.
+    """A remote buffer for values like `spec`, sharded over the replicas of a group.
 
     Args:
-        spec: a tensor or spec. If it has a meta-shape it is a piece already, and is stored as it is.
+        spec: a tensor or spec. With a meta-shape it is already a shard, and is stored unchanged.
         entries: number of slots.
         replica_group: the replicas that share a value: a grouping, or names of axes; all of them by default.
-        shard_over: the number of pieces: 1 for whole values, by default as many as the group has replicas.
+        shard_over: number of shards: 1 for whole values, by default the number of replicas of the group.
 
     Raises:
         ValueError: if the elements of a value cannot be divided evenly, or `shard_over` is not a divisor of the group
@@ -84,17 +84,17 @@ def named_variable_buffers(
 ) -> NamedRemoteBuffers:
     """A buffer for each factory, under the same names. Fill the slots with ``factories.init_remote(buffers, entry)``.
 
-    A factory that is replica-sharded itself gets a buffer for its pieces, whatever `shard_over_dict` says.
+    A factory that is replica-sharded itself gets a buffer for its shards, regardless of `shard_over_dict`.
 
     Args:
         factories: the factories; each says which replicas share its values.
         entries: number of slots of each buffer.
-        shard_over_dict: into how many pieces values are cut: one number for all, or for each flat name (names that
-            are missing mean the whole group); True for the whole group, False for whole values.
+        shard_over_dict: number of shards of values: one number for all, or for each flat name (names that are missing
+            mean the whole group); True for the whole group, False for whole values.
 
     Raises:
-        ValueError: for a number outside of 1 to the group size, for anything else that is no such number, and as
-            `create_remote_buffer` does.
+        ValueError: for a number outside of 1 to the group size, for anything else that is not such a number, and as for
+            `create_remote_buffer`.
 
     Example:
         >>> from popxl_addons import VariableFactory
@@ -155,12 +155,12 @@ def load_remote(buffers: NamedRemoteBuffers, entry: int | popxl.Tensor = 0, use_
     """Load slot `entry` of every buffer, in the current graph.
 
     Args:
-        buffers: what to load from, in sorted order.
+        buffers: buffers to load from, in sorted order.
         entry: number of the slot, or an int32 scalar that is read when the program runs.
-        use_io_tiles: where transfers run; the numbers do not depend on it.
+        use_io_tiles: whether transfers run on I/O tiles; the numbers do not depend on it.
 
     Returns:
-        New tensors under the names of the buffers; those of pieces have a meta-shape.
+        New tensors under the names of the buffers; shards have a meta-shape.
 
     Example:
         >>> with popxl.Ir().main_graph:
@@ -205,7 +205,7 @@ def load_remote_graph(
     """Graph that loads one slot of every buffer; its input is the slot's index, an int32 scalar.
 
     Args:
-        buffers: what to load from. Each grows to at least `entries` slots.
+        buffers: buffers to load from. Each grows to at least `entries` slots.
         entries: number of slots that will be used.
         use_io_tiles: as for `load_remote`.
 
@@ -238,7 +238,7 @@ def store_remote_graph(buffers: NamedRemoteBuffers, entries: int = 1, use_io_til
     """A graph that stores in a slot of every buffer: its first input is the number of the slot, an int32 scalar.
 
     Args:
-        buffers: where to store. Each grows to at least `entries` slots.
+        buffers: buffers to store to. Each grows to at least `entries` slots.
         entries: number of slots that will be used.
         use_io_tiles: as for `store_remote`.
 

@@ -1,4 +1,4 @@
-"""Routing: a tensor of a calling graph, made usable deep inside by giving every graph on the way an input for it."""
+"""Routing: makes a tensor of a calling graph usable deep inside, by an input of every graph in between."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def route_tensor_into_graph(
 ) -> popxl.Tensor:
     """Tensor of an outer graph, routed into `graph` as an input.
 
-    Every graph between the two gains one input, named like the tensor, and each call of these graphs binds it, however
-    many calls and ways there are. A loop passes the tensor to each turn as it is. Routing the same tensor again returns
-    the same input. A graph on the way that nothing calls yet gains the input too; whoever calls it has to bind it, as
+    Every graph between the two gains one input, named like the tensor, and each call of these graphs binds it, for any
+    number of calls and paths. A loop passes the tensor to each iteration unchanged. Routing the same tensor again
+    returns the same input. A graph in between without callers gains the input too; its later calls have to bind it, as
     do later calls of the others.
 
     Args:
-        tensor: a tensor of a graph that calls `graph`, directly or by way of others.
-        graph: where to use it; by default the current graph.
-        modified: what is done to it in place inside is done to `tensor`, too. Instead of true, some regions of it may
-            be given; all of it is meant.
+        tensor: a tensor of a graph that calls `graph`, directly or through others.
+        graph: graph to use it in; by default the current graph.
+        modified: whether in-place changes inside also change `tensor`. Instead of true, some regions of it may be
+            given; all of it is meant.
 
     Returns:
         The input of `graph`; `tensor` itself if that is in `graph`.

@@ -1,9 +1,9 @@
-"""Replicated tensor sharding: each replica of a group keeps a piece of a tensor; it is put together when it is used.
+"""Replicated tensor sharding: each replica of a group keeps a shard of a tensor, which is gathered for use.
 
-A *sharded* tensor has rank 1. On the member of rank `k` of a group of `n` replicas it holds the elements from
-``k * L`` to ``(k + 1) * L`` of the flattened whole, ``L = nelms / n``, and its `meta_shape` is the shape of the whole.
-Tensors whose elements cannot be divided evenly stay whole. A grouping that is not constant stands for its `const_rg`,
-which is how the variables of such a grouping are cut. See also: ZeRO, https://arxiv.org/abs/1910.02054.
+A *sharded* tensor has rank 1. On the member of rank `k` of a group of `n` replicas it holds the elements from ``k * L``
+to ``(k + 1) * L`` of the flattened whole, ``L = nelms / n``, and its `meta_shape` is the shape of the whole. Tensors
+whose elements cannot be divided evenly stay whole. A grouping that is not constant stands for its `const_rg`, by which
+variables of such a grouping are sharded. See also: ZeRO, https://arxiv.org/abs/1910.02054.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ ReduceOp = Literal["add", "mean"]
 
 
 def replica_sharded_spec(t: popxl.Tensor | popxl.TensorSpec | VariableFactory, shard_over: Groups) -> popxl.TensorSpec:
-    """What one replica's piece of `t` looks like.
+    """Spec of one replica's shard of `t`.
 
     Args:
         t: a tensor, a spec, or the factory of a variable.
         shard_over: the replicas that share it out: a grouping, or names of axes.
 
     Returns:
-        The spec of a piece; the spec of `t` itself if it is one already, or cannot be divided evenly.
+        The spec of a shard; the spec of `t` itself if it is one already, or cannot be divided evenly.
 
     Example:
         >>> everyone = popxl.Ir(replication=4).replica_grouping()
@@ -64,9 +64,9 @@ def gather_replica_sharded_tensor(
     """Gather the shards of a tensor to its `meta_shape`; other tensors are unchanged.
 
     Args:
-        t: one replica's piece, or the variable that is in pieces.
-        use_io_tiles: where the gathering runs; the numbers do not depend on it.
-        replica_group: the replicas that hold the pieces: a grouping, or names of axes; all of them by default.
+        t: one replica's shard, or the sharded variable.
+        use_io_tiles: whether the gather runs on I/O tiles; the numbers do not depend on it.
+        replica_group: replicas that hold the shards: a grouping, or names of axes; all of them by default.
 
     Example:
         >>> with popxl.Ir(replication=2).main_graph:
@@ -91,10 +91,10 @@ def reduce_replica_sharded_tensor(
     """Reduce `t` over one replica group, then shard the result over another.
 
     Args:
-        t: a tensor that is whole on each replica, with a value of its own.
+        t: an unsharded tensor, with a value of each replica.
         op: ``"add"`` or ``"mean"``.
         replica_group: the replicas whose values are combined; all of them by default.
-        shard_group: the replicas that keep a piece each; by default `replica_group`.
+        shard_group: replicas that keep a shard each; by default `replica_group`.
 
     Returns:
         A sharded tensor; a whole one if `shard_group` has one member only or `t` cannot be divided evenly.
@@ -132,10 +132,10 @@ def all_gather_replica_sharded_graph(
     """A graph that applies `gather_replica_sharded_tensor` to tensors like these.
 
     Args:
-        tensors: what the graph's inputs look like, tensors or factories of variables; only their names and specs are
+        tensors: templates of the graph's inputs, tensors or factories of variables; only their names and specs are
             used.
-        use_io_tiles: where the gathering runs.
-        replica_groups: by flat name, which replicas hold the pieces; all of them by default.
+        use_io_tiles: whether the gather runs on I/O tiles.
+        replica_groups: replicas that hold the shards, by flat name; all of them by default.
 
     Returns:
         The graph, and the flat names of its outputs, which are sorted. Its inputs have the same names.
@@ -173,11 +173,11 @@ def reduce_replica_sharded_graph(
     """A graph that applies `reduce_replica_sharded_tensor` to tensors like these.
 
     Args:
-        tensors: what the graph's inputs look like, tensors or factories of variables; only their names and specs are
+        tensors: templates of the graph's inputs, tensors or factories of variables; only their names and specs are
             used.
         op: ``"add"`` or ``"mean"``.
-        use_io_tiles: where the reducing runs; the numbers do not depend on it.
-        shard_groups: by flat name, which replicas keep the pieces; for missing names those of `replica_group`.
+        use_io_tiles: whether the reduction runs on I/O tiles; the numbers do not depend on it.
+        shard_groups: replicas that keep the shards, by flat name; for missing names those of `replica_group`.
         replica_group: the replicas whose values are combined; all of them by default.
 
     Returns:

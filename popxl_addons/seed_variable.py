@@ -1,4 +1,4 @@
-"""A random seed that a program keeps, one for each group of replicas."""
+"""A random seed stored in a program, one for each group of replicas."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def seed_variable(seed: int, replica_grouping: Groups | None = None) -> tuple[Va
     it (``seed += 1``) lasts from run to run, and is saved and loaded with the rest of a model.
 
     Args:
-        seed: what the seeds are made from, by `popxl.create_seeds`.
-        replica_grouping: which replicas share a seed: a grouping, or names of axes. By default each replica has its
-            own.
+        seed: seed of the seeds, for `popxl.create_seeds`.
+        replica_grouping: groups of replicas that share a seed: a grouping, or names of axes. By default each replica
+            has its own.
 
     Returns:
         The variable, for the session: on the host a uint32 array of shape ``(groups, 2)``, or ``(2,)`` for one group.

@@ -1,13 +1,13 @@
-"""Arrays in pieces: which process has written which elements, and how any of them are found again.
+"""Arrays in shards: the elements that each process has written, and their lookup.
 
-Several processes that write a checkpoint together have a directory each, with parts of arrays:
+Several processes that write a checkpoint together have a directory each, with shards of arrays:
 
     pieces/<number>/         files of arrays (`popxl_addons.array_files`), runs of elements one after the other;
-                             runs.json, which elements these are; checksums.json, the digests of all this
-    pieces.json              the index, written last: how many directories there are, and what they are parts of
+                             runs.json, the index of these elements; checksums.json, the digests of all this
+    pieces.json              the index, written last: the number of directories, and the arrays with their shapes
 
-Who reads an array need not know of pieces, nor of the replicas that had parts of it: it asks for elements (`Elements`),
-and they are read where they lie.
+A reader of an array need not know its shards, or the replicas that had them: it requests elements (`Elements`), and
+they are read from their place.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Piece = tuple[int, np.ndarray]
 
 
 class ShardSpec(BaseModel):
-    """An array in pieces.
+    """Layout of a sharded array.
 
     Attributes:
-        shape: its shape.
-        axis: along which the parts are joined that are stacked on its first axis; `None` if it is whole.
+        shape: shape of the array.
+        axis: axis along which parts that are stacked on its first axis are joined; `None` if it is whole.
     """
 
     model_config = ConfigDict(frozen=True, defer_build=True)
@@ -55,11 +55,11 @@ class ShardSpec(BaseModel):
 
 
 class Index(BaseModel):
-    """Index of the pieces in a joint checkpoint.
+    """Index of the shards in a joint checkpoint.
 
     Attributes:
-        writers: how many directories with pieces there are.
-        arrays: what they are pieces of, by name.
+        writers: number of directories with shards.
+        arrays: layouts of the arrays, by name.
     """
 
     model_config = ConfigDict(frozen=True, defer_build=True)
@@ -88,12 +88,12 @@ class KeyValueStore(Protocol):
 
 
 class ShardWriter:
-    """Writer of one process's pieces of a joint checkpoint, with a report of success or failure to the other processes.
+    """Writer of one process's shards of a joint checkpoint, with a report of success or failure to the other processes.
 
     Args:
         directory: the draft of the checkpoint, which the first process has made.
-        number: which process this is, from 0.
-        count: how many there are.
+        number: index of this process, from 0.
+        count: number of processes.
         store: the store that they share.
     """
 
@@ -127,12 +127,12 @@ class ShardWriter:
 
 
 def write_pieces(directory: Path, number: int, pieces: Mapping[str, list[Piece]], format: Format = "npz") -> None:
-    """Write and flush one process's pieces of a joint checkpoint.
+    """Write and flush one process's shards of a joint checkpoint.
 
     Args:
-        directory: what `created` gives the process that begins the checkpoint.
+        directory: result of `created` in the process that begins the checkpoint.
         number: the number of this one, from 0.
-        pieces: its pieces of arrays, by name.
+        pieces: shards of arrays, by name.
         format: as for `write_arrays`.
 
     Raises:
@@ -184,11 +184,11 @@ class ReshapedArray:
     """An array whose parts along an axis are stacked on its first axis, or joined, otherwise than they are stored.
 
     Attributes:
-        source: as it is stored.
-        shape: as it is here.
+        source: array as it is stored.
+        shape: shape of this view.
         joined: the shape of one value, of which there are parts.
         axis: the axis of that.
-        stored, parts: how many there are, as it is stored, and here.
+        stored, parts: number of parts in the stored array, and in this view.
     """
 
     source: LazyArray
@@ -207,7 +207,7 @@ class ReshapedArray:
         after = math.prod(self.joined[self.axis + 1 :])
         here, there = size // self.parts, size // self.stored
         found = [self.source.elements(0, 0)]
-        while start < stop:  # as far as elements follow each other both here and there
+        while start < stop:  # as long as elements are contiguous both here and there
             row, last = divmod(start, after)
             row, own = divmod(row, here)
             part, row = divmod(row, before)
@@ -235,12 +235,12 @@ def split(array: LazyArray, parts: int, axis: int) -> LazyArray:
 
 @dataclass(frozen=True)
 class _ConcatenatedArray:
-    """Array stored as consecutive pieces.
+    """Array stored as consecutive shards.
 
     Attributes:
-        shape, dtype: what it is.
-        starts: the number of the first element of each piece.
-        pieces: where each piece is, and the number of its first element there.
+        shape, dtype: spec of the array.
+        starts: number of the first element of each shard.
+        pieces: array of each shard, and the number of its first element there.
     """
 
     shape: tuple[int, ...]
@@ -276,7 +276,7 @@ def _arrays_in_pieces(directory: Path) -> dict[str, LazyArray]:
                 found[name].append((start, stop, arrays[name], first))
                 first += stop - start
             if first != math.prod(arrays[name].shape):
-                found[name].clear()  # they are not what they are said to be
+                found[name].clear()  # shapes or dtypes do not match the index
     return {name: _concatenated_array(path, name, found[name], index.arrays[name]) for name in index.arrays}
 
 

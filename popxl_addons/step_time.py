@@ -1,8 +1,8 @@
-"""Time of a training step of a GPT on a cluster, from the graphs of its parts: nothing is compiled, nothing is run.
+"""Time of a training step of a GPT on a cluster, from the graphs of its parts, without compiling or running them.
 
-The model is written with the kit: one layer, the embedding, the head with its loss, and the optimiser, each as it is on
-one chip, with its gradient graph. Each op of these is a kernel that the host dispatches, as PyTorch does. The step is
-composed of them: layers make the stages of a pipeline, micro-batches go through its schedule, activations are sent from
+The model is written with the kit: one layer, the embedding, the head with its loss, and the optimiser, each as on one
+chip, with its gradient graph. Each of their ops is a kernel that the host dispatches, as in PyTorch. The step is
+composed of them: layers form the stages of a pipeline, micro-batches go through its schedule, activations are sent from
 stage to stage, gradients are summed along the data axis, and the optimiser updates each chip's share.
 """
 
@@ -46,7 +46,7 @@ class GPTSizes(NamedTuple):
     """Sizes of a GPT.
 
     Attributes:
-        layers, hidden, heads: of the transformer.
+        layers, hidden, heads: sizes of the transformer.
         sequence: tokens of a text.
         vocabulary: tokens that there are.
     """
@@ -94,13 +94,13 @@ class GPTStepTime:
     """Time of a training step.
 
     Attributes:
-        seconds: of the step.
+        seconds: time of the step.
         pipeline: until the last backward stage has ended, in seconds.
         bubble: the part of this that chips wait, from 0 to 1.
         reduction: seconds that the gradients are summed.
         optimizer: seconds of the update.
         network: seconds of collectives within a stage for one micro-batch.
-        bound: which has more to do in the layers of a stage: the "chip", or the "host", which dispatches.
+        bound: bottleneck of the layers of a stage: the "chip", or the "host", which dispatches.
         recomputes: whether the gradient recomputes layers.
         utilisation: model FLOPs utilisation: of the products without recomputation, by the published rate.
         chip_hours: seconds of all chips, in hours.
@@ -144,9 +144,9 @@ def gpt_step_time(
         global_batch: texts of a step, of all replicas.
         chips: the product of the axes; to be checked.
         chip: the machine's kind of chip, as `popxl.Target` takes it.
-        efficiency: what the chip attains; that of its own figures for `None`.
-        recompute: whether the gradient recomputes layers; by default if the memory of a chip does not hold what it
-            would keep.
+        efficiency: attained share of the chip's figures; that of its own figures for `None`.
+        recompute: whether the gradient recomputes layers; by default if the memory of a chip does not hold the
+            activations.
 
     Raises:
         ValueError: if the axes do not multiply to `chips`, or do not divide the layers, heads or batch.

@@ -200,8 +200,8 @@ class TaskSession(popxl.Session):
 
         Args:
             src: another session.
-            report_missing: what to do about names that only one of them has: ``"none"`` leaves them alone, ``"warn"``
-                gives a `popxl.errors.MissingStateWarning`, ``"error"`` raises.
+            report_missing: treatment of names that only one of them has: ``"none"`` ignores them, ``"warn"`` issues a
+                `popxl.errors.MissingStateWarning`, ``"error"`` raises.
 
         Raises:
             ValueError: if no name is in both states, or shapes or dtypes differ; for missing names, if these are
@@ -254,7 +254,7 @@ class TaskSession(popxl.Session):
             wait: whether to return only when all is written.
 
         Raises:
-            OSError: what the disk says, of this checkpoint or of the one before.
+            OSError: for errors of the file system, of this checkpoint or of the one before.
             PopxlRuntimeError: if another process could not write its part, of this checkpoint or of the one before.
             TypeError: if `session_state` holds something that JSON does not know.
             ValueError: for an unknown `format`, or memory maps that lie in `checkpoint_dir`.
@@ -323,7 +323,7 @@ class TaskSession(popxl.Session):
             self._writer.check()
             if number == 0:
                 begun = self._start_checkpoint(stack, place, format, arrays)
-        except BaseException as raised:  # whatever it is, the others wait to be told
+        except BaseException as raised:  # any error: the other processes wait for the report
             problem = raised
         directory, write = begun
         said = {"directory": str(directory), "problem": problem and f"{type(problem).__name__}: {problem}"}
@@ -343,7 +343,7 @@ class TaskSession(popxl.Session):
         def finish() -> None:
             try:
                 share.write(own, format)
-            finally:  # as long as anybody writes to the draft, it has to be there
+            finally:  # the draft must exist while any process writes to it
                 problems = share.problems()
             if problems:
                 raise PopxlRuntimeError(
@@ -357,7 +357,7 @@ class TaskSession(popxl.Session):
     def wait_for_checkpoint(self) -> None:
         """Wait until the last checkpoint is complete, if it was saved with `wait=False`.
 
-        Raises what went wrong with it, if that was not raised before.
+        Raises its error, if that was not raised before.
         """
         self._writer.wait()
 
@@ -391,8 +391,8 @@ class TaskSession(popxl.Session):
 
         Args:
             checkpoint_dir: as for `save_checkpoint`.
-            report_missing: what to do about names of the state, and keys of `session_state`, that are in the checkpoint
-                or in the session only: ``"none"`` leaves them alone, ``"warn"`` says so in the log, ``"error"`` raises.
+            report_missing: treatment of names of the state, and keys of `session_state`, that are in the checkpoint or
+                in the session only: ``"none"`` ignores them, ``"warn"`` logs them, ``"error"`` raises.
             skip_memmap: has no effect. The raw files of memory-mapped variables are never read here: copy them with
                 `initialise_memmap_dir_from_checkpoint` before the program is built.
 
@@ -454,15 +454,15 @@ class TaskSession(popxl.Session):
         `mark` payloads, raise in all.
 
         Args:
-            what: where they are.
-            together: whether the program has several.
-            otherwise: what is so if it went wrong in another one.
+            what: description of the barrier.
+            together: whether the program has several processes.
+            otherwise: description of the state after an error in another process.
         """
         said: dict[str, str] = {}
         problem: BaseException | None = None
         try:
             yield said
-        except BaseException as raised:  # whatever it is, the others wait to be told
+        except BaseException as raised:  # any error: the other processes wait for the report
             problem = raised
         told = (
             self._meet(what, said | {"problem": problem and f"{type(problem).__name__}: {problem}"}) if together else []
@@ -531,7 +531,7 @@ def write_variables_pb(session: popxl.Session, weights: Mapping[popxl.Tensor, np
 
     Raises:
         PopxlError: if the program has no tensor of an id.
-        TypeError, ValueError: as `Session.write_variables_data` does.
+        TypeError, ValueError: as for `Session.write_variables_data`.
 
     Example:
         >>> def program() -> tuple[popxl.Ir, popxl.Tensor]:
@@ -589,7 +589,7 @@ def initialise_memmap_dir_from_checkpoint(
         checkpoint.check_maps(directory)
         target.mkdir(parents=True, exist_ok=True)
         for source in sorted((directory / array_files.MODEL).glob("*.npy")):
-            # A program that maps the old file keeps it, whole.
+            # A program that maps the old file keeps it as it was.
             replace_file(target / source.name, partial(shutil.copyfile, source))
 
 

@@ -1,4 +1,4 @@
-"""Running one module on arrays, in a line, and counting ops: for tests of models."""
+"""Test helpers for models: running one module on arrays, in a line, and counting ops."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def run_module(
     """Build, call and run `module` once in a fresh program; return output arrays in order.
 
     Args:
-        module: what to run, on the best accelerator there is.
+        module: module to run, on the best accelerator available.
         *args, **kwargs: arguments of `build`. A `TensorInput`, alone or in a list or tuple, becomes a variable.
         weights: arrays for variables of the module, or a function from these variables to the arrays. The others keep
-            the values that they are initialised with.
+            their initial values.
 
     Raises:
-        ValueError, TypeError: as `Module.create_graph` and `Session.write_variables_data` do.
+        ValueError, TypeError: as for `Module.create_graph` and `Session.write_variables_data`.
 
     Example:
         >>> class Affine(addons.Module):

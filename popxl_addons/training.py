@@ -39,9 +39,9 @@ class Training:
 
     Attributes:
         loss: the mean over the micro-batches and replicas of a step.
-        variables: those of the model, by name.
-        state: what the optimiser keeps, by name.
-        memory: which activations are kept, recomputed and offloaded, if the step was told to plan them.
+        variables: variables of the model, by name.
+        state: state of the optimiser, by name.
+        memory: treatment of activations (kept, recomputed or offloaded), if the step has a memory plan.
     """
 
     loss: popxl.Tensor
@@ -68,37 +68,35 @@ def train_step(
     made in float32. Variables of integers stay as they are.
 
     Args:
-        module: its `build` takes `inputs`, and returns the loss (and more, which is not looked at): a scalar, the mean
-            over what it is given.
+        module: module whose `build` takes `inputs`, and returns the loss (and possibly more, which is ignored): a
+            scalar, the mean over its inputs.
         *inputs: streams, which are loaded once for each micro-batch; or tensors, if there is one.
         optimizer: updates variables by gradients, such as `partial(optimizers.adamw, lr=1e-3, clip_norm=1.0)`. It gets
             `loss_scaling`: a `LossScale`, if that adapts itself.
-        accumulate: how many micro-batches a step has. Each is one transfer of a run: where streams among `inputs` have
-            fewer, their `num_host_transfers` is set to as many. What is fed or stored once a step keeps its number.
-        precision: what the model computes in, such as `MixedPrecision(popxl.bfloat16, keep=("norm",))`: variables are
-            float32 then. By default in the dtypes that it says itself.
-        loss_scaling: what the gradient of the loss starts with: a number, a tensor, or
-            `optimizers.DynamicLossScaling()`, which adapts itself. By default the latter for a `precision` of float16,
-            else 1.
-        sharded: keep the variables and the optimiser's state in pieces, one on each replica that shares them, as
-            `facts.init_sharded()` does. A step puts the variables together, and shares out the gradients.
-        variables: those of the model, if there are some already, whole or in pieces; otherwise they are made.
-        memory: which activations of the model's layers the step keeps for the gradient, recomputes or offloads to the
-            memory of the host: a policy (`"everything"`, `"products"`, `"products_without_batch"`, `"nothing"`) or a
+        accumulate: number of micro-batches of a step. Each is one transfer of a run: if streams among `inputs` have
+            fewer, their `num_host_transfers` is set to this. Streams with one transfer per step keep their number.
+        precision: dtype that the model computes in, such as `MixedPrecision(popxl.bfloat16, keep=("norm",))`: variables
+            are then float32. By default the model's own dtypes.
+        loss_scaling: factor of the loss's gradient: a number, a tensor, or `optimizers.DynamicLossScaling()`, which
+            adapts itself. By default the latter for a `precision` of float16, else 1.
+        sharded: whether to shard the variables and the optimiser's state over the replicas that share them, as
+            `facts.init_sharded()` does. A step gathers the variables, and scatters the gradients.
+        variables: variables of the model, whole or sharded, if they exist; otherwise they are made.
+        memory: treatment of the activations of the model's layers: kept for the gradient, recomputed or offloaded to
+            host memory: a policy (`"everything"`, `"products"`, `"products_without_batch"`, `"nothing"`) or a
             `MemoryPlan`, such as that of a step that was made with a policy. Or a budget, such as `"14 GB"` or bytes of
-            a device: the step is built and compiled apart for the devices of this host, up to three times, for a plan
-            within it; see `plan_memory`, which takes other targets and what a program does besides. By default all are
-            kept.
+            a device: the step is built and compiled separately for the devices of this host, up to three times, for a
+            plan within it; see `plan_memory`, which takes other targets and whole programs. By default all are kept.
         **settings: further arguments of `build`.
 
     Returns:
         The loss, the variables, the optimiser's state, and the memory plan if `memory` is given.
 
     Raises:
-        TypeError: for an `accumulate` that is not an integer, or another `module`, `precision` or kind of `inputs`.
-        ValueError: for an `accumulate` below 1, or above 1 of inputs that are no streams; for a module with
-            placeholders that are pieces or that nothing reads, or whose loss is no scalar; for `sharded` beside
-            `variables`, a budget that is malformed or stands beside `variables`, and as the optimiser does.
+        TypeError: for an `accumulate` that is not an integer, or an invalid `module`, `precision` or kind of `inputs`.
+        ValueError: for an `accumulate` below 1, or above 1 with inputs that are not streams; for a module with
+            placeholders that are shards or that are never read, or whose loss is not a scalar; for `sharded` together
+            with `variables`, a budget that is malformed or given with `variables`, and as for the optimiser.
         PopxlError: if no plan within a budget is found.
 
     Example:

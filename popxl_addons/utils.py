@@ -1,4 +1,4 @@
-"""Small helpers that know nothing of modules or graphs: two dictionaries, a timer, and a few one-line functions."""
+"""Small helpers independent of modules and graphs: two dictionaries, a timer, and a few one-line functions."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ jax.tree_util.register_pytree_with_keys(
 
 
 class WeightsDict(MutableMapping[Variable, np.ndarray]):
-    """Host data for variables, checked as it is put in. Hand it to ``Session.write_variables_data``.
+    """Host data for variables, checked on insertion. Pass it to ``Session.write_variables_data``.
 
     An array must have the variable's dtype and its shape on the host (with the leading group dimension of a grouped
     variable); otherwise `ValueError`.

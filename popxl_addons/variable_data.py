@@ -14,7 +14,7 @@ from popxl.errors import RowsAsValuesWarning
 from popxl.extend.source import SourceLocation, user_frame, warn_at
 from popxl.initial import Initial
 
-# An element of the data: an array of some library, or a scalar of NumPy.
+# An element of the data: an array of some library, or a NumPy scalar.
 host_scalar_tensor_types: tuple[type, ...] = (*popxl.tensor.host_tensor_types, Number, np.generic)
 
 DataIter = Callable[[], Any] | Iterable[Any]

@@ -1,7 +1,7 @@
-"""Recipes for variables. A subgraph can only hold a placeholder; its variable is made later, in the main graph.
+"""Factories of variables. A subgraph can only hold a placeholder; its variable is made later, in the main graph.
 
-A `VariableFactory` makes both: the placeholder with `create_input`, the variable with `create_tensor`. A module
-returns the factories of all its placeholders as `NamedVariableFactories`, whose `init` makes all the variables.
+A `VariableFactory` makes both: the placeholder with `create_input`, the variable with `create_tensor`. A module returns
+the factories of all its placeholders as `NamedVariableFactories`, whose `init` makes all the variables.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class VariableFactory:
     def next_data(self, empty: bool = False) -> Any:
         """The host value of the next variable: one element, or one for each replica group, stacked.
 
-        What is only described is made.
+        Descriptions are converted to numbers.
         """
         value = self._next_value(empty)
         return value.numbers(self.dtype) if isinstance(value, Initial) else value
@@ -275,8 +275,8 @@ class NamedVariableFactories(DotTree[VariableFactory]):
     ) -> NamedTensors:
         """Like `init`, with sharded variables, one shard per replica of a group in device memory.
 
-        What has fewer elements than there are replicas stays whole. Graphs take whole tensors: `train_step` puts them
-        together, and so does `rts.gather_replica_sharded_tensor`. Optimisers keep their state in pieces, too.
+        Variables with fewer elements than replicas stay whole. Graphs take whole tensors: `train_step` gathers them,
+        and so does `rts.gather_replica_sharded_tensor`. Optimisers shard their state too.
 
         Example:
             >>> with popxl.Ir(replication=2).main_graph:
@@ -396,8 +396,8 @@ def add_replica_sharded_variable_input(
 ) -> tuple[popxl.Tensor, VariableFactory]:
     """Create a factory, with a shard placeholder in the current graph.
 
-    `shard_over` is the number of pieces: by default the size of the group, which by default is all replicas. If that
-    is 1 the placeholder is whole.
+    `shard_over` is the number of shards: by default the size of the group, which by default is all replicas. If that is
+    1 the placeholder is whole.
     """
     factory = replica_sharded_factory(name, data_iter, dtype, by_ref, replica_grouping, shard_over, group_axis)
     return factory.create_input(), factory

@@ -1,4 +1,4 @@
-"""Names of weights in files, by name of a model's variable: GPT-2, Llama and Qwen as Hugging Face publishes them."""
+"""Names of weights in files, by name of a model's variable: GPT-2, Llama and Qwen as published by Hugging Face."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Stored:
         transposed: the file has the transpose, as `torch.nn.Linear` keeps it.
         part: ``(k, n)``: the variable is part `k` of `n` equal ones that lie beside each other, along the last axis of
             the weight once it is transposed, as GPT-2 has queries, keys and values.
-        axis: which axis of the variable groups of replicas split between them, if its `group_axis` does not say it.
-            Without either, loading finds it by the shapes, and saving refuses.
-        rows: how many rows the weight has, where the variable may have more, such as a table of `layers.Embedding`,
-            whose parts have multiples of 16. Loading makes zeros of those at its end, and saving leaves them out.
+        axis: axis of the variable that groups of replicas split between them, if its `group_axis` does not define it.
+            Without either, loading derives it from the shapes, and saving refuses.
+        rows: number of rows of the weight, where the variable may have more, such as a table of `layers.Embedding`,
+            whose parts have multiples of 16. Loading appends zeros, and saving leaves them out.
     """
 
     name: str
@@ -32,12 +32,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class Names:
-    """What a kind of model calls its weights.
+    """Names of the weights of a kind of model.
 
     Attributes:
-        stored: for names of variables, with `*` for each number: the name in the file, or a `Stored`.
-        prefix: what names begin with, and may all be without, as in files of models without a head.
-        ignored: what may be in a file and is no weight, such as masks, with `*` for numbers.
+        stored: name in the file, or a `Stored`, for names of variables, with `*` for each number.
+        prefix: prefix of the names, which all may lack, as in files of models without a head.
+        ignored: names in a file that are not weights, such as masks, with `*` for numbers.
 
     Example:
         >>> names = Names({"dense.*.weight": Stored("model.h.*.fc.weight", transposed=True)}, prefix="model.")

@@ -1,10 +1,10 @@
 """Weights in the layout of Hugging Face: a `.safetensors` file, or a folder of several with an index.
 
-Names and forms of weights in files are data: `Names`. Those of GPT-2, Llama and Qwen, for
+Names and layouts of weights in files are data: `Names`. Those of GPT-2, Llama and Qwen, for
 `popxl_addons.layers.LanguageModel`, are in `popxl_addons.weight_names`; for another model, write such a table.
 
-Files are mapped into memory, and values are copied once, to the host copy of their variable: of a weight that replica
-groups split, each group reads its own part, and weights without a variable are not read.
+Files are mapped into memory, and values are copied once, to the host copy of their variable: if replica groups split a
+weight, each group reads its own part, and weights without a variable are not read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["GPT2", "LLAMA", "QWEN", "Names", "Stored", "load_safetensors", "save
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-# What is in files -----------------------------------------------------------------------------------------------------
+# Contents of files ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -109,12 +109,12 @@ def load_safetensors(
     All is looked at before anything changes. A variable with several groups of replicas gets the same for all of them,
     or a part for each, if one axis of the weight is as many times as long.
 
-    Make the graph of a large model within `layers.undrawn_weights`: or random numbers are drawn that nobody needs.
+    Make the graph of a large model within `layers.undrawn_weights`: otherwise random numbers are drawn in vain.
 
     Args:
-        variables: by their names in the model.
+        variables: variables by their names in the model.
         place: a ``.safetensors`` file, or a folder with one, or with several and an index.
-        names: what the file calls them, such as `popxl_addons.weights.LLAMA`; by default as `variables` does.
+        names: names in the file, such as `popxl_addons.weights.LLAMA`; by default those of `variables`.
         narrow: whether numbers may be rounded to the dtype of a variable, as from float32 to bfloat16. None becomes
             infinite. Narrower ones are always widened.
         partial: whether these are the variables of a part of the model, such as a stage: then the file may hold more.
@@ -123,8 +123,8 @@ def load_safetensors(
             loaded there. Without, sessions get the numbers when they upload their variables.
 
     Raises:
-        ValueError: for weights that are missing, left over, or of another shape or dtype: of all of them at once; and
-            for a session of another program.
+        ValueError: for weights that are missing, left over, or of another shape or dtype, listing all of them; and for
+            a session of another program.
         FileNotFoundError: if there are no files.
         UnreadableFileError: if one is damaged.
         TypeError: if `variables` holds something else.
@@ -314,12 +314,12 @@ def save_safetensors(
     Args:
         variables, names: as for `load_safetensors`.
         place: a file, if it ends in ``.safetensors``; else a folder, which is made if need be. Other files in it stay.
-        session: what has run the program, for the present values; by default the host's copies are taken as they are.
+        session: session that has run the program, for the present values; by default the host copies are saved.
         file_bytes: about how large a file in a folder may get. If there is more, there are several, and an index.
 
     Raises:
         ValueError: for variables that have no name in the file, or of which some parts are missing; or that groups of
-            replicas split, if neither `Stored.axis` nor their `group_axis` says how.
+            replicas split, if neither `Stored.axis` nor their `group_axis` defines the axis.
         TypeError: if `variables` holds something else.
 
     Example:
@@ -379,7 +379,7 @@ def _write_folder(
         path: the folder.
         sizes: bytes of each array, by name.
         file_bytes: about how large a file may get.
-        arrays: gives those of some names.
+        arrays: function that returns the arrays of some names.
     """
     path.mkdir(parents=True, exist_ok=True)
     files = list(_divided(sizes, file_bytes))

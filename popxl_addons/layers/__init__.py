@@ -1,4 +1,4 @@
-"""Layers: modules with their variables, and how torch names these."""
+"""Layers: modules with their variables, and the corresponding names in torch."""
 
 from popxl_addons.layers._values import undrawn_weights
 from popxl_addons.layers.conv import Conv2D

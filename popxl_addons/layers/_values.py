@@ -1,4 +1,4 @@
-"""Values of the variables of layers: at random, or from a torch layer."""
+"""Initial values of the variables of layers: random, or from a torch layer."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _is_drawn = ContextVar("_is_drawn", default=True)
 
 @contextmanager
 def undrawn_weights() -> Iterator[None]:
-    """Layers whose graphs are made while the block lasts begin with zeros, where they would begin with random numbers.
+    """Initialise the layers whose graphs are made in the block with zeros instead of random numbers.
 
-    To draw numbers takes long for a large model. Nobody needs them where weights are loaded, or are another session's.
+    Drawing numbers takes long for a large model, and is useless if weights are loaded, or are another session's.
 
     Example:
         >>> from popxl_addons.layers import Linear
@@ -92,7 +92,7 @@ def torch_weights(
 ) -> WeightsDict:
     """Variable data from equally named torch parameters, as `dtype`.
 
-    For each name, `arrange` is what makes our layout of torch's. Names that `variables` lacks are left out, such as
+    For each name, `arrange` converts torch's layout to ours. Names that `variables` lacks are left out, such as
     the bias of a layer without one.
 
     Raises:

@@ -29,13 +29,13 @@ class Conv2D(Module):
     Args:
         out_channels: channels of the result.
         kernel_size: ``(kh, kw)``, or one number for both.
-        strides, dilations: for each of the two axes.
+        strides, dilations: strides and dilations of the two axes.
         paddings: zeros ``(top, left, bottom, right)``, or ``"same_upper"``, ``"same_lower"``, ``"valid"`` as in
             `ops.conv`.
-        groups: the channels are divided into so many groups, which do not mix.
-        bias: whether there is a bias.
+        groups: number of groups that the channels are divided into.
+        bias: whether to add a bias.
         available_memory_proportions, partials_types, enable_conv_dithering: without effect; see `ops.conv`.
-        replica_grouping: that of the variables: a grouping, or names of axes.
+        replica_grouping: grouping of the variables, or names of axes.
 
     Example:
         >>> with popxl.Ir().main_graph:

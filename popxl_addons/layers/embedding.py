@@ -1,4 +1,4 @@
-"""A table of vectors, maybe split over replicas."""
+"""A table of vectors, optionally sharded over replicas."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Embedding(Module):
     Args:
         dtype: dtype of the table.
         vocab_size: number of rows of the whole table.
-        hidden_size: their length.
+        hidden_size: length of the vectors.
         axis: the axis of the table that indices pick from.
         replica_grouping: see above: a grouping, or names of axes.
 
@@ -117,7 +117,7 @@ class TiedEmbedding(Module):
     Args:
         dtype: dtype of the table.
         vocab_size: number of rows.
-        hidden_size: their length.
+        hidden_size: length of the vectors.
 
     Example:
         >>> class Bigrams(Module):

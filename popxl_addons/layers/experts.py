@@ -1,4 +1,4 @@
-"""A mixture of experts: networks of which each token goes through a few, divided among replicas."""
+"""A mixture of experts: networks divided among replicas, of which each token passes through a few."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ class Experts(Module):
 
     Variables, without biases: `router` of shape (width, count), in float32; and, of the dtype of `x` and of the experts
     that a replica has, `up` of shape (experts, width, hidden) and `down` of shape (experts, hidden, width); with
-    `activation="swiglu"` also `gate`, like `up`. They begin as the weight of `Linear` does.
+    `activation="swiglu"` also `gate`, like `up`. Their initial values are as for the weight of `Linear`.
 
     Tokens come from all replicas of the group, and each has a loss of its own. The gradient of an expert is that of the
     mean of these losses. So the mean of gradients over the replicas that share a variable, as `train_step` takes it, is
     right for all variables.
 
     Args:
-        count: how many experts there are, a multiple of the size of the group.
-        hidden: how wide they are; by default four times the width of `x`.
-        chosen: how many experts a token goes through. The gate of one is its probability; those of several are
+        count: number of experts, a multiple of the size of the group.
+        hidden: width of an expert; by default four times the width of `x`.
+        chosen: number of experts of a token. The gate of a single expert is its probability; those of several are
             divided by their sum.
         capacity_factor: the room of an expert, in multiples of the tokens that it would get if all got as many.
-        activation: as of `MLP`.
+        activation: activation, as for `MLP`.
         group: the replicas that experts are divided among: a grouping, or names of axes; by default each replica has
             all experts.
 

@@ -26,8 +26,8 @@ class GroupNorm(Module):
     ones and zeros.
 
     Args:
-        num_groups: how many groups of adjacent channels there are.
-        replica_grouping: that of the variables: a grouping, or names of axes.
+        num_groups: number of groups of adjacent channels.
+        replica_grouping: grouping of the variables, or names of axes.
         eps: constant added to the variance.
         cache: see `Module`.
 

@@ -1,4 +1,4 @@
-"""A language model of the kit's layers, and what Hugging Face's `config.json` says of one."""
+"""A language model of the kit's layers, and its conversion from and to Hugging Face's `config.json`."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ class LanguageConfig(BaseModel):
     """Architecture settings of a language model.
 
     Attributes:
-        vocabulary: how many tokens there are.
+        vocabulary: number of tokens.
         width: numbers for each place of a text.
-        layers: how many blocks.
-        heads, key_heads, channels: as of `Attention`; by default as many heads of keys, and the width divided by heads.
+        layers: number of blocks.
+        heads, key_heads, channels: as for `Attention`; by default as many heads of keys, and the width divided by
+            heads.
         hidden: width of the network after attention; by default four times `width`.
         context: the longest text.
         rotary: base of the wavelengths of rotary positions; without, the model learns a vector for each place.
-        stretch: as of `Attention`.
-        norm, eps: as of `TransformerBlock`.
-        activation: as of `MLP`.
-        bias: as of `Attention`; `mlp_bias` that of the network after it.
-        head_norm: as of `Attention`.
-        tied: whether the logits are products with the embeddings, and not with a table of their own.
+        stretch: as for `Attention`.
+        norm, eps: as for `TransformerBlock`.
+        activation: as for `MLP`.
+        bias: as for `Attention`; `mlp_bias` is for the network after it.
+        head_norm: as for `Attention`.
+        tied: whether the logits are products with the embeddings, instead of a separate table.
 
     Example:
         >>> LanguageConfig(vocabulary=100, width=32, layers=2, heads=4).hidden is None
@@ -104,7 +105,7 @@ class LanguageConfig(BaseModel):
     def to_hugging_face(self) -> dict[str, Any]:
         """Content of a Hugging Face `config.json` for such a model.
 
-        `ValueError` if no model of Hugging Face's that is known here is made so.
+        `ValueError` if no supported model of Hugging Face's has this configuration.
 
         Example:
             >>> config = LanguageConfig(vocabulary=100, width=32, layers=2, heads=4)
@@ -264,7 +265,7 @@ class _Remembering(TransformerBlock):
         super().__init__(*args)
         self.texts, self.room = texts, room
 
-    # Inputs of its graph are told apart by name: `first` and `slot` are tensors, or `None`.
+    # Inputs of its graph are identified by name: `first` and `slot` are tensors, or `None`.
     def build(  # type: ignore[override]
         self, x: popxl.Tensor, first: popxl.Tensor | None = None, slot: popxl.Tensor | None = None
     ) -> popxl.Tensor:
@@ -295,10 +296,10 @@ class LanguageModel(Module):
     files of Hugging Face are `LanguageConfig.names`.
 
     Args:
-        config: what it is made of.
-        dtype: dtype of the variables, and of what is computed.
+        config: configuration of the model.
+        dtype: dtype of the variables and of the computation.
         tensor: the replicas that divide the heads and hidden channels of each block between them, as of `Attention`.
-            Embeddings, norms and `head` are whole on each.
+            Embeddings, norms and `head` are not sharded.
 
     Example:
         >>> config = LanguageConfig(vocabulary=100, width=8, layers=2, heads=2, context=16)
@@ -331,13 +332,13 @@ class LanguageModel(Module):
         """Integer `tokens` of shape (batch, length) to logits of shape (batch, length, vocabulary).
 
         Args:
-            tokens: the texts; or with `first`, what follows in each.
-            first: how much of each text has been read: an int32 tensor of shape (batch,).
-            room: for so many places, keys and values of what is read are kept, in the variables `keys` and `values` of
-                each layer, which are changed in place. Without `first`, a text begins.
-            logits: without, what the logits would be made of: of shape (batch, length, width).
-            slot, slots: where one text begins while others go on: which of the `slots` texts in `keys` and `values` it
-                is, an int32 tensor of one element. Nothing is changed of the others.
+            tokens: texts; or with `first`, the continuation of each.
+            first: number of tokens of each text that have been read: an int32 tensor of shape (batch,).
+            room: number of positions of the cache: keys and values are kept in the variables `keys` and `values` of
+                each layer, which are changed in place. Without `first`, the texts are new.
+            logits: whether to return logits; otherwise their input: of shape (batch, length, width).
+            slot, slots: position of a new text while others continue: its index among the `slots` texts in `keys` and
+                `values`, an int32 tensor of one element. The other texts are unchanged.
         """
         if tokens.rank != 2:
             raise ValueError(f"LanguageModel: `tokens` has the shape {tokens.shape}; expected (batch, length).")
@@ -384,7 +385,7 @@ class NextTokenLoss(Module):
     Variables: those of `model`.
 
     Args:
-        model: from integer tokens of shape (batch, length) to logits of shape (batch, length, vocabulary).
+        model: module from integer tokens of shape (batch, length) to logits of shape (batch, length, vocabulary).
 
     Example:
         >>> config = LanguageConfig(vocabulary=100, width=8, layers=2, heads=2, context=16)

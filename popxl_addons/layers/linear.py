@@ -27,8 +27,8 @@ class Linear(Module):
 
     Args:
         out_features: size of the last axis of the result.
-        bias: whether there is a bias.
-        replica_grouping: that of the variables: a grouping, or names of axes.
+        bias: whether to add a bias.
+        replica_grouping: grouping of the variables, or names of axes.
         group_axis: the axis of the weight that groups of replicas divide between them, if they do: 0 or 1; see
             `Variable.group_axis`. With 1 they divide the bias, too.
 

@@ -25,12 +25,12 @@ class LinearFP8(Linear):
 
     Args:
         out_features, bias, replica_grouping, group_axis: as for `Linear`.
-        scale_metric: how the scales of `x`, `weight` and the gradient are chosen: ``"amax"`` (`fp8_amax_scale`),
-            ``"mse"`` (`fp8_mse_scale`), or ``"manual_scale"``.
+        scale_metric: choice of the scales of `x`, `weight` and the gradient: ``"amax"`` (`fp8_amax_scale`), ``"mse"``
+            (`fp8_mse_scale`), or ``"manual_scale"``.
         scale: the power of two for ``"manual_scale"``, from -31 to 31.
 
     Raises:
-        ValueError: for another `scale_metric` or `scale`.
+        ValueError: for an unknown `scale_metric` or invalid `scale`.
 
     Example:
         >>> with popxl.Ir().main_graph:

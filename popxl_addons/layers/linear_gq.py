@@ -1,4 +1,4 @@
-"""A fully connected layer whose weight has four bits for each number."""
+"""A fully connected layer with four bits for each number of the weight."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class LinearGQ(Linear):
 
     Args:
         out_features, bias, replica_grouping: as for `Linear`.
-        group_size: how many numbers of the weight share a scale: a positive multiple of 4 that divides the axis.
+        group_size: number of weight elements that share a scale: a positive multiple of 4 that divides the axis.
         dim: the axis of the weight that is divided into groups: -1 or 1 for out_features, 0 for in.
 
     Raises:
-        ValueError: for another `group_size` or `dim`.
+        ValueError: for an invalid `group_size` or `dim`.
 
     Example:
         >>> with popxl.Ir().main_graph:

@@ -1,7 +1,8 @@
 """Linear layers whose weights are divided among replicas: tensor parallelism.
 
 The columns of the first layer and the rows of the second are divided. In between each replica has a part of the
-channels, and nothing is sent: one all-reduce ends the pair in the forward pass, and one begins it in the backward pass.
+channels, without communication: one all-reduce ends the pair in the forward pass, and one begins it in the backward
+pass.
 
 Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019).
 """
@@ -44,7 +45,7 @@ class TensorParallel:
     """Division of linear layer pairs over a replica group; trivial without group.
 
     Attributes:
-        layer: the name of what is divided, for errors.
+        layer: name of the layer, for errors.
         group: the replicas.
     """
 

@@ -1,4 +1,4 @@
-"""The layers of a language model: attention, the network after it, and a block of both.
+"""The layers of a language model: attention, the feed-forward network, and a block of both.
 
 A text is a tensor of shape (batch, length, width).
 """
@@ -32,12 +32,12 @@ class Cache(NamedTuple):
     """Key-value cache of texts, as a plain tuple.
 
     Attributes:
-        keys, values: of shape (batch, key heads, room, channels). They are changed in place, so in a graph they are
-            inputs by reference.
-        known: how much has been read: an int32 scalar, or of shape (batch,), for each text; or `None`, where nothing
-            has been.
-        slot: where one text begins, and the cache has room for more: which row of `keys` and `values` is its own, an
-            int32 tensor of one element. The other rows stay as they are.
+        keys, values: tensors of shape (batch, key heads, room, channels). They are changed in place, so in a graph they
+            are inputs by reference.
+        known: number of tokens that have been read: an int32 scalar, or of shape (batch,), for each text; or `None` for
+            none.
+        slot: for a new text in a cache of several: its row of `keys` and `values`, an int32 tensor of one element. The
+            other rows are unchanged.
     """
 
     keys: popxl.Tensor
@@ -57,14 +57,14 @@ class Attention(Module):
     columns.
 
     Args:
-        heads: how many heads the queries have.
-        key_heads: how many heads keys and values have, a divisor of `heads`; by default as many.
-        channels: of each head; by default the width of the text divided by `heads`.
+        heads: number of heads of the queries.
+        key_heads: number of heads of keys and values, a divisor of `heads`; by default the same.
+        channels: channels of each head; by default the width of the text divided by `heads`.
         causal: each place sees itself and those before it; otherwise all.
         rotary: base of the wavelengths of rotary positions, such as 10000; none by default.
-        stretch: how these are made longer.
+        stretch: extension of the wavelengths.
         head_norm: `eps` of a norm over the channels of each query and each key; none by default.
-        bias: whether the projections have biases: of all four, of none, or of ``"qkv"``, all but `output`.
+        bias: whether the projections have biases: all four, none, or ``"qkv"``, all but `output`.
         dropout: the probability that a place overlooks another in training: then `build` needs a seed.
         group: the replicas that have some places of each text, those of one after those of the one before: a grouping,
             or names of axes. By default each has whole texts. See `addons.ops.ring_attention`.
@@ -115,12 +115,12 @@ class Attention(Module):
         """`x` of shape (batch, length, width) to the same.
 
         Args:
-            x: the text, or with a `cache` what follows the text that has been read.
-            mask: what each place sees of what there is for it to see, as of `ops.attention`, the same for all heads
-                where replicas divide these. With a `cache` of which something is known, keys are all places of it.
-            cache: what has been read. The keys and values of `x` are added to it, in place; its count is left to the
-                caller, as the layers of a model share it.
-            seed: for dropout; the same on all replicas along `tensor`, each of which makes its own of it.
+            x: text, or with a `cache` its continuation.
+            mask: positions that each position attends to, as for `ops.attention`, the same for all heads where replicas
+                divide these. With a `cache` that is not empty, keys are all its positions.
+            cache: keys and values read so far. Those of `x` are added in place; its count is updated by the caller,
+                because the layers of a model share it.
+            seed: seed for dropout; the same on all replicas along `tensor`, each of which derives its own.
         """
         kept = None if cache is None else Cache(*cache)
         known = None if kept is None else kept.known
@@ -249,7 +249,7 @@ class MLP(Module):
     Variables: those of the `Linear` layers `up` and `down`; with `activation="swiglu"` also of `gate`.
 
     Args:
-        hidden: how wide it is; by default four times the width of `x`.
+        hidden: width of the hidden layer; by default four times the width of `x`.
         activation: ``"gelu"`` (its tanh form), ``"geluerf"`` (the exact one), ``"relu"``, or ``"swiglu"``:
             ``swish(gate(x)) * up(x)``.
         bias: whether the layers have biases.
@@ -296,13 +296,13 @@ class TransformerBlock(Module):
 
     Variables: those of `attention_norm`, `attention`, `mlp_norm` and `mlp`.
 
-    Where the parts are divided along the same axis (`tensor`), so is the block: its norms are whole on each replica.
+    If the parts are divided along the same axis (`tensor`), so is the block: its norms are not sharded.
 
     Args:
         attention: the `Attention`.
         mlp: the `MLP`.
         norm: ``"layer"`` for `LayerNorm`, ``"rms"`` for `RMSNorm`.
-        eps: of the norms.
+        eps: constant for the norms.
 
     Example:
         >>> with popxl.Ir().main_graph:

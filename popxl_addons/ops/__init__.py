@@ -1,4 +1,4 @@
-"""Functions on tensors that popxl itself does not have. Those beside the ones here are imported from their packages."""
+"""Functions on tensors that popxl itself does not have. Further ones are imported from their packages."""
 
 from popxl_addons.ops.cross_entropy import cross_entropy as cross_entropy
 from popxl_addons.ops.cross_entropy import cross_entropy_with_grad

@@ -1,8 +1,8 @@
-"""All-reduces that know which of the values they meet are the same on all replicas.
+"""All-reduces whose operands or gradients are declared to be the same on all replicas.
 
 An all-reduce is its own gradient. At the two ends of a layer whose weights are divided among replicas that would be one
-reduction too many: what enters is the same on all replicas, and so are the gradients that come back. Whoever knows this
-declares it, and the reduction of the declared values is left out.
+reduction too many: the inputs are the same on all replicas, and so are the incoming gradients. With that declaration,
+the reduction of the declared values is left out.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def all_reduces(op_type: str, known: Mapping[str, str]) -> Callable[..., popxl.T
     """Declare all-reduce ops and a recording function: `(name, t, op, group, identical="nothing")`.
 
     Args:
-        op_type: what printed graphs call the op.
-        known: the reductions that it makes, and what `popxl.ops.collectives` calls them.
+        op_type: name of the op in printed graphs.
+        known: supported reductions, with their names in `popxl.ops.collectives`.
     """
 
     def lowering(t: Any, *, op: str, identical: Identical, group: Group) -> Any:
@@ -53,7 +53,7 @@ def all_reduces(op_type: str, known: Mapping[str, str]) -> Callable[..., popxl.T
 
     def gradient(g: popxl.Tensor, identical: Identical, op: str, stride: int, group_size: int) -> popxl.Tensor:
         how = {"op": op, "identical": _IN_THE_GRADIENT[identical], "stride": stride, "group_size": group_size}
-        result: popxl.Tensor = kind(g, results=["all_reduce_grad"], **how)  # autodiff names it after what it is of
+        result: popxl.Tensor = kind(g, results=["all_reduce_grad"], **how)  # autodiff names it after its tensor
         return result
 
     kind = OpKind(
@@ -84,8 +84,8 @@ def known_reduction(name: str, op: str, known: Mapping[str, str]) -> str:
     """Canonical name of reduction `op` for function `name`.
 
     Raises:
-        ValueError: for a name that no collective knows.
-        PopxlError: for one that this function does not know.
+        ValueError: for a name that is unknown to all collectives.
+        PopxlError: for one that this function does not support.
     """
     to_collective_op(op)
     if op not in known:

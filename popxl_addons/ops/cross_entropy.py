@@ -1,6 +1,6 @@
-"""Cross entropy of logits and labels, one op, with the gradient thrown in if wanted.
+"""Cross entropy of logits and labels, one op, optionally with its gradient.
 
-The ops are popxl's, so that a saved program that has them needs no addons.
+The ops are popxl's, so that a saved program with them needs no addons.
 """
 
 from popxl.extend.ops import REDUCTION_TYPE as Reduction

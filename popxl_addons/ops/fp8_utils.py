@@ -1,4 +1,4 @@
-"""Float8 as a target of scaling: what each floating point format reaches, and what the two scale ops have in common."""
+"""Float8 as a target of scaling: ranges of floating point formats, and helpers of the two scale ops."""
 
 from __future__ import annotations
 

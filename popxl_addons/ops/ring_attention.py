@@ -1,12 +1,13 @@
-"""Attention over texts that are longer than one device has room for: replicas have some places each.
+"""Attention over sequences that exceed the memory of one device: each replica has some positions.
 
-Keys and values go round the ring of the replicas, and each replica joins what its queries get of them, as
-`popxl.ops.attention` joins blocks: of each query there is the result so far, and the logarithm of the sum of the
-exponentials of its scores. The gradient sends them round again, and with them their gradients, which come home last.
-That goes the other way round: XLA would take pieces that come the same way for those that came before, and keep all.
+Keys and values go round the ring of the replicas, and each replica combines the results for its queries, as
+`popxl.ops.attention` combines blocks: for each query there is the result so far, and the logarithm of the sum of the
+exponentials of its scores. The gradient sends them round again, together with their gradients, which arrive at their
+owners last. That goes in the opposite direction: in the same one, XLA would identify these blocks with those of the
+forward pass, and keep all of them.
 
-A piece is on its way while the one before is looked at. It waits, behind a barrier, for what was seen of the one before
-that, as all would come at once otherwise.
+A block is sent while the previous one is processed. A barrier makes it wait for the result of the one before that;
+otherwise all would be sent at once.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _ring(q: Any, k: Any, v: Any, *, causal: bool, scale: float, group: Group) -
             (k, v), (out, logs) = lax.optimization_barrier(((k, v), (out, logs)))
             coming = _shift_arrays(group, 1, k, v)
         more, more_logs = attention(k, v, False)
-        if causal:  # those that come from behind are of later places
+        if causal:  # blocks received from behind are of later positions
             more_logs = jnp.where(group.rank >= distance, more_logs, -jnp.inf)
         total = jnp.logaddexp(logs, more_logs)
         out = sum(t * jnp.exp(own - total)[..., None] for t, own in ((out, logs), (more, more_logs)))
@@ -61,7 +62,9 @@ def _ring_backward(
         )
         return tuple(t.astype(logs.dtype) for t in found)
 
-    if group.size == 2:  # both ways round are one: XLA would keep all that came forward, instead of sending it again
+    if (
+        group.size == 2
+    ):  # both directions are one: XLA would keep all blocks of the forward pass, instead of sending them again
         g, k, v = lax.optimization_barrier((g, k, v))
     coming = _shift_arrays(group, -1, k, v)
     dq, dk, dv = gradients(k, v, logs, causal)
@@ -72,7 +75,7 @@ def _ring_backward(
             coming = _shift_arrays(group, -1, k, v)
         is_later = causal & (group.rank + distance < group.size)
         dk, dv = _shift_arrays(group, -1, dk, dv)
-        more = gradients(k, v, jnp.where(is_later, jnp.inf, logs), False)  # of later places all weights are 0
+        more = gradients(k, v, jnp.where(is_later, jnp.inf, logs), False)  # for later positions all weights are 0
         dq, dk, dv = (t + each for t, each in zip((dq, dk, dv), more, strict=True))
     return dq, *_shift_arrays(group, -1, dk.astype(k.dtype), dv.astype(v.dtype))
 
@@ -140,13 +143,13 @@ def ring_attention(
     what the members do with their results.
 
     Args:
-        queries: of shape `(..., heads, length, channels)`, of the places that a replica has.
-        keys: of shape `(..., key heads, key length, channels)`, likewise. The number of heads divides that of the
-            queries.
-        values: of shape `(..., key heads, key length, value channels)`.
+        queries: tensor of shape `(..., heads, length, channels)`, of the replica's positions.
+        keys: tensor of shape `(..., key heads, key length, channels)`, likewise. The number of heads divides that of
+            the queries.
+        values: tensor of shape `(..., key heads, key length, value channels)`.
         causal: each query sees the keys up to its own place.
         scale: scale of the scores, 1 / √channels by default.
-        group: the replicas that have the pieces of a text, in order: a grouping, or names of axes; all by default.
+        group: replicas that share a sequence, in order: a grouping, or names of axes; all by default.
 
     Returns:
         A new tensor of shape `(..., heads, length, value channels)`, and of the dtype of the queries.

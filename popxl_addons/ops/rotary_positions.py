@@ -1,4 +1,4 @@
-"""Rotary positions: pairs of channels are turned by angles that grow with the position.
+"""Rotary positions: pairs of channels are rotated by angles that grow with the position.
 
 Source: Su et al., "RoFormer" (2021), https://arxiv.org/abs/2104.09864, in the form in which channels `i` and `i + half`
 are a pair, as in the weights of Llama and Qwen. `rotary_pos_embed` has the form whose pairs are neighbours.
@@ -26,10 +26,10 @@ class Stretch:
     """How rotary positions go slower than their base says, for texts longer than those that a model first learnt from.
 
     Attributes:
-        factor: how many times slower.
-        low, high: waves that fit less than `low` times into `length` go slower by the whole factor, and those that fit
+        factor: factor by which rotations are slowed down.
+        low, high: waves that fit less than `low` times into `length` are slowed by the whole factor, and those that fit
             more than `high` times not at all. In between there is a ramp.
-        length: of the texts that the model first learnt from; 0 for all waves alike.
+        length: length of the texts of the model's original training; 0 to slow all waves alike.
     """
 
     factor: float
@@ -55,8 +55,8 @@ def rotary_positions(
         t: queries or keys of shape (batch, ..., length, channels), with an even number of channels.
         first: the position of the first row: an integer, an integer tensor of one element, or one of shape (batch,)
             with a position for each text.
-        base: of the wavelengths; the longest is nearly ``2 * pi * base`` positions.
-        stretch: how these are made longer; not at all by default.
+        base: base of the wavelengths; the longest is nearly ``2 * pi * base`` positions.
+        stretch: extension of the wavelengths; none by default.
 
     Returns:
         A new tensor of the same shape and dtype, computed in float32 and rounded once.

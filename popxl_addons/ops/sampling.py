@@ -1,4 +1,4 @@
-"""The next token of a text, drawn from what a model says of each."""
+"""The next token of a text, drawn from a model's logits."""
 
 from __future__ import annotations
 
@@ -61,17 +61,17 @@ def sample_token(
     passes it: uniform numbers give each token as often as its share says.
 
     Args:
-        logits: of shape (..., vocabulary).
+        logits: tensor of shape (..., vocabulary).
         draws: numbers from 0 to below 1, of shape (...), such as `ops.random_uniform` draws.
-        temperature: below 1, what is likely gets likelier; 0 takes the most likely, whatever the draw.
-        top_k: of how many tokens to draw; of all by default.
-        top_p: of which share of them to draw.
+        temperature: below 1, likely tokens become more likely; 0 takes the most likely, regardless of the draw.
+        top_k: number of the most likely tokens to draw from; all by default.
+        top_p: share of the probability to draw from.
 
     Returns:
         int32 of shape (...). No gradient flows.
 
     Raises:
-        TypeError: if one of these is no number, or `top_k` no integer.
+        TypeError: if one of these is not a number, or `top_k` not an integer.
         ValueError: for a negative `temperature`, a `top_k` below 1, or a `top_p` that is not above 0 and at most 1.
         PopxlError: for shapes or dtypes that do not fit.
 

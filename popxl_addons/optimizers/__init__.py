@@ -1,4 +1,4 @@
-"""Optimisers: as a whole, for all variables of a model; and a graph that updates one variable in place.
+"""Optimisers: functions that update all variables of a model; and a graph that updates one variable in place.
 
 `schedules` has learning rates that change from step to step.
 """

@@ -62,20 +62,20 @@ class AdamOptimizerStep(Module):
         in this order after `grad`.
 
         Args:
-            var: the variable, or one replica's piece of it: then the state is in pieces, too.
-            grad: its gradient, of the same shape; its dtype may differ.
-            replica_grouping: that of the variable, for the state: a grouping, or names of axes.
+            var: variable, or one replica's shard of it: then the state is sharded too.
+            grad: gradient of the variable, of the same shape; its dtype may differ.
+            replica_grouping: grouping of the variable, for the state; or names of axes.
             lr: the learning rate.
-            beta1, beta2: what stays of m and v in each step.
+            beta1, beta2: decay rates of m and v.
             eps: constant added to the root of v.
             weight_decay: see above; for the number 0 the variable is not read.
             first_order_dtype: dtype of m. v and t are float32.
             bias_correction: whether m and v are divided as above; otherwise there is no t.
-            loss_scaling: what the loss was multiplied by: `grad` is divided by it.
+            loss_scaling: factor of the loss: `grad` is divided by it.
             global_norm: the norm of all gradients, in true units. Where it exceeds `global_norm_max` the gradient is
                 scaled down, to that norm.
             global_norm_max: see above.
-            group_axis: that of the variable, for the state.
+            group_axis: group axis of the variable, for the state.
 
         Raises:
             ValueError: if the variable or the first moment is not of floating point numbers.

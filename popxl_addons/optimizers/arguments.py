@@ -1,4 +1,4 @@
-"""What optimisers are told, checked before they make anything."""
+"""Validation of optimisers' arguments, before any op is added."""
 
 from __future__ import annotations
 

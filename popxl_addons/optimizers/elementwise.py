@@ -1,4 +1,4 @@
-"""Whether a function of arrays treats each element by itself, so that it does the same to pieces as to the whole."""
+"""Test whether a function of arrays is elementwise, so that it does the same to shards as to the whole array."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def combining(function: Callable[..., Any], *args: Any) -> list[str]:
     """Primitives that may combine elements, such as sums and matrix products, found by tracing.
 
     Args:
-        function: of trees of arrays.
+        function: function of trees of arrays.
         args: trees of arrays, or of `jax.ShapeDtypeStruct`.
 
     Example:

@@ -1,10 +1,10 @@
-"""Optimisers as a whole: one call updates all variables of a model, and makes the state that this takes.
+"""Optimisers as functions: one call updates all variables of a model, and makes the optimiser's state.
 
     state = optimizers.adamw(variables, gradients, lr=3e-4, clip_norm=1.0)
 
-Formulas are computed in float32, whatever the variables are of, and rounded once. The state of a variable is in pieces
-where the variable is. For one variable at a time, as a graph of its own: `AdamOptimizerStep`. Optax's transformations
-are in `popxl_addons.optimizers.of_optax`.
+Formulas are computed in float32, whatever the dtype of the variables, and rounded once. The state of a sharded variable
+is sharded too. For one variable at a time, as a graph of its own: `AdamOptimizerStep`. Optax's transformations are in
+`popxl_addons.optimizers.of_optax`.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ def adamw(
     """In-place AdamW step on all variables: call once, in the main graph.
 
     Args:
-        variables: what to train, by name or in a sequence: variables, or each replica's pieces of them.
+        variables: variables to train, by name or in a sequence, or each replica's shards of them.
         gradients: theirs, under the same names or in the same order; the same on all replicas that share a variable.
         lr: the learning rate: a number, a tensor, or a schedule such as `schedules.cosine(...)`, which is computed in
             the program.
-        beta1, beta2: what stays of the moments in each step.
+        beta1, beta2: decay rates of the moments.
         eps: constant added to the root of the second moment.
-        weight_decay: what each step takes of a variable, times the learning rate.
-        decays: which variables that is done to, by name. Norms and biases are often left out.
+        weight_decay: decay of a variable in each step, relative to the learning rate.
+        decays: filter of the variables to decay, by name. Norms and biases are often left out.
         clip_norm: the norm that all gradients together have at most; larger ones are scaled down to it.
-        loss_scaling: what the loss was multiplied by: gradients are divided by it. With what `DynamicLossScaling`'s
-            `init()` returns, a step whose gradients are not all finite changes nothing but the scaling.
+        loss_scaling: factor of the loss: gradients are divided by it. With the result of `DynamicLossScaling`'s
+            `init()`, a step whose gradients are not all finite changes nothing but the scaling.
         moment_dtype: dtype of the moments. (`AdamOptimizerStep` keeps its first one in float16 by default.)
 
     Returns:
@@ -77,7 +77,7 @@ def adamw(
     Raises:
         ValueError: outside of the main graph, for gradients that are missing, left over, or of other shapes, and for
             variables or moments that are not of floating point numbers.
-        TypeError: for anything but tensors, numbers and the like.
+        TypeError: for a value of an unsupported type.
 
     See also: `torch.optim.AdamW`, `optax.adamw`.
 
@@ -125,7 +125,7 @@ def sgd(
     """One step of stochastic gradient descent, with momentum or without, on all variables, in place.
 
     Args:
-        momentum: what stays of the velocity in each step. For 0 there is none.
+        momentum: decay rate of the velocity. For 0 there is none.
         nesterov: look ahead, by the velocity.
         weight_decay: times the variable, it is added to the gradient.
         variables, gradients, lr, decays, clip_norm, loss_scaling: as for `adamw`.
@@ -135,7 +135,7 @@ def sgd(
         The state, by name: `step`, and with momentum `<variable>.velocity`.
 
     Raises:
-        ValueError, TypeError: as `adamw`.
+        ValueError, TypeError: as for `adamw`.
 
     See also: `torch.optim.SGD`.
 
@@ -179,16 +179,16 @@ def lion(
     """In-place Lion step on all variables, using only momentum signs.
 
     Args:
-        beta1: how much of the momentum is in the direction of a step.
-        beta2: what stays of the momentum.
-        weight_decay: what each step takes of a variable, times the learning rate.
+        beta1: share of the momentum in the direction of a step.
+        beta2: decay rate of the momentum.
+        weight_decay: decay of a variable in each step, relative to the learning rate.
         variables, gradients, lr, decays, clip_norm, loss_scaling, moment_dtype: as for `adamw`.
 
     Returns:
         The state, by name: `step`, and `<variable>.momentum`.
 
     Raises:
-        ValueError, TypeError: as `adamw`.
+        ValueError, TypeError: as for `adamw`.
 
     See also: `optax.lion`; Chen et al., https://arxiv.org/abs/2302.06675.
 
@@ -290,8 +290,8 @@ def adafactor(
         lr: an upper bound of the learning rate, which is relative to the size of a variable.
         beta2_decay: the second moment forgets `1 - t ** beta2_decay` less in each step t.
         eps: the smallest variance, and the smallest size of a variable.
-        update_clip: the largest root mean square of what a variable is changed by.
-        weight_decay: what each step takes of a variable, times the learning rate.
+        update_clip: largest root mean square of the change of a variable.
+        weight_decay: decay of a variable in each step, relative to the learning rate.
         variables, gradients, decays, clip_norm, loss_scaling: as for `adamw`.
 
     Returns:
@@ -299,7 +299,7 @@ def adafactor(
         `.variance` of vectors.
 
     Raises:
-        ValueError, TypeError: as `adamw`.
+        ValueError, TypeError: as for `adamw`.
 
     See also: `torch.optim.Adafactor`; Shazeer and Stern, https://arxiv.org/abs/1804.04235.
 

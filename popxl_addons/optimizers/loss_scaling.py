@@ -1,7 +1,7 @@
-"""Scaling of losses, so that gradients in float16 are neither zero nor infinite.
+"""Loss scaling, which keeps float16 gradients from underflow and overflow.
 
-The program finds the factor itself: it grows while all gradients are finite. A step whose gradients are not changes
-nothing but the factor.
+The program adapts the factor: it grows while all gradients are finite. A step with gradients that are not finite
+changes nothing but the factor.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class DynamicLossScaling:
 
     Args:
         start: the factor of the first step. Powers of two round nothing.
-        grow_after: it is doubled after so many good steps in a row. It is halved after each bad one, which is skipped.
-        smallest, largest: its bounds.
+        grow_after: number of good steps in a row after which it is doubled. It is halved after each bad one, which is
+            skipped.
+        smallest, largest: bounds of the factor.
 
     Raises:
         ValueError: for numbers that are not positive, or not in order.
@@ -66,9 +67,9 @@ class LossScale:
     """In-program loss scaling: multiply the loss gradient by `value`, then pass it to the optimizer.
 
     Attributes:
-        settings: how it changes.
+        settings: rules for its changes.
         value: the factor, a float32 scalar.
-        good_steps: how many steps in a row had finite gradients, since it changed.
+        good_steps: number of steps in a row with finite gradients, since it changed.
     """
 
     settings: DynamicLossScaling

@@ -1,4 +1,4 @@
-"""`from_optax`: an optimiser of any transformation of Optax's, in a program."""
+"""`from_optax`: an optimiser from any Optax transformation."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ __all__ = ["from_optax"]
 def from_optax(transformation: Any) -> Callable[..., NamedTensors]:
     """Convert an Optax transformation to an optimizer: a function of variables and gradients, like `adamw`.
 
-    The first step that runs makes the first state, of what the variables hold then; until it has, the state is zeros.
-    State that belongs to a variable is in pieces where the variable is. A transformation that looks at a whole variable
-    or at all of them, as clipping by norm does, sees pieces and parts only, and a `popxl.errors.ShardedUpdateWarning`
-    says so: use `clip_norm` here. A program with it is saved and loaded by those who have made the same optimiser
+    The first step that runs makes the initial state, from the variables' values at that time; until then, the state is
+    zeros. State of a sharded variable is sharded too. A transformation that needs a whole variable or all of them, such
+    as clipping by norm, gets shards and parts only, and a `popxl.errors.ShardedUpdateWarning` says so: use `clip_norm`
+    here. A program with it is saved and loaded by those who have made the same optimiser
     before.
 
     Random keys of the state are kept as their numbers. A line search evaluates the loss again, which no step here can:
@@ -46,7 +46,7 @@ def from_optax(transformation: Any) -> Callable[..., NamedTensors]:
     Raises:
         TypeError: for anything but a transformation.
 
-        The function raises what `adamw` does, and `PopxlError` for a transformation that cannot make such a step.
+        The function raises the errors of `adamw`, and `PopxlError` for a transformation that cannot make such a step.
 
     Example:
         With Optax installed::
@@ -113,13 +113,13 @@ class _OptaxSteps:
 
     Args:
         transformation: the transformation.
-        names: those of the variables.
+        names: names of the variables.
         wholes: the shapes and dtypes of the variables, by name.
         values: the spec of the loss, if it is given.
 
     Attributes:
-        first: the state that it begins with.
-        leaves: its leaves; random keys are numbers.
+        first: initial state.
+        leaves: leaves of the state; random keys are numbers.
         owners: the name of the variable that each belongs to; "" for none.
 
     Raises:
@@ -142,7 +142,7 @@ class _OptaxSteps:
         try:
             self.first = jax.eval_shape(transformation.init, dict(wholes))
             updates, after = jax.eval_shape(self.update, dict(wholes), self.first, dict(wholes), *self.values)
-        except (TypeError, ValueError, AttributeError, LookupError) as problem:  # whatever its functions make of these
+        except (TypeError, ValueError, AttributeError, LookupError) as problem:  # any of these from its functions
             given, remedy = (" and `value`", "") if values else ("", " If it looks at the loss, give it: `value=loss`.")
             raise PopxlError(
                 f"from_optax: this transformation cannot make a step: {str(problem).rstrip('.')}. It is given "

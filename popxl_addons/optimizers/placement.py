@@ -1,4 +1,4 @@
-"""On which IPU each part of an optimiser's step runs: on that of the variable, so that its state lies there, too."""
+"""Placement of an optimiser's step: each part runs on the IPU of its variable, so that its state is there too."""
 
 from __future__ import annotations
 

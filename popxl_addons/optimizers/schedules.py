@@ -1,4 +1,4 @@
-"""Learning rates that change from step to step, computed in the program: the host feeds nothing."""
+"""Learning rates that change from step to step, computed in the program without feeds."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def cosine(peak: float, steps: int, warmup: int = 0, end: float = 0.0) -> Schedu
 
     Args:
         peak: the largest learning rate, which the last step of the warm-up has.
-        steps: how many steps there are, with those of the warm-up. After them the rate stays at `end`.
-        warmup: how many steps it goes up.
+        steps: number of steps, including the warm-up. After them the rate stays at `end`.
+        warmup: number of steps of the warm-up.
         end: the rate of the last step.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Graph in, graph out: what can be made from a finished graph. Each module holds one transform."""
+"""Transforms of finished graphs, from graph to graph, one in each module."""
 
 from popxl_addons.transforms.autodiff import autodiff as autodiff
 from popxl_addons.transforms.autodiff import autodiff_with_accumulation, remap_grad_info

@@ -1,15 +1,15 @@
-"""Ops whose stages are known become a pipeline: one graph for each stage, called in overlapping cycles.
+"""Conversion of ops with stages to a pipeline: one graph for each stage, called in overlapping cycles.
 
 In cycle `c` stage `s` works on micro-batch `c - s`, so with `S` stages there are ``steps + S - 1`` cycles. In the first
-and the last ``S - 1``, some stages have nothing to do; these cycles are written out. The full ones between are a loop.
-A value that stage `s` makes and stage `t` reads waits ``t - s`` cycles: what is waiting is carried by the loop.
+and the last ``S - 1``, some stages are idle; these cycles are unrolled. The full ones in between are a loop. A value
+that stage `s` makes and stage `t` reads waits ``t - s`` cycles: the loop carries waiting values.
 
 Each stage is one graph, which every cycle calls in one place, and within a cycle no call needs a result of another:
-whoever runs the stages on several devices can run all calls of a cycle at once. Copies from IPU to IPU belong to the
-stage that makes them. How programs say what belongs to which stage is told in `pipelining`.
+with stages on several devices, all calls of a cycle can run at once. Copies from IPU to IPU belong to the stage that
+makes them. The assignment of ops to stages by programs is in `pipelining`.
 
-With a schedule there are no cycles: the stages are called in its order, and what one makes is handed to those that read
-it. So what waits at a time is what the schedule implies.
+With a schedule there are no cycles: the stages are called in its order, and values are passed on to their readers. So
+the number of waiting values follows from the schedule.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class Pipelining:
         self._wanted = schedule
         self.stages: list[PipelineBoundGraph] = []
         self._ipus: list[int | None] = []  # where each stage is called
-        self._read: list[tuple[tuple[popxl.Tensor, int | None], int, tuple[int, ...]]] = []  # who makes and reads what
-        self._makers: dict[str, int] = {}  # the stages that make the values which others read
+        self._read: list[tuple[tuple[popxl.Tensor, int | None], int, tuple[int, ...]]] = []  # makers and readers
+        self._makers: dict[str, int] = {}  # the stages that make the values that others read
         self._waits: dict[str, int] = {}  # the cycles until the last of those reads them
         self._shared: dict[str, popxl.Tensor] = {}  # the tensors from outside
         self._changed: set[str] = set()  # those of them that some stage changes

@@ -1,6 +1,6 @@
-"""The loop that a serialised graph is: what an iteration loads, calls and stores, and how iterations follow each other.
+"""The loop of a serialised graph: loads, calls and stores of an iteration, and the order of iterations.
 
-What users say, and what they get, is in `batch_serialisation`.
+The user's interface is in `batch_serialisation`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SerialLoop:
     def build(self, overlapped: bool) -> tuple[popxl.Graph, Values]:
         """Build the loop graph; also return its inputs by original tensor."""
         graph = self.graph.ir.create_empty_graph(suffix_graph_name(self.graph.name, "_repeat_graph"))
-        with graph, popxl.in_sequence():  # what is stored may be changed in place by a call: its order matters
+        with graph, popxl.in_sequence():  # a call may change stored tensors in place: its order matters
             row = popxl.graph_input((), popxl.int32, "row")
             seed = {} if self.seed_input is None else _inputs_like([self.seed_input])
             kept = _inputs_like([t for t in self.graph.inputs if t not in self.loads and t not in seed], by_ref=True)

@@ -1,4 +1,4 @@
-"""What ops read in place of a tensor from outside when they move into a graph of their own."""
+"""Replacements for outside tensors that ops read when they move into a graph of their own."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ def stand_in(
 ) -> popxl.Tensor:
     """A tensor of `graph` for `t`.
 
-    If `t` is not `inside` it comes as the storage that it is in, and a view as a view of that, made again: what shares
-    storage goes on sharing it.
+    If `t` is not `inside`, it is replaced by its storage, and a view by a view of that, made again: tensors that share
+    storage continue to share it.
 
     Args:
-        t: what an op that moves reads.
-        inside: tensors that are taken as they are, even if they are views.
-        graph: where the op moves to.
-        input_for: gives the tensor that stands for one with storage of its own, an input say; the same one each time.
+        t: operand of an op that moves.
+        inside: tensors that are used unchanged, even if they are views.
+        graph: graph that the op moves to.
+        input_for: function that returns the replacement of a tensor with its own storage, for example an input; the
+            same one each time.
     """
     if t in inside:
         return input_for(t)

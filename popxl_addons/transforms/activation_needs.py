@@ -1,4 +1,4 @@
-"""What the activations of a gradient graph need in memory and time: what a plan within a budget is computed from."""
+"""Memory and time of the activations of a gradient graph, from which a plan within a budget is computed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def graph_needs(info: GradGraphInfo, name: str, model: popxl.Graph) -> GraphNeed
     """Candidates of a gradient graph, ops that compute them, and their reads by the gradient.
 
     Args:
-        info: of the gradient graph that takes all activations.
+        info: information of the gradient graph that takes all activations.
         name: name of the forward graph in plans.
         model: the graph that calls the forward graph, or the forward graph itself.
     """
@@ -51,13 +51,13 @@ def graph_needs(info: GradGraphInfo, name: str, model: popxl.Graph) -> GraphNeed
 def _op_needs(
     graph: popxl.Graph, paths: Mapping[popxl.Tensor, str], factors: set[popxl.Tensor], is_called: bool = False
 ) -> Iterator[OpNeeds]:
-    """What it takes to recompute activations: a part for each op, and of a call for each activation that it returns.
+    """Costs of recomputing activations: an entry for each op, and for a call one for each activation that it returns.
 
     Args:
         graph: computes the activations.
-        paths: of the activations, and of the inputs of the graph that are activations.
+        paths: paths of the activations, and of the inputs of the graph that are activations.
         factors: tensors of the graph that products read elsewhere.
-        is_called: whether it is called by the graph that is planned, which can keep its results alone.
+        is_called: whether it is called by the planned graph, which can keep only its results.
     """
     leading: dict[popxl.Tensor, tuple[dict[str, None], list[popxl.Op]]] = {}
     """For values that are no activations: the activations that they come from, and the ops in between."""
@@ -106,9 +106,9 @@ def _is_fused(op: popxl.Op, factors: set[popxl.Tensor]) -> bool:
 
 
 def _moved(op: popxl.Op, is_fused: bool) -> int:
-    """Bytes that computing the results of an op again moves, beyond what reading kept ones does.
+    """Bytes that recomputing the results of an op moves, beyond those of reading kept ones.
 
-    A kernel reads the operands of what is a part of it, in place of the result.
+    A kernel reads the operands of ops that are fused into it, in place of their results.
     """
     read, made = sum(map(_nbytes, op.inputs)), sum(map(_nbytes, op.outputs))
     return max(read - made, made // 10) if is_fused else read + made

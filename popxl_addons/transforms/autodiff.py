@@ -1,4 +1,4 @@
-"""Gradient graphs made by popxl's transform: as they are, or keeping means of gradients in accumulators.
+"""Gradient graphs made by popxl's transform: unchanged, or accumulating means of gradients.
 
 Hand-written ones are in `popxl_addons.build_grad`.
 """
@@ -94,13 +94,13 @@ def autodiff_with_accumulation(
     host has one for every replica.
 
     Args:
-        graph: what to differentiate.
+        graph: graph to differentiate.
         tensors_to_accumulate_grads: tensors of `graph` whose gradients go into means.
         grads_provided: as for `autodiff`.
         grads_required: tensors of `graph` whose gradients are returned, in this order; by default none.
         called_graphs_grad_info: as for `autodiff`.
-        replica_groupings: by `<name>`, which replicas share an accumulator's initial value; by default all. Further
-            names are ignored, and those of pieces, which no two replicas share.
+        replica_groupings: groups of replicas that share an accumulator's initial value, by `<name>`; by default all.
+            Further names are ignored, and those of shards, which differ between replicas.
         dtype: dtype of the means; by default that of each tensor.
         memory: as for `autodiff`.
 
@@ -109,7 +109,7 @@ def autodiff_with_accumulation(
 
     Raises:
         ValueError: if a tensor is named twice, or two would have the same name.
-        PopxlError: as `popxl.transforms.autodiff`.
+        PopxlError: as for `popxl.transforms.autodiff`.
 
     Example:
         After gradients of 2, 4 and 9 an accumulator is 5, and the counter 3.

@@ -1,4 +1,4 @@
-"""How much memory ops may use for intermediate results: a setting of IPUs, which here is only written down."""
+"""Proportion of memory for intermediate results of ops: a setting of IPUs, which is only recorded here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def set_available_memory_proportion_by_ipu(ir: popxl.Ir, proportions: Iterable[f
 
     Args:
         ir: the program.
-        proportions: for IPU 0, 1, and so on. Ops on further ones have the first.
+        proportions: proportions for IPU 0, 1, and so on. Ops on further ones have the first.
 
     Raises:
         KeyError: if there are no proportions.

@@ -1,9 +1,9 @@
 """Running a graph micro-batch after micro-batch, with its activations in remote memory: phased execution.
 
 A serialised graph is a loop. Each iteration loads the inputs of one micro-batch from host streams or remote buffers,
-calls the original graph, and stores what is asked for. However many iterations there are, the program holds the loop's
-body once. A forward graph and its gradient graph are serialised together, so that the second loop finds what the first
-one computed. How the loop is made is in `_serial_loop`; where its values are in a buffer, in `remote_handle`.
+calls the original graph, and stores the requested values. For any number of iterations, the program holds the loop's
+body once. A forward graph and its gradient graph are serialised together, so that the second loop finds the values that
+the first one computed. The loop is made in `_serial_loop`; positions of values in a buffer are in `remote_handle`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class BatchSerialResult:
     Attributes:
         graph: the new graph. Its inputs are the row, an int32 scalar; the seed, if there is one; and the inputs of the
             original that are not loaded, under their names in `args`. It has no outputs.
-        stored_buffers: for each tensor of the original graph that was to be stored in a buffer, where its values are.
+        stored_buffers: buffer of each tensor of the original graph that was to be stored.
     """
 
     graph: GraphWithNamedArgs
@@ -90,17 +90,17 @@ def batch_serialise(
     ``result.graph.bind(variables).call(row)``, or ``call(row, seed)``.
 
     Args:
-        graph: what to run. Its named inputs cannot be loaded.
+        graph: graph to run. Its named inputs cannot be loaded.
         steps: number of iterations, 1 or more.
-        load_handles: for inputs, the stream or buffer that each iteration's value is loaded from. Tuples become
+        load_handles: stream or buffer of each input, that each iteration's value is loaded from. Tuples become
             `RemoteHandle`s in place, here and in `store_buffers`.
-        store_streams: for outputs or inputs, the stream that each iteration's value is stored to.
+        store_streams: stream of each output or input, that each iteration's value is stored to.
         store_buffers: likewise for buffers. An input that is loaded from a buffer is not stored in another one.
         seed_input: an input that gets another random seed in each iteration, split from the one of the call.
         rows: the rows that the graph will be called with are 0 to ``rows - 1``. Buffers that are too small for them
             grow.
-        io_mode: where transfers run: on the ``"compute"`` or the ``"io"`` tiles; ``"io_overlapped"`` also loads what an
-            iteration needs during the one before. The numbers are the same.
+        io_mode: tiles for transfers: ``"compute"`` or ``"io"``; ``"io_overlapped"`` also loads the values of an
+            iteration during the one before. The numbers are the same.
 
     Raises:
         ValueError: if `steps` or `rows` is below 1; for an unknown `io_mode`; in the modes with I/O tiles if there are
@@ -184,22 +184,22 @@ def batch_serialise_fwd_and_grad(
     Bind it to both sets of variables. `gradient_graph.args` becomes the same.
 
     Args:
-        forward_graph, gradient_graph: a graph, and what `autodiff` or another transform made of it.
+        forward_graph, gradient_graph: a graph, and its gradient graph from `autodiff` or another transform.
         named_inputs_for_grad_graph: inputs of the forward graph, usually ``forward_graph.args``. Those that the
             gradient graph does not need are left out.
         steps, rows, io_mode: as for `batch_serialise`.
-        load_handles: as for `batch_serialise`, by tensors of either graph. Each gradient that `gradient_graph` is given
-            has to be loaded.
+        load_handles: as for `batch_serialise`, by tensors of either graph. Each gradient that is an input of
+            `gradient_graph` has to be loaded.
         store_streams: as for `batch_serialise`, by tensors of either graph.
         store_buffers: likewise. A replica grouping, or names of axes, stand for a new buffer, sharded over them;
             in place, it becomes the `RemoteHandle`.
         seed_input: as for `batch_serialise`, of the forward graph.
 
     Returns:
-        What became of the forward graph, and of the gradient graph.
+        The results for the forward graph and for the gradient graph.
 
     Raises:
-        ValueError, TypeError, KeyError: as `batch_serialise`. `ValueError` too if `gradient_graph` is not of
+        ValueError, TypeError, KeyError: as for `batch_serialise`. `ValueError` too if `gradient_graph` is not of
             `forward_graph`, if a gradient is not loaded, and if two inputs of the new gradient graph have one name.
         RuntimeError: for an activation that the forward graph neither takes nor returns.
 

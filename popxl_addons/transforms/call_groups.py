@@ -19,7 +19,7 @@ def calls_in(graph: popxl.Graph, times: int = 1) -> Iterator[tuple[Op, int]]:
 
     Args:
         graph: the graph that calls.
-        times: how often it runs itself.
+        times: number of executions of the graph.
     """
     for op in graph.ops:
         if is_call(op):
@@ -33,9 +33,9 @@ def divide_calls(model: popxl.Graph, graph: popxl.Graph, counts: Sequence[int]) 
     """Redirect calls of `graph` in `model`: the first `counts[0]` keep it, each later group calls a copy.
 
     Args:
-        model: the graph that makes the calls, by itself and in its loops.
+        model: graph that makes the calls, directly and in its loops.
         graph: the graph that is called.
-        counts: how many calls each group has.
+        counts: number of calls of each group.
 
     Returns:
         The graph of each group.

@@ -1,4 +1,4 @@
-"""Copies of graphs. In a copy, tensors may come to the device right before their first use, and leave it once made."""
+"""Copies of graphs, in which tensors may be fetched right before their first use, and offloaded once made."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Transfers:
     """Transfers between memories that a graph copy adds.
 
     Attributes:
-        fetched: inputs that the copy lacks, with what adds the ops that bring each one. These come right before the
-            first op that reads the input, and get the tensor that was computed last, for which they may wait; `None`
-            if there is none.
+        fetched: inputs that the copy lacks, each with a function that adds the ops to fetch it. These come right before
+            the first op that reads the input, and get the tensor that was computed last, for which they may wait;
+            `None` if there is none.
         together: the inputs that come when an op reads one that is not there, by the op and this one.
         period: ops of different periods share no fetched tensor: each period fetches its own.
-        made: tensors that leave, with what adds the ops that take each one away. These come right after the op that
-            makes the tensor, and return what the copy returns in its place.
+        made: tensors to offload, each with a function that adds the ops to offload it. These come right after the op
+            that makes the tensor, and return the tensor that the copy returns in its place.
     """
 
     fetched: Mapping[popxl.Tensor, Callable[[popxl.Tensor | None], popxl.Tensor]] = field(default_factory=dict)
@@ -42,11 +42,11 @@ def copy_graph(
 
     Args:
         graph: the graph to copy.
-        transfers: what the copy does besides; by default nothing.
+        transfers: transfers to add; by default none.
         into: an empty graph that becomes the copy; by default a new one.
 
     Returns:
-        The copy, and its tensors by those of `graph`: of a tensor that leaves, what is returned in its place.
+        The copy, and its tensors by those of `graph`: for an offloaded tensor, the one that is returned in its place.
     """
     transfers = transfers or Transfers()
     copy = into or graph.ir.create_empty_graph(graph.name.partition("_subgraph")[0])

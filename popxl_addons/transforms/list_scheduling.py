@@ -1,19 +1,19 @@
-"""List scheduling of pipelines under a limit of memory, by several rules.
+"""List scheduling of pipelines under a memory limit, by several rules.
 
-A list scheduler goes through time. Whenever a device is free, it begins one of the tasks that could begin there, by a
-priority (Graham 1969, https://doi.org/10.1137/0117039). A rule says which tasks may begin and which comes first:
+A list scheduler goes through time. Whenever a device is free, it starts one of the tasks that are ready there, by
+priority (Graham 1969, https://doi.org/10.1137/0117039). A rule determines the ready tasks and their priorities:
 
 - whether stages that are far from the end go first, or those that are near;
-- how far a stage may be ahead of the one of its device that reads its activations: as far as with 1F1B, half of the
-  stages in between, or any number of micro-batches;
-- how many micro-batches are under way at a time.
+- how far a stage may be ahead of the stage on its device that reads its activations: as far as with 1F1B, half of the
+stages in between, or any number of micro-batches;
+- the number of micro-batches in flight at a time.
 
 In addition each device may hold a number of bytes for later stages. `PipelineSchedule.search` tries rules until one
-takes no more time than any schedule has to.
+reaches the lower bound of the time of any schedule.
 
-Stages that nothing waits for, such as gradients of weights that are stages of their own, come last. They fill the time
-that devices would wait, which is the idea of zero-bubble schedules (Qi et al. 2023, https://arxiv.org/abs/2401.10241,
-and with V-shaped stages Qi et al. 2024, https://arxiv.org/abs/2405.15362).
+Stages without readers, such as gradients of weights that are stages of their own, come last. They fill the time that
+devices would wait, which is the idea of zero-bubble schedules (Qi et al. 2023, https://arxiv.org/abs/2401.10241, and
+with V-shaped stages Qi et al. 2024, https://arxiv.org/abs/2405.15362).
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class PipelineValue(NamedTuple):
     """A value passed from one stage to others, per micro-batch.
 
     Attributes:
-        name: its name in the program.
+        name: name in the program.
         made_in: the stage that makes it.
         read_in: the stages that read it.
-        nbytes: its size, in bytes.
-        device: where it waits, by its row in the schedule.
+        nbytes: size in bytes.
+        device: device where it waits, by its row in the schedule.
     """
 
     name: str
@@ -62,8 +62,8 @@ class Rule(NamedTuple):
     """Rule by which a free device chooses its next task.
 
     Attributes:
-        forward_first: whether stages that are far from the end go first, else those that are near.
-        limits_lead: whether a stage may be ahead of the one that reads its activations by 1F1B's limit only.
+        forward_first: whether stages far from the end go first, else those near it.
+        limits_lead: whether a stage's lead over the one that reads its activations is limited as in 1F1B.
         under_way: the most micro-batches that have begun and not ended, or `None` for any number.
     """
 
@@ -78,10 +78,10 @@ class Pipeline:
 
     Attributes:
         device_of: the device of each stage, numbered from 0.
-        needs: for each stage the stages whose results it reads, all of them before it.
+        needs: for each stage, the stages whose results it reads, all of them before it.
         steps: the number of micro-batches.
         durations: the time of each stage.
-        values: what waits for later stages.
+        values: values for later stages.
     """
 
     device_of: Sequence[int]
@@ -159,8 +159,8 @@ class Pipeline:
 def list_schedule(pipeline: Pipeline, rule: Rule, memory: float = math.inf) -> Rows | None:
     """Schedule rows from one priority rule; `None` if no step fits into `memory` bytes on each device.
 
-    A table has no pauses, so where a device would only wait for the memory of another one, it goes on when the table is
-    run. What its rows really hold, `PipelineSchedule.simulate` says.
+    A table has no pauses, so a device that would only wait for the memory of another one continues when the table is
+    run. `PipelineSchedule.simulate` determines the real memory of its rows.
     """
     needs, steps, durations = pipeline.needs, pipeline.steps, pipeline.durations
     stages, devices, last = range(len(needs)), range(pipeline.devices), pipeline.last
@@ -200,7 +200,7 @@ def list_schedule(pipeline: Pipeline, rule: Rule, memory: float = math.inf) -> R
             rows[device].append(task)
             begun[chosen] += 1
             free.remove(device)
-            for d, nbytes in made[chosen].items():  # it is held as soon as it is being made
+            for d, nbytes in made[chosen].items():  # it is held from the start of its task
                 held[d] += nbytes
             heapq.heappush(running, (now + durations[chosen], device, task))
         if not running:

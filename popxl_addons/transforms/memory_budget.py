@@ -29,7 +29,7 @@ def plan_memory(
     Args:
         build: builds the program with the memory plan or policy that it is given, as `train_step(memory=…)` and
             `autodiff(memory=…)` take it, and returns its Ir. It is called once for each compilation.
-        budget: what a device has for the program, with its variables: text such as `"14 GB"`, or bytes.
+        budget: memory of a device for the program, including its variables: text such as `"14 GB"`, or bytes.
         target: the machine, which need not be here, such as `"gpu h100"`; by default the devices of this host.
         told: is called with a line after each compilation.
 
@@ -41,7 +41,7 @@ def plan_memory(
         TypeError: if `build` returns no Ir, or for a budget that is neither text nor an integer.
         ValueError: for a budget without a known unit, or not above zero; if `build` plans no memory, or that of several
             models.
-        PopxlError: if no plan within the budget is found; with the least, and what holds it.
+        PopxlError: if no plan within the budget is found; the message has the smallest, and its largest values.
 
     Example:
         >>> def program(memory):

@@ -1,8 +1,8 @@
-"""What a gradient graph keeps of the forward pass: a treatment for each activation.
+"""Activations that a gradient graph takes from the forward pass: a treatment for each.
 
-The activations that a gradient reads are inputs of its graph, so all are known before anything is compiled. Each is
-*kept* from the forward call to the backward call, *recomputed* in the backward call, or *offloaded*: kept in the memory
-of the host meanwhile. A `MemoryPolicy` chooses by a rule; a `MemoryPlan` states the choice for each, as data.
+The activations that a gradient reads are inputs of its graph, so all are known before compilation. Each is *kept* from
+the forward call to the backward call, *recomputed* in the backward call, or *offloaded*: kept in host memory meanwhile.
+A `MemoryPolicy` chooses by a rule; a `MemoryPlan` states the choice for each, as data.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def candidates(info: GradGraphInfo) -> list[Activation]:
 
 
 def activations_of(info: GradGraphInfo) -> list[Activation]:
-    """The activations of a gradient graph that could be recomputed: what it reads and the forward graph computes.
+    """The activations of a gradient graph that could be recomputed: it reads them and the forward graph computes them.
 
     Outputs of the forward graph whose gradients are provided are left out, as its caller has them in any case.
 
@@ -154,7 +154,7 @@ class PlannedActivation(BaseModel):
         treatment: `"keep"`, `"recompute"` or `"offload"`.
         line: the line of the program that computes it: `model.py:12`.
         bytes: memory that keeping one needs, on each replica; 0 for a transposed input, which gradients read itself.
-        operations: floating-point operations to compute it from what the op that makes it reads.
+        operations: floating-point operations to compute it from the operands of the op that makes it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -171,8 +171,8 @@ class GraphPlan(BaseModel):
 
     Attributes:
         graph: the name of the graph.
-        calls: how often a step calls it: where a plan has several groups of calls of one graph, those of the group.
-        activations: its activations, in the order of the graph.
+        calls: number of calls in a step; if a plan has several groups of calls of one graph, of those in the group.
+        activations: activations of the graph, in order.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -253,12 +253,12 @@ class MemoryPlan(OnPage, BaseModel):
         Args:
             treatment: `"keep"`, `"recompute"` or `"offload"`.
             *patterns: paths of activations, as the plan prints them; `*` and `?` stand for any characters.
-            calls: for which calls of each graph, in the order in which a step makes them: `slice(8)` is the first
-                eight, `slice(-1, None)` the last one. By default for all.
+            calls: calls of each graph that are meant, in the order in which a step makes them: `slice(8)` is the first
+                eight, `slice(-1, None)` the last one. By default all.
 
         Raises:
             TypeError: if `calls` is not a slice.
-            ValueError: for another treatment, a pattern that matches no activation, and `calls` with a step.
+            ValueError: for an unknown treatment, a pattern that matches no activation, and `calls` with a step.
         """
         if treatment not in get_args(Treatment):
             known_ones = ", ".join(map(repr, get_args(Treatment)))

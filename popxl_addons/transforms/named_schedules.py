@@ -1,4 +1,4 @@
-"""Rows of pipeline schedules that have names.
+"""Rows of named pipeline schedules.
 
 Sources: GPipe is from Huang et al. 2019, https://arxiv.org/abs/1811.06965; 1F1B from Narayanan et al. 2019,
 https://arxiv.org/abs/1806.03377; interleaved stages from Narayanan et al. 2021, https://arxiv.org/abs/2104.04473; zero
@@ -147,8 +147,8 @@ def zero_bubble(placement: Sequence[int], steps: int) -> tuple[Rows, Pipeline]:
 
 
 def dualpipe_v(placement: Sequence[int], steps: int) -> tuple[Rows, Pipeline]:
-    """Rows of DualPipeV. A device has two forward stages, "outer" and "inner", and goes forward with the one while it
-    goes back with the other."""
+    """Rows of DualPipeV. A device has two forward stages, "outer" and "inner", and runs one forward while it runs the
+    other backward."""
     pipeline = v_shaped("dualpipe_v", placement, steps)
     devices = pipeline.devices
     if steps < 2 * devices:

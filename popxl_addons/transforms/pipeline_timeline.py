@@ -1,4 +1,4 @@
-"""Timeline of a pipeline: when each task begins and ends, and what waits meanwhile."""
+"""Timeline of a pipeline: start and end of each task, and memory of waiting values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PipelineTimeline:
     Attributes:
         tasks: all tasks, in the order in which they begin.
         devices: the number of devices.
-        stashed_bytes: for each device, the most that waits there at a time for later stages, in bytes.
+        stashed_bytes: for each device, the maximal bytes that wait there at a time for later stages.
     """
 
     tasks: tuple[TimedTask, ...]

@@ -1,8 +1,8 @@
-"""Pipelines: a graph's micro-batches go through stages, and all stages work at once, each on another micro-batch.
+"""Pipelines: a graph's micro-batches go through stages, which all work at once, each on another micro-batch.
 
-A program says which ops belong to which stage, with `pipelined_execution`. A value goes to a later stage as an operand
-of its ops, copied to another IPU where needed; or it is stashed: kept in a ring of slots, which one stage writes and
-the other reads. How ops with stages become graphs that run in overlapping cycles is told in `_pipeline`.
+A program assigns ops to stages with `pipelined_execution`. A value goes to a later stage as an operand of its ops,
+copied to another IPU where needed; or it is stashed: kept in a ring buffer of slots, which one stage writes and the
+other reads. `_pipeline` turns ops with stages into graphs that run in overlapping cycles.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ def pipelined_execution(steps: int, schedule: PipelineSchedule | str | Search | 
 
     Args:
         steps: number of micro-batches, at least twice the number of stages if there is no `schedule`.
-        schedule: in which order the stages work: a `PipelineSchedule`, or the name of one, for the IPUs on which the
+        schedule: order of the stages' tasks: a `PipelineSchedule`, or the name of one, for the IPUs on which the
             program has its stages: ``"gpipe"``, ``"1f1b"`` (interleaved, if an IPU has several forward stages),
-            ``"zero_bubble"``, ``"zero_bubble_v"``, ``"dualpipe_v"`` or ``"cycles"``, which is the order that there is
-            without a schedule; or ``"search"``, the shortest that is found within a limit of memory, for stages on any
-            IPUs. ``functools.partial(PipelineSchedule.search, memory=2**30, durations=[...])`` gives the search the
-            limit and the stages' times.
+            ``"zero_bubble"``, ``"zero_bubble_v"``, ``"dualpipe_v"`` or ``"cycles"``, which is the order without a
+            schedule; or ``"search"``, the shortest that is found within a memory limit, for stages on any IPUs.
+            ``functools.partial(PipelineSchedule.search, memory=2**30, durations=[...])`` gives the search the limit and
+            the stages' times.
 
     Returns:
-        A context manager that gives a `StageContext`, which says what belongs to which stage.
+        A context manager for a `StageContext`, which assigns ops to stages.
 
     Raises:
         TypeError: if `steps` is not an integer.
@@ -116,11 +116,11 @@ def pipelined_execution(steps: int, schedule: PipelineSchedule | str | Search | 
 
 
 class StageContext:
-    """What `pipelined_execution` gives: it says which stage ops belong to, and takes values from stage to stage.
+    """Context of `pipelined_execution`: it assigns ops to stages, and passes values from stage to stage.
 
     Attributes:
         stages: the stage of each op of the pipeline, by the id of the op.
-        pipeline: what the block has become, after it.
+        pipeline: the resulting pipeline, after the block.
     """
 
     pipeline: Pipelining
@@ -139,9 +139,9 @@ class StageContext:
 
     @property
     def values(self) -> tuple[PipelineValue, ...]:
-        """What waits from stage to stage: ``p.schedule.simulate(durations, p.values)`` says how much at a time.
+        """Values that wait between stages: ``p.schedule.simulate(durations, p.values)`` gives their memory over time.
 
-        Known after the block. Without a schedule, rings that the program has asked for are not among them.
+        Known after the block. Without a schedule, rings that the program has requested are not among them.
         """
         return self.pipeline.values
 
@@ -238,7 +238,7 @@ class StageContext:
     def stash_and_restore_activations(
         self, call_info: CallSiteInfo, grad_info: GradGraphInfoLike
     ) -> dict[popxl.Tensor, popxl.Tensor]:
-        """What a gradient graph needs of a forward call, for the micro-batch that the current stage works on.
+        """The inputs of a gradient graph from a forward call, for the micro-batch of the current stage.
 
         Args:
             call_info: the call of the forward graph, in this stage or in an earlier one.

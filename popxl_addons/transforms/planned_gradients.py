@@ -1,4 +1,4 @@
-"""A memory plan applied while a model is differentiated: each called graph gets the gradient that its plan asks for."""
+"""A memory plan applied during differentiation of a model: each called graph gets the gradient of its plan."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ __all__ = ["Memory", "PlannedGradients"]
 class PlannedGradients:
     """Transform of called graphs, for `popxl.transforms.autodiff`, that applies a memory plan or policy.
 
-    The graphs that are planned are those that the model calls by itself or in its loops: layers, usually. The graphs
-    that these call are parts of them. A model that calls none is planned as a whole: call this with its gradient.
+    The planned graphs are those that the model calls directly or in its loops: usually layers. The graphs that these
+    call are parts of them. A model without calls is planned as a whole: call this with its gradient.
 
     Where the plan divides the calls of a graph into groups, each group but the first calls a copy of it from now on.
 

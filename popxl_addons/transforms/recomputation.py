@@ -1,4 +1,4 @@
-"""Recomputation: gradient graphs that compute activations again, in place of taking them from the forward call."""
+"""Recomputation: gradient graphs that recompute activations, instead of taking them from the forward call."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def recompute_graph(
 
     Args:
         grad_graph: the gradient graph that takes activations.
-        keep: what the forward call hands on: tensors of the forward graph, whether or not the gradient reads them
-            itself; or paths of such, in which `*` stands for any characters; or a policy: `"everything"`, `"products"`,
-            `"products_without_batch"`, `"nothing"`. Results of ops with effects are kept in any case.
-        offload: what the forward call copies to the memory of the host, to be copied back for the backward call:
-            tensors or paths. It wins over `keep`.
+        keep: values to pass on from the forward call: tensors of the forward graph, whether or not the gradient itself
+            reads them; or their paths, in which `*` stands for any characters; or a policy: `"everything"`,
+            `"products"`, `"products_without_batch"`, `"nothing"`. Results of ops with effects are always kept.
+        offload: values that the forward call copies to host memory, to be copied back for the backward call: tensors or
+            paths. It has priority over `keep`.
 
     Raises:
         AttributeError: if `grad_graph` is not a gradient graph.
@@ -82,7 +82,7 @@ def recompute_graph(
         known = candidates(info)
         kept = _chosen("keep", keep, known, info)
         recomputed, bound = recompute_activations(info, kept, _chosen("offload", offload, known, info))
-    # What a named input is bound to: an input of the new graph, unless it is an activation.
+    # Bindings of the named inputs: inputs of the new graph, except for activations.
     inputs = recomputed.graph.inputs
     named = {name: bound[t] for name, t in grad_graph.args.to_dict().items() if bound[t] in inputs}
     return GraphWithNamedArgs.from_grad_graph(recomputed, type(grad_graph.args).from_dict(named))
@@ -125,11 +125,11 @@ def recompute_activations(
     """Gradient graph that takes some activations and recomputes others from these and forward inputs.
 
     Args:
-        info: of the gradient graph that takes all of them.
-        keep, offload: the tensors of the forward graph to take: as they are, or from the memory of the host.
+        info: information of the gradient graph that takes all of them.
+        keep, offload: tensors of the forward graph to take: unchanged, or from host memory.
 
     Returns:
-        The information of the new graph, and what the inputs of the gradient graph are bound to in it.
+        The information of the new graph, and the bindings of the gradient graph's inputs in it.
     """
     grad, forward = info.graph, info.forward_graph
     Fwd, FwdGrad = ExpectedConnectionType.Fwd, ExpectedConnectionType.FwdGrad
@@ -166,8 +166,8 @@ class OpsAgain(NamedTuple):
     """Ops of a forward graph to recompute.
 
     Attributes:
-        ops: in order; calls of which some results are taken, each with the ops of the called graph that lead to the
-            others.
+        ops: ops in order; calls of which some results are taken, each with the ops of the called graph that lead to the
+            other results.
         taken: tensors to take in place of recomputing them.
         read: all tensors that are read, inputs of the graph among them.
     """
@@ -182,7 +182,7 @@ def _compute(again: OpsAgain, of: _Bound, first: popxl.Tensor, available: set[po
 
     Args:
         again: the ops.
-        of: what tensors of their graph are here; the results are added.
+        of: tensors of the current graph for those of the forward graph; the results are added.
         first: the gradient that the copies wait for.
         available: inputs of their graph that do not wait for it.
     """
@@ -221,12 +221,12 @@ def ops_again(info: GradGraphInfo, given: Collection[popxl.Tensor]) -> tuple[Ops
     """Ops to recompute for the reads of a gradient, and forward tensors for their saved inputs.
 
     Args:
-        info: of the gradient graph.
+        info: information of the gradient graph.
         given: tensors of the forward graph to take, except transposed inputs. Outputs whose gradients are provided are
             taken, too, as the caller has them, and what ops with effects make.
 
     Returns:
-        The ops in order; and the tensors: the inputs of the forward graph, then what it computes.
+        The ops in order; and the tensors: the inputs of the forward graph, then computed ones.
     """
     known = {
         *(t for t in given if not is_transposed_input(t)),
@@ -304,14 +304,14 @@ def _chosen(
 
 
 def add_recompute_inputs(grad_info: GradGraphInfo) -> _Inputs:
-    """Add inputs to the current graph: what a gradient graph needs if it runs the forward graph again.
+    """Add inputs to the current graph: those of a gradient graph that runs the forward graph again.
 
     Args:
-        grad_info: of the gradient graph that takes activations.
+        grad_info: information of the gradient graph that takes activations.
 
     Returns:
         For each new input, in order, the forward tensor that it stands for, and whether for the tensor or its gradient:
-        what `popxl.transforms.autodiff.make_grad_graph_info` takes as `expected_inputs`.
+        `expected_inputs` for `popxl.transforms.autodiff.make_grad_graph_info`.
 
     Example:
         >>> ir = popxl.Ir()

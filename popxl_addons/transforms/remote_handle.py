@@ -1,7 +1,7 @@
-"""Remote buffers seen as matrices: the values that a serialised graph loads and stores, by row and micro-batch.
+"""Remote buffers as matrices: the values that a serialised graph loads and stores, by row and micro-batch.
 
-Slot ``row * steps + i`` of a buffer is micro-batch `i` of row `row`, and a row is a layer, say. A `RemoteHandle` says
-which row of its buffer belongs to the row that a graph is called with.
+Slot ``row * steps + i`` of a buffer is micro-batch `i` of row `row`, and a row is a layer, for example. A
+`RemoteHandle` maps the row that a graph is called with to the row of its buffer.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class RemoteHandle:
 
     Attributes:
         buffer: the buffer.
-        row_offset: for a graph that is called with row `n`, the values are in row ``n + row_offset``; always in row 0
-            for None; for a function in the row that it computes from `n`, an int32 tensor.
-        shard_group: the replicas that keep a piece of the values each; None for whole values on every replica. Pieces
-            are cut before they are stored, and put together after they are loaded.
+        row_offset: offset of the buffer's row: for a graph that is called with row `n`, row ``n + row_offset``; always
+            row 0 for None; for a function the row that it computes from `n`, an int32 tensor.
+        shard_group: replicas that keep a shard of the values each; None for whole values on every replica. Values are
+            sharded before they are stored, and gathered after they are loaded.
 
     Raises:
-        TypeError: if one of these is something else.
+        TypeError: if one of these has another type.
 
     Example:
         The weights of a layer and those of the next one.
@@ -67,7 +67,7 @@ class RemoteHandle:
         """The handle itself, or one made of a tuple ``(buffer, row_offset)`` or ``(buffer, row_offset, shard_group)``.
 
         Raises:
-            TypeError: for anything else, as part of an argument.
+            TypeError: for any other part of an argument.
         """
         if isinstance(handle, tuple) and len(handle) in (2, 3):
             return cls(*handle)
@@ -135,7 +135,7 @@ def batch_serial_buffer(
         t: a tensor or spec.
         steps: number of micro-batches.
         rows: number of rows.
-        shard_group: the replicas that keep a piece of each value; without it every replica keeps whole values.
+        shard_group: replicas that keep a shard of each value; without it every replica keeps whole values.
 
     Raises:
         ValueError: if the elements of `t` cannot be divided evenly among the group.

@@ -1,4 +1,4 @@
-"""`repeat_graph`: a finished graph, run in a loop. Applications call it on the main graph, last of all."""
+"""`repeat_graph`: runs a finished graph in a loop. Applications call it on the main graph, last of all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def repeat_graph(graph: popxl.Graph, repeat_count: int) -> popxl.Graph:
     are no longer in it, and nothing made later in it can use them.
 
     Args:
-        graph: what to repeat, the main graph too. It need not be current.
+        graph: graph to repeat, possibly the main graph. It need not be current.
         repeat_count: number of turns. With 1 or fewer nothing happens.
 
     Returns:
@@ -29,7 +29,7 @@ def repeat_graph(graph: popxl.Graph, repeat_count: int) -> popxl.Graph:
 
     Raises:
         TypeError: if `repeat_count` is not an integer.
-        PopxlError: if an op that stays reads what one that moves has computed. Nothing has changed then.
+        PopxlError: if an op that stays reads a result of one that moves. Nothing has changed then.
 
     Example:
         >>> ir = popxl.Ir()
@@ -49,7 +49,7 @@ def repeat_graph(graph: popxl.Graph, repeat_count: int) -> popxl.Graph:
     computed = {t for op in moving for t in op.outputs}
     carried = dict.fromkeys(t for t in outputs if t in computed)
     turn = ir.create_empty_graph("repeat_graph")
-    for t in carried:  # a loop returns what it carries, so it carries what it returns
+    for t in carried:  # a loop returns its carried values, so it carries its results
         turn.add_input_like(t)
     outer: dict[Tensor, Tensor] = {}
 

@@ -1,10 +1,10 @@
-"""In which order the devices of a pipeline work: schedules as tables, with what they cost before anything runs.
+"""Pipeline schedules as tables, with their costs before anything runs.
 
-A schedule has a row for each device, with the tasks in the order in which the device does them. A task is one stage for
-one micro-batch. A device waits until what its next task needs is there, and does nothing else meanwhile; so the table
-says all about the order, and with durations also about the time.
+A schedule has a row for each device, with its tasks in order. A task is one stage for one micro-batch. A device waits
+until the inputs of its next task are available, and does nothing else meanwhile; so the table defines the order, and
+together with durations also the time.
 
-Rows of schedules with names are made in `named_schedules`, which has their sources; the search is in `list_scheduling`.
+Rows of named schedules are made in `named_schedules`, which has their sources; the search is in `list_scheduling`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class PipelineSchedule:
     bit for bit, whichever schedule there is.
 
     Args:
-        rows: for each device its tasks, pairs of a stage and a micro-batch, in order.
-        needs: for each stage the stages whose results it reads; by default, each stage reads from the one before it.
-            In a pipeline the program says it.
+        rows: tasks of each device, pairs of a stage and a micro-batch, in order.
+        needs: for each stage, the stages whose results it reads; by default, each stage reads from the one before it.
+            In a pipeline the program defines them.
 
     Raises:
         ValueError: if a task is missing, comes twice or out of order, a stage is in two rows, or no device can go on.
@@ -78,7 +78,7 @@ class PipelineSchedule:
         object.__setattr__(self, "rows", table)
         object.__setattr__(self, "needs", tuple(tuple(n) for n in given))
         object.__setattr__(self, "device_of", device_of)
-        self.simulate()  # it can be done
+        self.simulate()  # raises if the order is impossible
 
     @property
     def stages(self) -> int:
@@ -243,19 +243,19 @@ class PipelineSchedule:
     ) -> PipelineSchedule:
         """The shortest schedule that list scheduling finds within a limit of memory, for stages on any devices.
 
-        It tries some dozens of rules, and stops when it has a schedule that no other can beat. `simulate` of what it
-        gives says what that takes.
+        It tries some dozens of rules, and stops at a schedule that no other can beat. `simulate` of the result gives
+        its time.
 
         Args:
             placement: the device of each stage.
             steps: the number of micro-batches.
             durations: the time that each stage takes; by default 1 each.
             needs: for each stage, those before it whose results it reads. By default each reads from the one before it,
-                and if stages stand on the devices as those of a training, backward stages read activations of their
+                and if stages are on the devices as those of a training, backward stages read activations of their
                 forward stage, and so do stages with gradients of weights.
-            values: what waits from stage to stage; by default activations of size 1 from each forward stage.
-            memory: the most bytes of `values` that a device may hold. By default 1.1 times of what is held with as many
-                micro-batches under way as there are devices, which is what 1F1B holds.
+            values: values that wait between stages; by default activations of size 1 from each forward stage.
+            memory: maximal bytes of `values` that a device may hold. By default 1.1 times those with as many
+                micro-batches in flight as there are devices, which is the memory of 1F1B.
 
         Raises:
             ValueError: if nothing was found within `memory`, or there are too many or too few durations or needs.
@@ -284,7 +284,7 @@ class PipelineSchedule:
     def _search(cls, pipeline: Pipeline, memory: float | None) -> PipelineSchedule:
         """The shortest schedule within `memory`; of several, the one that holds the least.
 
-        By default `memory` is 1.1 times what is held with as many micro-batches under way as there are devices.
+        By default `memory` is 1.1 times the bytes held with as many micro-batches in flight as there are devices.
         """
 
         def judged(rule: Rule, limit: float) -> tuple[float, int, PipelineSchedule] | None:
@@ -314,7 +314,7 @@ class PipelineSchedule:
             )
         return best[2]
 
-    # What it costs
+    # Costs
 
     def simulate(
         self, durations: Sequence[float] | None = None, values: Iterable[PipelineValue] = ()
@@ -323,7 +323,7 @@ class PipelineSchedule:
 
         Args:
             durations: the time that each stage takes, for all micro-batches the same; by default 1 each.
-            values: what waits from stage to stage; from the end of the task that makes it to the end of the last one
+            values: values that wait between stages; from the end of the task that makes one to the end of the last one
                 that reads it.
 
         Raises:
@@ -341,7 +341,7 @@ class PipelineSchedule:
         timed: list[TimedTask] = []
         free, position = [0.0] * len(self.rows), [0] * len(self.rows)
         stuck = False
-        while not stuck:  # times follow from the order alone, so each device goes on as far as it can
+        while not stuck:  # times follow from the order alone, so each device continues as far as it can
             stuck = True
             for device, row in enumerate(self.rows):
                 for task in row[position[device] :]:
@@ -371,7 +371,7 @@ class PipelineSchedule:
             for m in range(self.steps):
                 last = max(ends[Task(s, m)] for s in value.read_in)
                 changes[value.device] += [
-                    (ends[Task(value.made_in, m)], 0, value.nbytes),  # what comes, comes before what goes
+                    (ends[Task(value.made_in, m)], 0, value.nbytes),  # values are added before others are removed
                     (last, 1, -value.nbytes),
                 ]
         peaks = []
@@ -442,7 +442,7 @@ def _sample(tasks: Sequence[Task]) -> str:
 
 
 class Search(Protocol):
-    """Function that makes a schedule for a program, called with what `PipelineSchedule.search` takes.
+    """Function that makes a schedule for a program, called with the arguments of `PipelineSchedule.search`.
 
     For example ``functools.partial(PipelineSchedule.search, memory=2**30)``.
     """
@@ -472,7 +472,7 @@ def scheduled(
         placement: the IPU of each stage of the program.
         needs: for each stage, those whose results it reads.
         steps: the number of micro-batches.
-        values: gives what waits from stage to stage, by the row of each stage.
+        values: function that returns the values that wait between stages, from the row of each stage.
     """
     ipus = [ipu or 0 for ipu in placement]
     ordered = [sorted(n) for n in needs]

@@ -1,6 +1,6 @@
-"""Whether matrix products are planned together with those of their gradients: a setting of IPUs, without effect here.
+"""Joint planning of matrix products and those of their gradients: a setting of IPUs, without effect here.
 
-XLA plans them all in any case. The functions are for programs that call them, and change nothing in the program.
+XLA plans them all in any case. The functions exist for programs that call them, and change nothing in the program.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ __all__ = ["disable_fc_pass", "enable_fc_pass"]
 
 
 def disable_fc_pass(ir: popxl.Ir) -> None:
-    """Plan matrix products each for itself. Without effect: numbers, memory and printed graphs stay as they are.
+    """Plan matrix products separately. Without effect: numbers, memory and printed graphs stay the same.
 
     Example:
         >>> disable_fc_pass(popxl.Ir())

@@ -1,4 +1,4 @@
-"""A scale for float8 that loses least, in the mean square."""
+"""A scale for float8 with the least mean square error."""
 
 from popxl_addons.ops.fp8_mse_scale.fp8_mse_scale import (
     CandidateConfig,

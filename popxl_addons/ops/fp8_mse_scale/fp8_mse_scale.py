@@ -1,4 +1,4 @@
-"""A scale for float8 that loses least, in the mean square. The search on the host: `popxl.fp8_utils`."""
+"""A scale for float8 with the least mean square error. The search on the host is in `popxl.fp8_utils`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layer norm over an axis that is divided among replicas: statistics of the whole, results for each part."""
+"""Layer norm over an axis that is divided among replicas: global statistics, results for each part."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def layer_norm_distributed(
 
     Args:
         t: float tensor of shape ``(rows, channels)``, the channels of this replica.
-        w, b: of shape ``(channels,)``.
+        w, b: tensors of shape ``(channels,)``.
         epsilon: constant added to the variance.
         group: the replicas among which the channels are divided, equally; all of them by default. Their stride may be
             any.

@@ -1,4 +1,4 @@
-"""All-reduces that can be differentiated, for tensor parallelism."""
+"""Differentiable all-reduces for tensor parallelism."""
 
 from popxl_addons.ops.replicated_all_reduce_TP.replicated_all_reduce_TP import (
     replicated_all_reduce,

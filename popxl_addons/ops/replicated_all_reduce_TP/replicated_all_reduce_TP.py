@@ -1,4 +1,4 @@
-"""All-reduces that can be differentiated, for tensor parallelism: layers whose weights are divided among replicas.
+"""Differentiable all-reduces for tensor parallelism: layers whose weights are divided among replicas.
 
 A column-parallel layer begins with `replicated_all_reduce_identical_inputs`, a row-parallel one ends with
 `replicated_all_reduce_identical_grad_inputs`. In between each replica works on its own part, forward and backward.
@@ -31,8 +31,8 @@ def replicated_all_reduce(t: popxl.Tensor, op: str = "add", group: Groups | None
         A new tensor of the same shape and dtype. Float16 is summed in float32 and rounded once.
 
     Raises:
-        ValueError: for an `op` that no collective knows, or if the replicas of the Ir cannot be grouped like this.
-        PopxlError: for an unknown `op`.
+        ValueError: for an unknown `op`, or if the replicas of the Ir cannot be grouped like this.
+        PopxlError: for an unsupported `op`.
 
     Example:
         >>> with popxl.Ir(replication=4).main_graph:
@@ -48,7 +48,7 @@ def replicated_all_reduce_identical_inputs(
 ) -> popxl.Tensor:
     """Pass through `t`, promised equal on all group members; sum its gradients.
 
-    What follows uses `t` on each replica for another part of a layer, so each has a part of the gradient.
+    Later ops use `t` on each replica for another part of a layer, so each has a part of the gradient.
     `popxl_addons.patterns.apply_pre_alias_patterns` makes the op an identity; without it, it is carried out as one.
 
     Args, results and errors are those of `replicated_all_reduce`.

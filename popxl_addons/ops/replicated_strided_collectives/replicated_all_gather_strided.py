@@ -1,4 +1,4 @@
-"""An all-gather that makes one flat tensor of the values of all members, or puts the shards of one together."""
+"""An all-gather that concatenates the values of all members to one flat tensor, or joins the shards of one."""
 
 from __future__ import annotations
 

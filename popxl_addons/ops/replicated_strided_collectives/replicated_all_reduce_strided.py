@@ -1,4 +1,4 @@
-"""All-reduces that can be differentiated, of sums and means; and one graph that reduces all tensors of a tree."""
+"""Differentiable all-reduces of sums and means; and one graph that reduces all tensors of a tree."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def replicated_all_reduce_strided(t: popxl.Tensor, op: str = "add", group: Group
         rounded towards zero.
 
     Raises:
-        ValueError: for an `op` that no collective knows, or if the replicas of the Ir cannot be grouped like this.
-        PopxlError: for an unknown `op`.
+        ValueError: for an unknown `op`, or if the replicas of the Ir cannot be grouped like this.
+        PopxlError: for an unsupported `op`.
 
     Example:
         Replica `r` of four holds ``[r, 10 * r]``; replicas 0 and 2 get ``[2, 20]``, 1 and 3 ``[4, 40]``.
@@ -87,9 +87,9 @@ def replicated_all_reduce_strided_graph(
     """Build a graph that applies `replicated_all_reduce_strided` to several named tensors.
 
     Args:
-        tensors: what is to be reduced.
-        op, group: how.
-        use_io_tiles: where the reducing runs; the numbers do not depend on it.
+        tensors: tensors to reduce.
+        op, group: reduction, and groups of replicas.
+        use_io_tiles: whether the reduction runs on I/O tiles; the numbers do not depend on it.
 
     Returns:
         The graph, with an input of the same name for each tensor, and the names in the order of its outputs: sorted.

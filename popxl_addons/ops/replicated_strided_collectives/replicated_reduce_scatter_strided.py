@@ -44,8 +44,8 @@ def replicated_reduce_scatter_strided(
         A new tensor of the same dtype and of shape ``(ceil(t.nelms / group_size),)``.
 
     Raises:
-        ValueError: for an `op` that no collective knows, or if the replicas of the Ir cannot be grouped like this.
-        PopxlError: for an unknown `op`.
+        ValueError: for an unknown `op`, or if the replicas of the Ir cannot be grouped like this.
+        PopxlError: for an unsupported `op`.
 
     Example:
         >>> ir = popxl.Ir(replication=4)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: pairs of channels are turned by angles that grow with the position.
+"""Rotary position embeddings: pairs of channels are rotated by angles that grow with the position.
 
 Su et al., RoFormer, https://arxiv.org/abs/2104.09864, in the form in which the two channels of a pair are neighbours.
 """
@@ -24,10 +24,10 @@ def trig_tables(
     """Sine and cosine of ``m * base**(-2 * i / rotary_dim)``, for positions `m` and pairs of channels `i`.
 
     Args:
-        seq_len: how many positions there are.
-        rotary_dim: how many channels are turned: two for each angle.
-        base: of the wavelengths; the longest is nearly ``2 * pi * base`` positions.
-        np_dtype: of the arrays. They are computed in double precision and rounded once.
+        seq_len: number of positions.
+        rotary_dim: number of channels that are rotated: two for each angle.
+        base: base of the wavelengths; the longest is nearly ``2 * pi * base`` positions.
+        np_dtype: dtype of the arrays. They are computed in double precision and rounded once.
 
     Returns:
         Two arrays of shape ``(seq_len, rotary_dim / 2)``.
@@ -119,9 +119,9 @@ def rotary_pos_embed(
 
     Args:
         t: float tensor of shape ``(batch, sequence, heads, channels)``.
-        sin, cos: of the angles, as `trig_tables` makes them: of shape ``(sequence, rotary_dim / 2)``, or with a first
-            dimension of 1 or `batch`.
-        rotary_dim: how many channels are turned, an even number; by default, or if it is 0, all of them.
+        sin, cos: sines and cosines of the angles, as returned by `trig_tables`: of shape ``(sequence, rotary_dim /
+            2)``, or with a first dimension of 1 or `batch`.
+        rotary_dim: number of channels that are rotated, an even number; by default, or if it is 0, all of them.
 
     Returns:
         A new tensor of the shape and dtype of `t`.

@@ -1,4 +1,4 @@
-"""Products with sparse matrices that are known when the program is built."""
+"""Products with sparse matrices that are constant in the program."""
 
 from popxl_addons.ops.static_sparse_ops.dense_sparse_matmul import dense_const_sparse_matmul, random_sparse
 

@@ -1,4 +1,4 @@
-"""Products with sparse matrices that are known when the program is built."""
+"""Products with sparse matrices that are constant in the program."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def random_sparse(dense: np.ndarray, density: float = 0.5) -> np.ndarray:
 
     Args:
         dense: array of any shape; it is changed.
-        density: from 0 to 1.
+        density: share of elements that are kept, from 0 to 1.
 
     Returns:
         The same array.

@@ -149,4 +149,4 @@ def _on_host(t: Variable | Constant) -> tuple[np.dtype[Any], tuple[int, ...]]:
 
 
 def _brief(dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:
-    return f"{dtype.names[0] if dtype.names else dtype.name}{list(shape)}"  # structured dtypes, such as float8, have a name
+    return f"{dtype.names[0] if dtype.names else dtype.name}{list(shape)}"  # float8 has a name

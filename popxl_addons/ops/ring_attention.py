@@ -62,9 +62,7 @@ def _ring_backward(
         )
         return tuple(t.astype(logs.dtype) for t in found)
 
-    if (
-        group.size == 2
-    ):  # both directions are one: XLA would keep all blocks of the forward pass, instead of sending them again
+    if group.size == 2:  # both directions are one: XLA would keep the forward pass's blocks, and not send them again
         g, k, v = lax.optimization_barrier((g, k, v))
     coming = _shift_arrays(group, -1, k, v)
     dq, dk, dv = gradients(k, v, logs, causal)

@@ -1,1 +1,1 @@
-"""From a PyTorch function to a `Trace`: what it does, op by op, without any value having been computed."""
+"""From a PyTorch function to a `Trace`: its ops, one by one, without computing any value."""

@@ -158,12 +158,12 @@ def not_rebound(
 ) -> Iterator[None]:
     """Check that a block leaves every parameter and buffer in place, and restore them in any case.
 
-    What is new is removed. Batch norms may do what they like. What a module is moved to (`self.layer.half()`) it has
-    for the rest of the block.
+    New ones are removed. Batch norms are exempt. A conversion of a module (`self.layer.half()`) lasts for the rest of
+    the block.
 
     Args:
         module: the module whose `forward` runs in the block.
-        is_made: whether a buffer of this name may become this tensor: a table that is made anew for another shape.
+        is_made: whether a buffer of this name may become this tensor: a table that is recomputed for another shape.
 
     Raises:
         Error: if a parameter or buffer is reassigned or removed, after the block; or if there is a new parameter, by

@@ -1,7 +1,7 @@
 """Decompositions for ops of PyTorch's backward pass that PyTorch itself does not decompose.
 
-A model that has PyTorch make gradients in its `forward` meets these. Those of a convolution are convolutions, that of a
-maximum writes where it was found, and those of functions that are linear along each dimension multiply by matrices.
+Models that compute gradients in their `forward` use these ops. Gradients of a convolution are convolutions, that of a
+maximum writes to its positions, and those of functions that are linear along each dimension multiply by matrices.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _convolution(
             missing = [i - ((g - 1) * s - 2 * p + d * (k - 1) + 1) for i, g, k, s, p, d in sizes]
         of_input = aten.convolution(grad, weight, None, stride, padding, dilation, not transposed, missing, groups)
         of_input = _begin(of_input, input.shape[2:])
-    if output_mask[1]:  # rows of a batch are what is summed over, as channels are in the convolution
+    if output_mask[1]:  # the sum is over rows of a batch, like channels in the convolution
         rows, places = large.shape[0], large.shape[2:]
         channels = large.reshape(rows, groups, -1, *places).transpose(0, 2).reshape(-1, groups * rows, *places)
         kernel = small.transpose(0, 1)
@@ -79,9 +79,9 @@ def _by_matrices(
     """Gradient of a function that acts linearly and separately along each trailing dimension, by matrix products.
 
     Args:
-        grad: of the result.
-        sizes: of these dimensions of the input.
-        forward: does it along one of these dimensions, by its number; the others have the size 1.
+        grad: gradient of the result.
+        sizes: sizes of these dimensions of the input.
+        forward: function along one of these dimensions, by its number; the others have the size 1.
     """
     for number, size in enumerate(sizes):
         shape = [1] * len(sizes)
@@ -106,7 +106,7 @@ def _replication_pad(dims: int) -> Callable[..., torch.Tensor]:
 
 
 def _log_sigmoid(grad: torch.Tensor, input: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    return grad * torch.sigmoid(-input)  # the buffer is what kernels for CPUs keep
+    return grad * torch.sigmoid(-input)  # the buffer is used by kernels for CPUs
 
 
 def _shrink(grad: torch.Tensor, input: torch.Tensor, lambd: float) -> torch.Tensor:
@@ -204,7 +204,7 @@ def _group_norm(
 BACKWARD: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.native_layer_norm.default: _layer_norm,
     aten.native_group_norm.default: _group_norm,
-    aten._efficientzerotensor.default: aten.zeros,  # PyTorch adds these below what it differentiates
+    aten._efficientzerotensor.default: aten.zeros,  # PyTorch adds these below autograd
     aten.convolution_backward.default: _convolution,
     aten.max_pool2d_with_indices_backward.default: _max_pool(2),
     aten.max_pool3d_with_indices_backward.default: _max_pool(3),

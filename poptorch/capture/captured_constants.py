@@ -23,12 +23,13 @@ class CapturedConstant:
     """Host tensor whose contents became program constants.
 
     Attributes:
-        text: how the user calls it: `model.scale`, `model.config.scales[0]`, `target`.
-        of_module: whether a module has it, or a list or dictionary of one; otherwise a variable or another object.
-        holder, key: what has it, and under which name or number there; without a holder, a variable of a function.
+        text: the user's name for it: `model.scale`, `model.config.scales[0]`, `target`.
+        of_module: whether it belongs to a module, or to a list or dictionary of one; otherwise to a variable or another
+            object.
+        holder, key: object that holds it, and its name or index there; without a holder, a variable of a function.
         tensor: refers to the tensor.
-        numbers: what it held.
-        version: how often PyTorch had changed it; -1, if PyTorch does not count.
+        numbers: its contents.
+        version: PyTorch's version counter; -1, if PyTorch does not count.
         met: the first line where something is made of it and of a tensor of the device, if it was not moved there.
     """
 
@@ -72,19 +73,19 @@ def locate_constant(
 ) -> CapturedConstant | None:
     """Locate a tensor among user objects; `None` if unreachable, such as an op's intermediate result.
 
-    It is looked for in the module that is captured, then in what the functions that are running take from around them,
+    It is searched in the captured module, then in the closures of the functions that are running,
     then in their own variables.
 
     Args:
         t: the tensor.
-        numbers: what it holds.
+        numbers: its contents.
         module: the module, if any.
-        frame: where it is used.
+        frame: frame of its use.
     """
     own: set[int] = set() if module is None else {id(each) for each in torch.nn.Module.modules(module)}
     around: list[_Part] = []
     variables: list[_Part] = []
-    while frame is not None and frame.f_code.co_name != "_capture":  # who calls the model may name what they like
+    while frame is not None and frame.f_code.co_name != "_capture":  # the names of callers of the model do not matter
         if is_users(frame):
             code, names, variables_here = frame.f_code, frame.f_globals, frame.f_locals
             around += [(None, name, variables_here.get(name), name) for name in code.co_freevars]

@@ -1,8 +1,8 @@
 """`numbers_of`: constant folding for values independent of inputs, parameters and random numbers.
 
-Masks, tables of positions, whatever is made from shapes and numbers in the program. A capture writes down what makes
-them, as it does for all else; where their numbers are wanted meanwhile, PyTorch does once what is written. So it does
-with what comes of buffers, which have to stay as they are then.
+Masks, tables of positions, and everything else made from shapes and numbers in the program. A capture records the ops
+that make them, like any other; if their numbers are needed meanwhile, PyTorch computes them once from the record. The
+same goes for functions of buffers, which must not change afterwards.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def numbers_of(value: Value, known: dict[Value, torch.Tensor]) -> torch.Tensor |
 
     Args:
         value: the value.
-        known: the numbers of buffers, and what has been computed before; it is filled.
+        known: contents of buffers, and results computed before; results are added.
     """
     if value.buffer_dependencies is None:
         return None
@@ -79,7 +79,7 @@ def computed(value: Value, known: dict[Value, torch.Tensor]) -> torch.Tensor:
 
     Args:
         value: the value.
-        known: the numbers of what nothing makes, and what has been computed before; it is filled.
+        known: contents of values without a maker, and results computed before; results are added.
 
     Raises:
         poptorch.Error: if an op that it comes of is none of PyTorch's.
@@ -157,7 +157,7 @@ def _call_by_name(function: Callable[..., Any], signature: inspect.Signature, ar
     own: Mapping[str, inspect.Parameter] = {}
     try:
         own = inspect.signature(function).parameters
-    except ValueError:  # it is none of Python's, and takes places; losses of these count reductions
+    except ValueError:  # not a number of Python's, and has dimensions; losses of these count reductions
         if "reduction" in arguments:
             arguments |= {"reduction": ("none", "mean", "sum").index(arguments["reduction"])}
     if own and all(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in own.values()):

@@ -1,6 +1,6 @@
 """Python numbers updated by `forward`, such as `self.step += 1`: the host recomputes them for each run.
 
-While a model is captured once more, a `Counter` replaces each of them, and a `Tape` records the arithmetic on it. Ops
+During a second capture of a model, a `Counter` replaces each of them, and a `Tape` records the arithmetic on it. Ops
 that receive one get an input of the program in place of the number: see `poptorch.capture.number_inputs`. Numbers whose
 use cannot be recorded are refused: they become constants of the program, with a warning.
 """
@@ -32,14 +32,14 @@ class Tape:
     """Recorded Python arithmetic on numbers that `forward` updates, during one capture.
 
     Args:
-        first: what they begin with, by path and name.
-        choices: how the first choices go that Python makes by them; later ones go as the numbers say.
+        first: initial values, by path and name.
+        choices: outcomes of the first choices that Python makes by them; later ones depend on the numbers.
 
     Attributes:
-        first: as given.
-        choices: how all choices went.
+        first: as passed.
+        choices: outcomes of all choices.
         slots: the values that stand in the program for numbers.
-        ends: what the numbers are at the end.
+        ends: final values of the numbers.
         texts: the names of numbers of which `forward` makes texts.
         refused: the names of numbers that are used in a way that cannot be noted.
     """
@@ -161,8 +161,8 @@ class Counter:
     """Symbolic number. Python arithmetic on counters and numbers returns new counters.
 
     Args:
-        tape: where that is noted.
-        place: which number it is there.
+        tape: tape of the recording.
+        place: index of the number on it.
     """
 
     __slots__ = ("__weakref__", "place", "tape")
@@ -177,7 +177,7 @@ class Counter:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         counters = [each for each in pytree.tree_leaves((args, kwargs)) if type(each) is Counter]
-        return counters[0].tape.refuse(*counters)  # what the tracer hears has none any more
+        return counters[0].tape.refuse(*counters)  # the tracer only receives plain numbers
 
     def __array_ufunc__(self, function: Any, method: str, *given: Any, **settings: Any) -> Any:
         if method != "__call__" or settings:
@@ -276,7 +276,7 @@ def noted_by_functions(namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
     """Record counter arguments of `math` functions, and of `int`, `float`, `min` and `max`, within a block.
 
     Args:
-        namespaces: the global names of what may call them.
+        namespaces: global names of functions that may call them.
     """
     by_function = {vars(math)[name]: each for name, each in _MATH.items()}
     changed: list[tuple[dict[str, Any], dict[str, Any]]] = [(vars(math), _MATH)]

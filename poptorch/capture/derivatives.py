@@ -1,8 +1,8 @@
 """Custom derivatives, `torch.autograd.Function`: their `backward` becomes part of the program.
 
-A capture hears what their `forward` does, and never of `backward`. So it notes what each such function was given and
-has made. At the end each `backward` runs once, for gradients without numbers, and becomes a `Trace`. An op between what
-`forward` made and those who use it has that for its gradient.
+A capture sees the ops of their `forward`, and never `backward`. So it records the inputs and results of each such
+function. At the end each `backward` runs once, for gradients without numbers, and becomes a `Trace`. An op between the
+results of `forward` and their readers has that as its gradient.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Application:
     """One call of a function with a custom derivative.
 
     Attributes:
-        context: what PyTorch gives to its `backward`.
+        context: context object that PyTorch passes to its `backward`.
         inputs: the values that it was given, for each of its arguments; `None` for one without a gradient.
         results: the values that it has made; `None` for a result that is not a tensor.
-        differentiated: identities of those through which PyTorch says that gradients flow.
+        differentiated: identities of the tensors that gradients flow through, according to PyTorch.
     """
 
     context: Any

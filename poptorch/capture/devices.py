@@ -1,11 +1,11 @@
 """Device placement of tensors during capture: `x.device` is `ipu`, except for host tensors.
 
-What it is given, its parameters and buffers, and what functions make without a `device` is on the device. What was
-there before, and is no parameter or buffer, is on the host; so is what `torch.LongTensor([1, 0])` makes there, and what
-is made of the host's alone. `t.to(x.device)` says that the numbers of `t` are meant to be a part of the program.
+Inputs, parameters and buffers, and results of functions without a `device`, are on the device. Tensors made before the
+capture that are neither parameters nor buffers are on the host; so are results of `torch.LongTensor([1, 0])`, and of
+ops on host tensors only. `t.to(x.device)` makes the contents of `t` a part of the program.
 
-PyTorch has no kernels for this device, and need not have: it works out shapes as for a CPU. A model that asks for the
-device hears of it, and where it hands it on PyTorch is told of a CPU.
+PyTorch has no kernels for this device, and needs none: it infers shapes as for a CPU. A model that asks for the device
+gets its name; where the model passes it on, PyTorch gets a CPU.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def named_as_cpus(device_of: Callable[[torch.Tensor, FrameType], torch.device | 
     """Make device APIs without tensor arguments, such as `torch.autocast`, treat `ipu` as a CPU within a block.
 
     Args:
-        device_of: where a tensor without numbers is, for whoever asks in a frame; `None` where PyTorch is to say it.
+        device_of: function that returns the device of a tensor without numbers, for the reading frame; `None` to leave
+            it to PyTorch.
     """
     places: list[tuple[Any, str]] = [
         (torch.amp.autocast_mode.autocast, "__init__"),

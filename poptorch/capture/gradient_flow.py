@@ -1,4 +1,4 @@
-"""Gradient flow of a trace: which values PyTorch tracks, and where gradients stop."""
+"""Gradient flow of a trace: the values that PyTorch tracks, and the points where gradients stop."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def record_gradient(value: Value, t: torch.Tensor, blocks_grad: bool) -> None:
     Args:
         value: the value.
         t: a tensor with this value.
-        blocks_grad: whether none flow, if `t` needs no gradient; otherwise that is left open.
+        blocks_grad: whether gradients stop if `t` needs none; otherwise that is left open.
     """
     value.requires_grad = t.requires_grad or (False if blocks_grad else None)
     if value.requires_grad and value.made_by is not None and value.made_by.op == "aten.detach":
         _as_alias(value.made_by, t)
-    made_by = None if t._is_view() else t.grad_fn  # asking a view would have PyTorch make its derivative anew
+    made_by = None if t._is_view() else t.grad_fn  # on access, PyTorch would regenerate the derivative of a view
     if type(made_by).__name__ == "CppFunction":  # a function of `torch.jit.script` that has run before, say
         value.of_function = type(made_by)
     if (application := getattr(made_by, APPLICATION, None)) is not None:
@@ -61,7 +61,7 @@ def warn_about_derivative(function: type) -> None:
 def is_in_own_derivative() -> bool:
     """Whether a `torch.autograd.Function` is running `forward`, where PyTorch tracks no gradients.
 
-    `Function.apply` leaves no frame of its own from PyTorch 2.15 on; what it calls has one in each version.
+    `Function.apply` leaves no frame of its own from PyTorch 2.15 on; its callees have one in each version.
     """
     forwards = {getattr(function.forward, "__code__", None) for function in below(torch.autograd.Function)}
     frame: FrameType | None = sys._getframe(1)
@@ -81,7 +81,7 @@ def stop_gradients(trace: Trace) -> None:
     """Mark op results that stop gradients: differentiable results without gradients, from inputs that have gradients.
 
     Within a function that brings its own derivative (`torch.autograd.Function`) PyTorch tracks nothing, though its
-    results have gradients; what such results are made of is differentiated as if it had been written out.
+    results have gradients; the operands of such results are differentiated as if the function had been inlined.
     """
     for node in trace.nodes:
         tracked = any(value.requires_grad for value in node.inputs)

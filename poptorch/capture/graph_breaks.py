@@ -1,14 +1,14 @@
 """`GraphBreaks`: graph breaks, where a function needs run-dependent numbers, with host operations on these numbers.
 
-    places = mask.nonzero()    # the shape of what it makes depends on numbers
-    count = lengths.max().item()  # a number of Python's
+    places = mask.nonzero()    # the shape of the result depends on numbers
+    count = lengths.max().item()  # a Python number
 
-A program has fixed shapes, and Python chooses while it is captured. So the program ends there, the host does what is to
-be done with the numbers, as PyTorch would, and goes on with a program for the shapes and numbers that come of it. A cut
-is the same concept for both: an operation of the host's between two programs.
+A program has fixed shapes, and Python branches are taken during capture. So the program ends there, the host runs the
+operation on the numbers, as PyTorch would, and continues with a program for the resulting shapes and numbers. A graph
+break is the same concept for both: a host operation between two programs.
 
-To capture what comes after a cut one has to know what is made there. So the host computes what it looks at by itself,
-from what is written down so far: each op once, and only what is needed.
+Capturing the code after a break needs the values made there. So the host computes them from the ops recorded so far:
+each op once, and only those that are needed.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class GraphBreak:
     """Graph break: a host operation between two programs.
 
     Attributes:
-        at: how many ops were written down before it.
+        at: number of ops recorded before it.
         given: the values that it is given.
-        run: what it does with their numbers.
+        run: host function of their numbers.
         source: the user's line.
-        key: what the program after it is for: the shapes of the tensors that were made, and the numbers.
-        made: the values of these tensors, in the program after it.
+        key: key of the program after it: the shapes of the tensors that were made, and the numbers.
+        made: values of these tensors, in the program after it.
     """
 
     at: int
@@ -70,13 +70,13 @@ class GraphBreaks:
     """Graph breaks of a function under capture, in order.
 
     Args:
-        inputs: its arguments, with numbers.
-        answers: what has been made at the first cuts in a run. What is made at others the host finds out.
-        training: whether it is to be differentiated.
-        micro_batches: how many the arguments have the rows of.
+        inputs: arguments with numbers.
+        answers: results of the first breaks in a run. The host computes those of later ones.
+        training: whether to differentiate.
+        micro_batches: number of micro-batches in the rows of the arguments.
 
     Attributes:
-        found: those that there were.
+        found: breaks of the capture.
     """
 
     def __init__(
@@ -118,14 +118,14 @@ class GraphBreaks:
         """Insert a graph break. Returns it, with an empty `made` for the caller to fill, and the host's result.
 
         Args:
-            at: how many ops were written down before.
+            at: number of ops recorded before it.
             given: the values that the host is given.
-            run: what it does with their numbers.
+            run: host function of their numbers.
             source: the user's line.
-            tracked: whether gradients flow through what is given.
+            tracked: whether gradients flow through the operands.
 
         Raises:
-            poptorch.Error: if they would have to flow through what the host makes, or there are several micro-batches.
+            poptorch.Error: if they would have to flow through results of the host, or there are several micro-batches.
         """
         if self._micro_batches > 1:
             raise createPoptorchError(

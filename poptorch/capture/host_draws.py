@@ -41,7 +41,7 @@ class HostDraws:
             return op(*args, **{**kwargs, "generator": generator})
 
         function = HostFunction(op._opname, lambda *args, **kwargs: draw(generator, args, kwargs), given)
-        if type(generator) is Remade:  # others seem to be of it, too
+        if type(generator) is Remade:  # further generators seem to be of this class too
             state = generator.get_state()
             with self._tracer.suspended(), without_modes():
                 zeros = given.rebuild([torch.zeros(t.shape, dtype=t.dtype) for t in tensors])
@@ -56,7 +56,7 @@ class HostDraws:
         def compute(**_: Any) -> Any:
             return torch.empty_like(args[0]) if is_in_place else op(*args, **kwargs)
 
-        before = self._last.get(generator, [])  # what is drawn first is known before what is drawn then
+        before = self._last.get(generator, [])  # earlier draws are known before later ones
         parts = {"inputs": [*tensors, *before], "function": function, "name": op._opname}
         made = self._tracer.record("poptorch.cpu", compute, parts, True)
         self._last[generator] = [made.reshape(-1)[:1]]

@@ -23,7 +23,7 @@ class HostFunction:
         given: the structure of its arguments `args, kwargs`.
 
     Attributes:
-        problems: what it has raised in this run, or another function that has the same list.
+        problems: errors of this run, of this function or of another one with the same list.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], given: Structure) -> None:
@@ -41,7 +41,7 @@ class HostFunction:
             try:
                 with torch.no_grad():
                     return self._checked(self.result(map(from_numpy, given)), wanted)
-            except Exception as problem:  # whatever it is, and here nobody can catch it: `Compiled.run` raises it
+            except Exception as problem:  # any error, and no caller can catch it here: `Compiled.run` raises it
                 self.problems.append(problem)
         return list(wanted)
 

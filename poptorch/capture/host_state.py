@@ -1,7 +1,7 @@
 """Changes that `forward` makes to host objects. No program carries these between runs: they are detected and undone.
 
-Looked at are the attributes of modules, what functions name (variables of files and of functions around), and the
-containers and objects of the user's that can be reached from there.
+It inspects the attributes of modules, the variables that functions name (of files and of enclosing functions), and the
+user's containers and objects that can be reached from there.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class HolderSnapshot:
     """Contents of an object, list, dictionary or set: recorded before `forward` ran, and current ones.
 
     Attributes:
-        text: how the user calls it.
+        text: the user's name for it.
         holder: itself; the dictionary of an object.
-        read: gives what it holds.
-        before: what it held.
+        read: function that returns its contents.
+        before: contents before the run.
         put_back: has it hold that again, or only some of its items; `None` if that cannot be.
         is_models: whether it belongs to the model.
         is_namespace: whether it holds them under names, as an object or a function does.
@@ -101,11 +101,11 @@ class HostState:
 
     Args:
         module: the module whose `forward` is to run, if any.
-        function: what is to run, if it is not a module.
-        around: whether what functions and classes hold is looked at, too.
+        function: function to run, if it is not a module.
+        around: whether to inspect variables of functions and classes too.
 
     Attributes:
-        places: what holds other objects.
+        places: objects that hold other objects.
 
     Example:
         >>> module = torch.nn.Module()
@@ -160,10 +160,10 @@ class HostState:
     def changes(self, is_of_run: Callable[[Any], bool]) -> Iterator[tuple[str, str]]:
         """Changes that may be intended for later runs: display name, and source line of the change.
 
-        That are numbers and texts, lists, sets and queues that have grown, and what holds a tensor of a run now.
+        These are numbers and texts; lists, sets and queues that have grown; and holders of a tensor of this run.
 
         Args:
-            is_of_run: whether an object is a tensor that each run makes anew.
+            is_of_run: whether an object is a tensor that each run makes again.
         """
         for place in self.places:
             for text, before, now in place.changed():
@@ -176,11 +176,11 @@ class HostState:
         """Source line that changes an object with this display name, as found by code inspection; "" if none does.
 
         Args:
-            text: how the user calls it.
-            is_rebound: whether it is another object now, rather than changed itself.
+            text: the user's name for it.
+            is_rebound: whether it is another object now, rather than a changed one.
         """
         names = re.sub(r"\[[^]]*\]", "", text).split(".")
-        codes = sorted(self._codes, key=lambda code: code.co_name == "__init__")  # which only sets what is there before
+        codes = sorted(self._codes, key=lambda code: code.co_name == "__init__")  # which only sets initial values
         ways = (_stores, _overwrites, _mentions) if is_rebound else (_overwrites, _stores, _mentions)
         for name, changes, code in product(reversed(names), ways, codes):
             for line in changes(code, name):
@@ -295,7 +295,7 @@ class HostState:
 
         self._add("", function, snapshot, restore, False, is_namespace=True)
         for name, value in _defaults(function):
-            self._waiting.append((name, value, True))  # the next call finds them as they are
+            self._waiting.append((name, value, True))  # the next call finds them unchanged
         self._add_namespace(function.__name__, vars(function), is_models=False)
 
     def _add(

@@ -35,7 +35,7 @@ class HostTensors:
     """Host tensors of a capture.
 
     Attributes:
-        constants: those whose contents have become constants of the program.
+        constants: tensors whose contents have become constants of the program.
         created: ops that create tensors which `forward` wants on the host.
     """
 

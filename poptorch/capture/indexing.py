@@ -1,7 +1,7 @@
 """`getitem` and `setitem`: dynamic indexing by integer tensors of shape [], whose contents are known only at run time.
 
-PyTorch would read them, as it does with Python's numbers. Here the rows are taken by `index_select`, and put back by
-`index_copy_`; all other indices do what they always do. How many rows there are has to be known: `x[i : i + 2]`.
+PyTorch would read them, as it does to get Python numbers. Here `index_select` reads the rows, and `index_copy_` writes
+them; all other indices are handled by PyTorch. The number of rows has to be known: `x[i : i + 2]`.
 """
 
 from __future__ import annotations

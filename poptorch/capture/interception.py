@@ -133,12 +133,12 @@ def _by_function() -> dict[Any, PreservedFunction]:
 def _preserved_function(function: Any) -> PreservedFunction | None:
     try:
         return _by_function().get(function)
-    except TypeError:  # it cannot be hashed
+    except TypeError:  # the argument is not hashable
         return None
 
 
 def _composed(function: Any) -> Callable[..., Any] | None:
     try:
         return COMPOSED.get(function)
-    except TypeError:  # it cannot be hashed
+    except TypeError:  # the argument is not hashable
         return None

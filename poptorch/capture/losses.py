@@ -1,4 +1,4 @@
-"""Losses: the one of a trace, and errors of PyTorch about arguments of one."""
+"""Losses: the loss of a trace, and PyTorch's errors about arguments of one."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def warn_about_other_loss(trace: Trace, loss: Value) -> None:
     That is a number that is made of the loss and of something else that gradients flow through; or of the loss alone,
     if that is not returned.
     """
-    is_mixed = {id(loss): False}  # by identity of what is made of the loss
+    is_mixed = {id(loss): False}  # by identity of values computed from the loss
     same = {id(loss)}
     for node in trace.nodes:
         if any(id(value) in is_mixed for value in node.inputs):

@@ -1,7 +1,7 @@
 """`capture`: trace a function by running it on fake tensors, which have shapes and dtypes but no contents.
 
-Afterwards its module is as it was before. Hooks on gradients are found, and what cannot be captured is an error that
-says where.
+Afterwards its module is unchanged. Hooks on gradients are found, and code that cannot be captured is an error with its
+line.
 """
 
 from __future__ import annotations
@@ -54,20 +54,21 @@ class Captured:
     """Result of capturing a module's `forward`.
 
     Attributes:
-        trace: what it does; its inputs are those given, then the tensors of the module.
+        trace: recorded trace; its inputs are the given ones, followed by the tensors of the module.
         inputs: the values of the tensors given.
         state: the values that the module's parameters and buffers have at the beginning, by name.
-        written: the values that they have at the end, of those that are overwritten.
+        written: final values of tensors that are overwritten.
         written_inputs: the same, of the tensors given, by position.
-        result: what `forward` returned, of tensors without numbers; the outputs of `trace` are the values of these.
-        hooks: what has hooks on gradients, in words: they have no effect.
+        result: result of `forward`, with tensors without numbers; the outputs of `trace` are the values of these.
+        hooks: descriptions of hooks on gradients: they have no effect.
         read: the buffers whose numbers have become a part of the program, with these numbers.
         frozen: other tensors of the host of which the same is true.
-        carried: what it changes on the host, and may mean to find in the next run: how the user calls it, and the line.
-        changed: what the numbers of its modules begin with that it changes.
-        numbers: those that the host computes for each run, if there are any.
+        carried: host objects that it changes, and that the next run may be meant to find: the user's names, and the
+            lines.
+        changed: initial values of numbers of its modules that it changes.
+        numbers: numbers that the host computes for each run, if there are any.
         slots: the values that are given them in a micro-batch.
-        shown: those of which it makes texts: how the user calls them, and the line that changes them.
+        shown: numbers that it formats as text: the user's names, and the lines that change them.
     """
 
     trace: Trace
@@ -112,15 +113,15 @@ def capture(
         places: the shapes and dtypes of the tensors that it is to be given, and where in memory these are.
         module: the module whose parameters and buffers it uses, if any. It is afterwards as it was before.
         ambient: the placement that holds.
-        lowered: whether there is a lowering for an op of this name and overload.
-        flatten: gives the tensors in its result.
+        lowered: predicate for the name and overload of an op: whether there is a lowering.
+        flatten: function that returns the tensors in its result.
         grouped: names of parameters of which `forward` sees the first row.
         excludes: files that no user wants to be pointed to.
-        with_scopes: whether ops know the path of the module that runs them.
-        cuts: knows the numbers of what is given, and notes where the program has to end for the host to look.
-        derives: whether it is to be differentiated.
-        function: what of the user's `forward` runs, if that is not a module.
-        tape: notes what is computed with numbers that the module changes; see `counters`.
+        with_scopes: whether ops record the path of the module that runs them.
+        cuts: graph breaks, with the numbers of the inputs; records where the program has to end for the host to look.
+        derives: whether to differentiate the function.
+        function: the user's function that runs, if it is not a module.
+        tape: tape of the arithmetic on numbers that the module changes; see `counters`.
 
     Raises:
         poptorch.Error: if it reads the numbers in a tensor, or their shape depends on them, without `cuts`.
@@ -134,7 +135,7 @@ def capture(
     try:
         return once(keeps_whole=True)
     except RetryWithoutPreserving:
-        vars(ambient).update(vars(CaptureContext(ambient._strategy)))  # blocks are numbered anew
+        vars(ambient).update(vars(CaptureContext(ambient._strategy)))  # blocks are numbered again
     return once(keeps_whole=False)
 
 
@@ -154,7 +155,7 @@ def _capture(
     """Implementation of `capture`. Context managers around `forward` restore the module and changed host objects."""
     recorder = tracer.recorder
 
-    def is_constant_state(name: str, t: torch.Tensor) -> bool:  # by every run alike, and none asks for what was there
+    def is_constant_state(name: str, t: torch.Tensor) -> bool:  # the same in every run
         return recorder.is_constant(t) and not (name in recorder.read or recorder.uses(state_values.get(name)))
 
     state = dict(_tensors_of(module))
@@ -173,7 +174,7 @@ def _capture(
     attributes = Attributes(module)
     with ExitStack() as stack:
         stack.enter_context(recorder.leaving_numbers())
-        stack.callback(fakes.clear)  # what nobody keeps is gone before that
+        stack.callback(fakes.clear)  # unreferenced tensors are gone before that
         stack.callback(inputs.clear)
         if module is not None:
             stack.enter_context(attributes.restored())

@@ -1,4 +1,4 @@
-"""Program inputs for numbers that `forward` updates, in place of the arguments of ops that have these."""
+"""Program inputs for numbers that `forward` updates, in place of the arguments of ops with these numbers."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def with_numbers(call: Callable[[Any, Any], Any], args: Any, kwargs: Any, trace:
 
     Args:
         call: calls it.
-        args, kwargs: its arguments.
-        trace: where it writes down what it does.
-        is_inside: whether that is a function within another one.
+        args, kwargs: arguments of the function.
+        trace: trace of the recording.
+        is_inside: whether it is called within another function.
     """
     counters: dict[Number, Counter] = {}
 

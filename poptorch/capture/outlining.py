@@ -1,8 +1,8 @@
 """Outlining: equivalent modules of a model become calls of one function.
 
-Twelve equal layers of an encoder are captured as twelve runs of ops. What tells that they are equal is their form: the
-ops with all they are given, where values from outside are numbered as they come. Of each form that occurs often enough
-one `Trace` is kept, and the runs are replaced by calls of it; so it is lowered, differentiated and compiled once.
+Twelve equal layers of an encoder are captured as twelve runs of ops. They are recognised by their structural key: the
+ops with all their arguments, where values from outside are numbered in order. For each key that occurs often enough one
+`Trace` is kept, and the runs are replaced by calls of it; so it is lowered, differentiated and compiled once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Run:
 
     Attributes:
         path: path of the module.
-        start, stop: where they are among all ops.
+        start, stop: positions among all ops.
     """
 
     path: str
@@ -100,7 +100,7 @@ def structural_key(nodes: Sequence[Node], known: dict[int, Hashable] | None = No
 
     Args:
         nodes: the ops.
-        known: what values that they are given are called, by identity. What they make is added.
+        known: labels of values from outside, by identity. Labels of results are added.
     """
     known = {} if known is None else known
     form = []
@@ -199,8 +199,8 @@ def call(nodes: Sequence[Node], trace: Trace, returned: Sequence[tuple[int, int]
 
     Args:
         nodes: the ops.
-        trace: what is called.
-        returned: which results of the ops the trace returns: by number of the op, and of its result.
+        trace: trace to call.
+        returned: results of the ops that the trace returns: number of the op, and of its result.
         path: path of the module that the ops are in.
     """
     name = ".".join(part for part in path.split(".") if not part.isdigit())

@@ -25,11 +25,11 @@ class PreservedFunction:
         op: name of the op: that of the function, after `torch.`.
         functions: all that are called so.
         like: a function with the same parameters, for those that do not tell.
-        writes: which of its arguments it overwrites. They follow the results.
-        applies: whether it is to be kept whole, with these arguments.
+        writes: function that returns the arguments to overwrite. They follow the results.
+        applies: whether to preserve the function, with these arguments.
         shaped_as: a function that gives results of the right shapes and dtypes for the same arguments, by name, where
             PyTorch's own would look at numbers in tensors. Left out, it is PyTorch's own.
-        otherwise: what is run with arguments with which it is not kept whole. Left out, it is the function.
+        otherwise: replacement for arguments with which it is not preserved; by default the function itself.
     """
 
     op: str
@@ -125,7 +125,7 @@ def _shaped_as_batch_norm(momentum: float | torch.Tensor, **given: Any) -> torch
 
 
 def _shaped_as_linear_cross_entropy(options: Any, **given: Any) -> torch.Tensor:
-    return F.linear_cross_entropy(**given)  # options only say how it goes about it
+    return F.linear_cross_entropy(**given)  # options only select the algorithm
 
 
 _LOSSES_OF_TORCH = (
@@ -408,7 +408,7 @@ def as_activation(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     deciding = [t for t in pytree.tree_leaves(_deciding(function, args, kwargs)) if _is_float(t)]
     if not deciding:
         return args, kwargs
-    counting = [t.dtype for t in deciding if t.dim()] or [t.dtype for t in deciding]  # a number beside others does not
+    counting = [t.dtype for t in deciding if t.dim()] or [t.dtype for t in deciding]  # numbers do not count
     wanted = reduce(torch.promote_types, counting)
     return pytree.tree_map_only(_is_float, lambda t: t.to(wanted), (args, kwargs))
 
@@ -452,7 +452,7 @@ def with_masks_of_bools(function: Callable[..., Any], args: tuple[Any, ...], kwa
 def with_plain_sizes(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Function arguments, with scalar tensors in lists of sizes, as in `F.pad(x, (0, n))`, converted to integers.
 
-    PyTorch reads them, and the op that is written down has to hold what was read.
+    PyTorch reads them, and the recorded op must hold the values read.
     """
     if function is torch.einsum:  # its operands may be numbers, and are none of sizes
         return args, kwargs

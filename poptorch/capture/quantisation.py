@@ -67,7 +67,7 @@ def _affine(
     scale = (high - low) / (quant_max - quant_min)
     scale = torch.where((1 / scale).isinf(), 0.1, scale)
     below, above = -low / scale, high / scale
-    is_closer = abs(quant_min) + below < abs(quant_max) + above  # rounding is less where numbers are smaller
+    is_closer = abs(quant_min) + below < abs(quant_max) + above  # smaller numbers are rounded less
     zero_point = torch.where(is_closer, quant_min + below, quant_max - above)
     if is_symmetric:
         zero_point = torch.where(has_both, (quant_min + quant_max) / 2, zero_point)

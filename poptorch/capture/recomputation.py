@@ -1,9 +1,8 @@
 """Activation recomputation: selected regions of a model, each a call of a function that the backward pass recomputes.
 
-Three things make regions: checkpoints of `torch.utils.checkpoint`, which the tracer records; what stands between the
+Regions come from three sources: checkpoints of `torch.utils.checkpoint`, which the tracer records; ops between the
 tensors of `poptorch.recomputationCheckpoint`; and the option `autoRecomputation`, which pipelines have by default. A
-region is a call of a trace, the same one for regions that do the same: from its gradient's inputs all else in it is
-computed again.
+region is a call of a trace, shared by equal regions: its gradient recomputes everything in it from its inputs.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ def between_checkpoints(nodes: Sequence[Node], by_stage: bool, to_the_end: bool 
     """Assign ops to recomputation regions that end at saved tensors.
 
     Args:
-        nodes: all ops, in order. Those in regions of their own stay as they are.
-        by_stage: whether regions end where stages of a pipeline do, too.
-        to_the_end: whether what follows the last tensor that is kept is a region. Its backward pass comes right after
-            it, so that nothing is won.
+        nodes: all ops, in order. Those already in regions are unchanged.
+        by_stage: whether regions also end where pipeline stages do.
+        to_the_end: whether the ops after the last tensor that is kept are a region. Their backward pass follows
+            directly, so nothing is saved.
     """
     groups: list[tuple[Hashable, list[Node]]] = []
     part = 0
@@ -67,7 +66,7 @@ def keeping_all_but_norms(nodes: Iterable[Node]) -> list[Node]:
 def layers(nodes: Sequence[Node]) -> list[Node]:
     """Assign each outlined layer to a recomputation region, and divide ops between layers into regions.
 
-    Of n ops between, pieces have about √n each. They end where the values that go on are smallest.
+    A segment of n ops has pieces of about √n ops each. They end where the values passed on are smallest.
     """
     first = 1 + max((region for node in nodes for region in node.regions), default=0)
     ends = sorted({0, len(nodes)} | {i + k for i, node in enumerate(nodes) if node.op == CALL for k in (0, 1)})

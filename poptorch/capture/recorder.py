@@ -1,9 +1,9 @@
 """`Recorder`: records ops in functional form during execution.
 
-PyTorch has storages that tensors look at and write to; a `Trace` has values that are made once. What links the two is a
-*cell* for each storage, which holds the value that the storage has now, and for each tensor a *lens*: the views that
-lead from the storage to what the tensor sees. Reading a tensor that was overwritten meanwhile, by itself or by another
-view, makes these views again; writing puts the new value back through them.
+PyTorch has storages that tensors view and write to; a `Trace` has values that are assigned once. The two are linked by
+a *cell* for each storage, which holds the current value of the storage, and for each tensor a *lens*: the views that
+lead from the storage to the tensor. Reading a tensor that was overwritten meanwhile, by itself or by another view,
+makes these views again; writing puts the new value back through them.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class Recorder:
     """Recorder of a function's ops during execution.
 
     Args:
-        ambient: what holds for ops that arrive: the block they are in, and so on.
-        excludes: parts of the paths of files in which nobody wants to be told that an op was made.
+        ambient: context of ops: the current block and so on.
+        excludes: parts of file paths whose lines are skipped for source locations.
         module: the module that is captured, if any.
 
     Attributes:
         scopes: names of the modules that are running, outermost first.
         host: tensors of the host whose numbers have become a part of the program.
-        read: the buffers whose numbers were asked for, by name, and where that was first.
-        reshaped: where tensors were changed to look at other places, last, by the identity of each.
-        makes_on_host: whether what is made of no tensors is on the host, to the model.
+        read: buffers whose numbers were read, by name, and the first place.
+        reshaped: last place where a tensor's layout was changed, by the identity of each.
+        makes_on_host: whether results of ops without tensor operands are on the host, for the model.
         regions: numbers of the regions that are running whose activations are recomputed, outermost first.
         keeps: whether the results of the next op are kept for the backward pass.
     """
@@ -178,7 +178,7 @@ class Recorder:
             node = self.node("poptorch.put", "", {"base": base, "content": content, "view": view})
             content = self.result(node, base.shape, base.dtype)
         keeps_history = cell.base.requires_grad and not torch.is_grad_enabled() and not is_in_own_derivative()
-        if keeps_history:  # what PyTorch is not to see does not change what it differentiates
+        if keeps_history:  # changes hidden from PyTorch do not affect its derivatives
             content = self._with_history_of(self._capture_value(cell.value), content)
         cell.value = content
         cell.version += 1
@@ -283,7 +283,7 @@ class Recorder:
             cell: the storage of the tensor.
             value: the value.
             t: the tensor that has it.
-            says_no: whether none flow if this tensor has none, rather than those of what the value is made of.
+            says_no: whether this tensor alone decides that no gradients flow, rather than the operands of the value.
         """
         if not self._parts:
             cell.unsettled.append((value, t, says_no and cell.blocks_grad))
@@ -384,8 +384,8 @@ class Recorder:
 
         Args:
             node: the op.
-            tensors: its results, in any structure.
-            says_no: whether PyTorch knows of those that need no gradient that none flow through them.
+            tensors: results of the op, in any structure.
+            says_no: whether results that need no gradient, according to PyTorch, let none flow.
         """
         for t in pytree.tree_leaves(tensors):
             if isinstance(t, torch.Tensor):
@@ -403,14 +403,15 @@ class Recorder:
         base = self._seen[id(looked_at)]
         place = _replaced(dict(arguments), looked_at, LOOKED_AT)
         shapes = tuple(tuple(t.shape) for t in results)
-        # What makes tensors (`torch.zeros`) ends with a `detach`. Later on gradients may well flow through these.
+        # Functions that make tensors (`torch.zeros`) end with a `detach`. Later on gradients may well flow through
+        # these.
         is_same = node.op == "aten.detach" and not looked_at.requires_grad
         for i, t in enumerate(results):
             value = self.result(node, shapes[i], t.dtype)
             view = View(node.op, node.overload, place, shapes, t.dtype, i, TensorLayout.from_tensor(t).overlaps)
             lens = base.lens if is_same else (*base.lens, view)
             self._seen[id(t)] = TensorView(t, base.cell, lens, value, base.cell.version)
-            # Nor does it say anything of what PyTorch keeps for its backward pass, such as the mean of a norm.
+            # Nor do tensors that PyTorch keeps for its backward pass, such as the mean of a norm.
             self._await(base.cell, value, t, says_no=not is_same)
         return True
 
@@ -490,7 +491,7 @@ class Recorder:
         """Complete and return the function; no recording is possible afterwards.
 
         Args:
-            is_trained: whether it is to be differentiated. It is told what is ignored then.
+            is_trained: whether the trace is to be differentiated. Ignored gradients then cause a warning.
         """
         self.resolve_requires_grad()
         results = [value for node in self.trace.nodes for value in node.results]
@@ -503,8 +504,8 @@ class Recorder:
     def leaving_numbers(self) -> Iterator[None]:
         """Materialise still-referenced tensors with known contents after a recorded block.
 
-        A function that makes a mask once for all times gives the next one who asks a mask, and not a tensor that only
-        this capture knows. Others become stand-ins, which say where they were made. The recorder forgets all tensors.
+        A function that makes a mask once and caches it returns a usable mask to later callers, not a tensor of this
+        capture. Others become stand-ins, with the place where they were made. The recorder drops all tensors.
         """
         try:
             yield
@@ -518,7 +519,7 @@ class Recorder:
             self._seen.clear()
             self._cells.clear()
             self._all_cells.clear()
-            # What is kept may be a view of something that is kept: that is free once the view has its own numbers.
+            # A kept tensor may be a view of another one: that is free once the view has its own numbers.
             for ref, value, made_by in reversed(kept):
                 if (t := ref()) is None:
                     continue

@@ -1,11 +1,11 @@
 """`seeding`: recorded operations of a model on PyTorch's random number generator.
 
-    torch.manual_seed(0)                  # in `forward`: what is drawn after it is the same in every run
+    torch.manual_seed(0)                  # in `forward`: later draws are the same in every run
     state = torch.get_rng_state()
-    torch.set_rng_state(state)            # and what is drawn after this is what was drawn after that
+    torch.set_rng_state(state)            # repeats the draws that followed `state`
 
-The device has a generator of its own, so the numbers are others than on the CPU. The host's generator stays as it is.
-A `torch.Generator` of the user's draws on the host; one that `forward` makes is known by its class, `Remade`.
+The device has its own generator, so the numbers differ from the CPU's. The host's generator is unchanged. A user's
+`torch.Generator` draws on the host; one made in `forward` is recognised by its class, `Remade`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _Generator:
         with without_modes():
             state = self._generator.get_state()
         self._states.append((state, self._node("get_rng_state", number=len(self._states))))
-        self._states[-1][1].has_effect = False  # before somebody sets it
+        self._states[-1][1].has_effect = False  # until it is set
         return state
 
     def set_state(self, state: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """`TensorLayout`, the layout of a tensor in its storage, and `views_between`, the views from one layout to another.
 
-PyTorch knows of each tensor which numbers of its storage it looks at. A value of a trace has numbers, and no storage: a
-view of it is an op that arranges its numbers as a tensor elsewhere in the storage sees them.
+PyTorch knows for each tensor the numbers of its storage that it views. A value of a trace has numbers, and no storage:
+a view of it is an op that arranges its numbers like a tensor elsewhere in the storage.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class TensorLayout:
 
     Attributes:
         shape: shape of the tensor.
-        stride, offset: as PyTorch has them, counted in elements.
+        stride, offset: PyTorch's stride and offset, in elements.
         dtype: dtype of the elements.
-        is_conj, is_neg: whether the tensor stands for their conjugates, or for their negatives.
+        is_conj, is_neg: whether the tensor represents the conjugates, or the negatives, of the numbers.
     """
 
     shape: tuple[int, ...]
@@ -116,11 +116,11 @@ def views_between(base: TensorLayout, seen: TensorLayout) -> tuple[View, ...]:
     """Views that convert between two tensor layouts of one storage.
 
     Args:
-        base: the place of what is looked at. It does not overlap itself.
+        base: layout of the viewed tensor. It does not overlap itself.
         seen: the other one.
 
     Raises:
-        poptorch.Error: if numbers are seen that are not in `base`, or are taken for what no view makes of them.
+        poptorch.Error: if the view has numbers that are not in `base`, or reinterprets them in an unsupported way.
     """
     if seen == base:
         return ()

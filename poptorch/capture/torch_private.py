@@ -1,4 +1,4 @@
-"""Private PyTorch APIs used by capture. If torch moves, this file follows."""
+"""Private PyTorch APIs used by capture. If torch changes, this file follows."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def checkpoints_run_by(region: Callable[[Any], AbstractContextManager[None]]) ->
     derivatives within would not count. As in PyTorch, no gradients flow through that kind if none does into it.
 
     Args:
-        region: makes the region of a checkpoint; it is given the context of the forward pass.
+        region: function that makes the region of a checkpoint, from the context of the forward pass.
     """
     module: Any = torch.utils.checkpoint
     kind, generator = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
@@ -272,7 +272,7 @@ def _has_storage(t: Any) -> bool:
 def become(t: torch.Tensor, other: torch.Tensor) -> bool:
     """Replace a tensor in place by another, for all references; returns whether this succeeded.
 
-    It cannot be done to what PyTorch itself holds, for views of it or for a backward pass.
+    It is not possible for tensors that PyTorch itself holds, for views of them or for a backward pass.
     """
     if t._use_count() != 1:  # type: ignore[attr-defined]
         return False
@@ -314,7 +314,7 @@ def decomposition(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
         return OF_TORCHVISION.get(op._opname)
     if (each := tensorwise(op)) is not None:
         return each
-    if op.namespace != "aten":  # asking for others inside of a mode ends the process
+    if op.namespace != "aten":  # looking up ops of other namespaces inside of a mode ends the process
         return None
     known = _decompositions().get(op)
     if known is None and op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):

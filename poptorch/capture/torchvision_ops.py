@@ -1,6 +1,8 @@
-"""Decompositions for torchvision ops, and patches for its random choices. It is optional: ops are found by name.
+"""Decompositions for torchvision ops, and patches for its random choices. The package is optional: ops are found by
+name.
 
-Boxes that are thrown out (`nms`) are no op of a program. How many are left depends on numbers, so the host does that.
+Removal of boxes (`nms`) is not an op of a program. The number of remaining boxes depends on numbers, so the host does
+it.
 """
 
 from __future__ import annotations

@@ -18,13 +18,13 @@ class Value:
     """Immutable tensor value of the program.
 
     Attributes:
-        shape, dtype: as PyTorch sees it.
+        shape, dtype: PyTorch's shape and dtype.
         name: name of an input, or a parameter or buffer; empty for others.
         made_by: the node that makes it; `None` for inputs.
         requires_grad: whether gradients flow through it; `None` before the capture has ended.
-        of_function: the function that it is a result of, if that is differentiated as what it is made of, although it
-            brings its own derivative: a `torch.autograd.Function`.
-        of_buffer: whether it is what a buffer holds at the beginning.
+        of_function: class of the function that returned it, a `torch.autograd.Function`, if it is differentiated
+            through its ops although the function defines a derivative.
+        of_buffer: whether it is the initial value of a buffer.
     """
 
     shape: tuple[int, ...]
@@ -74,7 +74,7 @@ class View:
     """One step of a lens: a view op applied to `LOOKED_AT`, with a result position.
 
     Attributes:
-        repeats: whether the view overlaps itself, so that it has numbers of what it looks at more than once.
+        repeats: whether the view overlaps itself, so that it has some numbers of its base more than once.
     """
 
     op: str
@@ -91,18 +91,18 @@ class Node:
     """An op of the program.
 
     Attributes:
-        op: its name: `"aten.addmm"` for an op of PyTorch, `"torch.cross_entropy"` for a function of it that is kept
-            whole, `"poptorch.identity_loss"` for one of ours.
-        overload: which of the ops of that name, in PyTorch.
-        arguments: by name, with values in place of tensors, and `Trace`s in place of functions.
+        op: name of the op: `"aten.addmm"` for an op of PyTorch, `"torch.cross_entropy"` for a preserved function,
+            `"poptorch.identity_loss"` for one of ours.
+        overload: PyTorch's overload of that name.
+        arguments: arguments by name, with values in place of tensors, and `Trace`s in place of functions.
         results: the values that it makes.
-        site: the block it belongs to, and what else was said of it.
+        site: block of the op, and its further annotations.
         scope: path of the module that runs it.
         source: the user's line.
         has_effect: whether it is kept, even if nothing uses its results.
-        stops: positions of the results through which no gradient goes.
+        stops: positions of the results that stop gradients.
         made_of: names of the buffers that its results come of; `None` if they come of anything else of a run.
-        is_on_host: whether the model has the results on the host.
+        is_on_host: whether the results are on the host, for the model.
         regions: the regions it is in whose activations are recomputed for the backward pass, outermost first.
         is_kept: whether its results are kept for the backward pass in any case.
     """
@@ -143,13 +143,13 @@ class Trace:
     """A captured function.
 
     Attributes:
-        inputs: its arguments; then, one for each of `outer`, what it takes from outside.
-        nodes: what it does, in order.
+        inputs: arguments; followed by one input for each of `outer`.
+        nodes: ops, in order.
         outputs: the values that it returns.
         outer: values of the function around it that it uses.
-        names: of the inputs, if they have names.
-        is_recomputed: whether what its gradient reads is recomputed in the backward pass.
-        is_part: whether ops in it that draw random numbers are given the seeds that they would have outside of it.
+        names: names of the inputs, if they have any.
+        is_recomputed: whether the backward pass recomputes the values that its gradient reads.
+        is_part: whether random ops in it are given the seeds that they would have outside of it.
     """
 
     inputs: list[Value] = field(default_factory=list)

@@ -72,8 +72,8 @@ class Tracer:
     """A capture in progress.
 
     Attributes:
-        recorder: where ops are written down.
-        hooks: what has hooks on gradients, in words.
+        recorder: recorder of the ops.
+        hooks: descriptions of hooks on gradients.
     """
 
     def __init__(
@@ -173,9 +173,9 @@ class Tracer:
         """Record a computation as a single op, regardless of its constituent ops.
 
         Args:
-            op: its name, for its lowering.
-            compute: gives results with the right shapes and dtypes, for these arguments.
-            arguments: by name.
+            op: name of the op, for its lowering.
+            compute: function that returns results of the right shapes and dtypes, for these arguments.
+            arguments: arguments by name.
             has_effect: whether it is kept even if nothing uses it.
         """
         with self.suspended():
@@ -208,7 +208,7 @@ class Tracer:
             args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: narrowed(t, narrow), (args, kwargs))
             with torch.autocast("cpu", enabled=False):
                 return self.function(whole, function, args, kwargs)
-        if not self._keeps_whole or narrow is not None:  # autocasting casts what functions are made of
+        if not self._keeps_whole or narrow is not None:  # autocast casts the arguments of inner functions
             results = function(*args, **kwargs)
             return self.loss(results) if whole.op in LOSSES else results
         given = whole.arguments(function, args, kwargs)
@@ -282,7 +282,7 @@ class Tracer:
         """Ensure that PyTorch can differentiate recorded functions: preserved ones hide their ops from autograd.
 
         Args:
-            is_forward: whether it is what is done from now on, together with that (`torch.autograd.forward_ad`).
+            is_forward: whether it is forward-mode (`torch.autograd.forward_ad`), computed together with later ops.
 
         Raises:
             Again: if there was one, or may be.
@@ -372,7 +372,7 @@ class Tracer:
                 if is_of_type := hears_functions(self.function_interceptor):  # which is no function
                     self.recorder.host.created.add(node)
                 node.is_on_host = is_of_type or self.recorder.makes_on_host
-            # A conjugate or a sign that was put off is made good in a clone, below what PyTorch differentiates.
+            # A lazy conjugate or negation is materialised in a clone, below autograd.
             is_resolved = name == "aten.clone" and (args[0].is_conj() or args[0].is_neg()) and torch.is_grad_enabled()
             if not self.recorder.views(node, given, results):
                 self.recorder.results(node, results, says_no=not is_resolved)
@@ -447,7 +447,7 @@ class Tracer:
     def _on_stand_ins(self, op: torch._ops.OpOverload, args: Any, kwargs: Any, plain: Sequence[torch.Tensor]) -> Any:
         """Run an op that overwrites user tensors outside the model on fake copies, so that they keep their contents."""
         for t in plain:
-            self.recorder.value_of(t)  # as it is now
+            self.recorder.value_of(t)  # its current value
         others = {id(t): self.fake(t) for t in plain}
         back = {id(other): t for other, t in zip(others.values(), plain, strict=True)}
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: others.get(id(t), t), (args, kwargs))

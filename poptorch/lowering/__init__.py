@@ -10,6 +10,6 @@ from poptorch.lowering.registry import has_lowering, lowerings
 
 __all__ = ["Emission", "has_lowering", "lowerings"]
 
-# The families declare their lowerings when they are imported.
+# The families declare their lowerings on import.
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")

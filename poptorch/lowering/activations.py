@@ -33,7 +33,7 @@ def _activation(function: Callable[..., Any]) -> OpKind:
     return jax_op(f"aten.{name}", title=camel(name), shape=like_first)(round_once(function))
 
 
-# What a branch that is not taken computes has to be finite, for the gradient to be right: hence `below`.
+# Branches that are not taken must be finite too, for the gradient to be right: hence `below`.
 
 
 @_activation

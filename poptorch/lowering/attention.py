@@ -39,13 +39,13 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> popxl.Tensor:
     given = [query, key, value]
-    own = 3 if enable_gqa else 2  # dimensions that are not those of the batch; each head of keys may serve several
+    own = 3 if enable_gqa else 2  # non-batch dimensions; each key head may serve several query heads
     batch = broadcast_shapes(*(t.shape[:-own] for t in given))
     query, key, value = (t if t.shape[:-own] == batch else broadcast(t, shape=(*batch, *t.shape[-own:])) for t in given)
     return ops.attention(query, key, value, attn_mask, is_causal, scale, dropout_p, _seed(dropout_p))
 
 
-# Several heads --------------------------------------------------------------------------------------------------------
+# Multi-head attention -------------------------------------------------------------------------------------------------
 
 
 def _batch_first(t: popxl.Tensor) -> popxl.Tensor:
@@ -166,10 +166,10 @@ def _masks(of_places: Optional, of_keys: Optional, lead: tuple[int, int], more: 
     """The given masks, reshaped to broadcast with scores.
 
     Args:
-        of_places: what each query leaves out.
+        of_places: mask of the keys that each query leaves out.
         of_keys: the keys that all queries of a text leave out.
-        lead: how many texts and heads there are.
-        more: how many keys there are beside those that masks know.
+        lead: numbers of texts and of heads.
+        more: number of keys beyond those that masks cover.
     """
     masks = [_wider(mask, by=more) if more else mask for mask in (of_places, of_keys) if mask is not None]
     if of_places is not None and len(of_places.shape) == 3:

@@ -44,7 +44,7 @@ def cond(
     return emission().either(ops.reshape(condition, ()), (then_body, then_inputs), (else_body, else_inputs))
 
 
-# Derivatives of users -------------------------------------------------------------------------------------------------
+# Custom derivatives ---------------------------------------------------------------------------------------------------
 
 
 @lowers(OWN)
@@ -82,7 +82,7 @@ _own_derivative = OpKind(
 """An op that returns the first of what it is given. Its gradient is known as long as the program is written."""
 
 
-# On the host ----------------------------------------------------------------------------------------------------------
+# Host functions -------------------------------------------------------------------------------------------------------
 
 
 @lowers("poptorch.cpu")
@@ -91,7 +91,7 @@ def cpu(inputs: Tensors, function: HostFunction, name: str) -> Any:
         return host_call_kind(*inputs, function=function.arrays, specs=emission().wanted)
 
 
-# Of users -------------------------------------------------------------------------------------------------------------
+# Custom ops -----------------------------------------------------------------------------------------------------------
 
 _custom: dict[str, Callable[..., Any]] = {}
 
@@ -100,9 +100,10 @@ def registerCustomOp(name: str, domain: str, function: Callable[..., Any], **set
     """Register a JAX function as an op for `poptorch.custom_op`.
 
     Args:
-        name, domain: what models call it.
-        function: of arrays, and of attributes, which are keyword-only parameters; it returns one array or a tuple.
-        **settings: how gradients flow, and so on: see `popxl.OpKind`. By default the gradient is JAX's.
+        name, domain: name of the op in models.
+        function: function of arrays, and of attributes, which are keyword-only parameters; it returns one array or a
+            tuple.
+        **settings: gradient and further settings: see `popxl.OpKind`. By default the gradient is JAX's.
 
     Example:
         >>> def leaky(x, *, alpha):

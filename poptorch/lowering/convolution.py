@@ -63,7 +63,7 @@ def _of_integers(
     """Integer convolution, summed over kernel positions one by one; floats would round the integers.
 
     Args:
-        spread: of a transposed convolution, the output padding: `input` is spread by the stride.
+        spread: for a transposed convolution, the output padding: `input` is spread by the stride.
     """
     kernel, axes = weight.shape[2:], range(2, input.ndim)
     edges = [(pad, pad, 0) for pad in padding]

@@ -1,7 +1,7 @@
 """Connectionist temporal classification: the loss and the beam search.
 
-A path gives each time a class; its labels are what is left when repetitions, and then blanks, are removed. (A. Graves
-et al., "Connectionist Temporal Classification", 2006.)
+A path assigns a class to each time; its labels remain after removing repetitions, and then blanks. (A. Graves et al.,
+"Connectionist Temporal Classification", 2006.)
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def round(input: popxl.Tensor, decimals: int = 0) -> popxl.Tensor:
 
 def _rounded(input: Any, *, decimals: int) -> Any:
     """Round to a number of decimals, half to even."""
-    if decimals < 0:  # as PyTorch: dividing by a power of ten is not multiplying by its inverse
+    if decimals < 0:  # as in PyTorch: dividing by a power of ten is not multiplying by its inverse
         return jnp.round(input / 10.0**-decimals) * 10.0**-decimals
     return jnp.round(input * 10.0**decimals) / 10.0**decimals if decimals else jnp.round(input)
 
@@ -191,12 +191,12 @@ def _symmetric(name: str, function: Function, slope: Function) -> None:
     binary(name, binary_op(name, function, gradient=rules), of_floats=True)
 
 
-# Where both are 0 or infinite, JAX's own slopes are others than PyTorch's.
+# Where both are 0 or infinite, JAX's own slopes differ from PyTorch's.
 _symmetric("hypot", jnp.hypot, lambda by, other, out: by / out)
 _symmetric("logaddexp", jnp.logaddexp, lambda by, other, out: 1 / (1 + jnp.exp(other - by)))
 _symmetric("logaddexp2", jnp.logaddexp2, lambda by, other, out: 1 / (1 + jnp.exp2(other - by)))
 
-# Where both are 0, atan2 has no gradient in PyTorch, and NaN in JAX; nor has copysign at 0, where JAX has one.
+# Where both are 0, atan2 has no gradient in PyTorch, and NaN in JAX; copysign has none at 0, where JAX has one.
 _atan2_grad = unary_op(
     "atan2_grad",
     lambda g, along, across: jnp.where((along == 0) & (across == 0), 0, g * along / (along**2 + across**2)),
@@ -220,7 +220,7 @@ _copysign_grad = unary_op(
 _copysign = binary_op("copysign", jnp.copysign, gradient={"input": lambda g, input, out: _copysign_grad(g, input, out)})
 binary("copysign", _copysign, of_floats=True)
 
-# Not as float32: the next float16 is another.
+# Not as float32: the next float16 is another number.
 _nextafter = jax_op(title="Nextafter", shape=broadcast, gradient={"input": lambda g: g})(
     lambda input, other: jnp.nextafter(input, other)
 )
@@ -278,7 +278,7 @@ def pow(input: Operand, exponent: Operand) -> popxl.Tensor:
     if not isinstance(exponent, popxl.Tensor):
         if exponent == 2:
             return ops.mul(base, base)
-        if abs(exponent) == 0.5:  # of -0.0 and negative infinity, the power is another number
+        if abs(exponent) == 0.5:  # for -0.0 and negative infinity, the power is another number
             return ops.sqrt(base) if exponent > 0 else rsqrt(base)
     return ops.pow(base, power) if base.dtype.is_inexact else _integer_pow(base, power)
 
@@ -342,7 +342,7 @@ def copy(src: popxl.Tensor, input: popxl.Tensor | None = None) -> popxl.Tensor:
     return to(src, wanted.dtype if src.dtype.is_complex else None)
 
 
-# Quantisation, as it is simulated in training -------------------------------------------------------------------------
+# Simulated quantisation in training -----------------------------------------------------------------------------------
 
 
 @lowers(
@@ -409,7 +409,7 @@ def _fake_quantise_learnable(
         return t + jax.lax.stop_gradient(rounded - t)
 
     scale, zero = scale_gradient(scale), scale_gradient(zero_point)
-    whole = jnp.round(zero) if axis is not None else jnp.trunc(zero + 0.5)  # PyTorch rounds one by one, and all at once
+    whole = jnp.round(zero) if axis is not None else jnp.trunc(zero + 0.5)  # as PyTorch does
     zero = straight_through(zero, jnp.clip(whole, quant_min, quant_max))
     ratio = input / scale
     steps = straight_through(ratio, jnp.round(ratio)) + zero

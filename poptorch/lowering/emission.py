@@ -67,7 +67,7 @@ class Emission:
     Args:
         seed: function that returns a seed tensor; required only if some op draws random numbers.
         placed: whether ops are placed on the IPUs of their blocks.
-        is_part: whether each op that draws random numbers calls `seed` for a seed of its own.
+        is_part: whether each random op calls `seed` for a seed of its own.
         recomputed: graphs whose activations are recomputed, with the tensors to keep; extended in place.
 
     Attributes:
@@ -183,7 +183,7 @@ class Emission:
         """Emit nodes as ops of the current graph.
 
         Raises:
-            poptorch.Error: for an op that has no lowering, or that its lowering refuses.
+            poptorch.Error: for an op without a lowering, or one that its lowering refuses.
         """
         before, _emissions.current = _emissions.current, self
         try:

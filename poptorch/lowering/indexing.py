@@ -162,7 +162,8 @@ def _shared(
 ) -> Any:
     """Gradient share of each number combined at a scattered position.
 
-    A mean is shared evenly; an extreme by those that are equal to it; a product gives each the product of the others.
+    The gradient of a mean is shared evenly; that of an extreme by the elements equal to it; that of a product is the
+    product of the others.
     """
     at = partial(_indexed_ref, indices=indices, dims=dims, aligned=aligned)
 
@@ -183,7 +184,7 @@ def _shared(
     else:
         method = _METHODS[reduce]
         out = getattr(at(jnp.where(takes_part, input, _START[reduce])), method)(source)
-        # Also what takes no part, where it is equal to the extreme: so does PyTorch.
+        # This includes elements that take no part, where they equal the extreme, as in PyTorch.
         winners = at((input == out).astype(g.dtype)).add(source == at(out).get(mode="clip"))
         share = jnp.where(own == gather_source(out), 1 / jnp.maximum(gather_source(winners), 1), 0)
     return gather_source(g) * (share if of_source else jnp.where(takes_part, share, 0))

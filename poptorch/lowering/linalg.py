@@ -77,8 +77,8 @@ def _rows(t: popxl.Tensor) -> popxl.Tensor:
 
 @jax_op(title="LinearWeightsGrad")
 def _weights_gradient(g: Any, input: Any) -> Any:
-    # Its rows are not made one dimension here: XLA would, of operands that another product takes as they are, make a
-    # second copy for TPUs.
+    # Its rows are not merged into one dimension here: for operands that another product takes unmerged, XLA would make
+    # a second copy for TPUs.
     return products.weights_gradient(g, input, is_rounded=True).astype(g.dtype)
 
 
@@ -91,7 +91,8 @@ def _weights_gradient(g: Any, input: Any) -> Any:
     },
 )
 def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
-    # Weights have a row for each result. Were they transposed, each product would keep a copy of them for its gradient.
+    # Weights have a row for each result. If they were transposed, each product would keep a copy of them for its
+    # gradient.
     out = products.linear(input, weight, is_rounded=bias is None)
     return (out if bias is None else out + widen(bias)).astype(input.dtype)
 
@@ -100,7 +101,7 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
 def linear(input: popxl.Tensor, weight: popxl.Tensor, bias: popxl.Tensor | None = None) -> popxl.Tensor:
     if weight.rank == 2 and input.dtype == weight.dtype and (input.dtype.is_half or input.dtype is popxl.float32):
         return _linear(input, weight) if bias is None else _linear(input, weight, bias)
-    out = product(input, ops.transpose(weight))  # of integers, or of one row alone
+    out = product(input, ops.transpose(weight))  # for integers, or for a single row
     return out if bias is None else ops.add(*promoted(out, bias))
 
 
@@ -108,7 +109,7 @@ def _adds(name: str, multiplied: Callable[..., popxl.Tensor]) -> None:
     """Declare `beta * input + alpha * product`; `multiplied` computes the product from factors by name."""
 
     def lowering(input: popxl.Tensor, beta: float = 1, alpha: float = 1, **factors: popxl.Tensor) -> popxl.Tensor:
-        if alpha == 0:  # not even infinities and NaN are looked at
+        if alpha == 0:  # not even infinities and NaN count
             (spec,) = emission().wanted
             out = ops.init(spec.shape, spec.dtype, "zeros", "zero")
         else:
@@ -143,7 +144,7 @@ def einsum(equation: str, operands: Any) -> popxl.Tensor:
 
 @jax_op(title="Einsum")
 def _einsum(*operands: Any, equation: str) -> Any:
-    return jnp.einsum(equation, *operands)  # halves are summed in float32
+    return jnp.einsum(equation, *operands)  # float16 and bfloat16 are summed in float32
 
 
 @lowers("torch.bilinear")
@@ -160,10 +161,10 @@ def cross(input: Any, other: Any, *, dim: int = -1) -> Any:
     return jnp.cross(input, other, axis=dim)
 
 
-# Solved and decomposed ------------------------------------------------------------------------------------------------
+# Solvers and decompositions -------------------------------------------------------------------------------------------
 #
-# A program cannot raise for the numbers that come. A matrix that cannot be factored gives NaN or infinity, and where
-# PyTorch says what was wrong with it, so does this. What is not used of these results is not computed.
+# A program cannot raise for its numbers. A matrix that cannot be factored gives NaN or infinity, and an error code as
+# in PyTorch. Unused results are not computed.
 
 
 def _of_matrices(names: str, function: Callable[..., Any], title: str = "") -> None:

@@ -15,7 +15,7 @@ from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
 from popxl.extend.ops import broadcast, predicate
 
-# Questions ------------------------------------------------------------------------------------------------------------
+# Predicates -----------------------------------------------------------------------------------------------------------
 
 _greater_equal = binary_op("greater_equal", jnp.greater_equal, shape=predicate, gradient=None)
 
@@ -48,7 +48,7 @@ _OF_BITS: dict[str, Callable[..., Any]] = {
 for _names, _function in _OF_BITS.items():
     binary(_names, binary_op(_names.split()[0], _function, gradient=None))
 
-# The larger, the smaller ----------------------------------------------------------------------------------------------
+# Maximum and minimum --------------------------------------------------------------------------------------------------
 
 _larger_grad = unary_op(
     "larger_grad",
@@ -76,7 +76,7 @@ binary("minimum", binary_op("minimum", jnp.minimum, gradient=_to_larger("other",
 binary("fmax", binary_op("fmax", _first_if(jnp.greater_equal)))
 binary("fmin", binary_op("fmin", _first_if(jnp.less_equal)))
 
-# Choices --------------------------------------------------------------------------------------------------------------
+# Selection ------------------------------------------------------------------------------------------------------------
 
 
 @lowers("aten.where")

@@ -1,7 +1,7 @@
 """Losses: one loss per element or batch row, then a mean or sum.
 
-What is written here for arrays is differentiated by JAX. Where it says `where`, and not `maximum`, it is for the slope
-at the corner: that is PyTorch's.
+Functions of arrays here are differentiated by JAX. They use `where` instead of `maximum` to have PyTorch's slope at the
+corner.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def reduced(losses: popxl.Tensor, reduction: str, shares: popxl.Tensor | None = 
     """Reduce elementwise losses.
 
     Args:
-        losses: of all elements.
+        losses: losses of all elements.
         reduction: `"mean"`, `"sum"`, `"none"`, `"batchmean"`.
-        shares: what each counts in the mean: their sum divides it, in place of the number of losses.
+        shares: weights of the losses in the mean: their sum is the divisor, instead of the number of losses.
     """
     if reduction == "mean":
         return ops.mean(losses) if shares is None else ops.sum(losses) / ops.sum(shares)
@@ -254,7 +254,7 @@ def multi_margin_loss(input: Any, target: Any, weight: Any = None, *, p: int, ma
     input = jnp.atleast_1d(input)
     hit = target[..., None] == jnp.arange(input.shape[-1])
     distances = margin - jnp.where(hit, input, 0).sum(-1, keepdims=True) + input
-    distances = jnp.where(distances > 0, distances, 0) ** p  # of what is NaN, too, as in PyTorch
+    distances = jnp.where(distances > 0, distances, 0) ** p  # including those that are NaN, as in PyTorch
     distances = distances if weight is None else distances * weight[target][..., None]
     return jnp.where(hit, 0, distances).mean(-1)
 
@@ -369,5 +369,5 @@ def _nll_grad(g: Any, logs: Any, target: Any, weight: Any = None, *, ignore_inde
 def _nll(logs: Any, target: Any, weight: Any = None, *, ignore_index: int, label_smoothing: float) -> tuple[Any, Any]:
     """Loss per element, and element weights for the mean. Elements without a class cost nothing."""
     of_logs, counts, shares = _shares(logs, target, weight, ignore_index, label_smoothing)
-    # Not a product: what is ignored may be infinite.
+    # Not a product: ignored elements may be infinite.
     return -jnp.where(counts, widen(logs) * of_logs, 0).sum(_class_axis(logs)), shares

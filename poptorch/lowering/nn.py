@@ -165,7 +165,7 @@ def _bagged(rows: Any, bag_of: Any, indices: Any, *, bags: int, mode: str, paddi
     rows = widen(rows)
     bag_of = bag_of if padding_idx is None else jnp.where(indices == padding_idx, bags, bag_of)
     counts = jax.ops.segment_sum(jnp.ones(bag_of.shape, rows.dtype), bag_of, bags)[:, None]
-    if mode == "max":  # of equal ones, the first
+    if mode == "max":  # the first of equal ones
         largest = jax.ops.segment_max(jax.lax.stop_gradient(rows), bag_of, bags)
         is_largest = (rows == jnp.take(largest, bag_of, 0, mode="clip")) | jnp.isnan(rows)
         number = jax.lax.broadcasted_iota(jnp.int32, rows.shape, 0)

@@ -18,7 +18,7 @@ from popxl import ops
 from popxl.extend.kernels import round_once, sums, wide_dtype, widen
 from popxl.extend.ops import like_first
 
-# The one op -----------------------------------------------------------------------------------------------------------
+# The common op --------------------------------------------------------------------------------------------------------
 
 
 def _normalised(
@@ -83,7 +83,7 @@ def _by_channel(input: popxl.Tensor) -> tuple[int, ...]:
     return (1, -1, *(1,) * (len(input.shape) - 2))
 
 
-# Of layers and groups -------------------------------------------------------------------------------------------------
+# Layers and groups ----------------------------------------------------------------------------------------------------
 
 
 @lowers("torch.layer_norm")
@@ -117,7 +117,7 @@ def group_norm(
     return ops.reshape(out, input.shape)
 
 
-# As PyTorch has them inside: with the mean and the reciprocal of the deviation. Of those of groups there are gradients.
+# PyTorch's internal ops, which return the mean and the reciprocal deviation. Those of groups have gradients.
 
 
 @lowers("aten.native_layer_norm")

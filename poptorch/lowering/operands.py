@@ -19,7 +19,7 @@ broadcast = OpKind(
     "Expand",
     lambda t, *, shape: jnp.broadcast_to(t, shape),
     key="poptorch.Expand",
-    gradient={"t": lambda g: g},  # autodiff sums it, with halves in float32
+    gradient={"t": lambda g: g},  # autodiff sums it, with float16 and bfloat16 in float32
 )
 """A tensor in a larger shape, by the rules of broadcasting."""
 
@@ -35,8 +35,8 @@ def promoted(
 
     Args:
         operands: tensors and numbers.
-        are_bounds: whether numbers are compared with, and nothing else: one that does not fit becomes the nearest.
-        of_floats: whether integers are to be float32: each by itself, as a number may not fit the tensors' dtype.
+        are_bounds: whether numbers are only compared with: one that does not fit becomes the nearest that does.
+        of_floats: whether integers become float32: each separately, as a number may not fit the tensors' dtype.
     """
     tensors = [each for each in operands if isinstance(each, popxl.Tensor)]
     wanted = tensors[0].dtype.as_numpy()

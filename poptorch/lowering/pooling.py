@@ -254,7 +254,7 @@ def _fractional(axes: int) -> Callable[..., Any]:
         samples = widen(random_samples) if axes == 3 else widen(random_samples)[..., ::-1]
         samples = samples.reshape(*input.shape[:-axes], axes)
         t, places = input, jnp.broadcast_to(jnp.arange(math.prod(sizes), dtype=jnp.int32).reshape(sizes), input.shape)
-        for i in range(axes):  # each axis becomes one of windows, and one of what they see at the end
+        for i in range(axes):  # each axis becomes an axis of windows, and an axis of their elements at the end
             axis = input.ndim - axes + i
             seen = _window_positions(samples[..., i], sizes[i], kernel_size[i], output_size[i])
             seen = seen.reshape(*seen.shape[:-2], *(1,) * i, -1, *(1,) * (t.ndim - axis - 1))

@@ -28,7 +28,7 @@ def identity(tensor: popxl.Tensor, available_memory_proportion: float = 0) -> po
 @lowers("poptorch.ipu_print_tensor")
 def ipu_print_tensor(tensor: popxl.Tensor, separator: str, **how: Any) -> popxl.Tensor:
     title = how.pop("title") or None
-    # popxl separates elements by one character, and a space follows it by itself
+    # popxl separates elements by one character, followed by a space
     return ops.print_tensor(tensor, title, separator=separator.strip() or " ", **how)
 
 

@@ -80,7 +80,7 @@ def log_normal(mean: float = 1, std: float = 2, **like: Any) -> popxl.Tensor:
     return ops.exp(ops.random_normal(emission().seed(), emission().wanted[0].shape, mean, std))
 
 
-# Other distributions of one number ------------------------------------------------------------------------------------
+# Other univariate distributions ---------------------------------------------------------------------------------------
 
 
 @lowers("aten.bernoulli")

@@ -20,7 +20,7 @@ Tensors = Sequence[popxl.Tensor]
 State = tuple[Any, ...]
 
 
-# One step: the state that follows, of what the input and the state before contribute to the gates ---------------------
+# One step: the next state, from the contributions of the input and the previous state to the gates --------------------
 
 
 def _lstm(from_input: Any, from_state: Any, state: State) -> State:
@@ -81,7 +81,7 @@ def _layer(step: _Step, states: int) -> Callable[..., Any]:
     """A layer in one direction: output, last state, and residuals per time step for `_backward`: state contributions to
     the gates, state components other than the output, and unprojected outputs.
 
-    Weights are transposed before the loop: CPUs would do so in every turn.
+    Weights are transposed before the loop: CPUs would do so in every iteration.
     """
 
     def layer(x: Any, *given: Any, has_biases: bool, backwards: bool) -> Any:

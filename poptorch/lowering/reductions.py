@@ -81,7 +81,7 @@ for _name, _function in (("max", jnp.max), ("min", jnp.min)):
     )
 
 
-# One element of each line ---------------------------------------------------------------------------------------------
+# Selecting one element of each line -----------------------------------------------------------------------------------
 
 
 def _picked_gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[int, popxl.Tensor]:
@@ -102,7 +102,7 @@ def picking(names: str, title: str, find: Callable[..., Any]) -> None:
     """Declare ops that select one element per line along a dimension, with its index.
 
     Args:
-        names: of the ops of PyTorch.
+        names: names of the ops of PyTorch.
         title: name of the op in printed graphs.
         find: JAX function of lines along the last axis, and of further attributes, which gives the places.
     """

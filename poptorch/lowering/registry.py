@@ -1,6 +1,6 @@
 """Registry of lowerings: popxl implementations of PyTorch ops. Declare new lowerings here.
 
-    @lowers("aten.addcmul")                     # a function of tensors of popxl, which adds ops to the graph
+    @lowers("aten.addcmul")                     # a function of popxl tensors, which adds ops to the graph
     def addcmul(input, tensor1, tensor2, value=1):
         return input + value * tensor1 * tensor2
 
@@ -8,9 +8,9 @@
     def erfinv(input):
         return jax.scipy.special.erfinv(input)
 
-A lowering is called with the arguments of the op by name, those that were given; PyTorch's `self` is called `input`.
-Its results are cast to the dtypes, and broadcast to the shapes, that PyTorch says. So it need not know what PyTorch
-promotes to what, as long as it computes no less precisely.
+A lowering is called with the given arguments of the op by name; PyTorch's `self` is called `input`. Its results are
+cast to PyTorch's dtypes, and broadcast to PyTorch's shapes. So it need not implement type promotion, as long as it
+computes no less precisely.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def jax_op(*names: str, title: str = "", **settings: Any) -> Callable[[Lowering]
     """Declare a JAX function as an op, and register it as a lowering.
 
     Args:
-        *names: of the ops of PyTorch.
-        title: what printed graphs call the op; by default it is made of the function's name, `log_softmax` →
+        *names: names of the ops of PyTorch.
+        title: name of the op in printed graphs; by default derived from the function's name, `log_softmax` →
             `LogSoftmax`.
-        **settings: how gradients flow, and so on; see `popxl.OpKind`.
+        **settings: gradient and further settings; see `popxl.OpKind`.
     """
 
     def declare(function: Lowering) -> OpKind:

@@ -16,7 +16,7 @@ import popxl
 from poptorch.lowering.registry import jax_op, lowers
 from popxl.extend.kernels import Taps, apply_taps, materialize, round_once, transposed, widen
 
-# Resized --------------------------------------------------------------------------------------------------------------
+# Resizing -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Axis:
 
     Args:
         mode: `"nearest"`, `"exact"` (nearest, rightly), `"linear"`, `"cubic"`, `"area"` (the mean of a stretch).
-        size: its length.
-        length: that of the new one.
-        scale: how much larger that is, if it was given; otherwise it follows from the lengths.
+        size: length of the axis.
+        length: length of the new axis.
+        scale: ratio of the lengths, if it was given; otherwise it follows from them.
         align_corners: the centres of the outer elements stay where they are; otherwise the outer edges do.
-        antialias: where it becomes shorter, elements are blends of all that they cover.
+        antialias: whether elements of a shorter axis are blends of all elements that they cover.
     """
 
     mode: str
@@ -180,10 +180,10 @@ def grid_sample(input: Any, grid: Any, *, interpolation_mode: int, padding_mode:
     """Sample an image at coordinates from -1 to 1 per axis, last axis first.
 
     Args:
-        input: of shape `(N, C, ...)`.
-        grid: of shape `(N, ..., axes)`.
+        input: array of shape `(N, C, ...)`.
+        grid: array of shape `(N, ..., axes)`.
         interpolation_mode: 0 linear, 1 nearest, 2 cubic.
-        padding_mode: beyond the edges there is 0 nothing, 1 what is at the edge, 2 the image in a mirror.
+        padding_mode: values beyond the edges: 0 zeros, 1 the edge elements, 2 the mirrored image.
         align_corners: -1 and 1 are the centres of the outer pixels; otherwise the outer edges.
     """
     axes, index = input.ndim - 2, []

@@ -131,7 +131,7 @@ def unfold(input: Any, *, dimension: int, size: int, step: int) -> Any:
     lines = jnp.atleast_1d(widen(input))
     axis = dimension % lines.ndim
     count = (lines.shape[axis] - size) // step + 1
-    if size == step:  # windows side by side: nothing needs to be looked up
+    if size == step:  # windows side by side: no lookup needed
         side_by_side = lax.slice_in_dim(lines, 0, count * size, axis=axis)
         windows = side_by_side.reshape(*lines.shape[:axis], count, size, *lines.shape[axis + 1 :])
     else:
@@ -176,7 +176,7 @@ def strided(base: Any, *, size: tuple[int, ...], stride: tuple[int, ...], offset
 @lowers("poptorch.put")
 def write_view(base: popxl.Tensor, content: popxl.Tensor, view: View) -> popxl.Tensor:
     """A tensor with a view's contents replaced."""
-    if view.op == "aten.view" and view.overload == "dtype":  # of which PyTorch has no derivative
+    if view.op == "aten.view" and view.overload == "dtype":  # without a derivative in PyTorch
         return replaced(base, bits(content, dtype=base.dtype))
     if view.op in PUT_BACK:
         return PUT_BACK[view.op](content)
@@ -257,7 +257,7 @@ for _op, _overload in {"slice": "Tensor", "select": "int", "diagonal": "default"
 
 @lowers("aten.cat")
 def cat(tensors: Sequence[popxl.Tensor], dim: int = 0) -> popxl.Tensor:
-    filled = [t for t in tensors if t.shape != (0,)] or tensors  # PyTorch lets these stand beside any shape
+    filled = [t for t in tensors if t.shape != (0,)] or tensors  # PyTorch accepts these next to any shape
     return ops.concat(promoted(*filled), axis_of(filled[0], dim))
 
 

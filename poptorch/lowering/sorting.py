@@ -121,7 +121,7 @@ _quantile("quantile", jnp.quantile)
 _quantile("nanquantile", jnp.nanquantile)
 
 
-# Places in sorted sequences -------------------------------------------------------------------------------------------
+# Positions in sorted sequences ----------------------------------------------------------------------------------------
 
 
 @lowers("aten.searchsorted")

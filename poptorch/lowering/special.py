@@ -45,7 +45,7 @@ unary(
     unary_op("erfcx", erfcx, gradient={"input": lambda g, input, out: g * (2 * input * out - 2 / math.sqrt(math.pi))}),
 )
 
-# Their slopes are infinite at the ends, and PyTorch's say so.
+# Their slopes are infinite at the ends, as in PyTorch.
 _density = unary_op("density", lambda t: jnp.exp(-t * t / 2) / math.sqrt(2 * math.pi))
 unary("special_ndtri", unary_op("ndtri", special.ndtri, gradient={"input": lambda g, out: g / _density(out)}))
 unary("special_modified_bessel_i0", unary_op("modified_bessel_i0", special.i0))
@@ -76,7 +76,7 @@ def hurwitz(s: Any, q: Any) -> Any:
 
     start = jnp.zeros_like(q), jnp.where(pole, 1, q)
     total, rest = jax.lax.while_loop(lambda sum_and_q: jnp.any(sum_and_q[1] < 0), with_term, start)
-    steep = (s > 100) | (rest == jnp.inf)  # only the first terms are left, where JAX may have NaN
+    steep = (s > 100) | (rest == jnp.inf)  # only the first terms remain, where JAX may have NaN
     series = jnp.where(steep, rest**-s + (rest + 1) ** -s, special.zeta(jnp.where(steep, 2, s), rest))
     return jnp.where(pole & (s > 1), jnp.inf, total + series)
 

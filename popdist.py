@@ -1,8 +1,8 @@
-"""What programs ask about the processes that run them together; `poprun`, or a scheduler, starts those.
+"""Information about the processes that run a program together; `poprun`, or a scheduler, starts those.
 
-Only for programs: `popxl`, `runtime` and `popxl_addons` do not import this module. A process that `poprun` has not
-started is the only instance of its program, with one replica, so that a program may ask in any case. PyTorch programs
-find their options in `popdist.poptorch`.
+Only for programs: `popxl`, `runtime` and `popxl_addons` do not import this module. A process that was not started by
+`poprun` is the only instance of its program, with one replica, so the functions always work. Options of PyTorch
+programs are in `popdist.poptorch`.
 
 Example:
     >>> import popdist
@@ -39,7 +39,7 @@ __all__ = [
 
 _Result = TypeVar("_Result")
 
-__path__ = [str(Path(__file__).parent / "poptorch" / "popdist")]  # what needs torch is with what else does
+__path__ = [str(Path(__file__).parent / "poptorch" / "popdist")]  # modules that need torch are in poptorch
 
 
 def init(num_replicas: int | None = None, num_ipus_per_replica: int = 1, adjacent_replicas: int = 0) -> None:
@@ -50,15 +50,15 @@ def init(num_replicas: int | None = None, num_ipus_per_replica: int = 1, adjacen
     pod. If there is none, or it was done before, nothing happens.
 
     Args:
-        num_replicas: how many replicas all instances drive together, if a scheduler has started them; by default one
-            each. `poprun` has its own option for each of these numbers.
-        num_ipus_per_replica: how many devices each replica has: one for each stage of a pipeline. With fewer replicas
+        num_replicas: number of replicas of all instances, if a scheduler has started them; by default one each.
+            `poprun` has its own option for each of these numbers.
+        num_ipus_per_replica: number of devices of each replica: one for each stage of a pipeline. With fewer replicas
             than instances, an instance drives some of their stages.
-        adjacent_replicas: how many replicas have their devices for a stage side by side; by default 1 if instances can
-            get whole replicas, else all.
+        adjacent_replicas: number of replicas whose devices for a stage are adjacent; by default 1 if instances can get
+            whole replicas, else all.
 
     Raises:
-        PopxlError: if JAX has been used already; if a scheduler does not say who this process is.
+        PopxlError: if JAX has been used already; if a scheduler's environment is incomplete.
         PopxlRuntimeError: if another instance ends, or does not come.
         ValueError: if the instances cannot get equal shares of the replicas.
 
@@ -92,12 +92,12 @@ def synchronize() -> None:
 def execute_on_instances(
     instances: Collection[int], function: Callable[..., _Result], *args: Any, **kwargs: Any
 ) -> _Result | None:
-    """Call a function on some instances only. All have to call this, and go on when those have done it.
+    """Call a function on some instances only. All instances must call this, and continue when these have done it.
 
     Args:
-        instances: the numbers of those that call it.
-        function: the function, of these arguments.
-        args, kwargs: what it is given.
+        instances: indices of the instances that call it.
+        function: function of these arguments.
+        args, kwargs: arguments of the function.
 
     Returns:
         What it returns; `None` on the other instances.

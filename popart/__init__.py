@@ -1,7 +1,7 @@
-"""What existing programs take from `popart`: the errors they catch, the version they write down, devices, and the log.
+"""Names of `popart` for existing programs: errors to catch, the version, devices, and the log.
 
-Only for them: `popxl`, `runtime` and `popxl_addons` do not import this package. New programs use `popxl.errors`, and
-describe devices to `popxl.Session` in words.
+Only for programs: `popxl`, `runtime` and `popxl_addons` do not import this package. New programs use `popxl.errors`,
+and describe devices to `popxl.Session` in words.
 
 Example:
     >>> import popart
@@ -68,7 +68,7 @@ __all__ = [
 popart_exception = PopxlError
 popart_internal_exception = PopxlInternalError
 popart_runtime_error = PopxlRuntimeError
-poplibs_exception = PopxlError  # what the libraries of the device refused is refused when the program is built
+poplibs_exception = PopxlError  # errors of the device's libraries are raised when the program is built
 
 poplar_exception = DeviceError
 poplar_runtime_error = DeviceRuntimeError
@@ -76,7 +76,7 @@ poplar_application_runtime_error = ApplicationRuntimeError
 
 
 def versionString() -> str:
-    """The version of popxl, which is what stands in for popart.
+    """The version of popxl, in place of popart's.
 
     Example:
         >>> print(f"Running on popart {popart.versionString()}")
@@ -88,7 +88,7 @@ def versionString() -> str:
 
 
 def getLogger(name: str = "all") -> Logger:
-    """The messages of a module, or of all of them: what is shown, and a way to add to it.
+    """The logger of a module, or of all of them, with levels and messages.
 
     Args:
         name: the module: `"session"` and `"devicex"` are ours; `"all"` stands for every one.
@@ -101,7 +101,7 @@ def getLogger(name: str = "all") -> Logger:
 
 
 def initializePoplarDebugInfo(fileName: str | os.PathLike[str], format: str = "json") -> None:
-    """Write down what programs consist of, and which lines made it, from now on until `closePoplarDebugInfo`.
+    """Record the contents of programs, and the lines that made them, until `closePoplarDebugInfo`.
 
     Args:
         fileName: the file, a JSON object. Under `"contexts"` it has a record for each Ir, tensor, and call that made
@@ -152,7 +152,7 @@ class DeviceManager:
         """The CPU in the place of IPUs; not attached.
 
         Args:
-            options: `numIPUs` says how many, 1 by default. What else describes an IPU makes no difference here.
+            options: `numIPUs` is the number of IPUs, 1 by default. Other properties of an IPU have no effect here.
         """
         return model_device(int(str((options or {}).get("numIPUs", 1))))
 
@@ -184,7 +184,7 @@ class DeviceManager:
         """The best accelerators that JAX sees, else the CPU; attached.
 
         Args:
-            numIpus: how many. If there are fewer, one of them stands for all.
+            numIpus: number of IPUs. If there are fewer, one of them represents all.
         """
         device = hardware_device(numIpus)
         device.attach()
@@ -197,7 +197,8 @@ class DeviceManager:
 
 # Values of session options ------------------------------------------------------------------------------------------
 #
-# What PyTorch programs give to `options._Popart.set`. Their options decide speed and memory on IPUs, and have no effect
+# Values for `options._Popart.set` in PyTorch programs. Their options decide speed and memory on IPUs, and have no
+# effect
 # here.
 
 

@@ -4,10 +4,10 @@
     output, loss = model(input, target)
 
 The model is captured once (`poptorch.capture`), written as an Ir of popxl (`poptorch.lowering`, `poptorch.program`),
-and run by a `popxl.Session` (`poptorch.run`). `poptorch.run.executor` is where to begin reading.
+and run by a `popxl.Session` (`poptorch.run`). Start reading with `poptorch.run.executor`.
 """
 
-from poptorch import _poplar_executor as _poplar_executor  # which packages on top reach
+from poptorch import _poplar_executor as _poplar_executor  # used by packages built on PopTorch
 from poptorch import enums, ops, optim, options, poptorch_core, profiling, testing
 from poptorch._impl import createPoptorchError
 from poptorch.base.custom_types import ICustomArgParser, registerCustomArgParser

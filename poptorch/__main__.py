@@ -1,4 +1,4 @@
-"""`python -m poptorch options` prints a page in Markdown: every option with its effect here, or that it has none."""
+"""`python -m poptorch options` prints a page in Markdown: every option with its effect, if it has one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Underscore-prefixed names imported by packages built on PopTorch. New programs need none of them.
 
-`poptorch._utils` and `poptorch._poplar_executor` hand on what is here. The public equivalents stand beside each.
+`poptorch._utils` and `poptorch._poplar_executor` re-export these names. Each docstring names the public equivalent.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def combine_batch_tensors_gen(batches: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Join batches along the first axis; `poptorch.DataLoader(..., batch_sampler=...)` does this automatically.
 
     Args:
-        batches: for each batch its tensors, in the same order.
+        batches: tensors of each batch, in the same order.
 
     Returns:
         For each place in that order one tensor, as `ICustomArgParser.reconstruct` takes them.
@@ -61,10 +61,10 @@ def combine_batch_tensors_gen(batches: Iterable[Any]) -> Iterator[torch.Tensor]:
 def unwrapModelIfNecessary(model: Any) -> Any:
     """Restore a trained module's original class, for saving. Weights are copied back from the device first.
 
-    Saving a wrapped module as it is does the same: `torch.save(module)`.
+    Saving a wrapped module directly does the same: `torch.save(module)`.
 
     Args:
-        model: the module, or its wrapper. Others are left as they are.
+        model: module, or its wrapper. Other models are returned unchanged.
 
     Returns:
         The same.
@@ -77,7 +77,7 @@ def rewrapModelIfNecessary(model: Any) -> Any:
     """Re-enable lazy copying of weights from the device on reads, after `unwrapModelIfNecessary`.
 
     Args:
-        model: the module, or its wrapper. One that nobody trains is left as it is.
+        model: module, or its wrapper. A module that is not trained is unchanged.
 
     Returns:
         The same.

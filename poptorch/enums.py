@@ -1,4 +1,4 @@
-"""The enumerations that options, operations and loaders take. Their values are part of the interface."""
+"""The enumerations for options, operations and loaders. Their values are part of the interface."""
 
 from __future__ import annotations
 

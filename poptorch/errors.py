@@ -9,9 +9,9 @@ class Error(Exception):
     """Invalid models, invalid model usage, and device errors of running programs.
 
     Args:
-        message: what happened, and what to do.
+        message: description of the error, and its remedy.
         type: the part that says so; `poptorch_py_error` is Python code.
-        location: where, if that is known; else empty.
+        location: place of the error, if known; else empty.
 
     Example:
         >>> error = Error("Couldn't find a loss in graph")
@@ -35,10 +35,10 @@ class RecoverableError(Error):
     """A probably transient device failure.
 
     Args:
-        message: what happened.
-        recovery_action: what helps: `"IPU_RESET"`, `"LINK_RESET"`, `"PARTITION_RESET"` or `"FULL_RESET"`.
+        message: description of the error.
+        recovery_action: remedy: `"IPU_RESET"`, `"LINK_RESET"`, `"PARTITION_RESET"` or `"FULL_RESET"`.
         type: the part that says so.
-        location: where, if that is known.
+        location: place of the error, if known.
 
     Example:
         >>> RecoverableError("The device does not answer.", "IPU_RESET").recovery_action
@@ -47,7 +47,7 @@ class RecoverableError(Error):
 
     def __init__(self, message: str, recovery_action: str, type: str = "poptorch_py_error", location: str = "") -> None:
         super().__init__(message, type, location)
-        self.args = (message, recovery_action, type, location)  # what a copy or a pickle is made from
+        self.args = (message, recovery_action, type, location)  # arguments for copies and pickles
         self.recovery_action = recovery_action
 
 

@@ -6,10 +6,10 @@
     trainer = lightning.Trainer(accelerator="ipu", max_epochs=3)
     trainer.fit(module, data)
 
-Importing this file tells Lightning of the accelerator and the strategy; nothing else in poptorch does. It needs the
-extra `lightning`. Each step of a `LightningModule` becomes a program: `training_step` with the backward pass and the
-optimizer, `validation_step`, `test_step` and `predict_step` without. What they log is a result of the program, which is
-logged when it has come home, that of each micro-batch.
+Importing this file registers the accelerator and the strategy with Lightning; nothing else in poptorch does. It needs
+the extra `lightning`. Each step of a `LightningModule` becomes a program: `training_step` with the backward pass and
+the optimizer, `validation_step`, `test_step` and `predict_step` without. Logged values are results of the program, and
+are logged after the run, those of each micro-batch.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ class IPUStrategy(SingleDeviceStrategy):
         accelerator: an `IPUAccelerator`, where the trainer is not given one.
         parallel_devices: set by the trainer.
         cluster_environment: has no effect.
-        checkpoint_io: how the trainer writes checkpoints.
-        precision_plugin: which dtypes the module has. `16-true` and `bf16-true` are dtypes of its weights; `bf16-mixed`
-            is `torch.autocast` around it.
+        checkpoint_io: plugin that writes checkpoints.
+        precision_plugin: dtypes of the module. `16-true` and `bf16-true` are dtypes of its weights; `bf16-mixed` is
+            `torch.autocast` around it.
 
     Attributes:
         training: the wrapped model that is trained, once it has begun; `poptorch.sessionOf` takes it.
@@ -166,7 +166,7 @@ class IPUStrategy(SingleDeviceStrategy):
         self._given = {True: training_opts, False: inference_opts}
         self._made: dict[bool, Options] = {}
         self._accumulation = 1
-        self._schedulers: dict[GradientAccumulationScheduler, dict[int, int]] = {}  # with what the user has set
+        self._schedulers: dict[GradientAccumulationScheduler, dict[int, int]] = {}  # with the user's settings
         self._steps: dict[Any, tuple[PoplarExecutor, Step]] = {}
         self._reports = os.fspath(autoreport_dir or ".") if autoreport else None
 
@@ -228,7 +228,7 @@ class IPUStrategy(SingleDeviceStrategy):
                     'no gradients here. Use "bf16-mixed", or "16-true" with '
                     "options.Training.setAutomaticLossScaling(True)."
                 )
-            precision_plugin = MixedPrecision("bf16-mixed", "cpu")  # what a capture takes as its own
+            precision_plugin = MixedPrecision("bf16-mixed", "cpu")  # the plugin that a capture replaces
         self._precision_plugin = precision_plugin
 
     def setup_environment(self) -> None:
@@ -244,7 +244,7 @@ class IPUStrategy(SingleDeviceStrategy):
             )
         if trainer.accumulate_grad_batches != 1 and not self._schedulers:
             self._take_accumulation(trainer.accumulate_grad_batches, "`accumulate_grad_batches`")
-            trainer.accumulate_grad_batches = 1  # for the trainer, a batch is what a call takes
+            trainer.accumulate_grad_batches = 1  # for the trainer, a batch is one call
 
     def _take_accumulation(self, factor: int, what: str) -> None:
         """Move a gradient accumulation factor into the program."""
@@ -354,8 +354,8 @@ class IPUStrategy(SingleDeviceStrategy):
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run the training step, including the optimizer step.
 
-        So what comes between the gradient and the optimizer elsewhere comes before both: there are no gradients to look
-        at, and learning rates may be set.
+        So hooks between the gradient and the optimizer come before both: they have no gradients, but may set learning
+        rates.
         """
         module = self.lightning_module
         assert module is not None
@@ -375,9 +375,9 @@ class IPUStrategy(SingleDeviceStrategy):
         """Run a step, compiling a program for new tensor shapes.
 
         Args:
-            name: which step.
-            args, kwargs: what it is given.
-            trains: whether the program makes the steps of the optimizer.
+            name: name of the step.
+            args, kwargs: arguments of the step.
+            trains: whether the program runs the optimizer.
         """
         assert self.lightning_module is not None
         is_training = name == "training_step"
@@ -430,7 +430,7 @@ def _shapes(inputs: Any) -> tuple[Any, ...]:
 def _loader(loader: torch.utils.data.DataLoader[Any], options: Options, is_training: bool) -> DataLoader:
     """Rebuild a loader with identical elements and order, batched for complete calls.
 
-    Training leaves out what remains at the end where a call takes several micro-batches.
+    Training drops the incomplete batch at the end if a call takes several micro-batches.
     """
     loading: dict[str, Any] = {
         "num_workers": loader.num_workers,

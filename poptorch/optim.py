@@ -1,8 +1,8 @@
-"""The optimisers of poptorch: torch's SGD, Adam, AdamW and RMSprop with a few numbers more, and LAMB.
+"""The optimisers of poptorch: torch's SGD, Adam, AdamW and RMSprop with further hyperparameters, and LAMB.
 
-On the CPU they are torch's. In a wrapped model none of their Python code runs: `poptorch.program.updates` reads what
-they say, and the program on the device does the rest. There an optimiser has state of its own, which `state_dict` reads
-and `load_state_dict` writes. `optimizer.state` shows it in PyTorch's form, for optimisers of torch, too; see
+On the CPU they are torch's. In a wrapped model their Python code is not run: `poptorch.program.updates` reads their
+settings, and the program on the device updates the parameters. There an optimiser has its own state, which `state_dict`
+reads and `load_state_dict` writes. `optimizer.state` shows it in PyTorch's format, also for torch's optimisers; see
 `poptorch.run.mirrored`.
 """
 
@@ -25,7 +25,7 @@ DeviceValues = Mapping[str, torch.Tensor] | None
 StateDict = dict[str, Any]
 
 _KEYS = ("ipu_state", "ipu_param")
-_GROUPED = ("velocity_scaling", "max_weight_norm")  # numbers of a parameter group that torch does not know
+_GROUPED = ("velocity_scaling", "max_weight_norm")  # hyperparameters of a group that torch does not have
 TORCH_ONLY = ("capturable", "differentiable", "foreach", "fused")
 """Attributes that only torch's own steps know."""
 
@@ -52,7 +52,7 @@ class VariableAttributes:
 
     Args:
         variable_attributes: the variable ones at first.
-        allowed_attributes: those that may be variable.
+        allowed_attributes: attributes that may be variable.
 
     Example:
         >>> optimizer = SGD(params, lr=0.1, momentum=0.9)
@@ -158,8 +158,8 @@ class Optimizer:
     """Base class of these optimisers: further hyperparameters, and device state.
 
     Attributes:
-        variable_attrs: which attributes are variable; at first those that were given to the constructor.
-        device: what the optimiser has on a device.
+        variable_attrs: variable attributes; initially those that were given to the constructor.
+        device: state of the optimiser on a device.
     """
 
     variable_attrs: VariableAttributes
@@ -199,7 +199,8 @@ class Optimizer:
     def load_state_dict(self, state: StateDict) -> None:
         """Load a dictionary from `state_dict`, for upload before the next run.
 
-        The numbers are those of its `"param_groups"`; names missing in its `"ipu_state"` keep what the device has.
+        The hyperparameters are those of its `"param_groups"`; names missing in its `"ipu_state"` keep the device's
+        values.
 
         Raises:
             RuntimeError: if it is no such dictionary.
@@ -315,20 +316,20 @@ class SGD(Optimizer, torch.optim.SGD):
 
         v ← momentum v + (1 - dampening) d,    w ← w - lr v    (with `nesterov`, lr (d + momentum v))
 
-    v starts at 0, and the first step is dampened like all others, where torch takes d as it is.
+    v starts at 0, and the first step is dampened like all others, unlike in torch.
 
     Args:
         params: parameters to train, or groups of them: dictionaries with `"params"`, and with numbers of their own.
         lr: learning rate.
-        momentum: what stays of v in each step. No v is kept where this is constant and 0.
-        dampening: what is taken away from d.
+        momentum: decay rate of v. If it is constant and 0, there is no v.
+        dampening: dampening of d, as above.
         weight_decay: L2 penalty.
         nesterov: see above.
         maximize: step up the gradient, not down.
-        foreach, differentiable: for torch; without effect in a wrapped model.
+        foreach, differentiable: arguments for torch; no effect in a wrapped model.
         loss_scaling: the gradient of the loss starts at this; gradients are divided by it before they are used. For
             float16, where they would vanish.
-        velocity_scaling: with `use_combined_accum`, v is kept times this. It may differ between groups.
+        velocity_scaling: factor that v is stored with, for `use_combined_accum`. It may differ between groups.
         use_combined_accum: keep v times `velocity_scaling`, in the type of the parameter. Without effect where no v is
             kept. (The sum of gradients over micro-batches has memory of its own nevertheless.)
         accum_type: the type in which gradients are summed over micro-batches, if not `use_combined_accum`.
@@ -337,7 +338,7 @@ class SGD(Optimizer, torch.optim.SGD):
 
     Raises:
         AssertionError: if a type is neither `torch.float32` nor `torch.float16`.
-        ValueError: for what torch refuses, and for a `max_grad_norm` below 0 or NaN.
+        ValueError: for arguments that torch refuses, and for a `max_grad_norm` below 0 or NaN.
 
     Example:
         >>> optimizer = SGD(params, lr=0.1, momentum=0.9, use_combined_accum=True, velocity_scaling=1024.0)
@@ -384,7 +385,7 @@ class Adam(Optimizer, torch.optim.Adam):
         lr, betas, eps, weight_decay: as in torch.
         amsgrad: divide by the root of the largest second moment so far.
         maximize: step up the gradient, not down.
-        foreach, capturable, differentiable, fused: for torch; without effect in a wrapped model.
+        foreach, capturable, differentiable, fused: arguments for torch; no effect in a wrapped model.
         loss_scaling: the gradient of the loss starts at this; gradients are divided by it before they are used.
         accum_type: the type in which gradients are summed over micro-batches.
         first_order_momentum_accum_type, second_order_momentum_accum_type: the types of the moments.
@@ -392,7 +393,7 @@ class Adam(Optimizer, torch.optim.Adam):
 
     Raises:
         AssertionError: if a type is neither `torch.float32` nor `torch.float16`.
-        ValueError: for what torch refuses, and for a `max_grad_norm` below 0 or NaN.
+        ValueError: for arguments that torch refuses, and for a `max_grad_norm` below 0 or NaN.
 
     Example:
         >>> optimizer = Adam(params, lr=0.001, max_grad_norm=1.0)
@@ -433,7 +434,7 @@ class AdamW(Optimizer, torch.optim.AdamW):
 
     Raises:
         AssertionError: if a type is neither `torch.float32` nor `torch.float16`.
-        ValueError: for what torch refuses, and for a `max_grad_norm` below 0 or NaN.
+        ValueError: for arguments that torch refuses, and for a `max_grad_norm` below 0 or NaN.
 
     Example:
         >>> optimizer = AdamW(params, lr=0.001, weight_decay=0.1)
@@ -474,7 +475,7 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
         lr, alpha, eps, weight_decay, momentum: as in torch.
         centered: as in torch; the same for all groups.
         maximize: step up the gradient, not down.
-        foreach, differentiable: for torch; without effect in a wrapped model.
+        foreach, differentiable: arguments for torch; no effect in a wrapped model.
         loss_scaling: the gradient of the loss starts at this; gradients are divided by it before they are used.
         accum_type: the type in which gradients are summed over micro-batches.
         first_order_momentum_accum_type: the type of the mean of the gradient, and of the momentum.
@@ -484,7 +485,7 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
 
     Raises:
         AssertionError: if a type is neither `torch.float32` nor `torch.float16`.
-        ValueError: for what torch refuses.
+        ValueError: for arguments that torch refuses.
 
     Example:
         >>> optimizer = RMSprop(params, lr=0.01, momentum=0.9, use_tf_variant=True)
@@ -519,7 +520,7 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
             closure: computes the loss, and the gradients with it, first.
 
         Returns:
-            What `closure` returned; `None` without one.
+            The result of `closure`; `None` without one.
         """
         if self.use_tf_variant:  # type: ignore[attr-defined]
             return _step_of_each(self, closure, self._step)
@@ -558,18 +559,18 @@ class LAMB(Optimizer, torch.optim.Optimizer):
     Args:
         params: parameters to train, or groups of them: dictionaries with `"params"`, and with numbers of their own.
         lr: learning rate, by default 1e-3.
-        betas: what stays of the moments in each step, by default (0.9, 0.999).
-        eps: by default 1e-8.
-        weight_decay: by default 0.01.
-        bias_correction: whether the moments are divided by 1 - βᵗ; by default they are.
+        betas: decay rates of the moments, by default (0.9, 0.999).
+        eps: constant added to the root, by default 1e-8.
+        weight_decay: weight decay, by default 0.01.
+        bias_correction: whether to divide the moments by 1 - βᵗ; by default true.
         loss_scaling: the gradient of the loss starts at this; gradients are divided by it before they are used.
-        max_weight_norm: what the norm of a parameter counts as at most; by default 65500, in effect no limit.
+        max_weight_norm: upper limit of a parameter's norm in the ratio; by default 65500, in effect no limit.
         accum_type: the type in which gradients are summed over micro-batches.
         first_order_momentum_accum_type, second_order_momentum_accum_type: the types of the moments.
 
     Raises:
         AssertionError: if a type is neither `torch.float32` nor `torch.float16`.
-        ValueError: for a number that is something else, or out of range.
+        ValueError: for a value that is not a number, or out of range.
 
     Example:
         >>> optimizer = LAMB(params, lr=0.01, max_weight_norm=10.0)
@@ -601,7 +602,7 @@ class LAMB(Optimizer, torch.optim.Optimizer):
             closure: computes the loss, and the gradients with it, first.
 
         Returns:
-            What `closure` returned; `None` without one.
+            The result of `closure`; `None` without one.
         """
         return _step_of_each(self, closure, self._step)
 

@@ -1,9 +1,9 @@
-"""`Options`: everything that can be said about how a model is compiled and run.
+"""`Options`: all options for compiling and running a model.
 
-Each group declares its settings in its class body, with what they accept and what they do here; its methods store
+Each group declares its settings in its class body, with their accepted values and their effects; its methods store
 them. The groups are in `poptorch.settings.groups`, `locations` and `session_options`; descriptors of settings in
-`poptorch.settings.setting`; readers of files and JSON in `poptorch.settings.files`. `python -m poptorch options`
-prints a page of all settings.
+`poptorch.settings.setting`; readers of files and JSON in `poptorch.settings.files`. `python -m poptorch options` prints
+a page of all settings.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Anchor:
     """Tensor within a model whose values are recorded at each run.
 
     Args:
-        long_name: its name in the program.
-        output_mode: which of its values are kept; None: as those of results.
+        long_name: name in the program.
+        output_mode: values to keep; None: as for results.
         output_return_period: every how many iterations, with `OutputMode.EveryN`.
     """
 
@@ -410,8 +410,8 @@ class Options(OptionsDict):
 
         Args:
             short_name: the name to ask for it by.
-            long_name: its name in the program; `getTensorNames` lists them.
-            output_mode: which of its values to keep; as of the results, if None.
+            long_name: name in the program; `getTensorNames` lists them.
+            output_mode: values to keep; as for results, if None.
             output_return_period: the N of `EveryN`.
 
         Raises:
@@ -471,7 +471,7 @@ class Options(OptionsDict):
             >>> options = poptorch.Options().useOfflineIpuTarget("gpu h100:8")
         """
         if isinstance(ipu_version, str):
-            popxl.Target(ipu_version)  # what is wrong with it is said now
+            popxl.Target(ipu_version)  # reports errors of the description now
             return self._set(target=ipu_version, connection_type=ConnectionType.Never)
         return self._set(ipu_version=ipu_version, target=None, connection_type=ConnectionType.Never)
 
@@ -496,8 +496,8 @@ class Options(OptionsDict):
     def partialBatch(self, partial_batch: PartialBatch) -> Self:
         """Select the treatment of batches with fewer rows than the compiled ones.
 
-        Rows make up as many whole steps as they can; the rest is a step of its own, whose micro-batches are of equal
-        size. Where they do not make up all replicas, one replica takes them.
+        Rows form as many whole steps as possible; the rest is another step, whose micro-batches are of equal size. Rows
+        that do not suffice for all replicas go to one replica.
 
         Args:
             partial_batch: `Compile`, `Pad` or `Refuse`.
@@ -511,9 +511,9 @@ class Options(OptionsDict):
     def keptPrograms(self, kept_programs: int) -> Self:
         """Limit the number of cached programs of a model; the least recently used are evicted.
 
-        `generate` has one for each kind of arguments. Where a shape, or what Python does, depends on numbers of a run
-        (`x[mask]`, `x.sum().item()`), the host looks, and there is a program for each shape or number that it finds.
-        With 1 it does not look, and there is an `Error` that says where it would have to.
+        `generate` needs one for each argument signature. If a shape, or a Python branch, depends on numbers of a run
+        (`x[mask]`, `x.sum().item()`), there is a graph break, and a program for each shape or number that occurs. With
+        1 there are no graph breaks, but an `Error` that names the place.
 
         Raises:
             AssertionError: if it is not a positive integer.
@@ -523,7 +523,7 @@ class Options(OptionsDict):
     def enableProfiling(self, profile_dir: str | None = None) -> Self:
         """Write reports to the folder `profile_dir`, by default the current one.
 
-        The folder that `POPLAR_ENGINE_OPTIONS` or `PVTI_OPTIONS` name in the environment goes before, with a warning.
+        The folder that `POPLAR_ENGINE_OPTIONS` or `PVTI_OPTIONS` name in the environment has priority, with a warning.
         """
         asked, folder = profile_dir or ".", _profile_dir_of_environment()
         if folder not in (None, asked):

@@ -14,7 +14,7 @@ def allclose(expected: Any, actual: Any, rtol: float = 1e-5, atol: float = 1e-8,
 
     Args:
         expected, actual: tensors, or tuples or lists of them.
-        rtol, atol: how far numbers may be apart: `|actual - expected| <= atol + rtol * |expected|`.
+        rtol, atol: tolerances: `|actual - expected| <= atol + rtol * |expected|`.
         equal_nan: whether NaN equals NaN.
 
     Raises:

@@ -1,7 +1,7 @@
 """`poptorch_geometric`: data loaders with fixed-size graph batches, so one compiled program runs all batches.
 
-Compiled programs have fixed shapes, and graphs have different numbers of nodes and edges. These loaders fill each
-batch with a padding graph, up to sizes that are chosen once, and mask what is real.
+Compiled programs have fixed shapes, and graphs have different numbers of nodes and edges. These loaders fill each batch
+with a padding graph, up to sizes that are chosen once, and mask the padding.
 
 It needs PyTorch Geometric: `pip install 'popxl-jax[geometric]'`.
 """

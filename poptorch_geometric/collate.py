@@ -24,15 +24,15 @@ class FixedSizeCollater:
 
     Args:
         fixed_size_options: the sizes and the padding values.
-        over_size_strategy: what is done if the graphs do not fit.
-        add_masks_to_batch: add `graphs_mask`, `nodes_mask` and `edges_mask`, true for what is real; for heterogeneous
-            graphs, the last two are those of each type: `batch["paper"].nodes_mask`.
-        follow_batch: names of attributes for which there is to be an assignment vector, too.
+        over_size_strategy: treatment of graphs that do not fit.
+        add_masks_to_batch: whether to add `graphs_mask`, `nodes_mask` and `edges_mask`, false for padding; for
+            heterogeneous graphs, the last two belong to each type: `batch["paper"].nodes_mask`.
+        follow_batch: names of attributes that get an assignment vector too.
         exclude_keys: names of attributes that are left out.
 
     Raises:
-        ValueError: by calling, if the graphs do not fit and are not to be trimmed or skipped, or if something of them
-            cannot be padded.
+        ValueError: by calling, if the graphs do not fit and are not to be trimmed or skipped, or if they contain values
+            that cannot be padded.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class FixedSizeCollater:
         if self._over_size.trims_edges:
             graphs = without_edges(graphs, sum(map(sizes_of, graphs[1:]), sizes_of(graphs[0])).excess_edges(budget))
         size = sum(map(sizes_of, graphs[1:]), sizes_of(graphs[0]))
-        if self._over_size.trims_nodes:  # what lost its edges may now need a node for padding edges
+        if self._over_size.trims_nodes:  # a graph without edges may now need a node for padding edges
             graphs = without_nodes(graphs, size.excess_nodes(budget))
             size = sum(map(sizes_of, graphs[1:]), sizes_of(graphs[0]))
         if not size.fits(budget):
@@ -163,7 +163,7 @@ class CombinedBatchingCollater:
 
     Args:
         mini_batch_size: number of elements that one batch is made of; None if each element is a list of graphs already.
-        collater: makes one batch of a list of graphs.
+        collater: collater of one batch, from a list of graphs.
     """
 
     def __init__(self, mini_batch_size: int | None, collater: Callable[[Sequence[Any]], Any]) -> None:
@@ -182,7 +182,7 @@ class CombinedBatchingCollater:
         for index, store in enumerate(first.stores):
             for name in list(store.keys()):
                 store[name] = _concatenate([batch.stores[index][name] for batch in batches])
-        for name in ("_slice_dict", "_inc_dict"):  # what PyTorch Geometric takes a batch apart with
+        for name in ("_slice_dict", "_inc_dict"):  # PyTorch Geometric's data for splitting a batch
             setattr(first, name, _concatenate([getattr(batch, name) for batch in batches]))
         return first
 

@@ -28,9 +28,9 @@ class DataLoader(poptorch.DataLoader):
         dataset: the graphs.
         batch_size: number of graphs that the model sees at a time.
         shuffle: take them in another order in each epoch.
-        follow_batch: names of attributes for which there is to be an assignment vector, too.
+        follow_batch: names of attributes that get an assignment vector too.
         exclude_keys: names of attributes that are left out.
-        options: those of the model; by default `poptorch.Options()`.
+        options: options of the model; by default `poptorch.Options()`.
         kwargs: further arguments of `poptorch.DataLoader`.
     """
 
@@ -61,13 +61,13 @@ class FixedSizeDataLoader(poptorch.DataLoader):
         shuffle: take them in another order in each epoch.
         fixed_size_options: the sizes; by default those of `FixedSizeOptions.from_dataset(dataset, batch_size)`. Its
             `num_graphs` is `batch_size`, or left at its default.
-        fixed_size_strategy: which graphs make a batch. With several processes, `StreamPack` needs a data set that is
-            the share of this process, and `auto_distributed_partitioning=False`.
-        over_size_strategy: what is done with graphs that do not fit.
-        add_pad_masks: add `graphs_mask`, `nodes_mask` and `edges_mask`, true for what is real.
-        follow_batch: names of attributes for which there is to be an assignment vector, too.
+        fixed_size_strategy: selection of the graphs of a batch. With several processes, `StreamPack` needs a data set
+            that is the share of this process, and `auto_distributed_partitioning=False`.
+        over_size_strategy: treatment of graphs that do not fit.
+        add_pad_masks: whether to add `graphs_mask`, `nodes_mask` and `edges_mask`, false for padding.
+        follow_batch: names of attributes that get an assignment vector too.
         exclude_keys: names of attributes that are left out.
-        options: those of the model; by default `poptorch.Options()`.
+        options: options of the model; by default `poptorch.Options()`.
         kwargs: further arguments of `poptorch.DataLoader`.
 
     Raises:

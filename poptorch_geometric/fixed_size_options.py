@@ -20,10 +20,10 @@ class FixedSizeOptions:
         num_nodes: number of nodes; for heterogeneous graphs a dictionary by type of node, or one number for all types.
         num_edges: number of edges; likewise by type of edge. By default `num_nodes * (num_nodes - 1)`.
         num_graphs: number of graphs, of which the last is the padding graph.
-        node_pad_value: of tensors with a row for each node.
-        edge_pad_value: of tensors with a row for each edge. Padding edges connect padding nodes.
-        graph_pad_value: of other tensors, and of numbers.
-        pad_graph_defaults: by name, what the padding graph has in place of other values than tensors.
+        node_pad_value: padding of tensors with a row for each node.
+        edge_pad_value: padding of tensors with a row for each edge. Padding edges connect padding nodes.
+        graph_pad_value: padding of other tensors, and of numbers.
+        pad_graph_defaults: values of the padding graph that are not tensors, by name.
 
     Raises:
         ValueError: if `num_graphs` is less than 2, or another size is less than 1.
@@ -90,7 +90,7 @@ class FixedSizeOptions:
         Args:
             dataset: `Data` or `HeteroData`.
             batch_size: number of graphs of a batch, padding graph included.
-            sample_limit: look at so many graphs only; others may then be too large.
+            sample_limit: number of graphs to inspect; others may then be too large.
             values: padding values.
         """
         graphs = max(batch_size - 1, 1)
@@ -106,8 +106,8 @@ class FixedSizeOptions:
         """Sizes that fit all batches of a loader, assuming future batches resemble one epoch's.
 
         Args:
-            loader: gives `Batch`, such as a `torch_geometric.loader.DataLoader`, or single graphs.
-            sample_limit: look at so many batches only; others may then be too large.
+            loader: loader of `Batch`es, such as a `torch_geometric.loader.DataLoader`, or of single graphs.
+            sample_limit: number of batches to inspect; others may then be too large.
             values: padding values.
         """
         batches = list(islice(iter(loader), sample_limit))

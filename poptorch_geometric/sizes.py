@@ -16,8 +16,8 @@ class Sizes:
     """Node and edge counts by type; homogeneous graphs use the type `None`.
 
     Args:
-        nodes: by type of node.
-        edges: by type of edge, which names the types of its ends.
+        nodes: numbers of nodes, by type.
+        edges: numbers of edges, by type, which names the types of both ends.
     """
 
     nodes: dict[Any, int]

@@ -20,7 +20,7 @@ class StreamPackingSampler(Sampler[list[int]]):
     Args:
         data_source: a map-style data set of graphs.
         options: the sizes of a batch. It has one padding graph at least.
-        over_size_strategy: for a graph that does not even fit alone. One that is to be trimmed makes a batch alone.
+        over_size_strategy: treatment of a graph that does not fit even alone. One to be trimmed is a batch of its own.
         shuffle: take the graphs in another order in each epoch.
         base_sampler: the order, in place of `shuffle`.
 

@@ -1,6 +1,6 @@
 """Beam search for connectionist temporal classification, as a JAX function.
 
-It is computed by programs, and on the host by `poptorch.ctc_beam_search_decoder`.
+Programs compute it, and so does the host in `poptorch.ctc_beam_search_decoder`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _extended(beams: Any, step: Any, blank: int) -> Any:
     # a label more, for each beginning: a repetition needs a blank between
     grown = jnp.where(jnp.arange(classes) == last[:, None], with_blank[:, None], either[:, None]) + step
     grown = jnp.where((jnp.arange(classes) == blank) | (sizes[:, None] < 0), IMPOSSIBLE, grown)
-    # what grows into a beginning that is there already counts there
+    # a path that grows into an existing prefix adds to it
     shorter = labels.at[numbers, jnp.maximum(sizes - 1, 0)].set(blank)
     same = (shorter[:, None] == labels[None]).all(-1) & (sizes[:, None] - 1 == sizes[None]) & (sizes[None] >= 0)
     parent = jnp.argmax(same, 1)

@@ -1,8 +1,8 @@
-"""Pass-through values beside tensors, such as texts and ids: a model only forwards them, so each call may supply new
+"""Pass-through values among tensors, such as texts and ids: a model only forwards them, so each call may supply new
 ones.
 
-While a model is captured something stands for each of them, `Hidden`, which knows its class and nothing else. A model
-that looks at it is captured once more, with the value: that one is a part of the program.
+During capture each is replaced by a `Hidden`, which knows only its class. A model that inspects it is captured again,
+with the value, which is then part of the program.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class HiddenValueAccess(BaseException):
 
     Args:
         name: name of the value.
-        kind: its class.
+        kind: class of the value.
 
     Attributes:
-        name: as given.
+        name: as passed.
         numbers: a name for all numbers of the argument that it is in, if it is one.
     """
 
@@ -40,8 +40,8 @@ class Hidden:
     """Placeholder for a value: reveals its class, and raises `HiddenValueAccess` on all other access.
 
     Args:
-        name: how messages call the value.
-        kind: its class.
+        name: name of the value in messages.
+        kind: class of the value.
     """
 
     __slots__ = ("_kind", "_name")
@@ -85,8 +85,8 @@ def may_be_carried(value: object, is_beside_tensors: bool) -> bool:
 
     Args:
         value: the value.
-        is_beside_tensors: whether it is in an argument that holds tensors. Elsewhere there has to be a text: numbers
-            there, such as sizes, are what a model looks at.
+        is_beside_tensors: whether it is in an argument that holds tensors. In other arguments only texts are passed
+            through: models inspect numbers there, such as sizes.
     """
     found = _simple(value)
     return found is not None and (

@@ -44,11 +44,11 @@ class ICustomArgParser(ABC):
 
     @abstractmethod
     def reconstruct(self, original_structure: Any, tensor_iterator: Iterator[torch.Tensor]) -> Any:
-        """Rebuild an object like the original, with new tensors.
+        """Build an object like the original, with new tensors.
 
         Args:
             original_structure: an object of the registered type. It must not be changed.
-            tensor_iterator: as many tensors as `yieldTensors` gives for it, in the same order.
+            tensor_iterator: as many tensors as `yieldTensors` returns for it, in the same order.
         """
 
 
@@ -62,7 +62,7 @@ def registerCustomArgParser(arg_data_type: type, arg_parser: ICustomArgParser | 
 
     Args:
         arg_data_type: the type.
-        arg_parser: its parser, in place of an earlier one; `None` removes it.
+        arg_parser: parser of the type, which replaces an earlier one; `None` removes it.
 
     Raises:
         Error: if `arg_data_type` is not a type, or `arg_parser` not an `ICustomArgParser`.

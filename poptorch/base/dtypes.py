@@ -1,7 +1,7 @@
 """Device dtypes, and conversion between torch tensors and arrays.
 
-What comes to the device as 64-bit numbers is narrowed. What comes back keeps the type that it had on the device:
-results that torch would give as int64 are int32. Arrays of bfloat16 are of `ml_dtypes`, as NumPy has no such type.
+64-bit numbers are narrowed on the way to the device. Results keep their device type: results that are int64 in torch
+are int32. Arrays of bfloat16 have the type of `ml_dtypes`, as NumPy has none.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def device_dtype(dtype: torch.dtype) -> torch.dtype:
         int32 for int64, float32 for float64, complex64 for complex128, else the same type.
 
     Raises:
-        Error: for a type that has no counterpart there, such as complex32.
+        Error: for a type without a counterpart there, such as complex32.
 
     Example:
         >>> device_dtype(torch.int64)
@@ -56,12 +56,12 @@ def device_dtype(dtype: torch.dtype) -> torch.dtype:
 def to_device_dtype(tensor: torch.Tensor, what: str) -> torch.Tensor:
     """Convert a model's int64 constants to 32 bits, as on the device; return other tensors unchanged.
 
-    The largest and the smallest int64 stand for more and for less than any number: they become those of int32. What
-    fits in 32 bits without a sign keeps its bits, on which hash functions count, and that is told.
+    The largest and the smallest int64 represent infinity: they become those of int32. Numbers that fit in unsigned 32
+    bits keep their bits, which hash functions need, with a warning.
 
     Args:
         tensor: the numbers.
-        what: who has them, to begin a sentence with.
+        what: name of the tensor, to begin a sentence.
 
     Raises:
         Error: for any other number that does not fit.

@@ -32,7 +32,7 @@ def holds_tensor(value: Any, kind: type | tuple[type, ...]) -> bool:
         seen.add(id(each))
         if is_instance(each, kind):
             return True
-        if is_instance(each, FunctionType):  # what it has taken along, not all that its module knows
+        if is_instance(each, FunctionType):  # its closure, not all that its module knows
             left += [each.__closure__, each.__defaults__, each.__kwdefaults__]
         else:
             left += gc.get_referents(each)

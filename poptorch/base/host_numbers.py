@@ -1,6 +1,6 @@
 """`HostNumbers`: Python numbers changed by `forward`, such as `self.step += 1`, computed on the host for each run.
 
-A capture notes each step of what Python computes with them, up to where a tensor is given the result. These steps are
+A capture records each step of Python's arithmetic on them, up to where a tensor op receives the result. These steps are
 replayed for each micro-batch of a run, and their results are inputs of the program.
 """
 
@@ -41,10 +41,10 @@ class NumberPath:
     """One control-flow path of `forward` through its number arithmetic, up to a return or error.
 
     Attributes:
-        steps: the names of functions, and what these are given.
-        slots: what the program is given.
-        ends: what the carried numbers are afterwards, in order.
-        problem: what `forward` raises at the end; "" if it returns.
+        steps: names of functions, and their arguments.
+        slots: values that the program receives.
+        ends: values of the carried numbers afterwards, in order.
+        problem: error that `forward` raises at the end; "" if it returns.
     """
 
     steps: Sequence[tuple[str, Sequence[Operand]]]
@@ -78,12 +78,12 @@ class HostNumbers:
     """A module's numbers changed by `forward`. Thread-safe.
 
     Args:
-        first: what they begin with, by path and name.
+        first: initial values, by path and name.
         paths: the paths of `forward`, of which one is for each number that there may be.
-        dtypes: of the slots; those of integers have 32 bits.
+        dtypes: dtypes of the slots; integers have 32 bits.
 
     Attributes:
-        now: the numbers that the next run begins with.
+        now: values at the start of the next run.
 
     Example:
         >>> doubled = NumberPath([("operator.mul", ((0,), 2))], slots=[(1,)], ends=[(1,)])

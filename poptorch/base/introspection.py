@@ -1,7 +1,7 @@
 """Introspection of user objects without executing their code.
 
-`isinstance` and `vars` ask an object for its `__class__` and `__dict__`. A weak proxy answers for another object or
-raises `ReferenceError`, and so does a class with a `__getattribute__` of its own.
+`isinstance` and `vars` read the `__class__` and `__dict__` of an object. A weak proxy returns those of another object
+or raises `ReferenceError`, and so may a class with its own `__getattribute__`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The interface of structures, and their leaves: tensors, constants and references to objects.
 
-Containers of these, and how values are taken apart, are in `poptorch.base.structures`.
+Containers of these, and the flattening of values, are in `poptorch.base.structures`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Structure(ABC):
     """Nested arrangement of tensors and other values, without the tensors. Created by `structure_of`.
 
     Attributes:
-        name: how messages call it, such as `x[0]['mask']`.
+        name: name in messages, such as `x[0]['mask']`.
 
     Example:
         >>> batch = {"x": torch.zeros(2, 3), "scale": 0.5}
@@ -64,7 +64,7 @@ class Structure(ABC):
 
         Args:
             tensors: the tensors.
-            given: the objects that stand where `structure_of` was told of objects that are known.
+            given: objects in the places of known objects of `structure_of`.
         """
         return self.build(Components(iter(tensors), given))
 
@@ -81,7 +81,7 @@ class Components:
 
     Attributes:
         given: the objects.
-        hides: whether something else stands for values that are carried; see `poptorch.base.carried`.
+        hides: whether carried values are replaced; see `poptorch.base.carried`.
         enclosing: objects that are being built, by the identity of their structures.
     """
 
@@ -101,7 +101,7 @@ class KnownObjects(dict[int, "Structure"]):
 
     Args:
         structures: the structures.
-        carries: whether a value of this name is carried around a program, rather than a part of it.
+        carries: whether a value of this name is passed through, rather than a part of the program.
         looked_at: names of the values that could be carried, and are not.
     """
 
@@ -120,7 +120,7 @@ class Leaf(Structure):
     """Position of a tensor.
 
     Attributes:
-        name: how messages call it.
+        name: name in messages.
         shape: shape of the whole tensor, the rows of all micro-batches.
         dtype: on the host.
     """

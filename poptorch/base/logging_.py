@@ -1,6 +1,6 @@
 """Logging: Python's logger `poptorch::python` and its levels.
 
-The environment variable `POPTORCH_LOG_LEVEL` gives the first level, `setLogLevel` changes it. Messages go to the
+The environment variable `POPTORCH_LOG_LEVEL` sets the initial level, `setLogLevel` changes it. Messages go to the
 handlers of the program if it has some (`logging.basicConfig`); else to stderr.
 """
 

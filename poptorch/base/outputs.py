@@ -19,7 +19,7 @@ class SideEffects:
     """Attribute changes of objects during a function call.
 
     Args:
-        objects: the objects, as they are before it.
+        objects: objects in their state before the call.
 
     Example:
         >>> class Box:
@@ -40,7 +40,7 @@ class SideEffects:
     def changed_attributes(self) -> dict[int, dict[str, Any]]:
         """Changed attributes by object number, including lists with new contents.
 
-        What has been written to a tensor does not count: it is the same one. What was deleted is `Changes.GONE`.
+        Writes to a tensor do not count: it is the same one. A deleted attribute is `Changes.GONE`.
         """
         found: dict[int, dict[str, Any]] = {}
         for i, (each, before) in enumerate(zip(self._objects, self._before, strict=True)):
@@ -84,12 +84,12 @@ def _is_unchanged(before: Any, now: Any) -> bool:
 class OutputStructure(Structure):
     """Structure of a captured model's result, with attribute changes of its arguments.
 
-    A value of it is a pair of these; what is built is the result alone, and the objects given have changed by then.
+    A value of it is a pair of these; rebuilding returns the result alone, after changing the given objects.
 
     Args:
-        result: what the model returned.
-        changed: what `SideEffects` has found.
-        objects: the objects that it was given.
+        result: result of the model.
+        changed: changes found by `SideEffects`.
+        objects: objects among its arguments.
 
     Raises:
         Error: if there are tensors in it that cannot be found: they would come back without numbers.

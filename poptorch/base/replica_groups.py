@@ -25,7 +25,7 @@ class ReplicaGroups:
     Attributes:
         replicas: number of replicas.
         size: number of replicas in each group. 1: every replica has a value of its own; `replicas`: one for all.
-        stride: how many replicas apart neighbours within a group are; 1 for groups of one.
+        stride: distance in replicas between neighbours within a group; 1 for groups of one.
 
     Example:
         >>> ReplicaGroups.from_type(CommGroupType.Consecutive, 2, replicas=6).assignment
@@ -82,7 +82,7 @@ class GroupedParameter:
 
     Attributes:
         groups: the groups. `forward` sees, on each replica, the row of its group.
-        retrieval: what comes back to the host: one row for each group, or one for each replica. In the latter case the
+        retrieval: values that are read back: one row for each group, or one for each replica. In the latter case the
             host's parameter has more rows from then on; those of the first replicas of the groups are used again.
 
     Example:
@@ -100,7 +100,7 @@ class GroupedParameter:
         """Data for the `popxl.variable`: one row per group; with a single group, its value.
 
         Args:
-            array: the host's value, with a row for each group; or for each replica, if that is what comes back.
+            array: value on the host, with a row for each group; or for each replica, if `retrieval` says so.
         """
         assignment = self.groups.assignment
         if len(array) == len(assignment):
@@ -120,7 +120,7 @@ class ParameterProxy:
         parameter: the parameter, which does all that tensors do.
         name: name of the parameter, for messages.
         replicas: the replication factor.
-        group: is told what `replicaGrouping` has been given; `None` for one value for all replicas.
+        group: function called with the arguments of `replicaGrouping`; `None` for one value for all replicas.
 
     Example:
         >>> module = torch.nn.Linear(3, 2)
@@ -147,9 +147,9 @@ class ParameterProxy:
         The parameter has a leading dimension, with a row for each group; `forward` sees the row of its group.
 
         Args:
-            comm_group_type: which replicas form a group; `All` means one value for all of them, without that dimension.
+            comm_group_type: arrangement of the groups; `All` means one value for all replicas, without that dimension.
             shards: number of replicas in each group.
-            variable_retrieval_mode: whether one value for each group or one for each replica comes back.
+            variable_retrieval_mode: whether to read back one value for each group or one for each replica.
 
         Raises:
             Error: for a parameter without dimensions, or if its first one is not the number of groups.
@@ -179,7 +179,7 @@ class ParameterProxy:
         self._group(GroupedParameter(groups, retrieval))
 
     @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # what isinstance asks
+    def __class__(self) -> Any:  # used by isinstance
         return type(self._parameter)
 
     @classmethod

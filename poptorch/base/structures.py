@@ -1,9 +1,9 @@
 """Flattening of values into tensors, and reconstruction: for model inputs, outputs and data loading.
 
-A structure is learnt once: which tensors a value holds, where, of which shape and type, and what else. A later value
-must fit; then all that is left of it is a list of tensors. The same structures put results together.
+A structure is determined once: the tensors in a value, with their positions, shapes and types, and the other contents.
+A later value must match; it is then reduced to a list of tensors. The same structures rebuild results.
 
-Nothing here imports JAX: a data loader's worker process finds the tensors in batches without it.
+Nothing here imports JAX: the worker process of a data loader finds the tensors in batches without it.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from poptorch.errors import createPoptorchError
 def structure_of(value: Any, name: str, known: KnownObjects | None = None) -> Structure:
     """The structure of a value: tensors in tuples, lists, dictionaries, dataclasses and registered types, nested.
 
-    Types may be registered with `registerCustomArgParser`, or with `torch.utils._pytree`. Other objects are taken apart
-    by their attributes, if their class is written in Python, callable or not; partial functions and methods by what
-    they are bound to. Whatever else is in there is a constant, and stands for itself: functions, modules, and what
-    holds no tensors, if it is a dataclass, can be called, or has a class that compares or copies it its own way.
+    Types may be registered with `registerCustomArgParser`, or with `torch.utils._pytree`. Other objects are flattened
+    by their attributes, if their class is written in Python, callable or not; partial functions and methods by their
+    bound arguments. Everything else is a constant: functions, modules, and objects without tensors, if they are
+    dataclasses or callable, or their class defines comparison or copying.
 
     Args:
         value: any value.
-        name: how messages call it.
+        name: name of the value in messages.
         known: structures of objects that are known, by their identity; see `given_objects`.
     """
     known = KnownObjects() if known is None else known
@@ -124,7 +124,7 @@ class _Composite(Structure):
         """Child values of another instance of this type, one per child.
 
         Raises:
-            Error: if there are others, or more, or fewer.
+            Error: if the children differ in number or keys.
         """
 
     def collect(self, value: Any, into: list[torch.Tensor]) -> None:
@@ -233,7 +233,7 @@ class _Fields(_Composite):
         return built
 
     def constants(self) -> Iterator[tuple[str, Any]]:
-        yield self.name, self._empty  # for what it has beside its fields
+        yield self.name, self._empty  # for contents other than its fields
         yield from super().constants()
 
 

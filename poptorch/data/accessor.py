@@ -1,14 +1,14 @@
 """`AsynchronousDataAccessor`: prefetching of batches in a separate process, concurrently with computation.
 
-The worker process iterates over the data set and copies the tensors of each batch into the next slot of a ring of
-shared memory. What travels through the pipe between the processes is only the news that a slot is filled, or free
-again, and how to put the batch together. Neither side polls: each sleeps until the other has something to say, and
-notices at once, by the end of the pipe, if the other is gone. Shared memory has no name that could outlive them.
+The worker process iterates over the data set and copies the tensors of each batch into the next slot of a ring in
+shared memory. Only messages go through the pipe between the processes: a slot is filled, or free again, and the
+structure of the batch. Neither side polls: each sleeps until the other sends a message, and the end of the pipe shows
+at once that the other has ended. The shared memory is anonymous, so it does not outlive them.
 
 The tensors of a batch are views of its slot, which is free again once no tensor refers to its memory. A loop still has
-one batch when it asks for the next. A program that keeps more gets copies, so slots never run out.
+one batch when it requests the next. A program that keeps more gets copies, so slots never run out.
 
-This is the side of the program; the other one is `worker.py`. Batches themselves are made in `loader.py`.
+This file is the side of the program; the worker is in `worker.py`. Batches themselves are made in `loader.py`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Lease(NamedTuple):
     """A slot whose memory may be referenced by the program's tensors.
 
     Attributes:
-        slot: its number.
+        slot: number of the slot.
         memory: refers to an array that every such tensor keeps alive.
     """
 
@@ -65,8 +65,8 @@ class AsynchronousDataAccessor:
 
     If a loop is left, the next one begins at the start of the data set.
 
-    A worker that is not forked imports the program's main module, which takes seconds: programs protect what they do
-    with `if __name__ == "__main__":`. The worker's random numbers are seeded from PyTorch's generator.
+    A worker that is not forked imports the program's main module, which takes seconds: programs guard their code with
+    `if __name__ == "__main__":`. The worker's random numbers are seeded from PyTorch's generator.
 
     Args:
         dataset: the batches; anything that can be iterated over, such as a `torch.utils.data.DataLoader`, or a
@@ -77,15 +77,15 @@ class AsynchronousDataAccessor:
         miss_sleep_time_in_ms: without effect: the worker does not poll for a free slot, but is woken.
         load_indefinitely: at the end of the data set, begin to load it again before the next loop asks for that.
         early_preload: fill the ring from the beginning; else only the first batch is loaded before the first loop.
-        sharing_strategy: how the data set reaches the worker.
+        sharing_strategy: transfer of the data set to the worker.
 
             * `SharedMemory`: pickled; its tensors move to shared memory, without a copy.
             * `FileSystem`: through a temporary file.
-            * `Fork`: not at all: the worker begins as a copy of this process. The only way for a data set that cannot
-              be pickled; not safe if threads of this process hold locks which the data set needs.
-            * `ForkServer`: as with `Fork` as long as nothing has run on a device and there is one thread. Later
-              pickled, through a pipe, to a copy of a process that has run nothing.
-        rebatched_size: put together so many rows (dimension 0) from batches of any size; a tensor without dimensions is
+            * `Fork`: none: the worker starts as a copy of this process. The only way for a data set that cannot be
+              pickled; not safe if threads of this process hold locks that the data set needs.
+            * `ForkServer`: as `Fork` as long as no program has run on a device and there is one thread. Later pickled,
+              through a pipe, to a copy of a process that has run nothing.
+        rebatched_size: number of rows (dimension 0) to combine from batches of any size; a tensor without dimensions is
             one row. An incomplete batch at the end is dropped, unless `dataset` is a loader with `drop_last=False`.
 
     Raises:
@@ -101,7 +101,7 @@ class AsynchronousDataAccessor:
     """
 
     _terminate: util.Finalize | None = None
-    _first: FilledSlot | None = None  # the batch that the worker has started with, until it is asked for
+    _first: FilledSlot | None = None  # the first batch of the worker, until it is requested
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class AsynchronousDataAccessor:
         try:
             self._connection.send(message)
         except ConnectionError:
-            pass  # the worker has ended; why is the last thing that it has sent, and will be read
+            pass  # the worker has ended; its last message has the reason, and will be read
 
     def _receive(self) -> Any:
         if self._first is not None:
@@ -257,12 +257,12 @@ class AsynchronousDataAccessor:
 class Rebatched:
     """Regroups batches of any size into fixed-size batches. Dimension 0 counts rows; a 0-d tensor is one row.
 
-    What else a batch of a registered type holds is that of the first of its parts.
+    Other contents of a batch of a registered type are those of the first part.
 
     Args:
         batches: as for `AsynchronousDataAccessor`.
         size: number of rows in each batch.
-        drop_last: leave out what remains at the end, and is less.
+        drop_last: whether to drop an incomplete batch at the end.
 
     Example:
         >>> [rows.tolist() for rows in Rebatched([torch.arange(3), torch.arange(3, 5)], size=2, drop_last=False)]

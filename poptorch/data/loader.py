@@ -1,7 +1,7 @@
 """`DataLoader`: PyTorch's data loader, with batches sized for complete calls of wrapped models.
 
-It decides which elements make a batch; loading is PyTorch's, and that ahead of time and in another process is
-`AsynchronousDataAccessor`'s, in `accessor.py`.
+It selects the elements of a batch; PyTorch loads them, and `AsynchronousDataAccessor`, in `accessor.py`, does so ahead
+of time in another process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DataLoader(torch.utils.data.DataLoader):
     that has started them ends, however that happens.
 
     Args:
-        options: those of the model. They are frozen.
+        options: options of the model. They are frozen.
         dataset: map-style or iterable. Several workers of an iterable one should each take a part of it: see PyTorch.
         batch_size: rows that the model sees at a time; None for a data set that makes batches itself.
         shuffle: take the elements in another order in each epoch.
@@ -43,20 +43,21 @@ class DataLoader(torch.utils.data.DataLoader):
         drop_last: leave out an incomplete batch at the end. Else its tensors are smaller, and a model is compiled once
             more for them; see `options.partialBatch`.
         persistent_workers: keep the workers from one epoch to the next; so they are, by default.
-        auto_distributed_partitioning: with several processes, take a share of `dataset`. If False, it is one already.
-        mode: load when a batch is asked for (`Sync`), or ahead of that in another process (`Async`, `AsyncRebatched`).
-            With `AsyncRebatched`, workers of an iterable data set load single elements, so that none of them drops an
+        auto_distributed_partitioning: whether to take a share of `dataset` if there are several processes. If False,
+            `dataset` is already a share.
+        mode: whether to load on request (`Sync`), or ahead of time in another process (`Async`, `AsyncRebatched`). With
+            `AsyncRebatched`, workers of an iterable data set load single elements, so that none of them drops an
             incomplete batch.
         async_options: further arguments of `AsynchronousDataAccessor`; without effect with `Sync`.
         rebatched_worker_size: number of elements that workers load at a time, with `AsyncRebatched`; if not given, 1
             for an iterable data set, else a whole batch.
-        batch_sampler: gives lists of indices, in place of `batch_size` and `shuffle`. As many of them are joined as a
-            call takes micro-batches.
+        batch_sampler: sampler of lists of indices, in place of `batch_size` and `shuffle`. As many lists are joined as
+            a call takes micro-batches.
         kwargs: further arguments of `torch.utils.data.DataLoader`.
 
     Raises:
-        Error: if `batch_sampler` is given with what it replaces, or with several processes; if `AsyncRebatched` has no
-            batch size; what `AsynchronousDataAccessor` raises.
+        Error: if `batch_sampler` is given with arguments that it replaces, or with several processes; if
+            `AsyncRebatched` has no batch size; and as for `AsynchronousDataAccessor`.
         AssertionError: if several processes are to share an iterable data set, or one that is shuffled, without
             `options.randomSeed`; if `rebatched_worker_size` is greater than a whole batch.
 

@@ -21,10 +21,10 @@ class Share(Sampler[int]):
         size: number of elements in the data set.
         process: number of this process, from 0.
         processes: number of processes.
-        multiple: each process takes the same multiple of so many elements. What is left over is at the end of the data
-            set in one epoch, at its beginning in the next. If None, all elements are taken, and the first processes may
-            have one more than the others.
-        seed: of the shuffling; None keeps the order.
+        multiple: each process takes the same multiple of this number of elements. The remaining ones are at the end of
+            the data set in one epoch, at its beginning in the next. If None, all elements are taken, and the first
+            processes may have one more than the others.
+        seed: seed of the shuffling; None keeps the order.
 
     Example:
         >>> share = Share(11, process=1, processes=2, multiple=2, seed=None)
@@ -66,8 +66,8 @@ class JoinedBatches(Sampler[list[Any]]):
 
     Args:
         batches: a batch sampler.
-        count: how many of its batches make one.
-        drop_last: leave out what is less at the end.
+        count: number of batches to join.
+        drop_last: whether to drop an incomplete batch at the end.
 
     Example:
         >>> list(JoinedBatches([[0, 1], [5], [2, 3]], count=2, drop_last=False))

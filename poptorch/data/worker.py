@@ -1,7 +1,7 @@
 """Worker process of `AsynchronousDataAccessor`: startup, shutdown, loading, messages.
 
-A process that is not forked from the program imports what the program imports, which takes seconds. So there is at most
-one of them: what it starts itself, the workers of a loader, are forked from it.
+A process that is not forked from the program imports the same modules as the program, which takes seconds. So there is
+at most one of them: its own children, the workers of a loader, are forked from it.
 """
 
 from __future__ import annotations
@@ -110,12 +110,12 @@ class Failure(NamedTuple):
 
 def _work(connection: Connection, data: Parcel, seed: int, slots: int, load_indefinitely: bool) -> None:
     """Main function of the worker process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program decides what an interrupt means
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program decides the effect of an interrupt
     signal.signal(signal.SIGTERM, _leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    gc.freeze()  # what is there is the program's: to look at it copies its pages, and JAX's arrays are not to end here
+    gc.freeze()  # the program's objects: inspection copies pages, and JAX's arrays must live
     if FORKS:
-        multiprocessing.set_start_method("fork", force=True)  # what a loader starts here need not import all that again
+        multiprocessing.set_start_method("fork", force=True)  # a loader's workers need not import all that again
     util.register_after_fork(connection, Connection.close)  # a loader's own workers must not keep it open
     threading.Thread(target=_leave_with_program, daemon=True).start()
     torch.set_num_threads(1)
@@ -127,14 +127,14 @@ def _work(connection: Connection, data: Parcel, seed: int, slots: int, load_inde
             _Worker(connection, slots, load_indefinitely).run(data.open())
     except _Unsupported as error:
         failure = Failure(str(error), unsupported=True)
-    except Exception:  # of the data set, whatever it is: the program raises it
+    except Exception:  # any error of the data set: the program raises it
         failure = Failure(f"The data set failed in the worker process:\n{traceback.format_exc()}")
     try:
         connection.send(failure)
-        while True:  # stay until the program has read this: what it has not opened yet of the ring would go with us
+        while True:  # stay until the program has read this: unopened parts of the ring would be lost
             connection.recv()
     except (EOFError, OSError):
-        pass  # nobody is left who could want to know
+        pass  # the program has ended
 
 
 def _leave_with_program() -> None:
@@ -142,7 +142,7 @@ def _leave_with_program() -> None:
     _wait_for_program()
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
     time.sleep(_PATIENCE)
-    os._exit(1)  # it is in code that does not come back to Python
+    os._exit(1)  # the main thread is in code that does not return to Python
 
 
 def _wait_for_program() -> None:
@@ -305,7 +305,7 @@ class _Pickler(ForkingPickler):
     """Pickles tensors by value: each shared tensor would require a file descriptor, of which few can be sent.
 
     Args:
-        file: what to write to.
+        file: file to write to.
         places: tensors to be written as their number in this list.
     """
 

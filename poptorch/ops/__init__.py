@@ -1,7 +1,7 @@
 """Ops of poptorch for models.
 
-On the host, PyTorch computes them. While a model is captured, each is one op of the program, whose results have the
-shapes and dtypes of PyTorch's. Their lowerings are in `poptorch.lowering`.
+On the host, PyTorch computes them. During capture, each is one op of the program, whose results have PyTorch's shapes
+and dtypes. Their lowerings are in `poptorch.lowering`.
 """
 
 from poptorch.ops.annotations import (

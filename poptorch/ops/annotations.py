@@ -20,7 +20,7 @@ def identity_loss(x: torch.Tensor, reduction: str) -> torch.Tensor:
     """Mark a tensor as the loss of the model, from which gradients flow.
 
     Args:
-        x: what is computed for each sample, or the loss itself.
+        x: losses of the samples, or the loss itself.
         reduction: `"sum"`, `"mean"`, or `"none"`: how its elements become one.
 
     Example:
@@ -56,7 +56,7 @@ def ipu_print_tensor(
     Args:
         tensor: the tensor.
         title: text before its values; before its gradient, followed by `_gradient`.
-        print_gradient: whether the gradient is printed.
+        print_gradient: whether to print the gradient.
         summarise_threshold: number of elements above which only those at the edges are printed; 0: all are printed.
         edge_items: number of elements at each edge.
         max_line_width: the length of lines; 0: lines are not split.
@@ -165,7 +165,8 @@ def set_overlap_for_input(input_tensors: Any, mode: OverlapMode) -> Any:
         mode: the part of the program to overlap with. `NoOverlap` needs no permission of the options.
 
     Raises:
-        poptorch.Error: for anything but a tensor; at compilation, for a tensor that is no input, or has another use.
+        poptorch.Error: for anything but a tensor; at compilation, for a tensor that is not an input, or has another
+            use.
 
     Example:
         >>> x = poptorch.set_overlap_for_input(x, poptorch.OverlapMode.OverlapAccumulationLoop)

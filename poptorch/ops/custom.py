@@ -1,4 +1,4 @@
-"""Ops of users: JAX functions on the device, and Python functions on the host."""
+"""Custom ops: JAX functions on the device, and Python functions on the host."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def custom_op(
     and indices whose other axes agree.
 
     Args:
-        inputs: its tensors.
-        name, domain: its registered name.
+        inputs: tensors of the op.
+        name, domain: registered name.
         domain_version: has no effect.
         example_outputs: tensors of the shapes and dtypes of its results.
         attributes: keyword arguments: numbers, strings, or lists of values of one of these types.

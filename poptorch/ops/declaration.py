@@ -1,4 +1,4 @@
-"""Declarations of ops: `op` makes a function of tensors one."""
+"""Declarations of ops: `op` turns a function of tensors into one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slices whose start is in a tensor."""
+"""Slices with a dynamic start, given by a tensor."""
 
 from __future__ import annotations
 

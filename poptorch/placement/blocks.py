@@ -233,7 +233,7 @@ def BeginBlock(layer_to_call: Layer, user_id: BlockId | int | None = None, ipu_i
 def BlockFunction(user_id: BlockId | int | None = None, ipu_id: int | None = None) -> Callable[[Layer], Layer]:
     """Decorator that turns all operations of a function into a block; arguments as for `Block`.
 
-    A module stays what it is, with the same parameters; copies and pickles of it keep the block.
+    A module is unchanged, with the same parameters; copies and pickles of it keep the block.
 
     Example:
         >>> @BlockFunction("decoder", ipu_id=1)
@@ -290,7 +290,7 @@ def module_repr(m: torch.nn.Module) -> str:
     try:
         for module in m.modules():
             for hook in _hooks(module).values():
-                # torch's own text asks each module for its name, so whatever classes do with it stays as it is
+                # torch's own text asks each module for its name, so overrides of subclasses are kept
                 vars(module)["_get_name"] = partial(str, f"{hook} {module._get_name()}")
                 named.append(module)
         return repr(m)

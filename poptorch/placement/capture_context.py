@@ -1,7 +1,7 @@
 """Annotation state during capture: current block and scopes.
 
-The tracer opens one `CaptureContext` for each capture (`capturing`) and asks it for the `Site` of every operation that
-arrives. The annotations in `poptorch.placement.blocks` change it; outside a capture they find none (`current`) and do
+The tracer opens one `CaptureContext` for each capture (`capturing`) and reads from it the `Site` of every operation.
+The annotations in `poptorch.placement.blocks` change it; outside a capture there is none (`current`), and they do
 nothing.
 """
 
@@ -28,7 +28,7 @@ class Site:
         stage: the number of its stage.
         phase: the number of its phase; None without phases.
         scope: the open name scopes, from the outermost, joined by `/`; empty outside.
-        attributes: what the open `Attribute` scopes attach: pairs of a name and sorted pairs of key and value.
+        attributes: attributes from the open `Attribute` scopes: pairs of a name and sorted pairs of key and value.
         multi_conv: the number of its `MultiConv` scope within the capture, from 0; None outside.
     """
 
@@ -48,7 +48,7 @@ class CaptureContext:
         strategy: decides where blocks run.
 
     Attributes:
-        overlaps: whether the model asks for transfers that overlap with computation.
+        overlaps: whether the model requests transfers that overlap with computation.
     """
 
     def __init__(self, strategy: _IExecutionStrategy) -> None:
@@ -94,7 +94,7 @@ class CaptureContext:
         """Activate a block until the next begins.
 
         Args:
-            user_id: its id; the next number if None.
+            user_id: id of the block; the next number if None.
             ipu_id: the unit it asks for.
 
         Returns:
@@ -211,10 +211,10 @@ def isRunningOnIpu() -> bool:
 def capturing(strategy: _IExecutionStrategy) -> Iterator[CaptureContext]:
     """Capture with separate annotation state until exit, including exit by exception.
 
-    What is captured within the same program, such as the body of a loop, shares the state: it does not call this.
+    Nested captures of the same program, such as the body of a loop, share the state: they do not call this.
 
     Args:
-        strategy: of the options, `options.execution_strategy`.
+        strategy: strategy of the options, `options.execution_strategy`.
 
     Example:
         >>> with capturing(poptorch.PipelinedExecution()) as ambient:

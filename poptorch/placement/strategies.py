@@ -1,7 +1,7 @@
 """Execution strategies: assignment of blocks to stages, phases and units, with four schedules.
 
-No strategy changes a number. What is here is plain data and its rules; where an operation is put while a model is
-captured is found in `poptorch.placement.capture_context`.
+No strategy changes a number. This file has plain data and its rules; the assignment of operations during capture is in
+`poptorch.placement.capture_context`.
 """
 
 from __future__ import annotations
@@ -159,8 +159,9 @@ class _IExecutionStrategy(ABC):
 
         Args:
             block_id: the id of the block.
-            ipu_id: the unit that it asks for. The unit of its stage goes before; the number of its stage comes after.
-            begun: how many other blocks have begun before it.
+            ipu_id: unit that the block requests. The unit of its stage has priority over it, and it over the number of
+                the stage.
+            begun: number of other blocks begun before it.
 
         Raises:
             AssertionError: if the strategy does not list the block, or needs a unit.
@@ -245,7 +246,7 @@ class PipelinedExecution(_IExecutionStrategy):
         if self.auto_stage is None:
             return super().place(block_id, ipu_id, begun)
         if self.auto_stage is AutoStage.AutoIncrement:
-            stage = begun + 1  # what comes before any block is stage 0
+            stage = begun + 1  # ops before any block are in stage 0
             return Place(stage if ipu_id is None else ipu_id, stage)
         if ipu_id is None:
             raise AssertionError(
@@ -282,7 +283,7 @@ class _IPhasedExecution(_IExecutionStrategy):
     """Sequential phases; tensors may leave the device between phases.
 
     Args:
-        phases: `Phase`s; or what a phase is made of: a `Stage`; the id of a block; or a list of `Stage`s, of lists of
+        phases: `Phase`s; or the contents of a phase: a `Stage`; the id of a block; or a list of `Stage`s, of lists of
             ids, or of ids, which then are one stage. They may also be given as one list.
 
     Raises:
@@ -334,7 +335,7 @@ class _IPhasedExecution(_IExecutionStrategy):
         """Begin the backward pass in a separate phase, rather than in the last forward phase.
 
         Args:
-            use: whether to do so; at first it is not done.
+            use: whether to use one; the initial setting is false.
 
         Returns:
             The strategy itself.
@@ -366,7 +367,7 @@ class ParallelPhasedExecution(_IPhasedExecution):
     A stage that asks for no unit runs on the next one of its group.
 
     Args:
-        phases: `Phase`s, or what they are made of: `Stage`s, ids of blocks, or lists of them, as for `Phase`.
+        phases: `Phase`s, or their contents: `Stage`s, ids of blocks, or lists of them, as for `Phase`.
 
     Raises:
         AssertionError: if there are no phases, or a block is in two stages.
@@ -390,7 +391,7 @@ class SerialPhasedExecution(_IPhasedExecution):
     """Sequential phases on one group of units.
 
     Args:
-        phases: `Phase`s, or what they are made of: `Stage`s, ids of blocks, or lists of them, as for `Phase`.
+        phases: `Phase`s, or their contents: `Stage`s, ids of blocks, or lists of them, as for `Phase`.
 
     Raises:
         AssertionError: if there are no phases, or a block is in two stages.

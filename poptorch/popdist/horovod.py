@@ -1,8 +1,8 @@
 """`popdist.horovod`: collectives on host tensors between instances started by `poprun`.
 
 Names and arguments are those of `horovod.torch`. A rank is the index of an instance, not of a replica. Every instance
-has to make the same calls in the same order, with tensors of the same dtype. Gradients need nothing of this: a model
-with the options of `popdist.poptorch` reduces them on the devices. Use it for metrics, and for weights that only one
+has to make the same calls in the same order, with tensors of the same dtype. Gradients do not need them: a model with
+the options of `popdist.poptorch` reduces them on the devices. Use it for metrics, and for weights that only one
 instance has loaded.
 
 Example:
@@ -117,10 +117,10 @@ def allreduce(
     """Reduce tensors elementwise across all instances.
 
     Args:
-        tensor: of the same shape and dtype on all instances.
+        tensor: tensor of the same shape and dtype on all instances.
         average: the former way to choose `op`: `Average` if True, `Sum` if False.
         name: has no effect.
-        op: how to reduce; `Average` if not given. The average of integers is rounded toward negative infinity.
+        op: reduction; `Average` if not given. The average of integers is rounded toward negative infinity.
 
     Returns:
         A new tensor, the same on all instances.
@@ -151,7 +151,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     """Concatenate tensors of all instances along the first dimension, in rank order.
 
     Args:
-        tensor: with at least one dimension; only the first one may differ between instances.
+        tensor: tensor with at least one dimension; only the first one may differ between instances.
         name: has no effect.
 
     Raises:
@@ -165,7 +165,7 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> 
     """Copy the tensor of one instance.
 
     Args:
-        tensor: of the same shape and dtype on all instances.
+        tensor: tensor of the same shape and dtype on all instances.
         root_rank: the rank of the instance whose tensor all get.
         name: has no effect.
 
@@ -187,11 +187,11 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[tuple[str, torch.T
     """Overwrite model tensors with those of one instance.
 
     Args:
-        params: `model.state_dict()` or `model.named_parameters()`. What is not a tensor is left alone.
+        params: `model.state_dict()` or `model.named_parameters()`. Values that are not tensors are ignored.
         root_rank: the rank of the instance whose tensors all get.
 
     Raises:
-        ValueError: as `broadcast` does.
+        ValueError: as for `broadcast`.
         PopxlRuntimeError: if another instance ends, or does not come.
     """
     for _, value in sorted(params.items() if isinstance(params, Mapping) else params, key=lambda pair: pair[0]):
@@ -250,7 +250,7 @@ def _gather(function: str, tensor: torch.Tensor, same_shape: bool) -> list[torch
     sizes = [math.prod(shape) * own.element_size() for shape in shapes]
     if not max(sizes):
         return [own.new_empty(shape) for shape in shapes]
-    sent = np.zeros(max(sizes), np.uint8)  # bytes, so that nothing is converted to what JAX has
+    sent = np.zeros(max(sizes), np.uint8)  # bytes, so that nothing is converted to JAX's dtypes
     sent[: sizes[rank()]] = own.view(-1).view(torch.uint8).numpy() if own.numel() else 0
     found = np.asarray(multihost_utils.process_allgather(sent))
     return [

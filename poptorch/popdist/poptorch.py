@@ -1,12 +1,12 @@
 """`popdist.poptorch`: options of a distributed PyTorch program started by `poprun`.
 
 Each process runs the program on its share of the rows, with its share of the replicas. The model is one: gradients are
-reduced over the replicas of all processes. Results are those of the process's own replicas. Every process has to begin
-with the same weights (`torch.manual_seed`), to make the same calls, and to write the same weights: nobody compares.
+reduced over the replicas of all processes. Results are those of the process's own replicas. Every process has to start
+with the same weights (`torch.manual_seed`), make the same calls, and write the same weights; this is not checked.
 
-One process may read the weights alone, to save them. If the model writes buffers (batch norm, with
-`broadcastBuffers(False)`), call `model.copyWeightsToHost()` in all processes before. Of the executable cache
-nothing is used; `compileAndExport` and `save` are for programs of one process.
+A single process may read the weights, to save them. If the model writes buffers (batch norm, with
+`broadcastBuffers(False)`), call `model.copyWeightsToHost()` in all processes before. The executable cache is not used;
+`compileAndExport` and `save` are for programs of one process.
 
 Example:
     >>> import popdist.poptorch
@@ -43,8 +43,8 @@ class Options(poptorch.Options):
     The number of rows of a call is that of this process's replicas. It joins the other processes, and waits for them.
 
     Args:
-        ipus_per_replica: how many devices each replica has; by default what `poprun` says. Another number than that is
-            followed, with a warning.
+        ipus_per_replica: number of devices of each replica; by default the setting of `poprun`. Another number is used,
+            with a warning.
 
     Raises:
         RuntimeError: by `replicationFactor`, `useIpuId` and the methods of `Distributed`.

@@ -25,9 +25,9 @@ class Batching:
     Rows are ordered by device iteration, then accumulation step, then group of replicas, then within the micro-batch.
 
     Attributes:
-        device_iterations: how often a run goes through the model, with an update each in training.
+        device_iterations: number of passes through the model in a run, each with an update in training.
         gradient_accumulation: micro-batches for each update; 1 for inference.
-        groups: of replicas that are given the same rows.
+        groups: groups of replicas with the same rows.
 
     Example:
         >>> batching = Batching(2, 3, ReplicaGroups(4))
@@ -60,13 +60,13 @@ class Batching:
     def of_fewer(self, rows: int, micro_batch: int, training: bool) -> list[tuple[int, Batching]]:
         """Split the rows of an incomplete run into consecutive smaller runs: row count and batching of each.
 
-        They make up as many whole device iterations as they can. The rest is one more, whose micro-batches are of equal
-        size, and in training at most twice as large as others. Where it does not make up all groups of replicas, one
+        They form as many whole device iterations as possible. The rest is one more, whose micro-batches are of equal
+        size, and in training at most twice as large as others. If it does not suffice for all groups of replicas, one
         replica takes it.
 
         Args:
-            rows: how many there are.
-            micro_batch: how many a micro-batch takes.
+            rows: number of rows.
+            micro_batch: number of rows of a micro-batch.
             training: whether gradients may be accumulated.
 
         Example:
@@ -148,7 +148,7 @@ class Batching:
 
         Args:
             mode: the output mode, other than `Default`.
-            period: for `EveryN`: return those of every `period`-th device iteration.
+            period: for `EveryN`: return the results of every `period`-th device iteration.
 
         Raises:
             AssertionError: if the period is not positive, or does not divide the number of device iterations.
@@ -170,7 +170,7 @@ class Feeder:
     """Convert call arguments to program input arrays. Each executor owns one, to warn once.
 
     Args:
-        batching: how rows are dealt.
+        batching: distribution of the rows.
 
     Example:
         >>> feeder = Feeder(Batching(2, 1, ReplicaGroups(1)))
@@ -189,12 +189,12 @@ class Feeder:
         Warns, once, of tensors that are not contiguous, and of ones that require a gradient.
 
         Args:
-            tensors: as `Signature.check` returns them.
-            names: of them, for the warnings.
+            tensors: tensors returned by `Signature.check`.
+            names: names of the tensors, for the warnings.
 
         Raises:
-            Error: for a dtype that the device does not have, integers that do not fit in 32 bits, and tensors whose
-                numbers are not in an array.
+            Error: for a dtype that the device does not have, integers that do not fit in 32 bits, and tensors without
+                an array of numbers.
         """
         arrays = []
         for tensor, name in zip(tensors, names, strict=True):

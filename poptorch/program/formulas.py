@@ -1,10 +1,11 @@
 """Optimiser formulas, one function each: new contents of a parameter and its state.
 
-What a formula takes besides are the numbers of a parameter group, under torch's names and with torch's defaults; those
-after the star shape it and cannot be variable. `poptorch.program.rules` makes ops of them. In a program everything is
-computed in float32 and rounded once.
+The other parameters of a formula are hyperparameters of a parameter group, under torch's names and with torch's
+defaults; those after the star determine its form and cannot be variable. `poptorch.program.rules` makes ops from them.
+In a program everything is computed in float32 and rounded once.
 
-`w` is the parameter, `g` its gradient, `t` the number of the step, from 1 on; `d` is the gradient with weight decay.
+`w` is the parameter, `g` its gradient, `t` the number of the step, starting at 1; `d` is the gradient with weight
+decay.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def sgd(
     velocity_scaling: Number = 1.0,
 ) -> tuple[Array, ...]:
     d = _plus(g, weight_decay, w)
-    if v is None:  # the momentum always is 0
+    if v is None:  # the momentum is constantly 0
         return (w - lr * (1 - dampening) * d,)
     v = momentum * v + (1 - dampening) * velocity_scaling * d
     step = jnp.where(nesterov, velocity_scaling * d + momentum * v, v)
@@ -134,9 +135,9 @@ def rmsprop(
 ) -> tuple[Array | None, ...]:
     d = _plus(g, weight_decay, w)
     s, variance = (_moving(s, d * d, alpha),) * 2
-    if a is not None:  # centred
+    if a is not None:  # the centred variant
         a = _moving(a, d, alpha)
-        variance = jnp.maximum(s - a * a, 0)  # rounding may leave less than nothing
+        variance = jnp.maximum(s - a * a, 0)  # rounding may leave a negative number
     q = d / (jnp.sqrt(variance + eps) if use_tf_variant else jnp.sqrt(variance) + eps)
     q = lr * q if use_tf_variant else q
     b = None if b is None else momentum * b + q
@@ -211,7 +212,7 @@ def nadam(
     w, d = _decayed(w, g, lr, weight_decay, decoupled_weight_decay)
     m, v = _moving(m, d, beta1), _moving(v, d * d, beta2)
     now, next_ = (beta1 * (1 - 0.5 * 0.96 ** (step * momentum_decay)) for step in (t, t + 1))
-    p = p * now  # of all steps
+    p = p * now  # over all steps
     ahead = (1 - now) / (1 - p) * d + next_ / (1 - p * next_) * m
     return w - lr * ahead / (jnp.sqrt(v / _correction(beta2, t)) + eps), m, v, p
 

@@ -95,12 +95,12 @@ class GradientSums:
         return self.reduce(name, stored.load(held), stored.group)
 
     def reduce(self, name: str, gradient: popxl.Tensor, given: popxl.ReplicaGrouping | None = None) -> popxl.Tensor:
-        """Gradient of a parameter, reduced over all replicas sharing it; this replica's piece, if the step takes one.
+        """Gradient of a parameter, reduced over all replicas sharing it; this replica's shard, if the step takes one.
 
         Args:
             name: name of the parameter.
-            gradient: of this replica.
-            given: where it is the piece of a sum over replicas, these.
+            gradient: gradient of this replica.
+            given: if it is a shard of a sum over replicas, their grouping.
         """
         strategy, accumulation, replicas = self.strategy, self._batching.gradient_accumulation, self._replicas
         divisor = {

@@ -36,8 +36,8 @@ class Hyperparameters:
 
     Args:
         optimizer: the optimiser.
-        rule: its rule.
-        scales_loss: whether the loss scale adjusts itself.
+        rule: rule of the optimiser.
+        scales_loss: whether the loss scale is automatic.
         relaxed_checks: log unknown attributes as debug messages, not as warnings.
 
     Attributes:
@@ -71,7 +71,7 @@ class Hyperparameters:
             optimizer: the one the program was made with, or another of the same class with as many groups.
 
         Raises:
-            Error: if it is of another class, or differs in what is a part of the program.
+            Error: if it is of another class, or differs in a part that is constant in the program.
         """
         if rule_of(optimizer) is not self._rule:
             raise createPoptorchError(

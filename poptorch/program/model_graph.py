@@ -48,7 +48,7 @@ class ModelGraph:
 
     Attributes:
         graph: the forward graph.
-        inputs: its inputs, by key of `Tensors`.
+        inputs: inputs of the graph, by key of `Tensors`.
         emission: tensors of the graph by value.
         anchored: outputs that were requested by name.
         names: names of tensors that can be requested.

@@ -1,8 +1,8 @@
-"""`Passes`: the forward and the backward pass of a micro-batch, with transfers of what does not stay on the device.
+"""`Passes`: the forward and the backward pass of a micro-batch, with transfers of tensors that are off chip.
 
-Both are graphs, and know nothing of where their tensors are kept. Where something is kept elsewhere, a pass is a copy
-of its graph: weights come right before their first use, or with those of their phase; activations leave as soon as they
-are made, and come back right before the backward pass reads them; gradients are accumulated off chip as soon as they
+Both are graphs, independent of the location of their tensors. For tensors that are off chip, a pass is a copy of its
+graph: weights are loaded right before their first use, or with those of their phase; activations are stored as soon as
+they are made, and loaded right before the backward pass reads them; gradients are accumulated off chip as soon as they
 are made.
 """
 
@@ -40,8 +40,8 @@ class Weight:
     """Parameter or buffer stored off chip or sharded.
 
     Attributes:
-        name: its name.
-        stored: where it is.
+        name: name of the weight.
+        stored: location of the weight.
     """
 
     name: str
@@ -54,9 +54,9 @@ class Phases:
 
     Attributes:
         of: the phase of each op of the model's graph.
-        liveness: when tensors leave the device.
-        separate: whether the backward pass begins in a phase of its own. Otherwise it begins in the last phase, whose
-            tensors do not leave before.
+        liveness: time when tensors are stored off chip.
+        separate: whether the backward pass starts in a phase of its own. Otherwise it starts in the last phase, whose
+            tensors stay on chip before it.
     """
 
     of: Mapping[Op, int]
@@ -109,12 +109,12 @@ class Passes:
 
     Args:
         graph: the model.
-        gradient: its gradient; `None` in inference.
-        weights: by input of `graph`, those that are not whole in the memory of the device.
+        gradient: gradient graph; `None` in inference.
+        weights: weights that are off chip or sharded, by input of `graph`.
         leaving: tensors of `graph` that leave the device until the gradient reads them.
-        accumulated: by output of the gradient graph, what accumulates it as soon as it is made, with inputs for what it
-            needs of the caller.
-        phases: those of a phased strategy.
+        accumulated: by output of the gradient graph, the function that accumulates it as soon as it is made, with
+            inputs for its values from the caller.
+        phases: phases of a phased strategy.
     """
 
     def __init__(
@@ -145,8 +145,8 @@ class Passes:
         """Add the forward pass to the current graph.
 
         Args:
-            arguments: what the inputs of the model are bound to, but for those of `weights`.
-            tensors: what the caller holds of stored tensors, by name.
+            arguments: bindings of the model's inputs, except for those of `weights`.
+            tensors: the caller's tensors for stored tensors, by name.
 
         Returns:
             The arguments, and the outputs of the model.
@@ -158,8 +158,8 @@ class Passes:
 
         Args:
             start: the gradient of the loss.
-            values: what `forward` returned.
-            tensors: what the caller holds of stored tensors, and what `accumulated` needs, by name.
+            values: result of `forward`.
+            tensors: the caller's tensors for stored tensors, and for `accumulated`, by name.
         """
         assert self._backward is not None
         results = self._backward.call(values, {**tensors, START: start})
@@ -234,7 +234,7 @@ class Passes:
         stored = weight.stored
 
         def fetch(after: popxl.Tensor | None) -> popxl.Tensor:
-            if stored.buffer is not None:  # the machine lets loads overlap with what comes before
+            if stored.buffer is not None:  # the runtime overlaps loads with earlier ops
                 return stored.whole(stored.load(None, None if self._overlaps else after))
             return stored.whole(stored.load(made.given(weight.name, stored.kept), after))
 

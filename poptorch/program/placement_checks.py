@@ -1,4 +1,4 @@
-"""Check requirements of a program's blocks against the options."""
+"""Validation of a program's blocks against the options."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def check_placement(sites: Sequence[Site], options: Options, training: bool) -> 
     """Check block requirements against the options, and return them.
 
     Args:
-        sites: those of the operations of `forward`, in their order.
+        sites: annotations of the operations of `forward`, in order.
         options: the options of the model.
         training: whether it is trained.
 
     Returns:
-        What they ask for.
+        The requested placement.
 
     Raises:
         Error: if there are too few iterations or accumulation steps for the stages of a pipeline; too many units, or a
@@ -137,7 +137,7 @@ def check_overlapped_io(options: Options, output_mode: OutputMode) -> None:
     """Check that the options allow overlapped transfers (`set_overlap_for_input`, `..._output`).
 
     Args:
-        options: those of the model.
+        options: options of the model.
         output_mode: the mode of its results, no longer the default.
 
     Raises:

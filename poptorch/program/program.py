@@ -4,8 +4,8 @@
       device iteration × D        reduce gradients over replicas; step of the optimiser
         micro-batch × G             take the rows of a micro-batch; forward graph; its gradient graph; accumulate
 
-Loops of one turn are left out. What a turn changes it has by reference: parameters, buffers, the state of the
-optimiser, the results kept so far. The model itself is one graph, and so is its gradient.
+Loops of one iteration are left out. Tensors changed in an iteration are passed by reference: parameters, buffers, the
+state of the optimiser, the results kept so far. The model itself is one graph, and so is its gradient.
 """
 
 from __future__ import annotations
@@ -47,23 +47,22 @@ class Program:
         captured: the model.
         leaves: names of its inputs.
         host: values of its parameters and buffers by name, as from `poptorch.run.weight_values.read_host_values`.
-        batching: how the rows of a call are dealt.
+        batching: distribution of the rows of a call.
         options: the options.
         returned: the results.
         update: the optimiser, for training.
-        count: how many numbers of it are variable.
-        groupings: of parameters that have a row for each group of replicas, by name.
+        count: number of its variable hyperparameters.
+        groupings: groupings of parameters that have a row for each group of replicas, by name.
         seed: seed of the random numbers.
         name: name of the forward graph.
 
     Attributes:
         ir: the program.
         loss: the value of the loss, in training.
-        inputs: by number of an input, its stream; inputs that are not used have none.
+        inputs: stream of each input, by number; unused inputs have none.
         outputs: a stream for each of `returned`.
-        variables: the variables of parameters and buffers, by name; tied ones are one. What is not used has none.
-        written: the values that buffers end up with, by name, of those that the model overwrites. With several replicas
-            each has its own.
+        variables: variables of parameters and buffers, by name; tied ones are one. Unused ones have none.
+        written: final values of overwritten buffers, by name. With several replicas each has its own.
         counted: a stream for each number that the host computes from those that `forward` changes.
         numbers: a stream for the numbers of the optimiser, if it has any that change.
         state: the variables of its state, by name.
@@ -208,8 +207,8 @@ class Program:
         return tensors
 
     def _on_device(self, host: Mapping[str, np.ndarray]) -> Tensors:
-        """Variables initialised from parameters and buffers, limited to used or overwritten tensors. Returns what the
-        main graph holds of them.
+        """Variables initialised from parameters and buffers, limited to used or overwritten tensors. Returns the main
+        graph's tensors for them.
         """
         each_its_own, location = self._each_its_own, self._options.TensorLocations.weight_location
         leaves = self._phases is not None and self._phases.leave

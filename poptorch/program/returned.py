@@ -1,4 +1,4 @@
-"""Results of a program, and where each micro-batch stores its own."""
+"""Results of a program, and the positions where each micro-batch stores its own."""
 
 from __future__ import annotations
 

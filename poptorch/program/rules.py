@@ -30,7 +30,7 @@ from poptorch.program.formulas import (
 from popxl.errors import PopxlError
 from popxl.op import Colocated, Overwrites
 
-Key = tuple[int | None, str]  # a number of a parameter group, or (`None`) of the whole optimiser, and its name
+Key = tuple[int | None, str]  # group (or `None` for the whole optimiser) and name of a hyperparameter
 
 
 # Declarations -------------------------------------------------------------------------------------------------------
@@ -41,13 +41,13 @@ class Kept:
     """Optimiser state tensor, one per parameter.
 
     Attributes:
-        operand: what the formula calls it.
-        name: what dictionaries of state call it.
-        torch_name: what PyTorch calls it.
+        operand: name in the formula.
+        name: name in state dictionaries.
+        torch_name: PyTorch's name.
         type_from: the attribute of the optimiser that gives its type.
         needs: a number without which it is not kept: one that is constant and 0, or false.
-        start: what its elements are at first, or the name of the number that says so; true is 1.
-        single: it is one number for each parameter.
+        start: initial value of its elements, or the name of the hyperparameter that defines it; true is 1.
+        single: whether it is one number for each parameter.
     """
 
     operand: str
@@ -64,7 +64,7 @@ class Rule:
 
     Attributes:
         numbers: numbers of a parameter group that the formula takes, with their defaults.
-        others: those that it does not take, as they only say what its state is at first, for all groups.
+        others: hyperparameters that it does not take, as they only define its initial state, for all groups.
         counts: steps are counted, as PyTorch counts them.
         takes_count: the formula takes the number of the step.
         count_needs: a number without which that number makes no difference: where it is constant and 0.
@@ -183,7 +183,7 @@ RULES: dict[type, Rule] = {
     ),
     torch.optim.RAdam: Rule("RAdam", radam, *_MOMENTS),
 }
-WHOLE: dict[str, Any] = {  # what is the same for all groups
+WHOLE: dict[str, Any] = {  # the same for all groups
     "loss_scaling": 1.0,
     "max_grad_norm": math.inf,
     "bias_correction": True,
@@ -191,7 +191,7 @@ WHOLE: dict[str, Any] = {  # what is the same for all groups
     "use_combined_accum": False,
     **dict.fromkeys(("accum_type", "velocity_accum_type", _FIRST, _SECOND), torch.float32),
 }
-FIXED = {  # what shapes a program, and what its state is at first
+FIXED = {  # determines the program's form, or the initial state
     "amsgrad",
     "bias_correction",
     "centered",
@@ -214,7 +214,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
 
     Raises:
         AssertionError: for another class, or parameter groups that differ in `centered`.
-        ValueError: for `use_tf_variant` where there is none.
+        ValueError: for `use_tf_variant` with an optimiser that has none.
     """
     rule = next((RULES[kind] for kind in type(optimizer).__mro__ if kind in RULES), None)
     if rule is None:

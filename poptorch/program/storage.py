@@ -1,8 +1,8 @@
-"""Where a program keeps its tensors between uses: in the memory of the device or the host, whole or in pieces.
+"""Location of a program's tensors between uses: in the memory of the device or the host, whole or sharded.
 
 `options.TensorLocations` decides for weights, the state of the optimiser and accumulators. Tensors off chip are slots
-of remote buffers, one buffer for all tensors of one kind; sharded ones have a piece on each replica. A program works
-with what `Stored` loads and gathers.
+of remote buffers, one buffer for all tensors of one kind; sharded ones have a shard on each replica. A program works
+with the tensors that `Stored` loads and gathers.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Stored:
 
     Attributes:
         spec: shape and dtype of the whole tensor, on a replica.
-        variable: what the host reads and writes; `None` for what only a run keeps.
+        variable: variable for the host; `None` for tensors that last for a run only.
         held: the tensor of the main graph; `None` off chip.
         buffer, slot: off chip, the slot.
-        group: the replicas that have a piece each; `None` for a whole tensor.
+        group: replicas that have a shard each; `None` for a whole tensor.
     """
 
     spec: popxl.TensorSpec
@@ -59,7 +59,7 @@ class Stored:
 
         Args:
             held: the tensor that stands for `self.held` there.
-            after: a tensor that has to be computed before.
+            after: tensor that has to be computed before.
         """
         if self.buffer is None:
             assert held is not None
@@ -98,7 +98,7 @@ class Storage:
     """Creator of stored tensors in a program's main graph.
 
     Args:
-        ir: of the program.
+        ir: Ir of the program.
     """
 
     def __init__(self, ir: popxl.Ir) -> None:
@@ -116,9 +116,9 @@ class Storage:
         """Create a variable.
 
         Args:
-            name, value, grouping: of the variable.
-            location: where it is to be.
-            leaves: whether it is off chip if `location` does not say.
+            name, value, grouping: as for the variable.
+            location: location of the variable.
+            leaves: whether it is off chip if `location` does not decide.
         """
         shape = value.shape[1:] if grouping is not None and grouping.num_groups > 1 else value.shape
         spec = popxl.TensorSpec(shape, popxl.dtype.as_dtype(value))

@@ -1,14 +1,14 @@
 """Optimiser updates as popxl ops, for training programs.
 
-Python code of an optimiser is never run in a program. An `Update` reads what an optimiser says (poptorch's or torch's),
-and gives
+Python code of an optimiser is never run in a program. An `Update` reads the settings of an optimiser (poptorch's or
+torch's), and provides
 
 * `names`: the parameters that it trains;
 * `hyperparameters.values(optimizer)`: all its variable hyperparameters in one float32 vector, an input of the program;
   constant ones are part of the program, and changing one is an `Error`;
-* `state`: the tensors it keeps, by name, with their first values; `create_state()` makes variables of them;
+* `state`: the tensors of its state, by name, with their initial values; `create_state()` makes variables of them;
 * `accumulation_dtype`: the type in which gradients are summed over micro-batches;
-* `loss_scale(values, state)`: what the gradient of the loss starts at;
+* `loss_scale(values, state)`: the initial gradient of the loss;
 * and, called on parameters, reduced gradients, vector and state, the ops of one step.
 
 The program reduces the gradients (sum or mean, over micro-batches and replicas) and does not unscale them. All tensors
@@ -96,7 +96,7 @@ def _summary(name: str, each: Callable[[Array], Array], combine: Callable[[list[
 _sum_of_squares = _summary("SumOfSquares", lambda t: jnp.sum(t * t), sum)
 _largest = _summary(
     "LargestMagnitude",
-    lambda t: jnp.max(jnp.where(jnp.isnan(t), jnp.inf, jnp.abs(t)), initial=0),  # NaN is what infinities become
+    lambda t: jnp.max(jnp.where(jnp.isnan(t), jnp.inf, jnp.abs(t)), initial=0),  # infinities become NaN
     lambda ms: jnp.max(jnp.stack(ms)),
 )
 
@@ -105,7 +105,7 @@ def _for_true_units(loss_scale: Number = 1.0, squares: Array | None = None, limi
     """Gradient scale factor: undo loss scaling, and clip global norms greater than `limit`."""
     if squares is None:
         return 1 / loss_scale
-    return jnp.minimum(1, limit / (jnp.sqrt(squares) / loss_scale + 1e-6)) / loss_scale  # as torch's clip_grad_norm_
+    return jnp.minimum(1, limit / (jnp.sqrt(squares) / loss_scale + 1e-6)) / loss_scale  # as in torch's clip_grad_norm_
 
 
 _gradient_scale = op_kind("GradientScale", _for_true_units)
@@ -131,10 +131,10 @@ class State:
     """Optimiser state tensor.
 
     Attributes:
-        name: its key in `ipu_state`, and the name of its variable: `"Accl1___fc.weight"`.
-        value: what it holds at first; of the parameter's shape on the host, so with a row for each replica group of a
-            grouped parameter.
-        parameter: the parameter it belongs to; `None` for what there is one of.
+        name: key in `ipu_state`, and name of its variable: `"Accl1___fc.weight"`.
+        value: initial value; of the parameter's shape on the host, so with a row for each replica group of a grouped
+            parameter.
+        parameter: parameter that it belongs to; `None` for state of the whole optimiser.
     """
 
     name: str
@@ -146,27 +146,27 @@ class Update:
     """Optimiser state and updates of one compiled program.
 
     Args:
-        optimizer: one of `poptorch.optim`, or one of torch's of which `poptorch.program.rules` has a rule.
-        parameters: parameters of the model by name, as they are on the host. Those that need no gradient, and those
-            that the optimiser does not have, are not trained.
-        replica_groupings: those of parameters that are not the same on all replicas, by name. Their rows are parts of
-            one parameter for clipping, and parameters of their own for LAMB.
+        optimizer: an optimiser of `poptorch.optim`, or one of torch's with a rule in `poptorch.program.rules`.
+        parameters: parameters of the model on the host, by name. Those that need no gradient, and those that the
+            optimiser does not have, are not trained.
+        replica_groupings: groupings of parameters that differ between replicas, by name. Their rows are parts of one
+            parameter for clipping, and parameters of their own for LAMB.
         automatic_loss_scaling: the loss scale is state. It is doubled after each step, up to 2¹⁵, but halved if a
             gradient that is computed in float16 was greater than an eighth of float16's range, in any micro-batch of
             any replica, or no number (the step is made all the same). Gradients in float32 do not count.
         relaxed_checks: tell of unknown attributes in debug messages, not warnings.
-        counted_apart: the parameters that have made fewer steps than the others, as they were frozen or came later.
+        counted_apart: parameters with fewer steps than the others, because they were frozen or added later.
 
     Attributes:
         names: the parameters that are trained.
         hyperparameters: the optimiser's hyperparameters.
-        group_of: the number of the group of each of these parameters.
-        state: what the optimiser keeps.
+        group_of: number of the group of each of these parameters.
+        state: state of the optimiser.
         accumulation_dtype: the type in which gradients are to be summed over micro-batches.
-        stored: where the main graph keeps the state, by name, once `create_state` has been called.
+        stored: location of the state in the main graph, by name, once `create_state` has been called.
 
     Raises:
-        AssertionError: for another optimiser, and if groups differ in `centered`.
+        AssertionError: for an unsupported optimiser, and if groups differ in `centered`.
         ValueError: if `use_tf_variant` is set on an optimiser that has no such variant.
 
     Example:
@@ -222,7 +222,7 @@ class Update:
         """Hyperparameters per parameter, under the names used in state dictionaries (`ipu_param`).
 
         Args:
-            values: what `hyperparameters.values` returned.
+            values: result of `hyperparameters.values`.
 
         Returns:
             Variable and constant ones by name, for example `"learningRate___specific___fc.weight"`.
@@ -251,8 +251,8 @@ class Update:
 
         Args:
             state: the state of the program, by name.
-            parameters: those of the model, by name.
-            values: what `hyperparameters.values` returned.
+            parameters: parameters of the model, by name.
+            values: result of `hyperparameters.values`.
         """
         found: dict[str, dict[str, torch.Tensor]] = {}
         for name in self.names:
@@ -278,8 +278,8 @@ class Update:
 
         Args:
             state: `optimizer.state`.
-            parameters: those of the model, by name.
-            values: what `hyperparameters.values` returned.
+            parameters: parameters of the model, by name.
+            values: result of `hyperparameters.values`.
             wanted: names of the state that the program has.
 
         Raises:
@@ -307,7 +307,7 @@ class Update:
         """Convert step counts of a program state to this program's counters, which may be shared differently.
 
         Raises:
-            Error: as `from_torch` does.
+            Error: as for `from_torch`.
         """
         steps: dict[str, dict[str, float]] = {}
         for name, count in self._counts.items():
@@ -357,7 +357,7 @@ class Update:
 
         Args:
             trained: names of the parameters that have a gradient; others need no state. By default all have one.
-            keep: creates what keeps the state of a parameter; by default a variable in the memory of the device.
+            keep: function that allocates the state of a parameter; by default as a variable in device memory.
         """
         wanted = [s for s in self.state if s.parameter is None or trained is None or s.parameter in trained]
         self.stored = {
@@ -378,7 +378,7 @@ class Update:
 
         Args:
             values: the vector of numbers, in the current graph.
-            state: what the optimiser keeps by name, in the current graph.
+            state: state of the optimiser by name, in the current graph.
         """
         scale = self.hyperparameters.read((None, "loss_scaling"), values)
         return state[LOSS_SCALE_FACTOR] * scale if self._automatic else scale
@@ -387,8 +387,8 @@ class Update:
         """Largest gradient magnitude, a float32 tensor of one element; infinite if any NaN.
 
         Args:
-            gradients: by name of the parameter.
-            pieces: names of those of which each replica has a piece.
+            gradients: gradients by name of the parameter.
+            pieces: names of those that are sharded over replicas.
         """
         return self._combined(_largest, gradients, "max", pieces)
 
@@ -409,15 +409,16 @@ class Update:
         """Add the ops of one step to the current graph; they overwrite parameters and state.
 
         Args:
-            parameters: by name, those in `names` at least, but for those off chip; in a subgraph, inputs by reference.
-            gradients: by name, of the parameters' shapes and of any float type: reduced over micro-batches and
-                replicas, and as many times too large as `loss_scale` says. A parameter without one stays as it is, as
-                does its state. Where `pieces` says so, the piece of this replica.
+            parameters: parameters by name, at least those in `names` that are on chip; in a subgraph, inputs by
+                reference.
+            gradients: gradients by name, of the parameters' shapes and of any float type: reduced over micro-batches
+                and replicas, and scaled by `loss_scale`. A parameter without one is unchanged, and so is its state. For
+                parameters in `pieces`, the shard of this replica.
             values: the vector of numbers, in the current graph.
-            state: what the optimiser keeps, by name, but for what is off chip; in a subgraph, inputs by reference.
-            largest: for automatic loss scaling, the largest magnitude of what the gradients in float16 were reduced
-                from; by default that of the gradients of float16 parameters as they are.
-            stored: where the parameters are, by name; by default whole, in the memory of the device.
+            state: on-chip state of the optimiser, by name; in a subgraph, inputs by reference.
+            largest: for automatic loss scaling, the largest magnitude of the float16 gradients before their reduction;
+                by default that of the given gradients of float16 parameters.
+            stored: location of the parameters, by name; by default whole, in device memory.
         """
         names = [name for name in self.names if name in gradients]
         if not names:

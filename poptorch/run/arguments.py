@@ -80,10 +80,10 @@ class Binder:
         """Convert parameter values, as returned by `bind`, back to call arguments `args, kwargs`.
 
         Args:
-            values: of all parameters.
-            positional: how many arguments are given by their positions.
-            wanted: names of the parameters that are given a value. Others have it by default; a function around the
-                one that has these parameters may want to say something else.
+            values: values of all parameters.
+            positional: number of positional arguments.
+            wanted: names of the parameters to pass a value for. Others use their default; a wrapping function may have
+                another default than the one with these parameters.
         """
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
@@ -108,7 +108,7 @@ class Signature:
         kwargs: keyword arguments of the first call.
         looked_at: names of the values beside tensors that are a part of the program, as `forward` looks at them, and
             those by `numbers_of`; `None` stands for all.
-        carries_numbers: whether other values may be numbers wherever they are, not only beside tensors or texts.
+        carries_numbers: whether carried values may be numbers anywhere, not only in arguments with tensors or texts.
 
     Raises:
         Error, AssertionError: if they cannot be bound; see `Binder.bind`.
@@ -116,8 +116,8 @@ class Signature:
 
     Attributes:
         leaves: name, shape and dtype of each tensor, in the order of `check` and `arguments`.
-        carries: whether there are values that may be others in each call.
-        carries_numbers: as given.
+        carries: whether some values may differ in each call.
+        carries_numbers: as passed.
 
     Example:
         >>> forward = lambda x, mask=None: x
@@ -216,7 +216,7 @@ class Signature:
         """Call arguments whose attributes `forward` may set; see `Structure.objects`.
 
         Args:
-            args, kwargs: those of a call that `check` has found to match.
+            args, kwargs: arguments of a call that `check` accepted.
         """
         if not self._has_objects:
             return []
@@ -228,7 +228,7 @@ class Signature:
 
         Args:
             tensors: the tensors.
-            hides: whether values that are carried are hidden, to see whether `forward` looks at them.
+            hides: whether carried values are hidden, to detect whether `forward` inspects them.
         """
         left = Components(iter(tensors), hides=hides)
         values = {name: structure.build(left) for name, structure in self._structures.items()}

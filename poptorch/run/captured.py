@@ -52,7 +52,7 @@ def captured_model(
     """Capture a model for given tensor layouts, and check that it can be compiled. Return capture and output structure.
 
     Args:
-        places: where in memory the tensors of a micro-batch are; see `layouts_of`.
+        places: layouts of the tensors of a micro-batch in memory; see `layouts_of`.
         told: the warnings of tensors of the host that have been given; it is filled.
         has_fewer_rows: the program is for fewer rows than another one, which the options allowed.
         counts: the numbers of the module that the program carries, or all that it can: `None`.
@@ -141,7 +141,7 @@ def _counting(plain: Captured, capture: Callable[[Tape], _Capture], counts: Coll
             try:
                 found.append((tape, capture(tape)))
                 wanted |= found[-1][1][0].changed
-            except Exception as problem:  # whatever it is: what is not written in Python may have met a counter
+            except Exception as problem:  # any error: code that is not written in Python may have received a counter
                 logger.debug("Numbers that `forward` changes are not carried.", exc_info=True)
                 if not tape.refused and (tape.is_natural or isinstance(problem, TypeError)):
                     return None
@@ -166,7 +166,7 @@ def _with_numbers(
     numbers, slots = together
     carried = {f"model.{name}" for name in tape.first}
     shown = {text: line for text, line in plain.carried.items() if text.removeprefix("model.") in tape.texts}
-    changes = plain.carried | captured.carried  # what cannot be put back changes once
+    changes = plain.carried | captured.carried  # changes that cannot be undone occur once
     others = {text: line for text, line in changes.items() if text not in carried}
     return replace(captured, numbers=numbers, slots=slots, carried=others, shown=shown), answer, ambient
 

@@ -17,7 +17,7 @@ class ChangeWarnings:
     Args:
         host: the model.
         training: whether the wrapper trains it.
-        writes: its tensors that were written on the host.
+        writes: writes to its tensors on the host.
     """
 
     def __init__(self, host: HostModel, training: bool, writes: HostWrites) -> None:

@@ -40,7 +40,7 @@ _turn = threading.RLock()
 @contextmanager
 def compiling() -> Iterator[None]:
     """Context manager that serializes model compilation: captured modules hold tensors without data."""
-    with _turn, torch.inference_mode(False):  # within it no gradients flow, whatever one says
+    with _turn, torch.inference_mode(False):  # otherwise no gradients would flow
         yield
 
 
@@ -68,14 +68,14 @@ def compiled_model(
         model: the model.
         args, kwargs: arguments of a call.
         options: the options.
-        trainer: the optimiser, which is told of the program; `None` if nothing is trained.
-        read: gives the host's values of parameters and buffers. It is kept if the model is cut.
+        trainer: optimiser, which the program is registered with; `None` without training.
+        read: function that returns the host's values of parameters and buffers. It is kept if there are graph breaks.
         has_fewer_rows: the program is for fewer rows than another one, with which it shares the optimiser.
         carries_numbers: see `Signature`.
         counts: see `captured_model`.
 
     Raises:
-        poptorch.Error: for an op that is not supported, a loss that is missing, and whatever else is wrong.
+        poptorch.Error: for an unsupported op, a missing loss, and any other error of the model.
     """
     ir = popxl.Ir(replication=options.replication)
     groupings = _groupings(ir, model, options)
@@ -150,7 +150,7 @@ def _hiding(
     """Capture a model, hiding non-tensor values that it does not read.
 
     Args:
-        signature_of: gives a signature, for the names of values that it looks at; `None` stands for all.
+        signature_of: function that returns a signature, from the names of inspected values; `None` for all.
         capture: captures it.
     """
     signature, way, known = _hidden(signature_of, capture)
@@ -171,14 +171,14 @@ def _hidden(
         try:
             way = capture(signature)
         except HiddenValueAccess as look:
-            looked_at |= {look.name, *({look.numbers} & has_numbers)}  # it looks at two: at others, too, most often
+            looked_at |= {look.name, *({look.numbers} & has_numbers)}  # two usually mean more
             has_numbers |= {look.numbers} - {""}
-        except Exception:  # whatever it is: what is not written in Python may have met something hidden
+        except Exception:  # any error: code that is not written in Python may have received a hidden value
             logger.debug("Values beside tensors are a part of the program.", exc_info=True)
             break
         else:
             known = capture(signature_of(None))
-            # Where ways part, one may look at what others do not. And what asks for a `type` is not noticed.
+            # One path may inspect values that others do not. And a check of the `type` is not noticed.
             is_same = not known.cuts and known.captured.trace.is_like(way.captured.trace)
             return signature, way if is_same else None, known
     return signature, None, None
@@ -196,10 +196,10 @@ def carries(
 
     Args:
         model: the model.
-        compiled: what was made of it.
+        compiled: compiled model.
         args, kwargs: the arguments.
         options: the options of the program.
-        training: whether it trains.
+        training: whether the model is trained.
     """
     first = compiled.signature.arguments(
         torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in compiled.signature.leaves

@@ -1,8 +1,8 @@
 """`Compiled`: a compiled model, and its data transfers to and from the device.
 
-It is made of a captured model (`Compiled.of`) or of a file (`poptorch.run.saving`). It knows arrays and tensors, and
-one structure of arguments. Who holds the truth about weights, and when anything is transferred, is decided in
-`poptorch.run.executor`.
+It is made from a captured model (`Compiled.of`) or from a file (`poptorch.run.saving`). It handles arrays and tensors,
+and one structure of arguments. `poptorch.run.executor` decides whether the host or the device has the current weights,
+and when anything is transferred.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Result:
     """A program output, produced once per micro-batch.
 
     Attributes:
-        shape: of one of them.
-        count: how many each replica returns.
-        anchor: the name that the user gave it; empty for what the model returns.
+        shape: shape of one of them.
+        count: number of results of each replica.
+        anchor: name given by the user; empty for results of the model.
     """
 
     shape: tuple[int, ...]
@@ -58,10 +58,10 @@ class ProgramIO:
     """Program inputs, outputs and variables that the host accesses.
 
     Attributes:
-        inputs: by number of an input, its stream; inputs that are not used have none.
+        inputs: stream of each input, by number; unused inputs have none.
         outputs: the streams of the results.
-        variables: those of parameters and buffers, by name.
-        written: names of those that `forward` overwrites. Each replica has a value of its own of them.
+        variables: variables of parameters and buffers, by name.
+        written: names of those that `forward` overwrites. Each replica has its own value of them.
         numbers: the stream of the numbers of the optimiser, if it has any that change.
         state: the variables of its state, by name.
         random: the variable of random numbers, if there are any.
@@ -99,27 +99,27 @@ class Compiled:
     """A model compiled for a given argument structure, initially detached from any device. Threads may share it.
 
     Args:
-        signature: what arguments have to look like.
-        batching: how rows are dealt.
-        structure: of what the model returns.
-        constants: by number of a result, the numbers of those that the program does not compute.
-        results: what the program returns: results of the model, anchored tensors, inputs that are overwritten.
+        signature: signature of the arguments.
+        batching: distribution of the rows.
+        structure: structure of the model's result.
+        constants: numbers of results that the program does not compute, by number of the result.
+        results: results of the program: those of the model, anchored tensors, inputs that are overwritten.
         rewritten: numbers of the inputs that are overwritten.
-        ends: what of the program the host has to do with.
+        ends: inputs, outputs and variables of the program for the host.
         session: runs the program.
         seed: seed of the random numbers.
         checks: run op by op, and raise where a number is not finite.
-        host_functions: those that the program calls.
+        host_functions: host functions called by the program.
         read: the buffers whose numbers are a part of the program, with these numbers.
         is_synthetic: fetch no result; there are zeros in their place, whose shapes are right.
         frozen: tensors of the host whose numbers are a part of the program.
         counting: the numbers of the module that `forward` changes, which the host computes.
 
     Attributes:
-        signature, structure: as given, until more values are found to be carried.
-        ends, session, seed, read, counting: as given.
+        signature, structure: as passed, until more values are found to be carried.
+        ends, session, seed, read, counting: as passed.
         anchored: the tensors that are anchored, of the last call, by the names that the user gave them.
-        version: how often variables have been written.
+        version: number of writes to the variables.
     """
 
     def __init__(
@@ -182,11 +182,11 @@ class Compiled:
 
         Args:
             tensors: the tensors.
-            objects: the objects among the arguments, as `signature.objects` returns them. What the model does to their
-                attributes is done to them.
+            objects: objects among the arguments, as returned by `signature.objects`. Their attributes are changed as by
+                the model.
 
         Raises:
-            poptorch.Error: for what the running program meets; if a tensor that is overwritten shares its memory with
+            poptorch.Error: for errors of the running program; if a tensor that is overwritten shares its memory with
                 another.
             Exception: whatever a function raises that the program calls on the host.
         """
@@ -220,7 +220,7 @@ class Compiled:
                 results.append(from_numpy(array.reshape(shape)))
         except DeviceError as problem:
             raise Error(str(problem), "popxl_runtime_error") from problem
-        self._moments = asked, given, ready, perf_counter()  # all at once, as other threads set them, too
+        self._moments = asked, given, ready, perf_counter()  # in one assignment, as other threads set them too
         return results
 
     def _check_apart(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -269,8 +269,8 @@ class Compiled:
         """Assemble a call's result from raw program outputs, and write back arguments overwritten by `forward`.
 
         Args:
-            tensors: those of the call, as for `run`.
-            results: as `fetched` returns them.
+            tensors: tensors of the call, as for `run`.
+            results: results of `fetched`.
             objects: as for `run`.
         """
         of_model = results

@@ -14,7 +14,7 @@ def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
     One device stands for as many units as a program asks for, up to 64.
 
     Args:
-        num_ipus: how many.
+        num_ipus: number of IPUs.
     """
     return 1 <= num_ipus <= MAX_UNITS
 

@@ -1,9 +1,9 @@
 """`PoplarExecutor`: the user-facing wrapper of a model.
 
-It decides when a model is compiled, who holds the truth about weights and the state of the optimiser, and when either
-is transferred. Programs make one with the functions of `poptorch.run.wrapping`. What it is made of, each by itself: the
-model on the host, `poptorch.run.host_model`, and how that notices that it is read, `poptorch.run.weights`; how it is
-compiled, `poptorch.run.compilation`, and what comes of that, `poptorch.run.compiled`; the optimiser and its state,
+It decides when a model is compiled, whether the host or the device has the current weights and optimiser state, and
+when either is transferred. The functions of `poptorch.run.wrapping` create it for programs. Its parts: the model on the
+host, `poptorch.run.host_model`, and detection of reads, `poptorch.run.weights`; compilation,
+`poptorch.run.compilation`, and its result, `poptorch.run.compiled`; the optimiser and its state,
 `poptorch.run.trainer`; files, `poptorch.run.saving`.
 """
 
@@ -76,19 +76,19 @@ def _check_autocast(then: torch.dtype | None, now: torch.dtype | None) -> None:
 class PoplarExecutor:
     """Model on a device, created by `poptorch.trainingModel` or `poptorch.inferenceModel`.
 
-    It is called as the model is. The first call compiles it for arguments like those given; `destroy` undoes that.
-    Attributes that it does not have are those of the model. What is set through it before it is compiled counts:
-    `wrapper.eval()`, methods of one's own, `wrapper.scale = 2`, `wrapper.layer.eval()`; what is set on the model after
-    it was wrapped does not. Several threads may call it: their runs take turns.
+    It is called like the model. The first call compiles it for its arguments; `destroy` undoes that. Other attributes
+    are those of the model. Settings made through the wrapper before compilation count: `wrapper.eval()`, replaced
+    methods, `wrapper.scale = 2`, `wrapper.layer.eval()`; later settings on the model itself do not. Several threads may
+    call it: their runs take turns.
 
     Args:
-        model: the module, a function, or another executor, whose model is meant. Of what `torch.compile` has made it is
-            what that was made of.
+        model: module, function, or another executor, whose model is used. The original of a `torch.compile` result is
+            used.
         options: the options; they cannot be changed any more.
-        training: whether it trains the model.
+        training: whether to train the model.
         poptorch_version: the version that the program was written for; no effect.
         optimizer: for training, an optimiser of `poptorch.optim` or `torch.optim`.
-        user_model: the module that is told to the user; by default the model.
+        user_model: module shown to the user; by default the model.
 
     Raises:
         poptorch.Error: if `model` cannot be called, `options` is no `Options`, or they do not fit.
@@ -133,7 +133,7 @@ class PoplarExecutor:
         self._kinds: SignatureCache | None = None
         self._smaller: SmallerBatches | None = None
         self._is_loaded = False  # of a file, without the code of the model
-        self._lock = threading.RLock()  # for what a call may have to do before its run
+        self._lock = threading.RLock()  # for work of a call before its run
         self._forgotten: weakref.finalize | None = None
         self._form: tuple[tuple[str, Any], ...] = ()  # of the module that the program was made for
         self._random_state: list[int] | None = None  # of a program that was given up
@@ -156,11 +156,11 @@ class PoplarExecutor:
         """Run the model on the device, using a complete run's rows.
 
         Returns:
-            What the model returns, in its structure, with results of all the micro-batches that the output mode says.
+            The model's result, in its structure, with results of all the micro-batches selected by the output mode.
 
         Raises:
-            poptorch.Error: if the arguments are not as they were when it was compiled, for what the running program
-                meets, and as `compile` does.
+            poptorch.Error: if the arguments differ from those at compilation, for errors of the running program, and as
+                for `compile`.
             AssertionError: if the model was compiled for no device of this machine.
         """
         self._take_changes()
@@ -294,7 +294,7 @@ class PoplarExecutor:
         """Compile the model for given arguments.
 
         Raises:
-            poptorch.Error: for an op that is not supported, a loss that is missing, and whatever else is wrong.
+            poptorch.Error: for an unsupported op, a missing loss, and any other error of the model.
         """
         with compiling():
             self._compile(args, kwargs)
@@ -483,7 +483,7 @@ class PoplarExecutor:
         compiled.detach()
 
     def _attach(self, compiled: Compiled | BrokenGraph) -> None:
-        self._trainings.have_news(self._instrumented)  # brings home what is stale
+        self._trainings.have_news(self._instrumented)  # copies stale values back
         compiled.attach(self._on_host.read_values())
         self._host_writes.forget()
 
@@ -604,18 +604,18 @@ class PoplarExecutor:
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Train with this optimiser's current settings from now on. Another optimiser class needs another wrapper.
 
-        Nothing is transferred but numbers; if it has other parameters, or other groups of them, the next call compiles
-        the model again. If it is another object than before, that one's state comes home; and the
-        state that this one has goes to the device before the next run.
+        Only numbers are transferred; with other parameters, or other groups of them, the next call compiles the model
+        again. For another optimiser object, the state of the old one is copied back, and the state of the new one is
+        transferred before the next run.
 
         Args:
             optimizer: the optimiser. Later changes of its numbers, by a schedule for example, and of its state have an
                 effect at the next call; it need not be set again.
 
         Raises:
-            poptorch.Error: if the model is not for training, or the optimiser differs from the one that it was compiled
-                with in what is a part of the program.
-            ValueError: if gradients would have to be accumulated in another way than the model was compiled for.
+            poptorch.Error: if the model is not for training, or the optimiser differs from the one at compilation in a
+                part that is constant in the program.
+            ValueError: if it requires another accumulation of gradients than the compiled model.
         """
         if self._trainer is None:
             raise createPoptorchError("setOptimizer: an inference model has no optimizer.")
@@ -677,9 +677,9 @@ class PoplarExecutor:
 
         Args:
             filename: the file; in a folder, `model.poptorch`. Folders that are missing are made.
-            export_model: with the weights, the optimiser and its state, for `poptorch.load`; else for `loadExecutable`
-                only.
-            save_rng_state: with the state of random numbers.
+            export_model: whether to save the weights, the optimiser and its state, for `poptorch.load`; otherwise the
+                file is for `loadExecutable` only.
+            save_rng_state: whether to save the state of random numbers.
 
         Raises:
             poptorch.Error: if the model is not compiled, or something cannot be saved as data.
@@ -757,8 +757,8 @@ class PoplarExecutor:
             short_name: the name that `options.anchorTensor` gave it.
 
         Returns:
-            Its values, of as many micro-batches as the output mode of the anchor says, joined as results are. Numbers
-            of the optimiser and its state are as they are now.
+            Its values, for the micro-batches selected by the output mode of the anchor, joined like results.
+            Hyperparameters and optimiser state have their current values.
         """
         anchors = self._options.anchored_tensors
         assert short_name in anchors, (
@@ -790,7 +790,7 @@ class PoplarExecutor:
         Inputs of all steps go to the device at once, and results come back at once, so steps have the same times.
 
         Returns:
-            Under `"input"` (the first input was asked for), `"input_complete"`, `"output"` and `"output_complete"` for
+            Under `"input"` (the first input was requested), `"input_complete"`, `"output"` and `"output_complete"` for
             each input or result a list of times, one for each micro-batch.
         """
         return self._times.counters()

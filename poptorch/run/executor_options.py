@@ -38,7 +38,7 @@ def for_fewer_rows(options: Options, batching: Batching) -> Options:
     """Copy options for a run with different batching.
 
     Raises:
-        poptorch.Error: if results of every Nth iteration are asked for.
+        poptorch.Error: if results of every Nth iteration are requested.
     """
     if options.output_mode is OutputMode.EveryN:
         raise createPoptorchError(

@@ -1,13 +1,13 @@
 """`BrokenGraph`: a model split into subgraphs by graph breaks, where the host inspects data.
 
-What it does is a tree. Each node is a program, and what the host does after it. The branch to go on by is named by what
-the host makes: shapes of tensors, and numbers of Python's. A branch that is not there yet is captured and compiled when
-a call comes to it; those used last are kept. Values that later programs need are handed on by the host.
+It is a tree. Each node is a program, followed by a host operation. The results of the host operation, shapes of tensors
+and Python numbers, select the next branch. A missing branch is captured and compiled when a call reaches it; the most
+recently used are kept. Values that later programs need are passed on by the host.
 
-A capture goes through all of `forward`, so it makes all programs of a way. They are the same up to where ways part:
-the same function does the same there. So a value is known, in all of them, by its `ValueId`.
+A capture goes through all of `forward`, so it makes all programs of a path. Paths have equal programs up to their
+branching point: the same function does the same there. So a value is identified, in all of them, by its `ValueId`.
 
-A model for training is cut in another way: see `poptorch.run.trained_graph_breaks`.
+A model for training is split in another way: see `poptorch.run.trained_graph_breaks`.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class BrokenGraph:
     """A model compiled as several subgraphs, with `Compiled`'s interface where that needs no single program.
 
     Args:
-        capture: captures the model once more: for these tensors, and what was made at the first cuts.
-        capturing: a context in which that may be done.
-        way: how it was captured first.
-        signature: what its arguments look like.
-        batching: how rows are dealt; there is one micro-batch.
+        capture: function that captures the model again: for these tensors, and results of the first breaks.
+        capturing: context in which captures are possible.
+        way: path of the first capture.
+        signature: signature of the arguments.
+        batching: distribution of the rows; there is one micro-batch.
         options: the options.
-        host: gives the values of parameters and buffers.
+        host: function that returns the values of parameters and buffers.
         seed: seed of the random numbers.
 
     Raises:
@@ -172,10 +172,10 @@ class BrokenGraph:
 
         Args:
             way: the way.
-            places: where its values come from.
+            places: sources of its values.
             parts: the parts, from the first one on.
             needed: the values that are needed after the last of them.
-            with_effects: whether ops are kept that nothing uses, for their effect.
+            with_effects: whether to keep unused ops that have effects.
         """
         trace, (begins, ends) = way.captured.trace, segment_bounds(way)
         ordered = {place: i for i, place in enumerate(places.value)}
@@ -224,7 +224,7 @@ class BrokenGraph:
         )
         host = {name: array for name, array in self._host().items() if name in state}
         if self._is_attached:
-            host |= self.weights(state)  # of which the host may have others by now
+            host |= self.weights(state)  # the host may have changed these meanwhile
         compiled = compile_captured(
             popxl.Ir(replication=1),
             captured,

@@ -1,7 +1,7 @@
 """Detection of user changes to a module after compilation: hooks, methods, attribute contents.
 
-A program is what `forward` did before, so the user is warned. `host_writes.py` detects changes of parameters, buffers
-and layers.
+A program is the earlier `forward`, so the user is warned. `host_writes.py` detects changes of parameters, buffers and
+layers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class HostChanges:
     """Detects module changes without effect on the device.
 
     Args:
-        module: the module. What it is now is what it was compiled as.
+        module: module, in the state of its compilation.
 
     Example:
         >>> module = torch.nn.Linear(2, 3)

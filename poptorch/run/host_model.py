@@ -28,11 +28,11 @@ class HostModel:
         poptorch.Error: if it is, or has, a module of `torch.jit`.
 
     Attributes:
-        call: what is called.
+        call: function to call.
         module: the same, if it is a module.
-        attributes: those that the module has now, and what is set in `setting`.
-        grouped: its parameters with a value for each group of replicas, by name.
-        told: what was told of tensors of the host in it.
+        attributes: current attributes of the module, and those set in `setting`.
+        grouped: parameters with a value for each group of replicas, by name.
+        told: warnings given about host tensors in it.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:

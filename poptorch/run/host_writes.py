@@ -17,7 +17,7 @@ class HostWrites:
     """Detects host writes to parameters and buffers already read by a device.
 
     Args:
-        module: whose tensors. What is written to the `data` of one is not noticed.
+        module: module of the tensors. Writes to the `data` of one are not noticed.
 
     Example:
         >>> module = torch.nn.Linear(2, 3)
@@ -34,7 +34,7 @@ class HostWrites:
         self._tensors: dict[str, torch.Tensor] = {}
         self._versions: dict[str, int] = {}
         self._places: dict[str, tuple[dict[str, Any], str, Any]] = {}
-        self._homes: list[tuple[str, dict[str, Any], int]] = []  # what holds them, and of how many
+        self._homes: list[tuple[str, dict[str, Any], int]] = []  # their holders, with the number of their tensors
         self._holders: tuple[dict[str, Any], ...] = ()
         self._keys: tuple[str, ...] = ()
         self._held: tuple[Any, ...] = ()

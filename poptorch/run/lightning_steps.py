@@ -1,9 +1,9 @@
 """A `LightningModule` step as a model, plus deferred execution of its host-side effects.
 
-A step is captured once, without numbers. What it does besides computing, `self.log(...)` and updates of metrics, is
-*deferred*: the capture notes each call, and the program returns the tensors among its arguments, those of every
-micro-batch. After a run the host makes the calls with these numbers. So Lightning sees what it sees elsewhere, and
-metrics of torchmetrics are updated as they are, micro-batch by micro-batch.
+A step is captured once, without numbers. Its host-side effects, `self.log(...)` and updates of metrics, are *deferred*:
+the capture records each call, and the program returns the tensors among its arguments, those of every micro-batch.
+After a run the host makes the calls with these numbers. So Lightning gets the same calls as without a program, and
+metrics of torchmetrics are updated unchanged, micro-batch by micro-batch.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class _DeferredCall:
 
     Attributes:
         function: the method.
-        arguments: its arguments and keyword arguments, flat.
-        structure: how they are arranged.
+        arguments: arguments and keyword arguments, flattened.
+        structure: structure of the arguments.
     """
 
     function: Callable[..., Any]
@@ -76,9 +76,9 @@ class _Log:
 
     Attributes:
         function: the method.
-        value: what is logged: a number of the program, the result of a call, or a metric.
+        value: value to log: a number of the program, the result of a call, or a metric.
         how: the other arguments, by name.
-        on_epoch: whether values are gathered over an epoch.
+        on_epoch: whether values are reduced over an epoch.
     """
 
     function: Callable[..., Any]
@@ -89,8 +89,8 @@ class _Log:
     def make(self, values: torch.Tensor, given: Sequence[torch.Tensor], batch: Any) -> None:
         """Log values of shape `[micro-batches, replicas]` as if each micro-batch had been logged.
 
-        Lightning keeps the last value, and reduces over an epoch. So the others are reduced at once. Replicas are
-        reduced as time is: so Lightning does with several processes.
+        Lightning keeps the last value, and reduces over an epoch. So the others are reduced together. Replicas are
+        reduced like steps, as Lightning does for several processes.
         """
         how = dict(self.how)
         reduce = how.get("reduce_fx", "mean")
@@ -118,11 +118,11 @@ _WHERE_TRACED = {"_enable_grad": True, "validate_args": False}
 class _OfMetric:
     """A metric's return value within a step: on the host, the deferred call's result; else the traced computation.
 
-    Most steps only log it, or leave it. If anything else is done to it, the metric becomes a part of the program.
+    Most steps only log it, or ignore it. Any other use makes the metric a part of the program.
 
     Args:
         call: the call that the host makes.
-        trace: makes the same call within the capture.
+        trace: function that makes the same call within the capture.
     """
 
     def __init__(self, call: _DeferredCall, trace: Callable[[], Any]) -> None:
@@ -165,9 +165,9 @@ class _Deferred:
     """Host-side effects of a step, recorded during a single capture.
 
     Attributes:
-        calls: of methods of metrics, in the order of the step.
-        logs: what is logged after them.
-        shapes: those of the tensors that the program has to return for them.
+        calls: calls of methods of metrics, in the order of the step.
+        logs: values logged after them.
+        shapes: shapes of the tensors that the program has to return for them.
     """
 
     calls: list[_DeferredCall] = field(default_factory=list)
@@ -179,8 +179,8 @@ class _Deferred:
 
         Args:
             numbers: the tensors that the program returns for it, those of all micro-batches.
-            batching: how many there are.
-            batch: what the step was given.
+            batching: number of micro-batches and replicas.
+            batch: argument of the step.
         """
         shape = batching.micro_batches, batching.groups.replicas
         count = prod(shape)
@@ -209,8 +209,8 @@ class _Noting:
     """Records a step's host-side effects during capture.
 
     Attributes:
-        deferred: what has been noted.
-        tensors: what the program has to return.
+        deferred: recorded calls.
+        tensors: tensors that the program has to return.
         logged: the numbers among them that are logged.
     """
 
@@ -260,8 +260,8 @@ class Step(torch.nn.Module):
 
     Args:
         module: the module.
-        name: which of its steps.
-        keywords: what the last of the indices are called.
+        name: name of the step.
+        keywords: names of the last of the indices.
     """
 
     def __init__(self, module: LightningModule, name: str, keywords: tuple[str, ...]) -> None:
@@ -274,12 +274,12 @@ class Step(torch.nn.Module):
         """Execute the step's deferred host-side effects.
 
         Args:
-            returned: what this model has returned.
-            batching: how many micro-batches there were.
-            batch: what the step was given.
+            returned: result of this model.
+            batching: number of micro-batches.
+            batch: argument of the step.
 
         Returns:
-            What the step returns.
+            The result of the step.
         """
         result, numbers, capture = returned
         self._captures.made[capture].make(numbers, batching, batch)
@@ -306,7 +306,7 @@ class Step(torch.nn.Module):
                 f"{type(self.module).__name__}.training_step should return the loss, or a dict with it as 'loss'; got "
                 f"{type(result).__name__}. A step that is captured cannot be skipped."
             )
-        # The first of them all: what is logged may be a loss in itself, which is not to be a second one of the model.
+        # The first of all: a logged value may be an identity loss, which must not be a second loss of the model.
         loss = torch.stack([loss, *(each.to(loss.dtype) for each in logged)])[0]
         loss = identity_loss(loss, "none")
         return {**result, "loss": loss} if isinstance(result, Mapping) else loss

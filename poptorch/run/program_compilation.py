@@ -43,13 +43,13 @@ def compile_captured(
     Args:
         ir: an empty Ir for the program.
         captured: the model.
-        answer: the structure of what it returns.
-        signature: what it was captured for.
-        batching: how rows are dealt.
+        answer: structure of its result.
+        signature: signature of the capture.
+        batching: distribution of the rows.
         options: the options.
         update: the optimiser, for training.
-        count: how many variable numbers it has.
-        groupings: of the parameters that differ between groups of replicas.
+        count: number of its variable hyperparameters.
+        groupings: groupings of the parameters that differ between groups of replicas.
         host: the values of parameters and buffers.
         anchors: the tensors to anchor, by the names that the user gives them.
         seed: seed of the random numbers.

@@ -1,19 +1,18 @@
 """Serialization of compiled models to files, for execution elsewhere or later without recapture or recompilation.
 
-The file is a container (`popxl.base.container`). Its JSON says how the program is called: arguments, results, options,
-the optimiser's numbers, the random state. Its blobs are:
+The file is a container (`popxl.base.container`). Its JSON describes the calls of the program: arguments, results,
+options, the optimiser's hyperparameters, the random state. Its blobs are:
 
     tensors     the numbers of parameters and buffers, and of constants, as safetensors
     session     the program with the values of its variables, as `popxl.Session.save` writes it
 
 Formats 2 and 3, of earlier versions, are ZIP archives of the same parts.
 
-All of it is read as data: no Python object is unpickled and nothing is imported, so the module that `poptorch.load`
-returns is a plain one. Arguments and results may be named tuples, dataclasses and subclasses of dictionaries; they come
-back as objects of their classes if the program has imported these, otherwise of similar ones: see
-`poptorch.run.serialization`.
-Models whose arguments or results hold other objects of classes of one's own cannot be saved. The session does hold
-machine code, which runs when the model is called. Load files from those only whom you would let run programs.
+All of it is read as data: no Python object is unpickled and nothing is imported, so `poptorch.load` returns a plain
+module. Arguments and results may be named tuples, dataclasses and subclasses of dictionaries; they become objects of
+their classes if the program has imported these, otherwise of similar ones: see `poptorch.run.serialization`.
+Models whose arguments or results hold other objects of your own classes cannot be saved. The session does contain
+machine code, which runs when the model is called. Load files only from sources that you trust to run programs.
 """
 
 from __future__ import annotations
@@ -74,11 +73,12 @@ class _Call(_FileModel):
     """A program's calling convention: arguments, results, constants; see `Compiled`.
 
     Attributes:
-        parameters: of `forward`: name, kind and default of each; no default is an empty list, a value a list of one.
+        parameters: parameters of `forward`: name, kind and default of each; no default is an empty list, a value a list
+            of one.
         args, kwargs: arguments, as data.
-        result: what `forward` returns, as data.
+        result: result of `forward`, as data.
         constants: numbers of the results that are constants.
-        results: shape, count and anchor of what the program returns.
+        results: shape, count and anchor of the program's results.
         rewritten: numbers of the inputs that are overwritten.
         read: names of the buffers whose numbers are a part of the program.
     """
@@ -162,9 +162,9 @@ class _Tensor(_FileModel):
 
     Attributes:
         of: the name under which its numbers are: of tied ones, the first.
-        parameter: whether it is one.
-        requires_grad: whether it does.
-        persistent: of a buffer, whether `state_dict` has it.
+        parameter: whether it is a parameter.
+        requires_grad: whether it requires a gradient.
+        persistent: for a buffer, whether `state_dict` has it.
     """
 
     of: str
@@ -187,9 +187,9 @@ class _About(_FileModel, _Stamp):
     Attributes:
         training: whether the program trains.
         options: the options.
-        call, ends: what goes in and out.
-        grouped: of parameters that differ between replicas: number of replicas, size, stride, how they come back.
-        seed: what random numbers began with; `None` if their state was not to be saved.
+        call, ends: inputs and outputs.
+        grouped: for parameters that differ between replicas: number of replicas, size, stride, retrieval mode.
+        seed: seed of the random numbers; `None` if their state was not saved.
         optimizer: the optimiser that the program was made with, as it was then.
         model: the module; `None` if it was not to be saved.
         counting: the numbers that the host computes for each run.
@@ -362,14 +362,14 @@ class Saved:
 
     Args:
         name: name of the file.
-        about: its first part.
+        about: JSON part of the file.
         tensors: numbers, by name.
         session: the program.
 
     Attributes:
         training: whether the program trains.
         grouped: the parameters that differ between replicas.
-        has_model: whether the module is in the file, too.
+        has_model: whether the file contains the module.
     """
 
     def __init__(self, name: str, about: _About, tensors: Mapping[str, torch.Tensor], session: bytes) -> None:

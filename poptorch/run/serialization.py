@@ -1,9 +1,9 @@
 """Serialization: Python values to JSON data and back. Deserialization creates only types listed here.
 
 Named tuples, dataclasses, and subclasses of tuples, lists and dictionaries are written with the names of their classes.
-They come back as these if the program that reads them has imported them; then they are filled without being called. No
-name has anything imported. Else, and for classes of Python's own library, there is something like it: a named tuple or
-a dataclass with the same name and fields, a plain tuple, list or dictionary.
+They are read as instances of these if the program has imported them, and filled without a call of the class. Reading
+imports nothing. Otherwise, and for classes of Python's own library, a similar object takes their place: a named tuple
+or a dataclass with the same name and fields, a plain tuple, list or dictionary.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def to_data(value: Any, name: str) -> Any:
     Args:
         value: a number, string, `None`, slice, range, dtype, enum of poptorch, NumPy array or tensor; or a tuple, list,
             set, dictionary or dataclass of these, subclasses included.
-        name: what messages call it.
+        name: name of the value in messages.
 
     Raises:
-        poptorch.Error: if it is something else, or an object for which there is a parser.
+        poptorch.Error: for any other value, or an object with a registered parser.
     """
     kind = type(value)
     if kind is float and not math.isfinite(value):
@@ -226,7 +226,7 @@ def _dtype(name: str) -> torch.dtype:
 
 # Options --------------------------------------------------------------------------------------------------------------
 
-_OF_THE_PROCESS = ("Distributed.",)  # what the environment says
+_OF_THE_PROCESS = ("Distributed.",)  # set by the environment
 
 
 def options_to_data(options: Options) -> dict[str, Any]:
@@ -282,10 +282,10 @@ class OptimizerData(BaseModel):
     """A serialized optimiser: hyperparameters, and names of trained parameters.
 
     Attributes:
-        kind: its class; of a class of the user's, the one above it.
-        numbers: what its constructor takes.
+        kind: class of the optimiser; for a user's class, its base class.
+        numbers: arguments of its constructor.
         groups: the numbers of each parameter group, with the names of its `"params"`.
-        variable: which numbers are variable, if it is one of poptorch.
+        variable: names of variable hyperparameters, for optimisers of poptorch.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -300,8 +300,8 @@ class OptimizerData(BaseModel):
         """Serialize an optimiser's current hyperparameters.
 
         Args:
-            optimizer: of one of the classes that models can be trained with.
-            parameters: of the model, by name. Others are left out.
+            optimizer: optimiser of a class that models can be trained with.
+            parameters: parameters of the model, by name. Others are left out.
         """
         kind = next(name for c in type(optimizer).__mro__ for name, known in _CLASSES.items() if c is known)
         names = {id(p): name for name, p in parameters.items()}

@@ -1,7 +1,7 @@
 """`SignatureCache`: a signature cache, with one program per argument signature.
 
-It serves `generate` of `transformers`: a prompt goes through the model at once, and then one token after the other.
-Its loop runs on the host; `intercept_calls` has each call that it makes of the module go to the device.
+It serves `generate` of `transformers`: the model first processes the prompt as a whole, and then one token at a time.
+The loop runs on the host; `intercept_calls` redirects each of its calls of the module to the device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SignatureCache:
 
     Args:
         make: wraps the model once more.
-        kept: how many are kept.
+        kept: maximal number of programs.
     """
 
     def __init__(self, make: Callable[[], _Wrapped], kept: int) -> None:

@@ -1,7 +1,7 @@
 """`SmallerBatches`: programs for batches with fewer rows than a model was compiled for.
 
-A typical case is the last batch of a data set. Each program has variables of its own: it is given what the model's has,
-runs, and gives back what it leaves.
+A typical case is the last batch of a data set. Each program has its own variables: it gets the values of the model's
+program before a run, and returns them afterwards.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Run:
     """A program run on a subset of a smaller batch's rows.
 
     Attributes:
-        batching: how they are dealt.
+        batching: distribution of the rows.
         args, kwargs: the arguments with these rows.
     """
 
@@ -46,7 +46,7 @@ class SmallerBatches:
     """LRU cache of programs for a model's smaller batches.
 
     Args:
-        whole: the model, compiled for whole batches.
+        whole: model compiled for whole batches.
         forward: the function whose parameters the arguments are for.
         options: the options.
         training: whether the model is trained.
@@ -56,13 +56,13 @@ class SmallerBatches:
         self._whole, self._forward, self._options, self._training = whole, forward, options, training
         self._batching = Batching.of(options, training)
         self._programs: list[Program] = []  # that used last is the last
-        self._versions: dict[int, int] = {}  # of what each of them has been given
+        self._versions: dict[int, int] = {}  # versions of the values that each of them has received
         self._has_told = False
 
     def runs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Run]:
         """Split a smaller batch into runs; empty if tensors differ from full batches in more than row counts.
 
-        What is no tensor may be other than it was: the programs are compiled for what there is.
+        Arguments that are not tensors may change: the programs are compiled for the current ones.
         """
         try:
             signature = Signature(self._forward, args, kwargs)
@@ -126,10 +126,10 @@ class SmallerBatches:
         Args:
             runs: the runs.
             make: compiles the model for one.
-            numbers: those of the optimiser.
+            numbers: hyperparameters of the optimiser.
 
         Raises:
-            poptorch.Error: as a call of the model does; if results of several runs cannot be one.
+            poptorch.Error: as for a call of the model; if results of several runs cannot be combined.
         """
         results: list[list[torch.Tensor]] = []
         for run in runs:

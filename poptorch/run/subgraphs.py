@@ -24,8 +24,8 @@ class ExecutionPath:
 
     Attributes:
         captured: the model.
-        answer: the structure of what it returns.
-        cuts: where it is cut.
+        answer: structure of the model's result.
+        cuts: graph breaks of the path.
     """
 
     captured: Captured
@@ -38,8 +38,8 @@ class Content:
     """Ops, inputs and outputs of a subgraph between two graph breaks.
 
     Attributes:
-        nodes: its ops.
-        given, wanted: what it takes from before, and what it gives to what comes after it.
+        nodes: ops of the subgraph.
+        given, wanted: values from earlier subgraphs, and values for later ones.
     """
 
     nodes: list[Node]
@@ -56,12 +56,12 @@ class Subgraph:
     """A subgraph between two graph breaks.
 
     Attributes:
-        content: what the program does; `None` if that could not be found out.
-        ops: what `forward` does there, by name.
-        make: makes the program; `None` if that has been done, or there is nothing to do.
+        content: contents of the program; `None` if unknown.
+        ops: names of the ops of `forward` in it.
+        make: function that makes the program; `None` if it is made, or there is nothing to do.
         compiled: the program.
-        cut: what the host does after it, and with what; `None` at the end.
-        after: what comes then.
+        cut: host operation after it, with its operands; `None` at the end.
+        after: subgraphs that follow, by key.
         way: at the end, how the model was captured to there.
         used: the number of the run that it was used in last.
     """
@@ -90,7 +90,7 @@ class ValueIds:
 
     Args:
         way: the way.
-        held: the buffers that are given to programs, and are no state of these.
+        held: buffers that are inputs of programs, instead of their state.
     """
 
     def __init__(self, way: ExecutionPath, held: Container[str] = ()) -> None:

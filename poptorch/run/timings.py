@@ -15,10 +15,10 @@ class Times:
     same times.
 
     Attributes:
-        inputs: for how many micro-batches each input is.
-        outputs: for how many micro-batches each result is.
-        asked, given: when the inputs were asked for, and when the device had them.
-        ready, taken: when the results were there, and when the host had them.
+        inputs: number of micro-batches of each input.
+        outputs: number of micro-batches of each result.
+        asked, given: time when the inputs were requested, and when the device had them.
+        ready, taken: time when the results were available, and when the host had them.
     """
 
     inputs: list[int] = field(default_factory=list)

@@ -1,12 +1,12 @@
 """`TrainedBrokenGraph`: a training model split into subgraphs by graph breaks, where the host inspects data.
 
-The program at the end of a way is a whole step, and is given what the host has made. It computes once more what
-gradients flow through, however often it is cut, so they flow as if there were no cut: through `hidden` in
-`hidden[labels > 0]`, and not through the places. The programs before make what the host looks at, and nothing else.
-What they make that has no gradient is handed on.
+The program at the end of a path is a whole step, and receives the results of the host. It recomputes all values that
+gradients flow through, for any number of breaks, so gradients flow as if there were none: through `hidden` in
+`hidden[labels > 0]`, and not through the positions. Earlier programs only compute the operands of the host. Their
+results without a gradient are passed on.
 
-Each end has variables of its own. What one has left, weights, state of the optimiser and of random numbers, goes to the
-one that comes next, by way of the host. Nothing is copied as long as the same one runs.
+Each end has its own variables. The final values of one, weights, state of the optimiser and of random numbers, are
+passed to the next one through the host. Nothing is copied as long as the same one runs.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class TrainedBrokenGraph(BrokenGraph):
     Args:
         of_parts: the arguments of `InParts`.
         update: the optimiser.
-        count: how many variable numbers it has.
+        count: number of its variable hyperparameters.
 
     Raises:
-        poptorch.Error: as `InParts` does; if something that draws random numbers, or has another effect, would have to
-            be done twice.
+        poptorch.Error: as for `BrokenGraph`; if ops that draw random numbers, or have another effect, would have to run
+            twice.
     """
 
     _holds_buffers = False  # the one program that is a step has them

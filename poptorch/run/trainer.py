@@ -39,10 +39,10 @@ class Trainer:
 
     Attributes:
         optimizer: the optimiser that was set last.
-        update: what the program has of it; `None` before there is one.
+        update: the program's view of it; `None` before there is one.
         made_with: the optimiser as it was when the program was made.
-        numbers: its variable numbers, as the program has them.
-        device: its state on the device. It is the optimiser's own, if that is one of poptorch.
+        numbers: hyperparameters in the program.
+        device: state on the device. It is the optimiser's own, for optimisers of poptorch.
 
     While there is a program, `optimizer.state` shows the state, too, in PyTorch's form: see `poptorch.run.mirrored`.
     """
@@ -58,9 +58,9 @@ class Trainer:
         self._compiled: Compiled | TrainedBrokenGraph | None = None
         self._is_offline = False
         self._parameters: dict[str, torch.Tensor] = {}
-        self._with_state: dict[str, torch.Tensor] = {}  # what the program keeps, and the parameter that it is for
+        self._with_state: dict[str, torch.Tensor] = {}  # state tensors of the program, by parameter
         self._said: tuple[list[Any], list[dict[str, Any]], list[int]] = [], [], []
-        self._is_apart = False  # another wrapper has other state of the same parameters, and that was told
+        self._is_apart = False  # another wrapper has other state of the same parameters, after a warning
         self._mirror: MirroredState | None = None
         self._shown: Any = None
 
@@ -75,12 +75,12 @@ class Trainer:
         """Read the optimiser, for a new or existing program.
 
         Args:
-            parameters: of the model, by name.
-            options: of the model.
-            groupings: those of parameters that differ between replicas.
+            parameters: parameters of the model, by name.
+            options: options of the model.
+            groupings: groupings of parameters that differ between replicas.
             made_with: the optimiser that the program was made with.
-            counted_apart: the parameters whose steps that program counts by themselves; by default, those that have
-                made fewer of them than others.
+            counted_apart: parameters whose steps the program counts separately; by default, those with fewer steps than
+                others.
 
         Raises:
             poptorch.Error: if the optimiser does not fit that.
@@ -182,7 +182,7 @@ class Trainer:
 
         Args:
             compiled: the program.
-            offline: it will not run.
+            offline: whether it will not run.
         """
         self._compiled, self._is_offline = compiled, offline
         assert self.update is not None
@@ -197,7 +197,7 @@ class Trainer:
         fetch, device = weakref.WeakMethod(self._fetch), self.device
         device.refresh()  # it may be connected to another program
         has_news = not device.pending and self._has_news(device.has_pending)
-        if device.has_pending and not device.pending:  # what another program has left
+        if device.has_pending and not device.pending:  # left by another program
             left, variables = device.content["ipu_state"] or {}, self._compiled.ends.state
             shapes = {name: variables[name].shape_on_host if name in variables else None for name in left}
             own = {name: t for name, t in left.items() if name.startswith(STEP) or t.shape == shapes[name]}
@@ -353,7 +353,7 @@ class Trainer:
         content = self.device.content["ipu_state"]
         if content is self._shown or content is None:
             return
-        with torch.inference_mode(False):  # others do not count how often they are written to
+        with torch.inference_mode(False):  # otherwise their version counters would change
             found = self.update.as_torch(content, self._parameters, self.numbers)
         for name, own in found.items():
             self._mirror.show(self._parameters[name], own)

@@ -44,7 +44,7 @@ def check_apart(tensors: Mapping[str, torch.Tensor], written: Container[str]) ->
 
     Args:
         tensors: parameters and buffers by name; those that are the same object have one name.
-        written: names of those that it overwrites.
+        written: names of the overwritten ones.
 
     Raises:
         Error: if one is.
@@ -72,7 +72,7 @@ def read_host_values(
     """Host values in device format: data for `popxl.variable`s. Arrays may share memory with tensors.
 
     Args:
-        module: whose parameters and buffers to read.
+        module: module with the parameters and buffers to read.
         groupings: the parameters with a value for each group of replicas.
         names: read these only.
 
@@ -90,7 +90,7 @@ def write(module: torch.nn.Module | None, arrays: Mapping[str, np.ndarray], grou
     """Overwrite parameters and buffers in place with device values. All values are checked before any write.
 
     Args:
-        module: whose parameters and buffers to write.
+        module: module with the parameters and buffers to write.
         arrays: values by name, in the shapes that `read_host_values` gives.
         groupings: the parameters with a value for each group of replicas.
 

@@ -1,9 +1,9 @@
 """Lazy copies of trained parameters and buffers from device to host: `LazyWeights`.
 
-A run changes what it writes on the device and nothing else: the weights that it trains, and the buffers that `forward`
-overwrites. The host's copies are *stale* from then on, and their first read anywhere copies the device's values
-back, once. Reads are intercepted by subclasses, which temporarily replace the classes of the module and of these
-parameters and buffers. Values are written in place, so that views and optimisers keep their tensors.
+A run changes only values on the device: the weights that it trains, and the buffers that `forward` overwrites. The
+host's copies are *stale* from then on, and their first read anywhere copies the device's values back, once. Reads are
+intercepted by subclasses, which temporarily replace the classes of the module and of these parameters and buffers.
+Values are written in place, so that views and optimisers keep their tensors.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class LazyWeights:
         module: the module. It and the tensors that the device changes get other classes, of the same types as before
             for `isinstance`; copies of them, and what is pickled, are of the classes that they had. `None` is a model
             without weights.
-        fetch: gives the device's values of what it changes by name, in the shapes that `write` takes. A bound method
-            does not keep its object alive.
+        fetch: function that returns the device's changed values by name, in the shapes that `write` takes. A bound
+            method does not keep its object alive.
         groupings: the parameters with a value for each group of replicas; looked at when values are transferred.
         changed: names of the tensors that the device changes, where the module is run and not trained; `None` stands
             for training, which may change all of them.
@@ -48,8 +48,9 @@ class LazyWeights:
         trains: whether the device trains the module.
         host, device: the versions of the values in the module and on the device. If the device's is larger, the module
             is stale. Values that come home, and values that other wrappers are to follow, are new versions.
-        is_thawed: whether somebody has set `requires_grad` of a tensor; set it to false once that is looked at.
-        has_given_data: whether the `data` of a tensor has been used since values came home: it may have been written.
+        is_thawed: whether `requires_grad` of a tensor has been set; reset it to false after the check.
+        has_given_data: whether the `data` of a tensor has been accessed since values were copied back: it may have been
+            written.
 
     Example:
         >>> module = torch.nn.Linear(2, 3, bias=False)
@@ -161,7 +162,7 @@ class LazyWeights:
         """Copy device values back, stale or not, into the tensors last uploaded, even if replaced in the module since.
 
         Args:
-            fetch: gives them; by default, those of what the device changes.
+            fetch: function that returns them; by default, the device's changed values.
         """
         version = self.device if self.is_stale else next(self._versions)
         with self._as_current():
@@ -231,7 +232,7 @@ class TrainingRegistry:
     """Registry of wrappers modifying a module's tensors, from another wrapper's perspective.
 
     Args:
-        module: the module that the wrapper runs. Others concern it if they change a parameter or buffer of it.
+        module: module that the wrapper runs. Other wrappers matter if they change a parameter or buffer of it.
 
     Example:
         >>> module = torch.nn.Linear(2, 3, bias=False)
@@ -265,7 +266,7 @@ class TrainingRegistry:
         """Copy back stale values. Return whether new values arrived since the previous call.
 
         Args:
-            own: what the wrapper itself changes. It is no news, and comes home before news overwrite it.
+            own: the wrapper's own changes. They do not count, and are copied back before newer values overwrite them.
         """
         news = [
             training
@@ -319,7 +320,7 @@ class _WatchedTensor(_Watched):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not all(issubclass(each, torch.Tensor) for each in types):
-            return NotImplemented  # whatever stands for a tensor there has to say what it stands for
+            return NotImplemented  # wrappers of tensors define the operation themselves
         for each in types:
             if issubclass(each, _Watched):
                 _refresh(each)

@@ -25,7 +25,7 @@ def trainingModel(
 
     Args:
         model: a module, a function, or another wrapper, whose model is meant. Its parameters are trained; attributes
-            such as `training` are taken as they are now.
+            such as `training` have their current values.
         options: the options; they are frozen.
         optimizer: an optimiser of `poptorch.optim` or `torch.optim`, by default `poptorch.optim.SGD` with a learning
             rate of 0.01.
@@ -71,7 +71,7 @@ def sessionOf(model: PoplarExecutor) -> popxl.Session:
     """The popxl session running a model: `ir` contains the program, `report` its resource requirements.
 
     Args:
-        model: one that is compiled.
+        model: a compiled one.
 
     Raises:
         poptorch.Error: if it is not.
@@ -97,7 +97,7 @@ def load(filename: str | os.PathLike[str], edit_opts_fn: Callable[[Options], obj
 
     Args:
         filename: the file.
-        edit_opts_fn: may change the options before they are used, as far as they are about running.
+        edit_opts_fn: function that may change runtime options before they are used.
 
     Raises:
         poptorch.Error: if the file holds nothing that can be read.

@@ -1,6 +1,6 @@
 """Options from files and JSON, restricted to calls of option methods.
 
-A line of a file is parsed, never executed: what may be in it is written out in `_value`.
+A line of a file is parsed, never executed: `_value` has the accepted syntax.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def run_lines(options: object, filepath: str | os.PathLike[str], names: Mapping[
     """Execute each line of a file as a method call on `options`.
 
     Args:
-        options: what the calls are made on.
+        options: object of the calls.
         filepath: the file.
-        names: what arguments may use, such as `poptorch`.
+        names: names for arguments, such as `poptorch`.
 
     Raises:
         ConfigFileError: if a line cannot be parsed, is no call, or its call fails.
@@ -36,7 +36,7 @@ def run_lines(options: object, filepath: str | os.PathLike[str], names: Mapping[
             continue
         try:
             _value(_call(line), scope)
-        except Exception as error:  # a line may fail in any way that a method does; it is told with its place
+        except Exception as error:  # a line may raise any error of a method; it is reported with the line
             raise ConfigFileError(
                 f"{type(error).__name__} at line {number} of {os.fspath(filepath)}: {error}\n> {line}"
             ) from error
@@ -95,9 +95,9 @@ def run_calls(options: object, text: str, enums: Mapping[str, Any]) -> None:
     """Call methods of `options` named in a JSON object: `{"Training.gradientAccumulation": 4}`.
 
     Args:
-        options: what the calls are made on.
+        options: object of the calls.
         text: the JSON object; a list is spread over the arguments.
-        enums: those whose members may be named, by strings such as `"OutputMode.All"`.
+        enums: enums whose members may be named, by strings such as `"OutputMode.All"`.
 
     Raises:
         ValueError: if the text is no JSON object.

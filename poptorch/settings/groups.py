@@ -72,7 +72,7 @@ class _TrainingOptions(OptionsDict):
     def gradientAccumulation(self, gradient_accumulation: int) -> _TrainingOptions:
         """Set the number of micro-batches whose gradients are accumulated per optimiser step.
 
-        A call then takes so many times the rows, and layers that look at the batch still see one micro-batch.
+        A call then takes this many times the rows, and layers that use batch statistics still see one micro-batch.
 
         Args:
             gradient_accumulation: the number of micro-batches.
@@ -129,8 +129,8 @@ class _TrainingOptions(OptionsDict):
             plan: `MemoryPlan.read_json(file)`, or a policy such as `"products"`.
 
         Raises:
-            AssertionError: for another value. A plan of another model is a ValueError when the model is compiled, and
-                a model with checkpoints an Error.
+            AssertionError: for another value. A plan of another model is a ValueError when the model is compiled, and a
+                model with checkpoints an Error.
         """
         return self._set(memory_plan=plan)
 
@@ -183,8 +183,8 @@ class _PrecisionOptions(OptionsDict):
         """How exactly accelerators compute matrix products and convolutions of float32; on CPUs without effect.
 
         Args:
-            dtype: `torch.float`, with all digits; or `torch.half`, with fewer, which is quicker: what
-                `popxl.Ir.options.precision` calls "highest" and "default". Sums are made in float32 in any case.
+            dtype: `torch.float` for full precision; or `torch.half` for a lower and faster one: the values "highest"
+                and "default" of `popxl.Ir.options.precision`. Sums are always in float32.
 
         Raises:
             ValueError: if it is another.
@@ -280,8 +280,8 @@ class _DistributedOptions(OptionsDict):
         """Set the index of this process, and the number of processes.
 
         Args:
-            process_id: its number, from 0.
-            num_processes: how many there are.
+            process_id: index of this process, from 0.
+            num_processes: number of processes.
 
         Raises:
             AssertionError: if there is no such process.

@@ -1,4 +1,4 @@
-"""Settings of where tensors are stored: `options.TensorLocations`."""
+"""Settings of tensor storage: `options.TensorLocations`."""
 
 from __future__ import annotations
 

@@ -71,8 +71,8 @@ class _PopartOptions(OptionsDict):
         """Set one session option.
 
         Args:
-            key: its name, `"decomposeGradSum"`; or that of a part of it, `"batchSerializationSettings.factor"`.
-            value: its value; `check` looks at its type.
+            key: name of the option, `"decomposeGradSum"`; or of a part of it, `"batchSerializationSettings.factor"`.
+            value: value of the option; `check` validates its type.
 
         Raises:
             Error: if there is no such option.
@@ -88,7 +88,7 @@ class _PopartOptions(OptionsDict):
 
         Args:
             patterns: whether to use each.
-            level: which others to use, from 0 (none) to 3 (all).
+            level: level of other patterns to use, from 0 (none) to 3 (all).
         """
         return self._set(patterns=_plain(patterns), patterns_level=level)
 

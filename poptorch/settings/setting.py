@@ -1,7 +1,7 @@
 """Building blocks of option groups: settings declared with default, validation and effect.
 
-`poptorch.options` declares them; its methods only store. From the declarations come the checks, `repr`, freezing,
-copies, and the page of all options.
+`poptorch.options` declares them; its methods only store. Checks, `repr`, freezing, copies, and the page of all options
+are derived from the declarations.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ class Setting:
         here: the effect, in a sentence, or `NO_EFFECT`, with a reason if there is one to tell.
         by: the method that sets it.
         kind: the types that it accepts; that of the default if not given.
-        valid: which values of these types it accepts.
+        valid: predicate for values of these types.
         expects: these values, in words.
-        error: what is raised for others.
-        make: gives the first value instead of `default`, for what the environment says.
+        error: error for invalid values.
+        make: function that returns the initial value in place of `default`, for settings from the environment.
         shown: the default in words, for the page of all options.
         words: a sentence that programs look for in the error; it comes first.
-        of_the_run: it touches the machine, by a folder that is named, say, and is for who runs a model: saved models do
-            not have it.
+        of_the_run: whether it depends on the machine, for example by naming a folder: saved models do not contain it.
     """
 
     name: str
@@ -81,7 +80,7 @@ class Group:
 
     Args:
         kind: the class of the group.
-        says: what it is about, in a sentence.
+        says: description in a sentence.
     """
 
     def __init__(self, kind: type[OptionsDict], says: str) -> None:
@@ -106,7 +105,7 @@ class OptionsDict:
     """
 
     _frozen: bool
-    _called = ""  # how messages call a group within others
+    _called = ""  # name of a nested group in messages
 
     def __init__(self, **default_values: Any) -> None:
         vars(self)["_frozen"] = False

@@ -5,7 +5,7 @@ priority (Graham 1969, https://doi.org/10.1137/0117039). A rule determines the r
 
 - whether stages that are far from the end go first, or those that are near;
 - how far a stage may be ahead of the stage on its device that reads its activations: as far as with 1F1B, half of the
-stages in between, or any number of micro-batches;
+  stages in between, or any number of micro-batches;
 - the number of micro-batches in flight at a time.
 
 In addition each device may hold a number of bytes for later stages. `PipelineSchedule.search` tries rules until one

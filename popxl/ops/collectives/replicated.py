@@ -239,7 +239,7 @@ def replicated_all_gather(
             - `"concat"`: concatenated along `axis`; scalars become a tensor of shape (G,).
             - `"new_axis"`: stacked along a new first dimension of size G.
             - `"meta_shape"`: shards of one tensor, joined; excess elements are dropped, and the result has the shape
-            `t.meta_shape`. Without a meta-shape the result is flat.
+              `t.meta_shape`. Without a meta-shape the result is flat.
             - `"auto"`: `"meta_shape"` if `t` has one, else `"concat"`.
 
     Returns:

@@ -162,7 +162,7 @@ class _GraphInference:
                 for t in part.outputs:
                     self.record(t, self.type_of(t))
         self.outcome = _Outcome(
-            tuple(self.types_of(graph.outputs)),
+            self.types_of(graph.outputs),
             tuple([self.content[t] for t in held]),
             tuple(map(self.changes.get, held)),
         )
@@ -175,10 +175,10 @@ class _GraphInference:
         if before != now:
             types[t] = join(before, now)
 
-    def types_of(self, ts: Sequence[Tensor]) -> list[ReplicaType]:
+    def types_of(self, ts: Sequence[Tensor]) -> tuple[ReplicaType, ...]:
         """Current types of tensors."""
         known = self.content.get
-        return [known(t) or self.type_of(t) for t in ts]
+        return tuple([known(t) or self.type_of(t) for t in ts])
 
     def type_of(self, t: Tensor) -> ReplicaType:
         """Current type of a tensor."""
@@ -219,14 +219,15 @@ class _GraphInference:
         elif kind.exchange:
             results = self.exchange(op)
         elif kind.between_replicas:
-            results = [self.collective_result(op)] * len(op.outputs)
+            results = [self.collective_result(op)] * max(len(op.outputs), 1)
         else:
-            results = [self.local_result(op)] * len(op.outputs)
+            results = [self.local_result(op)] * max(len(op.outputs), 1)  # or of what it changes
         if op.modified and not kind.graphs:
             made = results[0] if results else self.local_result(op)
             others = self.types_of([t for i, t in enumerate(op.inputs) if i not in op.modified])
+            change = op, join_all(others) if others else self.program.given
             for i in op.modified:
-                self.record_change(op.inputs[i], (op, join_all(others or [self.program.given])))
+                self.record_change(op.inputs[i], change)
                 self.write(op.inputs[i], made)
         for t, type_ in zip(op.outputs, results, strict=False):
             if not (kind.aliased and t is op.outputs[0]):
@@ -344,12 +345,12 @@ class _GraphInference:
         missing = [self.program.unknown] * (len(run.inputs) - len(given))
         return [self.program.given] * len(run.op_inputs) + list(given) + missing
 
-    def loop(self, op: Op, given: list[ReplicaType]) -> list[ReplicaType]:
+    def loop(self, op: Op, given: Sequence[ReplicaType]) -> list[ReplicaType]:
         """A loop: its graph, until what it carries does not change any more."""
         (run,) = op.runs
         own_in, own_out, carried = len(run.op_inputs), run.trait.own_outputs, run.carried
         if not run.iterations:
-            return given[:carried] + [self.program.given] * (len(op.outputs) - carried)
+            return [*given[:carried], *[self.program.given] * (len(op.outputs) - carried)]
         turn = self.bound_types(run, given)
         while True:
             outcome, before = self.program.run(run.graph, turn), list(turn)

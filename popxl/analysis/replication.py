@@ -265,7 +265,8 @@ def _declared_type(width: int, shared: tuple[int, ...], own: AxisType, is_sharde
     return tuple(along_shared if i in shared else own for i in range(width))
 
 
-def join_all(types: Sequence[ReplicaType]) -> ReplicaType:
+@lru_cache(4096)
+def join_all(types: tuple[ReplicaType, ...]) -> ReplicaType:
     """The join of several types."""
     found = types[0]
     for each in types:

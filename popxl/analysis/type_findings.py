@@ -80,13 +80,12 @@ class TypeFindings:
     def missing_sum(self, op: Op, types: Sequence[ReplicaType], is_given: Callable[[Tensor], bool]) -> None:
         """Find terms, presumably, with something replicated added, that enter the next divided layer without a sum."""
         for t, with_more, weight, own in zip(op.inputs, types, op.inputs[::-1], types[::-1], strict=True):
-            if not is_given(weight):
-                continue
-            if axes := [
+            axes = [
                 i
                 for i in self.divided
-                if differs_by_own_variables(with_more[i], TERMS_PLUS_SHARED) and own[i][1] == OWN
-            ]:
+                if own[i][1] == OWN and differs_by_own_variables(with_more[i], TERMS_PLUS_SHARED)
+            ]
+            if axes and is_given(weight):
                 self.find(
                     "partial plus replicated", False, op, t, axes,
                     "{t} was made of products with what each replica along {axes} has of its own, and of something "

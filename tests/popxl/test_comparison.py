@@ -15,6 +15,7 @@ from popxl.analysis.checking import check
 from popxl.testing import compare
 from popxl_addons import optimizers
 from popxl_addons.layers import MLP, Attention, LayerNorm, Linear
+from tests.mutants.programs import LLAMA, Language, Ring, kit
 
 C = ops.collectives
 F32 = popxl.float32
@@ -42,6 +43,25 @@ def test_the_kit_trains_as_one_replica(settings: dict[str, object]) -> None:
     report = compare(partial(trained, **settings), axes={"data": 2}, steps=2)
     report.check()
     assert report and "loss" in report.compared and "no difference" in str(report)
+
+
+def ring_attention(axes: dict[str, int]) -> popxl.Ir:
+    """Texts in pieces, which go round the replicas along `text`."""
+    return kit(partial(Ring, "text"), axes, (4 // axes["data"], 8 // axes["text"], 8))
+
+
+def llama(axes: dict[str, int]) -> popxl.Ir:
+    """Grouped heads, a gated network and norms of heads, divided along `tensor`."""
+    return kit(partial(Language, LLAMA, "tensor"), axes, (4 // axes["data"], 5), popxl.int32)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("program, along", [(ring_attention, "text"), (llama, "tensor")])
+def test_attention_over_replicas_trains_as_one_replica(program: Callable[..., popxl.Ir], along: str) -> None:
+    report = compare(program, axes={"data": 2, along: 2}, steps=2)
+    report.check()
+    assert "loss" in report.compared and not report.left_out
+    assert len([name for name in report.compared if name.endswith("weight")]) >= 4
 
 
 def own(axes: dict[str, int], reduced: Reduced) -> popxl.Ir:

@@ -71,6 +71,7 @@ class GraphNeeds:
         gradients: bytes that a backward call leaves until the end of the step: gradients of variables.
         ends: numbers of calls after which a group of calls may end.
         span: the first and the last of its calls, among those of all graphs in the order of the step.
+        held: how many steps have their activations in memory at a time: micro-batches of a pipeline's stage.
     """
 
     name: str
@@ -82,6 +83,7 @@ class GraphNeeds:
     gradients: int = 0
     ends: tuple[int, ...] = ()
     span: tuple[int, int] = (0, 0)
+    held: int = 1
 
     @cached_property
     def moments(self) -> tuple[tuple[frozenset[str], int], ...]:
@@ -325,6 +327,19 @@ class _IntegerProgram:
                 self._add(available(path) | {self._again[g.name, group, number]: -1.0}, 0.0)
 
     def _moments(self) -> Iterator[tuple[_Row, float]]:
+        """Live activations at each potential peak, and the constant bytes there, with all activations of other
+        micro-batches."""
+        waiting: _Row = {
+            column: (each.graph.held - 1) * size
+            for each in self._graphs
+            for group, count in enumerate(each.counts)
+            for column, size in self._kept_row(each.graph, group, count).items()
+            if each.graph.held > 1
+        }
+        for row, held in self._moments_of_step():
+            yield {column: row.get(column, 0.0) + waiting.get(column, 0.0) for column in row | waiting}, held
+
+    def _moments_of_step(self) -> Iterator[tuple[_Row, float]]:
         """Live activations at each potential peak, and the constant bytes there.
 
         While a group is differentiated, the activations of its other calls and of earlier groups are in memory, and the

@@ -16,10 +16,13 @@ class AskedMemory:
     Attributes:
         memory: the plan or policy.
         applied: objects that applied it while the program was built.
+        held: for graphs that stages of a pipeline call, the most micro-batches whose activations a device holds at a
+            time.
     """
 
     memory: Any
     applied: list[Any] = field(default_factory=list)
+    held: dict[Any, int] = field(default_factory=dict)
 
 
 _asked: ContextVar[AskedMemory | None] = ContextVar("asked_memory", default=None)

@@ -16,13 +16,14 @@ from popxl_addons.transforms.memory_plan import candidates
 __all__ = ["graph_needs"]
 
 
-def graph_needs(info: GradGraphInfo, name: str, model: popxl.Graph) -> GraphNeeds:
+def graph_needs(info: GradGraphInfo, name: str, model: popxl.Graph, held: int = 1) -> GraphNeeds:
     """Candidates of a gradient graph, ops that compute them, and their reads by the gradient.
 
     Args:
         info: information of the gradient graph that takes all activations.
         name: name of the forward graph in plans.
         model: the graph that calls the forward graph, or the forward graph itself.
+        held: how many calls of the model have their activations in memory at a time.
     """
     known = {each.tensor: each for each in candidates(info)}
     paths = {t: each.path for t, each in known.items()}
@@ -45,6 +46,7 @@ def graph_needs(info: GradGraphInfo, name: str, model: popxl.Graph) -> GraphNeed
         _lasting(info, model),
         tuple(accumulate(counts[:-1])),
         (min(places, default=0), max(places, default=0)),
+        held,
     )
 
 

@@ -8,7 +8,7 @@ other reads. `_pipeline` turns ops with stages into graphs that run in overlappi
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, SupportsIndex
@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, SupportsIndex
 import popxl
 from popxl import initial, ops
 from popxl.context import get_current_context
+from popxl.extend.memory import asked_memory
 from popxl.ops import CallSiteInfo
 from popxl_addons.grad_info import as_grad_graph_info
 from popxl_addons.module import Module
 from popxl_addons.transforms._pipeline import BEFORE, OpId, PipelineBoundGraph, Pipelining, get_op_pipeline_stage
+from popxl_addons.transforms.list_scheduling import Task
 from popxl_addons.transforms.schedule import PipelineSchedule, PipelineTimeline, PipelineValue, Search
 
 if TYPE_CHECKING:
@@ -113,6 +115,7 @@ def pipelined_execution(steps: int, schedule: PipelineSchedule | str | Search | 
     pipeline = Pipelining(graph, operator.index(steps), schedule)
     pipeline.apply(context.stages)
     context.pipeline = pipeline
+    context.note_held_activations()
 
 
 class StageContext:
@@ -128,6 +131,7 @@ class StageContext:
     def __init__(self, in_rings: bool = True) -> None:
         self.stages: dict[OpId, int] = {}
         self._in_rings = in_rings
+        self._stashed = list[tuple[popxl.Graph, int, int]]()
         self._current: int | None = None
         self._stash = Stash(cache=True)
         self._restore = Restore(cache=True)
@@ -175,6 +179,20 @@ class StageContext:
             session: as for `durations`.
         """
         return self.schedule.simulate(self.durations(session), self.values)
+
+    def note_held_activations(self) -> None:
+        """Tell a tool that plans memory how many micro-batches wait for their gradients, at most on one device."""
+        asked = asked_memory()
+        if asked is None or not self._stashed:
+            return
+        rows = self.schedule.rows
+        for graph in dict.fromkeys(graph for graph, _, _ in self._stashed):
+            values = [
+                PipelineValue(graph.name, made_in, (read_in,), 1, _row_of(rows, made_in))
+                for each, made_in, read_in in self._stashed
+                if each is graph
+            ]
+            asked.held[graph] = max(asked.held.get(graph, 1), *self.schedule.simulate(values=values).stashed_bytes)
 
     def hook(self, op: Op) -> None:
         """Record a new op's stage. Raises `RuntimeError` without stage."""
@@ -258,6 +276,7 @@ class StageContext:
         from_stage = self.stages.get(call_info.op.id, BEFORE)
         if from_stage in (BEFORE, to_stage):
             return inputs
+        self._stashed.append((call_info.called_graph, from_stage, to_stage))
         made_inside = dict.fromkeys(t for t in inputs.values() if self._producing_stage(t) is not None)
         restored = {t: self._carry_to_stage(t, from_stage, to_stage) for t in made_inside}
         restored = {t: kept if t.shape else kept.reshape(()) for t, kept in restored.items()}
@@ -307,6 +326,11 @@ class StageContext:
             yield
         finally:
             self._current = before
+
+
+def _row_of(rows: Sequence[Sequence[Task]], stage: int) -> int:
+    """Device of a stage."""
+    return next(device for device, row in enumerate(rows) if any(task.stage == stage for task in row))
 
 
 class Stash(Module):

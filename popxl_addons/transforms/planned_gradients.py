@@ -65,8 +65,9 @@ class PlannedGradients:
         self._infos: dict[popxl.Graph, GradGraphInfo] = {}
         if isinstance(memory, MemoryPlan):
             self._divide(memory)
-        if (asked := asked_memory()) is not None:
-            asked.applied.append(self)
+        self._asked = asked_memory()
+        if self._asked is not None:
+            self._asked.applied.append(self)
 
     @property
     def plan(self) -> MemoryPlan:
@@ -76,8 +77,9 @@ class PlannedGradients:
     @property
     def needs(self) -> tuple[GraphNeeds, ...]:
         """What the planned graphs need in memory and time: what a plan within a budget is computed from."""
+        held = 1 if self._asked is None else self._asked.held.get(self.model, 1)
         return tuple(
-            graph_needs(self._infos[graph], self.names[graph], self.model)
+            graph_needs(self._infos[graph], self.names[graph], self.model, held)
             for graph in self.names
             if graph in self._infos
         )

@@ -16,10 +16,10 @@ import popxl
 import popxl_addons as addons
 from popxl import ops
 from popxl.__main__ import main
-from popxl.extend.memory import GraphNeeds, Group, OpNeeds, bytes_of
+from popxl.extend.memory import GraphNeeds, Group, OpNeeds, asking, bytes_of
 from popxl_addons import optimizers
 from popxl_addons.transforms.memory_plan import Treatment
-from runtime.memory_solver import Release, solve
+from runtime.memory_solver import Release, keep_all, solve
 from runtime.targets.chip import Gpu, shipped
 
 SHAPE = (4, 64, 32)
@@ -323,6 +323,42 @@ def test_graphs_that_are_called_later_are_differentiated_before() -> None:
     assert found is not None and found.bytes == 3 * 10**7
     chosen = [found.treatments[g.name][0].treatments["a"] for g in graphs]
     assert chosen.count("keep") == 3 and chosen[-1] == "keep"
+
+
+@pytest.mark.parametrize(("schedule", "held"), [("1f1b", 3), ("gpipe", 12), (None, 6)])
+def test_a_stage_holds_the_micro_batches_that_its_schedule_says(schedule: Any, held: int) -> None:
+    """Three stages that call one graph; the first one waits longest for its gradients."""
+    ir = popxl.Ir()
+    ir.num_host_transfers = 12
+    with asking("everything") as asked, ir.main_graph, popxl.in_sequence():
+        stream = popxl.h2d_stream((4, 8), popxl.float32, "x")
+        graph = addons.GraphWithNamedArgs(ir.create_graph(lambda x: ops.tanh(ops.exp(x)), stream.spec))
+        grad = addons.autodiff(graph, memory="everything")
+        with addons.pipelined_execution(12, schedule) as p:
+            sites, x = [], None
+            for i in range(3):
+                with p.stage(i), popxl.ipu(i):
+                    sites.append(graph.call_with_info(ops.host_load(stream) if x is None else x))
+                    x = sites[i].outputs[0].copy_to_ipu(i + 1) if i < 2 else sites[i].outputs[0]
+            for stage, i in ((3, 2), (4, 1), (5, 0)):
+                with p.stage(stage), popxl.ipu(i):
+                    kept = p.stash_and_restore_activations(sites[i], grad.grad_graph_info)
+                    (x,) = grad.call(x if i < 2 else p.stash_and_restore_tensor(x), args=kept)
+                    x = x.copy_to_ipu(i - 1) if i else x
+            with p.stage(5), popxl.ipu(0):
+                addons.host_store(x)
+    (applied,) = asked.applied
+    assert [each.held for each in applied.needs] == [held]
+
+
+def test_micro_batches_that_are_held_count() -> None:
+    """Of three, two wait with all that is kept."""
+    op = OpNeeds((), ("a",), 10**9, 10**6, "float32")
+    g = GraphNeeds("g", 2, {"a": 10**7}, {"a": (0, 0)}, (op,), held=3)
+    assert keep_all([g], "read").bytes == 6 * 10**7
+    found = solve([g], 25e6, None, False)
+    assert found is not None and found.bytes <= 25e6
+    assert found.treatments["g"][0].treatments == {"a": "recompute"}
 
 
 # The command --------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ class GraphOps:
         statements: those that declare values equal.
         exchanges: loads and stores of host streams and remote buffers.
         dropouts: ops that drop elements.
+        draws: ops that make random numbers.
         products: ops that multiply and sum.
     """
 
@@ -26,6 +27,7 @@ class GraphOps:
     statements: list[Op] = field(default_factory=list)
     exchanges: list[Op] = field(default_factory=list)
     dropouts: list[Op] = field(default_factory=list)
+    draws: list[Op] = field(default_factory=list)
     products: list[Op] = field(default_factory=list)
 
     def add(self, op: Op) -> None:
@@ -41,6 +43,8 @@ class GraphOps:
             self.statements.append(op)
         elif kind.drops is not None:
             self.dropouts.append(op)
+        elif kind.draws:
+            self.draws.append(op)
 
 
 def index_ops(main: Graph) -> dict[Graph, GraphOps]:

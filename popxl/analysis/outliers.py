@@ -17,7 +17,14 @@ import numpy as np
 from popxl.analysis.means import share_of_mean
 from popxl.analysis.mesh import Mesh
 from popxl.analysis.replication import PARTIAL, REPLICATED, VARYING, Finding, Report, begins_different, finding, is_term
-from popxl.analysis.value_lints import seed_lints, stale_shards, transposed_weights, unread_batches
+from popxl.analysis.value_lints import (
+    noise_lints,
+    seed_lints,
+    shards_of_own_values,
+    stale_shards,
+    transposed_weights,
+    unread_batches,
+)
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import is_call
 
@@ -90,9 +97,12 @@ def outliers(report: Report) -> Iterator[Finding]:
     yield from batches.values() if batches else _same_data(mesh, report, updates, said)
     yield from _scaled_sums(mesh, report)
     yield from stale_shards(mesh, report)
+    yield from shards_of_own_values(mesh, report)
     yield from transposed_weights(mesh, report)
     alike = said | {i for i, (kind, _) in enumerate(report.fed) if kind is REPLICATED}
-    yield from seed_lints(mesh, report, {i for each in updates for i in each.axes}, alike)
+    of_data = {i for each in updates for i in each.axes}
+    yield from seed_lints(mesh, report, of_data, alike)
+    yield from noise_lints(mesh, report, of_data)
     report.notes += _local_numbers(mesh, report, updates)
     yield from _initial_values(mesh, report)
 
@@ -146,7 +156,7 @@ def _reduced_result(op: Op, known: dict[Tensor, _Reduced], report: Report) -> _R
     """What an op makes of reduced values, where that is followed."""
     behind = [t for t in op.inputs if t in known]
     if op in report.reductions:
-        before = known.get(op.inputs[0], _Reduced(()))
+        before = known[op.inputs[0]] if behind else _unreduced(op)
         return replace(before, by=(*before.by, op)) if op.attributes["op"] in ("add", "mean") else None
     if len(behind) != 1 or op.modified or not op.outputs:
         return None
@@ -167,6 +177,23 @@ def _reduced_result(op: Op, known: dict[Tensor, _Reduced], report: Report) -> _R
                 number = number if op.op_type == "Mul" else 1 / number
                 found = replace(found, factor=found.factor * number, scaled=op)
     return found
+
+
+def _unreduced(op: Op) -> _Reduced:
+    """Path to the operand of a reduction. It tells a scale by the number of replicas alone: others are the loss's."""
+    (t, *_), count = op.inputs, op.attributes["group_size"]
+    scaled = t.producer
+    while scaled is not None and scaled.op_type in ("Cast", "Identity"):
+        scaled = scaled.inputs[0].producer
+    if scaled is None or scaled.op_type not in ("Mul", "Div") or t.nelms == 1 or scaled.inputs[0].nelms != t.nelms:
+        return _Reduced(())
+    number = scaled.inputs[1]
+    if not isinstance(number, Constant) or number.nelms != 1:
+        return _Reduced(())
+    factor = float(np.asarray(number.data, np.float64).reshape(()))
+    if not factor or not _is_of_replicas(factor, count):
+        return _Reduced(())
+    return _Reduced((), factor=factor if scaled.op_type == "Mul" else 1 / factor, scaled=scaled)
 
 
 def _outlying_updates(mesh: Mesh, updates: Sequence[_Update]) -> Iterator[Finding]:

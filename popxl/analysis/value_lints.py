@@ -1,4 +1,5 @@
-"""Values that are easily confused: seeds of dropouts, batches, shards from before an update, transposed weights."""
+"""Values that are easily confused: seeds, batches, shards of different values or from before an update, transposed
+weights."""
 
 from __future__ import annotations
 
@@ -6,7 +7,16 @@ from collections.abc import Iterator, Mapping, Set
 from typing import TYPE_CHECKING
 
 from popxl.analysis.mesh import Mesh
-from popxl.analysis.replication import REPLICATED, VARYING, Finding, Report, begins_different, finding
+from popxl.analysis.replication import (
+    REPLICATED,
+    VARYING,
+    AxisType,
+    Finding,
+    Report,
+    begins_different,
+    differs_by_own_variables,
+    finding,
+)
 from popxl.core.tensor import Tensor, Variable
 from popxl.core.traits import is_call
 
@@ -44,6 +54,46 @@ def seed_lints(mesh: Mesh, report: Report, of_data: Set[int], fed_alike: Set[int
                 f"`{t.path}` is the same on all replicas along {mesh.text(apart)}, and each drops other elements, as "
                 f"it has its own `{seed.path}`. Let them share the seed.",
             )  # fmt: skip
+
+
+def noise_lints(mesh: Mesh, report: Report, of_data: Set[int]) -> Iterator[Finding]:
+    """Random numbers that are the same on all replicas, combined with data of each replica.
+
+    Args:
+        of_data: positions of the axes along which gradients are reduced.
+    """
+    for graph in report.graphs:
+        if of_data and report.index[graph].draws and graph.gradient_of is None:
+            yield from _shared_noise(mesh, report, graph, of_data)
+
+
+def _shared_noise(mesh: Mesh, report: Report, graph: Graph, of_data: Set[int]) -> Iterator[Finding]:
+    drawn = {t: op.inputs[0] for op in report.index[graph].draws for t in op.outputs}  # noise, with its seed
+    told: set[Tensor] = set()
+    for op in graph.ops:
+        noise = [t for t in op.inputs if t in drawn]
+        if not noise or op.kind.contracts is not None or op.kind.graphs or op.kind.between_replicas:
+            continue
+        seed, size = drawn[noise[0]], max(t.nelms for t in noise)
+        others = {t: report.types[t] for t in op.inputs if t not in drawn and t in report.types}
+        own = [t for t in others if t.nelms == size > 1]
+        alike = [i for i in of_data if report.types[seed][i][0] <= REPLICATED]
+        tied = sorted(i for i in alike if any(_is_own_data(others[t][i]) for t in own))
+        if tied and seed not in told:
+            told.add(seed)
+            t = next(t for t in own if _is_own_data(others[t][tied[0]]))
+            yield finding(
+                mesh, "same seed", op, seed, tied,
+                f"each replica along {mesh.text(tied)} has its own `{t.path}`, and all combine it with the same random "
+                f"numbers, as `{seed.path}` is the same. Give each replica a seed of its own.",
+            )  # fmt: skip
+        elif all(kind <= REPLICATED for held in others.values() for kind, _ in held):
+            drawn |= dict.fromkeys(op.outputs, seed)
+
+
+def _is_own_data(along: AxisType) -> bool:
+    """Whether replicas have values of their own, and not only because of variables of their own."""
+    return along[0] is VARYING and not differs_by_own_variables(along)
 
 
 def _seed_variable(seed: Tensor) -> Variable | None:
@@ -100,22 +150,69 @@ def _stale(mesh: Mesh, graph: Graph, gathers: Set[Op]) -> Iterator[Finding]:
 
 
 def unread_batches(mesh: Mesh, report: Report) -> Iterator[Finding]:
-    """What the host feeds to each replica, and was gathered, where nothing but the part of one replica is read."""
+    """What the host feeds to each replica, or a gradient of it, gathered where nothing but one replica's part is read.
+
+    Not what is copied to a variable as it is: all replicas may begin with the value of one.
+    """
     for op in (op for ops in report.ops for op in ops.collectives):
         if "op" in op.attributes or op.kind.exchanged(op.attributes) != "same":
             continue
-        load, axes = _source_tensor(op.inputs[0]).producer, mesh.axes_of(op)
-        own = [i for i in axes if report.fed and report.fed[i][0] is VARYING]
-        if load is None or not load.kind.exchange or not own:
+        (t, *_), load = op.inputs, _source_tensor(op.inputs[0]).producer
+        is_fed = load is not None and bool(load.kind.exchange)
+        held = report.fed if is_fed else report.types.get(t, ())
+        own = [i for i in mesh.axes_of(op) if held and _is_own_data(held[i])]
+        parts = _parts_read(op) if own else []
+        if not parts or load is None:
             continue
-        readers = [*_readers(op.outputs[0])]
-        parts = {(each.op_type, repr(each.attributes), each.outputs[0].nelms) for each in readers if each.outputs}
-        size = op.outputs[0].nelms // op.attributes["group_size"]
-        if len(parts) == 1 and all(kind == "Slice" and nelms <= size for kind, _, nelms in parts):
+        if is_fed and not all(map(_is_overwriting, (each for part in parts for each in _readers(part)))):
             yield finding(
-                mesh, "same batch", load, op.inputs[0], own,
-                f"each replica along {mesh.text(own)} is fed its own `{op.inputs[0].path}`, and all read that of one. "
+                mesh, "same batch", load, t, own,
+                f"each replica along {mesh.text(own)} is fed its own `{t.path}`, and all read that of one. "
                 "Let each compute with its own.",
+            )  # fmt: skip
+        elif not is_fed and any(map(_is_change, parts)):
+            yield finding(
+                mesh, "same batch", op, t, own,
+                f"each replica along {mesh.text(own)} has its own `{t.path}`, and all change a variable by that of "
+                "one. Reduce it, with `ops.collectives.replicated_all_reduce`.",
+            )  # fmt: skip
+
+
+def _parts_read(op: Op) -> list[Tensor]:
+    """The slices of a gathered value, if nothing but the part of one replica is read."""
+    readers = [*_readers(op.outputs[0])]
+    parts = {(each.op_type, repr(each.attributes), each.outputs[0].nelms) for each in readers if each.outputs}
+    size = op.outputs[0].nelms // op.attributes["group_size"]
+    if len(parts) != 1 or not all(kind == "Slice" and nelms <= size for kind, _, nelms in parts):
+        return []
+    return [each.outputs[0] for each in readers if each.outputs]
+
+
+def _is_overwriting(op: Op) -> bool:
+    """Whether an op writes an operand to a variable, and reads nothing of what that had."""
+    return op.kind.overwrites is not None and op.kind.overwrites.forgets(op.attributes)
+
+
+def _is_change(t: Tensor) -> bool:
+    """Whether a value, maybe scaled, changes another in place."""
+    return any(
+        _is_change(op.outputs[0]) if op.op_type in _SCALING and op.outputs else op.modified and not _is_overwriting(op)
+        for op in _readers(t)
+    )
+
+
+def shards_of_own_values(mesh: Mesh, report: Report) -> Iterator[Finding]:
+    """Shards that each replica takes of a value of its own, such as a gradient that was not reduced."""
+    for op in (op for ops in report.ops for op in ops.collectives):
+        if "op" in op.attributes or op.kind.exchanged(op.attributes) != "pieces" or not op.outputs[0].meta_shape:
+            continue
+        (t, *_), load = op.inputs, _source_tensor(op.inputs[0]).producer
+        own = [i for i in mesh.axes_of(op) if _is_own_data(report.types[t][i])]
+        if own and load is not None and not load.kind.exchange:
+            yield finding(
+                mesh, "shards of different values", op, t, own,
+                f"each replica along {mesh.text(own)} has its own `{t.path}`, and takes its shard of that. Reduce the "
+                "value first; `ops.collectives.replicated_reduce_scatter` does both.",
             )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from popxl.core.traits import (
     Colocated,
     Composite,
     Contracts,
+    Draws,
     Drops,
     Effect,
     Exchange,
@@ -156,6 +157,7 @@ class OpKind:
         self.real_only = RealOnly in known
         self.ipus: str = known[OnIpus].attribute if OnIpus in known else ""
         self.drops: Drops | None = known.get(Drops)
+        self.draws = Draws in known
         self.aliased = self.overwrites is not None and self.overwrites.aliased
         anywhere = () if self.runs or self.stands_for or self.ipus else None
         self.colocated: tuple[str, ...] | None = known[Colocated].operands if Colocated in known else anywhere

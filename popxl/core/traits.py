@@ -130,6 +130,11 @@ class Drops(Trait):
 
 
 @dataclass(frozen=True)
+class Draws(Trait):
+    """The op makes random numbers, the same whenever its only operand, a seed, is the same."""
+
+
+@dataclass(frozen=True)
 class Effect(Trait):
     """Side effects beyond computing results, such as host communication; never eliminated."""
 

@@ -19,7 +19,7 @@ from popxl import dtypes
 from popxl.core.create import constant
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
-from popxl.core.traits import Drops
+from popxl.core.traits import Draws, Drops
 from popxl.dtypes import check_dtype
 from popxl.dtypes import dtype as dtype_
 from popxl.errors import PopxlError
@@ -107,7 +107,7 @@ def _sampler(name: str, draw: Callable[..., Any], result: str) -> OpKind:
         wide = jnp.promote_types(dtype.as_jax(), jnp.float32)
         return draw_sharded(draw, seed_tensor, shape, wide, **parameters)
 
-    return OpKind(name, lowering, shape=_sample_spec, result=result, gradient=None)
+    return OpKind(name, lowering, shape=_sample_spec, result=result, gradient=None, traits=[Draws()])
 
 
 _uniform = _sampler(

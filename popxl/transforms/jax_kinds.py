@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, pr
 from popxl.base.names import camel
 from popxl.core.declaration import OpKind
 from popxl.core.tracing import abstract_evaluation
-from popxl.core.traits import VJP
+from popxl.core.traits import VJP, Draws, Trait
 from popxl.dtypes import dtype
 from popxl.transforms.jax_keys import generator_from, generator_name, generator_of, key_data, on_key_data, with_keys
 
@@ -88,7 +88,8 @@ def _kind(primitive: Primitive) -> OpKind:
         return key_data(results) if primitive.multiple_results else key_data([results])[0]
 
     gradient = None if primitive.name == "stop_gradient" else VJP
-    return _declared(primitive.name, lowering, f"jax.{primitive.name}", gradient)
+    traits = [Draws()] if primitive.name in ("random_bits", "random_gamma") else []
+    return _declared(primitive.name, lowering, f"jax.{primitive.name}", gradient, traits)
 
 
 @cache
@@ -102,7 +103,7 @@ def function_kind(name: str) -> OpKind:
     return _declared(name or "function", lowering, f"jax.function.{name}", VJP)
 
 
-def _declared(name: str, lowering: Callable[..., Any], key: str, gradient: Any) -> OpKind:
+def _declared(name: str, lowering: Callable[..., Any], key: str, gradient: Any, traits: Sequence[Trait] = ()) -> OpKind:
     def shape(*operands: Any, **attributes: Any) -> Any:
         specs = tuple(t.spec for t in operands)
 
@@ -112,7 +113,7 @@ def _declared(name: str, lowering: Callable[..., Any], key: str, gradient: Any) 
 
         return kind.remembered(("shape", tuple(attributes.items()), specs), derived)
 
-    kind = OpKind(camel(name), lowering, shape=shape, gradient=gradient, key=key)
+    kind = OpKind(camel(name), lowering, shape=shape, gradient=gradient, key=key, traits=traits)
     return kind
 
 

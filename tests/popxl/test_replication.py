@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -300,6 +302,49 @@ def of_the_same_data(all: bool) -> None:
     update(w, c.replicated_all_reduce(x.T @ (x @ w), "mean"))  # found
 
 
+def gathered(fed_to_it: bool) -> None:
+    """All replicas begin with what one is fed; or all take the gradient of one."""
+    w, x = weight(8, 3), fed(5, 8)
+    of_all = c.replicated_all_gather(fed(8, 3) if fed_to_it else x.T @ (x @ w), output_shape="new_axis")  # found
+    if fed_to_it:
+        ops.var_updates.copy_var_update_(w, of_all[0])
+    else:
+        update(w, of_all[0] * 2.0)
+
+
+def in_shards(reduced: bool) -> None:
+    """Each replica changes its shard of a weight by a shard of a gradient."""
+    x, (_, shard) = fed(5, 8), popxl.replica_sharded_variable(np.ones((8, 3)), F32, "w")
+    dw = x.T @ (x @ c.replicated_all_gather(shard))
+    dw = c.replicated_all_reduce(dw, "mean") if reduced else dw
+    update(shard, c.replica_sharded_slice(dw))  # found
+
+
+def dropped(of_jax: bool, shared: bool) -> None:
+    """Noise, of a seed that replicas share or of their own."""
+    x, w = fed(5, 8), weight(8, 3)
+    alone = x.ir.replica_grouping(group_size=1)
+    numbers = np.arange(1, 3 if shared else 17, dtype=np.uint32).reshape((2,) if shared else (8, 2))
+    seed = popxl.variable(numbers, popxl.uint32, "seed", replica_grouping=None if shared else alone)
+
+    def halved(x: Any, key: Any) -> Any:
+        return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)  # found in JAX
+
+    noise = None if of_jax else ops.random_normal(seed, (5, 8))
+    x = popxl.from_jax(halved)(x, seed) if noise is None else x + noise * 0.1  # found in the sum
+    update(w, c.replicated_all_reduce(x.T @ (x @ w), "mean"))
+
+
+def divided_before(by: float) -> None:
+    """One of three gradients is divided by a number before its mean is taken."""
+    x = fed(5, 8)
+    for name, divisor in (("a", 1.0), ("b", by), ("c", 1.0)):
+        w = weight(8, 3, name=name)
+        dw = x.T @ (x @ w)
+        dw = dw / divisor if divisor != 1 else dw  # found
+        update(w, c.replicated_all_reduce(dw, "mean"))
+
+
 def begun(different: bool, reduced: bool) -> None:
     """A weight of each replica."""
     x = fed(5, 8)
@@ -329,6 +374,11 @@ def statistics() -> None:
         (partial(three_layers, group="data"), "partly reduced number", "mean_out_all_reduce", ("tensor",), "the loss"),
         (partial(of_the_same_data, True), "gradients of the same data", "matmul_out__t1", ("data", "tensor"), "found"),
         (partial(begun, True, True), "different beginnings", "w", ("data", "tensor"), "found begun"),
+        (partial(gathered, False), "same batch", "matmul_out__t0_reshaped", ("data", "tensor"), "found"),
+        (partial(in_shards, False), "shards of different values", "matmul_out__t0", ("data", "tensor"), "found"),
+        (partial(dropped, True, True), "same seed", "seed", ("data", "tensor"), "found in JAX"),
+        (partial(dropped, False, True), "same seed", "seed", ("data", "tensor"), "found in the sum"),
+        (partial(divided_before, 8), "factor of replicas", "b", ("data", "tensor"), "found"),
     ],
 )  # fmt: skip
 def test_outliers(
@@ -355,6 +405,11 @@ def test_outliers(
         partial(of_the_same_data, False),
         partial(begun, False, True),
         partial(begun, True, False),
+        partial(gathered, True),
+        partial(in_shards, True),
+        partial(dropped, True, False),
+        partial(dropped, False, False),
+        partial(divided_before, 3),
         statistics,
     ],
 )

@@ -715,19 +715,19 @@ def _sentence(problem: Exception) -> str:
 
 HEAD = """# Models of others
 
-Each was made with random weights, small where it can be, and called with the smallest input that it takes. A model of
-`timm`, and one that is called short here, keeps one of equal layers in a row. Its results in inference, and its losses
-in three steps of training, were compared with those of eager PyTorch. Made by `python -m tests.poptorch.zoo`, which
-goes on where it was stopped; with `--again` it tries once more what has a reason in place of a number. Not all models
-that it knows have been tried yet.
+Each model was made with random weights, small where possible, and called with the smallest input that it takes. A model
+of `timm`, and one that is called short here, keeps one of equal layers in a row. Its results in inference, and its
+losses in three steps of training, were compared with those of eager PyTorch. The table was made by `python -m
+tests.poptorch.zoo`, which continues where it was stopped; with `--again` it repeats the models that have a reason in
+place of a number. Not all models that it knows have been tried yet.
 
-The first call is given in seconds of a processor: it captures the model, compiles it and runs it once. The machine was
-shared with other work, so read these as orders of magnitude.
+The first call is given in CPU seconds: it captures the model, compiles it and runs it once. The machine was shared with
+other work, so read these as orders of magnitude.
 
-Some steps multiply a rounding until it shows: norms over a handful of values, in many layers, do. Where losses are not
-eager's, those that it has in float64 are compared with eager's own, and with those in float64 of weights moved three
-times by less than float32 can tell. The table gives the largest distance, as `±`, and the losses are within twice that:
-where it is near 1, they say little more than that the steps run.
+Some steps amplify rounding errors until they show, such as norms over a handful of values, in many layers. If losses
+differ from eager ones, both are compared with eager losses in float64. The table gives the largest distance from these,
+as `±`, of eager losses in float32, and of those in float64 with weights changed three times by less than the precision
+of float32. The model's losses are within twice that: where it is near 1, they say little more than that the steps run.
 
 """
 

@@ -41,25 +41,26 @@ chip, read off what was compiled; nothing was run. Sizes are bytes, cycles are X
 computed in float32 here: that is JAX's "highest" precision. A call of the models by poptorch (encoder, lenet) is a
 hundred steps. Compile seconds are of one process beside others, and compare little.
 
-What is written by hand computes the same: AdamW counts the steps of each weight, and the seed goes on. But rotary
-positions round each product before it is added here, as PopXL does: that is what the GPT has more flops for. The
-copies of poptorch's programs are made once for a hundred steps: of their counters, and of the loss.
+The handwritten programs compute the same: AdamW counts the steps of each weight, and the seed advances. But rotary
+positions round each product before it is added here, as PopXL does, which accounts for the additional flops of the GPT.
+The copies in poptorch's programs are made once for a hundred steps: of their counters, and of the loss.
 
-Nothing moves more than 1.02 × the bytes of what is written by hand, or has more than 1.02 × its code or kernels, but
+No program moves more than 1.02 × the bytes of the handwritten one, or has more than 1.02 × its code or kernels, except
 for *LeNet of 4 images on v5e*: 1.05 × the bytes and 1.06 × the kernels, for half the code and 0.75 × the cycles. The
-gradients of its filters lay out what is under each column of a filter, as `docs/targets.md` says; what that moves lies
-in the core's own memory. XLA tells no cycles for the gradient of a max pool, which is the same kernel on either side.
-The *encoder* cuts out the heads of all queries, keys and values at once: on a v5e that takes fewer kernels and cycles,
-and as many bytes. The *GPT of 12 layers on H100* moves 1.02 ×: rotary positions swap the channels of a pair, for which
-a GPU reads them once more. Strided halves, as by hand, would spare a GPU 17 % of the bytes of an attention's scores and
-their gradient, and cost a TPU 26 %. On a v5e temporaries and what is fetched early lie in the core's own memory.
+gradients of its filters materialise the elements under each column of a filter, as `docs/targets.md` says; these are in
+the core's own memory. XLA states no cycles for the gradient of a max pool, which is the same kernel on either side. The
+*encoder* slices the heads of all queries, keys and values at once: on a v5e that takes fewer kernels and cycles, and as
+many bytes. The *GPT of 12 layers on H100* moves 1.02 ×: rotary positions swap the channels of a pair, for which a GPU
+reads them once more. Strided halves, as in the handwritten program, would save a GPU 17 % of the bytes of an
+attention's scores and their gradient, and cost a TPU 26 %. On a v5e, temporaries and prefetched values are in the
+core's own memory.
 
-LeNet with 32 images a step is missing by hand at the "highest" precision for v5e: XLA does not finish the gradient of
-its first filters.
+The handwritten LeNet with 32 images a step is missing at the "highest" precision for v5e: XLA does not finish the
+gradient of its first filters.
 
-JAX 0.10.2 asks for libtpu 0.0.42, which the extra `tpu` brings. Of ours it says the same of *mnist* and the *GPTs*, but
-that their temporaries need no memory, and 0.54, 0.95 and 1.01 × the code. `pip install --no-deps libtpu==0.0.52` brings
-the other.
+JAX 0.10.2 requires libtpu 0.0.42, which the extra `tpu` installs. For our *mnist* and *GPTs* it reports the same,
+except that their temporaries need no memory, and 0.54, 0.95 and 1.01 × the code. `pip install --no-deps libtpu==0.0.52`
+installs the other.
 """
 
 Costs = dict[str, float]

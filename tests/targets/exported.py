@@ -32,11 +32,11 @@ HEAD = """\
 Written by `python -m tests.targets.exported`, with torchax 0.0.13, likewise: inference of models of
 `tests.benchmarks.first_call`, by `poptorch`, and by `torch.export` and torchax, at JAX's "highest" precision.
 
-Most of them are tiny, and move a kilobyte or two for each kernel. On a v5e the loss of the MLP has XLA fill up
-what it looks labels up in, to 8 kB. The encoder on H100 cuts its heads out of one transposed array, of which XLA counts
-all at each of three cuts. The LSTM is a loop here; torchax writes out each of its steps, which takes longer to compile.
-torchax does not take GPT-2 ("Cannot view a tensor with shape torch.Size([2, 32, 64])"). On an H100 BERT-base moves
-1.02 × the bytes, on a v5e 0.73 ×.
+Most of them are tiny, and move a kilobyte or two for each kernel. On a v5e the loss of the MLP makes XLA pad the table
+of its label lookup, to 8 kB. The encoder on H100 slices its heads from one transposed array, of which XLA counts all at
+each of three slices. The LSTM is a loop here; torchax unrolls its steps, which takes longer to compile. torchax does
+not support GPT-2 ("Cannot view a tensor with shape torch.Size([2, 32, 64])"). On an H100 BERT-base moves 1.02 × the
+bytes, on a v5e 0.73 ×.
 """
 
 

@@ -34,7 +34,7 @@ class SideEffects:
     def __init__(self, objects: Sequence[Any]) -> None:
         self._objects = list(objects)
         self._before = [
-            {key: _copy_containers(value) for key, value in attributes(each).items()} for each in self._objects
+            {key: copy_containers(value) for key, value in attributes(each).items()} for each in self._objects
         ]
 
     def changed_attributes(self) -> dict[int, dict[str, Any]]:
@@ -45,7 +45,7 @@ class SideEffects:
         found: dict[int, dict[str, Any]] = {}
         for i, (each, before) in enumerate(zip(self._objects, self._before, strict=True)):
             now = attributes(each)
-            changed = {k: v for k, v in now.items() if k not in before or not _is_unchanged(before[k], v)}
+            changed = {k: v for k, v in now.items() if k not in before or not is_unchanged(before[k], v)}
             changed |= {key: SideEffects.GONE for key in before if key not in now}
             if changed:
                 found[i] = changed
@@ -64,20 +64,21 @@ class SideEffects:
                     attributes(objects[i])[key] = value
 
 
-def _copy_containers(value: Any) -> Any:
+def copy_containers(value: Any) -> Any:
     """Copy lists and dictionaries recursively, to detect later changes; return other values unchanged."""
     if type(value) in (list, tuple):
-        return type(value)(_copy_containers(each) for each in value)
-    return {key: _copy_containers(each) for key, each in value.items()} if type(value) is dict else value
+        return type(value)(copy_containers(each) for each in value)
+    return {key: copy_containers(each) for key, each in value.items()} if type(value) is dict else value
 
 
-def _is_unchanged(before: Any, now: Any) -> bool:
+def is_unchanged(before: Any, now: Any) -> bool:
+    """Whether a value holds the same objects as before, in lists, tuples and dictionaries; see `copy_containers`."""
     if type(before) is not type(now):
         return False
     if type(now) in (list, tuple):
-        return len(before) == len(now) and all(map(_is_unchanged, before, now))
+        return len(before) == len(now) and all(map(is_unchanged, before, now))
     if type(now) is dict:
-        return list(before) == list(now) and all(map(_is_unchanged, before.values(), now.values()))
+        return list(before) == list(now) and all(map(is_unchanged, before.values(), now.values()))
     return before is now or (type(now) in (bool, int, float, str) and before == now)
 
 

@@ -51,6 +51,7 @@ class HolderSnapshot:
         put_back: has it hold that again, or only some of its items; `None` if that cannot be.
         is_models: whether it belongs to the model.
         is_namespace: whether it holds them under names, as an object or a function does.
+        derived: names of what each run computes anew before it is read.
     """
 
     text: str
@@ -60,6 +61,7 @@ class HolderSnapshot:
     put_back: Callable[[Any], None] | None
     is_models: bool
     is_namespace: bool = False
+    derived: frozenset[str | None] = frozenset()
 
     def restore(self) -> None:
         """Restore the contents of model objects. In other objects, replace only entries with fake tensors."""
@@ -77,7 +79,7 @@ class HolderSnapshot:
         now = self.read()
         if isinstance(now, dict):
             for key, value in now.items():
-                if value is not (was := self.before.get(key, _ABSENT)):
+                if key not in self.derived and value is not (was := self.before.get(key, _ABSENT)):
                     yield self._text_of(key), was, value
         elif isinstance(now, set) and now != self.before or len(now) != len(self.before):
             yield self.text, GROWS, GROWS
@@ -131,6 +133,7 @@ class HostState:
         for each, path in modules.items():
             self._known.add(id(each))
             self._add_namespace(f"model.{path}" if path else "model", attributes(each), without=_OF_MODULES)
+            self.places[-1].derived = frozenset(map(_weight_name, each._forward_pre_hooks.values()))
         self._explore()
         if not around:
             return
@@ -317,6 +320,13 @@ class HostState:
 
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 """Attributes that every module has; PyTorch looks after what these hold."""
+
+
+def _weight_name(hook: Any) -> str | None:
+    """Attribute that a hook of `torch.nn.utils` computes from parameters before each `forward`: a weight that is
+    normalised (`weight_norm`, `spectral_norm`) or pruned."""
+    is_torchs = type(hook).__module__.startswith("torch.nn.utils.")
+    return getattr(hook, "name", getattr(hook, "_tensor_name", None)) if is_torchs else None
 
 
 def is_users(each: Any) -> bool:

@@ -20,7 +20,7 @@ from poptorch.lowering.operands import cast_like, promoted
 from poptorch.lowering.registry import jax_op, lowers
 from popxl import ops
 from popxl.extend.arguments import camel
-from popxl.extend.kernels import round_once
+from popxl.extend.kernels import round_once, widen
 from popxl.extend.ops import broadcast, like_first, predicate
 from popxl.op import OpKind
 
@@ -333,13 +333,29 @@ def to(input: popxl.Tensor, dtype: popxl.dtype | None = None, copy: bool = False
     if dtype is None:
         return ops.identity(input)
     loses = input.dtype.is_complex and not (dtype.is_complex or dtype is popxl.bool)
-    return cast_like(ops.real(input) if loses else input, dtype)
+    real = ops.real(input) if loses else input
+    return (
+        _to_integers(real, data_type=dtype) if dtype.is_int and real.dtype.is_floating_point else cast_like(real, dtype)
+    )
+
+
+@jax_op(
+    title="CastToIntegers", shape=lambda input, *, data_type: popxl.TensorSpec(input.shape, data_type), gradient=None
+)
+def _to_integers(input: Any, *, data_type: popxl.dtype) -> Any:
+    """Floats as integers, without their fraction. What int32 cannot hold, NaN too, is its lowest number, and what a
+    smaller dtype cannot hold wraps, as in PyTorch on x86; `popxl.ops.cast` saturates."""
+    lowest = jnp.iinfo(jnp.int32).min
+    wide = widen(input)
+    fits = jnp.abs(wide) < -float(lowest)
+    whole = jnp.where(fits, wide, 0).astype(jnp.int32)
+    return jnp.where(fits, whole, lowest).astype(data_type.as_jax())
 
 
 @lowers("aten.copy_", "aten.copy")
 def copy(src: popxl.Tensor, input: popxl.Tensor | None = None) -> popxl.Tensor:
     (wanted,) = emission().wanted
-    return to(src, wanted.dtype if src.dtype.is_complex else None)
+    return to(src, None if src.dtype == wanted.dtype else wanted.dtype)
 
 
 # Simulated quantisation in training -----------------------------------------------------------------------------------

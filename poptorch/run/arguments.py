@@ -220,8 +220,12 @@ class Signature:
         """
         if not self._has_objects:
             return []
-        values = self._binder.bind(args, kwargs).values()
+        values = self.named(args, kwargs).values()
         return [o for s, value in zip(self._structures.values(), values, strict=True) for o in s.objects(value)]
+
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Call arguments by parameter, defaults included."""
+        return self._binder.bind(args, kwargs)
 
     def arguments(self, tensors: Iterable[torch.Tensor], hides: bool = False) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Build call arguments `args, kwargs` for `forward` from new tensors, one per leaf in `leaves`.

@@ -14,11 +14,12 @@ import torch
 
 from poptorch.base.host_numbers import NumberPath
 from poptorch.base.logging_ import logger
-from poptorch.base.outputs import OutputStructure, SideEffects
+from poptorch.base.outputs import OutputStructure, SideEffects, copy_containers, is_unchanged
 from poptorch.capture.constants import numbers_of
 from poptorch.capture.counters import Tape
 from poptorch.capture.graph_breaks import GraphBreaks
 from poptorch.capture.host_function import HostFunction
+from poptorch.capture.host_state import HostState
 from poptorch.capture.model import Captured, capture
 from poptorch.capture.number_inputs import merge_captures
 from poptorch.capture.tensor_layout import TensorLayout
@@ -63,14 +64,19 @@ def captured_model(
     """
 
     def once(cuts: GraphBreaks | None, tape: Tape | None = None) -> tuple[Captured, OutputStructure, CaptureContext]:
-        answers: list[OutputStructure] = []  # of the last time that it ran, as it may have to run again
+        # Both of the last time that it ran, as it may have to run again.
+        answers: list[OutputStructure] = []
+        overwritten: list[str] = []
 
         def forward(tensors: list[torch.Tensor]) -> Any:
             args, kwargs = signature.arguments(tensors, hides=True)
             objects = signature.objects(args, kwargs)
+            named = signature.named(args, kwargs)
+            before = copy_containers(named)
             changes = SideEffects(objects)
             result = model(*args, **kwargs)
             changed = changes.changed_attributes()
+            overwritten[:] = [name for name, value in named.items() if not is_unchanged(before[name], value)]
             answers[:] = [OutputStructure(result, changed, objects)]
             return result, changed
 
@@ -90,6 +96,7 @@ def captured_model(
                 function=model if module is None else None,
                 tape=tape,
             )
+        _tell_of_arguments(overwritten, module, model)
         return captured, answers[0], ambient
 
     captured, answer, ambient = once(cuts)
@@ -209,6 +216,22 @@ def _tell_of_carried(captured: Captured, module: torch.nn.Module | None) -> None
             "you want to look at a result.",
             ", ".join(places),
         )
+
+
+def _tell_of_arguments(names: Sequence[str], module: torch.nn.Module | None, model: Callable[..., Any]) -> None:
+    """Warn, once per name, about arguments whose lists and dictionaries `forward` changes."""
+    told = set() if module is None else _told.setdefault(module, set())
+    for name in names:
+        if f"argument {name}" not in told:
+            told.add(f"argument {name}")
+            line = HostState(module, model if module is None else None).line_of(name)
+            logger.warning(
+                "`forward` changes its argument `%s`%s. It has a copy of the lists and dictionaries among its "
+                "arguments: the caller's stay as they were. Return what you need; tensors may be written to, and "
+                "attributes of objects set.",
+                name,
+                line and f" ({line})",
+            )
 
 
 _MOST_TOLD = 3

@@ -23,6 +23,8 @@ torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
 from torch._subclasses import FakeTensor
+from torch.nn import utils
+from torch.nn.utils import prune
 
 import poptorch
 
@@ -234,6 +236,36 @@ def test_what_is_the_same_in_each_run_is_not_told(caplog: pytest.LogCaptureFixtu
     module, x = Changing(_cache), torch.ones(4, 3)
     torch.testing.assert_close(poptorch.inferenceModel(module)(x), module(x))
     assert not _told(caplog)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "derive", [utils.weight_norm, utils.spectral_norm, lambda m: prune.random_unstructured(m, "weight", 2)]
+)
+def test_weights_that_hooks_of_torch_compute_are_not_told(
+    derive: Callable[[torch.nn.Module], torch.nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    module, x = derive(torch.nn.Linear(3, 2)).eval(), torch.ones(4, 3)
+    torch.testing.assert_close(poptorch.inferenceModel(module)(x), module(x))
+    assert not _told(caplog)
+
+
+class Noting(torch.nn.Module):
+    """Changes containers among its arguments."""
+
+    def forward(self, x: torch.Tensor, seen: list[Any], options: dict[str, Any], **more: Any) -> torch.Tensor:
+        seen[0].append(x * 2)
+        more["y"] = options["x"].add_(1)
+        return x
+
+
+def test_changes_of_lists_among_the_arguments_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    model, x, seen, y = poptorch.inferenceModel(Noting()), torch.ones(4, 3), ([], 1), torch.zeros(4)
+    for _ in range(2):
+        model(x, seen, {"x": y})
+    assert seen == ([], 1) and y[0] == 2
+    (text,) = (each for each in _told(caplog) if "`forward` changes " in each)
+    assert re.match(r"`forward` changes its argument `seen` \(test_host_state.py:\d+\)", text)
 
 
 def test_the_other_names_of_a_module_are_told_later(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -169,6 +170,12 @@ ROWS = [
     ),
     Row("to", lambda x: x.to(torch.int64) + x.half(), (normal(2, 3),)),
     Row("conversions", _converted, (normal(2, 3) * 3,)),
+    Row(
+        "conversions of what does not fit",
+        lambda x, b: (x.int(), x.to(torch.uint8), x.char(), x.short(), b.copy_(x)),
+        (torch.tensor([300.0, -1.5, 70000.0, 3e9, -3e9, math.nan, math.inf]), torch.zeros(7, dtype=torch.uint8)),
+        half=False,
+    ),
     Row("copy_", lambda x, y: x.copy_(y), (normal(2, 3), normal(3))),
     Row("autograd function", lambda x: _Swish.apply(x * 2) * x, (normal(2, 3),)),
     Row("no_grad, detach", _half_frozen, (normal(2, 3),)),

@@ -27,9 +27,9 @@ __all__ = [
 class OutputMode(IntEnum):
     """Selection of a call's results from its micro-batches.
 
-    * `Final`: those of the last micro-batch.
-    * `EveryN`: those of every Nth iteration.
-    * `All`: those of every micro-batch, in the order of the inputs.
+    * `Final`: results of the last micro-batch.
+    * `EveryN`: results of every Nth iteration.
+    * `All`: results of every micro-batch, in the order of the inputs.
     * `Sum`: the sum over all micro-batches.
     * `Default`: `Final` in training, `All` in inference.
     """
@@ -44,8 +44,7 @@ class OutputMode(IntEnum):
 class PartialBatch(IntEnum):
     """Treatment of batches with fewer rows than compiled ones, such as a data set's last.
 
-    * `Compile`: programs of their own run it, which are compiled for such batches. In training, a step takes the mean
-      over the rows that there are.
+    * `Compile`: separate programs, compiled for such batches, run it. In training, a step takes the mean over its rows.
     * `Refuse`: it is an error.
     * `Pad`: in inference, its last row is repeated to make a whole batch, and results have the rows that were given. So
       nothing is compiled. It is for models whose results have a row, or several, for each row. Where some have none (a
@@ -60,7 +59,7 @@ class PartialBatch(IntEnum):
 class MeanReductionStrategy(IntEnum):
     """Division strategy for mean gradients over micro-batches and replicas, which affects rounding.
 
-    * `Running`: the accumulator always is the mean of what it has seen, so it cannot overflow.
+    * `Running`: the accumulator is always the mean of the gradients so far, so it cannot overflow.
     * `Post`: once, after everything has been summed.
     * `PostAndLoss`: by the replicas before the backward pass, by the micro-batches after their sum (deprecated).
     """
@@ -81,7 +80,7 @@ class ReductionType(IntEnum):
 class DataLoaderMode(IntEnum):
     """Loading mode of a `DataLoader`.
 
-    * `Sync`: when a batch is asked for.
+    * `Sync`: when a batch is requested.
     * `Async`: in advance, by a process of its own.
     * `AsyncRebatched`: the same, and workers load single elements which that process puts together, so that no
       worker drops an incomplete batch.
@@ -150,7 +149,7 @@ class CommGroupType(IntEnum):
     * `All`: one group.
     * `Consecutive`: `{0, ..., k-1}, {k, ..., 2k-1}, ...`
     * `Orthogonal`: `{0, m, 2m, ...}, {1, m+1, ...}, ...`
-    * `NoGrouping`: each replica by itself.
+    * `NoGrouping`: each replica separately.
     """
 
     All = 0

@@ -123,8 +123,8 @@ class IPUStrategy(SingleDeviceStrategy):
         training: the wrapped model that is trained, once it has begun; `poptorch.sessionOf` takes it.
 
     Raises:
-        poptorch.Error: while it runs, for what it cannot do: manual optimization,
-            `gradient_clip_val`, several processes.
+        poptorch.Error: during training, for unsupported features: manual optimization, `gradient_clip_val`, several
+            processes.
 
     Example:
         >>> from lightning.pytorch import Trainer

@@ -88,7 +88,7 @@ class Options(OptionsDict):
     """Options for compiling and running a model.
 
     Methods set, and return the options, so that calls chain; attributes of the same names in lower case read:
-    `deviceIterations(2)`, `device_iterations`. What uses options freezes them: change a `clone()`.
+    `deviceIterations(2)`, `device_iterations`. Using options freezes them: change a `clone()`.
 
     The environment is asked once, when options are made: `POPTORCH_DEFAULT_OPTIONS` (as for `from_json`),
     `POPTORCH_CACHE_DIR`, `POPTORCH_IPU_MODEL`, `POPTORCH_SMALL_IPU_MODEL`, `POPLAR_ENGINE_OPTIONS`,

@@ -159,7 +159,8 @@ def _has_size_in_all(graphs: Sequence[Any], index: int, name: str, dim: Any, cou
 class CombinedBatchingCollater:
     """Collater for a whole call: collates several batches separately, then concatenates their tensors.
 
-    A call takes as many as device iterations, replicas and gradient accumulation say; the model sees one at a time.
+    A call takes one batch for each device iteration, replica and gradient accumulation step; the model sees one at a
+    time.
 
     Args:
         mini_batch_size: number of elements that one batch is made of; None if each element is a list of graphs already.

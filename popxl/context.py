@@ -315,7 +315,7 @@ def debug_context_frame_offset(i: int) -> Iterator[int]:
     """Attribute the ops of the block to the line of a caller further out.
 
     The source line of an op is that of the innermost frame outside popxl and popxl_addons. A function of yours that
-    is itself a kind of op can step aside: with offset `i` that many further frames are passed over.
+    acts like an op can exclude itself: with offset `i`, this many further frames are skipped.
 
     Example:
         >>> @popxl.context.debug_context_frame_offset(1)

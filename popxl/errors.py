@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class PopxlError(Exception):
     """An invalid program; base class of popxl errors.
 
-    Raised where every argument is of a good kind and value by itself and the program as a whole does not work out:
-    shapes that do not broadcast, a tensor id that nobody has, data that does not fit its replica grouping, ambiguous
-    in-place changes, dtypes that no device handles, more stream transfers than were fed.
+    Raised if each argument is valid by itself and the program as a whole is not: shapes that do not broadcast, an
+    unknown tensor id, data that does not fit its replica grouping, ambiguous in-place changes, dtypes without device
+    support, more stream transfers than feeds.
 
     Not raised for errors of a running program on its device: that is a `DeviceError`.
 

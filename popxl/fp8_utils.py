@@ -28,8 +28,8 @@ def host_pow2scale_cast_to_fp8(
     """Return `src * 2**log2_scale`, rounded to the nearest float8 (ties to even), as a structured array.
 
     A finite value that rounds beyond the largest float8 becomes NaN, or with `nan_on_overflow=False` the largest.
-    Infinities and NaN become NaN in either case; what underflows becomes zero. The product is formed in float32, as it
-    is on a device, so the bytes are the same.
+    Infinities and NaN become NaN in either case; underflow becomes zero. The product is computed in float32, as on a
+    device, so the bytes are the same.
 
     Args:
         src: float16, bfloat16, float32 or float64; an array, a torch tensor or anything that `np.asarray` accepts.

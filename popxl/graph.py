@@ -335,9 +335,9 @@ class Graph(NotCopyable):
     def replace(self, ops: Sequence[Op], by: Callable[..., Any]) -> None:
         """Replace ops by others with the same result tensors, so that consumers stay unchanged.
 
-        `by` is called in this graph to create the new ops. It gets the inputs of `ops`, of the first op first, and
-        returns tensors for all their outputs in the same order, each made by a new op. The new ops stand where `ops`
-        stood, in the schedule, on the device, in name scopes, and in what `in_sequence` has ordered. Hooks see them
+        `by` is called in this graph to create the new ops. It gets the inputs of `ops`, those of the first op first,
+        and returns tensors for all their outputs in the same order, each made by a new op. The new ops take the place
+        of `ops` in the schedule, on the device, in name scopes, and in the order given by `in_sequence`. Hooks see them
         after all edits.
 
         Linear in the number of ops. Ongoing iterations over `graph.ops` continue over the old ops.
@@ -347,8 +347,8 @@ class Graph(NotCopyable):
             by: function that makes the new ops.
 
         Raises:
-            PopxlError: if `ops` are not such ops, or the new tensors differ from the results in number, shape or dtype,
-                or in what they share storage with. Nothing has changed then, nor if `by` raises.
+            PopxlError: if `ops` are not such ops, or the new tensors differ from the results in number, shape, dtype or
+                shared storage. Nothing has changed then, nor if `by` raises.
 
         Example:
             >>> graph = ir.create_graph(lambda x: x * x + 1, x)
@@ -360,8 +360,8 @@ class Graph(NotCopyable):
     def move(self, ops: Iterable[Op], into: Graph, given: Mapping[Tensor, Tensor]) -> None:
         """Move ops to the end of another graph, preserving order.
 
-        The results move along: they remain the same tensors, under names that are unique in the
-        other graph. What `in_sequence` has ordered stays ordered, also where ops of the other graph come between.
+        The results move along: they remain the same tensors, under names that are unique in the other graph. The order
+        given by `in_sequence` is kept, also relative to ops of the other graph.
 
         Linear in the number of ops. Ongoing iterations over `graph.ops` continue over the old ops. Hooks
         are not called: nothing is created.

@@ -50,8 +50,8 @@ class Ir(NotCopyable):
     """A program under construction, and later run by a `popxl.Session`.
 
     Args:
-        replication: number of replicas that run the program side by side; by default 1, or as many as `axes` have.
-            `"popdist"`: as many as `poprun` was told of; this process drives its share of them.
+        replication: number of replicas that run the program side by side; by default 1, or that of `axes`. `"popdist"`:
+            the number given to `poprun`; this process drives its share of them.
         axes: arrangement of the replicas: names of dimensions, outermost first, with their sizes. Replicas are then
             grouped by names: see `grouping`. One axis may have the size `"ipus"`: the IPUs of a replica, which are the
             stages of a pipeline, lie along it: see `adjacent_replicas`.
@@ -389,10 +389,9 @@ class Ir(NotCopyable):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the program to a file: graphs, and host values of variables and constants.
 
-        Ops are written by name, so an op of your own has to be declared where the program is loaded. A file that is
-        there already is replaced once the new one is complete. It has a checksum. Options that
-        say what happens on this machine (`cachePath`, `enableEngineCaching`, `logDir`, `dotChecks`) are not written:
-        who loads the program has them.
+        Ops are written by name, so an op of your own has to be declared where the program is loaded. An existing file
+        is replaced once the new one is complete. It has a checksum. Options for this machine (`cachePath`,
+        `enableEngineCaching`, `logDir`, `dotChecks`) are not written: the loading program sets them.
 
         Raises:
             PopxlError: if an op has an attribute that cannot be written, or shares its key with another op.
@@ -407,8 +406,8 @@ class Ir(NotCopyable):
     def load(cls, path: str | os.PathLike[str]) -> Ir:
         """Load a saved program, with identical printing, differentiation and execution.
 
-        Files of others may be loaded: nothing in them is run as Python, or names folders, and a program that cannot be
-        is refused. Once it runs, it takes the time and the memory that it asks for.
+        Files of unknown origin may be loaded: nothing in them is run as Python, or names folders, and an invalid
+        program is refused. A running program may take any amount of time and memory.
 
         Raises:
             UnreadableFileError: if the file is damaged, or of another kind, or holds no program that can be: one that
@@ -446,7 +445,7 @@ class Ir(NotCopyable):
         return memory_of(self)
 
     def picture(self) -> Picture:
-        """Memory over the schedule, coloured by what is kept, recomputed and moved, beside the mesh and its
+        """Memory over the schedule, coloured by treatment (kept, recomputed, moved), beside the mesh and its
         collectives by line, computed without compilation.
 
         Every call is drawn with the steps of the graph that it calls. Values that a recomputing gradient graph makes

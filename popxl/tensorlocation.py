@@ -42,8 +42,8 @@ class TileSet(Enum):
 class ExecutionContext(Enum):
     """Program fragment of an op.
 
-    In PopXL they run in the order: from the host, normal, outer accumulation, to the host. Here they are kept apart by
-    `popxl.in_sequence` and by the check for in-place ambiguity, and each run carries out the ops of all of them, in
+    In PopXL they run in the order: from the host, normal, outer accumulation, to the host. Here they are separate for
+    `popxl.in_sequence` and for the check of in-place ambiguity, and each run executes the ops of all of them, in
     creation order.
     """
 

@@ -220,10 +220,10 @@ class DotTree(Generic[L]):
     def insert(self, key: Key, value: Any, overwrite: bool = False) -> None:
         """Put a leaf or tree at `key`; a tree is kept by reference.
 
-        A dotted key goes into the subtree; `overwrite` is needed if that exists, and merges. The subtree is copied
-        and replaced only when all went well, so a failure changes nothing, and older references to it do not see the
-        new entry. It keeps its class, whatever that is. With a key of one component `overwrite` replaces what is
-        there. `ValueError` for an invalid or present key.
+        A dotted key goes into the subtree; `overwrite` is needed if that exists, and merges. The subtree is copied and
+        replaced only on success, so a failure changes nothing, and older references to it do not see the new entry. It
+        keeps its class. With a key of one component `overwrite` replaces the old entry. `ValueError` for an invalid or
+        present key.
 
         Example:
             >>> t = DotTree(blk=DotTree(w=1))

@@ -105,12 +105,12 @@ class _Reader:
 class Generator:
     """Text from a language model, for several prompts of different lengths at once.
 
-    Two programs are compiled. One reads the prompts: keys and values of every place go into a cache. The other goes on
-    from there, and draws `tokens` of them in each run. Weights and cache are on the device once.
+    Two programs are compiled. One reads the prompts: keys and values of every position go into a cache. The other
+    continues from there, and draws `tokens` tokens in each run. Weights and cache are on the device once.
 
-    Requests may also come and go while others are written: `submit` them, and `step` until nothing is left. What is
-    drawn for a request depends on its prompt and its seed, and not on what is written beside it. Other threads may
-    `submit` and cancel meanwhile; steps of several threads wait for each other.
+    Requests may also come and go while others are generated: `submit` them, and `step` until none are left. The draws
+    of a request depend on its prompt and its seed only, not on other requests. Other threads may `submit` and cancel
+    meanwhile; steps of several threads wait for each other.
 
     Args:
         model: the model.

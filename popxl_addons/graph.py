@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class GraphWithNamedArgs:
     """A graph with named inputs under `args`.
 
-    Usually made by `Module.create_graph`, together with factories of the same names. `from_module` and `aux` are what a
-    hand-written gradient needs; `called_graphs_grad_info` are the gradients known for graphs that this one calls.
+    Usually made by `Module.create_graph`, together with factories of the same names. `from_module` and `aux` are needed
+    for a hand-written gradient; `called_graphs_grad_info` has the gradients known for graphs that this one calls.
 
     Example:
         >>> ir = popxl.Ir()

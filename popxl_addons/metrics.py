@@ -21,7 +21,7 @@ __all__ = ["Metrics"]
 class Metrics:
     """Logger for numbers and histograms. Close it after use, or use a ``with`` block.
 
-    Of several processes that run a program the first one writes; all call it.
+    If several processes run a program, all call it, and the first one writes.
 
     Args:
         tensorboard: a folder for TensorBoard's event files; it is made if it is missing. Needs `tensorboardX` (extra

@@ -42,8 +42,8 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
     """Something that builds a graph with named state. Subclasses implement `build`, and may implement `build_grad`.
 
     With a truthy `cache`, `create_graph` reuses the graph of an earlier call with equal arguments.
-    `grad_inlining_error` says what happens when a module with a `build_grad` is inlined, which leaves its
-    `build_grad` unused.
+    `grad_inlining_error` selects the reaction to inlining a module with a `build_grad`, which leaves its `build_grad`
+    unused.
 
     A module has no state between builds: the state of a build is returned and dropped.
 
@@ -281,8 +281,8 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
     def build_grad(self, *args: Any, **kwargs: Any) -> Any:
         """Gradient of `build`, given output gradients. Optional to implement, with plain parameters.
 
-        Returns the gradients of the inputs that are not variables; those of variables go to `var_grad`. What `build`
-        put in `aux` can be read here.
+        Returns the gradients of the inputs that are not variables; those of variables go to `var_grad`. It can read the
+        values that `build` put in `aux`.
 
         Example:
             >>> class Square(Module):

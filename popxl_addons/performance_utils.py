@@ -42,8 +42,8 @@ FLOPS_FNS: dict[str, Callable[[Op], int]] = {
 def evaluate_FLOPs(graph: popxl.Graph) -> dict[str, Any]:
     """The floating point operations of one run of `graph`, by op type and op.
 
-    A called graph counts at every call, and in a loop once for every turn. Conditionals count nothing: which branch
-    runs is not known before.
+    A called graph counts at every call, and in a loop once for every iteration. Conditionals count nothing, because the
+    branch is not known before.
 
     Returns:
         ``{op type: {op id: count}, "TOT": total}``. Counts of a called graph for an op type are below it in the same

@@ -31,9 +31,9 @@ __all__ = ["MixedPrecision"]
 class MixedPrecision:
     """Compute in `dtype`, train in float32.
 
-    The variables are float32, whatever float the layers ask for; so are checkpoints, which a float32 program loads as
-    well. The graph gets them, and its float inputs, as `dtype`. Within a layer that is kept, variables are as they are
-    and inputs are cast up; its results are cast down again.
+    The variables are float32, whatever float the layers request; so are checkpoints, which a float32 program loads as
+    well. The graph gets them, and its float inputs, as `dtype`. Within a kept layer, variables are unchanged and inputs
+    are cast up; its results are cast down again.
 
     A computation whose dtype the program states keeps it: take the loss of ``logits.astype(popxl.float32)``.
 

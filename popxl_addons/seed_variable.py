@@ -10,8 +10,8 @@ from popxl.tensor import Variable
 def seed_variable(seed: int, replica_grouping: Groups | None = None) -> tuple[Variable, popxl.Tensor]:
     """A variable ``random_seed`` and the tensor that programs use: a seed for each group of replicas.
 
-    The tensor is loaded when variables go to the device and read back when they are fetched, so what a program does to
-    it (``seed += 1``) lasts from run to run, and is saved and loaded with the rest of a model.
+    The tensor is loaded when variables go to the device and read back when they are fetched, so in-place changes by a
+    program (``seed += 1``) last from run to run, and are saved and loaded with the rest of a model.
 
     Args:
         seed: seed of the seeds, for `popxl.create_seeds`.

@@ -235,8 +235,8 @@ def _stage_seconds(time: GraphTime, figures: Chip) -> float:
 def _keeps_too_much(sizes: GPTSizes, micro_batch: int, figures: Chip) -> bool:
     """Whether model state and activations of a micro-batch exceed the memory of one chip.
 
-    It is a setting of the model, not of its layout: what is too large for one chip is trained with recomputation. What
-    a layer keeps is from Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198.
+    It is a setting of the model, not of its layout: a model that is too large for one chip is trained with
+    recomputation. The activations of a layer are from Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198.
     """
     s, b, h = sizes.sequence, micro_batch, sizes.hidden
     layer = s * b * h * (34 + 5 * sizes.heads * s / h)

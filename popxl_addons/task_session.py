@@ -226,24 +226,23 @@ class TaskSession(popxl.Session):
         """Write state, `session_state` and the data loader's position to a directory.
 
         The directory is replaced when everything has been written: an interruption at any moment leaves the old
-        checkpoint or the new one. In a directory that exists the files of a checkpoint are replaced, and others stay.
+        checkpoint or the new one. In an existing directory the files of a checkpoint are replaced, and others stay.
         Then the oldest checkpoint that this session has written is deleted, if there are now more than
-        `max_checkpoints`; so there has to be room for one more. The data loader, too, writes to the new directory,
-        whose name is another one until then.
+        `max_checkpoints`; so the disk needs room for one more. The data loader also writes to the new directory, which
+        has a temporary name until then.
 
-        Values are whole when they are read, however many replicas have pieces of them: also those that groups of
-        replicas divide, if the variable has a `group_axis`. With `wait=False` they are copied, and so are memory maps
-        and the position of the data loader; the rest is done in a thread while the session runs on. The next
-        checkpoint, leaving the ``with`` block and the end of the process wait for it, and so does
-        `wait_for_checkpoint`. They raise what went wrong in the thread. At the end of the process that is only told in
-        the log.
+        Values of sharded variables are assembled before they are read: also those that groups of replicas divide, if
+        the variable has a `group_axis`. With `wait=False` they are copied, and so are memory maps and the position of
+        the data loader; a thread does the rest while the session continues. The next checkpoint, leaving the ``with``
+        block and the end of the process wait for it, and so does `wait_for_checkpoint`. They raise errors of the
+        thread. At the end of the process errors are only logged.
 
         If several processes run the program, all have to call this, with a directory that all reach. Each writes the
-        parts of values that its replicas hold; what several replicas hold, the first of them. No process needs room for
-        all values. The first process writes `session_state`, constants and memory maps; and last, when all have said
-        that their parts are there, an index. It alone knows then that the checkpoint is complete: to read it at once,
-        wait for that (``session.wait_for_checkpoint(); popdist.synchronize()``). An artifact is written by the first
-        process alone.
+        parts of values that its replicas hold; of shared values, only the first of these replicas writes. No process
+        needs memory for all values. The first process writes `session_state`, constants and memory maps; and last, when
+        all have reported that their parts are written, an index. Only this process then knows that the checkpoint is
+        complete: to read it at once, wait for that (``session.wait_for_checkpoint(); popdist.synchronize()``). An
+        artifact is written by the first process alone.
 
         Args:
             checkpoint_dir: a directory, ``~`` for the user's home; or ``wandb://<name>`` for an artifact of the type
@@ -381,9 +380,9 @@ class TaskSession(popxl.Session):
         read and compared before anything changes. All of it is of one checkpoint: if another one takes its place
         meanwhile, as a training writes on, that one is read.
 
-        The program may have other replicas, axes, pieces and processes than the one that has saved. If a variable has
-        a value for each of several groups of replicas, it needs a `group_axis` for that: it is then read from the
-        whole value, and from a checkpoint with one for each of other groups.
+        The program may have other replicas, axes, shards and processes than the one that saved the checkpoint. A
+        variable with a value for each of several groups of replicas needs a `group_axis` for that: it is then read from
+        the whole value, or from a checkpoint with values for other groups.
 
         If several processes run the program, all of them call this within the ``with`` block, or none does. Each reads
         what its devices hold, to the devices: `get_tensor_data` brings the values to the hosts, as after a run.

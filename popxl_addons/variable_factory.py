@@ -40,9 +40,9 @@ class VariableFactory:
     then nobody makes the numbers before they are needed. A callable is called once here, as a check, and its result
     dropped; a first element is then taken to learn `shape` and `dtype`, and kept for the first variable.
 
-    With `shard_over` > 1 the placeholder is a piece of the value: `meta_shape` is the shape of the data, and `shape` is
-    ``(ceil(nelms / shard_over),)``. So are the pieces of the variable that the replicas keep, and graphs that are bound
-    to the variable get them. Otherwise `shape` is the shape of the data and `meta_shape` is None.
+    With `shard_over` > 1 the placeholder is a shard of the value: `meta_shape` is the shape of the data, and `shape` is
+    ``(ceil(nelms / shard_over),)``. So are the shards of the variable that the replicas keep, which graphs bound to the
+    variable get. Otherwise `shape` is the shape of the data and `meta_shape` is None.
 
     `replica_grouping` says which replicas share a value: a grouping, or names of axes; by default all of them. Where
     there are several groups, and their values are parts of one, `group_axis` is the axis along which that one is
@@ -50,7 +50,7 @@ class VariableFactory:
 
     The placeholder is of `input_dtype`, which is the `dtype` of the variable unless it is set: see `MixedPrecision`.
 
-    An array as `data_iter` is an iterable of its rows, as in Python: where it has not a row for each group, a
+    An array as `data_iter` is an iterable of its rows, as in Python: if it does not have a row for each group, a
     `popxl.errors.RowsAsValuesWarning` says so.
 
     `ValueError` if the data cannot be used, `PopxlError` if it has no such axis, `AssertionError` if `shard_over`
@@ -122,8 +122,8 @@ class VariableFactory:
         """Create the variable; sharded, like `popxl.replica_sharded_variable`, for shard placeholders.
 
         The current graph must be the main graph. With `empty` the value is left undefined; with `memmap_dir` it lives
-        in a file there (see `next_memmap`). With `sharded` it is in pieces although the placeholder is whole, one for
-        each replica of the group; unless a value has fewer elements than that.
+        in a file there (see `next_memmap`). With `sharded` the variable is sharded although the placeholder is whole,
+        one shard for each replica of the group; unless a value has fewer elements than that.
 
         Example:
             >>> with popxl.Ir(replication=2).main_graph:
@@ -199,8 +199,8 @@ class VariableFactory:
     ) -> np.memmap[Any, Any]:
         """The host value in the file ``<memmap_dir>/<name>.npy``, raw and without header.
 
-        A missing file is made and filled with the next data (left as it is with `empty`); a present one is opened, for
-        reading only if `read_only_if_exists`. Several processes may do this at once: they get the same file.
+        A missing file is made and filled with the next data (uninitialised with `empty`); an existing one is opened,
+        for reading only if `read_only_if_exists`. Several processes may do this at once: they get the same file.
         """
         return memory_map(
             Path(memmap_dir) / f"{name}.npy",

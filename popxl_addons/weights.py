@@ -308,7 +308,7 @@ def save_safetensors(
 ) -> None:
     """Write weights of a model as `load_safetensors` reads them, and other programs for Hugging Face's layout.
 
-    Each file is replaced when it is complete. Of several processes that run the program all have to call this, and the
+    Each file is replaced when it is complete. If several processes run the program, all have to call this, and the
     first one writes.
 
     Args:

@@ -30,8 +30,8 @@ def export(
 ) -> jax.export.Exported:
     """Export a program to a file for plain JAX: StableHLO, serialized by `jax.export`.
 
-    Loaded, it is a function of dicts of arrays by the names that `popxl.to_jax(ir.main_graph)` has: of the input
-    streams, to the output streams. It can be called, compiled by `jax.jit`, and be part of other programs. It stays
+    Loaded, it is a function from a dict of input streams to a dict of output streams, by the names of
+    `popxl.to_jax(ir.main_graph)`. It can be called, compiled by `jax.jit`, and be part of other programs. It stays
     readable as long as JAX promises: six months of releases. Requirements of ops on their operands are not checked.
 
     Args:

@@ -269,8 +269,7 @@ class Session(SessionInspection, SessionVariables):
                 environment chooses what the program has not asked for (`popxl.choice`).
             PopxlRuntimeError: for an array of the wrong dtype, or a program that exceeds a stream's number of
                 transfers.
-            PopxlError: if the Ir has changed since the session was made, and no other session has been made of it
-                since.
+            PopxlError: if the Ir has changed since the session was made, without a later session of it.
         """
         with self._lock:
             store = self.store

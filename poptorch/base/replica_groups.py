@@ -19,8 +19,8 @@ from poptorch.errors import createPoptorchError
 class ReplicaGroups:
     """Partition of all replicas into equal-sized groups, each sharing one value.
 
-    Neighbours within a group are always `stride` replicas apart; `popxl.Ir.replica_grouping(stride, size)` means the
-    same groups in the same order.
+    The distance between neighbours within a group is always `stride` replicas; `popxl.Ir.replica_grouping(stride,
+    size)` defines the same groups in the same order.
 
     Attributes:
         replicas: number of replicas.

@@ -20,9 +20,9 @@ _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d
 class Attributes:
     """Snapshot of the attributes of a module and its submodules; later assignments are not included.
 
-    Wrapping a model takes these, so that `model.eval()` afterwards is for the host only. `with_current` takes what is
-    set through the wrapper, too. Lists, dictionaries and sets among them stay the same objects; what becomes of these
-    in a capture is undone by `poptorch.capture.host_state`.
+    Wrapping a model takes a snapshot, so that `model.eval()` afterwards affects the host only. `with_current` adds
+    settings made through the wrapper. Lists, dictionaries and sets among the attributes stay the same objects;
+    `poptorch.capture.host_state` undoes changes of their contents during a capture.
 
     Args:
         module: the module; `None` has none.

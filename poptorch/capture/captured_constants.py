@@ -30,7 +30,7 @@ class CapturedConstant:
         tensor: refers to the tensor.
         numbers: its contents.
         version: PyTorch's version counter; -1, if PyTorch does not count.
-        met: the first line where something is made of it and of a tensor of the device, if it was not moved there.
+        met: first line where it is combined with a tensor of the device, if it was not moved there.
     """
 
     text: str

@@ -143,8 +143,8 @@ _TURNS = 64
 def sequential_update(op: torch._ops.OpOverload, t: torch.Tensor) -> Callable[..., torch.Tensor] | None:
     """Sequential form of an in-place op for a self-overlapping tensor; `None` if unnecessary or too long.
 
-    Where several elements are one number, PyTorch changes it by one after the other. (Ops of one element at a time it
-    does not let change what has been expanded.)
+    If several elements share one number, PyTorch updates it sequentially. (It does not let elementwise ops update
+    expanded tensors.)
     """
     if not overlaps(t.shape, t.stride()) or t.numel() > _ONE_BY_ONE:
         return None

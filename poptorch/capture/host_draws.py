@@ -29,7 +29,7 @@ class HostDraws:
     def draw(self, op: torch._ops.OpOverload, generator: torch.Generator, args: Any, kwargs: Any) -> Any:
         """Draw from a user's generator, on the host, each time the program reaches this op.
 
-        One that `forward` makes is another one in each run, and the same as ever: it gives constants.
+        A generator made in `forward` is another object in each run, with the same draws: it gives constants.
         """
         kwargs = {**kwargs, "generator": None}
         given = structure_of((args, kwargs), op._opname)

@@ -22,7 +22,7 @@ MARKED = frozenset({*LOSSES, "poptorch.identity_loss"})
 def final_loss(trace: Trace) -> Value:
     """The single loss on which no other loss depends.
 
-    Of several, those do not count that nothing is made of that the function returns, if one of them is left.
+    Of several losses, those that no returned value depends on do not count, if one of the others is left.
 
     Raises:
         poptorch.Error: if there is none, or more than one.
@@ -69,8 +69,8 @@ _SAME = frozenset(
 def warn_about_other_loss(trace: Trace, loss: Value) -> None:
     """Warn if the function returns a value that resembles a training objective but differs from the loss.
 
-    That is a number that is made of the loss and of something else that gradients flow through; or of the loss alone,
-    if that is not returned.
+    This is a number computed from the loss and another value that gradients flow through; or from the loss alone, if
+    that is not returned.
     """
     is_mixed = {id(loss): False}  # by identity of values computed from the loss
     same = {id(loss)}

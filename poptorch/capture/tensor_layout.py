@@ -54,7 +54,7 @@ def update_passes(size: Sequence[int], stride: Sequence[int]) -> list[np.ndarray
     once.
 
     Returns:
-        For each turn and each element, the element that changes the number that both are; -1 where none does.
+        For each pass and each element, the element that updates the number shared by both; -1 where none does.
     """
     order, offsets = _order(size, stride), offsets_of(size, stride).ravel()
     _, number, counts = np.unique(offsets, return_inverse=True, return_counts=True)

@@ -74,7 +74,7 @@ UNREADABLE = (DataDependentOutputException, DynamicOutputShapeException, Unsuppo
 def fake_mode() -> FakeTensorMode:
     """Mode with fake tensors, which have shapes and dtypes but no contents; real tensors are converted on use.
 
-    `export` has them have none at all: from PyTorch 2.15 on, what is made of a real scalar otherwise answers `item()`.
+    `export` makes it have none: from PyTorch 2.15 on, results computed from a real scalar otherwise answer `item()`.
     """
     return FakeTensorMode(allow_non_fake_inputs=True, export=True)
 
@@ -154,8 +154,8 @@ def without_compile() -> Iterator[None]:
 def checkpoints_run_by(region: Callable[[Any], AbstractContextManager[None]]) -> Iterator[None]:
     """Make checkpoints of `torch.utils.checkpoint` run their function once, within a region.
 
-    PyTorch's own run it again in the backward pass: with `use_reentrant=True` below what it differentiates, so that
-    derivatives within would not count. As in PyTorch, no gradients flow through that kind if none does into it.
+    PyTorch's own function runs it again in the backward pass: with `use_reentrant=True` below autograd, so that
+    derivatives inside would not count. As in PyTorch, no gradients flow through that kind if none flows into it.
 
     Args:
         region: function that makes the region of a checkpoint, from the context of the forward pass.

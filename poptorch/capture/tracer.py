@@ -245,8 +245,7 @@ class Tracer:
     def set_data(self, t: torch.Tensor, data: torch.Tensor) -> None:
         """Record `t.data = data`, which PyTorch does not dispatch as an op: new contents, unchanged autograd history.
 
-        They are copied: what is written to `data` afterwards does not show in `t`. What looked at the numbers of `t`
-        before still looks at those.
+        They are copied: later writes to `data` do not show in `t`. Earlier views of `t` keep the old numbers.
         """
         if (t.shape, t.dtype) != (data.shape, data.dtype):
             raise createPoptorchError(

@@ -60,8 +60,8 @@ def _ctc_losses(
 ) -> Any:
     """Negative log-likelihood of the target labels per sequence, summed over all alignment paths.
 
-    Slopes are those of PyTorch: of `log_probs` as a `log_softmax` of what is differentiated, to which the sum of the
-    probabilities adds nothing; and not a number where no path is right.
+    Slopes are PyTorch's: those of `log_probs` as the `log_softmax` of the differentiated values, to which the sum of
+    the probabilities adds nothing; and NaN where no path is valid.
     """
     if targets.ndim == 1:  # the labels of all sequences, one after the other
         starts = jnp.cumsum(target_lengths) - target_lengths

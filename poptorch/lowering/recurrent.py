@@ -104,8 +104,8 @@ def _backward(step: _Step, states: int) -> Callable[..., Any]:
     """Gradients of all layer operands, from those operands, residuals per time step, and gradients of some results
     (`given`, by position).
 
-    Back through time go the gradients of the state alone. Those of the weights are products over all times at once,
-    after the loop, which would otherwise read and write them in every turn.
+    Only the gradients of the state go back through time. Those of the weights are products over all times at once,
+    after the loop, which would otherwise read and write them in every iteration.
     """
 
     def backward(*arrays: Any, operands: int, given: tuple[int, ...], has_biases: bool, backwards: bool) -> Any:

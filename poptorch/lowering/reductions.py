@@ -198,8 +198,8 @@ _spread_of_numbers("std_mean", is_root=True, with_mean=True)
 def norm(t: Any, order: float, axes: tuple[int, ...], is_shared: bool = True) -> Any:
     """(Σ |t|ᵖ)^(1/p), and its limits: maximum, minimum, number of nonzero elements.
 
-    Where it is 0, and where an element is, the gradient is 0 (of orders up to 2; then it is so anyway). Of several
-    largest or smallest elements each has its share of the gradient, or (unless `is_shared`) all of it.
+    Where the norm is 0, and where an element is, the gradient is 0 (for orders up to 2; beyond, it is so anyway). Each
+    of several largest or smallest elements has its share of the gradient, or (unless `is_shared`) all of it.
     """
     size = jnp.abs(t)
     if math.isinf(order):

@@ -21,7 +21,7 @@ def identity_loss(x: torch.Tensor, reduction: str) -> torch.Tensor:
 
     Args:
         x: losses of the samples, or the loss itself.
-        reduction: `"sum"`, `"mean"`, or `"none"`: how its elements become one.
+        reduction: `"sum"`, `"mean"`, or `"none"`: reduction of its elements to one.
 
     Example:
         >>> loss = poptorch.identity_loss((output - target) ** 2, reduction="mean")

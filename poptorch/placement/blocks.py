@@ -195,8 +195,8 @@ def _check_without_block(what: str, module: torch.nn.Module) -> None:
 def BeginBlock(layer_to_call: Layer, user_id: BlockId | int | None = None, ipu_id: int | None = None) -> Layer:
     """Begin a block with a module; subsequent operations belong to it until the next block.
 
-    Parameters and the state dictionary of the module keep their names; copies and pickles keep the block. Of several
-    forward-pre-hooks of a module, those registered before run outside the block.
+    Parameters and the state dictionary of the module keep their names; copies and pickles keep the block.
+    Forward-pre-hooks that were registered earlier run outside the block.
 
     Args:
         layer_to_call: the module; or a function, for which a function is returned.
@@ -364,7 +364,7 @@ def _single_or_sequence(valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
 class MultiConv(_Scope, OptionsDict):
     """Merge convolutions inside the `with` statement into one multi-convolution, which may run them concurrently.
 
-    What is set here never changes a number. A scope holds at least one convolution, and no other such scope: else the
+    These settings never change a number. A scope holds at least one convolution, and no other such scope: otherwise the
     capture ends with an `Error`.
 
     Example:

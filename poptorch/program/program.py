@@ -67,8 +67,8 @@ class Program:
         numbers: a stream for the numbers of the optimiser, if it has any that change.
         state: the variables of its state, by name.
         random: the variable with the state of random numbers, if there are any.
-        names: of the tensors that may be returned: parameters, inputs, `"loss"`, those of the model's graph, and in
-            training `"Gradient___<parameter>"`, of a micro-batch and a replica, and `"UpdatedVar___<parameter>"`.
+        names: names of the tensors that may be returned: parameters, inputs, `"loss"`, those of the model's graph, and
+            in training `"Gradient___<parameter>"`, of a micro-batch and a replica, and `"UpdatedVar___<parameter>"`.
 
     Raises:
         poptorch.Error: if there is not exactly one loss, in training; if something cannot be lowered; if buffers that

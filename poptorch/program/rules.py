@@ -67,7 +67,7 @@ class Rule:
         others: hyperparameters that it does not take, as they only define its initial state, for all groups.
         counts: steps are counted, as PyTorch counts them.
         takes_count: the formula takes the number of the step.
-        count_needs: a number without which that number makes no difference: where it is constant and 0.
+        count_needs: hyperparameter without which the step count has no effect: where it is constant and 0.
         elementwise: each element of the results depends on the same element of the operands only.
     """
 

@@ -482,7 +482,7 @@ class Update:
 
     def _combined(self, kind: popxl.OpKind, tensors: Tensors, over_groups: Any, pieces: Container[str]) -> popxl.Tensor:
         """Reduce many tensors to one number, equal on all replicas, even for tensors that differ between replica
-        groups, and for those of which each replica has a piece.
+        groups, and for sharded ones.
         """
         sizes = {name: self._groupings[name].group_size if name in self._groupings else None for name in tensors}
         sizes |= dict.fromkeys((name for name in tensors if name in pieces), 1)

@@ -524,7 +524,7 @@ class PoplarExecutor:
     def copyWeightsToDevice(self) -> None:
         """Copy parameters and buffers from the module to the device. Trained values not yet read are lost.
 
-        Of a training model: other wrappers that follow it take them over, too, at their next call.
+        For a training model: wrappers that follow it also receive them, at their next call.
         """
         self._upload()
         if self._instrumented is not None:

@@ -31,9 +31,8 @@ class LazyWeights:
     Instrumentation lasts until `destroy`, or until the last reference to this object is gone; the module has none.
 
     Args:
-        module: the module. It and the tensors that the device changes get other classes, of the same types as before
-            for `isinstance`; copies of them, and what is pickled, are of the classes that they had. `None` is a model
-            without weights.
+        module: module to instrument. It and the tensors that the device changes get other classes, of the same types
+            for `isinstance`; copies and pickles of them have their original classes. `None` is a model without weights.
         fetch: function that returns the device's changed values by name, in the shapes that `write` takes. A bound
             method does not keep its object alive.
         groupings: the parameters with a value for each group of replicas; looked at when values are transferred.

@@ -122,8 +122,8 @@ class _TrainingOptions(OptionsDict):
     def setMemoryPlan(self, plan: MemoryPlan | MemoryPolicy) -> _TrainingOptions:
         """Keep, recompute or offload activations by a plan, as `train_step(memory=…)` does.
 
-        The graphs that a plan names are layers that the model has several times; without such, it is the whole model.
-        `popxl plan train.py --target "gpu h100" --budget 40GB` computes one for a program that sets none.
+        A plan names graphs of layers that the model has several times; without such layers, the whole model. `popxl
+        plan train.py --target "gpu h100" --budget 40GB` computes one for a program that sets none.
 
         Args:
             plan: `MemoryPlan.read_json(file)`, or a policy such as `"products"`.

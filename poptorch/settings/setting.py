@@ -97,8 +97,8 @@ group: Any = Group
 class OptionsDict:
     """Named settings with defaults, optionally frozen.
 
-    Settings are read as attributes. What has the same settings is equal. To set one of another name raises
-    `AttributeError`, to set one to a value of another type than it has raises `AssertionError`.
+    Settings are read as attributes. Objects with the same settings are equal. Setting an unknown name raises
+    `AttributeError`, setting a value of another type raises `AssertionError`.
 
     Args:
         default_values: settings, where they differ from their defaults.

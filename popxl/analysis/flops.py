@@ -56,8 +56,8 @@ def own_flops(op: Op) -> Flops:
 def moved(op: Op) -> int:
     """Bytes moved by a data-movement op: the larger of result and first operand.
 
-    The operand of an op that stores is what is stored; of one that gathers from replicas or scatters over them, the
-    larger side counts.
+    For an op that stores, the bytes of the stored operand count; for one that gathers from replicas or scatters over
+    them, those of the larger side.
     """
     return max(sum(t.nelms * t.dtype.itemsize for t in side) for side in (op.outputs, op.inputs[:1]))
 

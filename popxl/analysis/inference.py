@@ -65,8 +65,8 @@ def infer(ir: Ir) -> Report:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a run of a graph makes of what it is given: types of outputs, and of what it was given, afterwards; and the
-    last op that changes each of that, with the type of what all of them change it by."""
+    """Effect of a graph's run on given types: types of outputs, and final types of inputs and variables; and the last
+    op that changes each of those, with the common type of all changes."""
 
     outputs: tuple[ReplicaType, ...]
     contents: tuple[ReplicaType, ...]

@@ -136,8 +136,8 @@ def _reduced_updates(graph: Graph, mesh: Mesh, report: Report) -> tuple[list[_Up
 
 
 def _completed_axes(mesh: Mesh, report: Report, how: _Reduced) -> tuple[tuple[int, ...], float]:
-    """Positions of the axes along which replicas had values of their own before these were reduced; and what one of
-    these counts for. The mean of what is the same changes nothing, and its sum is a multiple."""
+    """Positions of the axes along which replicas had different values before the reductions; and the weight of one such
+    value. The mean of equal values changes nothing, and their sum is a multiple."""
     axes: set[int] = set()
     scale = how.factor
     for op in how.by:
@@ -381,8 +381,8 @@ def _fed_by(t: Tensor) -> Op | None:
 
 
 def _same_data(mesh: Mesh, report: Report, updates: Sequence[_Update], said: Set[int]) -> Iterator[Finding]:
-    """Means of gradients that are the same on all replicas already, though these are fed data of their own, unless the
-    program has `said` for an axis what is the same along it."""
+    """Means of gradients that are already equal on all replicas, although these have different feeds, unless the
+    program has `said` for an axis which values are equal along it."""
     reductions = dict.fromkeys(op for each in updates for op in each.how.by)
     found: dict[Op, list[int]] = defaultdict(list)
     for i, (kind, _) in enumerate(report.fed):

@@ -50,9 +50,9 @@ def warn_of_unused_transfers(ir: Ir) -> None:
 
     The warning names the first line that uses the stream.
 
-    Host arrays have room for the transfers of the stream that has most. So a stream that is loaded from less often than
-    others is fed with more than it needs, and nothing is wrong; but where nothing is stored, zeros look like results.
-    A stream with a number of transfers of its own was given it for a reason: it is told in both directions.
+    Host arrays have room for the transfers of the stream with the most. So a stream that is loaded from less often than
+    others gets more feeds than it needs, which is harmless; but missing stores leave zeros that look like results. A
+    stream with its own number of transfers is checked in both directions.
     """
     main = ir.main_graph
     counts = transfers_of(main)

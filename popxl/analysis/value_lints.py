@@ -152,7 +152,7 @@ def _stale(mesh: Mesh, graph: Graph, gathers: Set[Op]) -> Iterator[Finding]:
 def unread_batches(mesh: Mesh, report: Report) -> Iterator[Finding]:
     """What the host feeds to each replica, or a gradient of it, gathered where nothing but one replica's part is read.
 
-    Not what is copied to a variable as it is: all replicas may begin with the value of one.
+    Excludes direct copies to a variable: all replicas may start with the value of one.
     """
     for op in (op for ops in report.ops for op in ops.collectives):
         if "op" in op.attributes or op.kind.exchanged(op.attributes) != "same":

@@ -47,12 +47,11 @@ _asked: dict[str, tuple[Any, ...]] = {}
 def choice(name: str, options: Sequence[T], is_work: bool = False) -> T:
     """Declare a choice that a tool may make: by default the first of `options`.
 
-    ``popxl tune FILE.py --target "tpu v5e:4x4"`` compiles the program with each combination of its choices. It says
-    which fit the machine, and which of these is the fastest by the estimate. The environment variable `POPXL_CHOICES`
-    then chooses: ``POPXL_CHOICES="micro_batch=8 recompute=True" python FILE.py``; values with blanks stand in quotes,
-    as in ``"mesh='(2, 4)'"``. `popxl tune` varies only what the variable leaves open. Ask before the first run:
-    `popxl tune` looks no further, and a run refuses a name in the variable that the program has not asked for, where it
-    has choices.
+    ``popxl tune FILE.py --target "tpu v5e:4x4"`` compiles the program with each combination of its choices. It reports
+    which fit the machine, and the fastest of these by the estimate. The environment variable `POPXL_CHOICES` then
+    chooses: ``POPXL_CHOICES="micro_batch=8 recompute=True" python FILE.py``; values with blanks need quotes, as in
+    ``"mesh='(2, 4)'"``. `popxl tune` varies only choices that the variable leaves open. Call this before the first run:
+    `popxl tune` stops there, and the run of a program with choices refuses unknown names in the variable.
 
     Args:
         name: name of the choice; one name has the same options everywhere in a program.

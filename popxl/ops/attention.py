@@ -40,8 +40,8 @@ BLOCK = 512
 class _Blocks:
     """Attention operands, split into blocks.
 
-    Queries are in the form (batch, heads of the keys, heads of the queries for each, length, channels), keys and values
-    in that without the third dimension, and the mask in that of the scores, with 1 for what it is broadcast along.
+    Queries have the shape (batch, heads of the keys, heads of the queries for each, length, channels), keys and values
+    lack the third dimension, and the mask has the shape of the scores, with 1 for broadcast dimensions.
     """
 
     def __init__(
@@ -222,8 +222,8 @@ def attention_backward(
 def attended_backward_anew(*known: Any, is_part: bool = False, **how: Any) -> tuple[Any, Any, Any]:
     """Recompute everything for `attention_backward`, sharing only cheap values with the forward pass.
 
-    XLA would keep what both compute: all scores of a block, in float32, and what was rounded to the result. Behind a
-    barrier it keeps what the program does, and waits for the incoming gradient with the rest.
+    XLA would keep common values of both: all scores of a block, in float32, and the unrounded result. Behind a barrier
+    it keeps only the program's residuals, and waits for the incoming gradient too.
     """
     _, queries, keys, values, out, logs, *_ = known
     operands = sum(t.size * t.dtype.itemsize for t in (queries, keys, values, out))
@@ -374,8 +374,8 @@ def attention(
 ) -> Tensor:
     """Compute `softmax(queries @ keys.T * scale) @ values` per head, holding the scores of one block only.
 
-    Blocks are of 512 queries and 512 keys at most. So memory grows with the length of the text, not with its square;
-    the gradient computes the scores anew. Sums are made in float32. A query that sees no key gets zeros.
+    Blocks have at most 512 queries and 512 keys. So memory grows with the length of the text, not with its square; the
+    gradient recomputes the scores. Sums are in float32. A query without keys gets zeros.
 
     On TPUs, texts of float32 or bfloat16 whose lengths are multiples of 128 go through JAX's Pallas kernel, unless
     there is a mask, dropout, or more than 256 channels. All else is computed in blocks of plain JAX, on GPUs as well:

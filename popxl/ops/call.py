@@ -235,7 +235,7 @@ def grad_info_for_call(forward: Any, graph: Graph) -> Any:
     """Gradient information of a called graph; `None` without gradient flow.
 
     Raises:
-        PopxlError: if it takes or returns what a caller of the graph does not have.
+        PopxlError: if it takes or returns tensors that a caller of the graph does not have.
     """
     info = forward.differentiate(graph)
     if info is None:
@@ -293,8 +293,8 @@ def call(
 
     Args:
         graph: graph to run.
-        *inputs: values for the graph's inputs, in order. Iterables are flattened by one level. A value that is no
-            tensor becomes a constant of the input's dtype. A replica-sharded variable stands for its piece where the
+        *inputs: values for the graph's inputs, in order. Iterables are flattened by one level. A value that is not a
+            tensor becomes a constant of the input's dtype. A replica-sharded variable is replaced by its shard if the
             input is one.
         inputs_dict: values for inputs of the graph, by the input's tensor.
 

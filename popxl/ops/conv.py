@@ -190,9 +190,9 @@ def conv_transpose(
     before it; where kernels overlap they add up. Along an axis of size `d`, with a kernel of size `k` and stride `s`,
     that gives `s (d - 1) + k` positions. `output_padding` adds zeros at the end, then `padding` crops either side.
 
-    Where `output_shape` is given it says what to crop instead: half on either side, and of an odd number one more at
-    the end, or for `"same_upper"` at the beginning. (For this op upper and lower are the other way round than for
-    `conv`.) A larger shape than there is adds zeros. Otherwise `pad_type` has no effect.
+    With `output_shape`, that determines the crop: half on either side, with an odd number one more at the end, or for
+    `"same_upper"` at the beginning. (For this op upper and lower are swapped compared with `conv`.) A larger shape adds
+    zeros. Otherwise `pad_type` has no effect.
 
     Computed in float32 and rounded once. Unlike in PopXL, gradients flow to `t` and `weight`.
 

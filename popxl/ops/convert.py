@@ -92,7 +92,7 @@ _io_tile_copy = OpKind(
 def cast(t: Tensor, data_type: dtype_) -> Tensor:
     """Convert `t` elementwise to another dtype.
 
-    Floats become integers by dropping the fraction; what does not fit becomes the nearest integer that does, and NaN
+    Floats become integers by dropping the fraction; those out of range become the nearest integer in it, and NaN
     becomes 0. Integers wrap when narrowed. Floats round to the nearest, and to infinity beyond the largest. Anything
     but 0 becomes true, NaN too. Real numbers become complex ones without an imaginary part. The gradient is cast back;
     it flows from floats and complex numbers only.

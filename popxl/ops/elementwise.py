@@ -468,9 +468,9 @@ def pow(t: Tensor, e: float | int | TensorLike) -> Tensor:
 
     Args:
         t: tensor of any shape.
-        e: the exponent: a tensor of the dtype of `t` whose shape broadcasts with that of `t`, or a number. A number
-            becomes a constant: of the dtype of `t`, but of its own if `t` holds integers and it is none. Negative
-            exponents of integers are not defined.
+        e: exponent: a tensor of the dtype of `t` whose shape broadcasts with that of `t`, or a number. A number becomes
+            a constant of the dtype of `t`; or of its own dtype, if `t` holds integers and the number is not one.
+            Negative exponents of integers are undefined.
 
     Returns:
         A new tensor of the broadcast shape.

@@ -129,9 +129,9 @@ _from_fp8 = _conversion("CastThenPow2Scale", _FLOAT8)
 def pow2scale_cast_to_fp8(t: Tensor, log2_scale: Tensor, data_type: dtype_) -> Tensor:
     """`t * 2**log2_scale`, rounded to the nearest float8, ties to even.
 
-    The product is formed in float32 and rounded once. What rounds beyond the largest float8 (240 for float8_143, 57344
-    for float8_152) becomes NaN, and so do infinities; up to half a step beyond it, it rounds down. What underflows
-    becomes zero; there is no negative zero. No gradient: autodiff refuses it.
+    The product is computed in float32 and rounded once. Numbers that round beyond the largest float8 (240 for
+    float8_143, 57344 for float8_152) become NaN, and so do infinities; up to half a step beyond it, they round down.
+    Underflow becomes zero; there is no negative zero. No gradient: autodiff refuses it.
 
     Args:
         t: float16, bfloat16 or float32 tensor of any shape.

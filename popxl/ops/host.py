@@ -261,9 +261,9 @@ def print_tensor(
 ) -> Tensor:
     """Write a tensor to standard error each time the op runs, and pass it on.
 
-    Lines come in the order in which the ops run; beside remote buffers in the host's memory JAX does not promise that.
-    Of several replicas each prints its own, and in any order: only under `session.debugging()` they come one replica
-    after the other.
+    Lines come in the order in which the ops run; with remote buffers in host memory JAX does not guarantee this. Each
+    of several replicas prints its own, in any order: only under `session.debugging()` they come one replica after the
+    other.
 
     Args:
         t: tensor of any shape.

@@ -35,8 +35,8 @@ def widen_indices(indices: Any) -> Any:
 def or_beyond(indices: Any, size: int) -> Any:
     """Indices as int32; negative and out-of-range ones become `size`, one past the end.
 
-    There JAX's `mode="drop"` drops what is written, and `mode="fill"` fills in what is read; by itself it would count
-    negative indices from the back.
+    There JAX's `mode="drop"` drops writes, and `mode="fill"` fills in reads; by default it counts negative indices from
+    the back.
     """
     wide = widen_indices(indices)  # only in range may 64 bits be narrowed, which wraps
     return jnp.where((wide >= 0) & (wide < size), wide.astype(jnp.int32), size)

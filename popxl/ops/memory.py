@@ -42,8 +42,8 @@ def offloads(ops: Iterable[Op]) -> bool:
 def available_after(t: Tensor, other: Tensor) -> Tensor:
     """Make `t` available to the compiler only after computation of `other`.
 
-    What is computed from the result is not merged with the same computation on `t` elsewhere in the program: it runs
-    again, when `other` is there. Recomputation is made of this (`popxl_addons.recompute_graph`).
+    A computation on the result is not merged with the same computation on `t` elsewhere in the program: it runs again,
+    once `other` is available. Recomputation is built on this op (`popxl_addons.recompute_graph`).
 
     See also: `jax.lax.optimization_barrier`. XLA removes that one on CPUs; this op holds there, too.
 

@@ -357,7 +357,7 @@ def _powers(x: Any) -> tuple[Any, Any, Any]:
 def _surprise(x: Any, top: Any, totals: Any, labels: Any, ignore_index: int | None, reduction: str) -> Any:
     """Negative log-likelihood; labels out of range have probability 0.
 
-    Labels pick of the logits, which are there: of the distances, all would be written down to pick a few.
+    Labels select from the logits, which are in memory: selecting from the distances would materialise all of them.
     """
     flat = _flat(labels)
     logs = _label_values(x, flat, -math.inf) - top[:, 0] - jnp.log(totals[:, 0])

@@ -140,9 +140,9 @@ def _group_norm_backward(
 ) -> tuple[Any, Any, Any]:
     """Gradients of `t`, `weight` and `bias`.
 
-    A mean that is rounded, to a half say, only says where `t` is about, `x = t - mean`; what it is beyond the decimals
-    comes out of a sum of `x`. The inverse standard deviation need not even be in range there, and is made again: of a
-    mean that is not rounded as in `_group_norm`, so that XLA makes it once for both.
+    A rounded mean, in float16 for example, is only a first approximation, `x = t - mean`; a sum of `x` gives the rest.
+    The inverse standard deviation may be out of range there, and is recomputed: from an unrounded mean as in
+    `_group_norm`, so that XLA computes it once for both.
     """
     g, x = _rows(g, num_groups), _rows(t, num_groups)
     is_rounded = mean.dtype != x.dtype

@@ -155,8 +155,8 @@ def _max_gradient(g: Any, t: Any, **how: Any) -> Any:
 def _to_largest(g: Any, x: Any, largest: Any, axis: int, windows: Windows) -> Any:
     """Gradient of window maxima along one axis; every equal element receives all.
 
-    A position is in few windows, the last of which is the one that it is nearest to the beginning of: one turn of the
-    loop for each.
+    A position is in few windows, the last of which is the one whose beginning is nearest: one iteration of the loop for
+    each.
     """
     size, stride, begin = windows.size, windows.stride, windows.begin
     positions = np.arange(begin, begin + size)

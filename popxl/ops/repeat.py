@@ -116,10 +116,9 @@ def _sought(wrapper: Graph) -> list[Tensor]:
 def _loop_gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
     """Differentiate a loop: run the wrapper's gradient over iterations in reverse.
 
-    It carries the gradients of the carried values, and sums of the gradients of the others. What an iteration's
-    gradient
-    reads of that turn is stacked by the forward loop; gradients that arrive for such stacks (second derivatives have
-    them) are unstacked, iteration by iteration. Gradients of rows are stacked.
+    It carries the gradients of the carried values, and sums of the gradients of the others. The forward loop stacks the
+    values that an iteration's gradient reads; gradients that arrive for such stacks (second derivatives have them) are
+    unstacked, iteration by iteration. Gradients of rows are stacked.
     """
     op = forward.op
     wrapper, count, carried = (op.attributes[name] for name in ("graph", "repeat_count", "carried"))
@@ -250,9 +249,9 @@ def repeat(
 ) -> tuple[Tensor, ...]:
     """Run a graph `repeat_count` times.
 
-    The graph's first inputs, as many as it has outputs, are carried: each turn gets the results of the turn before.
-    The others are the same in every iteration, unless they are by reference: in-place changes are then kept
-    from turn to turn and written back at the end. Streams go on with each turn.
+    The graph's first inputs, one for each output, are carried: each iteration gets the results of the previous one. The
+    others are the same in every iteration, unless they are by reference: in-place changes are then kept from iteration
+    to iteration and written back at the end. Streams continue with each iteration.
 
     Args:
         graph: graph to run. Output `k` has the shape and dtype of input `k`.
@@ -283,7 +282,7 @@ def repeat_with_info(
     """As `repeat`, but returns the record of the call site.
 
     The loop runs a wrapper graph, which calls `graph` once: `info.called_graph` is the wrapper. It has two inputs
-    before those of `graph` (the number of the turn and a flag) and one output before (the flag), and parent indices of
+    before those of `graph` (the iteration number and a flag) and one output before (the flag), and parent indices of
     inputs count them. `info.inputs` and `info.outputs` hold only the user's tensors.
 
     Example:

@@ -191,8 +191,8 @@ def interpolate(
 ) -> Tensor:
     """Resize each axis by a factor, reading between the elements.
 
-    An axis of size `n` becomes `floor(n * s)` long. One axis is done after another; those with the factor 1 are left
-    as they are. Element `i` of the result lies at the coordinate `x` of the old axis, with `L = n * s`, not rounded:
+    An axis of size `n` becomes `floor(n * s)` long. Axes are resized one after the other; those with the factor 1 are
+    unchanged. Element `i` of the result lies at the coordinate `x` of the old axis, with `L = n * s`, not rounded:
 
     ====================  ==========================================
     `half_pixel`          `(i + 0.5) / s - 0.5`

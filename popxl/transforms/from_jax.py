@@ -53,11 +53,11 @@ __all__ = ["from_jax"]
 def from_jax(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A JAX function as a function of tensors: called on tensors, it adds one op for each equation of `fn`.
 
-    Use it inside any graph, or let `Ir.create_graph` make a graph of it. Of the arguments, tensors (also inside of
-    lists, tuples and dicts) stand for arrays; everything else is handed to `fn` as it is. The result is what `fn`
-    returns, with tensors in place of arrays.
+    Use it inside any graph, or pass it to `Ir.create_graph`. Tensor arguments (also inside of lists, tuples and dicts)
+    represent arrays; all others are passed to `fn` unchanged. The result is that of `fn`, with tensors in place of
+    arrays.
 
-    What holds functions becomes graphs, with an op that runs them:
+    Equations that hold functions become graphs, with an op that runs them:
 
     - A function that you have jitted is a graph of its own within the Ir, and is called wherever `fn` calls it; so a
       jitted layer that is applied a hundred times is one graph with a hundred calls. Jitted functions of JAX itself are
@@ -65,12 +65,12 @@ def from_jax(fn: Callable[..., Any]) -> Callable[..., Any]:
     - `scan`, `fori_loop` and a `while_loop` whose number of turns is known are loops, `cond` and `switch` conditionals.
     - A function with its own derivative (`jax.custom_jvp`, `jax.custom_vjp`, and so `jax.nn.relu`) is a graph that is
       differentiated by its rule.
-    - `jax.checkpoint` is a graph whose gradient graph computes it again, but for what the policy keeps.
+    - `jax.checkpoint` is a graph that its gradient graph recomputes, except for the values that the policy saves.
 
-    What no graph can say is one op, whose attribute `because` says why, and which `Ir.save` refuses: it saves no code.
-    Such are a `while_loop` whose number of turns depends on values, `jax.shard_map` and kernels of Pallas. A session
-    runs an op on one device, so that a `shard_map` over several is for `popxl.to_jax`. What `fn` closes over becomes
-    constants.
+    An equation without an equivalent in graphs is one op, whose attribute `because` has the reason, and which `Ir.save`
+    refuses: it saves no code. Examples are a `while_loop` with a data-dependent number of iterations, `jax.shard_map`
+    and Pallas kernels. A session runs an op on one device, so a `shard_map` over several needs `popxl.to_jax`. Values
+    that `fn` closes over become constants.
 
     A random key is a tensor of its data, `u32[2]` for the generator that JAX takes by default: as a value within `fn`,
     as a result, and as an argument. `fn` gets this data, which `jax.random` takes as a key.

@@ -74,8 +74,8 @@ class JaxDerivative:
         return self._recorder.record(backward, [*map(read, kept), *gs.values()])
 
     def _traced(self, graph: Graph, wanted: Wanted, given: Given) -> tuple[list[Tensor], ClosedJaxpr] | None:
-        """What the rule keeps, in the graph, and what it makes of that and the given gradients; `None` if ops cannot
-        say it."""
+        """Residuals of the rule, in the graph, and the jaxpr from them and the given gradients; `None` if ops cannot
+        express it."""
         trees: list[Any] = []
 
         def forward(*arrays: Any) -> Any:

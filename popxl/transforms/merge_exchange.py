@@ -25,10 +25,10 @@ __all__ = ["io_tile_exchange", "merge_exchange"]
 def merge_exchange() -> Iterator[None]:
     """Merge the loads and stores created in the block, in the graph that is current at its start.
 
-    At the end of the block they become as few `MultiExchange` ops as possible, and their tensors stay as they are. Ops
-    on different IPUs or tile sets are not merged, and neither are two ops one of which needs the other: by its data, by
-    `in_sequence` with other ops between, or because some op of the block has to run between them. So use it where the
-    order is free. Nothing is merged if the block raises.
+    At the end of the block they become as few `MultiExchange` ops as possible, with the same tensors. Ops on different
+    IPUs or tile sets are not merged, and neither are two ops if one depends on the other: by its data, by `in_sequence`
+    with other ops in between, or because some op of the block has to run between them. So use it where the order is
+    free. Nothing is merged if the block raises.
 
     Example:
         >>> with popxl.in_sequence(False), popxl.transforms.merge_exchange():

@@ -41,7 +41,7 @@ class ShardLayout:
     Attributes:
         grouping: groups of replicas that share a value.
         size: number of elements of a value.
-        length: number of elements that a replica has room for. Those of a value that it has no room for are left out.
+        length: capacity of a replica, in elements. Excess elements of a value are left out.
         count: number of shards of a value; `None` if it is not sharded.
     """
 
@@ -80,7 +80,7 @@ class ShardLayout:
     def values(self, parts: np.ndarray, all_replicas: bool = False) -> np.ndarray:
         """Values from shards held in `parts`: one per group or per replica.
 
-        Of a value that the replicas have no room for, only the elements that they hold: the first ones.
+        For a value that exceeds the replicas' capacity, only the elements that they hold: the first ones.
         """
         assignment, families = self.grouping.assignment, self._families()
         asked = range(len(assignment)) if all_replicas else map(assignment.index, range(self.grouping.num_groups))

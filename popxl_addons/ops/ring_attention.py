@@ -132,13 +132,13 @@ def ring_attention(
 ) -> popxl.Tensor:
     """`ops.attention` over texts sharded by position, with consecutive positions on consecutive group members.
 
-    Keys and values go from member to member, in one step less than there are members. No member ever has more than two
-    pieces of them, so texts may be as many times longer. In a step each member looks at all that has come. With
-    `causal` it has to wait for nothing of later places, but the last member looks at all: a step takes as long as
-    without.
+    Keys and values go from member to member, in one step less than there are members. No member ever holds more than
+    two blocks of them, so sequences may be that many times longer. In a step each member processes the block that it
+    has received. With `causal` it skips blocks of later positions, but the last member processes all: a step takes as
+    long as without.
 
-    The gradient sends keys and values round again, and with them their gradients, in float32. It is that of the sum of
-    what the members do with their results.
+    The gradient sends keys and values round again, together with their gradients, in float32. It is the gradient of the
+    sum of the members' losses.
 
     Args:
         queries: tensor of shape `(..., heads, length, channels)`, of the replica's positions.

@@ -56,9 +56,9 @@ def sample_token(
 ) -> popxl.Tensor:
     """Sample tokens from logit distributions.
 
-    The logits are divided by `temperature`; then the `top_k` largest are kept; then of these as few of the most likely
-    as have a share of `top_p` together. Of the rest, a number of `draws` picks the token at which the sum of the shares
-    passes it: uniform numbers give each token as often as its share says.
+    The logits are divided by `temperature`; then the `top_k` largest are kept; then the smallest number of the most
+    likely of these with a total probability of at least `top_p`. From the remaining tokens, a number of `draws` selects
+    the one at which the cumulative probability exceeds it: uniform numbers select each token with its probability.
 
     Args:
         logits: tensor of shape (..., vocabulary).

@@ -276,13 +276,13 @@ def adafactor(
 ) -> NamedTensors:
     """In-place Adafactor step on all variables, with factored row and column state for matrices.
 
-    The formula is PyTorch's, with its defaults for float32. Optax's has other ones: it takes as matrices only what has
-    two dimensions of at least 128, and of more than two dimensions the two largest, where this takes the last two; it
-    does not bound the learning rate by `1 / sqrt(t)`; and its smallest variance is 1e-30. The same numbers as here come
-    of `optax.adafactor(min_dim_size_to_factor=1)` for vectors and matrices, where neither bound is met; Optax's own of
-    `from_optax(optax.adafactor(lr))`.
+    The formula is PyTorch's, with its defaults for float32. Optax's differs: it factors only arrays with two dimensions
+    of at least 128, and for more than two dimensions the two largest, where this takes the last two; it does not bound
+    the learning rate by `1 / sqrt(t)`; and its smallest variance is 1e-30. `optax.adafactor(min_dim_size_to_factor=1)`
+    gives the same numbers as this function for vectors and matrices, unless one of the bounds applies;
+    `from_optax(optax.adafactor(lr))` gives Optax's own.
 
-    Of a variable that groups of replicas divide between them, as with tensor parallelism, the numbers are those of the
+    For a variable that groups of replicas divide between them, as with tensor parallelism, statistics are those of the
     whole, if it has a `group_axis`: `Linear(…, replica_grouping="data", group_axis=1)`. Without one, each group has a
     variable of its own.
 

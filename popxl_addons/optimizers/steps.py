@@ -176,8 +176,8 @@ def _norm(trained: Iterable[Trained], loss_scaling: float | popxl.Tensor, placem
 def global_norm(variables: Tensors, gradients: Tensors, loss_scaling: float | popxl.Tensor = 1.0) -> popxl.Tensor:
     """Global norm of all gradients: a float32 scalar, equal on all replicas.
 
-    Of variables in pieces, or with a value for each group of replicas, the gradients of all pieces and groups count,
-    and each once.
+    For sharded variables, or those with a value for each group of replicas, the gradients of all shards and groups
+    count, each once.
 
     Args:
         variables, gradients, loss_scaling: as for `adamw`.

@@ -176,9 +176,9 @@ def batch_serialise_fwd_and_grad(
     """`batch_serialise` forward and gradient graphs together, connecting stored activations.
 
     A forward value that the gradient graph needs is an input of the new gradient graph, if it is one of
-    `named_inputs_for_grad_graph`. If not, it is loaded from the buffer that the forward graph loads it from, or is told
-    to store it in; failing that, the forward graph stores it in a new buffer. That goes for inputs of the forward graph
-    too, and for its seed: an iteration of the backward pass sees what the same iteration of the forward pass saw.
+    `named_inputs_for_grad_graph`. If not, it is loaded from the buffer that the forward graph loads it from, or stores
+    it in; failing that, the forward graph stores it in a new buffer. This includes inputs of the forward graph, and its
+    seed: an iteration of the backward pass sees the values of the same iteration of the forward pass.
 
     The `args` of the new gradient graph are these named inputs, and then those of `gradient_graph`: accumulators, say.
     Bind it to both sets of variables. `gradient_graph.args` becomes the same.

@@ -46,18 +46,17 @@ __all__ = [
 def pipelined_execution(steps: int, schedule: PipelineSchedule | str | Search | None = None) -> Iterator[StageContext]:
     """Make the ops of the block, in the graph that is current at its start, a pipeline over `steps` micro-batches.
 
-    At the end of the block its ops move into one graph for each stage. Each cycle calls each stage once, for the
-    micro-batch that follows the one it had before: the pipeline fills up, a loop runs the full cycles, and it drains.
-    The numbers are those of the block executed `steps` times, one after the other, as long as no stage reads state that
-    another one changes. A stage has its own copy of what it gets from another: what it changes in place there, others
-    do not see.
+    At the end of the block its ops move into one graph for each stage. Each cycle calls each stage once, for its next
+    micro-batch: the pipeline fills up, a loop runs the full cycles, and it drains. The numbers are those of the block
+    executed `steps` times, one after the other, as long as no stage reads state that another one changes. A stage has
+    its own copy of values from another one: others do not see its in-place changes.
 
-    Each stage takes one element of its streams a step, so ``ir.num_host_transfers`` has to be `steps` (times the turns
-    of loops around the pipeline). Variables, constants, streams and subgraphs may be made anywhere in the block. After
-    it, variables hold what all steps left in them; other tensors of the block cannot be used any more.
+    Each stage takes one element of its streams a step, so ``ir.num_host_transfers`` has to be `steps` (times the
+    iterations of loops around the pipeline). Variables, constants, streams and subgraphs may be made anywhere in the
+    block. After it, variables hold the result of all steps; other tensors of the block cannot be used any more.
 
-    With a `schedule` the stages are called in its order instead, each call written out, and there may be any number of
-    micro-batches. Nothing is kept in rings then: what one stage makes waits until the last one that reads it. Sums over
+    With a `schedule` the stages are called in its order instead, unrolled, and there may be any number of
+    micro-batches. There are no rings then: a stage's result waits for the last stage that reads it. Sums over
     micro-batches are the same bit for bit with each schedule.
 
     Args:
@@ -172,8 +171,8 @@ class StageContext:
     def simulate(self, session: popxl.Session) -> PipelineTimeline:
         """Timeline of the pipeline on the device of a session: its schedule, with the `durations` of the stages.
 
-        What a stage waits for copies from others is not in it; `session.cost().seconds` has that, too. The bubble of a
-        program on four H100, for one: ``p.simulate(popxl.Session(ir, "gpu h100:4")).bubble``.
+        It excludes the time in which a stage waits for copies from others, which `session.cost().seconds` includes. For
+        example, the bubble of a program on four H100: ``p.simulate(popxl.Session(ir, "gpu h100:4")).bubble``.
 
         Args:
             session: as for `durations`.

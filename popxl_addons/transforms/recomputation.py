@@ -38,18 +38,18 @@ def recompute_graph(
 ) -> GraphWithNamedArgs:
     """A gradient graph that computes activations again, in place of taking them from the forward call.
 
-    It is used as `grad_graph` is and returns the same, but ``grad_graph_info.inputs_dict(info)`` binds only the inputs
-    of the forward graph and what is named here, so that nothing else outlives the forward call. Without `keep` and
-    `offload` it calls the whole forward graph again; with them, only the ops of the forward graph that lead from what
-    is kept to what the gradient reads.
+    It is used like `grad_graph` and returns the same, but ``grad_graph_info.inputs_dict(info)`` binds only the inputs
+    of the forward graph and the tensors named here, so that nothing else outlives the forward call. Without `keep` and
+    `offload` it calls the whole forward graph again; with them, only the ops of the forward graph that lead from kept
+    values to those that the gradient reads.
 
-    What is computed again waits for the first incoming gradient (`ops.available_after`), so that XLA does not merge it
-    with the forward pass.
+    Recomputed ops wait for the first incoming gradient (`ops.available_after`), so that XLA does not merge them with
+    the forward pass.
 
     Its inputs are the gradients and the forward inputs that `grad_graph` expects, in its order; the other forward
     inputs, sorted by name; and the further inputs of `grad_graph`, such as accumulators, sorted by name. With `keep` or
-    `offload`, the forward inputs are those that are read, in the order of the forward graph, and what is kept and
-    offloaded comes after them. `args` holds inputs under the same names as before.
+    `offload`, only forward inputs that are read are included, in the order of the forward graph, followed by kept and
+    offloaded values. `args` holds inputs under the same names as before.
 
     Args:
         grad_graph: the gradient graph that takes activations.

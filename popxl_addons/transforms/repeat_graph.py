@@ -14,15 +14,16 @@ def repeat_graph(graph: popxl.Graph, repeat_count: int) -> popxl.Graph:
     """Repeat a graph's work `repeat_count` times, in place.
 
     All its ops move into a new graph, which a loop repeats; only ops that run when weights are loaded or read back
-    stay. Variables, constants and inputs stay, too. The new graph has them as inputs by reference, so state goes on
-    from turn to turn. The order given by `popxl.in_sequence` stays. Outputs of the graph are those of the last turn.
+    stay. Variables, constants and inputs stay too. The new graph has them as inputs by reference, so state is carried
+    from iteration to iteration. The order given by `popxl.in_sequence` stays. Outputs of the graph are those of the
+    last iteration.
 
-    Host streams go on with each turn: set ``ir.num_host_transfers`` accordingly. Tensors that the graph has computed
-    are no longer in it, and nothing made later in it can use them.
+    Host streams continue with each iteration: set ``ir.num_host_transfers`` accordingly. Tensors that the graph has
+    computed are no longer in it, and later ops cannot use them.
 
     Args:
         graph: graph to repeat, possibly the main graph. It need not be current.
-        repeat_count: number of turns. With 1 or fewer nothing happens.
+        repeat_count: number of iterations. With 1 or fewer nothing happens.
 
     Returns:
         The new graph; `graph` itself if nothing happened.

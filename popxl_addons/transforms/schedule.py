@@ -139,8 +139,8 @@ class PipelineSchedule:
     def one_forward_one_backward(cls, placement: Sequence[int], steps: int) -> PipelineSchedule:
         """1F1B schedule: micro-batches in flight equal remaining devices, then forward and backward alternate.
 
-        With several forward stages on each device, the schedule is interleaved: the devices take turns, and wait for
-        that many times less.
+        With several forward stages on each device, the schedule is interleaved: stages alternate between the devices,
+        which divides their waiting time by the number of stages on each.
 
         Args:
             placement: the device of each stage: those of the forward stages, taking turns, and for training those of
@@ -167,8 +167,8 @@ class PipelineSchedule:
     def zero_bubble(cls, placement: Sequence[int], steps: int) -> PipelineSchedule:
         """Zero-bubble schedule: weight gradients as separate stages fill idle time.
 
-        If all stages take the same time, it holds as many activations as 1F1B (on each device as many as that on the
-        first), and the last device never waits.
+        If all stages take the same time, it holds as many activations as 1F1B (on each device as many as on its first),
+        and the last device never waits.
 
         Args:
             placement: the device of each stage: forward stages on one device each, those that pass gradients back in
@@ -190,8 +190,8 @@ class PipelineSchedule:
     def zero_bubble_v(cls, placement: Sequence[int], steps: int) -> PipelineSchedule:
         """Zero-bubble schedule of V-shaped stages (ZB-V): the first device has the first and the last forward stage.
 
-        So gradients come back to a device soon after it has gone forward, and activations wait for a shorter time: in
-        1F1B's memory, devices wait for half the time that they do with `zero_bubble`.
+        So gradients come back to a device soon after its forward work, and activations wait for a shorter time: with
+        the memory of 1F1B, devices wait half as long as with `zero_bubble`.
 
         Args:
             placement: the device of each stage: forward stages in a V, those that pass gradients back in reverse, and

@@ -78,9 +78,9 @@ class IpuCost(Record):
 class Cost(OnPage, Record):
     """Cost of a compiled program on one chip: sizes reported by XLA, and one run.
 
-    A run is read off the compiled program: loops count as often as they turn, of conditionals all branches. Nothing was
-    measured. `seconds` is an estimate: kernels as XLA has ordered them, each by the figures and the efficiency of the
-    chip, collectives by the wires that they use; see `docs/time.md`.
+    A run is derived from the compiled program: loops count with their iterations, conditionals with all branches.
+    Nothing was measured. `seconds` is an estimate: kernels in XLA's order, each by the figures and the efficiency of
+    the chip, collectives by their wires; see `docs/time.md`.
 
     Attributes:
         code_bytes: machine code; `None` where XLA does not say.
@@ -95,8 +95,8 @@ class Cost(OnPage, Record):
         collectives: collectives by kind. Copies between IPUs that are separate devices have the kind "copy between
             IPUs"; `argument_bytes`, operations and kernels are then totals of all IPUs.
         uses: the same, by lines of the program.
-        cycles: XLA's own estimate, for TPUs; `None` elsewhere. Of several IPUs, from the first that begins to the last
-            that ends, with the copies between them.
+        cycles: XLA's own estimate, for TPUs; `None` elsewhere. For several IPUs, from the first start to the last end,
+            including the copies between them.
         compile_seconds: compile time, including all overheads.
         graphs: the graphs, the longest first.
         seconds: time of a run; `None` for a device without figures. IPUs that are separate devices work at the same

@@ -15,7 +15,7 @@ LANES = 8
 def if_platform_cpu(on_cpu: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
     """Build a function with separate implementations for CPUs and other platforms.
 
-    JAX differentiates `plain`: of the many operations of `on_cpu` the derivatives would be as many again.
+    JAX differentiates `plain`: the derivatives of the many operations of `on_cpu` would be as many again.
     """
 
     @jax.custom_jvp

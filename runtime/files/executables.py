@@ -80,9 +80,9 @@ def donating(function: Callable[..., Any], *positions: int) -> Any:
             order.
         positions: the arguments that are donated.
 
-    JAX gives a result the first donated array that has its shape and dtype, whichever memory that is in. An array in
-    the host's memory, returned where one in the device's is expected, ends the process. So the order of the results is
-    that of the arguments, and JAX must not drop unused ones.
+    JAX assigns to a result the first donated array of its shape and dtype, in any memory. An array in host memory,
+    returned in place of one in device memory, ends the process. So the results are in the order of the arguments, and
+    JAX must not drop unused ones.
     """
     return jax.jit(function, donate_argnums=positions, keep_unused=True)
 

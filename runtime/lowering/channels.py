@@ -194,7 +194,7 @@ class Channels:
     def carried(self, streams: Sequence[AnyChannel]) -> dict[int, Any]:
         """The loop-carried state of some channels: the index of the next transfer; of output streams, also the array.
 
-        Of a remote buffer, the slots; of the order of collectives, the token.
+        The slots of a remote buffer; the token of the order of collectives.
         """
         states = zip(streams, self.states(streams), strict=True)
         return {i: _carried_state(stream, *state) for i, (stream, state) in enumerate(states)}

@@ -144,10 +144,10 @@ class Iteration(NamedTuple):
 class Loop:
     """Loop-carried state and loop-invariant inputs of a repeat op.
 
-    Carried from turn to turn are the first inputs, as many as there are carried results; and the inputs by reference,
-    but for those that each turn returns. Of inputs that share storage, that is carried: a turn begins by writing the
-    carried results to it, in their order. Everything else is the same in every turn. Further results are those of all
-    turns, stacked.
+    The first inputs, one for each carried result, are carried from iteration to iteration; and so are by-reference
+    inputs, except for those that each iteration returns. For inputs that share storage, the storage is carried: an
+    iteration starts by writing the carried results to it, in order. Everything else is loop-invariant. Further results
+    are stacked over all iterations.
 
     Attributes:
         graph: the body.

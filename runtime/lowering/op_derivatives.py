@@ -53,8 +53,8 @@ def not_differentiable(op: Op) -> Callable[..., Any]:
 def with_rules(op: Op) -> Callable[..., Any]:
     """An op with gradient rules as a `jax.custom_jvp` function.
 
-    A rule is linear in the gradients that come in, so that JAX can turn it round: the derivative serves forwards and
-    backwards, and can be differentiated again.
+    A rule is linear in the incoming gradients, so that JAX can transpose it: the derivative serves forward and reverse
+    mode, and can be differentiated again.
     """
 
     function = jax.custom_jvp(_op_function(op))

@@ -128,7 +128,7 @@ def _compiled(
     Args:
         device: the device.
         layout: the program.
-        cache: entered meanwhile; gives whether executables may come from a file or a cache instead of XLA.
+        cache: context manager to enter; returns whether executables may come from a file or a cache instead of XLA.
         executables: result of an earlier `CompiledProgram.executables`; nothing is compiled then.
     """
     start = perf_counter()

@@ -38,9 +38,9 @@ from runtime.targets.replicas import DividedReplicas, Replicas
 class Layout:
     """Inputs, outputs and state of a compiled program, with their placement.
 
-    A program is a function ``(changing, constant, feeds) -> (changing, fetches)``: of the variables that it changes,
-    and then of its remote buffers; of the variables that it only reads; and of the arrays of its input streams. Arrays
-    have a leading dimension for the replicas, if there are several.
+    A program is a function ``(changing, constant, feeds) -> (changing, fetches)``: `changing` are the variables that it
+    changes, followed by its remote buffers; `constant` are the variables that it only reads; and `feeds` are the arrays
+    of its input streams. Arrays have a leading dimension for the replicas, if there are several.
 
     Args:
         ir: the program.

@@ -66,8 +66,8 @@ class VariableStore:
     * `device` is larger: runs have changed the variables since the last download, which is due before they are read;
     * `host` is larger: this session has written the host copies, and an upload is due before the next run.
 
-    As in PopXL, an upload or a write leaves a download due. All sessions of an Ir share its host copies, whose version
-    is `ir.host_copies.version`: where that is not `host`, another session has written them, and a download is due, too.
+    As in PopXL, an upload or a write makes a download due. All sessions of an Ir share its host copies, whose version
+    is `ir.host_copies.version`: if it differs from `host`, another session has written them, and a download is due too.
 
     Args:
         layout: placement of the program's variables.

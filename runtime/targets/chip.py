@@ -149,7 +149,7 @@ class Cpu(Chip):
 
 
 class Gpu(Chip):
-    """A GPU. XLA chooses tiles and fusions by these figures; CUDA's `cudaGetDeviceProperties` gives them.
+    """A GPU. XLA chooses tiles and fusions by these figures; CUDA's `cudaGetDeviceProperties` returns them.
 
     Attributes:
         compute_capability: such as "9.0".

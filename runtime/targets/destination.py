@@ -79,8 +79,8 @@ class Destination:
     It is a value: nothing is on its devices because of it, and two that are equal are as good as each other.
 
     Attributes:
-        devices: the devices, of one platform. Of several processes, those of one after the other. The first replica of
-            a process has the first of its devices; if there are too few for that, all are on the first.
+        devices: devices of one platform, process by process. The first replica of a process has the first of its
+            devices; if there are too few for that, all are on the first.
         count: number of replicas, over all processes.
         dimensions: mesh dimensions of the replicas; by default a single one. See `runtime.targets.mesh`.
         adjacent: number of replicas whose devices for an IPU are adjacent: see `popxl.base.distributed.Share`.

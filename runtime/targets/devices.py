@@ -91,8 +91,7 @@ class Device:
 
     Args:
         name: description given by the user.
-        jax_devices: the JAX devices. Of a program over several processes, those of all; they are in the order of the
-            replicas.
+        jax_devices: JAX devices, of all processes of the program, in the order of the replicas.
         type: kind of device.
         numIpus: number of IPUs that it represents.
         id: number among its kind.

@@ -22,8 +22,8 @@ _assert_kind = OpKind(
 def assert_replicated(t: Tensor, group: Groups | None = None) -> Tensor:
     """Declare `t` equal on all replicas of a group, such as host data fed to each of them.
 
-    Nothing is computed, sent or compared. `popxl check` takes it as known from here on, and says where it contradicts
-    what the program computes. Gradients pass unchanged.
+    Nothing is computed, sent or compared. `popxl check` assumes it from here on, and reports contradictions with the
+    program. Gradients pass unchanged.
 
     Args:
         t: tensor of any shape and dtype.

@@ -113,8 +113,8 @@ def replicated_reduce_scatter(
 ) -> Tensor:
     """Reduce `t` elementwise over each replica group; every member receives one chunk.
 
-    The result is flattened and cut into as many equal chunks as there are members, in order; what lacks at the end is
-    0. Autodiff raises when a gradient reaches this op.
+    The result is flattened, padded with zeros, and cut into equal chunks, one for each member, in order. Autodiff
+    raises when a gradient reaches this op.
 
     Args:
         t: tensor of any shape.
@@ -227,9 +227,9 @@ def replicated_all_gather(
 ) -> Tensor:
     """Gather `t` from all members of each replica group, in replica order.
 
-    The gradient of each replica is its own part of its own incoming gradient. Nothing is summed over replicas: what
-    follows a gather is taken to be the same on all members. The gradient of a shard has no meta-shape: it is an
-    ordinary tensor, which may be stored to the host.
+    The gradient of each replica is its own part of its own incoming gradient. Nothing is summed over replicas: later
+    computations are assumed to be the same on all members. The gradient of a shard has no meta-shape: it is an ordinary
+    tensor, which may be stored to the host.
 
     Args:
         t: tensor of any shape and dtype.
@@ -380,9 +380,9 @@ all_to_all_kind: OpKind = OpKind(
 def replicated_all_to_all(t: Tensor, split_axis: int = 0, concat_axis: int = 0, group: Groups | None = None) -> Tensor:
     """Give each member of a group its part of what every member has: part `i` of `t` goes to member `i`.
 
-    With it tokens reach the replica that has their expert, and come back; or a tensor that is in pieces along one axis
-    is in pieces along another one. What was sent with the axes ``a, b`` comes back with ``b, a``, and that is how
-    gradients go, too: each part's is that which the member has that got it.
+    It sends tokens to the replica that has their expert, and back; or it changes the axis along which a tensor is
+    sharded. Exchanging the axes ``a, b`` reverses an exchange with ``b, a``, and so do gradients: the gradient of each
+    part is that of the member that received it.
 
     Args:
         t: tensor of any dtype, rank 1 or more.
@@ -453,9 +453,9 @@ shift_kind: OpKind = OpKind(
 def replicated_shift(t: Tensor, distance: int = 1, group: Groups | None = None) -> Tensor:
     """Send `t` to the member of the group at the given distance; the last members send theirs to the first.
 
-    The members of a group are a ring, and each sends to one other only: to a neighbour, over a link of its own, where
-    the machine has such links. After as many shifts by one as there are members, each has seen what all have, and none
-    has had room for more than two at once. The gradient is shifted back.
+    The members of a group form a ring, and each sends to one other only: to a neighbour, over a direct link, if the
+    machine has one. After as many shifts by one as there are members, each has seen the values of all, without memory
+    for more than two at once. The gradient is shifted back.
 
     Args:
         t: tensor of any shape and dtype.

@@ -126,8 +126,8 @@ def by_xla(t: Any, weight: Any, windows: Sequence[Windows], groups: int) -> Any:
 def _not_like_groups(w: Windows, places: int) -> Windows:
     """Windows along an axis, plus one where XLA would mistake the axis for groups.
 
-    Where kernels are larger than what they slide over, XLA exchanges the two, and leaves such axes as they are. Sizes
-    do not agree then, and it ends the process (jax 0.10).
+    If a kernel is larger than its input, XLA exchanges the two, and leaves such axes unchanged. Sizes do not agree
+    then, and it ends the process (jax 0.10).
     """
     if w.spread == places > 1 and w.stride == places - 1 and w.begin == w.end == 0 and w.dilation == 1:
         return replace(w, end=w.stride, count=w.count + 1)

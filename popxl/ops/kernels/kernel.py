@@ -44,8 +44,8 @@ class Kernel:
     def override(self, platform: str) -> Callable[[F], F]:
         """A decorator that makes a function the implementation on one platform, as JAX names it: "cpu", "gpu" or "tpu".
 
-        The function takes the kernel's parameters and gives the same numbers. It is used in programs that are compiled
-        later, for devices that are here and for targets, in place of an implementation of this package.
+        The function takes the kernel's parameters and returns the same numbers. Programs that are compiled later, for
+        local devices and for targets, use it in place of an implementation of this package.
 
         Raises:
             ValueError: if the kernel has another override for this platform.

@@ -20,9 +20,9 @@ _SUBNORMAL = 2.0**-14
 def round_stochastically(x: Any, dtype: Any, seed: Any) -> Any:
     """Round each element up or down, with probabilities proportional to the distance from the other neighbour.
 
-    Random bits are added below the last bit that stays, and the rest is cut off: what `dtype` can represent stays as it
-    is, and so do infinities and NaN. The neighbour above the largest number is infinity, as far away as if there were
-    one exponent more; numbers beyond become infinite.
+    Random bits are added below the last bit that stays, and the rest is cut off: numbers that `dtype` represents are
+    unchanged, and so are infinities and NaN. The neighbour above the largest number is infinity, as if there were one
+    more exponent; numbers beyond become infinite.
 
     Args:
         x: an array of floating point numbers.

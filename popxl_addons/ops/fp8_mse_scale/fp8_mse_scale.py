@@ -17,11 +17,12 @@ __all__ = ["fp8_mse_scale"]
 def _mse_scale(src: Any, *, data_type: popxl.dtype) -> Any:
     """The argument of the smallest error, without a histogram.
 
-    A format covers a window of adjacent binades; a scale says where it begins. What lies outside is lost (or clipped)
-    and counts with its square, so the best window is the one with the largest sum of squares. A binade weighs four
-    times as much as the one below it, and windows are so long (18 binades or more) that the largest value outweighs
-    2**34 values below a window that ends with it: it has to be in. Of the windows that hold it, the best are those that
-    leave out nothing which one of them can hold, and they are adjacent. They are equally good: take the middle.
+    A format covers a window of adjacent binades; a scale defines its beginning. Values outside of it are lost (or
+    clipped) and count with their squares, so the best window is the one with the largest sum of squares. A binade
+    weighs four times as much as the one below it, and windows are so long (18 binades or more) that the largest value
+    outweighs 2**34 values below a window that ends with it: it must be inside. Of the windows that contain it, the best
+    are those that leave out nothing that one of them can contain, and they are adjacent. They are equally good: take
+    the middle.
     """
     format_ = float8_definitions[data_type]
     length = format_.max_exp - format_.min_exp + 1

@@ -25,7 +25,7 @@ _all_gather = OpKind(
 def replicated_all_gather_strided(t: popxl.Tensor, group: Groups | None = None) -> popxl.Tensor:
     """Concatenate `t` from all members of each replica group, in replica order.
 
-    The gradient of each replica is its own part of its own incoming gradient: what follows a gather is taken to be the
+    The gradient of each replica is its own part of its own incoming gradient: later computations are assumed to be the
     same on all members.
 
     Args:

@@ -39,7 +39,7 @@ def cluster_iterations(
 
     Args:
         ops: the ops, in an order in which they may be carried out.
-        signatures: theirs. Those of one form may take part in different turns.
+        signatures: signatures of the ops. Ops of one signature may be counterparts in different iterations.
         returned: the storages that are read after them.
         batches_updates: whether updates of variables come after all other ops.
     """

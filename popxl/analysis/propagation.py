@@ -99,10 +99,10 @@ def is_linear(op: Op) -> bool:
 def result_types(op: Op, given: Sequence[AxisType]) -> Propagated:
     """Result types of an op's function, and flaws; unknown types if it refuses its operands.
 
-    Remembered for ops of the same kind with the same attributes, shapes and dtypes.
+    Remembered for ops of the same kind with the same attributes, dtypes and shapes: see `_shape_key`.
     """
     known = _KNOWN.setdefault(op.kind, {})
-    key = (op.operands, *op.attributes.items(), *[(t.shape, t.dtype) for t in op.inputs], *given)
+    key = (op.operands, *op.attributes.items(), *[t.dtype for t in op.inputs], *_shape_key(op), *given)
     try:
         found = known.get(key)
     except TypeError:  # from the hash
@@ -112,6 +112,15 @@ def result_types(op: Op, given: Sequence[AxisType]) -> Propagated:
         if not holds_graph(key):
             known[key] = found
     return found
+
+
+def _shape_key(op: Op) -> list[tuple[int, ...]]:
+    """The shapes of operands; if all arrays of an op have one shape, as in an update of weights, the rank and sizes of
+    1 instead: such functions are often long, and so are traced once for all weights."""
+    shapes = [t.shape for t in op.inputs]
+    if len({*shapes, *[t.shape for t in op.outputs], ()}) > 2:
+        return shapes
+    return [(-1 - len(shape), *[i for i, size in enumerate(shape) if size == 1]) for shape in shapes]
 
 
 def _trace_types(op: Op, given: Sequence[AxisType]) -> Propagated:

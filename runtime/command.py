@@ -30,7 +30,7 @@ from runtime.costs.memory import memory_of_program
 from runtime.fitting import CompiledTrial, fit
 from runtime.inspection import report_of
 from runtime.machine import Machine, PlanningMachine, TargetMachine
-from runtime.memory_budget import Compiled, bytes_of, compiled_program, plan_within
+from runtime.memory_budget import Compiled, bytes_of, plan_within, planned_program
 from runtime.pipes import exit_on_broken_pipe
 from runtime.session import Session
 from runtime.targets.devices import ask_for_cpu_devices
@@ -482,7 +482,7 @@ def plan(asked: CommandArgs, budget: int, save: Path | None) -> int:
         if code or not machine.programs:
             why = f"ended with the exit code {code}" if code else "makes no session, so there is nothing to compile"
             raise PopxlError(f"{asked.file} {why}.")
-        return compiled_program(*machine.programs[0], open_memory.applied)
+        return planned_program(machine.programs, open_memory.applied)
 
     try:
         found = plan_within(compiled, budget, lambda line: print(line, file=sys.stderr, flush=True))
@@ -491,7 +491,8 @@ def plan(asked: CommandArgs, budget: int, save: Path | None) -> int:
     print(found)
     if save is not None:
         found.plan.write_json(save)
-        print(f"\nThe plan is in {save}: train_step(..., memory=addons.MemoryPlan.read_json({str(save)!r}))")
+        takes = "options.Training.setMemoryPlan({})" if "poptorch" in sys.modules else "train_step(..., memory={})"
+        print(f"\nThe plan is in {save}: {takes.format(f'addons.MemoryPlan.read_json({str(save)!r})')}")
     if asked.pages is not None:
         found.save(asked.pages / "plan.html")
     return 0

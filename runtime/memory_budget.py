@@ -87,12 +87,24 @@ def compiled_program(ir: Ir, program: CompiledProgram, applied: Sequence[Any]) -
     if len(applied) != 1:
         raise ValueError(
             f"plan_memory: the program applies {len(applied)} memory plans; expected one. Give `memory` to the one "
-            "`train_step` or `autodiff` of the program."
+            "`train_step` or `autodiff` of the program. A `poptorch.trainingModel` applies one where it is compiled, "
+            "unless its model has checkpoints, or its options recompute (`autoRecomputation`, a pipeline) or set a "
+            "plan (`setMemoryPlan`). Nothing runs, so a program has to train before it runs anything else."
         )
     release = _RELEASES.get(program.layout.calls, "call")
     may_offload = program.layout.calls == "rolled" and program.layout.destination.platform == "tpu"
     memory, cost = memory_of_program(ir, program), cost_of(program)
     return Compiled(ir, memory, cost, chip_of(program), may_offload, release, applied[0])
+
+
+def planned_program(programs: Sequence[tuple[Ir, CompiledProgram]], applied: Sequence[Any]) -> Compiled:
+    """Compiled program that a memory plan was applied to, among those of a user's file; the first one without any.
+
+    Raises:
+        ValueError: as `compiled_program`.
+    """
+    planned = (each for each in programs if any(each[0] is by.model.ir for by in applied))
+    return compiled_program(*next(planned, programs[0]), applied)
 
 
 @dataclass(frozen=True)

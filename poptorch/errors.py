@@ -37,7 +37,7 @@ class RecoverableError(Error):
     Args:
         message: description of the error.
         recovery_action: remedy: `"IPU_RESET"`, `"LINK_RESET"`, `"PARTITION_RESET"` or `"FULL_RESET"`.
-        type: the part that says so.
+        type: component that reports the error.
         location: place of the error, if known.
 
     Example:

@@ -51,7 +51,7 @@ class VariableAttributes:
     compiled.
 
     Args:
-        variable_attributes: the variable ones at first.
+        variable_attributes: initial variable attributes.
         allowed_attributes: attributes that may be variable.
 
     Example:
@@ -203,7 +203,7 @@ class Optimizer:
         values.
 
         Raises:
-            RuntimeError: if it is no such dictionary.
+            RuntimeError: if it is not such a dictionary.
         """
         if not state.keys() >= set(_KEYS):
             raise RuntimeError(
@@ -319,7 +319,7 @@ class SGD(Optimizer, torch.optim.SGD):
     v starts at 0, and the first step is dampened like all others, unlike in torch.
 
     Args:
-        params: parameters to train, or groups of them: dictionaries with `"params"`, and with numbers of their own.
+        params: parameters to train, or parameter groups: dictionaries with `"params"` and their own hyperparameters.
         lr: learning rate.
         momentum: decay rate of v. If it is constant and 0, there is no v.
         dampening: dampening of d, as above.
@@ -327,13 +327,13 @@ class SGD(Optimizer, torch.optim.SGD):
         nesterov: see above.
         maximize: step up the gradient, not down.
         foreach, differentiable: arguments for torch; no effect in a wrapped model.
-        loss_scaling: the gradient of the loss starts at this; gradients are divided by it before they are used. For
-            float16, where they would vanish.
+        loss_scaling: initial gradient of the loss; gradients are divided by it before they are used. For float16, where
+            they would vanish.
         velocity_scaling: factor that v is stored with, for `use_combined_accum`. It may differ between groups.
         use_combined_accum: keep v times `velocity_scaling`, in the type of the parameter. Without effect where no v is
             kept. (The sum of gradients over micro-batches has memory of its own nevertheless.)
         accum_type: the type in which gradients are summed over micro-batches, if not `use_combined_accum`.
-        velocity_accum_type: the type of v, if not `use_combined_accum`.
+        velocity_accum_type: type of v, if not `use_combined_accum`.
         max_grad_norm: the gradients of all parameters together are scaled down to this norm where theirs is greater.
 
     Raises:
@@ -381,12 +381,12 @@ class Adam(Optimizer, torch.optim.Adam):
     A Method for Stochastic Optimization" (Kingma and Ba, 2015).
 
     Args:
-        params: parameters to train, or groups of them: dictionaries with `"params"`, and with numbers of their own.
+        params: parameters to train, or parameter groups: dictionaries with `"params"` and their own hyperparameters.
         lr, betas, eps, weight_decay: as in torch.
         amsgrad: divide by the root of the largest second moment so far.
         maximize: step up the gradient, not down.
         foreach, capturable, differentiable, fused: arguments for torch; no effect in a wrapped model.
-        loss_scaling: the gradient of the loss starts at this; gradients are divided by it before they are used.
+        loss_scaling: initial gradient of the loss; gradients are divided by it before they are used.
         accum_type: the type in which gradients are summed over micro-batches.
         first_order_momentum_accum_type, second_order_momentum_accum_type: the types of the moments.
         max_grad_norm: the gradients of all parameters together are scaled down to this norm where theirs is greater.
@@ -471,12 +471,12 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
     Arguments given here are variable, the others constant (see `variable_attrs`). `None` means the default.
 
     Args:
-        params: parameters to train, or groups of them: dictionaries with `"params"`, and with numbers of their own.
+        params: parameters to train, or parameter groups: dictionaries with `"params"` and their own hyperparameters.
         lr, alpha, eps, weight_decay, momentum: as in torch.
         centered: as in torch; the same for all groups.
         maximize: step up the gradient, not down.
         foreach, differentiable: arguments for torch; no effect in a wrapped model.
-        loss_scaling: the gradient of the loss starts at this; gradients are divided by it before they are used.
+        loss_scaling: initial gradient of the loss; gradients are divided by it before they are used.
         accum_type: the type in which gradients are summed over micro-batches.
         first_order_momentum_accum_type: the type of the mean of the gradient, and of the momentum.
         second_order_momentum_accum_type: the type of the mean of its square.
@@ -557,13 +557,13 @@ class LAMB(Optimizer, torch.optim.Optimizer):
     2020).
 
     Args:
-        params: parameters to train, or groups of them: dictionaries with `"params"`, and with numbers of their own.
+        params: parameters to train, or parameter groups: dictionaries with `"params"` and their own hyperparameters.
         lr: learning rate, by default 1e-3.
         betas: decay rates of the moments, by default (0.9, 0.999).
         eps: constant added to the root, by default 1e-8.
         weight_decay: weight decay, by default 0.01.
         bias_correction: whether to divide the moments by 1 - βᵗ; by default true.
-        loss_scaling: the gradient of the loss starts at this; gradients are divided by it before they are used.
+        loss_scaling: initial gradient of the loss; gradients are divided by it before they are used.
         max_weight_norm: upper limit of a parameter's norm in the ratio; by default 65500, in effect no limit.
         accum_type: the type in which gradients are summed over micro-batches.
         first_order_momentum_accum_type, second_order_momentum_accum_type: the types of the moments.

@@ -409,13 +409,13 @@ class Options(OptionsDict):
         """Record a tensor within the model, for `getAnchoredTensor`.
 
         Args:
-            short_name: the name to ask for it by.
+            short_name: name for `getAnchoredTensor`.
             long_name: name in the program; `getTensorNames` lists them.
             output_mode: values to keep; as for results, if None.
             output_return_period: the N of `EveryN`.
 
         Raises:
-            AssertionError: if a name is no string, `output_mode` no mode, or `EveryN` comes without a positive N.
+            AssertionError: if a name is not a string, `output_mode` is not a mode, or `EveryN` comes without a positive N.
         """
         for name, value, kind in (
             ("short_name", short_name, str),

@@ -19,7 +19,7 @@ class Channel:
     """A namespace of time spans. Spans appear in JAX profiles, and otherwise have no effect.
 
     Args:
-        name: the part, which comes before the names of its spans.
+        name: prefix of the names of its spans.
 
     Example:
         >>> channel = Channel("MyApp")
@@ -38,8 +38,8 @@ class Channel:
         """Record each call of an object's named methods as a span.
 
         Args:
-            obj: the object; it is changed.
-            methods: the names of the methods.
+            obj: object to change.
+            methods: names of the methods.
 
         Returns:
             The object.

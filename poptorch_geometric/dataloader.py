@@ -27,7 +27,7 @@ class DataLoader(poptorch.DataLoader):
     Args:
         dataset: the graphs.
         batch_size: number of graphs that the model sees at a time.
-        shuffle: take them in another order in each epoch.
+        shuffle: whether to change the order in each epoch.
         follow_batch: names of attributes that get an assignment vector too.
         exclude_keys: names of attributes that are left out.
         options: options of the model; by default `poptorch.Options()`.
@@ -58,9 +58,9 @@ class FixedSizeDataLoader(poptorch.DataLoader):
     Args:
         dataset: the graphs.
         batch_size: number of graphs of a batch, the padding graph included; at least 2.
-        shuffle: take them in another order in each epoch.
-        fixed_size_options: the sizes; by default those of `FixedSizeOptions.from_dataset(dataset, batch_size)`. Its
-            `num_graphs` is `batch_size`, or left at its default.
+        shuffle: whether to change the order in each epoch.
+        fixed_size_options: sizes; by default those of `FixedSizeOptions.from_dataset(dataset, batch_size)`. Its
+            `num_graphs` is `batch_size`, or its default.
         fixed_size_strategy: selection of the graphs of a batch. With several processes, `StreamPack` needs a data set
             that is the share of this process, and `auto_distributed_partitioning=False`.
         over_size_strategy: treatment of graphs that do not fit.
@@ -72,7 +72,7 @@ class FixedSizeDataLoader(poptorch.DataLoader):
 
     Raises:
         ValueError: if `batch_size` is less than 2, or is not the `num_graphs` of the options; while loading, if graphs
-            do not fit, and `over_size_strategy` does not say what to do.
+            do not fit, and `over_size_strategy` does not handle them.
     """
 
     def __init__(

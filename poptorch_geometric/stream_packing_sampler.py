@@ -22,7 +22,7 @@ class StreamPackingSampler(Sampler[list[int]]):
         options: the sizes of a batch. It has one padding graph at least.
         over_size_strategy: treatment of a graph that does not fit even alone. One to be trimmed is a batch of its own.
         shuffle: take the graphs in another order in each epoch.
-        base_sampler: the order, in place of `shuffle`.
+        base_sampler: sampler of the order, in place of `shuffle`.
 
     Raises:
         ValueError: by iterating, with `OverSizeStrategy.Error`, if a graph does not fit.

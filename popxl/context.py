@@ -253,7 +253,7 @@ def name_scope(name: str) -> Iterator[list[str]]:
         'enc/w'
 
     Raises:
-        TypeError: if the name is no string.
+        TypeError: if the name is not a string.
     """
     check_type(name, str, "The name of a scope", "a string")
     _context.push_name_scope(name)

@@ -74,7 +74,7 @@ class NonFiniteError(ApplicationRuntimeError):
 
     Attributes:
         op: the op.
-        replica: the number of the replica that it ran on, first.
+        replica: number of the first replica that it ran on.
     """
 
     def __init__(self, message: str, op: Op, replica: int = 0) -> None:

@@ -155,8 +155,8 @@ class PartOfFile(Initial):
 
     Attributes:
         path: the file.
-        element: the name of their dtype.
-        offset: the byte where they begin.
+        element: name of their dtype.
+        offset: position of their first byte.
     """
 
     kind: Literal["file"] = "file"
@@ -298,7 +298,7 @@ def file(path: str | os.PathLike[str], shape: int | Iterable[int], dtype: dtype_
         path: path of the file, which must not change while the description is in use.
         shape: shape of the array.
         dtype: element type of the file's content.
-        offset: the byte where they begin.
+        offset: position of their first byte.
 
     Raises:
         FileNotFoundError: if there is no such file.

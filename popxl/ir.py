@@ -249,7 +249,7 @@ class Ir(NotCopyable):
         `popxl.TensorByRef`.
 
         Args:
-            fn: a function, a method, or a `popxl.Module`, whose `build` is meant.
+            fn: a function, a method, or a `popxl.Module`, whose `build` is used.
             *args, **kwargs: arguments for `fn`. Of a tensor only the spec matters.
 
         Raises:
@@ -410,8 +410,8 @@ class Ir(NotCopyable):
         program is refused. A running program may take any amount of time and memory.
 
         Raises:
-            UnreadableFileError: if the file is damaged, or of another kind, or holds no program that can be: one that
-                calls itself, say, or one with an array of more than 4 TiB. It is a `PopxlError` and a `ValueError`.
+            UnreadableFileError: if the file is damaged, or of another kind, or holds an invalid program: one that calls
+                itself, for example, or one with an array of more than 4 TiB. It is a `PopxlError` and a `ValueError`.
             FileNotFoundError: if there is no such file.
             PopxlError: if the program uses an op that is not declared.
         """
@@ -493,7 +493,7 @@ class Ir(NotCopyable):
         Args:
             check: name of the checkpoint, and first part of the file names: `<check>_r.dot` for the main graph,
                 `<check>_<k>.dot` for the `k`-th other graph.
-            save_dir: folder for this and all later dumps of the Ir; it is made if it is missing.
+            save_dir: folder for this and all later dumps of the Ir; created if it is missing.
         """
         write_checkpoint(self, check, save_dir, explicit=True)
 

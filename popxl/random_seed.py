@@ -29,7 +29,7 @@ def create_seeds(
         ready for a `(2,)` stream. The last axis holds the high and the low word.
 
     Raises:
-        TypeError: if one of the arguments is no integer.
+        TypeError: if one of the arguments is not an integer.
         ValueError: if `seed + offset` is negative or one of the counts is less than 1.
 
     Example:

@@ -169,7 +169,7 @@ def constant_grouping(ir: "Ir", stride: int = 1, group_size: int | None = None) 
             number of replicas.
 
     Raises:
-        TypeError: if one of them is no integer.
+        TypeError: if one of them is not an integer.
         ValueError: if the replicas cannot be grouped like this.
         ZeroDivisionError: if `stride` is 0 and `group_size` is `None`.
     """

@@ -127,7 +127,7 @@ def h2d_stream(
 
     Raises:
         RuntimeError: if there is no current graph.
-        TypeError: if `shape` is not a sequence of integers, or `dtype` no popxl dtype.
+        TypeError: if `shape` is not a sequence of integers, or `dtype` is not a popxl dtype.
         ValueError: if `num_host_transfers` is less than 1.
 
     Example:
@@ -155,7 +155,7 @@ def d2h_stream(
 
     Raises:
         RuntimeError: if there is no current graph.
-        TypeError: if `shape` is not a sequence of integers, or `dtype` no popxl dtype.
+        TypeError: if `shape` is not a sequence of integers, or `dtype` is not a popxl dtype.
         ValueError: if `num_host_transfers` is less than 1.
 
     Example:

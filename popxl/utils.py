@@ -131,11 +131,11 @@ def narrowed(array: NDArray[Any], target: np.dtype[Any], what: str) -> NDArray[A
     Args:
         array: the array.
         target: the dtype.
-        what: begins the message of the error: whose array it is.
+        what: name of the array, at the beginning of the error message.
 
     Raises:
-        ValueError: with the first number that does not fit and its place, if a finite number would become infinite, or
-            an integer another one.
+        ValueError: if a finite number would become infinite, or an integer another one; the message has the first such
+            number and its position.
 
     Example:
         >>> narrowed(np.array([1.0, 2.5]), np.dtype(np.float32), "The rates").dtype

@@ -70,7 +70,7 @@ class InFile:
 
     Attributes:
         path: the file.
-        start: the byte where they begin.
+        start: position of their first byte.
         dtype, shape: spec of the array.
     """
 

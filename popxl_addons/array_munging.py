@@ -110,7 +110,7 @@ def split2D(x: Any, n_1: int, n_2: int, axis_1: int, axis_2: int) -> list[list[n
     """Cut `axis_1` into `n_1` parts, and `axis_2` of each into `n_2`: a list of `n_1` lists of `n_2` arrays.
 
     Raises:
-        ValueError: if a number of parts is no divisor of the size.
+        ValueError: if a number of parts is not a divisor of the size.
         IndexError: if there is no such axis.
 
     Example:
@@ -276,7 +276,7 @@ def tensor_parallel_output(
         tp: number of replicas that saw the same sample.
         rf: number of replicas, a multiple of `tp`.
         data_shape: shape of one transfer of one replica.
-        tp_identical: take the first of the `tp` results for a sample, not all of them.
+        tp_identical: whether to take only the first of the `tp` results for a sample.
         true_num_host_transfers: number of transfers to keep, if the last ones were only padding.
 
     Returns:

@@ -119,22 +119,22 @@ class Generator:
         room: length of a text with its prompt, at most; by default the model's `context`.
         tokens: number of tokens drawn in a run.
         temperature, top_k, top_p: sampling parameters, as for `popxl_addons.ops.sample_token`.
-        end: the token that ends a text, if one does; or several, each of which does.
-        weights: a session, and the variables of the model in its program, by their names in the model: they are used
-            where they are, and each run finds them as the session has left them. By default the generator has its own,
-            which are zeros until weights are loaded.
+        end: token that ends a text, or several such tokens, if there are any.
+        weights: a session, and the variables of the model in its program, by their names in the model: they are shared,
+            and each run reads their current values in the session. By default the generator has its own, which are
+            zeros until weights are loaded.
         device_desc: device, as for `popxl.Session`.
 
     Attributes:
         variables: variables of the model: new ones, or the given ones.
         writing, reading: the sessions of the two programs.
-        joining: the session of a third one, which reads one prompt while other texts go on. It is compiled when it is
-            first needed, or looked at.
+        joining: session of a third program, which reads one prompt while other texts continue. It is compiled on first
+            use or access.
 
     Raises:
         TypeError: for sizes or an `end` that are not integers, and `weights` of an invalid type.
-        ValueError: if `prompt` exceeds `room`, or `room` the model's context; for an `end` that the model does not
-            know; for variables that are missing, and as `Session.use_variables_of` and `sample_token` do.
+        ValueError: if `prompt` exceeds `room`, or `room` the model's context; for an `end` out of the vocabulary; for
+            missing variables, and as for `Session.use_variables_of` and `sample_token`.
 
     Example:
         >>> from popxl_addons.layers import LanguageConfig, LanguageModel
@@ -290,7 +290,7 @@ class Generator:
         Args:
             prompts: at most `batch` prompts; each has at least one token, and at most `prompt`.
             count: number of tokens to generate.
-            seed: the same one draws the same tokens. The first text is the one that `submit` draws with this seed.
+            seed: seed of the draws. The first text is the one that `submit` draws with this seed.
 
         Raises:
             TypeError: for tokens, a count or a seed that are not integers.

@@ -29,7 +29,7 @@ class Metrics:
         wandb: log to the active run of Weights & Biases.
 
     Raises:
-        ValueError: if there is nowhere to log to.
+        ValueError: if no destination is given.
         ImportError: if `tensorboardX` or `wandb` is requested and not installed.
 
     Example:

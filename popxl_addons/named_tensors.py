@@ -36,7 +36,7 @@ class NamedTensors(DotTree[popxl.Tensor]):
         So ``zip(tree.keys_flat(), tree.tensors)`` mixes them up: take ``tree.named_tensors.items()`` for pairs. Two
         trees that were made of the same factories sort alike.
 
-        `TypeError` for leaves that are no tensors.
+        `TypeError` for leaves that are not tensors.
         """
         if others := [name for name, leaf in self.to_dict().items() if not isinstance(leaf, popxl.Tensor)]:
             raise TypeError(f"NamedTensors.tensors: {others} are no tensors. Use `values_flat()` for other leaves.")

@@ -75,7 +75,7 @@ class MixedPrecision:
 
         Raises:
             ValueError: if a word of `keep` is in no name, in that of a layer with a `build_grad`, or in one that is
-                given to variables only; and as `module.create_graph`.
+                given to variables only; and as for `module.create_graph`.
         """
         building = _Building(self)
         args, kwargs = jax.tree.map(self._narrow_spec, (args, kwargs), is_leaf=_is_spec)

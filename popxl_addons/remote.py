@@ -182,7 +182,7 @@ def store_remote(
     """Store tensors in slot `entry` of equally named buffers, from the current graph.
 
     Args:
-        buffers, tensors: names found in one of them only are left alone.
+        buffers, tensors: buffers and tensors to match; names in only one of them are ignored.
         entry, use_io_tiles: as for `load_remote`.
 
     Raises:

@@ -94,7 +94,7 @@ class ShardWriter:
         directory: the draft of the checkpoint, which the first process has made.
         number: index of this process, from 0.
         count: number of processes.
-        store: the store that they share.
+        store: key-value store that they share.
     """
 
     def __init__(self, directory: Path, number: int, count: int, store: KeyValueStore) -> None:
@@ -131,12 +131,12 @@ def write_pieces(directory: Path, number: int, pieces: Mapping[str, list[Piece]]
 
     Args:
         directory: result of `created` in the process that begins the checkpoint.
-        number: the number of this one, from 0.
+        number: index of this process, from 0.
         pieces: shards of arrays, by name.
         format: as for `write_arrays`.
 
     Raises:
-        FileNotFoundError: if the directory is not there, as this process is on another machine, say.
+        FileNotFoundError: if the directory does not exist, for example because this process is on another machine.
     """
     if not directory.is_dir():
         raise FileNotFoundError(
@@ -186,7 +186,7 @@ class ReshapedArray:
     Attributes:
         source: array as it is stored.
         shape: shape of this view.
-        joined: the shape of one value, of which there are parts.
+        joined: shape of one value, which has these parts.
         axis: the axis of that.
         stored, parts: number of parts in the stored array, and in this view.
     """

@@ -96,7 +96,7 @@ class GPTStepTime:
     Attributes:
         seconds: time of the step.
         pipeline: until the last backward stage has ended, in seconds.
-        bubble: the part of this that chips wait, from 0 to 1.
+        bubble: share of this time in which chips wait, from 0 to 1.
         reduction: seconds that the gradients are summed.
         optimizer: seconds of the update.
         network: seconds of collectives within a stage for one micro-batch.
@@ -142,7 +142,7 @@ def gpt_step_time(
         tensor, data, pipeline: chips along each axis.
         micro_batch: texts that a replica computes at a time.
         global_batch: texts of a step, of all replicas.
-        chips: the product of the axes; to be checked.
+        chips: number of chips, as a check of the product of the axes.
         chip: the machine's kind of chip, as `popxl.Target` takes it.
         efficiency: attained share of the chip's figures; that of its own figures for `None`.
         recompute: whether the gradient recomputes layers; by default if the memory of a chip does not hold the

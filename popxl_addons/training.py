@@ -70,7 +70,7 @@ def train_step(
     Args:
         module: module whose `build` takes `inputs`, and returns the loss (and possibly more, which is ignored): a
             scalar, the mean over its inputs.
-        *inputs: streams, which are loaded once for each micro-batch; or tensors, if there is one.
+        *inputs: streams, which are loaded once for each micro-batch; or tensors, if there is only one.
         optimizer: updates variables by gradients, such as `partial(optimizers.adamw, lr=1e-3, clip_norm=1.0)`. It gets
             `loss_scaling`: a `LossScale`, if that adapts itself.
         accumulate: number of micro-batches of a step. Each is one transfer of a run: if streams among `inputs` have

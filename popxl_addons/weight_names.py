@@ -14,7 +14,7 @@ class Stored:
 
     Attributes:
         name: name of the weight, with `*` for each number in the name of the variable.
-        transposed: the file has the transpose, as `torch.nn.Linear` keeps it.
+        transposed: whether the file has the transpose, as `torch.nn.Linear` keeps it.
         part: ``(k, n)``: the variable is part `k` of `n` equal ones that lie beside each other, along the last axis of
             the weight once it is transposed, as GPT-2 has queries, keys and values.
         axis: axis of the variable that groups of replicas split between them, if its `group_axis` does not define it.

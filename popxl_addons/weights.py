@@ -315,7 +315,8 @@ def save_safetensors(
         variables, names: as for `load_safetensors`.
         place: a file, if it ends in ``.safetensors``; else a folder, which is made if need be. Other files in it stay.
         session: session that has run the program, for the present values; by default the host copies are saved.
-        file_bytes: about how large a file in a folder may get. If there is more, there are several, and an index.
+        file_bytes: approximate maximal size of a file in a folder. Larger weights are split into several, with an
+            index.
 
     Raises:
         ValueError: for variables that have no name in the file, or of which some parts are missing; or that groups of

@@ -35,7 +35,7 @@ class Difference:
 
     Attributes:
         what: the variable or the output stream, by name.
-        step: the first step after which it differs, from 1; 0 if it differs before the first.
+        step: number of the first step, from 1, after which it differs; 0 if it differs before the first.
         found, expected: the first elements that differ, of many replicas and of one.
         index: position of these elements, in the assembled value.
         line: the line that last writes the variable or stores the output; empty if nothing writes it.
@@ -113,7 +113,7 @@ def compare(
     over replicas.
 
     Args:
-        program: builds the program for the axes that it is given, as `popxl.Ir(axes=axes)` does, and returns its `Ir`.
+        program: function that builds the program for given axes, as `popxl.Ir(axes=axes)` does, and returns its `Ir`.
         axes: sizes by name.
         feeds: global batches of the streams by name, with the steps as first dimension, followed by the shape that a
             session of one replica takes. By default they are random: floats from a normal distribution, and integers

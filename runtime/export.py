@@ -37,9 +37,9 @@ def export(
     Args:
         program: an Ir, with the host values of its variables; or a session, with their present values.
         path: the file.
-        weights: `"inside"`, where the variables are constants of the program. Then it may change none of them. Or
-            `"beside"`: the function takes a dict of the variables first, and returns those that it changes second.
-            Their values are in a file of the same name that ends in `.safetensors`.
+        weights: `"inside"`: the variables are constants of the program, which must not change any. Or `"beside"`: the
+            function takes a dict of the variables first, and returns the changed ones second. Their values are in a
+            file of the same name that ends in `.safetensors`.
         platforms: platforms that it can run on, in JAX's names: `["cpu", "cuda", "tpu"]`. By default, JAX's default
             platform.
 

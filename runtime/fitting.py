@@ -26,12 +26,12 @@ class Tried(_Frozen):
     """Combination of choices, with compiled memory and time requirements on a chip.
 
     Attributes:
-        choices: the value of each choice.
-        memory_bytes: the memory that it needs; `None` if it was not compiled, or the compiler gave up.
+        choices: value of each choice.
+        memory_bytes: required memory; `None` if it was not compiled, or the compiler gave up.
         fits: whether the memory suffices.
         seconds: estimated time of a run, as `Cost.seconds`; `None` if it was not compiled.
         units: work of a run: the product of the choices that declare it.
-        problem: why it could not be compiled; empty if it was.
+        problem: reason why it could not be compiled; empty if it was.
     """
 
     choices: Mapping[str, Any]
@@ -58,7 +58,7 @@ class Fit(OnPage, _Frozen):
 
     Attributes:
         target: the machine.
-        capacity: the memory of one of its chips, in bytes.
+        capacity: memory of a chip, in bytes.
         tried: all combinations, or those before an interruption.
         is_complete: whether these are all combinations.
     """
@@ -105,7 +105,7 @@ class CompiledTrial(NamedTuple):
 
     Attributes:
         programs: compiled programs, with their Irs.
-        problem: why one was not; empty if all were.
+        problem: reason why one was not compiled; empty if all were.
     """
 
     programs: Sequence[tuple[Ir, CompiledProgram]]

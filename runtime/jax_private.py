@@ -142,11 +142,11 @@ class Contents(NamedTuple):
     """Decomposed compiled function, excluding argument and result trees.
 
     Attributes:
-        name: the name of the function.
+        name: name of the function.
         devices: devices of the executable.
-        arguments: the types of all arguments, and where they lie; `None` for those that are not used.
+        arguments: types of all arguments, and their placements; `None` for unused ones.
         donated: positions of donated arguments.
-        results: the types of the results, and where they lie.
+        results: types of the results, and their placements.
     """
 
     name: str

@@ -160,7 +160,7 @@ def plan_within(compiled: Callable[[Any], Compiled], budget: int, told: Callable
     Args:
         compiled: builds a program with a plan or policy, and compiles it.
         budget: bytes of a device.
-        told: is called with a line after each compilation.
+        told: function called with a line after each compilation.
 
     Raises:
         PopxlError: if no plan found is within the budget; the message has the smallest, and its largest values.

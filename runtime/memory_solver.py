@@ -70,8 +70,8 @@ class GraphNeeds:
         steps: bytes of the gradient's own values in each step of the backward call.
         gradients: bytes that a backward call leaves until the end of the step: gradients of variables.
         ends: numbers of calls after which a group of calls may end.
-        span: the first and the last of its calls, among those of all graphs in the order of the step.
-        held: how many steps have their activations in memory at a time: micro-batches of a pipeline's stage.
+        span: first and last of its calls, among those of all graphs in the order of the step.
+        held: number of steps that have their activations in memory at a time: micro-batches of a pipeline's stage.
     """
 
     name: str

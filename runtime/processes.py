@@ -145,7 +145,7 @@ def join() -> None:
 
     Raises:
         PopxlError: if JAX runs already: it cannot be connected later.
-        PopxlRuntimeError: if some instance does not come.
+        PopxlRuntimeError: if an instance does not arrive.
     """
     instance = launched()
     if instance is None or instance.num_instances == 1 or is_connected():
@@ -234,7 +234,7 @@ def barrier(place: str, payload: Any = None) -> list[Any]:
         The payloads, in the order of the instances.
 
     Raises:
-        PopxlRuntimeError: if they will not all come.
+        PopxlRuntimeError: if some instance cannot arrive.
     """
     return _connections[0].barrier(place, payload) if _connections else [payload]
 

@@ -38,12 +38,12 @@ class RendezvousServer:
         timeout: seconds that an instance waits for the others.
         address: the host name to listen at; `""` for all networks of this machine.
         token: the secret that instances send first.
-        failed: called with the index of an instance that is about to end after a failure.
+        failed: function called with the index of an instance that is about to end after a failure.
 
     Attributes:
         port: the port of the server.
         problems: reasons of failed barriers, the first one first.
-        leaving: the instances that are about to end, in the order of their messages.
+        leaving: instances that are about to end, in the order of their messages.
         any_arrived: whether any instance has reached a barrier.
     """
 

@@ -29,7 +29,7 @@ class VariableReport(Record):
         bytes: on one device.
         place: location: "device", or the slot of a remote buffer; "unused" if the program does not use it.
         changes: whether the program changes it.
-        ipu: the IPU that it is on, if IPUs are devices of their own.
+        ipu: number of its IPU, if IPUs are separate devices.
     """
 
     name: str
@@ -87,7 +87,7 @@ class CollectiveReport(Record):
     """Collectives between replicas, of one kind.
 
     Attributes:
-        op: the type of the ops.
+        op: type of the ops.
         group_size: number of replicas in a group.
         runs: number of executions of such ops in a run of the program, at most.
         bytes: bytes that all of them move, on one replica.
@@ -121,11 +121,11 @@ class LoopReport(Record):
     """Calls rerolled into loop iterations, with accompanying ops.
 
     Attributes:
-        graph: the graph that they are in; the name of the main graph is empty.
+        graph: name of the graph; empty for the main graph.
         turns: number of iterations.
         ops: number of ops in an iteration; calls count as one.
-        calls: the graphs that a turn calls, in order.
-        text: a turn, in a few words.
+        calls: graphs that an iteration calls, in order.
+        text: description of an iteration, in a few words.
     """
 
     graph: str

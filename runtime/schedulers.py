@@ -128,7 +128,7 @@ class Service:
         """Wait until all processes reach a place. Returns their payloads.
 
         Raises:
-            PopxlRuntimeError: if they do not come, or are at another place.
+            PopxlRuntimeError: if they do not arrive, or are at another place.
         """
         own, count = self._instance.instance_index, self._instance.num_instances
         with self._lock:

@@ -264,9 +264,9 @@ class Session(SessionInspection, SessionVariables):
             call `weights_to_host`.
 
         Raises:
-            ValueError: if the session is not attached; for a missing or unexpected stream, an array of the wrong
-                shape, or a number that does not fit when it is narrowed: no finite one becomes infinite; and if the
-                environment chooses what the program has not asked for (`popxl.choice`).
+            ValueError: if the session is not attached; for a missing or unexpected stream, an array of the wrong shape,
+                or a number that does not fit when it is narrowed: no finite one becomes infinite; and if the
+                environment sets a choice that the program does not have (`popxl.choice`).
             PopxlRuntimeError: for an array of the wrong dtype, or a program that exceeds a stream's number of
                 transfers.
             PopxlError: if the Ir has changed since the session was made, without a later session of it.
@@ -326,7 +326,7 @@ class Session(SessionInspection, SessionVariables):
         """Host array shape of a stream, including leading dimensions expected by `run`.
 
         Args:
-            shape: the stream; or the shape of one that has no number of transfers of its own.
+            shape: a stream; or the shape of one with the default number of transfers.
         """
         if isinstance(shape, Stream):
             self._check_own("host_shape", shape.tensor)
@@ -360,8 +360,8 @@ class Session(SessionInspection, SessionVariables):
 
         Raises:
             ValueError: if a variable has another shape, dtype or place there, if the other program does not use it, or
-                only reads what this one changes; for `other` this session, or one that has variables of it. Nothing has
-                changed then.
+                only reads a variable that this one changes; for `other` this session, or one that shares variables of
+                it. Nothing has changed then.
             TypeError: if `other` is not a session, or the mapping does not consist of variables.
 
         Example:

@@ -58,7 +58,7 @@ class WatchingMachine(Machine):
     """Machine wrapper recording programs and runners created by another machine.
 
     Attributes:
-        programs: the programs, and the Irs that they are of.
+        programs: programs, and their Irs.
         runners: runner of each session, where it runs.
     """
 

@@ -28,7 +28,7 @@ def best(ir: Ir, device: Device) -> CompiledProgram:
         device: device to compile for.
 
     Raises:
-        DoesNotFit: if it does not fit in any way, and the compiler says so.
+        DoesNotFit: if it does not fit in any form, according to the compiler.
     """
     is_divided = device.target is None and len({each.process_index for each in device.jax_devices}) > 1
     if is_divided or device.jax_devices[0].platform == "cpu":

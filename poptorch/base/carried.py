@@ -22,7 +22,7 @@ class HiddenValueAccess(BaseException):
 
     Attributes:
         name: as passed.
-        numbers: a name for all numbers of the argument that it is in, if it is one.
+        numbers: common name of all numbers of its argument, if it is one of them.
     """
 
     def __init__(self, name: str, kind: type) -> None:

@@ -32,7 +32,7 @@ def device_dtype(dtype: torch.dtype) -> torch.dtype:
     """Device dtype corresponding to a torch dtype.
 
     Args:
-        dtype: a type of the host.
+        dtype: dtype of the host.
 
     Returns:
         int32 for int64, float32 for float64, complex64 for complex128, else the same type.

@@ -79,7 +79,7 @@ class HostNumbers:
 
     Args:
         first: initial values, by path and name.
-        paths: the paths of `forward`, of which one is for each number that there may be.
+        paths: paths of `forward`, one of which applies to each possible number.
         dtypes: dtypes of the slots; integers have 32 bits.
 
     Attributes:
@@ -103,7 +103,7 @@ class HostNumbers:
         """Numbers computed by `forward` over `count` calls, one array per slot.
 
         Raises:
-            poptorch.Error: if it raises something in one of them, or an integer has more than 32 bits.
+            poptorch.Error: if one of them raises an error, or an integer has more than 32 bits.
         """
         with self._turn:
             now, rows = list(self.now.values()), []

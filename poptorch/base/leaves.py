@@ -102,7 +102,7 @@ class KnownObjects(dict[int, "Structure"]):
     Args:
         structures: the structures.
         carries: whether a value of this name is passed through, rather than a part of the program.
-        looked_at: names of the values that could be carried, and are not.
+        looked_at: names of the values that could be passed through, but are inspected.
     """
 
     def __init__(

@@ -117,7 +117,7 @@ class ParameterProxy:
     """A parameter as an attribute of a wrapped model: the parameter itself, with its replica grouping.
 
     Args:
-        parameter: the parameter, which does all that tensors do.
+        parameter: parameter, with all operations of tensors.
         name: name of the parameter, for messages.
         replicas: the replication factor.
         group: function called with the arguments of `replicaGrouping`; `None` for one value for all replicas.

@@ -166,8 +166,8 @@ def not_rebound(
         is_made: whether a buffer of this name may become this tensor: a table that is recomputed for another shape.
 
     Raises:
-        Error: if a parameter or buffer is reassigned or removed, after the block; or if there is a new parameter, by
-            itself or in a new module, that is another one in each run.
+        Error: if a parameter or buffer is reassigned or removed, after the block; or if there is a new parameter,
+            directly or in a new module, that is another object in each run.
 
     Example:
         >>> module = torch.nn.Linear(2, 3)

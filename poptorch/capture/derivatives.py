@@ -31,8 +31,8 @@ class Application:
 
     Attributes:
         context: context object that PyTorch passes to its `backward`.
-        inputs: the values that it was given, for each of its arguments; `None` for one without a gradient.
-        results: the values that it has made; `None` for a result that is not a tensor.
+        inputs: values of its arguments; `None` for one without a gradient.
+        results: values of its results; `None` for a result that is not a tensor.
         differentiated: identities of the tensors that gradients flow through, according to PyTorch.
     """
 

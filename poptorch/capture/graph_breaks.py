@@ -35,7 +35,7 @@ class GraphBreak:
 
     Attributes:
         at: number of ops recorded before it.
-        given: the values that it is given.
+        given: values of its operands.
         run: host function of their numbers.
         source: the user's line.
         key: key of the program after it: the shapes of the tensors that were made, and the numbers.
@@ -99,7 +99,7 @@ class GraphBreaks:
         """Reset all state for a new or repeated capture.
 
         Args:
-            inputs: the values of its arguments.
+            inputs: values of its arguments.
             state: the numbers of parameters and buffers.
             trained: those of them that a step changes.
         """

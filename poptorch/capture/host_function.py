@@ -20,7 +20,7 @@ class HostFunction:
     Args:
         name: name of the op.
         function: the function.
-        given: the structure of its arguments `args, kwargs`.
+        given: structure of its arguments `args, kwargs`.
 
     Attributes:
         problems: errors of this run, of this function or of another one with the same list.

@@ -48,7 +48,7 @@ class HolderSnapshot:
         holder: itself; the dictionary of an object.
         read: function that returns its contents.
         before: contents before the run.
-        put_back: has it hold that again, or only some of its items; `None` if that cannot be.
+        put_back: function that restores the contents, or only some of the items; `None` if that is impossible.
         is_models: whether it belongs to the model.
         is_namespace: whether it holds them under names, as an object or a function does.
         derived: names of what each run computes anew before it is read.

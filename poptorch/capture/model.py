@@ -58,16 +58,16 @@ class Captured:
         inputs: the values of the tensors given.
         state: the values that the module's parameters and buffers have at the beginning, by name.
         written: final values of tensors that are overwritten.
-        written_inputs: the same, of the tensors given, by position.
+        written_inputs: as `written`, for the given tensors, by position.
         result: result of `forward`, with tensors without numbers; the outputs of `trace` are the values of these.
         hooks: descriptions of hooks on gradients: they have no effect.
         read: the buffers whose numbers have become a part of the program, with these numbers.
-        frozen: other tensors of the host of which the same is true.
+        frozen: other host tensors whose contents are constants.
         carried: host objects that it changes, and that the next run may be meant to find: the user's names, and the
             lines.
         changed: initial values of numbers of its modules that it changes.
         numbers: numbers that the host computes for each run, if there are any.
-        slots: the values that are given them in a micro-batch.
+        slots: values that receive them in a micro-batch.
         shown: numbers that it formats as text: the user's names, and the lines that change them.
     """
 
@@ -110,8 +110,8 @@ def capture(
 
     Args:
         forward: the function, of a list of tensors.
-        places: the shapes and dtypes of the tensors that it is to be given, and where in memory these are.
-        module: the module whose parameters and buffers it uses, if any. It is afterwards as it was before.
+        places: shapes, dtypes and memory layouts of the tensors that it takes.
+        module: module whose parameters and buffers it uses, if any. Afterwards it is unchanged.
         ambient: the placement that holds.
         lowered: predicate for the name and overload of an op: whether there is a lowering.
         flatten: function that returns the tensors in its result.

@@ -23,8 +23,8 @@ class PreservedFunction:
 
     Attributes:
         op: name of the op: that of the function, after `torch.`.
-        functions: all that are called so.
-        like: a function with the same parameters, for those that do not tell.
+        functions: all functions with this op.
+        like: a function with the same parameters, for those without a signature.
         writes: function that returns the arguments to overwrite. They follow the results.
         applies: whether to preserve the function, with these arguments.
         shaped_as: a function that gives results of the right shapes and dtypes for the same arguments, by name, where

@@ -280,9 +280,9 @@ class Recorder:
         """Schedule a gradient-flow check for a value, if PyTorch tracks it.
 
         Args:
-            cell: the storage of the tensor.
+            cell: storage of the tensor.
             value: the value.
-            t: the tensor that has it.
+            t: tensor with this storage.
             says_no: whether this tensor alone decides that no gradients flow, rather than the operands of the value.
         """
         if not self._parts:

@@ -95,7 +95,7 @@ class Node:
             `"poptorch.identity_loss"` for one of ours.
         overload: PyTorch's overload of that name.
         arguments: arguments by name, with values in place of tensors, and `Trace`s in place of functions.
-        results: the values that it makes.
+        results: values that it makes.
         site: block of the op, and its further annotations.
         scope: path of the module that runs it.
         source: the user's line.
@@ -145,7 +145,7 @@ class Trace:
     Attributes:
         inputs: arguments; followed by one input for each of `outer`.
         nodes: ops, in order.
-        outputs: the values that it returns.
+        outputs: values that it returns.
         outer: values of the function around it that it uses.
         names: names of the inputs, if they have any.
         is_recomputed: whether the backward pass recomputes the values that its gradient reads.

@@ -42,7 +42,7 @@ class DataLoader(torch.utils.data.DataLoader):
         num_workers: processes that load elements; 0 loads where the loader is iterated over.
         drop_last: leave out an incomplete batch at the end. Else its tensors are smaller, and a model is compiled once
             more for them; see `options.partialBatch`.
-        persistent_workers: keep the workers from one epoch to the next; so they are, by default.
+        persistent_workers: whether to keep the workers from one epoch to the next; by default true.
         auto_distributed_partitioning: whether to take a share of `dataset` if there are several processes. If False,
             `dataset` is already a share.
         mode: whether to load on request (`Sync`), or ahead of time in another process (`Async`, `AsyncRebatched`). With

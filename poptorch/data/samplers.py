@@ -21,9 +21,9 @@ class Share(Sampler[int]):
         size: number of elements in the data set.
         process: number of this process, from 0.
         processes: number of processes.
-        multiple: each process takes the same multiple of this number of elements. The remaining ones are at the end of
-            the data set in one epoch, at its beginning in the next. If None, all elements are taken, and the first
-            processes may have one more than the others.
+        multiple: unit of each process's share: all take the same multiple of this number of elements. The remaining
+            ones are at the end of the data set in one epoch, at its beginning in the next. If None, all elements are
+            taken, and the first processes may have one more than the others.
         seed: seed of the shuffling; None keeps the order.
 
     Example:

@@ -164,7 +164,7 @@ class EndsWithProgram:
     PyTorch's look for it every few seconds, and not while the data set keeps them busy.
 
     Args:
-        then: the `worker_init_fn` of the user, or None.
+        then: user's `worker_init_fn`, or None.
     """
 
     def __init__(self, then: Callable[[int], object] | None) -> None:

@@ -74,7 +74,7 @@ def cond(
         A list of the function's results.
 
     Raises:
-        ValueError: if the inputs are no lists of tensors.
+        ValueError: if the inputs are not lists of tensors.
         poptorch.Error: if the results of the functions disagree; in training.
 
     Example:

@@ -48,12 +48,12 @@ class Block(_Scope, torch.nn.Module):
     """A model block: all operations inside the `with` statement run on one unit, in one stage.
 
     Args:
-        user_id: the id of the block, by which stages list it; the next number, `"0"`, `"1"`, ..., if None. Blocks with
-            one id are one block; a number is the same as its string.
-        ipu_id: the unit it runs on, if its stage does not say.
+        user_id: id of the block, by which stages list it; the next number, `"0"`, `"1"`, ..., if None. Blocks with one
+            id are one block; a number is the same as its string.
+        ipu_id: unit of the block, if its stage does not define one.
 
     Raises:
-        AssertionError: if the id is no string or number, or the unit no number from 0.
+        AssertionError: if the id is not a string or number, or the unit no number from 0.
 
     Example:
         >>> import torch

@@ -24,8 +24,8 @@ class Site:
 
     Args:
         block: the id of its block; None before the first.
-        unit: the unit it runs on.
-        stage: the number of its stage.
+        unit: unit of the operation.
+        stage: number of its stage.
         phase: the number of its phase; None without phases.
         scope: the open name scopes, from the outermost, joined by `/`; empty outside.
         attributes: attributes from the open `Attribute` scopes: pairs of a name and sorted pairs of key and value.
@@ -95,7 +95,7 @@ class CaptureContext:
 
         Args:
             user_id: id of the block; the next number if None.
-            ipu_id: the unit it asks for.
+            ipu_id: unit that the block requests.
 
         Returns:
             Its id.

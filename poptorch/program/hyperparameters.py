@@ -68,7 +68,7 @@ class Hyperparameters:
         """Current values of all variable hyperparameters: a float32 array in the program's order.
 
         Args:
-            optimizer: the one the program was made with, or another of the same class with as many groups.
+            optimizer: the program's optimiser, or another of the same class with the same number of groups.
 
         Raises:
             Error: if it is of another class, or differs in a part that is constant in the program.

@@ -60,19 +60,19 @@ class Program:
         ir: the program.
         loss: the value of the loss, in training.
         inputs: stream of each input, by number; unused inputs have none.
-        outputs: a stream for each of `returned`.
+        outputs: stream of each of `returned`.
         variables: variables of parameters and buffers, by name; tied ones are one. Unused ones have none.
         written: final values of overwritten buffers, by name. With several replicas each has its own.
-        counted: a stream for each number that the host computes from those that `forward` changes.
-        numbers: a stream for the numbers of the optimiser, if it has any that change.
+        counted: stream of each number that the host computes from those that `forward` changes.
+        numbers: stream of the optimiser's hyperparameters, if some are variable.
         state: the variables of its state, by name.
-        random: the variable with the state of random numbers, if there are any.
+        random: variable with the state of random numbers, if there are any.
         names: names of the tensors that may be returned: parameters, inputs, `"loss"`, those of the model's graph, and
             in training `"Gradient___<parameter>"`, of a micro-batch and a replica, and `"UpdatedVar___<parameter>"`.
 
     Raises:
         poptorch.Error: if there is not exactly one loss, in training; if something cannot be lowered; if buffers that
-            are overwritten would have to be the same on several replicas; for a result whose name no tensor has.
+            are overwritten would have to be the same on several replicas; for a result that names no tensor.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ class Stored:
         """Load the stored tensor or shard into the current graph.
 
         Args:
-            held: the tensor that stands for `self.held` there.
+            held: tensor of the current graph for `self.held`.
             after: tensor that has to be computed before.
         """
         if self.buffer is None:

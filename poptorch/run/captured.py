@@ -54,13 +54,13 @@ def captured_model(
 
     Args:
         places: layouts of the tensors of a micro-batch in memory; see `layouts_of`.
-        told: the warnings of tensors of the host that have been given; it is filled.
-        has_fewer_rows: the program is for fewer rows than another one, which the options allowed.
-        counts: the numbers of the module that the program carries, or all that it can: `None`.
+        told: warnings given about host tensors; new ones are added.
+        has_fewer_rows: whether the program is for fewer rows than another one, which the options allowed.
+        counts: numbers of the module that the program carries; `None` for all that it can.
 
     Raises:
-        poptorch.Error: if it does nothing with tensors, or something that no program does; if its blocks or overlapped
-            transfers do not fit the options.
+        poptorch.Error: if it has no tensor operations, or unsupported ones; if its blocks or overlapped transfers do
+            not fit the options.
     """
 
     def once(cuts: GraphBreaks | None, tape: Tape | None = None) -> tuple[Captured, OutputStructure, CaptureContext]:

@@ -70,7 +70,7 @@ def compiled_model(
         options: the options.
         trainer: optimiser, which the program is registered with; `None` without training.
         read: function that returns the host's values of parameters and buffers. It is kept if there are graph breaks.
-        has_fewer_rows: the program is for fewer rows than another one, with which it shares the optimiser.
+        has_fewer_rows: whether the program is for fewer rows than another one, with which it shares the optimiser.
         carries_numbers: see `Signature`.
         counts: see `captured_model`.
 

@@ -59,12 +59,12 @@ class ProgramIO:
 
     Attributes:
         inputs: stream of each input, by number; unused inputs have none.
-        outputs: the streams of the results.
+        outputs: streams of the results.
         variables: variables of parameters and buffers, by name.
         written: names of those that `forward` overwrites. Each replica has its own value of them.
-        numbers: the stream of the numbers of the optimiser, if it has any that change.
+        numbers: stream of the optimiser's hyperparameters, if some are variable.
         state: the variables of its state, by name.
-        random: the variable of random numbers, if there are any.
+        random: variable of random numbers, if there are any.
         names: names of all tensors that can be anchored.
         counted: the streams of numbers that the host computes from those that `forward` changes.
     """
@@ -110,7 +110,7 @@ class Compiled:
         seed: seed of the random numbers.
         checks: run op by op, and raise where a number is not finite.
         host_functions: host functions called by the program.
-        read: the buffers whose numbers are a part of the program, with these numbers.
+        read: buffers whose numbers are a part of the program, with these numbers.
         is_synthetic: fetch no result; there are zeros in their place, whose shapes are right.
         frozen: tensors of the host whose numbers are a part of the program.
         counting: the numbers of the module that `forward` changes, which the host computes.

@@ -173,8 +173,8 @@ class BrokenGraph:
         Args:
             way: the way.
             places: sources of its values.
-            parts: the parts, from the first one on.
-            needed: the values that are needed after the last of them.
+            parts: subgraphs, from the first one on.
+            needed: values that are needed after the last of them.
             with_effects: whether to keep unused ops that have effects.
         """
         trace, (begins, ends) = way.captured.trace, segment_bounds(way)

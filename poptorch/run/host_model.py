@@ -29,7 +29,7 @@ class HostModel:
 
     Attributes:
         call: function to call.
-        module: the same, if it is a module.
+        module: the model, if it is a module.
         attributes: current attributes of the module, and those set in `setting`.
         grouped: parameters with a value for each group of replicas, by name.
         told: warnings given about host tensors in it.
@@ -70,8 +70,8 @@ class HostModel:
         """Store program-carried numbers in the module, preserving values set by the user meanwhile.
 
         Args:
-            numbers: these, by path and name.
-            compiled: the attributes with which it was compiled.
+            numbers: numbers by path and name.
+            compiled: attributes with which it was compiled.
         """
         places = [(module, key, number) for name, number in numbers.items() for module, key in self._holding(name)]
         for module, key, number in places:

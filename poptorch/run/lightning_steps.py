@@ -77,7 +77,7 @@ class _Log:
     Attributes:
         function: the method.
         value: value to log: a number of the program, the result of a call, or a metric.
-        how: the other arguments, by name.
+        how: other arguments, by name.
         on_epoch: whether values are reduced over an epoch.
     """
 

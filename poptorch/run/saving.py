@@ -190,7 +190,7 @@ class _About(_FileModel, _Stamp):
         call, ends: inputs and outputs.
         grouped: for parameters that differ between replicas: number of replicas, size, stride, retrieval mode.
         seed: seed of the random numbers; `None` if their state was not saved.
-        optimizer: the optimiser that the program was made with, as it was then.
+        optimizer: state of the optimiser when the program was made.
         model: the module; `None` if it was not to be saved.
         counting: the numbers that the host computes for each run.
     """
@@ -317,7 +317,7 @@ def read_model(filename: str | os.PathLike[str]) -> Saved:
     """Read a saved model file.
 
     Raises:
-        poptorch.Error: if it is no such file, or damaged.
+        poptorch.Error: if it is not such a file, or damaged.
         AssertionError: if another version has written it.
     """
     name = os.fspath(filename)

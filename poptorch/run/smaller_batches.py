@@ -34,7 +34,7 @@ class Run:
 
     Attributes:
         batching: distribution of the rows.
-        args, kwargs: the arguments with these rows.
+        args, kwargs: arguments with these rows.
     """
 
     batching: Batching
@@ -125,7 +125,7 @@ class SmallerBatches:
 
         Args:
             runs: the runs.
-            make: compiles the model for one.
+            make: function that compiles the model for one.
             numbers: hyperparameters of the optimiser.
 
         Raises:

@@ -62,8 +62,8 @@ class Subgraph:
         compiled: the program.
         cut: host operation after it, with its operands; `None` at the end.
         after: subgraphs that follow, by key.
-        way: at the end, how the model was captured to there.
-        used: the number of the run that it was used in last.
+        way: path of the capture, at the end.
+        used: number of the run that last used it.
     """
 
     content: Content | None = None

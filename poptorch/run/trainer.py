@@ -40,7 +40,7 @@ class Trainer:
     Attributes:
         optimizer: the optimiser that was set last.
         update: the program's view of it; `None` before there is one.
-        made_with: the optimiser as it was when the program was made.
+        made_with: state of the optimiser when the program was made.
         numbers: hyperparameters in the program.
         device: state on the device. It is the optimiser's own, for optimisers of poptorch.
 

@@ -25,7 +25,7 @@ def tensors_of(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
         module: the module; `None` has none.
 
     Raises:
-        Error: if a buffer is no tensor.
+        Error: if a buffer is not a tensor.
     """
     if module is None:
         return {}

@@ -41,7 +41,7 @@ class LazyWeights:
 
     Raises:
         RuntimeError: if the module is to be trained, and is being trained already.
-        Error: if a buffer is no tensor.
+        Error: if a buffer is not a tensor.
 
     Attributes:
         trains: whether the device trains the module.

@@ -27,7 +27,7 @@ def run_lines(options: object, filepath: str | os.PathLike[str], names: Mapping[
         names: names for arguments, such as `poptorch`.
 
     Raises:
-        ConfigFileError: if a line cannot be parsed, is no call, or its call fails.
+        ConfigFileError: if a line cannot be parsed, is not a call, or its call fails.
     """
     scope = {**names, "options": options}
     for number, line in enumerate(Path(filepath).read_text(encoding="utf-8").splitlines(), start=1):

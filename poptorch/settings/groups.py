@@ -297,8 +297,8 @@ class _DistributedOptions(OptionsDict):
         """Read process index and count from environment variables, by default OpenMPI's.
 
         Args:
-            var_num_processes: the variable with the number of processes; they are 1 if it is not set.
-            var_process_id: the variable with the number of this process; it is 0 if it is not set.
+            var_num_processes: environment variable with the number of processes; 1 if it is not set.
+            var_process_id: environment variable with the index of this process; 0 if it is not set.
 
         Raises:
             ValueError: if one is not an integer.

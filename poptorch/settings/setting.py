@@ -22,15 +22,15 @@ class Setting:
     Values lie in the `__dict__` of each group, where they stand before this declaration.
 
     Args:
-        default: the first value; each group has a copy of its own.
-        here: the effect, in a sentence, or `NO_EFFECT`, with a reason if there is one to tell.
-        by: the method that sets it.
-        kind: the types that it accepts; that of the default if not given.
+        default: initial value; each group has its own copy.
+        here: effect in a sentence, or `NO_EFFECT`, with a reason if there is one.
+        by: method that sets it.
+        kind: accepted types; by default that of the default.
         valid: predicate for values of these types.
         expects: these values, in words.
         error: error for invalid values.
         make: function that returns the initial value in place of `default`, for settings from the environment.
-        shown: the default in words, for the page of all options.
+        shown: description of the default, for the page of all options.
         words: a sentence that programs look for in the error; it comes first.
         of_the_run: whether it depends on the machine, for example by naming a folder: saved models do not contain it.
     """
@@ -79,7 +79,7 @@ class Group:
     """Nested option group, declared in a class body; each object owns one instance.
 
     Args:
-        kind: the class of the group.
+        kind: class of the group.
         says: description in a sentence.
     """
 

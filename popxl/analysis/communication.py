@@ -41,19 +41,19 @@ class Collective(Record):
 
     Attributes:
         kind: `"all-reduce"`, `"reduce-scatter"`, `"all-gather"`, `"all-to-all"` or `"collective-permute"`.
-        op: the type of the op.
+        op: type of the op.
         tensor: the tensor that the op is given: its name, or its path within the graph that makes it.
         bytes: size on one replica: of the operand or of the result, whichever is larger.
         stride: distance between neighbours in a group.
         group_size: number of replicas in a group.
-        groups: the same in words: the axes, where they have names.
+        groups: groups in words: the axes, where they have names.
         turns: number of executions in a run, at most.
         needed: number of executions whose result is used and not already available from an equal exchange. A compiler
             may leave out the others.
         is_added: whether its sum is only added to the sum of an earlier all-reduce over the same groups. A compiler may
             add the operands, and reduce once.
-        line: the line of the program: `train.py:12`.
-        graph: the graph that it is in; "" for the main graph.
+        line: line of the program: `train.py:12`.
+        graph: name of the graph; "" for the main graph.
     """
 
     kind: CollectiveKind
@@ -74,10 +74,10 @@ class IpuCopy(Record):
     """A tensor copy between two IPUs: `ops.ipu_copy`, `copy_to_ipu`.
 
     Attributes:
-        tensor: the tensor, as that of a `Collective`.
+        tensor: tensor, as for a `Collective`.
         bytes: size of the tensor on one replica.
-        source, destination: the IPUs; the source is `None` where the program does not say.
-        turns, line, graph: as those of a `Collective`.
+        source, destination: IPUs; the source is `None` if the program does not state it.
+        turns, line, graph: as for a `Collective`.
     """
 
     tensor: str
@@ -96,7 +96,7 @@ class Communication(OnPage, Record):
         name: name of the program: "Ir[id=0]".
         replicas: number of replicas.
         collectives: collectives in the order of the program, graph by graph.
-        copies: between the IPUs of a replica, in the same order.
+        copies: copies between the IPUs of a replica, in the same order.
 
     Example:
         >>> ir = popxl.Ir(axes={"data": 2, "tensor": 3})
@@ -307,7 +307,7 @@ class ExchangeRecorder(CollectiveBackend):
     """A group that records exchanges instead of carrying them out.
 
     Attributes:
-        recorded: the kind and bytes of each.
+        recorded: kind and bytes of each.
     """
 
     def __init__(self, count: int, stride: int, size: int) -> None:

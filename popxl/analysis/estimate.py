@@ -49,7 +49,7 @@ class Hardware:
         memory: bytes that a tile reads and writes in a cycle.
         exchange: bytes a second between the tiles, in all.
         links: bytes a second to other IPUs.
-        host: bytes a second to and from the host.
+        host: bandwidth to and from the host, in bytes a second.
         streaming: bytes a second to and from streaming memory, where remote buffers are.
     """
 
@@ -106,8 +106,8 @@ class IpuEstimate(Record):
     Attributes:
         ipu: number of the IPU.
         cycles: cycles of all its ops, one after the other.
-        seconds: the same as a time.
-        variables, constants: bytes that are there all the time.
+        seconds: the cycles as time.
+        variables, constants: bytes that are live all the time.
         temporaries: bytes of all other values, counted op by op, at their highest.
         memory: bytes in all.
         share: ratio to the memory of the IPU; above 1 the program does not fit.

@@ -50,7 +50,7 @@ class LiveTensor(Record):
     Attributes:
         name: name of the tensor, with its dtype and shape.
         bytes: size in bytes.
-        first, last: numbers of the step that makes it, and of the last one that it is held for; see `Memory.moments`.
+        first, last: numbers of the step that makes it, and of the last step that holds it; see `Memory.moments`.
     """
 
     name: str
@@ -65,12 +65,13 @@ class DeviceMemory(Record):
     Attributes:
         name: name of the device.
         variables: bytes of the variables that the program uses.
-        buffers: remote buffers that are in the memory of the device.
+        buffers: bytes of remote buffers in device memory.
         arguments: bytes of all transfers of the input streams in one run.
         outputs: bytes of all transfers of the output streams in one run.
         constants: bytes of the constants of graphs.
-        temporaries: all else, at its highest.
-        code: the machine code; `None` if it is not known: before compiling, and on CPUs, of which XLA does not say it.
+        temporaries: largest number of other bytes.
+        code: bytes of machine code; `None` if unknown: before compilation, and on CPUs, for which XLA does not report
+            it.
         device: total bytes, at most.
     """
 
@@ -308,7 +309,7 @@ class Steps:
 
     Attributes:
         moments: the steps.
-        ops: the op of each step.
+        ops: op of each step.
         tensors: the values that are live between steps.
         values: tensor of each of `tensors`.
         calls: ops that are replaced by the steps of the graph that they call, callers before callees.

@@ -41,10 +41,10 @@ class _Reduced:
     """Path from a reduction to a value.
 
     Attributes:
-        by: the reductions, in their order.
+        by: reductions, in order.
         factor: constant factor since the reduction; unknown otherwise.
-        scaled: the op that did so last.
-        scalars: other single numbers that it was multiplied with or divided by.
+        scaled: last op that scaled it.
+        scalars: scalars that it was multiplied with or divided by.
     """
 
     by: tuple[Op, ...]
@@ -59,9 +59,9 @@ class _Update:
 
     Attributes:
         op: op that makes the change.
-        of: the variable, or the input of a graph.
+        of: variable, or input of a graph.
         how: reductions of the value that the variable is changed by.
-        axes: positions of the axes along which replicas had values of their own before.
+        axes: positions of the axes along which replicas had different values before.
         scale: weight of one replica's value.
         count: number of replicas along these axes.
     """

@@ -32,7 +32,7 @@ class Replication(IntEnum):
     types.
 
     Attributes:
-        GIVEN: the same on all, by the text of the program: constants, and single numbers that the host feeds.
+        GIVEN: the same on all replicas by construction: constants, and scalars from the host's feeds.
         REPLICATED: the same on all.
         SHARDED: shards of one value, or results computed from them.
         PARTIAL: terms of a sum, which is the value.
@@ -84,9 +84,9 @@ class Finding:
     Attributes:
         category: short name of the mistake, such as `"repeated reduction"`.
         certain: whether numbers are certain to be wrong.
-        op: the op that does it.
-        tensor: the path of the tensor that it is about.
-        axes: the names of the axes.
+        op: op with the mistake.
+        tensor: path of the tensor.
+        axes: names of the axes.
         message: the mistake, and its remedy.
     """
 
@@ -125,12 +125,12 @@ class Report:
         graphs: for each graph, types of its inputs and variables, for each combination with which it is called.
         types: type of each tensor, over all calls.
         diverged: shared or sharded variables that differ between replicas after a run, with the positions of the axes.
-        maybe_diverged: the same, where something was reduced along these axes before they were changed.
-        reduced_updates: variables that replicas have of their own, and that all change by the same reduced values; with
-            the op, and the positions of the axes.
+        maybe_diverged: as `diverged`, if there was a reduction along these axes before the changes.
+        reduced_updates: variables with a value for each replica, whose changes are all equal reduced values; with the
+            op, and the positions of the axes.
         reductions: type of the operand of each reduction.
         fed: type of the host's feeds; empty if it feeds single numbers only.
-        index: for each graph of the program, its ops by their traits.
+        index: ops of each graph of the program, by their traits.
     """
 
     mesh: Mesh | None

@@ -10,7 +10,7 @@ def check_type(value: object, kinds: type | tuple[type, ...] | UnionType, what: 
 
     Args:
         value: the argument.
-        kinds: the types that it may have.
+        kinds: types that it may have.
         what: the function and the name of the argument, as the message begins.
         expected: description of the expected value.
     """

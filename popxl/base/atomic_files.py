@@ -41,7 +41,7 @@ def replace_file(path: Path, content: bytes | Callable[[Path], object], like: st
     """Write a file atomically. A path that is not a regular file, a pipe for example, is written to directly.
 
     Args:
-        path: the file, or a symbolic link to it, which stays.
+        path: file, or a symbolic link to it, which is kept.
         content: content of the file; or a function that writes it to an existing, empty file.
         like: pattern of the names whose abandoned drafts are deleted; by default, the name of the file.
     """
@@ -150,7 +150,7 @@ def _locked(path: Path, surely: bool) -> _Lock | _NoLock | None:
 
     Args:
         path: file or directory to lock.
-        surely: `None`, too, where there are no locks. Otherwise it is then as if there was one.
+        surely: whether to return `None` too if the file system has no locks; otherwise it then behaves as if locked.
     """
     if fcntl is None:
         return None if surely else _NoLock()

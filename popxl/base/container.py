@@ -26,9 +26,9 @@ class Header(BaseModel):
 
     Attributes:
         kind: kind of the file.
-        format: the version of the container.
+        format: version of the container.
         about: metadata of the blobs.
-        sizes: the number of bytes of each blob, in their order.
+        sizes: number of bytes of each blob, in order.
         digest: SHA-256 of all the rest, this line included.
     """
 

@@ -31,8 +31,8 @@ class Share(NamedTuple):
     own.
 
     Attributes:
-        first_replica, replicas: the first of its replicas, and how many they are.
-        first_stage, stages: the first of its stages, and how many they are.
+        first_replica, replicas: first of its replicas, and their number.
+        first_stage, stages: first of its stages, and their number.
 
     Example:
         >>> Share.of(3, 4, replicas=2, stages=4, adjacent=2)  # a stage of both replicas
@@ -146,7 +146,7 @@ def launched() -> Instance | None:
     """Read the launcher's description of this process; `None` without a launcher.
 
     Raises:
-        PopxlError: if the environment describes no instance that there can be.
+        PopxlError: if the environment describes an impossible instance.
     """
     found = {name: os.environ.get(PREFIX + name.upper()) for name in Instance.model_fields}
     if found["num_instances"] is None:

@@ -30,7 +30,7 @@ class Logger:
     """The messages of one module.
 
     Args:
-        name: the module; `"all"` stands for all of them.
+        name: name of the module; `"all"` stands for all of them.
 
     Example:
         >>> log = Logger("session")

@@ -31,7 +31,7 @@ def steps(
         lower: live bytes at each step, on top of that.
         upper: temporary bytes of each step, on top of that.
         names: name of each step, shown under the pointer.
-        lives: the values that are held: each is a part of the second layer.
+        lives: live values: each is a part of the second layer.
     """
     height, base = 320, 280
     held = [below + a for a in lower]

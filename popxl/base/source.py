@@ -56,7 +56,7 @@ class DebugRecord:
         api: name of the function.
         name: the active name scopes and `api`, joined by slashes.
         inputs: ids of the tensors among the arguments.
-        location: the line of the call.
+        location: line of the call.
         outputs: ids of the tensors that the function returned; `None` until it returns, or if it returns something
             else.
         layer, category: kind of the record.

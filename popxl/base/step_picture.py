@@ -45,7 +45,7 @@ def step_picture(
     Args:
         title: title above the picture.
         layers: uses of memory, the lowest first.
-        phases: parts of the schedule, each as where it begins and ends, from 0 to 1.
+        phases: parts of the schedule, with their beginning and end, from 0 to 1.
         axes: names and sizes of the axes of the mesh, the outermost first.
         sent: collectives, the most bytes first.
     """

@@ -112,7 +112,7 @@ class CallSiteInfo:
         """The first graph input bound to a caller tensor.
 
         Raises:
-            ValueError: if the tensor is no input of this call.
+            ValueError: if the tensor is not an input of this call.
         """
         if parent_tensor not in self.op.inputs:
             raise ValueError(f"{parent_tensor!r} is not an input of this call of {self.called_graph.title}.")
@@ -123,7 +123,7 @@ class CallSiteInfo:
 
         Args:
             parent_tensor: an input of this call.
-            infer_modified_regions: mark it only if the graph really changes the input. The numbers are the same.
+            infer_modified_regions: whether to mark it only if the graph changes the input. The numbers are the same.
 
         Raises:
             PopxlInternalError: if the tensor is not an input of this call, or is bound more than once.

@@ -106,7 +106,7 @@ class ConditionalSiteInfo(CallSiteInfo):
         """The first branch input bound to a caller tensor.
 
         Raises:
-            ValueError: if the tensor is no input of this conditional.
+            ValueError: if the tensor is not an input of this conditional.
             IndexError: if `parent_tensor` is the condition.
         """
         if parent_tensor not in self.op.inputs:

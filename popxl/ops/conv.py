@@ -37,15 +37,15 @@ def multi_conv_options(
 
     Args:
         sess_opts: hints for all convolutions of a program.
-        attr_param: hints for this one, which come before those.
-        available_memory_proportions, partials_types, enable_conv_dithering: hints for this one, as given to `conv`.
-            They come before all others; `None` and an empty list say nothing.
+        attr_param: hints for this convolution, with priority over those.
+        available_memory_proportions, partials_types, enable_conv_dithering: hints for this convolution, as given to
+            `conv`. They have priority over all others; `None` and an empty list have no effect.
 
     Returns:
         The hints by name, lists as tuples.
 
     Raises:
-        TypeError: if one of the last three is no list.
+        TypeError: if one of the last three is not a list.
 
     Example:
         >>> multi_conv_options({"partials_types": ("half",)}, {}, [0.3], None, None)

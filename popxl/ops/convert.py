@@ -168,11 +168,11 @@ def ipu_copy(t: Tensor, destination: int, source: int | None = None) -> Tensor:
     Args:
         t: tensor of any shape.
         destination: number of the IPU to copy to.
-        source: number of the IPU to copy from; by default where `t` is known to be.
+        source: number of the IPU to copy from; by default the known IPU of `t`.
 
     Raises:
-        TypeError: if an IPU is no integer.
-        ValueError: if `source` is not given and not known, as for a variable that nothing uses yet.
+        TypeError: if an IPU is not an integer.
+        ValueError: if `source` is neither given nor known, as for a variable without users.
 
     Example:
         >>> with popxl.ipu(0):

@@ -360,7 +360,7 @@ def clip(t: Tensor, min: float = -math.inf, max: float = math.inf) -> Tensor:
         A new tensor of the same shape and dtype. NaN stays NaN.
 
     Raises:
-        TypeError: if a bound is no number.
+        TypeError: if a bound is not a number.
 
     See also: `numpy.clip`.
 
@@ -386,7 +386,7 @@ def increment_mod(t: Tensor, increment: float, modulus: float) -> Tensor:
         A new tensor of the same shape and dtype.
 
     Raises:
-        TypeError: if one of them is no number.
+        TypeError: if one of them is not a number.
 
     Example:
         >>> step = ops.increment_mod(step, 1, 4)

@@ -128,16 +128,16 @@ def arange(start: float, stop: float | None = None, step: float = 1, dtype: dtyp
     """Evenly spaced numbers: `start`, `start + step`, ... up to, and without, `stop`.
 
     Args:
-        start: the first number; if it is the only argument, the end, and the first number is 0.
+        start: first number; if it is the only argument, the end, and the first number is 0.
         stop: the end.
         step: difference between neighbours; negative to count down.
-        dtype: int32 by default, or float32 if one of the numbers is no integer.
+        dtype: int32 by default, or float32 if one of the numbers is not an integer.
 
     Returns:
         A new tensor of rank 1, which the program makes when it runs.
 
     Raises:
-        TypeError: if one of them is no number, or `dtype` no popxl dtype of numbers.
+        TypeError: if one of them is not a number, or `dtype` is not a popxl dtype of numbers.
         ValueError: for a step of 0, and if one of the numbers is not finite.
 
     See also: `numpy.arange`.
@@ -172,13 +172,13 @@ def init(
     Args:
         shape, dtype, meta_shape: spec of the tensor.
         name: name of the tensor, `t` by default.
-        init_type: `"zero"` for zeros; `"undef"` for contents that are not defined (zeros too, here).
+        init_type: `"zero"` for zeros; `"undef"` for undefined contents (zeros too, here).
 
     Returns:
         A new tensor in the current graph.
 
     Raises:
-        TypeError: if sizes are no integers, or `dtype` is not a popxl dtype.
+        TypeError: if sizes are not integers, or `dtype` is not a popxl dtype.
         ValueError: for an unknown `init_type`, or a negative size.
 
     Example:
@@ -202,7 +202,7 @@ def host_load(h2d_stream: HostToDeviceStream, name: str | None = None) -> Tensor
         A new tensor in the current graph, with the shape and dtype of the stream.
 
     Raises:
-        TypeError: if `h2d_stream` is no such stream.
+        TypeError: if `h2d_stream` is not such a stream.
         ValueError: if the stream is of another Ir.
 
     Example:
@@ -222,7 +222,7 @@ def host_store(d2h_stream: DeviceToHostStream, t: Tensor) -> None:
         t: tensor with the stream's shape and dtype; nothing is converted.
 
     Raises:
-        TypeError: if `d2h_stream` is no such stream, or `t` no tensor.
+        TypeError: if `d2h_stream` is not such a stream, or `t` is not a tensor.
         ValueError: if the stream is of another Ir, or the dtypes or shapes differ.
         PopxlError: for a shard of a replica-sharded variable.
 
@@ -267,7 +267,7 @@ def print_tensor(
 
     Args:
         t: tensor of any shape.
-        title: printed before it; `print_<name of t>` by default.
+        title: text before the values; `print_<name of t>` by default.
         print_self: print the tensor.
         print_gradient: print the gradient that flows back through the op, as `<title>_gradient`. For that the result
             has to be used.

@@ -25,7 +25,7 @@ def widen_indices(indices: Any) -> Any:
     """Widen indices to at least 32 bits; 8 bits may not hold sizes.
 
     Raises:
-        ValueError: if they are no integers: nothing is rounded.
+        ValueError: if they are not integers: nothing is rounded.
     """
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise ValueError(f"the indices are {indices.dtype}; expected integers: convert them with `ops.cast`.")

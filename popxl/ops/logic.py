@@ -118,8 +118,8 @@ def greater(input: TensorLike, other: TensorLike) -> Tensor:
     """Whether input > other, elementwise; false wherever one of them is NaN.
 
     Args:
-        input, other: tensors whose shapes broadcast, of one dtype. That is found out when the program is compiled. One
-            of them may be a number or an array, which becomes a constant of the dtype of the other.
+        input, other: tensors whose shapes broadcast, of one dtype, which is checked at compilation. One of them may be
+            a number or an array, which becomes a constant of the dtype of the other.
 
     Returns:
         A bool tensor of the broadcast shape.

@@ -44,9 +44,9 @@ def remote_load(remote_buffer: RemoteBuffer, offset: int | Tensor, name: str | N
 
     Args:
         remote_buffer: the buffer.
-        offset: the number of the slot, below `remote_buffer.entries`; or an integer tensor of one element, which is
-            read when the op runs. Beyond the last slot it is the last one; where the number is a constant, also one of
-            a call, a session refuses it, and so does a run under `session.debugging()` in any case.
+        offset: number of the slot, below `remote_buffer.entries`; or an integer tensor of one element, which is read
+            when the op runs. Numbers beyond the last slot mean the last one; a session refuses such constants,
+            including those bound to a call, and a run under `session.debugging()` refuses any.
         name: stem of the result's name, `id_<number of the buffer>_offset_<name of the offset>` by default.
 
     Returns:
@@ -54,7 +54,7 @@ def remote_load(remote_buffer: RemoteBuffer, offset: int | Tensor, name: str | N
         buffer when it is stored.
 
     Raises:
-        TypeError: if `remote_buffer` is no such buffer, or `offset` no integer.
+        TypeError: if `remote_buffer` is not such a buffer, or `offset` is not an integer.
         ValueError: if the buffer is of another Ir, for an `offset` below 0, and for a tensor with several elements.
 
     Example:
@@ -85,7 +85,7 @@ def remote_load_(remote_buffer: RemoteBuffer, offset: int | Tensor, t: Tensor) -
         An alias of `t`.
 
     Raises:
-        TypeError: if `remote_buffer` is no such buffer, `offset` no integer, or `t` no tensor.
+        TypeError: if `remote_buffer` is not such a buffer, `offset` is not an integer, or `t` is not a tensor.
         ValueError: as for `remote_load`, and if the shapes or dtypes differ.
 
     Example:
@@ -105,7 +105,7 @@ def remote_store(remote_buffer: RemoteBuffer, offset: int | Tensor, t: Tensor) -
         t: tensor to store, of the shape and dtype of the buffer; nothing is converted.
 
     Raises:
-        TypeError: if `remote_buffer` is no such buffer, `offset` no integer, or `t` no tensor.
+        TypeError: if `remote_buffer` is not such a buffer, `offset` is not an integer, or `t` is not a tensor.
         ValueError: as for `remote_load`, and if the shapes or dtypes differ.
 
     Example:

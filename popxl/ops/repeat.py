@@ -255,11 +255,11 @@ def repeat(
 
     Args:
         graph: graph to run. Output `k` has the shape and dtype of input `k`.
-        repeat_count: number of turns, 0 or more.
+        repeat_count: number of iterations, 0 or more.
         *inputs, inputs_dict: values for the graph's inputs, as for `call`.
 
     Returns:
-        The results of the last turn; the first values of the carried inputs if `repeat_count` is 0.
+        The results of the last iteration; the first values of the carried inputs if `repeat_count` is 0.
 
     Raises:
         ValueError: for a negative count, more outputs than inputs, and as for `call`.
@@ -312,8 +312,9 @@ def loop_over(
 
     Args:
         graph: graph to run in each iteration.
-        count: number of turns.
-        bound: tensors of the current graph for the inputs. Those for the last `rows` inputs have a row for each turn.
+        count: number of iterations.
+        bound: tensors of the current graph for the inputs. Those for the last `rows` inputs have a row for each
+            iteration.
         carried: number of leading outputs that become inputs of the next iteration; by default all. The others are
             stacked over all iterations.
         rows: number of inputs that get one row in each iteration.

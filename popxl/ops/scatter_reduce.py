@@ -285,15 +285,15 @@ def scatter_reduce(
         data: tensor of rank 1 or more.
         indices: int32 or uint32 tensor: the bucket of each element. Elements whose index is out of range, negative ones
             too, are dropped. No gradient.
-        reduction: `"sum"`; `"max"` or `"min"`; or `"none"`, for one of the elements, which one is not defined.
+        reduction: `"sum"`; `"max"` or `"min"`; or `"none"`, for an undefined one of the elements.
         initial_values: initial content of the buckets, which takes part in the reduction; of the shape of the result.
             Without it, buckets without elements hold 0.
         axis: the dimension that the indices are for; negative ones count from the back.
         axis_size: the number of buckets. It is needed, and used, if there are no `initial_values`.
-        enable_index_broadcast: if true, `indices` is of the shape of `data`; or has one index for each slice of `data`
-            along `axis`, as a vector, or with that length on `axis` and size 1 on all other dimensions. If false,
-            dimensions of size 1 are added (a vector is laid along `axis`; otherwise they are the last), and only the
-            leading block of `data` with the shape of `indices` takes part.
+        enable_index_broadcast: if true, `indices` has the shape of `data`; or one index for each slice of `data` along
+            `axis`, as a vector, or with that length on `axis` and size 1 on all other dimensions. If false, dimensions
+            of size 1 are added (a vector is laid along `axis`; otherwise they are the last), and only the leading block
+            of `data` with the shape of `indices` takes part.
         available_memory_proportion: accepted for programs that tune memory; no effect.
 
     Returns:

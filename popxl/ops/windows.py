@@ -60,7 +60,7 @@ def windows_over(
 
     Args:
         sizes, kernel, strides, dilation: one number for each axis; dilations are 1 by default.
-        padding: all that is padded before, then all that is padded after; read for `not_set` only.
+        padding: padding before each axis, then after each; read for `not_set` only.
         pad_type: a `PadType`.
         ceil_mode: whether, for `not_set`, there are as many windows as it takes to cover the end, which is padded for
             it. (Otherwise the remaining elements are in no window.)

@@ -64,8 +64,8 @@ def autodiff(
         grads_provided: tensors of `graph` whose gradients the caller will give, in that order; the outputs by default.
         grads_required: tensors of `graph` whose gradients are wanted, in that order; the inputs by default.
         called_graphs_grad_info: gradient graphs to use for graphs that `graph` calls, instead of new ones.
-        return_all_grad_graphs: return the information of all graphs that were differentiated on the way, and of
-            those given.
+        return_all_grad_graphs: whether to return the information of all graphs that were differentiated, and of the
+            given ones.
         called_graphs_transform: applied to the gradient of each called graph that is differentiated on the way, before
             the gradient of its caller is made; the caller uses the result.
 
@@ -161,9 +161,9 @@ class _Differentiation:
     Args:
         graph: the forward graph.
         provided, required: tensors of the graph whose gradients are given, and whose gradients are wanted.
-        infos: the gradient graphs that are known; this one is added.
+        infos: known gradient graphs; this one is added.
         needed: for each called graph, the outputs whose gradients some call will provide.
-        transform: applied to the gradients of the graphs that it calls.
+        transform: function applied to the gradients of called graphs.
         complete: whether each required gradient must exist. Otherwise missing ones are left out.
     """
 

@@ -155,7 +155,7 @@ class GradGraphInfo:
         `fwd_graph_ins_to_grad_parent_outs` and add them.
 
         Raises:
-            TypeError: if one of them is no call, or the second a call of the forward graph.
+            TypeError: if one of them is not a call, or the second is a call of the forward graph.
             ValueError: if a gradient is of a tensor that is neither input nor output of the forward graph.
         """
         check_type(fwd_call_info, CallSiteInfo, "`fwd_call_info`", "what `ops.call_with_info` returns")

@@ -60,7 +60,7 @@ def _holds_code(equation: JaxprEqn) -> bool:
 
 
 def record_as_graphs(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequence[Tensor] | None:
-    """Record an equation as an op that runs graphs. Returns its results; `None` if it is no such equation."""
+    """Record an equation as an op that runs graphs. Returns its results; `None` if it is not such an equation."""
     as_graphs = _AS_GRAPHS.get(equation.primitive.name)
     return None if as_graphs is None else as_graphs(recorder, equation, read)
 

@@ -215,7 +215,7 @@ def iteration_count(equation: JaxprEqn, known: Callable[[Any], np.ndarray | None
 
     Args:
         equation: equation of a `while`.
-        known: the number that an operand is, if that is known and an integer or a bool.
+        known: function that returns the value of an operand, if it is a known integer or bool.
     """
     parameters = equation.params
     of_condition, of_body = parameters["cond_nconsts"], parameters["body_nconsts"]

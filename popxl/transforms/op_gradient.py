@@ -185,7 +185,7 @@ class Derivation:
         kind, operands, attributes, inputs, outputs: signature of the op: its declaration, the names of its inputs if
             some operand is a plain value, its attributes, and the specs of its inputs and outputs.
         wanted: positions of the inputs to differentiate with respect to.
-        given: positions of the outputs whose gradients there are.
+        given: positions of the outputs with gradients.
     """
 
     kind: OpKind

@@ -23,8 +23,8 @@ class Axes:
     """The axes of replicas, the first one the outermost.
 
     Attributes:
-        sizes: the name of each axis, and how many replicas there are along it.
-        ipus: the name of the axis of the IPUs of a replica, if it has a place among these, and how many are before it.
+        sizes: name of each axis, and number of replicas along it.
+        ipus: name of the axis of the IPUs of a replica, if it has a place among these, and number of axes before it.
 
     Example:
         >>> axes = Axes.from_mapping({"data": 2, "tensor": 3})

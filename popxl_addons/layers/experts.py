@@ -71,7 +71,7 @@ class Experts(Module):
         hidden: width of an expert; by default four times the width of `x`.
         chosen: number of experts of a token. The gate of a single expert is its probability; those of several are
             divided by their sum.
-        capacity_factor: the room of an expert, in multiples of the tokens that it would get if all got as many.
+        capacity_factor: capacity of an expert, in multiples of its tokens under an even distribution.
         activation: activation, as for `MLP`.
         group: the replicas that experts are divided among: a grouping, or names of axes; by default each replica has
             all experts.

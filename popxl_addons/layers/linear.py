@@ -29,8 +29,8 @@ class Linear(Module):
         out_features: size of the last axis of the result.
         bias: whether to add a bias.
         replica_grouping: grouping of the variables, or names of axes.
-        group_axis: the axis of the weight that groups of replicas divide between them, if they do: 0 or 1; see
-            `Variable.group_axis`. With 1 they divide the bias, too.
+        group_axis: axis of the weight that groups of replicas divide between them, if they do: 0 or 1; see
+            `Variable.group_axis`. With 1 they divide the bias too.
 
     Example:
         >>> with popxl.Ir().main_graph:

@@ -60,14 +60,14 @@ class Attention(Module):
         heads: number of heads of the queries.
         key_heads: number of heads of keys and values, a divisor of `heads`; by default the same.
         channels: channels of each head; by default the width of the text divided by `heads`.
-        causal: each place sees itself and those before it; otherwise all.
+        causal: whether each position attends only to itself and earlier ones; otherwise to all.
         rotary: base of the wavelengths of rotary positions, such as 10000; none by default.
         stretch: extension of the wavelengths.
         head_norm: `eps` of a norm over the channels of each query and each key; none by default.
         bias: whether the projections have biases: all four, none, or ``"qkv"``, all but `output`.
         dropout: the probability that a place overlooks another in training: then `build` needs a seed.
-        group: the replicas that have some places of each text, those of one after those of the one before: a grouping,
-            or names of axes. By default each has whole texts. See `addons.ops.ring_attention`.
+        group: replicas that each have consecutive positions of each text, in order: a grouping, or names of axes. By
+            default each has whole texts. See `addons.ops.ring_attention`.
         tensor: the replicas that divide the heads between them: a grouping, or names of axes. Each has the same texts
             and its part of the projections: two all-reduces, one of them in the backward pass. By default each replica
             has all heads.

@@ -58,14 +58,15 @@ def adamw(
 
     Args:
         variables: variables to train, by name or in a sequence, or each replica's shards of them.
-        gradients: theirs, under the same names or in the same order; the same on all replicas that share a variable.
+        gradients: gradients of the variables, under the same names or in the same order; the same on all replicas that
+            share a variable.
         lr: the learning rate: a number, a tensor, or a schedule such as `schedules.cosine(...)`, which is computed in
             the program.
         beta1, beta2: decay rates of the moments.
         eps: constant added to the root of the second moment.
         weight_decay: decay of a variable in each step, relative to the learning rate.
         decays: filter of the variables to decay, by name. Norms and biases are often left out.
-        clip_norm: the norm that all gradients together have at most; larger ones are scaled down to it.
+        clip_norm: largest norm of all gradients together; larger ones are scaled down to it.
         loss_scaling: factor of the loss: gradients are divided by it. With the result of `DynamicLossScaling`'s
             `init()`, a step whose gradients are not all finite changes nothing but the scaling.
         moment_dtype: dtype of the moments. (`AdamOptimizerStep` keeps its first one in float16 by default.)

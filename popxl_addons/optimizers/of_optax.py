@@ -115,12 +115,12 @@ class _OptaxSteps:
         transformation: the transformation.
         names: names of the variables.
         wholes: the shapes and dtypes of the variables, by name.
-        values: the spec of the loss, if it is given.
+        values: spec of the loss, if it is given.
 
     Attributes:
         first: initial state.
         leaves: leaves of the state; random keys are numbers.
-        owners: the name of the variable that each belongs to; "" for none.
+        owners: name of the variable that each belongs to; "" for none.
 
     Raises:
         PopxlError: if it cannot make a step.

@@ -23,7 +23,7 @@ def graph_needs(info: GradGraphInfo, name: str, model: popxl.Graph, held: int = 
         info: information of the gradient graph that takes all activations.
         name: name of the forward graph in plans.
         model: the graph that calls the forward graph, or the forward graph itself.
-        held: how many calls of the model have their activations in memory at a time.
+        held: number of calls of the model that have their activations in memory at a time.
     """
     known = {each.tensor: each for each in candidates(info)}
     paths = {t: each.path for t, each in known.items()}

@@ -21,7 +21,8 @@ class Transfers:
         fetched: inputs that the copy lacks, each with a function that adds the ops to fetch it. These come right before
             the first op that reads the input, and get the tensor that was computed last, for which they may wait;
             `None` if there is none.
-        together: the inputs that come when an op reads one that is not there, by the op and this one.
+        together: function that returns the inputs to fetch when an op reads one that is absent, from the op and this
+            input.
         period: ops of different periods share no fetched tensor: each period fetches its own.
         made: tensors to offload, each with a function that adds the ops to offload it. These come right after the op
             that makes the tensor, and return the tensor that the copy returns in its place.

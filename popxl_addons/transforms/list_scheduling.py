@@ -45,8 +45,8 @@ class PipelineValue(NamedTuple):
 
     Attributes:
         name: name in the program.
-        made_in: the stage that makes it.
-        read_in: the stages that read it.
+        made_in: stage that makes it.
+        read_in: stages that read it.
         nbytes: size in bytes.
         device: device where it waits, by its row in the schedule.
     """
@@ -64,7 +64,7 @@ class Rule(NamedTuple):
     Attributes:
         forward_first: whether stages far from the end go first, else those near it.
         limits_lead: whether a stage's lead over the one that reads its activations is limited as in 1F1B.
-        under_way: the most micro-batches that have begun and not ended, or `None` for any number.
+        under_way: largest number of micro-batches in flight, or `None` for any number.
     """
 
     forward_first: bool
@@ -80,7 +80,7 @@ class Pipeline:
         device_of: the device of each stage, numbered from 0.
         needs: for each stage, the stages whose results it reads, all of them before it.
         steps: the number of micro-batches.
-        durations: the time of each stage.
+        durations: time of each stage.
         values: values for later stages.
     """
 

@@ -31,7 +31,7 @@ def plan_memory(
             `autodiff(memory=…)` take it, and returns its Ir. It is called once for each compilation.
         budget: memory of a device for the program, including its variables: text such as `"14 GB"`, or bytes.
         target: the machine, which need not be here, such as `"gpu h100"`; by default the devices of this host.
-        told: is called with a line after each compilation.
+        told: function called with a line after each compilation.
 
     Returns:
         The plan, the memory and cost of the compiled program, and those of the program with everything kept. `print`

@@ -152,7 +152,7 @@ class PlannedActivation(BaseModel):
     Attributes:
         path: the name of the activation within its graph.
         treatment: `"keep"`, `"recompute"` or `"offload"`.
-        line: the line of the program that computes it: `model.py:12`.
+        line: line of the program that computes it: `model.py:12`.
         bytes: memory that keeping one needs, on each replica; 0 for a transposed input, which gradients read itself.
         operations: floating-point operations to compute it from the operands of the op that makes it.
     """

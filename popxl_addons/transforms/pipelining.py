@@ -74,11 +74,11 @@ def pipelined_execution(steps: int, schedule: PipelineSchedule | str | Search | 
     Raises:
         TypeError: if `steps` is not an integer.
         RuntimeError: for an op that is created in the block outside of any stage.
-        ValueError: at the end of the block, if there are too few steps; if the schedule is of another number of stages
-            or steps, or not for stages on these IPUs, or cannot go on; if stages are missing; if an op needs a value
-            of a later stage; if two stages use the same stream; if a tensor from outside is changed by way of an alias
-            that another stage makes; or if the graph returns what the pipeline computes. After an error, here or in the
-            block, all ops are where they were created.
+        ValueError: at the end of the block, if there are too few steps; if the schedule is for another number of stages
+            or steps, or not for stages on these IPUs, or impossible; if stages are missing; if an op needs a value of a
+            later stage; if two stages use the same stream; if a tensor from outside is changed through an alias that
+            another stage makes; or if the graph returns a result of the pipeline. After an error, here or in the block,
+            all ops are where they were created.
 
     Example:
         >>> ir = popxl.Ir()
@@ -219,7 +219,7 @@ class StageContext:
         schedule, until the last stage has read it.
 
         Args:
-            t: a tensor of the pipeline, or one that is the same in all stages, a variable say.
+            t: a tensor of the pipeline, or one that is the same in all stages, such as a variable.
             from_stage: the stage that stashes it; by default the one that makes it.
 
         Returns:

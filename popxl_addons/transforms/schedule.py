@@ -149,7 +149,7 @@ class PipelineSchedule:
             steps: the number of micro-batches; for interleaved stages a multiple of the number of devices.
 
         Raises:
-            ValueError: if the placement is another one.
+            ValueError: if the schedule does not support the placement.
 
         Example:
             >>> print(PipelineSchedule.one_forward_one_backward([0, 1, 2, 2, 1, 0], 4))
@@ -176,7 +176,7 @@ class PipelineSchedule:
             steps: the number of micro-batches.
 
         Raises:
-            ValueError: if the placement is another one.
+            ValueError: if the schedule does not support the placement.
 
         Example:
             >>> print(PipelineSchedule.zero_bubble([0, 1, 1, 0, 1, 0], 3))
@@ -199,7 +199,7 @@ class PipelineSchedule:
             steps: the number of micro-batches.
 
         Raises:
-            ValueError: if the placement is another one.
+            ValueError: if the schedule does not support the placement.
 
         Example:
             >>> timeline = PipelineSchedule.zero_bubble_v([0, 1, 2, 2, 1, 0] * 3, 6).simulate()
@@ -220,7 +220,7 @@ class PipelineSchedule:
             steps: the number of micro-batches, at least two for each device.
 
         Raises:
-            ValueError: if the placement is another one, or there are too few steps.
+            ValueError: if the schedule does not support the placement, or there are too few steps.
 
         Example:
             >>> timeline = PipelineSchedule.dualpipe_v([0, 1, 2, 2, 1, 0] * 3, 6).simulate()
@@ -322,7 +322,7 @@ class PipelineSchedule:
         """Simulate device timelines: tasks start once device and inputs are available.
 
         Args:
-            durations: the time that each stage takes, for all micro-batches the same; by default 1 each.
+            durations: time of each stage, the same for all micro-batches; by default 1 each.
             values: values that wait between stages; from the end of the task that makes one to the end of the last one
                 that reads it.
 
@@ -468,7 +468,7 @@ def scheduled(
     """Schedule for a program's real dependencies. Raises `ValueError` for an incompatible schedule.
 
     Args:
-        schedule: a schedule, the name of one, or a function that makes it.
+        schedule: a schedule, its name, or a function that makes it.
         placement: the IPU of each stage of the program.
         needs: for each stage, those whose results it reads.
         steps: the number of micro-batches.

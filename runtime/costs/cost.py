@@ -50,7 +50,7 @@ class CollectiveUse(Record):
     Attributes:
         kind: kind of XLA collective: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute".
         source: the line, `train.py:12`; "" where XLA does not say.
-        graph: the graph that it is in; "" for the main graph.
+        graph: name of the graph; "" for the main graph.
         replicas: number of replicas in a group.
         count, bytes: as in `CollectiveCost`.
     """
@@ -94,7 +94,7 @@ class Cost(OnPage, Record):
         copies: number of kernels that only copy; including a TPU's transfers between its memories during computation.
         collectives: collectives by kind. Copies between IPUs that are separate devices have the kind "copy between
             IPUs"; `argument_bytes`, operations and kernels are then totals of all IPUs.
-        uses: the same, by lines of the program.
+        uses: collectives by lines of the program.
         cycles: XLA's own estimate, for TPUs; `None` elsewhere. For several IPUs, from the first start to the last end,
             including the copies between them.
         compile_seconds: compile time, including all overheads.

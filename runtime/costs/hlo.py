@@ -185,7 +185,7 @@ class Module:
 
     Attributes:
         computations: computations by name.
-        entry: the name of the one that is run.
+        entry: name of the entry computation.
         overwritten: numbers of the arguments that results overwrite.
     """
 

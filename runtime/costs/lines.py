@@ -20,7 +20,7 @@ class LineCost(Record):
         kernels: number of kernel executions.
         flops: floating point operations.
         bytes_accessed: bytes that they read and write.
-        live_bytes: buffers that the line has written and that are live at the peak.
+        live_bytes: bytes of buffers that the line has written and that are live at the peak.
         kinds: computations in a run, including those in fusions, by operation and dtype: `{"dot f32": 7, "while": 1}`.
     """
 
@@ -122,7 +122,7 @@ def arguments_of(
 
     Args:
         modules: the executables.
-        names: better names for some of them.
+        names: replacements for some of the names.
     """
     arguments, overwritten = Counter[str](), Counter[str]()
     for module, _ in modules:

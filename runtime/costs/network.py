@@ -28,8 +28,8 @@ class LinkSpan(NamedTuple):
     Attributes:
         link: the wires.
         size: number of members of the group, or units of the level below, that these links join.
-        extents: on a torus, how many there are along each dimension.
-        closed: on a torus, which of the dimensions are rings.
+        extents: for a torus, the sizes of its dimensions.
+        closed: for a torus, the dimensions that are rings.
     """
 
     link: Link

@@ -19,7 +19,7 @@ class GraphCost(Record):
     """Work of one graph in one run of the program, summed over its calls.
 
     Attributes:
-        name: the name of the graph; that of the main graph is "".
+        name: name of the graph; "" for the main graph.
         flops: floating point operations.
         bytes_accessed: bytes read and written in the memory of the device.
         network_bytes: bytes that a chip sends to other chips.
@@ -90,7 +90,7 @@ def graphs_of(
         host: bytes between a chip and its host, by graphs.
         figures: figures of the chip.
         all_replicas: number of chips in a collective of all.
-        price: seconds of a collective; by default those of one switch for all chips.
+        price: function that returns the seconds of a collective; by default those of one switch for all chips.
         limits: bounds of each graph on the timeline of a run, in seconds.
     """
     sent, network = defaultdict[str, int](int), defaultdict[str, float](float)

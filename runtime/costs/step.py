@@ -30,7 +30,7 @@ class StepSpan(Record):
 
     Attributes:
         lane: "kernels", or asynchronous operations: "network", "host", "copies".
-        name: the graph; of the network the collective and its line.
+        name: name of the graph; in the lane "network", the collective and its line.
         start, end: seconds since the start of the run. For a loop, those of the first iteration.
     """
 
@@ -69,7 +69,7 @@ class StepTimeline(OnPage, Record):
         seconds: time from start to end.
         limits: share of each bound in this time: "compute", "memory", "launch" of kernels; exposed time of "network"
             and "host"; and "dispatch", the calls of the host.
-        graphs: the same for each graph; that of the main graph is "".
+        graphs: `limits` of each graph, by name; "" for the main graph.
         inclusive: seconds of each graph but the main graph, with those of the graphs that it calls.
         traffic: collectives by lines, those that kernels wait longest for first.
         spans: activities in order; for each loop, those of the first iteration.
@@ -148,7 +148,7 @@ def timeline_of(
     Args:
         module: HLO of the executable.
         chip: the figures of the chip.
-        price: the time of a collective.
+        price: function that returns the time of a collective.
         cap: function that replaces a kernel's work, for example by products with fewer passes.
     """
     walk = _Chip(module, chip, price, cap)

@@ -46,7 +46,7 @@ class Collective(NamedTuple):
         bytes: bytes on one chip: of operands or results, whichever is more.
         group_size: number of chips in a group; 0 for all.
         source: the user's line; "" where it is not known.
-        graph: the graph that it is in.
+        graph: name of the graph.
         runs: number of executions in a run.
         is_again: whether it is a repetition, because there was no memory to keep the first result.
         groups: numbers of the chips in each group; empty for all.
@@ -95,11 +95,11 @@ class Work:
         copies: number of kernels that only copy, and of asynchronous copies between memories.
         cycles: XLA's own estimate for TPUs; 0 elsewhere.
         products: operations of matrix products and convolutions.
-        others: all other operations, one for each element that is computed or reduced.
+        others: number of other operations, one for each element that is computed or reduced.
         bytes: read and written, as XLA counts them: in whichever memory.
         memory_bytes: bytes in device memory among these.
         host_bytes: bytes in host memory among these.
-        sized: the products one by one; only of a single kernel.
+        sized: products one by one; only for a single kernel.
     """
 
     kernels: int = 0

@@ -53,8 +53,8 @@ class Executable(_Saved):
     """JAX metadata of an executable.
 
     Attributes:
-        name: the name of the function.
-        devices: the devices that it runs on, by their numbers among those of the program.
+        name: name of the function.
+        devices: numbers of its devices among those of the program.
         arguments: all arguments, including unused ones without a placement; `donated` has the positions of donated
             ones.
         results: the results.
@@ -78,7 +78,7 @@ def donating(function: Callable[..., Any], *positions: int) -> Any:
     Args:
         function: function of trees of arrays. Its results start with the new values of those at `positions`, in their
             order.
-        positions: the arguments that are donated.
+        positions: positions of donated arguments.
 
     JAX assigns to a result the first donated array of its shape and dtype, in any memory. An array in host memory,
     returned in place of one in device memory, ends the process. So the results are in the order of the arguments, and

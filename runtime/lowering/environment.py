@@ -106,7 +106,7 @@ class Environment:
 
         Args:
             graph: the graph.
-            values: the storages that had a value before.
+            values: initial values of storages.
             sharing: inputs of the graph that share storage.
         """
         count = Counter(t.origin for t in graph.outputs)

@@ -107,8 +107,8 @@ class Lowering:
         """Lower ops of one graph, in order. Returns its environment.
 
         Args:
-            ops: the ops, or loops of them.
-            values: the storages that have a value before.
+            ops: ops, or loops of them.
+            values: initial values of storages.
             context: surroundings of the ops.
             same: aliases of tensors; by default, those of the schedule.
         """
@@ -219,7 +219,7 @@ class Lowering:
                 inputs.
             context: surroundings of the call.
             in_rows: whether results may be rows too.
-            sharing: inputs that share storage. A call in which there are some is not kept.
+            sharing: inputs that share storage. Calls with such inputs are inlined.
         """
         channels = context.channels
         effectful = channels.running is not None and has_side_effects(graph)

@@ -34,7 +34,7 @@ class SegmentationPolicy:
     Args:
         main: the graph that the program runs.
         smallest: minimal number of ops of a segment. `None`: no calls are segments.
-        places: the IPUs of the ops, if they are devices of their own.
+        places: IPUs of the ops, if they are separate devices.
 
     Attributes:
         repeated: number of ops that XLA would compile repeatedly in a single program, and that a plan compiles once.

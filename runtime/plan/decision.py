@@ -45,10 +45,10 @@ class Decision(NamedTuple):
         reason: reason for this form, in a sentence or two.
         choice: selection of calls as segments, for a plan.
         places: placement of ops, if IPUs are separate devices.
-        rolling: the loops that calls are rolled to, if they are.
+        rolling: loops of rerolled calls, if there are any.
         others: further forms to compile and compare.
         rest: forms to compile if none of these fits into memory, in order.
-        written_out: the graphs whose calls are in no loop, each with why, if loops were looked for.
+        written_out: graphs whose calls are in no loop, each with the reason, if loops were sought.
     """
 
     calls: str
@@ -72,7 +72,7 @@ def decide(
     """Decide how to compile a program for a destination.
 
     Args:
-        main: the graph that it runs.
+        main: graph to run.
         options: options of its Ir.
         destination: compile target.
         held: storages of its variables.
@@ -143,7 +143,7 @@ def _on_accelerators(
     Args:
         main, held: as for `decide`.
         choice: selection of calls as segments.
-        of_places: why there is one device.
+        of_places: reason for a single device.
         limit: limit in seconds of the compile time of an unrolled program that is compiled for comparison.
         an_op: compile time of one op in seconds.
     """

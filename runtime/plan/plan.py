@@ -78,7 +78,8 @@ class Plan:
     Args:
         steps: steps of the host.
         changed, read: storages of the variables that the program changes, and of those that it only reads.
-        buffers: the remote buffers that it uses, and where; their arrays go in and come out after those of `changed`.
+        buffers: remote buffers that it uses, and their places; their arrays follow those of `changed` as inputs and
+            outputs.
         inputs, outputs: the streams that are fed and fetched.
         channels: streams and failure flag of each place.
         terms_at: compile options of each place.

@@ -43,7 +43,7 @@ class PlanBuilder:
         owned: storages without other owners at the start.
         kept: the storages whose values are needed at the end.
         place: place of storages that no step uses.
-        is_whole: all is in that place.
+        is_whole: whether all storages are in that place.
 
     Attributes:
         owned: storages without other owners at the end.

@@ -50,7 +50,7 @@ class Run:
         where: the place of each stream and buffer.
         channels: channels by place.
         recorder: calls executables, and copies, in place of the steps.
-        stages: the stages of the program, if some are other processes'.
+        stages: stages of the program, if some belong to other processes.
     """
 
     def __init__(

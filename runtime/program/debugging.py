@@ -74,7 +74,7 @@ class Debugged(Lowering):
 
     Args:
         ops, options, replicas: as for `Lowering`.
-        replica: the number of this one.
+        replica: number of this replica.
         infinities: whether to report these too.
     """
 
@@ -315,7 +315,7 @@ def run_replicas(
 
     Raises:
         NonFiniteError: from the replica with the least progress, if several have made a NaN or an infinity.
-        PopxlError: if replicas come to different ops, where they would wait for each other.
+        PopxlError: if replicas reach different ops at which they would wait for each other.
     """
     going = [drive(work) for work in works]
     answers: list[Any] = [None] * len(going)

@@ -54,11 +54,11 @@ class Layout:
         stages: its stages, if some belong to other processes.
         replicas: replicas that run the program, on the first IPU of this process.
         divided: the same, if several processes drive them.
-        main: the graph that is run.
+        main: graph to run.
         options: options of the Ir.
         room: capacity of each stream, in transfers.
         buffers: the remote buffers that it uses, in the order of their numbers.
-        inputs, outputs: the streams that are loaded from, and stored to, in the order of their ids.
+        inputs, outputs: streams to load from, and to store to, in the order of their ids.
         fed: inputs with loaded values that are used: only the arrays of these are sent.
         channels: all of these streams and, if anything is checked, the failure flag.
         checks: whether anything is checked.
@@ -66,7 +66,7 @@ class Layout:
             uses in its place. Unused variables are not held.
         variables: variables that it uses.
         changed, read: storages of variables that it changes, and of those that it only reads.
-        changing, constant: the arrays in which these are; a variable that is only read may lie in one that changes.
+        changing, constant: arrays of these; a variable that is only read may be in one that changes.
         shared: storages of variables that no replica changes and that are equal on all: all replicas share one array.
         in_buffers: for each remote buffer, the variables in its slots.
         stored_to: the remote buffers that it changes.
@@ -74,7 +74,7 @@ class Layout:
         prints: whether it prints from the device.
         wide: whether it uses 64-bit numbers.
         calls: form of called graphs: see the option `calledGraphs`.
-        rolling: the loops that are made of calls, if they are.
+        rolling: loops of rerolled calls, if there are any.
         terms: compile options of ops, by IPU if IPUs are separate devices; else by 0, which represents all.
     """
 

@@ -76,10 +76,10 @@ class VariableStore:
         lock: lock for running the program and for transferring its variables.
         changing: the variables that the program changes, and its remote buffers. A run donates them, and puts new ones
             here. `None` if there are none: nothing was uploaded, or a run that failed has lost them.
-        constant: the variables that it only reads; `None` if an upload is due.
+        constant: arrays of the variables that it only reads; `None` if an upload is due.
         host: the version of the host copies that this store took or gave last.
         device: version of the values that are, or were last, on the device.
-        values_of_all: the values on all replicas of the variables that are read from all, as of the last download.
+        values_of_all: values on all replicas, for variables that are read from all, as of the last download.
         run_count: for a program over several processes: number of runs that this one has started.
         shared: the arrays of other stores, by their slots here, which hold `None` between runs.
     """

@@ -104,7 +104,7 @@ def fetch_values(layout: Layout, changing: Sequence[Array | None]) -> list[HostV
 
     Args:
         layout: the program.
-        changing: the arrays that it changes, and of its remote buffers; `None` for those of other sessions.
+        changing: arrays that it changes, including those of its remote buffers; `None` for those of other sessions.
     """
     fetched: list[HostValue] = []
     count = len(layout.changing)
@@ -211,7 +211,7 @@ def saved_parts(
 
     Args:
         layout: the program.
-        changing: the arrays that it changes, and of its remote buffers.
+        changing: arrays that it changes, including those of its remote buffers.
         variables: the variables.
         is_ahead: whether the devices have newer values than the host.
     """

@@ -279,7 +279,7 @@ def load_figures(kind: type[C], path: str | os.PathLike[str]) -> C:
     """Figures from a file.
 
     Raises:
-        PopxlError: if it cannot be read, or something is missing or wrong in it.
+        PopxlError: if it cannot be read, or is incomplete or invalid.
     """
     try:
         return kind.model_validate_json(Path(path).read_bytes())

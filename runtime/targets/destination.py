@@ -38,7 +38,7 @@ class BuildStamp(BaseModel):
         platform: kind of devices.
         platform_version: version of the drivers; "" for offline compilation, which is compatible with any.
         processor: features of a CPU that XLA may use.
-        kinds: the kind of each device.
+        kinds: kind of each device.
     """
 
     model_config = ConfigDict(extra="forbid", defer_build=True)
@@ -205,7 +205,7 @@ class Destination:
         """Compile a lowered function with XLA.
 
         Raises:
-            DoesNotFit: if XLA knows that it would not fit into the memory of a device that is not here.
+            DoesNotFit: if XLA reports that it would not fit into the memory of an absent device.
         """
         try:
             return self._compiled(lowered, self.compile_options)

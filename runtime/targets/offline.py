@@ -34,7 +34,7 @@ class Target:
     Compiling needs the extra `tpu` or `gpu`, which install a compiler, and no such hardware.
 
     Args:
-        description: `"tpu v5e:4x4"`, TPUs of a generation, and how they stand; `"gpu h100:8"`, GPUs, and how many;
+        description: `"tpu v5e:4x4"`, TPUs of a generation, and their topology; `"gpu h100:8"`, GPUs, and their number;
             `"gpu h100:16x4"`, hosts and the GPUs of each. Without a colon it is one chip.
         figures: published figures of a GPU that is not in the list, or a JSON file of them. The name in the description
             is then yours. A description may name the file itself: `"gpu my.json:8"`.
@@ -45,7 +45,7 @@ class Target:
 
     Attributes:
         description: as passed.
-        chip: the figures of a chip, with their sources.
+        chip: figures of a chip, with their sources.
 
     Example:
         >>> target = popxl.Target("tpu v5e:2x2")

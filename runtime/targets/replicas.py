@@ -118,7 +118,7 @@ class Replicas:
 
         Args:
             function: function of trees of arrays.
-            shared: the last argument is the same for all replicas, and has no dimension for them.
+            shared: whether the last argument is the same for all replicas, and has no dimension for them.
         """
         if self.count == 1:
             return function

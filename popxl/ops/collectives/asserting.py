@@ -27,7 +27,7 @@ def assert_replicated(t: Tensor, group: Groups | None = None) -> Tensor:
 
     Args:
         t: tensor of any shape and dtype.
-        group: the replicas that have the same: a grouping, or names of axes; all of them by default.
+        group: replicas with equal values: a grouping, or names of axes; all of them by default.
 
     Returns:
         A new tensor: `t`.

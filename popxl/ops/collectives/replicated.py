@@ -325,7 +325,7 @@ def replicated_slice(t: Tensor, axis: int = 0, group: Groups | None = None) -> T
         A new tensor of the same dtype. Where slices have length 1 the axis is dropped.
 
     Raises:
-        ValueError: if the size of the axis is no multiple of that of the groups, or the replicas of the Ir cannot be
+        ValueError: if the size of the axis is not a multiple of that of the groups, or the replicas of the Ir cannot be
             grouped like this.
         NotImplementedError: if the distance between members of the grouping is not constant.
         PopxlError: if there is no such axis.

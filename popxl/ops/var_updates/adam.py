@@ -214,7 +214,7 @@ def adamax_updater(
     Args:
         acc_first_order: m, the moving average of the gradient.
         acc_second_order: v, the infinity norm; of the shape of m, maybe of another dtype.
-        weight: the weight, of the same shape. It is only used if it decays.
+        weight: weight, of the same shape. It is only used for weight decay.
         time_step: the number of steps so far, 0 at first: a float32 or integer tensor of one element. It is counted
             up in place, before it is used. It has to be given.
         weight_decay: a number or a tensor of one element; nothing decays for 0 and `None`.
@@ -225,7 +225,7 @@ def adamax_updater(
         A new tensor of the shape of m; its dtype is that of m, or that of the weight if it decays. No gradient flows.
 
     Raises:
-        ValueError: if `time_step` is not given, or a weight should decay that is not given.
+        ValueError: if `time_step` is missing, or `weight` is missing for weight decay.
         PopxlError: if the shapes differ, or a factor has several elements.
         TypeError: if a factor is neither a number nor a tensor, or `weight` or `time_step` is not a tensor.
 

@@ -35,7 +35,7 @@ def copy_var_update_(t: Tensor, X: Tensor) -> Tensor:
 
     Args:
         t: tensor to overwrite.
-        X: the new content, of the same shape and dtype. It is not changed, and not shared.
+        X: new content, of the same shape and dtype. It is neither changed nor shared.
 
     Returns:
         An alias of `t`.

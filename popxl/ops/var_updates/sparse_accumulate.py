@@ -79,7 +79,7 @@ def sparse_accumulate_(
 
     Raises:
         PopxlError: if `f` has several elements.
-        TypeError: if `f` is neither a number nor a tensor, or `W` no tensor.
+        TypeError: if `f` is neither a number nor a tensor, or `W` is not a tensor.
 
     See also: `numpy.add.at`.
 

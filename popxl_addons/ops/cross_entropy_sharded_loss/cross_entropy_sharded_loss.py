@@ -112,8 +112,7 @@ def cross_entropy_sharded_loss(
         indices: integer tensor of shape ``(samples,)``: the labels less the number of this replica's first class.
         ignore_index: integer scalar: a label that does not count, less the same number. If no label counts, the mean is
             0.
-        replica_grouping: the replicas among which the classes are divided; all of them by default. Their stride may be
-            any.
+        replica_grouping: replicas that the classes are divided among; all of them by default. Their stride may be any.
         reduction: the ``"mean"`` over the labels that count, their ``"sum"``, or ``"none"``.
         available_memory_proportion: has no effect.
 

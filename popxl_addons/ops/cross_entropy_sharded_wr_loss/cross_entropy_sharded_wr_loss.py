@@ -114,15 +114,15 @@ def cross_entropy_sharded_wr_loss(
             may differ in width.
         indices: integer tensors of shape ``(samples,)``, one for each IPU: copies of the labels, counted from the first
             class of the first block.
-        ipus: the IPU of each block; by default, where the tensors are.
+        ipus: IPU of each block; by default, those of the tensors.
 
     Returns:
         The loss of each sample, of shape ``(samples,)``, on the first IPU.
 
     Raises:
         TypeError: if `logits` or `indices` is not a list of tensors.
-        ValueError: if `logits`, `indices` and `ipus` are not as many, if a block and its indices are on different IPUs,
-            or if no `ipus` are given and those of the tensors are not known.
+        ValueError: if `logits`, `indices` and `ipus` differ in number, if a block and its indices are on different
+            IPUs, or if no `ipus` are given and those of the tensors are unknown.
         PopxlError: if shapes or dtypes do not fit.
 
     Example:

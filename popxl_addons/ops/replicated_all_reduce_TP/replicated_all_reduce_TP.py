@@ -24,7 +24,7 @@ def replicated_all_reduce(t: popxl.Tensor, op: str = "add", group: Groups | None
 
     Args:
         t: tensor of any shape.
-        op: ``"add"``; there is no other.
+        op: reduction: only ``"add"``.
         group: the replicas that communicate; all of them by default. Their stride may be any.
 
     Returns:

@@ -37,8 +37,8 @@ def replicated_reduce_scatter_strided(
         t: tensor of any shape.
         op: ``"add"`` or ``"mean"``. ``"mul"`` is a mean too, not a product.
         group: the replicas that communicate; all of them by default. Their stride may be any.
-        configure_output_for_replicated_tensor_sharding: make the result a shard: its `meta_shape` is the shape of `t`,
-            and `replicated_all_gather_strided` puts it together again.
+        configure_output_for_replicated_tensor_sharding: whether to make the result a shard: its `meta_shape` is the
+            shape of `t`, and `replicated_all_gather_strided` assembles it again.
 
     Returns:
         A new tensor of the same dtype and of shape ``(ceil(t.nelms / group_size),)``.

@@ -38,9 +38,9 @@ def cluster_iterations(
     """Reorder ops, with each iteration's ops together; ignores `in_sequence`, which changes no numbers.
 
     Args:
-        ops: the ops, in an order in which they may be carried out.
+        ops: ops, in a valid order.
         signatures: signatures of the ops. Ops of one signature may be counterparts in different iterations.
-        returned: the storages that are read after them.
+        returned: storages that are read after them.
         batches_updates: whether updates of variables come after all other ops.
     """
     count = Counter(map(signatures.signature, ops))

@@ -415,7 +415,7 @@ class Options(OptionsDict):
             output_return_period: the N of `EveryN`.
 
         Raises:
-            AssertionError: if a name is not a string, `output_mode` is not a mode, or `EveryN` comes without a positive N.
+            AssertionError: if a name is not a string, `output_mode` is not a mode, or `EveryN` lacks a positive N.
         """
         for name, value, kind in (
             ("short_name", short_name, str),

@@ -136,7 +136,7 @@ DeviceInfo = Device
 
 
 class DeviceManager:
-    """Finds devices, for a session that is to run on a certain one.
+    """Device lookup for sessions on a specific device.
 
     Example:
         >>> device = popart.DeviceManager().createIpuModelDevice({"numIPUs": 2})
@@ -157,7 +157,7 @@ class DeviceManager:
         return model_device(int(str((options or {}).get("numIPUs", 1))))
 
     def createOfflineIPUDevice(self, options: Mapping[str, object] | None = None) -> DeviceInfo:
-        """A machine that is not here: sessions compile for it, and cannot be run.
+        """An offline target: sessions compile for it, and cannot run.
 
         Args:
             options: `target` says which, as `popxl.Target` does: "tpu v5e:2x2"; by default, the environment variable
@@ -221,7 +221,7 @@ class BatchSerializationBatchSchedule(IntEnum):
 
 
 class BatchSerializationTransformContext(IntEnum):
-    """Before or after what transform a batch is serialised."""
+    """Transform before or after which a batch is serialised."""
 
     Fwd = 0
     Bwd = 1

@@ -268,7 +268,7 @@ class _WithoutProducer:
     """Overrides for variables and constants, which have no producing op to determine their IPU."""
 
     def copy_to_ipu(self: Any, dst: int, src: int) -> Tensor:
-        """`ops.ipu_copy` of this tensor; no op makes it, so the source has to be said."""
+        """`ops.ipu_copy` of this tensor, which no op makes, so that `source` is required."""
         return ops.ipu_copy(self, dst, src)
 
 

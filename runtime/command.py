@@ -156,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _options_of_plan(arguments: Sequence[str]) -> Sequence[str]:
-    """Move the options of `plan` that follow the file before it. With the budget there, they are the program's."""
+    """Move options of `plan` from behind the file to before it, unless `--budget` precedes the file already."""
     file = next((i for i, each in enumerate(arguments) if each.endswith(".py")), 0)
     if arguments[:1] != ["plan"] or not file or any(each.startswith("--budget") for each in arguments[:file]):
         return arguments

@@ -193,7 +193,7 @@ def _some(ends: Sequence[int]) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class _Divided:
-    """Graph with the size of each group of its calls."""
+    """Graph, with the sizes of its call groups."""
 
     graph: GraphNeeds
     counts: tuple[int, ...]

@@ -280,7 +280,7 @@ class _Sum:
 
     @property
     def cycles(self) -> int:
-        """The cycles of all these ops."""
+        """Cycles of all these ops."""
         return self.spent.total()
 
     @property

@@ -169,7 +169,7 @@ class _GraphInference:
         program.report.graphs.setdefault(graph, []).append(tuple(given))
 
     def record(self, t: Tensor, now: ReplicaType) -> None:
-        """Report the type of a tensor, which it may have besides others of earlier passes."""
+        """Report a tensor's type, in addition to types of earlier passes."""
         types = self.program.report.types
         before = types.setdefault(t, now)
         if before != now:
@@ -241,7 +241,7 @@ class _GraphInference:
             self.changes[t.origin] = op, by if before is None else join(before[1], by)
 
     def local_result(self, op: Op) -> ReplicaType:
-        """What an op of the replica alone makes."""
+        """Result types of an op without communication."""
         kind, inputs = op.kind, op.inputs
         if kind.overwrites is not None and kind.overwrites.forgets(op.attributes):
             inputs = tuple(t for i, t in enumerate(inputs) if i not in op.modified)
@@ -346,7 +346,7 @@ class _GraphInference:
         return [self.program.given] * len(run.op_inputs) + list(given) + missing
 
     def loop(self, op: Op, given: Sequence[ReplicaType]) -> list[ReplicaType]:
-        """A loop: its graph, until what it carries does not change any more."""
+        """Infer a loop: its graph, until the types of carried values are stable."""
         (run,) = op.runs
         own_in, own_out, carried = len(run.op_inputs), run.trait.own_outputs, run.carried
         if not run.iterations:
@@ -415,7 +415,7 @@ def _exchanged_type(before: ReplicaType, axes: Sequence[int], same: AxisType | N
 
 @lru_cache(256)
 def _repeated_axes(type_: ReplicaType) -> tuple[int, ...]:
-    """The axes along which something was summed that was the same on all."""
+    """Axes along which equal values were summed."""
     return tuple(i for i, (kind, slot) in enumerate(type_) if slot == 2 and kind in (REPLICATED, VARYING))
 
 
@@ -435,7 +435,7 @@ def _diverged_axes(was: ReplicaType, after: ReplicaType) -> tuple[tuple[int, ...
 
 
 def _is_at_once(op: Op) -> bool:
-    """Whether an op sums the result of another one that does the same, and it stays a sum: nothing divides it."""
+    """Whether an op sums the result of another sum over the same axes, without a division."""
     (t, *_), (made, *_) = op.inputs, op.outputs or op.inputs
     before = t.producer
     if before is None or before.kind is not op.kind or before.attributes != op.attributes:

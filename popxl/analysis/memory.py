@@ -269,7 +269,7 @@ def moments_of(main: Graph, size: Callable[[Tensor], int] = size) -> tuple[tuple
 
 
 def steps_of(main: Graph, size: Callable[[Tensor], int] = size, each_call: bool = False) -> Steps:
-    """Steps of a graph: its ops, and in place of the only call or loop of a graph those of that graph.
+    """Steps of a graph: its ops; single calls and loops are replaced by the steps of their graph.
 
     Args:
         main: the graph.

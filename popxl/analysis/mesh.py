@@ -69,8 +69,8 @@ class Mesh:
 
 
 def mesh_of(ir: Ir, collectives: Iterable[Op], variables: Iterable[Variable] = ()) -> Mesh | None:
-    """The mesh of a program, by its ops between replicas and its variables; `None` where its groups are not made
-    of the same dimensions.
+    """Mesh of a program, from its ops between replicas and its variables; `None` if its groups do not consist of the
+    same dimensions.
 
     Example:
         >>> mesh_of(popxl.Ir(axes={"data": 2, "tensor": 4}), []).strides

@@ -31,7 +31,7 @@ class GraphOps:
     products: list[Op] = field(default_factory=list)
 
     def add(self, op: Op) -> None:
-        """Note an op, if it is one of these."""
+        """Add an op to the lists of its traits, if any."""
         kind = op.kind
         if kind.between_replicas:
             self.collectives.append(op)
@@ -48,7 +48,7 @@ class GraphOps:
 
 
 def index_ops(main: Graph) -> dict[Graph, GraphOps]:
-    """Index a graph and all that it calls, directly or not."""
+    """Index a graph and its direct and indirect callees."""
     found: dict[Graph, GraphOps] = {}
     waiting = [main]
     while waiting:

@@ -75,7 +75,7 @@ class _Update:
 
     @property
     def constants(self) -> str:
-        """The attributes of the op. Not those of a call: a graph may be made for each shape."""
+        """Attributes of the op; none for a call, because a graph may be made for each shape."""
         return "" if self.op.called_graphs else repr(self.op.attributes)
 
 
@@ -217,7 +217,7 @@ def _outlying_updates(mesh: Mesh, updates: Sequence[_Update]) -> Iterator[Findin
 
 
 def _comparable_updates(updates: Sequence[_Update]) -> Iterator[list[_Update]]:
-    """Updates along the same axes, by the same op with the same constants; only such as do not all agree."""
+    """Updates along the same axes, by the same op with the same constants; excludes groups in which all agree."""
     alike: dict[Hashable, list[_Update]] = defaultdict(list)
     for each in updates:
         if each.axes:
@@ -231,8 +231,8 @@ def _comparable_updates(updates: Sequence[_Update]) -> Iterator[list[_Update]]:
 
 
 def _two_ways(mesh: Mesh, one: _Update, other: _Update) -> Iterator[Finding]:
-    """The only two gradients, of which one is as many times as large as the other as there are replicas: either may be
-    the wrong one, but if one alone is scaled by a constant."""
+    """The only two gradients, if their ratio is the number of replicas: either may be wrong, unless only one is scaled
+    by a constant."""
     pairs = [(one, other), (other, one)]
     if (one.how.factor == 1) != (other.how.factor == 1):
         pairs = [pair for pair in pairs if pair[0].how.factor != 1]
@@ -243,7 +243,7 @@ def _two_ways(mesh: Mesh, one: _Update, other: _Update) -> Iterator[Finding]:
 
 
 def _is_of_replicas(ratio: float, *counts: int) -> bool:
-    """Whether a ratio is the number of replicas that something was reduced over, or one divided by it."""
+    """Whether a ratio is the number of replicas of some reduction, or its inverse."""
     return any(n > 1 and math.isclose(number, n, rel_tol=1e-4) for n in counts for number in (ratio, 1 / ratio))
 
 
@@ -307,7 +307,8 @@ def _losses(
 
 
 def _local_numbers(mesh: Mesh, report: Report, updates: Sequence[_Update]) -> Iterator[Finding]:
-    """Single numbers that each replica stores of its own data. That may be meant, as the host gets all of them."""
+    """Scalars that each replica stores, computed from its own data. They may be intended, as the host gets all of
+    them."""
     reduced = {i for each in updates for i in each.axes}
     for op in (op for ops in report.ops for op in ops.exchanges):
         if not op.outputs and op.inputs and op.inputs[0].nelms == 1:

@@ -104,7 +104,7 @@ class _Schedule:
         return found
 
     def uses(self) -> Iterator[Use]:
-        """What each value that is live between steps is for."""
+        """Purpose of each value that is live between steps."""
         start, _ = self.backward
         casts = _casts(self.steps)
         for i, (t, live) in enumerate(zip(self.steps.values, self.steps.tensors, strict=True)):
@@ -120,7 +120,7 @@ class _Schedule:
                 yield "kept" if self.steps.tensors[self._returned(i)].last >= start else "other"
 
     def _returned(self, i: int) -> int:
-        """The value itself, or what the calls around it return it as, as far out as they do."""
+        """The value itself, or the result of the outermost enclosing call that returns it."""
         while True:
             outer = self._results.get((self.steps.values[i], self.steps.tensors[i].last))
             if outer is None or outer not in self._numbers:
@@ -174,7 +174,7 @@ def _calls_its_gradient(graph: Graph) -> bool:
 
 
 def _casts(steps: Steps) -> set[Tensor]:
-    """What is computed from variables and constants alone."""
+    """Tensors computed from variables and constants alone."""
     found: set[Tensor] = set()
     pieces = {v.piece for graph in {op.graph for op in steps.ops} for v in graph.variables}
     for op in steps.ops:

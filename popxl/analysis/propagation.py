@@ -204,7 +204,7 @@ def _equation_type(equation: Any, operands: Sequence[AxisType], flaws: Flaws) ->
 
 
 def _without_dimension(along: AxisType) -> AxisType:
-    """Pieces, along a dimension that is not known any more."""
+    """Shards along an unknown dimension."""
     return _SHARDS if along[0] is SHARDED else along
 
 
@@ -248,7 +248,7 @@ def _type_of_terms(equation: Any, operands: Sequence[AxisType], flaws: Flaws) ->
 
 
 def _with_flaw(terms: AxisType, flaw: str, flaws: Flaws) -> AxisType:
-    """Of terms that are presumed to be some, it is seen later whether they are summed."""
+    """Partial type of presumed terms; a later check determines whether they are summed."""
     if terms is _SUM:
         flaws[flaw] = None
         return _SUM if flaw == "more" else (VARYING, None)

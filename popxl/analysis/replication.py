@@ -148,7 +148,7 @@ class Report:
 
     @property
     def ops(self) -> Iterator[GraphOps]:
-        """The ops of the graphs that run, by their traits."""
+        """Ops of the graphs that run, by their traits."""
         return (self.index[graph] for graph in self.graphs)
 
     def text(self, t: Tensor) -> str:
@@ -156,7 +156,7 @@ class Report:
         return "" if self.mesh is None or t not in self.types else type_text(self.mesh, self.types[t])
 
     def listing(self, graph: Graph) -> str:
-        """A graph as text, as when it is printed, with the types of its values: `y: f32[4, 2]{data: partial} = ...`."""
+        """Printed graph with the types of its values: `y: f32[4, 2]{data: partial} = ...`."""
         return algebra(graph, self.text)
 
     def __str__(self) -> str:
@@ -249,7 +249,7 @@ def begins_different(mesh: Mesh, v: Variable, axis: int) -> bool:
 
 
 def variable_type(mesh: Mesh, v: Variable, learned: bool = False) -> ReplicaType:
-    """The type of a variable, as it is declared. What each replica has of its own, and is not `learned`, is data."""
+    """Declared type of a variable. Separate values of replicas count as data, unless they are `learned`."""
     shared = mesh.spanned_axes(v.replica_grouping)
     if shared is None:
         return (NOT_KNOWN,) * len(mesh.names)

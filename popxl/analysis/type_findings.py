@@ -128,7 +128,7 @@ class TypeFindings:
             )  # fmt: skip
 
     def reduction(self, op: Op, before: ReplicaType, axes: Sequence[int], reduction: str) -> bool:
-        """Look at a reduction: whether it is what completes the value. Returns whether it sums what is the same."""
+        """Check a reduction of partial values. Returns whether it sums equal values."""
         find, (t, *_) = self.find, op.inputs
         if all(before[i] == OWN_DATA for i in axes):  # which is what most reductions are of
             return False
@@ -154,7 +154,7 @@ class TypeFindings:
         return repeated
 
     def sum_of_flawed_terms(self, op: Op, t: Tensor, axes: Sequence[int], flaw: str) -> None:
-        """Note a sum of what was made of terms, as is presumed, in a way that their sum does not survive."""
+        """Record a sum of presumed terms after an operation that does not commute with their sum."""
         if flaw == "linear":
             self.find(
                 "nonlinear function of partial", False, op, t, axes,

@@ -57,7 +57,7 @@ def seed_lints(mesh: Mesh, report: Report, of_data: Set[int], fed_alike: Set[int
 
 
 def noise_lints(mesh: Mesh, report: Report, of_data: Set[int]) -> Iterator[Finding]:
-    """Random numbers that are the same on all replicas, combined with data of each replica.
+    """Random numbers that are equal on all replicas, combined with data of each replica.
 
     Args:
         of_data: positions of the axes along which gradients are reduced.
@@ -92,7 +92,7 @@ def _shared_noise(mesh: Mesh, report: Report, graph: Graph, of_data: Set[int]) -
 
 
 def _is_own_data(along: AxisType) -> bool:
-    """Whether replicas have values of their own, and not only because of variables of their own."""
+    """Whether replicas have different values, for reasons other than their variables."""
     return along[0] is VARYING and not differs_by_own_variables(along)
 
 
@@ -111,14 +111,14 @@ def _seed_variable(seed: Tensor) -> Variable | None:
 
 
 def stale_shards(mesh: Mesh, report: Report) -> Iterator[Finding]:
-    """What was gathered of a variable in pieces, and is used for products or calls after these were changed."""
+    """Gathered values of sharded variables that products or calls use after the shards were changed."""
     for graph in report.graphs:
         if gathers := {op for op in report.index[graph].collectives if _gathers_shards(op)}:
             yield from _stale(mesh, graph, gathers)
 
 
 def _gathers_shards(op: Op) -> bool:
-    """Whether an op gathers a variable, or what a graph is given, of its pieces."""
+    """Whether an op gathers a variable or graph input from its shards."""
     of_shards = "op" not in op.attributes and op.inputs[0].origin.producer is None
     return of_shards and op.kind.exchanged(op.attributes) == "same"
 
@@ -189,7 +189,7 @@ def _parts_read(op: Op) -> list[Tensor]:
 
 
 def _is_overwriting(op: Op) -> bool:
-    """Whether an op writes an operand to a variable, and reads nothing of what that had."""
+    """Whether an op overwrites a variable with an operand, without reading the old content."""
     return op.kind.overwrites is not None and op.kind.overwrites.forgets(op.attributes)
 
 
@@ -202,7 +202,7 @@ def _is_change(t: Tensor) -> bool:
 
 
 def shards_of_own_values(mesh: Mesh, report: Report) -> Iterator[Finding]:
-    """Shards that each replica takes of a value of its own, such as a gradient that was not reduced."""
+    """Shards that each replica takes of a different value, such as an unreduced gradient."""
     for op in (op for ops in report.ops for op in ops.collectives):
         if "op" in op.attributes or op.kind.exchanged(op.attributes) != "pieces" or not op.outputs[0].meta_shape:
             continue
@@ -228,7 +228,7 @@ def _is_copy(op: Op) -> bool:
 
 
 def _readers(t: Tensor) -> Iterator[Op]:
-    """The ops that read a tensor, also after it was reshaped or cast."""
+    """Readers of a tensor, including those after a reshape or a cast."""
     for op in t.graph.ops:
         if t in op.inputs:
             if op.op_type in ("Cast", "Identity", "Reshape"):
@@ -238,7 +238,7 @@ def _readers(t: Tensor) -> Iterator[Op]:
 
 
 def transposed_weights(mesh: Mesh, report: Report) -> Iterator[Finding]:
-    """Square weights that are multiplied with, or transposed, where the gradient is that of the other product."""
+    """Square weights whose gradient belongs to the product with their transpose, or the reverse."""
     for graph in report.graphs:
         uses: dict[Tensor, dict[tuple[Tensor, bool], Op]] = {}
         for op in report.index[graph].products:
@@ -276,7 +276,7 @@ _SCALING = frozenset({"Cast", "Div", "Identity", "Mul", "Neg", "ReplicatedAllRed
 
 
 def _transposed(t: Tensor) -> tuple[Tensor, bool]:
-    """Source of a matrix, and whether it was transposed."""
+    """Source of a matrix, with a flag for an odd number of transposes."""
     op = t.producer
     if op is not None and t.rank == 2 and tuple(op.attributes.get("permutation") or ()) == (1, 0):
         return op.inputs[0], True

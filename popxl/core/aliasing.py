@@ -28,7 +28,7 @@ def storages(ops: Iterable[Op]) -> dict[Tensor, tuple[Tensor, ...]]:
 
 
 def add_alias(op: Op, found: dict[Tensor, tuple[Tensor, ...]]) -> None:
-    """Map the first result of an op to its base tensors, if it has some; `found` has those of aliases before."""
+    """Map an op's first result to its base tensors, if it has any; `found` has those of earlier aliases."""
     if bases := op.bases:
         found[op.outputs[0]] = tuple(dict.fromkeys(s for base in bases for s in found.get(base, (base,))))
 

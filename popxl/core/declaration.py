@@ -207,7 +207,7 @@ class OpKind:
         return OpKind(name, self.lowering, result=result, **settings)
 
     def on_arrays(self, names: tuple[str, ...] | None, attributes: Mapping[str, Any]) -> Callable[..., Any]:
-        """The lowering as a function of arrays alone: of the named operands, or by default of the first ones.
+        """The lowering as a pure function of arrays: of the named operands, or by default of the first ones.
 
         Returns the same object for the same arguments, so that JAX finds earlier traces.
         """

@@ -282,7 +282,7 @@ class Tensor(CopyIsSelf, Operators):
 
     @property
     def in_sync_with_ipu(self) -> bool:
-        """Whether the host copy of the numbers is known to be that of the device."""
+        """Whether the host copy is known to equal the device's value."""
         raise PopxlError(f"{self!r} has no numbers on the host; only variables and constants have.")
 
     # Conversions that are refused -----------------------------------------------------------------------------------

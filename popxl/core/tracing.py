@@ -61,7 +61,7 @@ def needed(
 
 
 def with_results(traced: Any, which: Sequence[bool] | None = None, all_arguments: bool = True) -> Any:
-    """A closed jaxpr with some of its results, by default all, and without the equations that none of them needs.
+    """A closed jaxpr with selected results, by default all, and without dead equations.
 
     Args:
         traced: closed jaxpr.

@@ -316,7 +316,7 @@ class Runs(Trait):
 
     @property
     def is_loop(self) -> bool:
-        """Whether the graph runs again and again."""
+        """Whether the graph is the body of a loop."""
         return bool(self.turns)
 
     @property
@@ -409,7 +409,7 @@ def is_call(op: Op) -> bool:
 
 
 def is_loop(op: Op) -> bool:
-    """Whether an op runs one graph again and again."""
+    """Whether an op is a loop over one graph."""
     return op.kind.runs is not None and op.kind.runs.is_loop
 
 

@@ -456,7 +456,7 @@ def cross_entropy_with_grad(
     ignore_index: int | None = None,
     reduction: REDUCTION_TYPE = "mean",
 ) -> tuple[Tensor, Tensor]:
-    """Loss of `cross_entropy`, with its gradient by `x`, scaled by `loss_scaling`.
+    """Loss of `cross_entropy`, with its gradient with respect to `x`, scaled by `loss_scaling`.
 
     The gradient is what the backward graph of a model starts from. The loss is not scaled.
 

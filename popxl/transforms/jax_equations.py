@@ -316,7 +316,7 @@ def policy_of(equation: JaxprEqn) -> Policy | None:
 
 
 def offloads(equation: JaxprEqn) -> bool:
-    """Whether the policy of a `jax.checkpoint` offloads any value to the host."""
+    """Whether a `jax.checkpoint` policy offloads values to the host."""
     policy, body = equation.params["policy"], closed(equation.params["jaxpr"])
     return policy is not None and any(_answer(policy, inner) == "Offloadable" for inner in equations(body.jaxpr))
 

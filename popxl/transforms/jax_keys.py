@@ -25,7 +25,7 @@ def generator_of(aval: Any) -> str | None:
 
 
 def data_type(aval: Any) -> Any:
-    """The type of the data of keys; other types as they are."""
+    """Type of the key data, for key types; other types unchanged."""
     if generator_of(aval) is None:
         return aval
     data = _known(aval.dtype)[1]  # type: ignore[index]
@@ -34,7 +34,7 @@ def data_type(aval: Any) -> Any:
 
 @cache
 def _known(dtype: Any) -> tuple[str, Any] | None:
-    """The name of a generator, and the type of the data of one key."""
+    """Name of a generator, and data type of a single key."""
     names: list[Any] = []
 
     def data(key: Any) -> Any:
@@ -76,7 +76,7 @@ def generator_name(value: Any) -> str | None:
 
 
 def generator_from(name: str) -> Any:
-    """The generator with a name, as a parameter of an equation."""
+    """Generator by name, as a parameter of an equation."""
     traced = jax.make_jaxpr(lambda: jax.random.key(0, impl=name))()
     return next(equation.params["impl"] for equation in traced.eqns if "impl" in equation.params)
 

@@ -181,8 +181,8 @@ def _of_lines(before: Cost, after: Cost) -> Iterator[CostChange]:
 
 
 def _pairs(before: Sequence[LineCost], after: Sequence[LineCost]) -> Iterator[tuple[LineCost, LineCost]]:
-    """Lines that changed, before and after. Lines of equal cost are the same, wherever they are in a file; the others
-    are paired by their numbers, or in order if there are as many as before."""
+    """Changed lines, before and after. Lines of equal cost match, at any position in a file; the others are paired by
+    line numbers, or in order if their number is unchanged."""
     old, new = ({line.line: line for line in lines if line.line} for lines in (before, after))
     moved = Counter(map(_of_file, old.values())) & Counter(map(_of_file, new.values()))
     old, new = _unmoved(old, moved), _unmoved(new, moved)
@@ -197,7 +197,7 @@ def _pairs(before: Sequence[LineCost], after: Sequence[LineCost]) -> Iterator[tu
 
 
 def _unmoved(lines: Mapping[str, LineCost], moved: Counter[tuple[str, str]]) -> dict[str, LineCost]:
-    """The lines whose costs the other program does not have."""
+    """Lines whose costs are missing in the other program."""
     left, found = moved.copy(), dict[str, LineCost]()
     for name, line in lines.items():
         if left[_of_file(line)]:

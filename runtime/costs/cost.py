@@ -325,7 +325,7 @@ def _utilisation(
 
 
 class _Steps:
-    """Timelines of the executables of a program, by the precision that its products have at most."""
+    """Timelines of a program's executables, by maximal precision of products."""
 
     def __init__(
         self, program: CompiledProgram, modules: Sequence[tuple[Module, int]], figures: Chip, price: Pricer
@@ -349,7 +349,7 @@ class _Steps:
         return self._timeline(number, level).seconds + self._figures.efficiency.dispatch
 
     def total(self, level: str) -> float:
-        """Time of all executables one after the other, with their dispatch."""
+        """Total time of all executables, including their dispatch."""
         dispatch = self._figures.efficiency.dispatch
         return sum(times * (self._timeline(i, level).seconds + dispatch) for i, (*_, times) in enumerate(self._runs))
 
@@ -458,7 +458,7 @@ def _variables(program: CompiledProgram) -> dict[str, str]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Names, of which only the first are told if there are many."""
+    """Text of names; of many, only the first."""
     return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:2])} and {len(names) - 2} more"
 
 

@@ -131,7 +131,7 @@ def _sent(op: Op) -> tuple[tuple[str, int], ...]:
 
 
 def _merged(graph: Graph) -> dict[Op, Work]:
-    """Work of the kernels of a graph, by the last op of each."""
+    """Work of a graph's kernels, by the last op of each."""
     ops = [op for op in graph.ops if not (op.runs or op.kind.between_replicas or op.kind.is_carried_out_by_others)]
     users: defaultdict[Tensor, list[Op]] = defaultdict(list)
     for op in graph.ops:
@@ -154,7 +154,7 @@ def _merged(graph: Graph) -> dict[Op, Work]:
 
 
 def _is_elementwise(op: Op) -> bool:
-    """Whether each element of the results is of one element of each operand."""
+    """Whether each result element depends on one element of each operand."""
 
     def of_elements() -> bool:
         return not any(re.match("dot|conv_|reduce|cum|sort|scatter|gather|arg", n) for n in _primitives(op.traced()))

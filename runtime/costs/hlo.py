@@ -131,7 +131,7 @@ def _as_groups(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
 
 
 def _groups_of_mesh(axes: str, taken: str) -> tuple[tuple[int, ...], ...]:
-    """Groups along axes of a mesh, each of which may be divided into a part before, the one taken, and one after."""
+    """Groups along mesh axes, each possibly divided into a part before, the selected one, and one after."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
     parts = {name: (int(before or 1), int(part or sizes[name])) for name, before, part in _PARTS.findall(taken)}
     shape, inside = list[int](), list[int]()

@@ -13,7 +13,7 @@ Limit = Literal["compute", "memory", "network", "host", "launch"]
 
 
 class KernelTime(NamedTuple):
-    """Time of a kernel, and what bounds it."""
+    """Time of a kernel, with its bound."""
 
     seconds: float
     limit: Limit

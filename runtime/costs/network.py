@@ -149,7 +149,7 @@ def _all_reduce(chip: Chip, nbytes: float, spans: Sequence[LinkSpan]) -> tuple[f
 
 
 def _gather(chip: Chip, nbytes: float, spans: Sequence[LinkSpan]) -> tuple[float, str]:
-    """Time of an all-gather, or of a reduce-scatter, which is one backwards."""
+    """Time of an all-gather, or of a reduce-scatter, its reverse."""
     total, names = 0.0, []
     for span in spans:
         part = (span.size - 1) / span.size * nbytes

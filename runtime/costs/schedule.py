@@ -64,7 +64,7 @@ class Schedule:
         return found
 
     def moments(self) -> tuple[Moment, ...]:
-        """The steps, as a report of memory has them."""
+        """Steps for a memory report."""
         made = [0] * len(self.steps)
         for buffer in self.buffers:
             made[buffer.first] += buffer.bytes

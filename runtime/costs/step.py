@@ -103,7 +103,7 @@ class StepTimeline(OnPage, Record):
         return Page(f"A run of {seconds_text(self.seconds)}, estimated", parts)
 
     def picture(self) -> Picture:
-        """The timeline, a lane for kernels and one for each that goes on beside them."""
+        """Timeline with a lane for kernels and one for each kind of asynchronous operation."""
         return bars("A run, estimated", ((s.lane, s.name, s.start, s.end) for s in self.spans))
 
 
@@ -127,7 +127,7 @@ def pricer(chip: Chip, places: Sequence[Place]) -> Pricer:
 
 
 def places_of(chip: Chip, devices: Sequence[Any]) -> list[Place]:
-    """Where devices are on the wires of their machine."""
+    """Device positions on the machine's links."""
     if isinstance(chip, Tpu):
         return [(*device.coords[: len(chip.host)], getattr(device, "slice_index", None) or 0) for device in devices]
     joined = chip.levels[0].chips or len(devices)
@@ -327,13 +327,13 @@ class _Chip:
             self.lines[key].exposed += self.times * waited / len(going.lines)
 
     def _spent(self, scope: str, limit: Limit, seconds: float) -> None:
-        """Count seconds of an instruction, for its graph and for those that call this."""
+        """Add an instruction's seconds to its graph and to the callers."""
         self.graphs[graph_of(scope)][limit] += self.times * seconds
         for name in dict.fromkeys(graphs_in(scope)):
             self.inclusive[name] += self.times * seconds
 
     def _span(self, lane: str, name: str, start: float, end: float) -> None:
-        """Note a span, as a part of the one before it if that is alike."""
+        """Add a span, merged with the previous one if they are alike."""
         before = self.spans[-1] if self.spans else None
         if before is not None and (before.lane, before.name) == (lane, name) and start - before.end <= 1e-9:
             self.spans[-1] = before.model_copy(update={"end": end})

@@ -46,7 +46,7 @@ def group_of(replicas: Replicas, stride: int, size: int) -> Group:
 
 
 def sums_are_ordered(replicas: Replicas) -> bool:
-    """Whether groups of these replicas sum as `OrderedSums` does."""
+    """Whether groups of these replicas use `OrderedSums`."""
     return isinstance(replicas, DividedReplicas) and replicas.is_cpu
 
 

@@ -80,7 +80,7 @@ class Run:
         return self._copy(array, self._terms_at[place].replicas.sharding())
 
     def own_copy(self, array: Array) -> Array:
-        """An array as it is on devices of this process, which may have none of its IPU."""
+        """An array restricted to this process's devices, which may include none of its IPU."""
         return array if self._stages is None else self._stages.own_copy(array, self.call)
 
     def _copy(self, array: Array, sharding: Any) -> Array:

@@ -53,11 +53,11 @@ class Stages:
             self._firsts.setdefault(_processes(sharding), sharding)
 
     def copy(self, array: Array, sharding: Any, call: Call) -> Array:
-        """Copy an array to other devices. All processes call this, also those that have neither these nor those."""
+        """Copy an array to other devices. All processes call this, including those without any of these devices."""
         return _link(array.sharding, sharding)(array, call)
 
     def own_copy(self, array: Array, call: Call = call_now) -> Array:
-        """An array as it is on this process's devices for the same replicas. All processes call this."""
+        """Array view on this process's devices for the same replicas. All processes call this."""
         if array.sharding.memory_kind == HOST:  # from where nothing is sent
             sharding = array.sharding.with_memory_kind("device")
             is_there = isinstance(array, jax.Array)
@@ -71,12 +71,12 @@ class Stages:
 
 
 def stages_of(terms_at: Mapping[int, CompileOptions]) -> Stages | None:
-    """The stages of a program, if some are other processes'."""
+    """Stages of a program, if some belong to other processes."""
     return Stages(terms_at) if any(terms.destination.is_elsewhere for terms in terms_at.values()) else None
 
 
 class StageLink:
-    """Way of arrays from the devices of one IPU to those of another, replica by replica.
+    """Copy path from the devices of one IPU to those of another, replica by replica.
 
     Args:
         source: sharding of the sent array.
@@ -135,16 +135,16 @@ _link = cache(StageLink)
 
 
 def _devices(sharding: Any) -> Sequence[jax.Device]:
-    """Devices of a sharding, in the order of the replicas."""
+    """Devices of a sharding, in replica order."""
     return [*sharding.mesh.devices.flat] if isinstance(sharding, NamedSharding) else [*sharding.device_set]
 
 
 @cache
 def _processes(sharding: Any) -> tuple[int, ...]:
-    """Which process has the device of each replica."""
+    """Process of each replica's device."""
     return tuple(device.process_index for device in _devices(sharding))
 
 
 def _shards(array: jax.Array) -> dict[jax.Device, jax.Array]:
-    """What this process has of an array, by devices."""
+    """Local shards of an array, by device."""
     return {shard.device: shard.data for shard in array.addressable_shards}

@@ -174,7 +174,7 @@ class Layout:
 
     @property
     def own_ipus(self) -> tuple[int, ...]:
-        """Those of `ipus` that this process drives."""
+        """IPUs among `ipus` that this process drives."""
         return tuple(ipu for ipu, terms in self.terms.items() if not terms.destination.is_elsewhere)
 
     def ipu_of(self, thing: Variable | Stream | RemoteBuffer) -> int | None:
@@ -189,7 +189,7 @@ class Layout:
         return self.terms[self.homes.get(thing, first)]
 
     def is_elsewhere(self, thing: Tensor | Channel) -> bool:
-        """Whether a variable, stream or buffer is on an IPU of other processes only."""
+        """Whether a variable, stream or buffer is only on IPUs of other processes."""
         return self.stages is not None and self.terms_for(thing).destination.is_elsewhere
 
     def precision(self) -> AbstractContextManager[Any]:

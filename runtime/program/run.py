@@ -34,7 +34,7 @@ _KEPT_OFF: set[Runner] = set()
 
 
 def _is_lost(array: Array) -> bool:
-    """Whether an array has been donated; what only other processes have is described, and cannot be."""
+    """Whether an array has been donated; arrays of other processes are only described, and cannot be."""
     return isinstance(array, jax.Array) and array.is_deleted()
 
 

@@ -113,11 +113,11 @@ class Destination:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether all devices are those of other processes, which compile and run what is here for this one, too."""
+        """Whether all devices belong to other processes, which compile and run this part too."""
         return self.is_part and all(each.process_index != jax.process_index() for each in self.devices)
 
     def has_parts_elsewhere(self, ipus: int) -> bool:
-        """Whether no process has all IPUs of a replica, if each replica has `ipus`."""
+        """Whether every process lacks some of the `ipus` IPUs of each replica."""
         return self.is_here and any(self.of_ipu(i, ipus).is_elsewhere for i in range(ipus))
 
     def _by_process(self) -> list[list[jax.Device]]:

@@ -462,7 +462,7 @@ def _sampler(loader: torch.utils.data.DataLoader[Any], sampler: Any) -> Any:
     return None if isinstance(loader.dataset, IterableDataset) else sampler
 
 
-# What Lightning knows -------------------------------------------------------------------------------------------------
+# Lightning's registries -----------------------------------------------------------------------------------------------
 
 AcceleratorRegistry.register(IPUAccelerator.name(), IPUAccelerator, description=IPUAccelerator.__doc__ or "")
 StrategyRegistry.register(IPUStrategy.strategy_name, IPUStrategy, description=IPUStrategy.__doc__ or "")

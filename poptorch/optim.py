@@ -165,7 +165,7 @@ class Optimizer:
     variable_attrs: VariableAttributes
     device: DeviceState
     _own: Mapping[str, Any] = {}  # attributes that torch does not know, and their defaults
-    _defaults: Mapping[str, Any] = {}  # those that torch's class would know, where there is one
+    _defaults: Mapping[str, Any] = {}  # arguments of torch's class, if there is one
 
     def __init__(self) -> None:
         self.device = DeviceState()
@@ -530,7 +530,7 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
         kept = self.state[w]
         starts = {"step": 0, "square_avg": torch.ones_like(w), "grad_avg": torch.zeros_like(w)}
         for name, start in {**starts, "momentum_buffer": torch.zeros_like(w)}.items():
-            kept.setdefault(name, start)  # a device does not have those that no number needs
+            kept.setdefault(name, start)  # a device omits state that no hyperparameter needs
         kept["step"] += 1
         d = (-g if group["maximize"] else g) + group["weight_decay"] * w
         variance = kept["square_avg"].lerp_(d * d, 1 - group["alpha"])

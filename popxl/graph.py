@@ -97,7 +97,7 @@ class Graph(NotCopyable):
     _streams: dict[str, Tensor]  # a separate namespace: a stream and a tensor loaded from it may share a name
     _prefix: str
 
-    # What it is -----------------------------------------------------------------------------------------------------
+    # Identity ---------------------------------------------------------------------------------------------------------
 
     @property
     def id(self) -> str:

@@ -60,7 +60,7 @@ def to_numpy(
         array(1, dtype=int32)
     """
     scaled = log2_scale is not None or nan_on_overflow is not None
-    # What session.run mostly gets, and the reason why a run costs little: nothing to do.
+    # The usual case in session.run, with nothing to convert, which keeps a run cheap.
     as_is = dtype is None and not copy and not scaled
     if as_is and type(x) is np.ndarray and x.flags.c_contiguous and not (downcast and x.dtype in downcast_np_dtypes):
         return x

@@ -159,7 +159,7 @@ def arrays_in(directory: Path) -> dict[str, LazyArray]:
     }
 
 
-# NumPy's files have no word for bfloat16, and would say that these are just bytes: its name stands beside them.
+# NumPy's format has no name for bfloat16, and would store plain bytes: its name is stored separately.
 _BFLOAT16 = np.dtype([("bfloat16", "u2")])
 
 

@@ -218,7 +218,7 @@ class Writer:
     def _work(self, work: Callable[[], None], what: str) -> None:
         try:
             work()
-        except BaseException as problem:  # whatever it is, it is for the program's own thread
+        except BaseException as problem:  # any error is for the program's own thread
             problem.add_note(f"This was when {what} was written, while the program went on. It is not there.")
             with self._telling:
                 self._problem = problem

@@ -71,7 +71,7 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
     _grad_inlining_error: Literal["error", "warning", "none"] = "error"
     _is_graph_body = False
     _list_length: int | None = None
-    _list_name: str | None = None  # of the list that it is in
+    _list_name: str | None = None  # name of the list that contains it
 
     def __init__(self, cache: Any = False, grad_inlining_error: Literal["error", "warning", "none"] = "error"):
         if cache and self.implements_grad_graph:

@@ -22,7 +22,7 @@ class NameScopeMeta(type):
 
 
 def _in_name_scope(build: Callable[..., Any]) -> Callable[..., Any]:
-    # Wrapped, so that the signature stays visible: which arguments become inputs, and which are by reference.
+    # Wrapped, so that the signature stays visible, with inputs and by-reference arguments.
     @functools.wraps(build)
     def scoped_build(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._name_scope is None:

@@ -133,7 +133,7 @@ def get_ild_size_from_popdist() -> int:
         warnings.warn(
             f"The size of a link domain is not known: {size} is assumed. Set POPLAR_TARGET_OPTIONS, for example to "
             f"'{{\"ipuLinkDomainSize\": {size}}}'.",
-            stacklevel=1,  # this line, so that it is said once in a process
+            stacklevel=1,  # this line, so that the warning appears once in a process
         )
     return size
 

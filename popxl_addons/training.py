@@ -172,7 +172,7 @@ def _planned_apart(
     drawn = np.random.get_state()
 
     def build(memory: MemoryPlan | MemoryPolicy) -> popxl.Ir:
-        np.random.set_state(drawn)  # initial values are those that the step has itself
+        np.random.set_state(drawn)  # initial values are those of the step itself
         ir = popxl.Ir(outer.replication_factor, outer.axes or None)
         ir.options = outer.options.model_copy(deep=True)
         ir.num_host_transfers = outer.num_host_transfers

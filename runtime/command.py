@@ -196,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name, text in (("show", _SHOW), ("check", _CHECK), ("report", _REPORT), ("tune", _TUNE), ("plan", _PLAN)):
         runs = name not in ("tune", "plan")  # which runs nothing in any case, and has no schedule to draw
-        # Without abbreviations: an abbreviation of several of these options may be an option of the program.
+        # Without abbreviations: one that fits several of these options may be an option of the program.
         command = commands.add_parser(name, help=_summary(text), description=text, allow_abbrev=False)
         command.set_defaults(pictures=None)
         if name == "check":  # which compiles nothing, and draws nothing

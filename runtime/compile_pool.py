@@ -55,7 +55,7 @@ def _at_exit() -> None:
     if not _compiling:
         return
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or a broken pipe
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # no such stream, or a broken pipe
             stream.flush()
     if isinstance(failed, KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.SIG_DFL)

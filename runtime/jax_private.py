@@ -189,7 +189,7 @@ def loaded(found: Contents, content: bytes, into: Any, out_of: Any) -> Any:
     inputs, input_shardings = zip(*(found.arguments[i] for i in used), strict=True) if used else ((), ())
     results, placed = zip(*found.results, strict=True) if found.results else ((), ())
     backend, device_list = devices[0].client, xla_client.DeviceList(tuple(devices))
-    assignment = np.array([[device.id for device in devices]])  # else it is for the devices that it was compiled for
+    assignment = np.array([[device.id for device in devices]])  # otherwise it is for the devices of its compilation
     options = get_compile_options(num_replicas=1, num_partitions=len(devices), device_assignment=assignment)
     executable = backend.deserialize_executable(content, executable_devices=device_list, compile_options=options)
     layouts, result_layouts = _get_layouts_from_executable(

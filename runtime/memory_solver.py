@@ -236,7 +236,7 @@ class _IntegerProgram:
         whole = sum(self._times) or 1.0
         objective = [1e3 * each / whole for each in self._times]
         most = float("inf") if limit is None else limit / 1e6
-        if limit is None:  # among those that need as much at the highest, one that keeps little
+        if limit is None:  # among those with the same peak, one that keeps little
             everything, _ = self._memory[0]
             objective = [_REST * everything.get(column, 0.0) / 1e6 for column in range(count)]
         found = milp(

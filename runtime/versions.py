@@ -60,9 +60,7 @@ def versions() -> str:
 def _devices(packages: Container[str]) -> tuple[str, list[str]]:
     """Devices visible to JAX, best first, and one sentence per unusable platform."""
     ask_for_cpu_devices()
-    with _captured_log(
-        logging.INFO if "libtpu" in packages else logging.WARNING
-    ) as said:  # it is looked for in any case
+    with _captured_log(logging.INFO if "libtpu" in packages else logging.WARNING) as said:  # searched for in any case
         try:
             best = jax.local_devices()
         except (RuntimeError, AssertionError) as problem:  # the latter, if JAX_PLATFORMS names only missing platforms

@@ -35,7 +35,7 @@ def _search(log_probs: Any, time: Any, blank: int, width: int, paths: int) -> tu
     steps, classes = log_probs.shape
     width = max(width, paths)
     labels = jnp.full((width, steps), blank)
-    sizes = jnp.where(jnp.arange(width) == 0, 0, -1)  # -1: there is no such beginning
+    sizes = jnp.where(jnp.arange(width) == 0, 0, -1)  # -1: no such prefix
     with_blank = jnp.where(jnp.arange(width) == 0, 0.0, IMPOSSIBLE)  # of paths that end with a blank
     with_label = jnp.full(width, IMPOSSIBLE)
 

@@ -83,7 +83,7 @@ class Tape:
             except (ArithmeticError, ValueError):
                 if self.is_natural:
                     raise
-                number = math.nan  # no run gets here with these numbers
+                number = math.nan  # unreachable in a run with these numbers
             number = as_python(number)
             if type(number) not in COUNTED:
                 return self.refuse(*given)
@@ -237,7 +237,7 @@ for _name in "int float index complex hash reduce_ex".split():
     setattr(Counter, f"__{_name}__", _refuse_access)
 
 
-# What is written in C -------------------------------------------------------------------------------------------------
+# Functions written in C -----------------------------------------------------------------------------------------------
 
 
 def _noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -62,7 +62,7 @@ def with_numbers(call: Callable[[Any, Any], Any], args: Any, kwargs: Any, trace:
     given = pytree.tree_map(number, (args, kwargs))
     try:
         results = call(*given)
-    except Exception:  # whatever it is: with the numbers themselves it may do
+    except Exception:  # any error: plain numbers may work
         for counter in counters.values():
             counter.tape.refused |= counter.tape.sources([counter])
         raise

@@ -165,7 +165,8 @@ class Tracer:
         self.recorder.move(t, moved)
         return moved
 
-    # What is heard --------------------------------------------------------------------------------------------------
+    # Records
+    # ------------------------------------------------------------------------------------------------------------
 
     def record(
         self, op: str, compute: Callable[..., Any], arguments: Mapping[str, Any], has_effect: bool = False
@@ -362,7 +363,7 @@ class Tracer:
         if moves:
             self.recorder.moved(args[0])
         if moves or name == "aten.as_strided":
-            return results  # where it looks shows when it is read
+            return results  # its layout is known when it is read
         if written:
             self._record_written(name, op._overloadname, given, written, results)
         elif any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(results)):  # and no plain value

@@ -94,7 +94,7 @@ def _ctc_loss(log_probs: Any, labels: Any, time: Any, count: Any, blank: int) ->
     first = jnp.where(jnp.arange(states.shape[0]) < 2, log_probs[0][states], IMPOSSIBLE)
     last, _ = lax.scan(step_forward, first, (jnp.arange(1, log_probs.shape[0]), log_probs[1:]))
     ends_with_label = jnp.where(count > 0, last[jnp.maximum(2 * count - 1, 0)], IMPOSSIBLE)
-    of_nothing = jnp.where(count > 0, -IMPOSSIBLE, 0)  # of no time, there is one path: that without labels
+    of_nothing = jnp.where(count > 0, -IMPOSSIBLE, 0)  # without time steps, there is one path: the one without labels
     return jnp.where(time > 0, -jnp.logaddexp(last[2 * count], ends_with_label), of_nothing)
 
 

@@ -124,7 +124,7 @@ def poisson_nll_loss(input: Any, target: Any, *, log_input: bool, full: bool, ep
     losses = jnp.exp(input) - target * input if log_input else input - target * jnp.log(input + eps)
     if not full:
         return losses
-    large = jnp.where(target > 1, target, 2)  # Stirling's formula is for these
+    large = jnp.where(target > 1, target, 2)  # the range of Stirling's formula
     stirling = large * jnp.log(large) - large + jnp.log(2 * math.pi * large) / 2
     return losses + jnp.where(target > 1, stirling, 0)
 
@@ -227,7 +227,7 @@ def triplet_margin_loss(
     return _above(margin + near - far)
 
 
-# Of several classes ---------------------------------------------------------------------------------------------------
+# Multi-class losses ---------------------------------------------------------------------------------------------------
 
 
 @_loss

@@ -124,7 +124,7 @@ class CPU:
         given = structure_of((input, kwargs), self._name)
         tensors = given.tensors((input, kwargs))
         function = HostFunction(self._name, self._function, given)
-        with without_modes(), torch._C.DisableTorchFunction(), torch.no_grad():  # it is no part of the program
+        with without_modes(), torch._C.DisableTorchFunction(), torch.no_grad():  # not a part of the program
             example = function.result([torch.zeros(t.shape, dtype=t.dtype) for t in tensors])
         structure = structure_of(example, self._name)
         found = list(structure.leaves())

@@ -54,7 +54,7 @@ class CaptureContext:
     def __init__(self, strategy: _IExecutionStrategy) -> None:
         self.overlaps = False
         self._strategy = strategy
-        self._places: dict[BlockId, Place] = {}  # of all blocks that have begun
+        self._places: dict[BlockId, Place] = {}  # of all blocks so far
         self._block: BlockId | None = None  # the active block; None before the first
         self._active = True  # false after a block has ended
         self._open_blocks: list[BlockId] = []
@@ -62,7 +62,7 @@ class CaptureContext:
         self._scopes: list[str] = []
         self._attributes: list[Mapping[str, Mapping[str, Any]]] = []
         self._multi_convs = 0
-        self._convolutions: int | None = None  # those in the open MultiConv
+        self._convolutions: int | None = None  # convolutions in the open MultiConv
 
     def site(self) -> Site:
         """Site of the next operation.

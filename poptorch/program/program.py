@@ -338,7 +338,7 @@ class Program:
     def count(self, result: Returned) -> int:
         """Number of values of a result per replica."""
         count = self._batching.returned(result.mode, result.period)
-        if result.updated and not result.is_single:  # of each device iteration, there is one
+        if result.updated and not result.is_single:  # one value of each device iteration
             count //= self._batching.gradient_accumulation
         return count
 

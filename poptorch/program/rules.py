@@ -206,7 +206,7 @@ CYCLED = "base_momentum"
 """What schedulers that change momentum, or the first of the betas, note in parameter groups when they are made."""
 
 
-# What an optimiser says -----------------------------------------------------------------------------------------------
+# Settings of an optimiser ---------------------------------------------------------------------------------------------
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:

@@ -471,7 +471,7 @@ class Compiled:
 
     def _write(self, values: Mapping[Variable, np.ndarray]) -> None:
         self.version += 1
-        if self.is_attached:  # all are written, those too that the device has changed
+        if self.is_attached:  # all are written, including those that the device has changed
             others = set(self.session.ir.main_graph.variables) - set(values)
             self.session.values_of(others)
         self.session.write_variables_data(values)

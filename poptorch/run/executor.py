@@ -862,7 +862,7 @@ class PoplarExecutor:
         self._host.grouped.update(state["grouped"])
 
     def __getattr__(self, attr: str) -> Any:
-        if "_user_model" not in self.__dict__:  # it is being made
+        if "_user_model" not in self.__dict__:  # during construction
             raise AttributeError(attr)
         value = getattr(self.__dict__["_user_model"], attr)
         if isinstance(value, torch.nn.Parameter):

@@ -357,7 +357,7 @@ class BrokenGraph:
                 overwrite(tensors[i], content)
         return way.answer.rebuild(results, objects)
 
-    # What `Compiled` has --------------------------------------------------------------------------------------------
+    # Interface of `Compiled` ----------------------------------------------------------------------------------------
 
     @property
     def _programs(self) -> list[Compiled]:

@@ -139,7 +139,7 @@ class SmallerBatches:
             if numbers is not None:
                 program.write_numbers(numbers)
             with self._handed_on(program):
-                if not isinstance(program, Compiled):  # there is one run
+                if not isinstance(program, Compiled):  # a single run
                     return program.run(tensors, objects)
                 results.append(program.fetched(tensors))
             if run is not runs[-1]:

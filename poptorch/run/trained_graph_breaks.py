@@ -111,7 +111,7 @@ class TrainedBrokenGraph(BrokenGraph):
         if self._is_attached:
             compiled.attach(host)
         self._state |= compiled.ends.state
-        if self._newest is None and not self._left:  # it is the first one
+        if self._newest is None and not self._left:  # the first one
             self._newest = compiled
         return compiled
 
@@ -153,7 +153,7 @@ class TrainedBrokenGraph(BrokenGraph):
             self._left |= self._newest.lasting()
             self._newest = None
 
-    # What `Compiled` has --------------------------------------------------------------------------------------------
+    # Interface of `Compiled` ----------------------------------------------------------------------------------------
 
     @property
     def ends(self) -> ProgramIO:

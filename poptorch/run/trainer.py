@@ -241,7 +241,7 @@ class Trainer:
         for group in optimizer.param_groups:
             optimizer.state.update({p: copy.copy(own) for p in group["params"] if (own := self.optimizer.state.get(p))})
 
-    # What users change ----------------------------------------------------------------------------------------------
+    # Changes by users -----------------------------------------------------------------------------------------------
 
     def has_changed(self) -> bool:
         """Whether optimiser hyperparameters, groups or state differ from the program's."""
@@ -326,7 +326,7 @@ class Trainer:
             )
         self.device.set({**self.device.content, "ipu_state": state}, pending=True)
 
-    # What users see -------------------------------------------------------------------------------------------------
+    # Views for users ------------------------------------------------------------------------------------------------
 
     def _begin_mirroring(self) -> None:
         state = self.optimizer.state

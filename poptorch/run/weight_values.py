@@ -52,7 +52,7 @@ def check_apart(tensors: Mapping[str, torch.Tensor], written: Container[str]) ->
     own = [(name, t) for name, t in tensors.items() if t.layout is torch.strided and t.device.type == "cpu"]
     arrays = [(name, as_array(t)) for name, t in own]
     bounded = sorted(((*byte_bounds(array), name, array) for name, array in arrays if array.size), key=itemgetter(0))
-    near: list[tuple[int, str, np.ndarray]] = []  # those that may reach beyond the beginning of the next
+    near: list[tuple[int, str, np.ndarray]] = []  # arrays that may overlap with the next
     for start, stop, name, array in bounded:
         near = [each for each in near if each[0] > start]
         for _, other, memory in near:

@@ -283,7 +283,7 @@ class TrainingRegistry:
         return bool(news) or has_missed
 
 
-# What stands in for classes -------------------------------------------------------------------------------------------
+# Replacement classes --------------------------------------------------------------------------------------------------
 
 
 class _Watched:

@@ -238,7 +238,7 @@ def _needed_runs(main: Graph) -> Counter[Op]:
                 for run in op.runs:
                     first = run.trait.own_outputs
                     results = enumerate(op.outputs, first)
-                    every = range(len(run.graph.outputs))  # of a loop, as the next turn needs them
+                    every = range(len(run.graph.outputs))  # all outputs of a loop, as the next iteration needs them
                     some = every if run.trait.is_loop else (i for i, t in results if t in needed)
                     wanted[run.graph][frozenset(some)] += times * run.iterations
     return found

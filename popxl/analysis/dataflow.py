@@ -176,7 +176,7 @@ class EffectsPass:
             return
         self.touches(op, op.modified)
         forgets = kind.overwrites is not None and kind.overwrites.forgets(op.attributes)
-        alike = [t for t in op.inputs if t.nelms > 1] or op.inputs  # numbers scale what has many elements
+        alike = [t for t in op.inputs if t.nelms > 1] or op.inputs  # scalars only scale larger operands
         bits = same = 0
         for i, t in enumerate(op.inputs):
             bits |= 0 if forgets and i in op.modified else self.dependence(t)
@@ -255,7 +255,7 @@ class EffectsPass:
             before = (turn, copied)
             turn, copied = [*turn], [*copied]
             for k in range(carried):
-                # Each turn may get another one, so a seed is not the same for good: all of training may be one run.
+                # Each iteration may bind another one, so a seed is not constant: a whole training may be one run.
                 turn[own_inputs + k] |= bind_inputs(run.outputs[own_outputs + k], before[0]) | PER_RUN
                 copied[own_inputs + k] |= bind_inputs(run.same[own_outputs + k], before[1])
             for i in written:

@@ -221,7 +221,7 @@ class _GraphInference:
         elif kind.between_replicas:
             results = [self.collective_result(op)] * max(len(op.outputs), 1)
         else:
-            results = [self.local_result(op)] * max(len(op.outputs), 1)  # or of what it changes
+            results = [self.local_result(op)] * max(len(op.outputs), 1)  # or of the content that it changes
         if op.modified and not kind.graphs:
             made = results[0] if results else self.local_result(op)
             others = self.types_of([t for i, t in enumerate(op.inputs) if i not in op.modified])

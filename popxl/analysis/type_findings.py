@@ -130,7 +130,7 @@ class TypeFindings:
     def reduction(self, op: Op, before: ReplicaType, axes: Sequence[int], reduction: str) -> bool:
         """Check a reduction of partial values. Returns whether it sums equal values."""
         find, (t, *_) = self.find, op.inputs
-        if all(before[i] == OWN_DATA for i in axes):  # which is what most reductions are of
+        if all(before[i] == OWN_DATA for i in axes):  # the operand of most reductions
             return False
         repeated = bool(axes) and reduction in ("add", "square_add") and all(before[i][0] is REPLICATED for i in axes)
         if repeated:

@@ -66,7 +66,7 @@ def clean_stale_temporaries(paths: Collection[Path] | Iterator[Path]) -> None:
             if lock is not None:
                 _delete(path)
         except PermissionError:
-            continue  # it is for its owner to delete
+            continue  # its owner deletes it
         finally:
             if lock is not None:
                 lock.release()
@@ -163,7 +163,7 @@ def _locked(path: Path, surely: bool) -> _Lock | _NoLock | None:
         if lock.is_current(path):
             return lock
     except BlockingIOError:
-        pass  # it is another's
+        pass  # it belongs to another process
     except OSError:  # this file system has no locks
         if not surely:
             return lock

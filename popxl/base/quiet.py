@@ -29,7 +29,7 @@ def silence_stderr(shows: Callable[[str], object] = lambda line: False) -> Itera
     try:
         sys.stderr.flush()
         before = os.dup(2)
-    except (AttributeError, OSError):  # there is none
+    except (AttributeError, OSError):  # no such stream
         yield
         return
     with tempfile.TemporaryFile() as kept:

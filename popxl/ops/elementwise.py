@@ -99,7 +99,7 @@ def _geluerf(t: Any) -> Any:
     return of_elements(functools.partial(jax.nn.gelu, approximate=False), t)
 
 
-gelu_grad = _gradient_again("GeluGrad", _gelu, is_half)  # XLA computes tanh again if it is no wider than `t`
+gelu_grad = _gradient_again("GeluGrad", _gelu, is_half)  # XLA recomputes tanh if it is no wider than `t`
 geluerf_grad = _gradient_again("GeluErfGrad", _geluerf, lambda t: True)
 
 # One operand --------------------------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ _scatter: OpKind = OpKind(
     "Scatter",
     _scatter_lowering,
     shape=_scattered,
-    # Of several values for one element, all get its gradient: which of them won is not known.
+    # If several values go to one element, all get its gradient: the one that was written is unknown.
     gradient={
         "t": lambda g, indices, axis: _scatter(g, indices, init(indices.shape, g.dtype), axis=axis),
         "values": lambda g, indices, values_spec, axis: _scatter_values_grad(

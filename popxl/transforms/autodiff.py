@@ -310,7 +310,7 @@ class _Differentiation:
             callee, self.needed[callee], required, self.infos, self.needed, self.transform, complete=False
         ).run()
 
-    # What rules ask for ---------------------------------------------------------------------------------------------
+    # Interface for rules --------------------------------------------------------------------------------------------
 
     def gradient(self, t: Tensor) -> Tensor | None:
         """The gradient of a forward tensor, all contributions summed; `None` if there are none so far."""

@@ -84,7 +84,7 @@ def _kind(primitive: Primitive) -> OpKind:
         parameters = {n: _multiplying(n, _parameter(v)) for n, v in attributes.items()}
         given = with_keys(operands, keys) if keys else operands
         results = primitive.bind(*given, **primitive.get_bind_params(parameters))
-        # Those of a `shard_map` are no list.
+        # The graphs of a `shard_map` are not a list.
         return key_data(results) if primitive.multiple_results else key_data([results])[0]
 
     gradient = None if primitive.name == "stop_gradient" else VJP

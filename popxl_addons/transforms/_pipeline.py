@@ -116,10 +116,10 @@ class Pipelining:
         self.stages: list[PipelineBoundGraph] = []
         self._ipus: list[int | None] = []  # where each stage is called
         self._read: list[tuple[tuple[popxl.Tensor, int | None], int, tuple[int, ...]]] = []  # makers and readers
-        self._makers: dict[str, int] = {}  # the stages that make the values that others read
-        self._waits: dict[str, int] = {}  # the cycles until the last of those reads them
+        self._makers: dict[str, int] = {}  # the stages that make values for others
+        self._waits: dict[str, int] = {}  # the cycles until the last of these reads them
         self._shared: dict[str, popxl.Tensor] = {}  # the tensors from outside
-        self._changed: set[str] = set()  # those of them that some stage changes
+        self._changed: set[str] = set()  # tensors among them that some stage changes
 
     def apply(self, include_ops: Mapping[OpId, int]) -> None:
         """Replace the ops that `include_ops` gives stages, by their ids. `ValueError` if that makes no pipeline."""

@@ -266,7 +266,7 @@ def _user_lines(text: str) -> dict[str, str]:
     files = dict(_FILE.findall(text.partition("FunctionNames")[0]))
     locations = {number: (files.get(file, ""), line) for number, file, line in _LOCATION.findall(text)}
     found: dict[str, str] = {}
-    for number, location, parent in _FRAME.findall(text):  # callers come before those that they call
+    for number, location, parent in _FRAME.findall(text):  # callers come before callees
         file, line = locations.get(location, ("", ""))
         is_library = "site-packages" in file or "dist-packages" in file or file.startswith(_OURS)
         # XLA prints the number of the caller plus one

@@ -125,7 +125,7 @@ def collective_time(chip: Chip, kind: str, nbytes: float, spans: Sequence[LinkSp
         return CollectiveTime(_all_to_all(chip, nbytes, spans), "direct", over)
     if kind == "collective-broadcast":
         return CollectiveTime(sum(_tree(chip, nbytes, span) for span in spans), "tree", over)
-    span = spans[-1]  # a permutation: the pair that is farthest apart
+    span = spans[-1]  # a permutation: the pair with the largest distance
     return CollectiveTime(span.link.latency + nbytes / _neighbour(chip, span), "direct", over[-1:])
 
 

@@ -51,7 +51,9 @@ class CpuCollectiveLock:
             yield self._set_results
 
     def _set_results(self, arrays: Sequence[Array]) -> None:
-        self._in_flight = min(arrays, key=lambda array: array.nbytes, default=None)  # in memory until the next turn
+        self._in_flight = min(
+            arrays, key=lambda array: array.nbytes, default=None
+        )  # kept in memory until the next acquisition
 
     def _wait(self) -> None:
         before, self._in_flight = self._in_flight, None

@@ -67,7 +67,7 @@ class Environment:
     def record_reads(self, op: Op) -> None:
         """Record the operands that an op has read: in-place updates of them come after its result."""
         result = next((t for t in op.outputs if t in self.values), None)
-        if result is not None:  # it is no view, say
+        if result is not None:  # for example, not a view
             for t in op.inputs:
                 self._order.record_read(self._resolve_views(t)[0], result, self.value_of(result))
 

@@ -249,7 +249,7 @@ class Lowering:
 
         def function(inputs: tuple[Array, ...], taken: Any) -> Any:
             channels = Channels(dict(zip(streams, taken, strict=True)))
-            context = Context(channels).in_loop_body(channels)  # as in a loop: it is called several times
+            context = Context(channels).in_loop_body(channels)  # as in a loop, because it is called several times
             results = self._inline(graph, inputs, context, Sharing()).unpacked()
             return results.outputs, results.written, channels.states(streams)
 

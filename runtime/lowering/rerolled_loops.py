@@ -313,7 +313,7 @@ def pack_together(environment: Environment, storages: Sequence[Tensor]) -> None:
 
 def _allocate_output(made: LoopOutput, environment: Environment) -> PackedArray:
     """Allocate a packed array for loop outputs."""
-    room = lax.empty((len(made.rows), *made.name.shape), made.name.dtype.as_jax())  # turns fill all of it
+    room = lax.empty((len(made.rows), *made.name.shape), made.name.dtype.as_jax())  # iterations fill all of it
 
     if is_offloaded(made.name):
         room = in_host_memory(room)

@@ -126,7 +126,7 @@ def _on_cpus(main: Graph, held: Collection[Tensor], choice: SegmentationPolicy, 
     again = f"In one program XLA would compile {choice.repeated} ops again that it has compiled already"
     if not choice.is_worth_it():
         return Decision("kept", f"{again}; a plan pays from {REPEATED} on.{of_places}", choice)
-    if not choice.has_large_calls():  # as turns of a loop they cost no dispatch
+    if not choice.has_large_calls():  # as iterations of a loop they cost no dispatch
         rolling = _rolled(main, held, REPEATED)
         if 2 * rolling.saved >= choice.repeated:
             reason = f"{again}, in calls so small that dispatching them would take time. {rolling.summary()}"

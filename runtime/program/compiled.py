@@ -245,7 +245,7 @@ def _plan(layout: Layout, steps: PlanBuilder, known: Sequence[Any] | None, watch
     """Compile the program as segments, executed sequentially by the host."""
     buffers = {buffer: layout.homes[buffer] for buffer in layout.buffers}
     channels = {place: _channels_in(place, layout, steps) for place in layout.terms}
-    # Of several places, some may have no streams; the only one always has its ends.
+    # If there are several places, some may have no streams; a single one always has its ends.
     with_ends = [place for place, here in channels.items() if here or len(channels) == 1]
     if known is None:
         ends = {place: _begin_and_end(layout, place, channels[place]) for place in with_ends}

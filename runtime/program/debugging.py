@@ -181,7 +181,7 @@ class Debugged(Lowering):
             message = self._message(op, operands, targets, made, before, after)
             raise NonFiniteError(message, op, self._replica)
 
-    # What is said ---------------------------------------------------------------------------------------------------
+    # Messages ---------------------------------------------------------------------------------------------------------
 
     def _message(
         self,

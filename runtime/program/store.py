@@ -158,7 +158,7 @@ class VariableStore:
             version = self._host_copies.version
             changing, constant = self._uploaded(given or {})
             device = self._host_copies.new_version() if self.has_run else version
-            # No signal is handled between these: no call is made.
+            # No call is made between these, so no signal is handled.
             self.changing, self.constant = changing, constant
             self.host, self.device = version, device
         if is_first:

@@ -88,7 +88,7 @@ def tpu_devices(
     """
     if not _has_libtpu():
         raise _missing("a TPU", "tpu")
-    # Read by the library when it is loaded: no network queries, and several processes may load it.
+    # Read by the library on loading: no network queries, and several processes may load it.
     _set(TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="true")
     bounds = [min(a, b) for a, b in zip(layout, host, strict=True)]
     told = {"chips_per_host_bounds": (bounds + [1, 1])[:3]} | ({"chip_config_name": config} if config else {})

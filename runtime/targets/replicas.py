@@ -275,7 +275,7 @@ class DividedReplicas(Replicas):
         return {replica: np.array(shards[replica]) for replica in which}
 
     def barrier(self, place: str, runs: int, payload: Any = None) -> list[Any]:
-        # Collectives of unequal numbers of runs would wait for each other, or meet those of something else.
+        # Collectives of unequal numbers of runs would wait for each other, or meet other collectives.
         return processes.barrier(f"{place} after {runs} run{'s' * (runs != 1)}", payload)
 
     def assemble_global(self, array: Array, shape: tuple[int, ...], axis: int) -> Array:

@@ -63,7 +63,7 @@ class CollectiveBackend(Group):
     def shifted(self, t: Array, distance: int) -> Array:
         """Cyclic shift of `t` over members by a distance."""
 
-    # What they make up -----------------------------------------------------------------------------------------------
+    # Combinations of exchanges ----------------------------------------------------------------------------------------
 
     def combined(self, t: Array, op: str) -> Array:
         if op in _TERMS:

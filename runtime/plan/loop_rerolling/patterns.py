@@ -45,7 +45,9 @@ def spans(signatures: Sequence[int], sizes: Sequence[int], first: int, end: int)
     """
     total = [0, *accumulate(sizes)]
     found: defaultdict[int, list[PeriodicRange]] = defaultdict(list)
-    known: defaultdict[int, set[int]] = defaultdict(set)  # places in spans of a period, but for their last turns
+    known: defaultdict[int, set[int]] = defaultdict(
+        set
+    )  # positions in spans of a period, except for their last iterations
     for place, period in _repeats(signatures, sizes, first, end):
         if place not in known[period]:
             start, last = place, place + period

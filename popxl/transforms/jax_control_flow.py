@@ -22,7 +22,7 @@ from popxl.ops.logic import less
 from popxl.ops.repeat import loop_over
 from popxl.transforms import jax_equations as of_jax
 from popxl.transforms.jax_derivative import JaxDerivative
-from popxl.transforms.jax_kinds import DERIVATIVES, of_equation
+from popxl.transforms.jax_kinds import DERIVATIVES, combiner_name, of_equation
 
 if TYPE_CHECKING:
     from popxl.transforms.from_jax import Recorder
@@ -56,7 +56,7 @@ _ONE_OP = {
 
 def _holds_code(equation: JaxprEqn) -> bool:
     functions = (value for value in equation.params.values() if callable(value) and not isinstance(value, type))
-    return bool(traces_in(equation)) or any(True for _ in functions)
+    return any(combiner_name(each) is None for each in traces_in(equation)) or any(True for _ in functions)
 
 
 def record_as_graphs(recorder: Recorder, equation: JaxprEqn, read: Read) -> Sequence[Tensor] | None:

@@ -145,6 +145,8 @@ def _attribute(name: str, value: Any) -> Any:
         return type(value).__name__, *(_attribute(name, part) for part in value)  # dimension numbers
     if isinstance(value, tuple):
         return tuple(_attribute(name, part) for part in value)
+    if isinstance(value, Jaxpr) and (combiner := combiner_name(value)) is not None:
+        return f"{_COMBINER}.{combiner}"
     if isinstance(value, ClosedJaxpr | Jaxpr):
         about = (value.jaxpr if isinstance(value, ClosedJaxpr) else value).debug_info
         return Function(about.func_name, value)
@@ -163,6 +165,8 @@ def _parameter(value: Any) -> Any:
         kind, _, member = value.partition(".")
         if kind == _GENERATOR:
             return generator_from(member)
+        if kind == _COMBINER:
+            return _combiner(member)
         found = getattr(jax.lax, kind, None) if member else None
         return found[member] if isinstance(found, type) and issubclass(found, Enum) else value
     if isinstance(value, tuple):
@@ -171,6 +175,43 @@ def _parameter(value: Any) -> Any:
         return found(*parts[1:]) if isinstance(found, type) and issubclass(found, tuple) else parts
     return value
 
+
+def combiner_name(jaxpr: Any) -> str | None:
+    """A function that does nothing but combine two numbers, such as that of a scatter: its name and dtype; else None.
+
+    Example:
+        >>> combiner_name(jax.make_jaxpr(jax.lax.add)(1.0, 2.0).jaxpr)
+        'add float32'
+    """
+    numbers = [v.aval for v in jaxpr.invars]
+    if len(numbers) != 2 or len(jaxpr.eqns) != 1 or numbers[0].shape or jaxpr.eqns[0].primitive.name not in _COMBINERS:
+        return None
+    name = f"{jaxpr.eqns[0].primitive.name} {numbers[0].dtype}"
+    return name if str(_combiner(name)) == str(jaxpr) else None
+
+
+@cache
+def _combiner(name: str) -> Jaxpr:
+    """The function with such a name."""
+    primitive, dtype = name.split()
+    number = jax.ShapeDtypeStruct((), jax.numpy.dtype(dtype))
+    with jax.enable_x64(True):  # a dtype of 64 bits is meant
+        return jax.make_jaxpr(_COMBINERS[primitive])(number, number).jaxpr
+
+
+_COMBINERS = {
+    "add": jax.lax.add,
+    "mul": jax.lax.mul,
+    "max": jax.lax.max,
+    "min": jax.lax.min,
+    "sub": jax.lax.sub,
+    "and": jax.lax.bitwise_and,
+    "or": jax.lax.bitwise_or,
+    "xor": jax.lax.bitwise_xor,
+}
+
+_COMBINER = "Jaxpr"
+"""What JAX calls a function among the parameters of equations."""
 
 _GENERATOR = "PRNGImpl"
 """What JAX calls a generator of random numbers among the parameters of equations."""

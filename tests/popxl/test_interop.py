@@ -951,6 +951,23 @@ def test_what_vmap_counts_is_saved(tmp_path) -> None:
         assert_close(session.run()[out], X / np.linalg.norm(X, axis=1, keepdims=True))
 
 
+def test_what_combines_numbers_is_saved(tmp_path) -> None:
+    """Scatters and windows hold a function, which is a sum or a product by name."""
+
+    def combined(x: Any) -> Any:
+        rows = jnp.array([2, 0, 2])
+        product = jax.lax.reduce_window(x, 1.0, jax.lax.mul, (2, 2), (1, 1), "VALID")
+        return x.at[rows].add(jnp.ones((3, X.shape[1]))), jax.ops.segment_prod(x[0], jnp.arange(X.shape[1]), 9), product
+
+    ir = popxl.Ir()
+    graph = graph_of(popxl.from_jax(combined), np.resize(X, (3, X.shape[1])), ir=ir)
+    assert "because=" not in str(graph)
+    ir.save(tmp_path / "program.popxl")
+    (loaded,) = (g for g in popxl.Ir.load(tmp_path / "program.popxl").graphs if g.id == graph.id)
+    assert str(loaded) == str(graph)
+    assert_agree(popxl.to_jax(loaded), combined, np.resize(X, (3, X.shape[1])), grad=False)
+
+
 @pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("solved", [lambda m, x: jnp.linalg.solve(m, x), lambda m, x: jnp.linalg.inv(m) @ x])
 def test_solvers(solved) -> None:

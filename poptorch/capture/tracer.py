@@ -165,8 +165,7 @@ class Tracer:
         self.recorder.move(t, moved)
         return moved
 
-    # Records
-    # ------------------------------------------------------------------------------------------------------------
+    # Records --------------------------------------------------------------------------------------------------------
 
     def record(
         self, op: str, compute: Callable[..., Any], arguments: Mapping[str, Any], has_effect: bool = False

@@ -51,9 +51,7 @@ class CpuCollectiveLock:
             yield self._set_results
 
     def _set_results(self, arrays: Sequence[Array]) -> None:
-        self._in_flight = min(
-            arrays, key=lambda array: array.nbytes, default=None
-        )  # kept in memory until the next acquisition
+        self._in_flight = min(arrays, key=lambda array: array.nbytes, default=None)  # kept until the next call
 
     def _wait(self) -> None:
         before, self._in_flight = self._in_flight, None

@@ -45,9 +45,7 @@ def spans(signatures: Sequence[int], sizes: Sequence[int], first: int, end: int)
     """
     total = [0, *accumulate(sizes)]
     found: defaultdict[int, list[PeriodicRange]] = defaultdict(list)
-    known: defaultdict[int, set[int]] = defaultdict(
-        set
-    )  # positions in spans of a period, except for their last iterations
+    known: defaultdict[int, set[int]] = defaultdict(set)  # positions in spans, except in their last iterations
     for place, period in _repeats(signatures, sizes, first, end):
         if place not in known[period]:
             start, last = place, place + period

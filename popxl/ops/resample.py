@@ -259,9 +259,7 @@ def _samples(start: Any, end: Any, bins: int, ratio: int, size: int) -> tuple[An
     step = (jnp.maximum(end - start, 1) / bins)[:, None, None]
     bin_ = jnp.arange(bins, dtype=step.dtype)[:, None]
     part = jnp.arange(ratio, dtype=step.dtype) + 0.5
-    x = (
-        start[:, None, None] + bin_ * step + part * step / ratio
-    )  # in this order, as in other libraries: it matters at borders
+    x = start[:, None, None] + bin_ * step + part * step / ratio  # other libraries' order, which matters at borders
     x = x.reshape(-1, bins * ratio)
     counts = (x >= -1) & (x <= size)
     x = jnp.clip(x, 0, size - 1)

@@ -82,9 +82,7 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 def first_effect(jaxpr: Jaxpr) -> JaxprEqn | None:
     """First equation with a side effect."""
-    found = (
-        e for e in equations(jaxpr) if e.effects and e.primitive.name != "jit"
-    )  # includes effects of nested jaxprs
+    found = (e for e in equations(jaxpr) if e.effects and e.primitive.name != "jit")  # includes nested effects
     return next(found, None)
 
 

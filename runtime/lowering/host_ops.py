@@ -46,9 +46,7 @@ def _print_tensor(lowering: Lowering, op: Op, environment: Environment, context:
 
     if op.attributes["print_self"]:
         running = True if context.channels.running is None else context.channels.running
-        replica = (
-            lax.axis_index(lowering.replicas.axis) if lowering.is_vmapped else 0
-        )  # otherwise, values that are the same for all replicas are printed once
+        replica = lax.axis_index(lowering.replicas.axis) if lowering.is_vmapped else 0  # or equal values print once
         if _has_callbacks(lowering):
             jax.debug.callback(write, value, running, replica, ordered=lowering.prints_in_order)
         else:

@@ -39,7 +39,7 @@ __all__ = ["Module", "NameScopeMeta", "create_grad_graph_info"]
 
 
 class Module(popxl.Module, metaclass=NameScopeMeta):
-    """Something that builds a graph with named state. Subclasses implement `build`, and may implement `build_grad`.
+    """Builder of a graph with named state. Subclasses implement `build`, and may implement `build_grad`.
 
     With a truthy `cache`, `create_graph` reuses the graph of an earlier call with equal arguments.
     `grad_inlining_error` selects the reaction to inlining a module with a `build_grad`, which leaves its `build_grad`
@@ -94,8 +94,8 @@ class Module(popxl.Module, metaclass=NameScopeMeta):
         """Build a graph from `build`, with factories for its variables named like its `args`.
 
         Tensors and specs among the arguments become inputs of the graph; everything else is passed to `build`
-        unchanged.
-        Needs a current graph. `ValueError` if the arguments do not match the signature of `build`, or if it returns
+        unchanged. Needs a current graph. `ValueError` if the arguments do not match the signature of `build`, or if it
+        returns
         something other than tensors.
         """
         with self._collected.build_scope():

@@ -28,7 +28,7 @@ _TEXT = re.compile(r"\s*([+-]?[0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def bytes_of(text: str | int, who: str) -> int:
-    """The number of bytes that a budget says.
+    """Parse a budget to a number of bytes.
 
     Raises:
         TypeError: for a value that is neither text nor an integer.
@@ -82,7 +82,7 @@ def compiled_program(ir: Ir, program: CompiledProgram, applied: Sequence[Any]) -
         applied: objects that applied memory plans while it was built.
 
     Raises:
-        ValueError: unless that is one.
+        ValueError: if the program applies no memory plan, or several.
     """
     if len(applied) != 1:
         raise ValueError(
@@ -101,7 +101,7 @@ def planned_program(programs: Sequence[tuple[Ir, CompiledProgram]], applied: Seq
     """Compiled program that a memory plan was applied to, among those of a user's file; the first one without any.
 
     Raises:
-        ValueError: as `compiled_program`.
+        ValueError: as for `compiled_program`.
     """
     planned = (each for each in programs if any(each[0] is by.model.ir for by in applied))
     return compiled_program(*next(planned, programs[0]), applied)
@@ -158,7 +158,7 @@ def plan_within(compiled: Callable[[Any], Compiled], budget: int, told: Callable
     """Find a plan whose compiled program needs no more than a budget, and adds least time by published figures.
 
     Args:
-        compiled: builds a program with a plan or policy, and compiles it.
+        compiled: function that builds a program with a plan or policy, and compiles it.
         budget: bytes of a device.
         told: function called with a line after each compilation.
 

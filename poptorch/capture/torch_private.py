@@ -105,9 +105,9 @@ def unvalidated_distributions() -> Iterator[None]:
 def decomposing_functions() -> Iterator[None]:
     """Make functions run as ops that PyTorch can decompose and differentiate.
 
-    Functions of `torch.jit.script` run as the Python that they were made of, and those of `torch.jit.trace` as they are
-    at first: later they derive by themselves, and what they detach is not heard of. Recurrent layers and attention are
-    else ops of a library of the CPU's.
+    Functions of `torch.jit.script` run as their original Python, and those of `torch.jit.trace` in their unoptimised
+    form: later they differentiate by themselves, and hide what they detach. Recurrent layers and attention would
+    otherwise be ops of a CPU library.
     """
     kind: Any = torch._C.ScriptFunction
     before, run = torch._C._get_mkldnn_enabled(), kind.__call__

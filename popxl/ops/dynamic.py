@@ -114,7 +114,7 @@ def dynamic_slice(t: Tensor, index: Tensor, axes: Iterable[int], sizes: Iterable
         t: tensor of rank 1 or more.
         index: integer tensor with a start for each of `axes`, of any shape with that many elements. No gradient.
         axes: the dimensions to cut; negative ones count from the back.
-        sizes: the size of the block on each of them.
+        sizes: size of the block on each of them.
         no_overlap: accepted; no effect. A promise that slices of one tensor do not overlap. The gradient adds up
             where they do, promised or not.
 
@@ -144,7 +144,7 @@ def dynamic_update(
         index: integer tensor with a start for each of `axes`, of any shape with that many elements. No gradient.
         t_update: the new block, of the dtype of `t`; a first dimension of size 1 may be left out.
         axes: the dimensions that the block is cut on; negative ones count from the back.
-        sizes: the size of the block on each of them.
+        sizes: size of the block on each of them.
         no_overlap: accepted; no effect. A promise that no element is written twice.
 
     Returns:

@@ -289,7 +289,7 @@ def scatter_reduce(
         initial_values: initial content of the buckets, which takes part in the reduction; of the shape of the result.
             Without it, buckets without elements hold 0.
         axis: the dimension that the indices are for; negative ones count from the back.
-        axis_size: the number of buckets. It is needed, and used, if there are no `initial_values`.
+        axis_size: number of buckets. It is needed, and used, if there are no `initial_values`.
         enable_index_broadcast: if true, `indices` has the shape of `data`; or one index for each slice of `data` along
             `axis`, as a vector, or with that length on `axis` and size 1 on all other dimensions. If false, dimensions
             of size 1 are added (a vector is laid along `axis`; otherwise they are the last), and only the leading block

@@ -18,23 +18,24 @@ MULTISLICE_MAGIC_NUMBER = 16
 
 
 class Embedding(Module):
-    """The rows of a table that indices pick. See also ``torch.nn.Embedding``.
+    """Table lookup: rows of a table, selected by indices. See also ``torch.nn.Embedding``.
 
     Each group of `replica_grouping` holds one of `n_shards` blocks of rows (one block without a grouping). With
     several, subtract the block's entry of `offsets` from the indices: those outside of the block give zeros, so that
     the sum over the blocks is the embedding.
 
     Variable: `weight` of shape (vocab_shard_size, hidden_size), a truncated normal distribution with the standard
-    deviation 0.02. Blocks have a multiple of 16 rows, so there may be more than `vocab_size`; what files of weights
-    call it says so: `weights.Stored(name, rows=vocab_size)`. A checkpoint can be read with another number of blocks if
-    there are as many rows in all: so let `vocab_size` be a multiple of 16 times the largest number of blocks.
+        deviation 0.02. Blocks have a multiple of 16 rows, so there may be more than `vocab_size`, which the names of
+        weights in files have to state: `weights.Stored(name, rows=vocab_size)`. A checkpoint can be read with another
+        number of blocks if the total number of rows is the same: so let `vocab_size` be a multiple of 16 times the
+        largest number of blocks.
 
     Args:
         dtype: dtype of the table.
         vocab_size: number of rows of the whole table.
         hidden_size: length of the vectors.
-        axis: the axis of the table that indices pick from.
-        replica_grouping: see above: a grouping, or names of axes.
+        axis: axis of the table that the indices refer to.
+        replica_grouping: groups of replicas that share a block: a grouping, or names of axes.
 
     Example:
         >>> with popxl.Ir().main_graph:

@@ -41,7 +41,7 @@ class PlanBuilder:
         ops: ops of the graph, and further ops after them.
         choice: selection of calls as segments, and placement of ops.
         owned: storages without other owners at the start.
-        kept: the storages whose values are needed at the end.
+        kept: storages whose values are needed at the end.
         place: place of storages that no step uses.
         is_whole: whether all storages are in that place.
 
@@ -188,7 +188,7 @@ class PlanBuilder:
             needed -= set(step.makes) - set(step.reads)
             needed |= set(step.reads)
         for step in self.steps:
-            if isinstance(step, Segment):  # an entry makes all results
+            if isinstance(step, Segment):  # host control flow makes all results
                 step.makes = tuple(t for t in step.makes if step.encoding.numbers[t] in asked[step.structure])
                 step.frees = tuple(t for t in step.frees if t in step.reads or t in step.makes)
 
@@ -236,7 +236,7 @@ class PlanBuilder:
         stale = [(t, p) for t in dict.fromkeys((*ends, *step.frees)) for p in sorted(self._copies.pop(t, ()))]
         step.drops = (*step.frees, *stale)
 
-    # Entries
+    # Host control flow
 
     def _enter(self, step: HostControlFlow) -> Trampolined[None]:
         """Plan the graphs of a host-executed op, and route its arguments."""

@@ -95,7 +95,7 @@ class Device:
         type: kind of device.
         numIpus: number of IPUs that it represents.
         id: number among its kind.
-        target: the machine that it stands for, if that is not here. Nothing can be run then.
+        target: offline target that it represents, if any. Then nothing can be run.
 
     Attributes:
         name, jax_devices, type, numIpus, id, target: as passed.

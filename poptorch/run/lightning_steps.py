@@ -1,13 +1,15 @@
 """A `LightningModule` step as a model, plus deferred execution of its host-side effects.
 
-A step is captured once, without numbers. Its host-side effects, `self.log(...)` and updates of metrics, are *deferred*:
-the capture records each call, and the program returns the tensors among its arguments, those of every micro-batch.
-After a run the host makes the calls with these numbers. So Lightning gets the same calls as without a program, and
-metrics of torchmetrics are updated unchanged, micro-batch by micro-batch.
+A step is captured once, without numbers. Its host-side effects, `self.log(...)`, updates of metrics and what it appends
+to lists of the module, are *deferred*: the capture records each call, and the program returns the tensors among its
+arguments, those of every micro-batch. After a run the host makes the calls with these numbers. So Lightning gets the
+same calls as without a program, and metrics of torchmetrics are updated unchanged, micro-batch by micro-batch.
 """
 
 from __future__ import annotations
 
+import operator
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,11 +19,12 @@ from math import prod
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 
+from poptorch.base.logging_ import logger
 from poptorch.errors import createPoptorchError
 from poptorch.ops import identity_loss, return_all
 from poptorch.program.batching import Batching
@@ -44,7 +47,7 @@ class _Number:
 
 @dataclass(eq=False)
 class _DeferredCall:
-    """A deferred metric method call.
+    """A deferred call: a method of a metric, or an `append` to a list of the module.
 
     Attributes:
         function: the method.
@@ -165,7 +168,7 @@ class _Deferred:
     """Host-side effects of a step, recorded during a single capture.
 
     Attributes:
-        calls: calls of methods of metrics, in the order of the step.
+        calls: calls of methods of metrics and lists, in the order of the step.
         logs: values logged after them.
         shapes: shapes of the tensors that the program has to return for them.
     """
@@ -220,7 +223,7 @@ class _Noting:
         self.logged: list[torch.Tensor] = []
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> _DeferredCall:
-        """Record a metric method call."""
+        """Record a call."""
         flat, structure = pytree.tree_flatten((args, kwargs))
         self.deferred.calls.append(_DeferredCall(function, list(map(self._argument, flat)), structure))
         return self.deferred.calls[-1]
@@ -288,12 +291,14 @@ class Step(torch.nn.Module):
     def forward(self, batch: Any, *indices: torch.Tensor) -> tuple[Any, list[torch.Tensor], int]:
         numbers = [index[0] for index in indices]
         positional = len(numbers) - len(self.keywords)
-        noting = _Noting()
-        with self._deferring(noting):
+        noting, appended = _Noting(), _appends(self.module)
+        with self._deferring(noting), _telling_of_numbers(self.module, self.step):
             result = getattr(self.module, self.step)(
                 batch, *numbers[:positional], **dict(zip(self.keywords, numbers[positional:], strict=True))
             )
             result = _OfMetric.substitute(result)
+            for append, item in appended():
+                noting.call(append, (item,), {})
         if self.step == "training_step":
             result = self._with_loss(result, noting.logged)
         return result, [return_all(t) for t in noting.tensors], self._captures.number_of(noting.deferred)
@@ -326,6 +331,79 @@ class Step(torch.nn.Module):
             for each, others in zip((self.module, *metrics), methods, strict=True):
                 stack.enter_context(_having(each, {**vars(each), **others}))
             yield
+
+
+def _appends(module: torch.nn.Module) -> Callable[[], Iterator[tuple[Callable[[Any], None], Any]]]:
+    """Watch the lists among a module's attributes, and in dictionaries there.
+
+    Returns:
+        A function that removes what has been appended since: calls that append to the list then there, and the items.
+    """
+
+    def lists() -> Iterator[tuple[tuple[Any, ...], list[Any]]]:
+        for name, value in vars(module).items():
+            found = value.items() if isinstance(value, dict) and not name.startswith("_") else ()
+            yield from (((name, key), each) for key, each in found if type(each) is list)
+            if type(value) is list:
+                yield (name,), value
+
+    def append_to(path: tuple[Any, ...]) -> Callable[[Any], None]:
+        def append(item: Any) -> None:
+            name, *keys = path
+            there = getattr(module, name)
+            for key in keys:
+                there = there[key]
+            there.append(item)
+
+        return append
+
+    before = {path: list(each) for path, each in lists()}
+
+    def appended() -> Iterator[tuple[Callable[[Any], None], Any]]:
+        for path, each in lists():
+            was = before.get(path)
+            if was is not None and len(each) > len(was) and all(map(operator.is_, was, each)):
+                items = each[len(was) :]
+                del each[len(was) :]
+                yield from ((append_to(path), item) for item in items)
+
+    return appended
+
+
+@contextmanager
+def _telling_of_numbers(module: LightningModule, step: str) -> Iterator[None]:
+    """Warn, once per step, about numbers of the trainer that a step reads: they stay as they are in its capture."""
+
+    def telling(kind: type, name: str) -> property:
+        getter = getattr(kind, name).fget
+
+        def read(owner: Any) -> Any:
+            number = getter(owner)
+            told = _told.setdefault(module, set())
+            if (step, name) not in told:
+                told.add((step, name))
+                logger.warning(
+                    "`%s` reads `%s`, which is %s now. A step is captured once, so this number is a part of the "
+                    "program, and stays. What is to follow it is a buffer (`register_buffer`) that a hook overwrites, "
+                    "such as `on_train_batch_start`: `self.progress.fill_(self.%s)`.",
+                    step,
+                    name,
+                    number,
+                    name,
+                )
+            return number
+
+        return property(read)
+
+    with ExitStack() as stack:
+        for name in ("current_epoch", "global_step"):
+            for kind in (LightningModule, Trainer):
+                stack.callback(setattr, kind, name, vars(kind)[name])
+                setattr(kind, name, telling(kind, name))
+        yield
+
+
+_told: weakref.WeakKeyDictionary[LightningModule, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
 
 
 @contextmanager

@@ -256,6 +256,45 @@ def test_logs_of_steps_that_look_at_numbers(tmp_path: Path) -> None:
     torch.testing.assert_close(found[1], found[0])
 
 
+class Collects(Classifier):
+    """Keeps results of steps in lists, and trains by the number of the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Any] = []
+        self.results: dict[str, list[Any]] = {"all": []}
+
+    def training_step(self, batch: Any, batch_idx: Any) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"] * (self.current_epoch + 1)
+        self.losses.append(loss.detach())
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def validation_step(self, batch: Any, batch_idx: Any) -> None:
+        self.results["all"].append({"scores": self(batch[0]), "labels": batch[1], "rows": len(batch[1])})
+
+    def on_validation_epoch_end(self) -> None:
+        rows = sum(each["rows"] for each in self.results["all"])
+        scores, labels = (torch.cat([each[key] for each in self.results["all"]]) for key in ("scores", "labels"))
+        self.log("right", (scores.argmax(1) == labels).sum() / rows)
+        self.results["all"] = []
+
+
+def test_lists_that_steps_append_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = {}
+    for accelerator in "cpu", "ipu":
+        torch.manual_seed(1)
+        net, run = Collects(), trainer(tmp_path, accelerator=accelerator, max_epochs=1)
+        run.fit(net, loader(6), loader(8))
+        found[accelerator] = torch.stack(net.losses), run.callback_metrics["right"], net.results
+    torch.testing.assert_close(found["ipu"], found["cpu"])
+    assert len(found["ipu"][0]) == 4
+    (text,) = (each for each in caplog.messages if "reads" in each)
+    assert text.startswith("`training_step` reads `current_epoch`, which is 0 now.") and "changes" not in caplog.text
+
+
 class Normed(Classifier):
     """With a batch norm."""
 

@@ -50,7 +50,7 @@ class GraphCache:
         graphs = self._graphs.setdefault(ir, WeakValueDictionary())
         key = _call_key(fn, args, kwargs)
         graph = graphs.get(key)
-        if graph is None:
+        if graph is None or graph not in ir.graphs:  # it may have been removed since
             graph = graphs[key] = ir.create_graph(fn, *args, **kwargs)
         return graph
 

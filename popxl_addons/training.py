@@ -24,6 +24,7 @@ from popxl_addons.optimizers.loss_scaling import DynamicLossScaling, LossScale
 from popxl_addons.precision import MixedPrecision
 from popxl_addons.rts import gather_replica_sharded_tensor
 from popxl_addons.transforms.autodiff import autodiff, autodiff_with_accumulation
+from popxl_addons.transforms.gathered_weights import gather_in_calls
 from popxl_addons.transforms.memory_budget import is_budget, plan_memory
 from popxl_addons.transforms.memory_plan import MemoryPlan, MemoryPolicy
 from popxl_addons.transforms.planned_gradients import PlannedGradients
@@ -80,7 +81,9 @@ def train_step(
         loss_scaling: factor of the loss's gradient: a number, a tensor, or `optimizers.DynamicLossScaling()`, which
             adapts itself. By default the latter for a `precision` of float16, else 1.
         sharded: whether to shard the variables and the optimiser's state over the replicas that share them, as
-            `facts.init_sharded()` does. A step gathers the variables, and scatters the gradients.
+            `facts.init_sharded()` does. Graphs that the model calls, usually layers, gather their weights whenever they
+            run, and reduce-scatter their gradients at once: one layer is whole at a time. Weights that the model reads
+            itself are gathered at the start of a step.
         variables: variables of the model, whole or sharded, if they exist; otherwise they are made.
         memory: treatment of the activations of the model's layers: kept for the gradient, recomputed or offloaded to
             host memory: a policy (`"everything"`, `"products"`, `"products_without_batch"`, `"nothing"`) or a
@@ -153,15 +156,23 @@ def train_step(
             variables = factories.init_sharded() if sharded else factories.init()
         scale = loss_scaling.init() if isinstance(loss_scaling, DynamicLossScaling) else loss_scaling
         batches = ([_loaded(each, precision) for each in inputs] for _ in range(accumulate))
+        forward = gather_in_calls(forward, variables)
         weights = variables if precision is None else precision.cast(variables, forward.args)
-        planned = None if memory is None else PlannedGradients(forward.graph, cast(Any, memory))
-        mean, found = _gradients(forward, _gather_weights(weights, variables), batches, accumulate, scale, planned)
-        gradients = {name: _mean_gradient(g, variables[name]) for name, g in found.to_dict().items()}
+        treated = memory
+        if memory is None and any(t.meta_shape for t in forward.args.tensors):
+            treated = "everything"  # but for the weights that layers gather
+        planned = None if treated is None else PlannedGradients(forward.graph, cast(Any, treated))
+        bound = _bound(forward.args, weights, variables)
+        mean, found = _gradients(forward, bound, batches, accumulate, scale, planned)
+        gradients = {
+            name: g if forward.args[name].meta_shape else _mean_gradient(g, variables[name])
+            for name, g in found.to_dict().items()
+        }
         if ir.replication_factor > 1:
             mean = ops.collectives.replicated_all_reduce(mean, "mean")
         trained = NamedTensors.from_dict({name: variables[name] for name in gradients})
         state = optimizer(trained, gradients, loss_scaling=scale)
-    return Training(mean, variables, state, None if planned is None else planned.plan)
+    return Training(mean, variables, state, None if planned is None or memory is None else planned.plan)
 
 
 def _planned_apart(
@@ -275,14 +286,16 @@ def _upcast(t: popxl.Tensor) -> popxl.Tensor:
     return cast_if_needed(t, popxl.float32) if t.dtype.is_half else t
 
 
-def _gather_weights(weights: NamedTensors, variables: NamedTensors) -> NamedTensors:
-    """Graph arguments: full weights gathered from sharded variables."""
-    return NamedTensors.from_dict(
-        {
-            name: gather_replica_sharded_tensor(t, False, _group(variables[name]))
-            for name, t in weights.to_dict().items()
-        }
-    )
+def _bound(args: NamedTensors, weights: NamedTensors, variables: NamedTensors) -> NamedTensors:
+    """Graph arguments: shards, where the graph takes these, and else full weights, gathered of sharded variables."""
+
+    def bound(name: str, t: popxl.Tensor) -> popxl.Tensor:
+        if not args[name].meta_shape:
+            return gather_replica_sharded_tensor(t, False, _group(variables[name]))
+        shard = t.piece if isinstance(t, Variable) and t.piece is not None else t
+        return cast_if_needed(shard, args[name].dtype)
+
+    return NamedTensors.from_dict({name: bound(name, t) for name, t in weights.to_dict().items()})
 
 
 def _group(variable: popxl.Tensor) -> popxl.ReplicaGrouping:

@@ -5,6 +5,10 @@ XLA has no control dependencies for users: it reorders independent operations fr
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
+from functools import reduce
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -32,3 +36,9 @@ def with_fake_dependency(value: Array, number: Array) -> Array:
     bits = _BITS[value.dtype.itemsize]
     some = number.astype(bits)
     return lax.bitcast_convert_type(lax.bitcast_convert_type(value, bits) | (some & ~some), value.dtype)
+
+
+def computed_after(value: Array, others: Iterable[Array]) -> Array:
+    """`value` with a fake dependency on the first elements of `others`, if there are any."""
+    firsts = [other[(0,) * other.ndim] != 0 for other in others if other.size]
+    return with_fake_dependency(value, reduce(operator.or_, firsts)) if value.size and firsts else value

@@ -10,6 +10,7 @@ from jax import lax
 
 from popxl.ops.kernels import memory
 from popxl.ops.kernels.kernel import Kernel, KernelImpl
+from runtime.fake_dependency import computed_after
 
 
 def available_after(value: Any, other: Any) -> Any:
@@ -29,6 +30,7 @@ def in_device_memory(value: Any) -> Any:
 
 OVERRIDES: Mapping[Kernel, KernelImpl] = {
     memory.available_after: available_after,
+    memory.computed_after: computed_after,
     memory.in_host_memory: in_host_memory,
     memory.in_device_memory: in_device_memory,
 }

@@ -33,6 +33,7 @@ from popxl.core.traits import (
 from popxl.ops.complex import NORM
 from popxl.ops.convert import cast_if_needed
 from popxl.ops.families import REAL
+from popxl.ops.memory import available_after_all
 from popxl.ops.nn import REDUCTION_TYPE, cross_entropy, cross_entropy_with_grad
 from popxl.ops.var_updates.adam import adam_direction, minus_correction
 from popxl.ops.var_updates.factors import factor, one_number
@@ -64,6 +65,7 @@ __all__ = [
     "Composite",
     "Trait",
     "adam_direction",
+    "available_after_all",
     "minus_correction",
     "VJP",
     "View",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from popxl.core.aliasing import through_calls
@@ -20,6 +20,13 @@ def _available_after(t: Any, other: Any) -> Any:
 
 
 _after = OpKind("AvailableAfter", _available_after, shape=like_first, result="{t}_after", gradient={"t": lambda g: g})
+_after_all = OpKind(
+    "AvailableAfterAll",
+    lambda t, *others: memory.computed_after(t, others),
+    shape=lambda t, *others: t.spec,
+    result="{t}_after",
+    gradient={"t": lambda g: g},
+)
 _offload = OpKind(
     "Offload", lambda t: memory.in_host_memory(t), shape=like_first, result="{t}_offloaded", gradient={"t": lambda g: g}
 )
@@ -58,6 +65,14 @@ def available_after(t: Tensor, other: Tensor) -> Tensor:
         >>> again = ops.gelu(ops.available_after(x, gradient))
     """
     return _after(t, other)
+
+
+def available_after_all(t: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """`t` after the computation of all `others`, also when the program runs: none of them is put off beyond it.
+
+    `available_after` orders what compilers merge, and not what they schedule.
+    """
+    return _after_all(t, *others) if others else t
 
 
 def offload(t: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import popxl
 from popxl.context import get_current_context
 from popxl.extend.graphs import is_call
 from popxl.extend.ops import Op
-from popxl_addons.transforms.graph_copies import copy_graph
+from popxl_addons.transforms.graph_copies import call_in_place_of, copy_graph
 
 __all__ = ["calls_in", "divide_calls"]
 
@@ -73,10 +73,8 @@ def _redirect(call: Op, to: popxl.Graph) -> None:
     """Redirect a call to another graph with equal inputs and outputs."""
 
     def recompute(*inputs: popxl.Tensor) -> tuple[popxl.Tensor, ...]:
-        operands, attributes = call.kind.arguments(call, inputs)
         with get_current_context().set(debug_record=call.debug_record):
-            name = next(iter(call.kind.graphs))
-            twin = call.kind.record(*operands, results=[t.name for t in call.outputs], **{**attributes, name: to})
+            twin = call_in_place_of(call, inputs, to)
         twin.edit(modified=call.modified)
         return twin.outputs
 

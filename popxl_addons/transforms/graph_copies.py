@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import popxl
 from popxl.context import get_current_context
 from popxl.extend.ops import Op
 from popxl.tensor import Constant
 
-__all__ = ["Transfers", "copy_graph"]
+__all__ = ["Transfers", "call_in_place_of", "copy_graph"]
 
 
 @dataclass(frozen=True)
@@ -35,16 +36,22 @@ class Transfers:
 
 
 def copy_graph(
-    graph: popxl.Graph, transfers: Transfers | None = None, into: popxl.Graph | None = None
+    graph: popxl.Graph,
+    transfers: Transfers | None = None,
+    into: popxl.Graph | None = None,
+    given: Mapping[popxl.Tensor, popxl.Tensor] = MappingProxyType({}),
+    callees: Mapping[Op, popxl.Graph] = MappingProxyType({}),
 ) -> tuple[popxl.Graph, dict[popxl.Tensor, popxl.Tensor]]:
     """Copy of a graph: equal ops, devices, names and source lines.
 
-    It calls the graphs that `graph` calls.
+    It calls the graphs that `graph` calls, unless `callees` has others.
 
     Args:
         graph: the graph to copy.
         transfers: transfers to add; by default none.
-        into: an empty graph that becomes the copy; by default a new one.
+        into: a graph without ops that becomes the copy; by default a new one.
+        given: inputs of `into`, by the inputs of `graph` that they stand for. The others are added.
+        callees: other graphs for calls, with inputs and outputs in the same places.
 
     Returns:
         The copy, and its tensors by those of `graph`: for an offloaded tensor, the one that is returned in its place.
@@ -54,7 +61,9 @@ def copy_graph(
     context = get_current_context()
     of: dict[popxl.Tensor, popxl.Tensor] = {}
     with copy, popxl.in_sequence(False), context.set(scope_prefix=""):
-        of.update((t, copy.add_input_like(t, t.by_ref)) for t in graph.inputs if t not in transfers.fetched)
+        of.update(given)
+        missing = [t for t in graph.inputs if t not in transfers.fetched and t not in given]
+        of.update((t, copy.add_input_like(t, t.by_ref)) for t in missing)
         of.update((t, popxl.constant(t.data, t.dtype, t.name)) for t in graph.tensors if isinstance(t, Constant))
         ids: dict[int, int] = {}
         given_up = {t: transfers.made[t](of[t]) for t in graph.inputs if t in of and t in transfers.made}
@@ -70,7 +79,8 @@ def copy_graph(
                 for t in dict.fromkeys(each for needed in used for each in transfers.together(op, needed)):
                     if t not in of:
                         of[t] = transfers.fetched[t](latest)
-                twin = op.clone([of[t] for t in op.inputs])
+                inputs = [of[t] for t in op.inputs]
+                twin = call_in_place_of(op, inputs, callees[op]) if op in callees else op.clone(inputs)
                 of.update(zip(op.outputs, twin.outputs, strict=True))
                 given_up.update((t, transfers.made[t](of[t])) for t in op.outputs if t in transfers.made)
             latest = next((t for t in twin.outputs if t.dtype.is_floating_point), latest)
@@ -81,3 +91,10 @@ def copy_graph(
         for t in graph.outputs:
             popxl.graph_output(of[t])
     return copy, of
+
+
+def call_in_place_of(call: Op, inputs: Sequence[popxl.Tensor], graph: popxl.Graph) -> Op:
+    """Clone a call in the current graph, with other inputs and another graph: its outputs are as many."""
+    operands, attributes = call.kind.arguments(call, inputs)
+    name = next(iter(call.kind.graphs))
+    return call.kind.record(*operands, results=[t.name for t in call.outputs], **{**attributes, name: graph})

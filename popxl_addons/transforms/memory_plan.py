@@ -23,6 +23,7 @@ from popxl.extend.files import replace_file
 from popxl.extend.graphs import has_effect, own_flops, through_calls, written_inputs
 from popxl.extend.pages import OnPage, Page, Table, bytes_text
 from popxl.transforms import GradGraphInfo
+from popxl_addons.ops.weight_gather import gathered_weights_of
 
 __all__ = [
     "Activation",
@@ -50,11 +51,13 @@ class Activation(NamedTuple):
         tensor: tensor of the forward graph.
         made_by: op that computes it, within a called graph if that computes it.
         path: name in plans: names of the called graphs on the way, then that of the tensor.
+        is_gathered: whether it is computed of gathered weights alone, which policies do not keep.
     """
 
     tensor: popxl.Tensor
     made_by: popxl.Op
     path: str
+    is_gathered: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -114,11 +117,12 @@ def candidates(info: GradGraphInfo) -> list[Activation]:
         found += [t for t in reversed(op.outputs) if t in wanted and t not in provided]
         wanted.update(op.inputs)
     taken = Counter[str]()
-    activations = []
+    activations, gathered = [], gathered_weights_of(forward)
     for t in reversed(found):
         made_by, path = _origin(t)
         taken[path] += 1  # a graph that is called twice has activations of one name
-        activations.append(Activation(t, made_by, path if taken[path] == 1 else f"{path}#{taken[path]}"))
+        path = path if taken[path] == 1 else f"{path}#{taken[path]}"
+        activations.append(Activation(t, made_by, path, t in gathered))
     return activations
 
 
@@ -326,7 +330,9 @@ def matches_nothing(who: str, missing: Sequence[str], known: Sequence[str]) -> s
 
 
 def is_kept_by_policy(policy: MemoryPolicy, activation: Activation) -> bool:
-    """Whether a policy keeps an activation."""
+    """Whether a policy keeps an activation. None keeps weights that the graph gathers of shards: they are large."""
+    if activation.is_gathered:
+        return False
     match policy:
         case "everything":
             return True

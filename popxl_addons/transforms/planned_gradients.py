@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import get_args
 
 import popxl
@@ -35,7 +35,8 @@ class PlannedGradients:
     """Transform of called graphs, for `popxl.transforms.autodiff`, that applies a memory plan or policy.
 
     The planned graphs are those that the model calls directly or in its loops: usually layers. The graphs that these
-    call are parts of them. A model without calls is planned as a whole: call this with its gradient.
+    call are parts of them, except for weights that they gather: these are gathered again where they are read. A model
+    without calls is planned as a whole: call this with its gradient.
 
     Where the plan divides the calls of a graph into groups, each group but the first calls a copy of it from now on.
 
@@ -98,9 +99,10 @@ class PlannedGradients:
     def __call__(self, info: GradGraphInfo) -> GradGraphInfo:
         """Gradient of a called graph, with the treatments of its plan."""
         graph = info.forward_graph
-        if graph not in self.names:
-            return info
         known = candidates(info)
+        if graph not in self.names:
+            kept = [each.tensor for each in known if graph is self.model or is_kept_by_policy("everything", each)]
+            return info if len(kept) == len(known) else self._planned(info, kept)
         self._infos[graph] = info
         treatments = self._treatments(graph, known)
         by_treatment: dict[Treatment, list[popxl.Tensor]] = {each: [] for each in get_args(Treatment)}
@@ -120,9 +122,14 @@ class PlannedGradients:
             if each.tensor in read
         ):
             return info
-        if graph not in self._given:
+        return self._planned(info, by_treatment["keep"], by_treatment["offload"])
+
+    def _planned(
+        self, info: GradGraphInfo, keep: Sequence[popxl.Tensor], offload: Sequence[popxl.Tensor] = ()
+    ) -> GradGraphInfo:
+        if info.forward_graph not in self._given:
             apply_patterns([info.graph])
-        planned, _ = recompute_activations(info, by_treatment["keep"], by_treatment["offload"])
+        planned, _ = recompute_activations(info, keep, offload)
         return planned
 
     def with_treatments(self, given: Mapping[popxl.Graph, GradGraphInfo]) -> dict[popxl.Graph, GradGraphInfo]:

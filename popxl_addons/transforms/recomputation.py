@@ -11,7 +11,7 @@ from popxl import ops
 from popxl.context import get_current_context
 from popxl.extend.arguments import check_type
 from popxl.extend.graphs import has_effect, is_call, reachable
-from popxl.extend.ops import Op
+from popxl.extend.ops import Op, available_after_all
 from popxl.tensor import Constant
 from popxl.transforms import ExpectedConnectionType, GradGraphInfo
 from popxl.transforms.autodiff import make_grad_graph_info
@@ -157,8 +157,11 @@ def recompute_activations(
         bound |= _further_inputs(info)
         _compute(again, of, first, inputs)
         bound |= {t: _forward_tensor(of_t, of) for t, of_t in read.items()}
-        for result in ops.call(grad, inputs_dict=bound):
-            popxl.graph_output(result)
+        results = ops.call(grad, inputs_dict=bound)
+        shards = [t for t in results if t.meta_shape]
+        for t in results:
+            # The next layer begins when these gradients are shared out: XLA puts off what nothing waits for.
+            popxl.graph_output(t if t.meta_shape else available_after_all(t, shards))
     return make_grad_graph_info(forward, graph, expected, info.outputs), bound
 
 

@@ -14,6 +14,7 @@ from runtime.cpu import random_bits as of_random_bits
 from runtime.cpu import recomputation
 from runtime.cpu import reductions as of_reductions
 from runtime.cpu.windows import over_windows_by_axes
+from runtime.fake_dependency import computed_after
 
 OVERRIDES: Mapping[Kernel, KernelImpl] = {
     convolutions.convolved: of_convolutions.convolved,
@@ -26,6 +27,7 @@ OVERRIDES: Mapping[Kernel, KernelImpl] = {
     float8.as_factor: float8.decode,
     memory.all_available_after: recomputation.all_available_after,
     memory.available_after: recomputation.available_after,
+    memory.computed_after: computed_after,
     pooling.over_windows: over_windows_by_axes,
     products.weights_gradient: of_products.weights_gradient,
     sums.largest: of_reductions.reduce_max,

@@ -11,6 +11,7 @@ import pytest
 import popxl
 import popxl_addons as addons
 from popxl import ops
+from popxl.analysis.memory import held_variables
 from popxl_addons import optimizers
 from popxl_addons.layers import LanguageConfig, LanguageModel
 from runtime.plan.loop_rerolling.rerolling import Rerolling
@@ -73,16 +74,17 @@ WEIGHTS = 9  # of a layer of a Llama
         (LLAMA, {"precision": F16}, [WEIGHTS + 1, 1 + 2 * WEIGHTS, WEIGHTS]),
         (LLAMA, {"precision": BF16, "clip": 1.0}, [WEIGHTS + 1, 1 + 3 * WEIGHTS, WEIGHTS]),
         (LLAMA, {"precision": BF16, "replicas": 2}, [WEIGHTS + 1, 1 + 4 * WEIGHTS]),
-        (LLAMA, {"precision": BF16, "replicas": 2, "sharded": True}, [2 * WEIGHTS + 1, 1 + 3 * WEIGHTS]),
+        (LLAMA, {"precision": BF16, "replicas": 2, "sharded": True}, [1, 1 + WEIGHTS]),
         (GPT2, {}, [1, 1 + 16]),
     ],
     ids=["float32", "bfloat16", "float16", "clipped", "replicas", "sharded", "gpt2"],
 )
 def test_layers_are_turns(config: LanguageConfig, how: dict[str, Any], loops: list[int]) -> None:
-    """Casts are in both turns, and what puts weights together in the forward one. Updates are in the backward one, or
-    at once after all turns, where it has to be known first how large all gradients are, or whether they are finite."""
+    """Casts are in both turns; of shards, they are in the layers, which gather them. Updates are in the backward turn,
+    or at once after all turns, where it has to be known first how large all gradients are, or whether they are finite.
+    """
     main = trained(config, **how).main_graph
-    rolling = Rerolling(main, main.variables)
+    rolling = Rerolling(main, held_variables(main))
     assert [(len(loop.iterations), len(loop.ops)) for loop in rolling.loops] == [(LAYERS, count) for count in loops]
     assert not rolling.unrolled_graphs
 
@@ -105,13 +107,14 @@ WIDE = LLAMA.model_copy(update={"width": 64, "hidden": 96})
 """Its weights are too large to be copied to where turns find them."""
 
 
-def test_what_is_put_together_for_all_micro_batches() -> None:
-    """Weights in pieces are gathered once, and layers find them in a stack in the turns of micro-batches."""
-    main = trained(WIDE, accumulate=4, precision=BF16, replicas=2, sharded=True).main_graph
-    rolling = Rerolling(main, main.variables)
-    assert sorted(len(loop.iterations) for loop in rolling.loops) == sorted([4, LAYERS, LAYERS])
+@pytest.mark.parametrize(("how", "cast"), [({}, 7 * LAYERS), ({"replicas": 2, "sharded": True}, 0)])
+def test_weights_in_the_turns_of_micro_batches(how: dict[str, Any], cast: int) -> None:
+    """Whole weights are cast once, and layers find them in a stack; shards lie in stacks, and layers gather a row."""
+    main = trained(WIDE, accumulate=4, precision=BF16, **how).main_graph
+    rolling = Rerolling(main, held_variables(main))
+    assert sorted(len(loop.iterations) for loop in rolling.loops) == [LAYERS, LAYERS, LAYERS, 4]
     assert not rolling.unrolled_graphs
-    assert sum(len(group) for groups in rolling.gathered.values() for group in groups) == 7 * LAYERS
+    assert sum(len(group) for groups in rolling.gathered.values() for group in groups) == cast
 
 
 @pytest.mark.thorough

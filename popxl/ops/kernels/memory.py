@@ -23,6 +23,12 @@ def all_available_after(values: Sequence[Any], others: Sequence[Any]) -> Sequenc
 
 
 @Kernel
+def computed_after(value: Any, others: Sequence[Any]) -> Any:
+    """`value`, which is there after all of `others` when the program runs, too: schedulers do not put these off."""
+    return value
+
+
+@Kernel
 def in_host_memory(value: Any) -> Any:
     """Copy `value` to host memory, on devices with separate memory."""
     return value

@@ -87,9 +87,16 @@ class Rerolling(ProgramOrder):
 
     @property
     def unrolled_graphs(self) -> Mapping[Graph, str]:
-        """Graphs called outside of loops, with reasons."""
-        items = (item for items in self._schedules.values() for item in items)
-        called = dict.fromkeys(g for item in items if isinstance(item, Op) for g in item.called_graphs)
+        """Graphs called outside of loops, with reasons. A graph that an iteration calls once is a part of it."""
+        in_loops = {callee for loop in self.loops for op in loop.all_ops for callee in op.called_graphs}
+        called = dict.fromkeys(
+            callee
+            for graph, items in self._schedules.items()
+            for item in items
+            if isinstance(item, Op)
+            for callee in item.called_graphs
+            if not (graph in in_loops and len(callee.call_sites) == 1)
+        )
         return {g: self._reasons.get(g, "it is not called again and again in one pattern") for g in called}
 
     @property

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import popxl
 import popxl_addons as addons
@@ -121,12 +122,17 @@ def reporter() -> Callable[[str], None]:
     return report
 
 
-def report_compiled(ir: popxl.Ir, target: str | None, report: Callable[[str], None]) -> None:
-    """Compile a program for a target, if there is one, and print its memory and what differs in what it sends."""
-    if target is not None:
-        session = popxl.Session(ir, target)
-        report("compiled")
-        print(session.memory(), *session.communication().differences, sep="\n")
+def report_compiled(ir: popxl.Ir, target: str, report: Callable[[str], None]) -> tuple[popxl.Session, Any]:
+    """Compile a program for a target, and print its memory and what differs in what it sends.
+
+    Returns:
+        The session, and its report of communication.
+    """
+    session = popxl.Session(ir, target)
+    report("compiled")
+    sent = session.communication()
+    print(session.memory(), *sent.differences, sep="\n")
+    return session, sent
 
 
 def main() -> None:
@@ -145,7 +151,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         ir.save(Path(folder) / "pod.popxl")
         said(f"saved, {sum(file.stat().st_size for file in Path(folder).iterdir()) / 1e6:.1f} MB")
-    report_compiled(ir, options.target, said)
+    if options.target is not None:
+        report_compiled(ir, options.target, said)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks.pod_pipeline                                   # 126 layers, width 16 384: built
     python -m tests.benchmarks.pod_pipeline --target "gpu h100:512"           # and each stage compiled for 64 devices
+    python -m tests.benchmarks.pod_pipeline --target "gpu h100:512" --picture docs/time/pod-pipeline.svg
     python -m tests.benchmarks.pod_pipeline --layers 8 --width 1024 --hidden 2816 --vocabulary 8192 --heads 8 \
         --stages 2 --tensor 2 --data 2 --target "gpu h100:8"
 
@@ -14,11 +15,15 @@ from __future__ import annotations
 
 import argparse
 import math
-from typing import NamedTuple
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import popxl
 import popxl_addons as addons
 from popxl import ops
+from popxl.base.pages import Table, bytes_text, seconds_text
+from popxl.base.pictures import bars
 from popxl_addons import optimizers
 from popxl_addons.layers import MLP, Attention, Embedding, Linear, RMSNorm, TransformerBlock
 from popxl_addons.ops.cross_entropy_sharded_loss import cross_entropy_sharded_loss
@@ -27,6 +32,8 @@ from popxl_addons.ops.replicated_all_reduce_TP import (
     replicated_all_reduce_identical_inputs,
 )
 from popxl_addons.rts import gather_replica_sharded_tensor
+from popxl_addons.transforms.pipeline_timeline import PipelineTimeline
+from popxl_addons.transforms.pipelining import StageContext
 from tests.benchmarks.pod import report_compiled, reporter
 
 DTYPE = popxl.bfloat16
@@ -95,7 +102,7 @@ class Last(Stage):
         return ops.mean(cross_entropy_sharded_loss(logits, labels.flatten() - first_row, replica_grouping="tensor"))
 
 
-def training(options: argparse.Namespace) -> tuple[popxl.Ir, addons.PipelineSchedule]:
+def training(options: argparse.Namespace) -> tuple[popxl.Ir, StageContext]:
     """A training step: the micro-batches of a replica through all stages, and the update of each stage."""
     ir = popxl.Ir(axes={"data": options.data, "stage": "ipus", "tensor": options.tensor})
     ir.num_host_transfers = options.micro_batches
@@ -161,7 +168,28 @@ def training(options: argparse.Namespace) -> tuple[popxl.Ir, addons.PipelineSche
                 }
                 optimizers.adamw(part.variables, gradients, lr=1e-4)
                 ops.var_updates.accumulator_zero_(part.sums.mean_accum_counter)
-    return ir, p.schedule
+    return ir, p
+
+
+def wires(cost: Any, sent: Any) -> Table:
+    """What a step sends along each axis and from stage to stage: in the program, as compiled, and over which wires."""
+    said = Counter[str]()
+    for each in sent.said.collectives:
+        said[each.groups.rpartition("along ")[2].replace(", ", " × ")] += each.turns * each.bytes
+    rows = [
+        [axis.name, bytes_text(said[axis.name]), bytes_text(axis.bytes), axis.over, seconds_text(axis.seconds)]
+        for axis in cost.axes
+    ]
+    copied = [bytes_text(sent.copied.said_bytes), bytes_text(sent.copied.compiled_bytes)]
+    return Table(["axis", "in the program", "compiled", "over", "takes"], [*rows, ["stage", *copied, "", ""]])
+
+
+def draw(timeline: PipelineTimeline, path: Path) -> None:
+    """Draw when each stage computes."""
+    half = timeline.devices
+    spans = sorted((t.device, "forward" if t.task.stage < half else "backward", t.start, t.end) for t in timeline.tasks)
+    title = f"A step of {half} stages, estimated: they wait {timeline.bubble:.0%} of the time"
+    bars(title, [(f"stage {device}", kind, start, end) for device, kind, start, end in spans]).save(path)
 
 
 def main() -> None:
@@ -170,16 +198,31 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size)
     parser.add_argument("--schedule", default="1f1b", help="the name of a schedule")
     parser.add_argument("--target", help='a machine, such as "gpu h100:512"')
+    parser.add_argument("--picture", type=Path, help="the file for the timeline on the target, as SVG")
     options = parser.parse_args()
     said = reporter()
-    ir, schedule = training(options)
+    ir, pipeline = training(options)
     count = sum(math.prod(v.shape_on_host) for v in ir.main_graph.variables if v.name.startswith("stage"))
     said(f"built, {count / 1e9:.1f} billion parameters")
-    print(
-        f"devices wait for {schedule.simulate([1.0] * options.stages + [3.0] * options.stages).bubble:.1%} of the time"
-    )
+    bubble = pipeline.schedule.simulate([1.0] * options.stages + [3.0] * options.stages).bubble
+    print(f"devices wait for {bubble:.1%} of the time, if stages take as long as each other")
     print(f"sends {ir.communication().bytes / 1e9:.1f} GB a step and replica")
-    report_compiled(ir, options.target, said)
+    if options.target is None:
+        return
+    session, sent = report_compiled(ir, options.target, said)
+    cost, stages = session.cost(), pipeline.pipeline.stages
+    print(wires(cost, sent).text())
+    print(*(f"IPU {each.ipu} computes for {seconds_text(each.seconds)}" for each in cost.ipus), sep="\n")
+    assert cost.seconds is not None and cost.utilisation is not None and cost.step is not None
+    durations = [cost.step.inclusive[stage.graph.name] / options.micro_batches for stage in stages]
+    timeline = pipeline.schedule.simulate(durations)
+    print(f"a step of {seconds_text(cost.seconds)}, at {cost.utilisation:.0%} of the published rate")
+    print(
+        f"the stages by themselves: {seconds_text(timeline.seconds)}, of which devices wait for {timeline.bubble:.1%}"
+    )
+    said("priced")
+    if options.picture is not None:
+        draw(timeline, options.picture)
 
 
 if __name__ == "__main__":

@@ -186,7 +186,9 @@ class EffectsPass:
             stream = op.attributes.get("stream")
             bits |= UNKNOWN_VALUE if stream is None else PER_RUN
         combines = kind.between_replicas and op.attributes.get("group_size") != 1
-        if combines and not ("op" in op.attributes and kind.exchanged(op.attributes) == "own"):  # declared the same
+        own = "op" in op.attributes and kind.exchanged(op.attributes) == "own"  # declared the same
+        gathers_shards = "op" not in op.attributes and bool(op.inputs and op.inputs[0].meta_shape)
+        if combines and not (own or gathers_shards):
             self.run.reduced |= same
         if kind.drops is not None and op.attributes[kind.drops.ratio]:
             self.run.masks.add((op, self.dependence(op.inputs[op.operand_names().index(kind.drops.seed)])))

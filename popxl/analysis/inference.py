@@ -428,7 +428,7 @@ def _diverged_axes(was: ReplicaType, after: ReplicaType) -> tuple[tuple[int, ...
     found = [
         i
         for i, (before, (kind, _)) in enumerate(zip(was, after, strict=True))
-        if (before[0] is REPLICATED and kind > REPLICATED) or (before == (SHARDED, FLAT) and kind > SHARDED)
+        if (before[0] is REPLICATED and kind > REPLICATED) or (before == (SHARDED, FLAT) and kind is PARTIAL)
     ]
     certain = tuple(i for i in found if after[i][0] is not VARYING or reduced_slot(after[i][1]) != after[i][1])
     return certain, tuple(i for i in found if i not in certain)

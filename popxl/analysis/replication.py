@@ -256,13 +256,19 @@ def variable_type(mesh: Mesh, v: Variable, learned: bool = False) -> ReplicaType
     own: AxisType = (SHARDED, v.group_axis)
     if v.group_axis is None:
         own = (VARYING, OWN if learned and v.dtype.is_floating_point else None)
-    return _declared_type(len(mesh.names), shared, own, v.piece is not None or v.location_info.sharded)
+    place = v.location_info
+    divided: tuple[int, ...] = ()
+    if place.sharded and place.buffer is not None:
+        group = v.replica_grouping.const_rg
+        count = place.buffer.shard_over
+        divided = shared if group is None or count is None else mesh.along(group.stride, count)
+    return _declared_type(len(mesh.names), shared, own, divided)
 
 
 @lru_cache(256)
-def _declared_type(width: int, shared: tuple[int, ...], own: AxisType, is_sharded: bool) -> ReplicaType:
-    along_shared: AxisType = (SHARDED, FLAT) if is_sharded else SAME
-    return tuple(along_shared if i in shared else own for i in range(width))
+def _declared_type(width: int, shared: tuple[int, ...], own: AxisType, divided: tuple[int, ...]) -> ReplicaType:
+    shards: AxisType = (SHARDED, FLAT)
+    return tuple(shards if i in divided else SAME if i in shared else own for i in range(width))
 
 
 @lru_cache(4096)

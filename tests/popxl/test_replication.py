@@ -191,6 +191,16 @@ def reduced_along_the_axis_it_is_divided_over() -> None:
     ops.scaled_add_(w, g, b=-0.1)  # found
 
 
+def shards_not_reduced_along_the_other_axis() -> None:
+    """The shards of a weight along one axis, which replicas along the other share."""
+    x, shard = (
+        c.assert_replicated(fed(5, 8), "tensor"),
+        popxl.replica_sharded_variable(np.ones((8, 3)), F32, "w", shard_over=4)[1],
+    )
+    g = x.T @ (x @ c.replicated_all_gather(shard, group="tensor"))
+    ops.scaled_add_(shard, c.replica_sharded_slice(g, group="tensor"), b=-0.1)  # found
+
+
 def not_reduced_where_divided_layers_begin() -> None:
     """What is declared the same along one axis is not reduced by that."""
     w, x = weight(3), fed(5, 3)
@@ -235,6 +245,7 @@ def not_summed_between_layers() -> None:
         (not_reduced, "drifting variable", "w", ("data", "tensor")),
         (reduced_along_one_axis, "drifting variable", "w", ("data",)),
         (reduced_along_the_axis_it_is_divided_over, "drifting variable", "w", ("data",)),
+        (shards_not_reduced_along_the_other_axis, "drifting variable", "w", ("data",)),
         (not_reduced_where_divided_layers_begin, "drifting variable", "w", ("data",)),
         (summed_twice, "repeated reduction", "matmul_out__t0_all_reduce", ("tensor",)),
         (mean_of_terms, "mean of a sum", "matmul_out__t0", ("tensor",)),

@@ -64,9 +64,11 @@ def test_memory_by_use(memory: str) -> None:
 
 
 def test_gathered_variables_are_moved() -> None:
-    weights = LAYERS * WIDTH * WIDTH * 4
+    """Those of one layer at a time."""
+    weight = WIDTH * WIDTH * 4
     assert most(program("everything")[0].picture(), "moved here from chips or host") == 0
-    assert most(program("everything", sharded=True)[0].picture(), "moved here from chips or host") >= weights * 0.99
+    moved = most(program("everything", sharded=True)[0].picture(), "moved here from chips or host")
+    assert weight * 0.99 <= moved < 2 * weight
 
 
 def test_mesh_and_collectives_by_line() -> None:

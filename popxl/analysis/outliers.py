@@ -96,6 +96,7 @@ def outliers(report: Report) -> Iterator[Finding]:
     batches = {each.op: each for each in (*unread_batches(mesh, report), *_same_batches(mesh, report))}
     yield from batches.values() if batches else _same_data(mesh, report, updates, said)
     yield from _scaled_sums(mesh, report)
+    yield from _exchanges_without_dual(mesh, report)
     yield from stale_shards(mesh, report)
     yield from shards_of_own_values(mesh, report)
     yield from transposed_weights(mesh, report)
@@ -320,6 +321,41 @@ def _local_numbers(mesh: Mesh, report: Report, updates: Sequence[_Update]) -> It
                     f"each replica along {mesh.text(own)} stores its own `{t.path}`, of its own data. Take the mean of "
                     "what the host gets; or reduce it first.",
                 )  # fmt: skip
+
+
+def _exchanges_without_dual(mesh: Mesh, report: Report) -> Iterator[Finding]:
+    """Exchanges of a graph and of its gradient graph along different axes. The gradient of an exchange is an exchange
+    along the same axes."""
+    for graph in report.index:
+        forward = graph.gradient_of
+        if forward is None or forward not in report.index:
+            continue
+        own, others = ({op: mesh.axes_of(op) for op in _exchanges(report, each)} for each in (graph, forward))
+        if not own or not others:
+            continue
+        odd = {op: axes for op, axes in own.items() if axes not in others.values()}
+        if not odd and len(own) >= len(others):  # otherwise some have no gradient
+            odd = {op: axes for op, axes in others.items() if axes not in own.values()}
+        for op, axes in odd.items():
+            usual = "; ".join(mesh.text(each) for each in {*others.values(), *own.values()} - {axes})
+            yield finding(
+                mesh, "gradient along other axes", op, op.outputs[0], axes,
+                f"it exchanges along {mesh.text(axes)}, and others of {forward.title} or its gradient along {usual}. "
+                "A gradient returns the way that its value came: give both the same `group`.",
+            )  # fmt: skip
+
+
+def _exchanges(report: Report, graph: Graph) -> list[Op]:
+    """Ops of a graph that exchange floats between replicas, without a reduction."""
+    collectives = report.index[graph].collectives
+    return [
+        op
+        for op in collectives
+        if op.outputs
+        and op.outputs[0].dtype.is_floating_point
+        and "op" not in op.attributes
+        and op.kind.exchanged(op.attributes) == "own"
+    ]
 
 
 def _scaled_sums(mesh: Mesh, report: Report) -> Iterator[Finding]:

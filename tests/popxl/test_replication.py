@@ -366,6 +366,23 @@ def begun(different: bool, reduced: bool) -> None:
     ops.scaled_add_(w, g, b=-0.1)  # found begun
 
 
+def exchanged(along_data: bool) -> None:
+    """A layer whose rows are computed by other replicas, and one of its exchanges changed after it is differentiated."""
+    x, w = fed(8, 3), weight(8, 3)
+
+    def layer(x: popxl.Tensor, w: popxl.Tensor) -> popxl.Tensor:
+        there = ops.sin(c.replicated_all_to_all(x * w, group="tensor"))
+        return c.replicated_all_to_all(there, group="tensor")  # found at the exchange
+
+    graph = popxl.gir().create_graph(layer, x, w)
+    gradient = popxl.transforms.autodiff(graph)
+    exchange = [op for op in graph.ops if op.op_type == "ReplicatedAllToAll"][-1]
+    exchange.edit(attributes={**exchange.attributes, **({"stride": 4, "group_size": 2} if along_data else {})})
+    site = ops.call_with_info(graph, x, w)
+    _, dw = ops.call(gradient.graph, ops.cos(site.outputs[0]), inputs_dict=gradient.inputs_dict(site))
+    update(w, c.replicated_all_reduce(dw, "mean"))
+
+
 def statistics() -> None:
     """Means of rows, beside gradients that are sums."""
     x = fed(5, 8)
@@ -390,6 +407,7 @@ def statistics() -> None:
         (partial(dropped, True, True), "same seed", "seed", ("data", "tensor"), "found in JAX"),
         (partial(dropped, False, True), "same seed", "seed", ("data", "tensor"), "found in the sum"),
         (partial(divided_before, 8), "factor of replicas", "b", ("data", "tensor"), "found"),
+        (partial(exchanged, True), "gradient along other axes", "sin_out_reshaped_all_to_all", ("data",), "at the exchange"),
     ],
 )  # fmt: skip
 def test_outliers(
@@ -421,6 +439,7 @@ def test_outliers(
         partial(dropped, True, False),
         partial(dropped, False, False),
         partial(divided_before, 3),
+        partial(exchanged, False),
         statistics,
     ],
 )

@@ -367,7 +367,7 @@ def begun(different: bool, reduced: bool) -> None:
 
 
 def exchanged(along_data: bool) -> None:
-    """A layer whose rows are computed by other replicas, and one of its exchanges changed after it is differentiated."""
+    """A layer whose rows are computed by other replicas; one exchange is changed after differentiation."""
     x, w = fed(8, 3), weight(8, 3)
 
     def layer(x: popxl.Tensor, w: popxl.Tensor) -> popxl.Tensor:
@@ -407,7 +407,7 @@ def statistics() -> None:
         (partial(dropped, True, True), "same seed", "seed", ("data", "tensor"), "found in JAX"),
         (partial(dropped, False, True), "same seed", "seed", ("data", "tensor"), "found in the sum"),
         (partial(divided_before, 8), "factor of replicas", "b", ("data", "tensor"), "found"),
-        (partial(exchanged, True), "gradient along other axes", "sin_out_reshaped_all_to_all", ("data",), "at the exchange"),
+        (partial(exchanged, True), "gradient along other axes", "sin_out_reshaped_all_to_all", ("data",), "exchange"),
     ],
 )  # fmt: skip
 def test_outliers(

@@ -43,6 +43,7 @@ class GraphEffects:
         read: elements of `held` whose first content is read for more than an in-place change or an output of the
             program.
         reduced: elements of `held` that replicas combine unchanged.
+        gathered: elements of `held` whose shards replicas gather unchanged.
         masks: ops that drop elements, with the dependencies of their seed.
         lost: inputs whose changes have no reader, with the op.
         loaded: the outputs that were loaded from a remote buffer, by number.
@@ -59,6 +60,7 @@ class GraphEffects:
     writers: list[Op | None] = field(default_factory=list)
     read: int = 0
     reduced: int = 0
+    gathered: int = 0
     masks: set[tuple[Op, int]] = field(default_factory=set)
     lost: list[tuple[Op, Tensor]] = field(default_factory=list)
     loaded: set[int] = field(default_factory=set)
@@ -187,8 +189,9 @@ class EffectsPass:
             bits |= UNKNOWN_VALUE if stream is None else PER_RUN
         combines = kind.between_replicas and op.attributes.get("group_size") != 1
         own = "op" in op.attributes and kind.exchanged(op.attributes) == "own"  # declared the same
-        gathers_shards = "op" not in op.attributes and bool(op.inputs and op.inputs[0].meta_shape)
-        if combines and not (own or gathers_shards):
+        if combines and "op" not in op.attributes and op.inputs and op.inputs[0].meta_shape:
+            self.run.gathered |= same
+        elif combines and not own:
             self.run.reduced |= same
         if kind.drops is not None and op.attributes[kind.drops.ratio]:
             self.run.masks.add((op, self.dependence(op.inputs[op.operand_names().index(kind.drops.seed)])))
@@ -241,6 +244,7 @@ class EffectsPass:
             if 0 <= i + first < len(op.inputs):
                 self.reads(op.inputs[i + first])
         self.run.reduced |= bind_inputs(run.reduced, same) & ~UNKNOWN_VALUE
+        self.run.gathered |= bind_inputs(run.gathered, same) & ~UNKNOWN_VALUE
         self.run.masks |= {(mask, bind_inputs(seed, given)) for mask, seed in run.masks}
 
     def loop(self, op: Op, given: list[int], same: list[int]) -> list[tuple[int, int]]:

@@ -218,7 +218,8 @@ class _Program:
         """Variables that drift apart on replicas sharing them, with the last op to change each, and the axes.
 
         Not those whose numbers are reduced, such as sums over micro-batches, nor those that nothing reads before they
-        are written, and means over micro-batches, which start afresh in each run.
+        are written, and means over micro-batches, which start afresh in each run. A variable that is not sharded may
+        hold a shard of each replica's own, such as a momentum, which is gathered.
 
         Args:
             report: the types of the program.
@@ -232,5 +233,6 @@ class _Program:
             bit = 1 << (INPUTS + i)
             meant = v.replica_grouping.group_size == 1 or v.retrieval_mode == "all_replicas"
             restarts = writer is not None and writer.kind.overwrites is not None and writer.kind.overwrites.restarts
-            if v in parted and writer and not (meant or restarts) and run.read & bit and not run.reduced & bit:
+            reduced = run.reduced if v.piece is not None else run.reduced | run.gathered
+            if v in parted and writer and not (meant or restarts) and run.read & bit and not reduced & bit:
                 yield v, writer, tuple(report.mesh.names[axis] for axis in parted[v])

@@ -25,7 +25,7 @@ def graph_needs(info: GradGraphInfo, name: str, model: popxl.Graph, held: int = 
         model: the graph that calls the forward graph, or the forward graph itself.
         held: number of calls of the model that have their activations in memory at a time.
     """
-    known = {each.tensor: each for each in candidates(info)}
+    known = {each.tensor: each for each in candidates(info) if not each.is_gathered}  # those are gathered again
     paths = {t: each.path for t, each in known.items()}
     spans = _spans(info.graph)
     read = {

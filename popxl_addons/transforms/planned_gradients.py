@@ -92,7 +92,9 @@ class PlannedGradients:
             if graph in self._infos:
                 known = candidates(self._infos[graph])
                 for group in treatments[name]:
-                    lines = tuple(_line(each, group.treatments[each.path]) for each in known)
+                    lines = tuple(
+                        _line(each, "recompute" if each.is_gathered else group.treatments[each.path]) for each in known
+                    )
                     graphs.append(GraphPlan(graph=name, calls=group.calls, activations=lines))
         return MemoryPlan(graphs=tuple(graphs))
 

@@ -194,14 +194,7 @@ def _compute(again: OpsAgain, of: _Bound, first: popxl.Tensor, available: set[po
     for op, within in again.ops:
         with get_current_context().set(ipu_id=op.ipu, io_tile_set=op.io_tiles):
             if within is not None:
-                (run,) = op.runs
-                inputs = [(inner, t) for inner, t in zip(run.inputs, run.given, strict=True) if inner in within.read]
-                outputs = [*zip(run.outputs, op.outputs, strict=True)]
-                given = [*inputs, *((inner, t) for inner, t in outputs if inner in within.taken and t in of)]
-                inner_of = {inner: _forward_tensor(t, of) for inner, t in given}
-                _compute(within, inner_of, first, {inner for inner, t in inputs if t not in waiting})
-                of |= {t: inner_of[inner] for inner, t in outputs if inner in inner_of and t not in of}
-                waiting.update(t for inner, t in outputs if inner in inner_of.keys() - {*run.inputs} - within.taken)
+                _compute_in_part(op, within, of, first, waiting)
                 continue
             # One operand that waits is enough for the results to wait, such as a weight that is transposed here.
             if waiting.isdisjoint(op.inputs) and op.inputs:
@@ -211,6 +204,22 @@ def _compute(again: OpsAgain, of: _Bound, first: popxl.Tensor, available: set[po
             copy = op.clone([held[u] if u in held else _forward_tensor(u, of) for u in op.inputs])
         of |= dict(zip(op.outputs, copy.outputs, strict=False))
         waiting.update(op.outputs)
+
+
+def _compute_in_part(call: Op, within: OpsAgain, of: _Bound, first: popxl.Tensor, waiting: set[popxl.Tensor]) -> None:
+    """Copy some ops of a called graph into the current graph, in place of the call. Adds its results to `of`, and those
+    that wait for `first` to `waiting`."""
+    (run,) = call.runs
+    inputs = {inner: t for inner, t in zip(run.inputs, run.given, strict=True) if inner in within.read}
+    outputs = [*zip(run.outputs, call.outputs, strict=True)]
+    given = inputs | {inner: t for inner, t in outputs if inner in within.taken and t in of}
+    inner_of = {inner: _forward_tensor(t, of) for inner, t in given.items()}
+    _compute(within, inner_of, first, {inner for inner, t in inputs.items() if t not in waiting})
+    for inner, t in outputs:
+        if inner in inner_of:
+            of.setdefault(t, inner_of[inner])
+            if inner not in given:
+                waiting.add(t)
 
 
 def _forward_tensor(t: popxl.Tensor, of: _Bound) -> popxl.Tensor:

@@ -153,6 +153,9 @@ def _wait_for_program() -> None:
 
 
 def _leave(*signal_and_frame: object) -> None:
+    """Terminate the worker and its own workers."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal would interrupt the cleanup
+    sys.unraisablehook = lambda _: None  # the signal may interrupt a destructor, which would print the exit as an error
     for child in multiprocessing.active_children():
         child.terminate()
     sys.exit()

@@ -177,8 +177,7 @@ class Graph(NotCopyable):
             raise TypeError(f"A Graph is compared with a Graph only; got {other!r} ({type(other).__name__}).")
         return self is other
 
-    def __hash__(self) -> int:
-        return hash((self.ir.id, self.id))
+    __hash__ = object.__hash__  # of identity, as equality is
 
     def __repr__(self) -> str:
         return f"Graph[id={self.id} name={self.name}]"

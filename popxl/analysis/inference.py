@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -35,9 +35,9 @@ from popxl.analysis.replication import (
     join_axis,
     reduced_slot,
     unreduced_slot,
-    variable_type,
+    variable_types,
 )
-from popxl.analysis.type_findings import TypeFindings
+from popxl.analysis.type_findings import TypeFindings, own_axes
 from popxl.core.aliasing import add_alias
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.core.traits import Run, is_call, is_loop
@@ -89,15 +89,15 @@ class TypeInference:
         self.buffers: dict[RemoteBuffer, ReplicaType] = {}
         held = [v if v.piece is None else v.piece for v in variables]
         changed = {op.inputs[i].origin for op in main.ops for i in op.modified}
-        first = tuple([variable_type(mesh, v, v in changed) for v in variables])
+        first = tuple(variable_types(mesh, variables, changed))
         for v, was in zip(variables, first, strict=True):
             if (buffer := v.location_info.buffer) is not None:
                 self.buffers[buffer] = join(self.buffers.get(buffer, was), was)
-        self.fed = self.feeds(collectives, [t for v, t in zip(variables, first, strict=True) if v in changed])
+        self.fed = self.feeds(collectives, {t for v, t in zip(variables, first, strict=True) if v in changed})
         self.findings.divided = [i for i, along in enumerate(self.fed) if along == SAME]
         outcome = _GraphInference(self, main, held, first).outcome
         repeated: set[int] = set()  # axes along which an operand that is the same on all replicas was summed
-        report.types |= dict(zip(variables, first, strict=True))
+        report.types |= zip(variables, first, strict=True)
         for v, was, after, change in zip(variables, first, outcome.contents, outcome.changes, strict=True):
             if after != was:
                 repeated.update(_repeated_axes(after))
@@ -106,8 +106,8 @@ class TypeInference:
                     report.diverged[v] = certain
                 elif others:
                     report.maybe_diverged[v] = others
-            if change is not None and not v.location_info.isRemote():
-                self.findings.variable_update(v, was, *change)
+            if change is not None and (own := own_axes(was)) and not v.location_info.isRemote():
+                self.findings.variable_update(v, was, own, *change)
         of_learning = {mesh.names[i] for i in repeated}
         report.findings += [
             each
@@ -115,7 +115,7 @@ class TypeInference:
             if each.category != REPEATED or not of_learning.isdisjoint(each.axes) or _is_at_once(each.op)
         ]
 
-    def feeds(self, collectives: Sequence[Op], learned: Sequence[ReplicaType]) -> ReplicaType:
+    def feeds(self, collectives: Sequence[Op], learned: Collection[ReplicaType]) -> ReplicaType:
         """The type of the host's feeds: varying, except along axes for which some op needs equal feeds.
 
         So does a sum of more than single numbers along an axis where replicas share no weight, if they do so along
@@ -154,13 +154,11 @@ class _GraphInference:
         self.storages: dict[Tensor, tuple[Tensor, ...]] = {}  # of aliases
         self.content: dict[Tensor, ReplicaType] = dict(zip(held, given, strict=True))
         self.changes: dict[Tensor, tuple[Op, ReplicaType]] = {}
-        for t, type_ in self.content.items():
-            self.record(t, type_)
+        self.made = dict(self.content)  # types of tensors when they are made
         for op in graph.ops:
             for part in op.parts if op.kind.stands_for is not None else (op,):
                 self.visit(part)
-                for t in part.outputs:
-                    self.record(t, self.type_of(t))
+        self.record()
         self.outcome = _Outcome(
             self.types_of(graph.outputs),
             tuple([self.content[t] for t in held]),
@@ -168,23 +166,26 @@ class _GraphInference:
         )
         program.report.graphs.setdefault(graph, []).append(tuple(given))
 
-    def record(self, t: Tensor, now: ReplicaType) -> None:
-        """Report a tensor's type, in addition to types of earlier passes."""
+    def record(self) -> None:
+        """Report the types of the graph's tensors, in addition to those of earlier passes."""
         types = self.program.report.types
-        before = types.setdefault(t, now)
-        if before != now:
-            types[t] = join(before, now)
+        if self.graph in self.program.report.graphs:
+            for t, now in self.made.items():
+                before = types.get(t, now)
+                self.made[t] = now if before == now else join(before, now)
+        types |= self.made
 
     def types_of(self, ts: Sequence[Tensor]) -> tuple[ReplicaType, ...]:
         """Current types of tensors."""
         known = self.content.get
-        return tuple([known(t) or self.type_of(t) for t in ts])
+        return tuple([known(t) or self.type_without_content(t) for t in ts])
 
     def type_of(self, t: Tensor) -> ReplicaType:
         """Current type of a tensor."""
-        found = self.content.get(t)
-        if found is not None:
-            return found
+        return self.content.get(t) or self.type_without_content(t)
+
+    def type_without_content(self, t: Tensor) -> ReplicaType:
+        """Current type of a constant or an alias."""
         if isinstance(t, Constant):
             return self.program.given
         op = t.producer
@@ -201,53 +202,58 @@ class _GraphInference:
             return along
         return join_axis(result_types(op, [along] * len(op.inputs))[0])
 
-    def write(self, t: Tensor, type_: ReplicaType, whole: bool = True) -> None:
-        """Note what an op has written to a tensor."""
-        stored = self.storages.get(t, (t,))
+    def write(self, t: Tensor, type_: ReplicaType, change: tuple[Op, ReplicaType] | None) -> None:
+        """Note what an op has written to a tensor, and by what it has changed it."""
+        stored, base = self.storages.get(t), t.origin
+        if change is not None:
+            before = self.changes.get(base)
+            self.changes[base] = change if before is None else (change[0], join(before[1], change[1]))
+        if stored is None:
+            self.content[t] = type_
+            return
         for s in stored:
-            of_all = whole and len(stored) == 1 and s is t.origin
-            self.content[s] = type_ if of_all else join(self.type_of(s), type_)
+            self.content[s] = type_ if len(stored) == 1 and s is base else join(self.type_of(s), type_)
 
     def visit(self, op: Op) -> None:
         kind = op.kind
         if kind.view is not None or kind.aliased:
             add_alias(op, self.storages)
             if kind.view is not None:
+                self.made |= zip(op.outputs, self.types_of(op.outputs), strict=True)
                 return
         if kind.graphs:
-            results = self.call(op)
+            results: Sequence[ReplicaType] = self.call(op)
         elif kind.exchange:
             results = self.exchange(op)
-        elif kind.between_replicas:
-            results = [self.collective_result(op)] * max(len(op.outputs), 1)
+            if op.modified:
+                self.change(op, self.types_of(op.inputs), results[0])
         else:
-            results = [self.local_result(op)] * max(len(op.outputs), 1)  # or of the content that it changes
-        if op.modified and not kind.graphs:
-            made = results[0] if results else self.local_result(op)
-            others = self.types_of([t for i, t in enumerate(op.inputs) if i not in op.modified])
-            change = op, join_all(others) if others else self.program.given
-            for i in op.modified:
-                self.record_change(op.inputs[i], change)
-                self.write(op.inputs[i], made)
+            types = self.types_of(op.inputs)
+            made = self.collective_result(op, types) if kind.between_replicas else self.local_result(op, types)
+            results = (made,) * len(op.outputs)
+            if op.modified:
+                self.change(op, types, made)
         for t, type_ in zip(op.outputs, results, strict=False):
             if not (kind.aliased and t is op.outputs[0]):
-                self.content[t] = type_
+                self.content[t] = self.made[t] = type_
+            else:
+                self.made[t] = self.type_of(t)
 
-    def record_change(self, t: Tensor, change: tuple[Op, ReplicaType] | None) -> None:
-        """Note by what an op changes what the graph was given."""
-        if change is not None:
-            op, by = change
-            before = self.changes.get(t.origin)
-            self.changes[t.origin] = op, by if before is None else join(before[1], by)
+    def change(self, op: Op, types: Sequence[ReplicaType], made: ReplicaType) -> None:
+        """Note what an op writes to its operands, and by what it changes them."""
+        others = tuple([each for i, each in enumerate(types) if i not in op.modified])
+        change = op, join_all(others) if others else self.program.given
+        for i in op.modified:
+            self.write(op.inputs[i], made, change)
 
-    def local_result(self, op: Op) -> ReplicaType:
-        """Result types of an op without communication."""
+    def local_result(self, op: Op, types: Sequence[ReplicaType]) -> ReplicaType:
+        """Result type of an op without communication, for types of its operands."""
         kind, inputs = op.kind, op.inputs
         if kind.overwrites is not None and kind.overwrites.forgets(op.attributes):
-            inputs = tuple(t for i, t in enumerate(inputs) if i not in op.modified)
+            kept = [i for i in range(len(inputs)) if i not in op.modified]
+            inputs, types = tuple([inputs[i] for i in kept]), tuple([types[i] for i in kept])
         if not inputs:
             return self.program.given
-        types = self.types_of(inputs)
         found = join_all(types)
         if kind.asserts:
             return self.asserted_type(op, found)
@@ -285,7 +291,7 @@ class _GraphInference:
         """Loads and stores."""
         with_what = op.attributes[op.kind.exchange]
         if not isinstance(with_what, RemoteBuffer):
-            if with_what.tensor.nelms == 1 or not op.outputs:
+            if not op.outputs or op.outputs[0].nelms == 1:
                 return [self.program.given] * len(op.outputs)
             self.program.report.fed = self.program.fed
             return [self.program.fed] * len(op.outputs)
@@ -296,10 +302,9 @@ class _GraphInference:
             return []
         return [self.program.buffers.get(with_what, self.program.unknown)]
 
-    def collective_result(self, op: Op) -> ReplicaType:
+    def collective_result(self, op: Op, types: Sequence[ReplicaType]) -> ReplicaType:
         """What an op makes that replicas carry out together."""
         makes = op.kind.exchanged(op.attributes)
-        types = self.types_of(op.inputs)
         before = join_all(types)
         axes = self.program.mesh.axes_of(op)
         if makes is None:
@@ -328,8 +333,7 @@ class _GraphInference:
             bound = self.bound_types(run, given)
             outcome = self.program.run(run.graph, bound)
             for i in op.modified:
-                self.record_change(op.inputs[i], outcome.changes[i])
-                self.write(op.inputs[i], outcome.contents[i])
+                self.write(op.inputs[i], outcome.contents[i], outcome.changes[i])
             return list(outcome.outputs)
         if is_loop(op):
             return self.loop(op, given)
@@ -361,8 +365,7 @@ class _GraphInference:
             if turn == before:
                 break
         for i in op.modified:
-            self.record_change(op.inputs[i], outcome.changes[own_in + i])
-            self.write(op.inputs[i], outcome.contents[own_in + i])
+            self.write(op.inputs[i], outcome.contents[own_in + i], outcome.changes[own_in + i])
         return list(outcome.outputs[own_out:])
 
 

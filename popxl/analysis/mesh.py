@@ -6,9 +6,10 @@ axes, and each group extends along some of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -36,20 +37,11 @@ class Mesh:
 
     def along(self, stride: int, size: int) -> tuple[int, ...]:
         """Positions of the axes that a strided group extends along."""
-        found = self._known_groups.get((stride, size))
-        if found is None:
-            end = stride * size
-            found = tuple(i for i, s in enumerate(self.strides) if stride <= s < end) if size > 1 else ()
-            self._known_groups[stride, size] = found
-        return found
+        return _axes_along(self.strides, stride, size)
 
     def axes_of(self, op: Op) -> tuple[int, ...]:
         """Positions of the axes that an op between replicas extends along."""
-        return self.along(op.attributes["stride"], op.attributes["group_size"])
-
-    @cached_property
-    def _known_groups(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        return {}
+        return _axes_along(self.strides, op.attributes["stride"], op.attributes["group_size"])
 
     def spanned_axes(self, grouping: ReplicaGrouping) -> tuple[int, ...] | None:
         """Positions of the axes that the groups of a grouping extend along; `None` for groups of another form."""
@@ -63,9 +55,18 @@ class Mesh:
         alike = [places.setdefault(tuple(r // s % n for s, n in kept), len(places)) for r in range(len(found))]
         return axes if alike == found else None
 
+    def count(self, axes: Iterable[int]) -> int:
+        """The number of replicas along some axes."""
+        return math.prod(self.sizes[i] for i in axes)
+
     def text(self, axes: Iterable[int]) -> str:
         """Axes for a sentence: `` `data` and `tensor` ``."""
         return " and ".join(f"`{self.names[i]}`" for i in axes)
+
+
+@lru_cache(256)
+def _axes_along(strides: Sequence[int], stride: int, size: int) -> tuple[int, ...]:
+    return tuple(i for i, s in enumerate(strides) if stride <= s < stride * size) if size > 1 else ()
 
 
 def mesh_of(ir: Ir, collectives: Iterable[Op], variables: Iterable[Variable] = ()) -> Mesh | None:
@@ -82,9 +83,10 @@ def mesh_of(ir: Ir, collectives: Iterable[Op], variables: Iterable[Variable] = (
     places = {} if named is None else named.by_stride
     for stride, size in places:
         ends |= {stride, stride * size}
-    groups = [(op.attributes["stride"], op.attributes["group_size"]) for op in collectives]
-    groups += [(r.stride, r.group_size) for v in variables if (r := v.replica_grouping.const_rg)]
-    for stride, size in dict.fromkeys(groups):
+    groups = {(op.attributes["stride"], op.attributes["group_size"]) for op in collectives}
+    groupings = {id(v.replica_grouping): v.replica_grouping for v in variables}  # many variables have the same one
+    groups.update((r.stride, r.group_size) for each in groupings.values() if (r := each.const_rg))
+    for stride, size in groups:
         if size > 1:
             ends |= {stride, stride * size}
     found = sorted(ends)

@@ -8,15 +8,26 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from popxl.analysis.means import share_of_mean
 from popxl.analysis.mesh import Mesh
-from popxl.analysis.replication import PARTIAL, REPLICATED, VARYING, Finding, Report, begins_different, finding, is_term
+from popxl.analysis.replication import (
+    PARTIAL,
+    REPLICATED,
+    VARYING,
+    Finding,
+    ReplicaType,
+    Report,
+    begins_different,
+    finding,
+    is_term,
+)
 from popxl.analysis.value_lints import (
     noise_lints,
     seed_lints,
@@ -63,7 +74,6 @@ class _Update:
         how: reductions of the value that the variable is changed by.
         axes: positions of the axes along which replicas had different values before.
         scale: weight of one replica's value.
-        count: number of replicas along these axes.
     """
 
     op: Op
@@ -71,7 +81,6 @@ class _Update:
     how: _Reduced
     axes: tuple[int, ...]
     scale: float
-    count: int
 
     @property
     def constants(self) -> str:
@@ -86,7 +95,7 @@ def outliers(report: Report) -> Iterator[Finding]:
         return
     updates: list[_Update] = []
     stored: list[tuple[Tensor, _Reduced]] = []
-    for graph in dict.fromkeys(op.graph for op in report.reductions):
+    for graph in (graph for graph, found in report.index.items() if any(map(report.reductions.get, found.collectives))):
         made, out = _reduced_updates(graph, mesh, report)
         yield from _outlying_updates(mesh, made)
         updates += made
@@ -111,29 +120,39 @@ def outliers(report: Report) -> Iterator[Finding]:
 def _reduced_updates(graph: Graph, mesh: Mesh, report: Report) -> tuple[list[_Update], list[tuple[Tensor, _Reduced]]]:
     """Changes by reduced values in a graph, and the single numbers of reduced values that it stores."""
     known: dict[Tensor, _Reduced] = {}
-    updates, stored = [], []
+    updates: list[_Update] = []
+    stored: list[tuple[Tensor, _Reduced]] = []
     for whole in graph.ops:
-        for op in whole.parts:
-            behind = [t for t in op.inputs if t in known]
-            if not behind and op not in report.reductions:
+        for op in (whole,) if whole.kind.stands_for is None else whole.parts:
+            is_reduction = op in report.reductions
+            if not is_reduction and known.keys().isdisjoint(op.inputs):
                 continue
+            behind = [t for t in op.inputs if t in known]
             if behind and op.kind.exchange and not op.outputs and op.inputs[0] in known and op.inputs[0].nelms == 1:
                 stored.append((op.inputs[0], known[op.inputs[0]]))
-            completed = {t: _completed_axes(mesh, report, known[t]) for t in behind} if op.modified else {}
-            for i in sorted(op.modified):
-                target = op.inputs[i].origin
-                by = [t for t in completed if t.nelms == target.nelms > 1]
-                if target.producer is None and len(by) == 1:
-                    axes, scale = completed[by[0]]
-                    count = math.prod([mesh.sizes[i] for i in axes])
-                    updates.append(_Update(op, target, known[by[0]], axes, scale, count))
-            found = _reduced_result(op, known, report)
-            for t in (*op.outputs, *(op.inputs[i] for i in op.modified)):
-                if found is not None:
-                    known[t] = found
-                else:
+            if behind and op.modified:
+                updates += _updates(mesh, report, op, {t: known[t] for t in behind})
+            found = _reduced_result(op, behind, known, report)
+            changed = [op.inputs[i] for i in op.modified]
+            if found is not None:
+                known |= dict.fromkeys((*op.outputs, *changed), found)
+            else:
+                for t in (*op.outputs, *changed):
                     known.pop(t, None)
     return updates, stored
+
+
+def _updates(mesh: Mesh, report: Report, op: Op, known: Mapping[Tensor, _Reduced]) -> Iterator[_Update]:
+    """The changes that an op makes by reduced values: for each of these, that of the first variable of its size."""
+    targets: dict[int, Tensor] = {}
+    for i in sorted(op.modified):
+        t = op.inputs[i].origin
+        if t.producer is None:
+            targets.setdefault(t.nelms, t)
+    sizes = [t.nelms for t in known]
+    for size, how in zip(sizes, known.values(), strict=True):
+        if size > 1 and size in targets and sizes.count(size) == 1:
+            yield _Update(op, targets[size], how, *_completed_axes(mesh, report, how))
 
 
 def _completed_axes(mesh: Mesh, report: Report, how: _Reduced) -> tuple[tuple[int, ...], float]:
@@ -142,23 +161,35 @@ def _completed_axes(mesh: Mesh, report: Report, how: _Reduced) -> tuple[tuple[in
     axes: set[int] = set()
     scale = how.factor
     for op in how.by:
-        for i in mesh.axes_of(op):
-            kind, is_mean = report.reductions[op][i][0], op.attributes["op"] == "mean"
-            if kind is VARYING:
-                axes.add(i)
-            if is_mean and kind > REPLICATED:
-                scale /= mesh.sizes[i]
-            elif not is_mean and kind <= REPLICATED:
-                scale *= mesh.sizes[i]
+        of, weight = _completed(mesh.sizes, mesh.axes_of(op), report.reductions[op], op.attributes["op"] == "mean")
+        axes |= of
+        scale *= weight
     return tuple(sorted(axes)), scale
 
 
-def _reduced_result(op: Op, known: dict[Tensor, _Reduced], report: Report) -> _Reduced | None:
-    """What an op makes of reduced values, where that is followed."""
-    behind = [t for t in op.inputs if t in known]
+@lru_cache(256)
+def _completed(
+    sizes: Sequence[int], along: Sequence[int], before: ReplicaType, is_mean: bool
+) -> tuple[Set[int], float]:
+    """The same for one reduction along some axes, of a value of a type."""
+    weight = 1.0
+    for i in along:
+        if is_mean and before[i][0] > REPLICATED:
+            weight /= sizes[i]
+        elif not is_mean and before[i][0] <= REPLICATED:
+            weight *= sizes[i]
+    return frozenset(i for i in along if before[i][0] is VARYING), weight
+
+
+def _reduced_result(
+    op: Op, behind: Sequence[Tensor], known: Mapping[Tensor, _Reduced], report: Report
+) -> _Reduced | None:
+    """What an op makes of reduced values, those `behind` it, where that is followed."""
     if op in report.reductions:
+        if op.attributes["op"] not in ("add", "mean"):
+            return None
         before = known[op.inputs[0]] if behind else _unreduced(op)
-        return replace(before, by=(*before.by, op)) if op.attributes["op"] in ("add", "mean") else None
+        return _Reduced((*before.by, op), before.factor, before.scaled, before.scalars)
     if len(behind) != 1 or op.modified or not op.outputs:
         return None
     (t,) = behind
@@ -213,7 +244,7 @@ def _outlying_updates(mesh: Mesh, updates: Sequence[_Update]) -> Iterator[Findin
         for each in (each for those in by_scale.values() if those is not most for each in those):
             ratio = each.scale / most[0].scale
             groups = (op.attributes["group_size"] for one in (each, most[0]) for op in one.how.by)
-            if _is_of_replicas(ratio, each.count, *groups):
+            if _is_of_replicas(ratio, mesh.count(each.axes), *groups):
                 yield from _outlier(mesh, each, most[0], ratio)
 
 
@@ -239,7 +270,8 @@ def _two_ways(mesh: Mesh, one: _Update, other: _Update) -> Iterator[Finding]:
         pairs = [pair for pair in pairs if pair[0].how.factor != 1]
     for each, usual in pairs:
         ratio = each.scale / usual.scale
-        if _is_of_replicas(ratio, each.count, *(op.attributes["group_size"] for op in (*one.how.by, *other.how.by))):
+        groups = (op.attributes["group_size"] for op in (*one.how.by, *other.how.by))
+        if _is_of_replicas(ratio, mesh.count(each.axes), *groups):
             yield from _outlier(mesh, each, usual, ratio)
 
 
@@ -291,7 +323,7 @@ def _losses(
         (along, scale), share = _completed_axes(mesh, report, how), share_of_mean(before)
         if share is None or how.scalars or not along or any(by_axis[i] != {"mean"} for i in along):
             continue
-        count = math.prod(mesh.sizes[i] for i in along)
+        count = mesh.count(along)
         ratio, of_all = share * scale * count, op.attributes["group_size"]
         if how.factor == 1 and ratio > 1 and _is_of_replicas(ratio, count, of_all):
             yield finding(
@@ -370,7 +402,7 @@ def _scaled_sums(mesh: Mesh, report: Report) -> Iterator[Finding]:
     for reader in (op for graph in dict.fromkeys(op.graph for op in sums) for op in graph.ops):
         for t in reader.inputs:
             if (summed := by_sum.get(t)) is not None:
-                made = _reduced_result(reader, {t: _Reduced((summed,))}, report)
+                made = _reduced_result(reader, (t,), {t: _Reduced((summed,))}, report)
                 count = summed.attributes["group_size"]
                 if made is not None and any(math.isclose(made.factor, n) for n in (count, 1 / count)):
                     odd[summed] = reader
@@ -391,6 +423,8 @@ def _same_batches(mesh: Mesh, report: Report) -> Iterator[Finding]:
         sites = [site for site in graph.call_sites if is_call(site)]
         for given in zip(*(site.inputs for site in sites), strict=False) if len(sites) > 1 else ():
             types = {t: report.types[t] for t in given if t in report.types}
+            if len({*types.values()}) < 2:
+                continue
             own = {i for each in types.values() for i, (kind, _) in enumerate(each) if kind is VARYING}
             for t, held in types.items():
                 alike = [i for i in own if held[i] == (REPLICATED, None) and report.fed and report.fed[i][0] is VARYING]

@@ -9,7 +9,7 @@ traits declare it. No values are computed: the result of an op with an unknown e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
@@ -248,8 +248,18 @@ def begins_different(mesh: Mesh, v: Variable, axis: int) -> bool:
     return not np.array_equal(rows[groups.ravel()], rows[first.ravel()], equal_nan=v.dtype.is_floating_point)
 
 
-def variable_type(mesh: Mesh, v: Variable, learned: bool = False) -> ReplicaType:
-    """Declared type of a variable. Separate values of replicas count as data, unless they are `learned`."""
+def variable_types(mesh: Mesh, variables: Iterable[Variable], learned: Container[Tensor]) -> Iterator[ReplicaType]:
+    """Declared types of variables. Separate values of replicas count as data, unless they are `learned`."""
+    known: dict[Hashable, ReplicaType] = {}  # many variables have the same grouping, that of a weight or of the Ir
+    for v in variables:
+        key = (id(v.replica_grouping), v.group_axis, v in learned, v.dtype, id(v.location_info))
+        found = known.get(key)
+        if found is None:
+            found = known[key] = _variable_type(mesh, v, v in learned)
+        yield found
+
+
+def _variable_type(mesh: Mesh, v: Variable, learned: bool) -> ReplicaType:
     shared = mesh.spanned_axes(v.replica_grouping)
     if shared is None:
         return (NOT_KNOWN,) * len(mesh.names)

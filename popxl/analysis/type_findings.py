@@ -56,11 +56,8 @@ class TypeFindings:
         text = message.format(t=f"`{t.path}`", axes=self.mesh.text(axes))
         self.found.setdefault((op, category), Finding(category, certain, op, t.path, names, text))
 
-    def variable_update(self, v: Variable, was: ReplicaType, op: Op, by: ReplicaType) -> None:
-        """Check updates of a variable that is per replica or sharded."""
-        own = _own_axes(was)
-        if not own:
-            return
+    def variable_update(self, v: Variable, was: ReplicaType, own: Sequence[int], op: Op, by: ReplicaType) -> None:
+        """Check updates of a variable that is per replica or sharded along its `own` axes."""
         if alike := tuple(i for i in own if by[i] in BY_REDUCED or (by[i] == SAME and _is_gathered_reduction(op))):
             self.report.reduced_updates[v] = op, alike
         if terms := [i for i in own if by[i][0] is PARTIAL and was[i][0] is SHARDED]:
@@ -181,7 +178,7 @@ class TypeFindings:
 
 
 @lru_cache(256)
-def _own_axes(type_: ReplicaType) -> tuple[int, ...]:
+def own_axes(type_: ReplicaType) -> tuple[int, ...]:
     """The axes along which replicas have a variable of their own, or pieces along a dimension."""
     return tuple(i for i, along in enumerate(type_) if along[0] in (VARYING, SHARDED) and along != (SHARDED, FLAT))
 

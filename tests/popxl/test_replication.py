@@ -128,6 +128,14 @@ def in_a_loop() -> None:
     ops.repeat(w.ir.create_graph(turn, x, w), 3, x, w)
 
 
+def with_code_that_is_loaded() -> None:
+    """The code of a graph is no value that replicas hold."""
+    w, x = weight(8, 3), fed(5, 8)
+    graph = w.ir.create_graph(lambda x, w: x.T @ (x @ w), x, w)
+    ops.remote_code_load(graph, "executable")
+    update(w, c.replicated_all_reduce(*ops.call(graph, x, w), "mean"))
+
+
 def trained(sharded: bool) -> None:
     class Model(addons.Module):
         def build(self, x: popxl.Tensor) -> popxl.Tensor:
@@ -151,6 +159,7 @@ def trained(sharded: bool) -> None:
         counted,
         in_pieces,
         in_a_loop,
+        with_code_that_is_loaded,
         pytest.param(partial(trained, sharded=False), marks=pytest.mark.thorough),
         partial(trained, sharded=True),
     ],

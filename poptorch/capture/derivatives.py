@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from poptorch.capture.gradient_flow import APPLICATION, below
+from poptorch.capture.gradient_flow import APPLICATION, below, warn_about_derivative
 from poptorch.capture.torch_private import UNREADABLE, storage_key
 from poptorch.capture.trace import Node, Trace, Value, with_values
 from poptorch.capture.tracer import CANNOT_READ, Tracer
@@ -72,32 +72,51 @@ class Application:
             value.of_function = self.function
 
 
+@dataclass(frozen=True)
+class _Arguments:
+    """Arguments of the last `forward`: their values before it, where they have gradients; which it has overwritten."""
+
+    values: list[Value | None] = field(default_factory=list)
+    overwritten: set[int] = field(default_factory=set)
+
+
 @contextmanager
 def deriving(tracer: Tracer) -> Iterator[list[Application]]:
     """Collect calls of functions with custom derivatives within a block, during this tracer's capture."""
     found: list[Application] = []
     recorder = tracer.recorder
 
-    def record_results(context: Any, args: Sequence[Any], results: Any) -> None:
-        if recorder.is_nested or context.dirty_tensors:
+    arguments = _Arguments()
+
+    def record_results(context: Any, results: Any) -> None:
+        dirty = [id(t) for t in context.dirty_tensors or () if not t._is_view()]
+        if recorder.is_nested:
+            return
+        if set(dirty) != arguments.overwritten:  # a view's, or one without `mark_dirty`
+            warn_about_derivative(context._forward_cls)
             return
         made = results if isinstance(results, tuple) else (results,)
-        given = [recorder.value_of(t) if isinstance(t, torch.Tensor) and t.requires_grad else None for t in args]
         values = [recorder.value_of(t) if isinstance(t, torch.Tensor) else None for t in made]
-        application = Application(context, given, values)
+        application = Application(context, arguments.values, values)
         setattr(context, APPLICATION, application)
         found.append(application)
 
     def noting_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(forward)
         def noted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal arguments
             tensors = [t for t in args if isinstance(t, torch.Tensor)]
+            if not tracer.hears(tensors):
+                return forward(*args, **kwargs)
+            (context, *given) = args if isinstance(args[0], torch.autograd.function.FunctionCtx) else (None, *args)
+            values = [recorder.value_of(t) if isinstance(t, torch.Tensor) and t.requires_grad else None for t in given]
             before = [t._version for t in tensors]
             results = forward(*args, **kwargs)
-            if tracer.hears(tensors) and before == [t._version for t in tensors]:
-                results = _clone_aliases(results, set(map(storage_key, tensors)))
-                if isinstance(args[0], torch.autograd.function.FunctionCtx):
-                    record_results(args[0], args[1:], results)
+            written = {id(t) for t, version in zip(tensors, before, strict=True) if t._version != version}
+            arguments = _Arguments(values, written)
+            results = _clone_aliases(results, tensors, written)
+            if context is not None:
+                record_results(context, results)
             return results
 
         return noted
@@ -107,7 +126,7 @@ def deriving(tracer: Tracer) -> Iterator[list[Application]]:
         def noted(ctx: Any, inputs: Sequence[Any], output: Any) -> Any:
             setup(ctx, inputs, output)
             if tracer.hears(inputs):
-                record_results(ctx, inputs, output)
+                record_results(ctx, output)
 
         return noted
 
@@ -156,11 +175,14 @@ def _noting_classes(note: Callable[[type], None]) -> Iterator[None]:
         kind.__init__ = make
 
 
-def _clone_aliases(results: Any, storages: set[int]) -> Any:
-    """Function results, cloned where they share storage with an argument."""
+def _clone_aliases(results: Any, arguments: Sequence[torch.Tensor], written: set[int]) -> Any:
+    """Function results, cloned where they share storage with an argument, but not the arguments that it has
+    overwritten."""
     if isinstance(results, tuple):
-        return tuple(_clone_aliases(result, storages) for result in results)
-    return results.clone() if isinstance(results, torch.Tensor) and storage_key(results) in storages else results
+        return tuple(_clone_aliases(result, arguments, written) for result in results)
+    if not isinstance(results, torch.Tensor) or id(results) in written:
+        return results
+    return results.clone() if storage_key(results) in map(storage_key, arguments) else results
 
 
 def derive(tracer: Tracer, application: Application) -> None:

@@ -63,7 +63,8 @@ def hardsigmoid(input: Any) -> Any:
 def hardswish(input: Any) -> Any:
     is_within = (input > -3) & (input < 3)
     within = jnp.where(is_within, input, 0)
-    return jnp.where(is_within, within * (within + 3) / 6, jnp.where(input <= -3, 0, input))
+    beyond = jnp.where((input <= -3) & ~jnp.isinf(input), 0, jnp.where(input == -jnp.inf, jnp.nan, input))
+    return jnp.where(is_within, within * (within + 3) / 6, beyond)
 
 
 @_activation

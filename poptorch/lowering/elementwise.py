@@ -173,11 +173,8 @@ def frexp(input: Any) -> Any:
 # Two operands ---------------------------------------------------------------------------------------------------------
 
 binary("mul", ops.mul)
-binary("fmod", binary_op("fmod", jnp.fmod))
 binary("gcd", binary_op("gcd", jnp.gcd, gradient=None))
 binary("lcm", binary_op("lcm", jnp.lcm, gradient=None))
-binary("remainder", binary_op("remainder", jnp.remainder))
-
 binary("ldexp", binary_op("ldexp", lambda input, other: input * 2.0**other), of_floats=True)
 
 
@@ -253,12 +250,32 @@ def div(input: Operand, other: Operand, rounding_mode: str | None = None) -> pop
     lhs, rhs = promoted(input, other, of_floats=rounding_mode is None)
     if rounding_mode is None:
         return ops.div(lhs, rhs)
+    _refuse_zero(lhs, other)
     return _divided(lhs, rhs, towards_zero=rounding_mode == "trunc")
 
 
 @lowers("aten.floor_divide")
 def floor_divide(input: Operand, other: Operand) -> popxl.Tensor:
     return div(input, other, "floor")
+
+
+def _refuse_zero(input: popxl.Tensor, divisor: Operand) -> None:
+    if not isinstance(divisor, popxl.Tensor) and divisor == 0 and not input.dtype.is_inexact:
+        raise ValueError("ZeroDivisionError: integers cannot be divided by 0. Convert the first operand: `t.float()`.")
+
+
+def _rest(name: str, function: Function) -> None:
+    op = binary_op(name, function)
+
+    @lowers(f"aten.{name}")
+    def lowering(input: Operand, other: Operand) -> popxl.Tensor:
+        lhs, rhs = promoted(input, other)
+        _refuse_zero(lhs, other)
+        return op(lhs, rhs)
+
+
+_rest("fmod", jnp.fmod)
+_rest("remainder", jnp.remainder)
 
 
 @jax_op(title="DivideRounded", shape=broadcast, gradient=None)
@@ -276,6 +293,8 @@ def _divided(lhs: Any, rhs: Any, *, towards_zero: bool) -> Any:
 def pow(input: Operand, exponent: Operand) -> popxl.Tensor:
     base, power = promoted(input, exponent)
     if not isinstance(exponent, popxl.Tensor):
+        if exponent < 0 and not base.dtype.is_inexact:
+            raise ValueError("Integers to negative integer powers are not allowed. Convert the base: `t.float()`.")
         if exponent == 2:
             return ops.mul(base, base)
         if abs(exponent) == 0.5:  # for -0.0 and negative infinity, the power is another number

@@ -165,10 +165,12 @@ def _bagged(rows: Any, bag_of: Any, indices: Any, *, bags: int, mode: str, paddi
     rows = widen(rows)
     bag_of = bag_of if padding_idx is None else jnp.where(indices == padding_idx, bags, bag_of)
     counts = jax.ops.segment_sum(jnp.ones(bag_of.shape, rows.dtype), bag_of, bags)[:, None]
-    if mode == "max":  # the first of equal ones
-        largest = jax.ops.segment_max(jax.lax.stop_gradient(rows), bag_of, bags)
-        is_largest = (rows == jnp.take(largest, bag_of, 0, mode="clip")) | jnp.isnan(rows)
+    if mode == "max":  # the first of equal ones; NaN counts only as the first row of its bag
         number = jax.lax.broadcasted_iota(jnp.int32, rows.shape, 0)
+        is_first = number == jnp.take(jax.ops.segment_min(number, bag_of, bags), bag_of, 0, mode="clip")
+        compared = jnp.where(jnp.isnan(rows), jnp.where(is_first, jnp.inf, -jnp.inf), jax.lax.stop_gradient(rows))
+        largest = jax.ops.segment_max(compared, bag_of, bags)
+        is_largest = compared == jnp.take(largest, bag_of, 0, mode="clip")
         first = jax.ops.segment_min(jnp.where(is_largest, number, len(rows)), bag_of, bags)
         return jnp.where(counts > 0, jnp.take_along_axis(rows, first, 0, mode="clip"), 0)
     total = jax.ops.segment_sum(rows, bag_of, bags)

@@ -129,7 +129,7 @@ def _run_kernel(kernel: Kernel, function: Callable[..., Any], windows: Sequence[
 
 
 def _largest_by_axes(windows: Sequence[Windows | Table], input: Any) -> tuple[Any, Any]:
-    """Maximum axis by axis, last axis first, so ties resolve to the first in row-major order."""
+    """Maximum axis by axis, last axis first, so ties resolve to the first in row-major order, NaNs to the last."""
     axes = len(windows)
 
     def largest(first: int, input: Any) -> tuple[Any, Any]:
@@ -138,17 +138,23 @@ def _largest_by_axes(windows: Sequence[Windows | Table], input: Any) -> tuple[An
         for axis, table in reversed(list(enumerate(map(_table, windows), first))):
             if table.shape[1] > LONG:
                 input, places = (jnp.take(t, table, axis) for t in (input, places))
-                nth = jnp.argmax(input, axis + 1, keepdims=True)
+                nth = _last_nan_or_largest(input, axis + 1)
                 input, places = (jnp.take_along_axis(t, nth, axis + 1).squeeze(axis + 1) for t in (input, places))
                 continue
             (best, found), *others = ([_gather_axis(t, column, axis) for t in (input, places)] for column in table.T)
             for other, there in others:
-                is_larger = (other > best) | (jnp.isnan(other) & ~jnp.isnan(best))
+                is_larger = (other > best) | jnp.isnan(other)
                 best, found = jnp.where(is_larger, other, best), jnp.where(is_larger, there, found)
             input, places = best, found
         return input, places
 
     return spatial(largest, axes, input)
+
+
+def _last_nan_or_largest(t: Any, axis: int) -> Any:
+    is_nan = jnp.isnan(t)
+    last = t.shape[axis] - 1 - jnp.argmax(jnp.flip(is_nan, axis), axis, keepdims=True)
+    return jnp.where(is_nan.any(axis, keepdims=True), last, jnp.argmax(t, axis, keepdims=True))
 
 
 def _to_largest_by_places(windows: Sequence[Windows | Table], g: Any, input: Any) -> Any:
@@ -262,7 +268,7 @@ def _fractional(axes: int) -> Callable[..., Any]:
             shape = (*t.shape[:axis], output_size[i], kernel_size[i], *t.shape[axis + 1 :])
             t, places = (jnp.moveaxis(each.reshape(shape), axis + 1, -1) for each in (t, places))
         t, places = (each.reshape(*each.shape[:-axes], -1) for each in (t, places))
-        first = jnp.argmax(t, -1, keepdims=True)
+        first = _last_nan_or_largest(t, -1)
         largest, where = (jnp.take_along_axis(each, first, -1).squeeze(-1) for each in (t, places))
         return largest, where
 

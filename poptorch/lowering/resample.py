@@ -94,7 +94,7 @@ def _cubic(distance: Any, slope: float, where: Callable[..., Any] = np.where) ->
     x = abs(distance)
     near = ((slope + 2) * x - (slope + 3)) * x * x + 1
     far = ((slope * x - 5 * slope) * x + 8 * slope) * x - 4 * slope
-    return where(x <= 1, near, where(x < 2, far, 0))
+    return where(x <= 1, near, where(x >= 2, 0, far))  # of NaN: NaN
 
 
 def resampled(input: popxl.Tensor, axes: Sequence[Axis]) -> popxl.Tensor:
@@ -190,11 +190,11 @@ def grid_sample(input: Any, grid: Any, *, interpolation_mode: int, padding_mode:
     factor: Any = 1
     for i, size in enumerate(input.shape[2:]):
         x = grid[..., -1 - i]
-        x = (x + 1) / 2 * (size - 1) if align_corners else ((x + 1) * size - 1) / 2
-        inside = _coordinate_map(size, padding_mode, align_corners)
+        x = (x + 1) * ((size - 1) / 2) if align_corners else (x + 1) * (size / 2) - 0.5
+        inside = _coordinate_map(size, padding_mode, align_corners, is_volume=axes == 3)
         places, shares = _grid_neighbours(x if interpolation_mode == 2 else inside(x), interpolation_mode)
         places = inside(places) if interpolation_mode == 2 else places
-        shares = jnp.where((places >= 0) & (places <= size - 1), shares, 0)
+        shares = jnp.where((places >= 0) & (places <= size - 1) | jnp.isnan(shares), shares, 0)
         # All combinations of the places along each axis: an axis for each, after those of the points.
         crossed = (*x.shape, *(1,) * i, places.shape[-1], *(1,) * (axes - 1 - i))
         index.append(jnp.clip(places, 0, size - 1).astype(jnp.int32).reshape(crossed))
@@ -204,18 +204,33 @@ def grid_sample(input: Any, grid: Any, *, interpolation_mode: int, padding_mode:
     return jnp.moveaxis(seen.sum(range(1 + axes, 1 + 2 * axes)), -1, 1)
 
 
-def _coordinate_map(size: int, padding_mode: int, align_corners: bool) -> Callable[[Any], Any]:
-    """Map out-of-range coordinates into the image, by padding mode."""
-    if padding_mode == 0:
-        return lambda x: x
+def _coordinate_map(size: int, padding_mode: int, align_corners: bool, is_volume: bool) -> Callable[[Any], Any]:
+    """Map out-of-range coordinates into the image, by padding mode.
+
+    What is no finite number is, as in PyTorch, outside of volumes, or their last element; the first one of images.
+    """
     low, high = (0.0, size - 1.0) if align_corners else (-0.5, size - 0.5)
 
     def limited(x: Any) -> Any:
+        if padding_mode == 0:
+            return jnp.where(jnp.isfinite(x), x, -100) if is_volume else x
         if padding_mode == 2:
-            x = high - jnp.abs((x - low) % (2 * (high - low)) - (high - low)) if high > low else jnp.zeros_like(x)
+            x = _mirrored(x, low, high, is_volume) if high > low else jnp.zeros_like(x)
+        if is_volume:
+            return jnp.where(x < size - 1, jnp.where(x < 0, 0, x), size - 1)
         return jnp.where(x > 0, jnp.where(x < size - 1, x, size - 1), 0)
 
     return limited
+
+
+def _mirrored(x: Any, low: float, high: float, is_volume: bool) -> Any:
+    """Coordinates mirrored at both edges. Those of images are rounded as PyTorch rounds them, also far away."""
+    distance, span = jnp.abs(x - low), high - low
+    if is_volume:
+        beyond = jnp.fmod(distance, span)
+        return low + jnp.where(jnp.floor(distance / span) % 2 == 0, beyond, span - beyond)
+    beyond = distance - jnp.floor(distance / (2 * span)) * (2 * span)
+    return low + jnp.minimum(beyond, 2 * span - beyond)
 
 
 def _grid_neighbours(x: Any, mode: int) -> tuple[Any, Any]:

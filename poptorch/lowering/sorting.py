@@ -149,7 +149,18 @@ def found(sequence: Any, values: Any, sorter: Any = None, *, side: str) -> Any:
     """Insertion positions of values in one sorted sequence, or line by line in several."""
     if sorter is not None:
         sequence = jnp.take_along_axis(sequence, sorter, -1)
-    search = partial(jnp.searchsorted, side=side, method="scan_unrolled")
+    search = partial(_search, is_before=jnp.less_equal if side == "right" else jnp.less)
     for _ in range(sequence.ndim - 1):
         search = jax.vmap(search)
     return search(sequence, values)
+
+
+def _search(sequence: Any, values: Any, is_before: Callable[[Any, Any], Any]) -> Any:
+    """Binary search with PyTorch's steps, which decide where NaN belongs: behind all numbers, and behind each NaN."""
+    low, high = jnp.zeros(values.shape, jnp.int32), jnp.full(values.shape, len(sequence), jnp.int32)
+    for _ in range(len(sequence).bit_length()):
+        middle = (low + high) // 2
+        seen = jnp.take(sequence, middle, mode="clip")
+        is_right = (low < high) & (is_before(seen, values) | _is_nan(seen) | _is_nan(values))
+        low, high = jnp.where(is_right, middle + 1, low), jnp.where(is_right, high, middle)
+    return low

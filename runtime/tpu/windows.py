@@ -49,11 +49,10 @@ def _window_max(t: Any, windows: Sequence[Windows]) -> Any:
 
 
 def _first_of_two(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
-    """The larger of two numbers with its position: first of equal ones, NaN over numbers."""
+    """The larger of two numbers with its position: first of equal ones, NaN over numbers, the last NaN."""
     (a, at), (b, there) = one, other
     is_nan, is_other_nan = a != a, b != b
-    is_equal = (a == b) | (is_nan & is_other_nan)
-    takes_other = (b > a) & ~is_nan | (is_other_nan & ~is_nan) | (is_equal & (there < at))
+    takes_other = (b > a) | ((a == b) & (there < at)) | (is_other_nan & (~is_nan | (there > at)))
     return jnp.where(takes_other, b, a), jnp.where(takes_other, there, at)
 
 

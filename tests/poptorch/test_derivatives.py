@@ -142,12 +142,38 @@ class Clamped(Function):
         return g * 7
 
 
+class Scaled(Function):
+    """It overwrites its first argument, and says so elsewhere."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.mul_(w), w.sum()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_dirty(inputs[0])
+        ctx.save_for_backward(output[0], inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor, of_sum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, w = ctx.saved_tensors
+        return g * 7, (g * y).sum(0) + of_sum * w
+
+
 rounded = Rounded.apply  # as programs have it, long before a model is compiled
 
 
 def _largest(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     values, places, total = Largest.apply(h, w)
     return h * values[:, None] + total[:, None] + places[:, None]
+
+
+def _dirty(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    h = h * 1
+    before = h.t()
+    Clamped.apply(h)
+    y, total = Scaled.apply(h, w)
+    return h * y + before.t() + total
 
 
 def _overwritten(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -204,6 +230,7 @@ USES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "some results": lambda h, w: h + Largest.apply(h, w)[0][:, None],
     "results that are no tensors": lambda h, w: Described.apply(h, 2.0)[1] * w,
     "overwritten afterwards": _overwritten,
+    "an argument that it overwrites": _dirty,
     "detached": lambda h, w: h * Exponential.apply(h).detach() + w * Exponential.apply(h.detach()),
     "in a checkpoint": lambda h, w: checkpoint(lambda x: Reversed.apply(x) * w, h, use_reentrant=False),
     "in a checkpoint that is reentrant": lambda h, w: checkpoint(
@@ -346,7 +373,13 @@ def _chosen(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return Threefold.apply(h)[:, : 5 if h.sum() > -100 else 3]
 
 
-@pytest.mark.parametrize(("function", "use"), [("Clamped", lambda h, w: Clamped.apply(h * 1)), ("Threefold", _chosen)])
+def _a_part(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    h = h * 1
+    Clamped.apply(h[1])
+    return h
+
+
+@pytest.mark.parametrize(("function", "use"), [("Clamped", _a_part), ("Threefold", _chosen)])
 def test_where_it_does_not_count_that_is_told(function: str, use: Any, caplog: pytest.LogCaptureFixture) -> None:
     from poptorch.capture.gradient_flow import warn_about_derivative
 

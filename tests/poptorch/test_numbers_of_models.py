@@ -198,6 +198,22 @@ def test_integers_that_do_not_fit_are_refused(name: str) -> None:
         poptorch.inferenceModel(REFUSED[name])(torch.tensor([0, 1]))
 
 
+@pytest.mark.parametrize("divided", [lambda i: i // 0, lambda i: i % 0, lambda i: torch.fmod(i, 0)])
+def test_integers_are_not_divided_by_0(divided: Callable[..., Any]) -> None:
+    with pytest.raises(poptorch.Error, match="ZeroDivisionError"):
+        poptorch.inferenceModel(divided)(torch.tensor([0, 1]))
+
+
+def test_integers_have_no_negative_powers() -> None:
+    whole = torch.tensor([1, 2, -1, 0])
+    with pytest.raises(poptorch.Error, match="Integers to negative integer powers are not allowed"):
+        poptorch.inferenceModel(lambda i: i**-1)(whole)
+    with pytest.raises(poptorch.Error, match="Integers to negative integer powers are not allowed"):
+        poptorch.inferenceModel(lambda i: i.bool().pow(-2))(whole)
+    powers = poptorch.inferenceModel(lambda i, n: (i**-1.0, i**n))(whole, torch.tensor(-3))
+    torch.testing.assert_close(powers, (whole**-1.0, whole ** torch.tensor(-3)), check_dtype=False)
+
+
 def test_a_buffer_that_does_not_fit_is_refused() -> None:
     module = _Hashed()
     module.limit.fill_(2**40)

@@ -106,7 +106,7 @@ ROWS = [
     _row("powers", lambda x: [x**0, x**1, x**2, x**-1, x**1.5, 0**x, 2.0**x], _corners.abs()),
     _row("special", lambda x: [torch.special.i1(x), torch.special.ndtri(x.abs() / 3), torch.special.entr(x)], _corners),
     _row("activations", _activations, _ends),
-    _row("hardswish", F.hardswish, _corners),
+    _row("hardswish", F.hardswish, _ends),
     _row("clamp", lambda x: [x.clamp(-1, 1), x.clamp(0, None), x.clamp(None, 1), x.clamp(2, -1), x.clamp(1, 1)], _ends),
     _row("clamp by tensors", lambda x, low, high: x.clamp(low, high), _left, _right, _right.flip(0)),
     _row(
@@ -163,7 +163,13 @@ ROWS = [
     _row("one element", lambda x: [x[:, :1].std(1), x[:, :1].var(1)], _ties),
     _row("scatter", _scattered, _ties, _ties.flip(1)),
     _row(
-        "bags", lambda w: F.embedding_bag(torch.tensor([0, 1, 1, 2]), w, torch.tensor([0, 0, 3, 4]), mode="max"), _ties
+        "bags",
+        lambda w, nans: [
+            F.embedding_bag(torch.tensor([0, 1, 1, 2]), each, torch.tensor([0, 0, 3, 4]), mode="max")
+            for each in (w, nans)
+        ],
+        _ties,
+        torch.where(_ties == 0, torch.nan, _ties),
     ),
     _row(
         "norms",

@@ -53,6 +53,16 @@ ROWS = [
         (normal(2, 3, 7, 6) - 1,),
     ),
     Row("max_pool2d of many", lambda x: F.max_pool2d(x, 5, 1, 2, return_indices=True), (normal(2, 3, 7, 6),)),
+    Row(  # several are NaN: the last of them is the largest
+        "max_pool with NaN",
+        lambda x: (
+            F.max_pool2d(x, 3, 2, 1, return_indices=True),
+            F.max_pool2d(x, 5, 1, 2, return_indices=True),
+            F.adaptive_max_pool2d(x, (2, 5), return_indices=True),
+        ),
+        (normal(2, 3, 7, 6).masked_fill(normal(2, 3, 7, 6, seed=1) > 0.5, torch.nan),),
+        half=False,
+    ),
     # A batch that fills vectors.
     Row(
         "pools of a batch",

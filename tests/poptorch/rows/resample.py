@@ -26,6 +26,12 @@ def _resized(mode: str, axes: int) -> Row:
     )
 
 
+def _far_grid(axes: int) -> torch.Tensor:
+    """Coordinates outside, far away, or not finite; all combinations."""
+    points = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.3, -2.2, 1e10])
+    return torch.stack(torch.meshgrid(*[points] * axes, indexing="ij"), -1)[None]
+
+
 def _nearly_all(mine: torch.Tensor, theirs: torch.Tensor) -> None:
     """Bytes are rounded to the nearest; a factor at an edge may differ in its fifteenth bit."""
     apart = (mine.int() - theirs.int()).abs()
@@ -90,6 +96,21 @@ ROWS = [
         for padding in ("zeros", "border", "reflection")
     ),
     *(_sample(mode, "zeros", axes=3) for mode in ("bilinear", "nearest")),
+    *(
+        Row(
+            f"grid_sample {axes}d of no numbers",
+            lambda x, grid, modes=modes: [
+                F.grid_sample(x, grid, mode, padding, align)
+                for mode in modes
+                for padding in ("zeros", "border", "reflection")
+                for align in (False, True)
+            ],
+            (normal(*_SHAPES[axes])[:1], _far_grid(axes)),
+            half=False,
+            gradient=False,
+        )
+        for axes, modes in ((2, ("bilinear", "nearest", "bicubic")), (3, ("bilinear", "nearest")))
+    ),
     Row("affine_grid", lambda theta: F.affine_grid(theta, [2, 3, 4, 5], align_corners=False), (normal(2, 2, 3),)),
     Row("affine_grid 3d", lambda theta: F.affine_grid(theta, [2, 1, 3, 4, 5], align_corners=True), (normal(2, 3, 4),)),
     Row("unfold", lambda x: F.unfold(x, (2, 3), dilation=(1, 2), padding=(1, 0), stride=(2, 1)), (normal(2, 3, 5, 6),)),

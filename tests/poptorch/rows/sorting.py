@@ -70,6 +70,11 @@ ROWS = [
         (_x,),
     ),
     Row(
+        "searchsorted with NaN",
+        lambda x, s: [torch.searchsorted(s, x, right=right) for right in (False, True)],
+        (torch.tensor([torch.nan, -torch.inf, 0.0, 1.0, 9.0]), torch.tensor([0.0, 1.0, 2.0, torch.nan, torch.nan])),
+    ),
+    Row(
         "bucketize",
         lambda x, s: (torch.bucketize(x, s), torch.bucketize(x, s, right=True), torch.bucketize(0.0, s)),
         (_x, _levels),

@@ -1,8 +1,8 @@
 """`Compiled`: a compiled model, and its data transfers to and from the device.
 
-It is made from a captured model (`Compiled.of`) or from a file (`poptorch.run.saving`). It handles arrays and tensors,
-and one structure of arguments. `poptorch.run.executor` decides whether the host or the device has the current weights,
-and when anything is transferred.
+It is made from a captured model (`poptorch.run.program_compilation`) or a file (`poptorch.run.saving`). It handles
+arrays and tensors, and one structure of arguments. `poptorch.run.weight_sync` knows whether the host or the device has
+the current weights, and `poptorch.run.lifecycle` when anything is transferred.
 """
 
 from __future__ import annotations

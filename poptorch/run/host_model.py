@@ -17,6 +17,8 @@ from poptorch.capture.counters import COUNTED
 from poptorch.errors import createPoptorchError
 from poptorch.run import weight_values
 
+Model = torch.nn.Module | Callable[..., Any]
+
 
 class HostModel:
     """A model on the host.

@@ -8,12 +8,11 @@ from collections.abc import Callable
 import torch
 
 import popxl
-from poptorch import profiling
 from poptorch.options import Options
 from poptorch.run import saving
-from poptorch.run.executor import Model, PoplarExecutor
-
-_channel = profiling.Channel("poptorch")
+from poptorch.run.executor import PoplarExecutor
+from poptorch.run.host_model import Model
+from poptorch.run.spans import channel
 
 
 def trainingModel(
@@ -118,6 +117,6 @@ def load(filename: str | os.PathLike[str], edit_opts_fn: Callable[[Options], obj
         edit_opts_fn(options)
     module = saved.module()
     executor = PoplarExecutor(module, options, saved.training, popxl.__version__, saved.optimizer(module))
-    with _channel.tracepoint("loadExecutable"):
+    with channel.tracepoint("loadExecutable"):
         executor._take(saved, anew=False)
     return executor

@@ -1,0 +1,174 @@
+"""`WeightSync`: the two copies of a wrapper's weights, on the host and on the device, and which of them is current.
+
+The device's copy is newer after a run that changes weights, the host's after a write to the module or after a run of
+another wrapper that trains the same module. `LazyWeights` copies the device's values back at their first read,
+`TrainingRegistry` finds newer values of other wrappers, `HostWrites` finds writes to the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from poptorch.capture.torch_private import without_modes
+from poptorch.run.compiled import Compiled
+from poptorch.run.graph_breaks import BrokenGraph
+from poptorch.run.host_model import HostModel
+from poptorch.run.host_writes import HostWrites
+from poptorch.run.weights import LazyWeights, TrainingRegistry
+
+
+class WeightSync:
+    """Parameters and buffers of a model on the host and in its program.
+
+    Args:
+        host: the model on the host.
+        training: whether the device trains it.
+
+    Attributes:
+        host_writes: writes to the module since the device has read it.
+        lazy: module and tensors that the device changes; `None` while it changes none.
+    """
+
+    def __init__(self, host: HostModel, training: bool) -> None:
+        self._host, self._training = host, training
+        self._trainings = TrainingRegistry(host.module)
+        self._program: Compiled | BrokenGraph | None = None
+        self._structure: tuple[tuple[str, Any], ...] = ()  # of the module that the program was made for
+        self.host_writes = HostWrites(host.module)
+        self.lazy: LazyWeights | None = None
+
+    @property
+    def reader(self) -> LazyWeights | HostModel:
+        """Reader of the host's values, which keeps no wrapper alive."""
+        return self.lazy or self._host
+
+    # The program ----------------------------------------------------------------------------------------------------
+
+    def instrument(self) -> None:
+        """Instrument a module to train, as it is now, before its compilation.
+
+        Raises:
+            RuntimeError: if another wrapper trains it.
+        """
+        if self.lazy is not None and not self.lazy.covers_module():
+            self.lazy.destroy()  # nothing has been trained yet
+            self.lazy = None
+        if self._training and self.lazy is None:
+            self.lazy = LazyWeights(self._host.module, self._fetch, self._host.grouped)
+
+    def connect(self, program: Compiled | BrokenGraph) -> None:
+        """Record the program that has the device's copy."""
+        self._program, self._structure = program, self._host.structure()
+        self._trainings.track()
+        if not self._training and (written := program.ends.written):
+            self.lazy = LazyWeights(self._host.module, self._fetch, self._host.grouped, written)
+
+    def disconnect(self) -> None:
+        """Release the program and the module. Values not yet copied back are lost."""
+        self._program = None
+        if self.lazy is not None:
+            self.lazy.destroy()
+            self.lazy = None
+
+    def _fetch(self) -> Mapping[str, np.ndarray]:
+        assert self._program is not None
+        return changed_weights(self._program, self._training)
+
+    @property
+    def structure_changed(self) -> bool:
+        """Whether the module has other parameters, buffers or modules than when the program was made."""
+        return self._host.structure() != self._structure
+
+    # Transfers ------------------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Attach the program to its device with the newest values."""
+        assert self._program is not None
+        self.has_news()  # copies stale values back
+        self._program.attach(self.reader.read_values())
+        self.host_writes.forget()
+
+    def upload(self) -> None:
+        """Copy the module's values to the device, if there is a program."""
+        if self._program is not None:
+            self._program.write_weights(self.reader.read_values())
+        if self.lazy is not None:
+            self.lazy.mark_uploaded()
+        self.host_writes.forget()
+
+    def to_host(self) -> None:
+        """Copy the device's values to the module, changed or not."""
+        assert self._program is not None
+        if self.lazy is not None:
+            self.lazy.to_host(self._program.weights)
+        else:
+            self._host.write(self._program.weights())
+
+    def to_host_if_stale(self) -> bool:
+        """Copy the device's values to the module, if newer. Return whether they were."""
+        return self.lazy is not None and self.lazy.to_host_if_stale()
+
+    # Changes --------------------------------------------------------------------------------------------------------
+
+    def has_news(self) -> bool:
+        """Whether other wrappers of this module have changed it since the previous call; the module is current then."""
+        return self._trainings.have_news(self.lazy)
+
+    def publish(self) -> None:
+        """Offer the module's values to wrappers that follow this one."""
+        if self.lazy is not None:
+            self.lazy.mark_news()
+
+    def check_hooks(self) -> None:
+        """Raise an `Error` if a trained module has gradient hooks."""
+        if self.lazy is not None and self._training:
+            self.lazy.check_hooks()
+
+    def mark_run(self) -> None:
+        """Record a run, after which the device's values are newer."""
+        if self.lazy is not None:
+            self.lazy.has_run()
+
+    def take_thawed(self) -> bool:
+        """Whether `requires_grad` of a trained tensor has been set since the previous call."""
+        if self.lazy is None:
+            return False
+        is_thawed, self.lazy.is_thawed = self.lazy.is_thawed, False
+        return is_thawed
+
+    def host_has_changed(self) -> bool:
+        """Whether host writes to the module differ from the device's values."""
+        if self._program is None or not self._program.is_attached or (self.lazy is not None and self.lazy.is_stale):
+            return False
+        if not self.host_writes.names() and not (self.lazy is not None and self.lazy.has_given_data):
+            return False
+        host = self.reader.read_values()
+        if any(not np.array_equal(host[name], array) for name, array in self._program.weights().items()):
+            return True
+        if self.host_writes.names():
+            self.host_writes.forget()
+        return False
+
+
+def changed_weights(program: Compiled | BrokenGraph, training: bool) -> dict[str, np.ndarray]:
+    """Tensors possibly changed by a program: all in training, only those it overwrites in inference."""
+    return program.weights(None if training else program.ends.written)
+
+
+def release_weights(program: Compiled | BrokenGraph, lazy: LazyWeights, disconnect: Callable[[], None] | None) -> None:
+    """Copy unread device values back when a wrapper is garbage-collected.
+
+    Args:
+        program: its program.
+        lazy: weights that the device changes.
+        disconnect: disconnects the optimiser; `None` without training.
+    """
+    with without_modes():  # a capture may be going on
+        if lazy.is_stale:
+            lazy.to_host(lambda: changed_weights(program, disconnect is not None))
+        lazy.destroy()
+        if disconnect is not None:
+            disconnect()

@@ -14,6 +14,7 @@ from jax import lax
 
 import popxl
 from poptorch import optim
+from poptorch.base.optimizer import TORCH_ONLY
 from poptorch.program.formulas import (
     Array,
     adadelta,
@@ -277,4 +278,4 @@ def usual_attributes(kind: str, rule: Rule) -> set[str]:
         usual = {"param_groups", "defaults", "state", "variable_attrs", "device"}
         return usual.union(*(inspect.signature(own).parameters for own in classes_of(rule)))
     numbers = {attribute_of(name) for name in rule.numbers | rule.others if name not in WHOLE}
-    return numbers | {"params", "amsgrad", "decoupled_weight_decay", *optim.TORCH_ONLY}
+    return numbers | {"params", "amsgrad", "decoupled_weight_decay", *TORCH_ONLY}

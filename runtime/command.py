@@ -25,8 +25,9 @@ from runtime.calibration import calibrate
 from runtime.compared_runs import compared_run
 from runtime.cost_budgets import read_budget
 from runtime.costs.changes import changes_of
-from runtime.costs.cost import Cost, cost_of
+from runtime.costs.cost import Cost
 from runtime.costs.memory import memory_of_program
+from runtime.costs.program_cost import cost_of
 from runtime.fitting import CompiledTrial, fit
 from runtime.inspection import report_of
 from runtime.machine import Machine, PlanningMachine, TargetMachine

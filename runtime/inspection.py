@@ -19,8 +19,8 @@ from popxl.ir import Ir
 from popxl.ops.memory import offloads
 from popxl.remote_buffer import RemoteBuffer
 from popxl.values.spec import brief
-from runtime.costs.cost import cost_of, host_copies_of
 from runtime.costs.memory import memory_of_program
+from runtime.costs.program_cost import cost_of, host_copies_of
 from runtime.plan.plan import Plan
 from runtime.plan.structure import Structure
 from runtime.program.compiled import CompiledProgram

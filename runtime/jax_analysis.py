@@ -16,9 +16,10 @@ from popxl.analysis.memory import Memory
 from popxl.base.pages import OnPage, Page, Picture, Table, bytes_text, flops_text
 from popxl.base.records import Record
 from popxl.errors import PopxlError
-from runtime.costs.cost import Cost, cost_of_executable
+from runtime.costs.cost import Cost
 from runtime.costs.hlo import Module, parse_hlo
 from runtime.costs.lines import LineCost, live_buffers
+from runtime.costs.program_cost import cost_of_executable
 from runtime.costs.schedule import schedule_of
 from runtime.jax_private import change_parameters
 from runtime.targets import chip

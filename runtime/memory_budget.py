@@ -11,8 +11,10 @@ from popxl.analysis.memory import Memory, steps_of
 from popxl.base.pages import OnPage, Page, Table, bytes_text, count_text, flops_text, seconds_text
 from popxl.errors import PopxlError
 from popxl.ir import Ir
-from runtime.costs.cost import Cost, chip_of, cost_of
+from runtime.costs.cost import Cost
+from runtime.costs.executables import chip_of
 from runtime.costs.memory import memory_of_program
+from runtime.costs.program_cost import cost_of
 from runtime.memory_solver import GraphNeeds, Release, Solution, keep_all, most_bytes, solve
 from runtime.program.compiled import CompiledProgram
 from runtime.targets.chip import Chip

@@ -12,8 +12,10 @@ from popxl.base.copies import NotCopyable
 from popxl.errors import PopxlError
 from popxl.ir import Ir
 from runtime.costs.communication import CommunicationReport, communication_of_program
-from runtime.costs.cost import Cost, cost_of, texts
+from runtime.costs.cost import Cost
+from runtime.costs.executables import texts
 from runtime.costs.memory import memory_of_program
+from runtime.costs.program_cost import cost_of
 from runtime.inspection import report_of
 from runtime.machine import Machine
 from runtime.program.compiled import CompiledProgram

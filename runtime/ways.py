@@ -8,8 +8,9 @@ import jax
 
 from popxl.base.pages import bytes_text, count_text, seconds_text
 from popxl.ir import Ir
-from runtime.costs.cost import chip_of, cost_of
+from runtime.costs.executables import chip_of
 from runtime.costs.memory import memory_of_program
+from runtime.costs.program_cost import cost_of
 from runtime.files.cache import cached_mode, keep_way
 from runtime.program.compiled import CompiledProgram, Precompiled, compile_program
 from runtime.program.laying_out import layout_for

@@ -22,7 +22,8 @@ from popxl.analysis.communication import COPY, Communication, ExchangeRecorder, 
 from popxl.base.pages import OnPage, Page, Table, bytes_text
 from popxl.base.records import Record
 from popxl.ir import Ir
-from runtime.costs.cost import account_of_program, check_whole, copies_of
+from runtime.costs.executables import check_whole
+from runtime.costs.program_cost import account_of_program, copies_of
 from runtime.lowering.collectives import OrderedSums, sums_are_ordered
 from runtime.program.compiled import CompiledProgram
 

@@ -1,0 +1,60 @@
+"""The executables of a compiled program: how often each runs, their HLO texts, and the chip that they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from runtime.plan.plan import Plan
+from runtime.plan.structure import Structure
+from runtime.program.compiled import CompiledProgram
+from runtime.targets import chip
+from runtime.targets.chip import Chip
+
+
+def check_whole(program: CompiledProgram, what: str) -> None:
+    """Raise `NotImplementedError` for a program some of whose stages other processes have compiled."""
+    if program.layout.stages is not None:
+        raise NotImplementedError(
+            f"Session.{what}: this process has compiled the IPUs {program.layout.own_ipus} of the program only, and "
+            "other processes the others. Ask a session for a target that is not here, or one of a single process."
+        )
+
+
+def chip_of(program: CompiledProgram) -> Chip | None:
+    """Published figures of the chip that a program targets; `None` for an unknown chip."""
+    target = program.device.target
+    return chip.of_device(program.layout.devices[0].device_kind) if target is None else target.chip
+
+
+def texts(program: CompiledProgram) -> dict[str, str]:
+    """HLO text of each executable, keyed by its purpose. See `Session.hlo`."""
+    if not isinstance(program.executable, Plan):
+        return {"the program": program.executable.as_text()}
+    found: dict[str, str] = {}
+    for place, pair in program.ends.items():
+        for name, executable in zip(("feeds", "fetches"), pair, strict=True):
+            found[_unused(f"{name} of IPU {place}" if len(program.layout.ipus) > 1 else name, found)] = (
+                executable.as_text()
+            )
+    first = {piece.structure: piece.name for piece in reversed(program.executable.segments)}
+    for structure in program.executable.structures:
+        found[_unused(first[structure], found)] = structure.executable.as_text()
+    return found
+
+
+def _unused(name: str, names: Mapping[str, object]) -> str:
+    """An unused name: `name`, or `name` with a number."""
+    number = 1
+    while (numbered := f"{name} ({number})" if number > 1 else name) in names:
+        number += 1
+    return numbered
+
+
+def executables_of(program: CompiledProgram) -> Iterator[tuple[Structure | None, Any, int]]:
+    """Executables, each with its segment structure (`None` outside of segments) and its executions per run."""
+    if not isinstance(program.executable, Plan):
+        yield None, program.executable, 1
+        return
+    yield from ((None, executable, 1) for pair in program.ends.values() for executable in pair)
+    yield from ((structure, structure.executable, times) for structure, times in program.executable.runs.items())

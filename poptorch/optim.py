@@ -282,7 +282,7 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
 
 
 _step_of_torch = inspect.unwrap(torch.optim.RMSprop.step, stop=lambda step: not getattr(step, "hooked", False))
-"""Without the hooks: those of a step are run by the step of the class that an optimiser is of."""
+"""torch's step without hooks: the step of the optimiser's own class runs the hooks."""
 
 
 class LAMB(Optimizer, torch.optim.Optimizer):

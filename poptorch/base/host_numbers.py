@@ -21,7 +21,7 @@ from poptorch.errors import createPoptorchError
 
 Number = bool | int | float
 Operand = Number | tuple[int]
-"""A number; or, as a tuple, the place of one among those that are carried and those that steps have made."""
+"""A number, or the position of a carried or computed number, as a tuple."""
 
 CHOICE = "?"
 """The step in which Python asks whether a number is true. Its arguments are the number, and the answer."""

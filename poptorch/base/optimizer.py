@@ -19,7 +19,7 @@ DeviceValues = Mapping[str, torch.Tensor] | None
 StateDict = dict[str, Any]
 
 _KEYS = ("ipu_state", "ipu_param")
-_GROUPED = ("velocity_scaling", "max_weight_norm")  # hyperparameters of a group that torch does not have
+_GROUPED = ("velocity_scaling", "max_weight_norm")  # hyperparameters of groups, unknown to torch
 TORCH_ONLY = ("capturable", "differentiable", "foreach", "fused")
 """Attributes that only torch's own steps know."""
 
@@ -96,7 +96,7 @@ class DeviceState:
     writes what is pending.
 
     Attributes:
-        content: the state and the numbers of the optimiser, by name; `None` for both before there is a program.
+        content: state and hyperparameters by name; `None` for both before compilation.
         pending: the content is newer than the device.
     """
 
@@ -197,7 +197,7 @@ class Optimizer:
         values.
 
         Raises:
-            RuntimeError: if it is not such a dictionary.
+            RuntimeError: for any other dictionary.
         """
         if not state.keys() >= set(_KEYS):
             raise RuntimeError(

@@ -24,7 +24,7 @@ class ReplicaGroups:
 
     Attributes:
         replicas: number of replicas.
-        size: number of replicas in each group. 1: every replica has a value of its own; `replicas`: one for all.
+        size: number of replicas in each group, from 1, a value per replica, to `replicas`, one shared value.
         stride: distance in replicas between neighbours within a group; 1 for groups of one.
 
     Example:

@@ -200,7 +200,7 @@ class _Mapping(_Composite):
     def _fill(self, mapping: Any, items: Mapping[Any, Any], fields: Mapping[str, Any]) -> None:
         if self._is_own_dict:  # a copy has another one
             object.__setattr__(mapping, "__dict__", mapping)
-        for key, item in items.items():  # one by one, as some subclasses have no `update`
+        for key, item in items.items():  # one by one: some subclasses have no `update`
             mapping[key] = item
         for name, value in (*fields.items(), *((key, items[key]) for key in self._attributes)):
             object.__setattr__(mapping, name, value)

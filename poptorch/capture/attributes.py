@@ -31,7 +31,7 @@ class Attributes:
         training: whether the module was in `train()` mode; `None` without a module.
 
     Raises:
-        Error: if it is, or has, one of `torch.jit`, which has no such attributes.
+        Error: for modules of `torch.jit`, which have no such attributes, also as submodules.
 
     Example:
         >>> module = torch.nn.Dropout()

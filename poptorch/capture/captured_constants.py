@@ -106,7 +106,7 @@ def is_users(frame: FrameType) -> bool:
 
 
 _Part = tuple[Any, Any, Any, str]
-"""What has something, under which key, what that is, and how it is called."""
+"""Holder of an object, key of the object in it, the object, and its name in messages."""
 
 
 def _locate(t: torch.Tensor, roots: Iterable[_Part], own: Collection[int]) -> tuple[_Part, bool] | None:
@@ -127,7 +127,7 @@ def _locate(t: torch.Tensor, roots: Iterable[_Part], own: Collection[int]) -> tu
 
 
 _MOST = 1000
-"""The most objects that are looked into, and the most parts of each."""
+"""Limits of the search: objects inspected, and parts of each."""
 
 _CONTAINERS = (dict, list, tuple, deque)
 _CLOSED = (

@@ -180,4 +180,4 @@ COMPOSED: Mapping[Any, Callable[..., Any]] = {
     torch.histc: _histc,
     torch.Tensor.histc: _histc,
 }
-"""What to run in place of a function, with the same arguments."""
+"""Replacements of functions, called with the same arguments."""

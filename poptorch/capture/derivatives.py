@@ -22,7 +22,7 @@ from poptorch.capture.tracer import CANNOT_READ, Tracer
 from poptorch.errors import createPoptorchError
 
 OWN = "poptorch.own_derivative"
-"""Name of the op whose gradient is a trace. Its results are the `results` that it is given."""
+"""Name of the op whose gradient is a trace. It returns its argument `results`."""
 
 
 @dataclass

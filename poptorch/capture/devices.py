@@ -27,10 +27,10 @@ ASKING: dict[Any, Callable[[torch.device], Any]] = {
     torch.Tensor.is_ipu.__get__: lambda device: device.type == "ipu",  # type: ignore[attr-defined]
     torch.Tensor.is_cpu.__get__: lambda device: device.type == "cpu",  # type: ignore[attr-defined]
 }
-"""Attributes of a tensor that say where it is, and what they are there."""
+"""Attributes of a tensor that describe its device, with their values by device."""
 
 LIKE_ANOTHER = frozenset([torch.Tensor.to, torch.Tensor.type_as])
-"""Functions that may move a tensor to where another one is."""
+"""Functions that may move a tensor to the device of another tensor."""
 
 
 def on_cpu(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any, bool]:

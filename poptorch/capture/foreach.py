@@ -62,4 +62,4 @@ _FUNCTIONS: Mapping[str, Callable[..., torch.Tensor]] = {
     "pow": torch.pow,
     "powsum": _power_sum,
 }
-"""What methods of tensors do not do, or not for all kinds of arguments."""
+"""Operations without a method of tensors, or whose method refuses some kinds of arguments."""

@@ -95,7 +95,7 @@ class HolderSnapshot:
 
 
 _ABSENT, GROWS = object(), object()
-"""What was not there before; and what is the same object, with other items or more."""
+"""Markers of an item that was absent before, and of a container that may have grown."""
 
 
 class HostState:

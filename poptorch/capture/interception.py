@@ -116,7 +116,7 @@ _READING = frozenset(getattr(torch.Tensor, name) for name in ("__array__", "__fo
 
 
 _ROUNDING = (torch.Tensor.__bool__, torch.Tensor.__int__)
-"""Functions that read a number, and make one of fewer of it: a program is for that one."""
+"""Functions that read a number and reduce it to fewer values, such as a truth value: programs depend on the result."""
 
 
 _DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)

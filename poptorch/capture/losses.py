@@ -22,10 +22,10 @@ MARKED = frozenset({*LOSSES, "poptorch.identity_loss"})
 def final_loss(trace: Trace) -> Value:
     """The single loss on which no other loss depends.
 
-    Of several losses, those that no returned value depends on do not count, if one of the others is left.
+    Among several losses, those without influence on a returned value are ignored, unless no other remains.
 
     Raises:
-        poptorch.Error: if there is none, or more than one.
+        poptorch.Error: for no loss, or several final losses.
     """
     nodes = trace.nodes
     marked = [node for node in nodes if node.op in MARKED]

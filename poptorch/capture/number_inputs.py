@@ -30,7 +30,7 @@ _CARRYING: dict[str, Collection[str]] = {
     "aten.lerp": ("weight",),
     "torch.dropout": ("p",),
 }
-"""The arguments of ops that may be numbers, or inputs of the program that have these."""
+"""Arguments of ops that may be constants or inputs of the program."""
 
 
 def holds_counters(given: Any) -> bool:

@@ -77,4 +77,4 @@ def _affine(
 QUANTISATION: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten._fused_moving_avg_obs_fq_helper.default: _moving_average,
 }
-"""What gives the results of an op, for the same arguments, and overwrites what it does."""
+"""Replacements of ops: functions of the same arguments, with the same results and in-place writes."""

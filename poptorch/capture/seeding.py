@@ -23,7 +23,7 @@ from poptorch.capture.trace import Node
 from poptorch.errors import createPoptorchError
 
 SEEDING = frozenset(f"poptorch.{name}" for name in ("manual_seed", "get_rng_state", "set_rng_state"))
-"""Names of the ops that are written down. What is done in a function that is called ends with it, so these are not."""
+"""Names of the recorded ops. Seeding within a called function ends with the call, so it is not recorded."""
 
 
 _torch_generator: Any = torch.Generator

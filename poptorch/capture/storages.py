@@ -41,7 +41,7 @@ class TensorView:
     value: Value
     version: int
     is_frozen: bool = False
-    """Whether no gradients flow to it for now, from what is made of it: `t.requires_grad_(False)`."""
+    """Whether gradients from its uses stop here for now: `t.requires_grad_(False)`."""
 
 
 @dataclass(eq=False)

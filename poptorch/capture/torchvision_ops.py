@@ -36,7 +36,7 @@ def _roi_align(
     pixels = input.permute(0, 2, 3, 1).reshape(rows * height * width, channels)
     begins = (rois[:, 0].long() * height)[:, None] + ys.permute(2, 0, 1)  # rows of pixels: place, box, bin
     total = input.new_zeros(len(rois), pooled_height, pooled_width, channels)
-    for begin, share in zip(begins, y_shares.permute(2, 0, 1), strict=True):  # one by one, or there would be very many
+    for begin, share in zip(begins, y_shares.permute(2, 0, 1), strict=True):  # one at a time, to limit memory
         found = pixels[begin[:, :, None, None] * width + xs[:, None]]
         total = total + (found * (share[:, :, None, None] * x_shares[:, None])[..., None]).sum(3)
     return total.permute(0, 3, 1, 2)
@@ -103,7 +103,7 @@ OF_TORCHVISION: Mapping[str, Callable[..., torch.Tensor]] = {
     "roi_align": _roi_align,
     "deform_conv2d": _deform_conv2d,
 }
-"""What gives the result of an op of this name, for the same arguments."""
+"""Replacements of ops by name: functions of the same arguments with the same result."""
 
 
 @contextmanager

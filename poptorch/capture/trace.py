@@ -74,7 +74,7 @@ class View:
     """One step of a lens: a view op applied to `LOOKED_AT`, with a result position.
 
     Attributes:
-        repeats: whether the view overlaps itself, so that it has some numbers of its base more than once.
+        repeats: whether the view overlaps itself: some elements of its base occur more than once.
     """
 
     op: str

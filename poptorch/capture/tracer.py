@@ -284,7 +284,7 @@ class Tracer:
             is_forward: whether it is forward-mode (`torch.autograd.forward_ad`), computed together with later ops.
 
         Raises:
-            Again: if there was one, or may be.
+            RetryWithoutPreserving: if a preserved function was recorded, or may have been.
         """
         if (self._keeps_whole if is_forward else self._has_whole) and not in_transform():
             raise RetryWithoutPreserving

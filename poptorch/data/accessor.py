@@ -133,10 +133,10 @@ class AsynchronousDataAccessor:
         self._dataset = dataset
         self._buffers = [torch.empty(1, dtype=torch.uint8)] * (buffer_size + 1)  # for tensors without elements, so far
         self._unopened = deque(range(buffer_size))  # slots that the worker may not use before the first loop
-        self._leases = [_Lease(buffer_size, weakref.ref(np.empty(0)))]  # of all slots that the worker may not use
+        self._leases = [_Lease(buffer_size, weakref.ref(np.empty(0)))]  # of all slots closed to the worker
         self._most_leases = min(buffer_size, 2)  # beyond them batches are copies; so the worker always has a slot
         self._epoch = 0
-        self._position = "start"  # of this epoch, or "inside" it, or at its "end"
+        self._position = "start"  # start of the epoch, "inside" it, or its "end"
         strategy = SharingStrategy(sharing_strategy)
         if strategy is SharingStrategy.ForkServer and FORKS and not jax_runs() and threading.active_count() == 1:
             strategy = SharingStrategy.Fork  # nothing but this thread could hold a lock

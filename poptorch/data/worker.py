@@ -56,7 +56,7 @@ _UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 """What is raised for something that cannot be pickled."""
 
 _PATIENCE = 5
-"""Seconds that a worker has to end after it was asked to."""
+"""Seconds between the request to end and the termination of a worker."""
 
 
 # Messages -------------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class _Worker:
         self._load_indefinitely = load_indefinitely
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * slots
         self._free: deque[int] = deque()
-        self._wanted = 0  # the epoch that the program is in
+        self._wanted = 0  # current epoch of the program
 
     def run(self, dataset: Any) -> None:
         epoch = 0

@@ -44,7 +44,7 @@ PUT_BACK: Mapping[str, Callable[[popxl.Tensor], popxl.Tensor]] = {
     "aten._conj": ops.conj,
     "aten._neg_view": ops.negate,
 }
-"""What is written to such a view, as what it looks at."""
+"""Inverses of views: a value written to the view, as a value of its base."""
 
 
 @lowers("aten.complex")
@@ -68,7 +68,7 @@ def sgn(input: Any) -> Any:
 
 _FORWARDS: Sequence[NORM] = ("backward", "ortho", "forward")
 _BACK: Sequence[NORM] = ("forward", "ortho", "backward")
-"""What is divided by nothing, by the root of the number of elements, and by that, as popxl calls it."""
+"""popxl's names of PyTorch's normalisations: divisors 1, √n and n, for n elements."""
 
 
 @lowers("aten._fft_c2c")

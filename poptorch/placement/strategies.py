@@ -26,7 +26,7 @@ __all__ = [
 _Item = TypeVar("_Item")
 
 BlockId = str
-"""What names a block: the `user_id` of `Block`, `BeginBlock` and `BlockFunction`."""
+"""Identifier of a block: the `user_id` of `Block`, `BeginBlock` and `BlockFunction`."""
 
 
 @dataclass(frozen=True)

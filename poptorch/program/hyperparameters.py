@@ -71,7 +71,7 @@ class Hyperparameters:
             optimizer: the program's optimiser, or another of the same class with the same number of groups.
 
         Raises:
-            Error: if it is of another class, or differs in a part that is constant in the program.
+            Error: for an optimiser of another class, or with other constant hyperparameters.
         """
         if rule_of(optimizer) is not self._rule:
             raise createPoptorchError(

@@ -82,7 +82,7 @@ Tensors = Mapping[str, popxl.Tensor]
 Keep = Callable[[str, np.ndarray, popxl.ReplicaGrouping | None], Stored]
 
 STEP = "Step"
-"""Name of the state that counts the steps. That of a parameter with a count of its own is `Step___<parameter>`."""
+"""Name of the step count in the state; `Step___<parameter>` for a parameter with its own count."""
 
 LOSS_SCALE_FACTOR = "lossScaleUpdateFactor"
 """Name of the state that automatic loss scaling multiplies the loss scale by."""

@@ -235,7 +235,7 @@ def _tell_of_arguments(names: Sequence[str], module: torch.nn.Module | None, mod
 
 
 _MOST_TOLD = 3
-"""How many tensors of one object are told one by one, after the first."""
+"""Maximum number of an object's further tensors with a warning each."""
 
 
 def _on_host(captured: Captured) -> Iterator[str]:

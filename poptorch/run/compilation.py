@@ -141,7 +141,7 @@ def compiled_model(
 
 
 _MOST_LOOKS = 4
-"""How often a model is captured with values that are hidden, until none is."""
+"""Maximum number of captures with hidden values, before all are visible."""
 
 
 def _hiding(
@@ -178,7 +178,7 @@ def _hidden(
             break
         else:
             known = capture(signature_of(None))
-            # One path may inspect values that others do not. And a check of the `type` is not noticed.
+            # Paths may inspect different values, and checks of a `type` go unnoticed.
             is_same = not known.cuts and known.captured.trace.is_like(way.captured.trace)
             return signature, way if is_same else None, known
     return signature, None, None

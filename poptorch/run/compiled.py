@@ -220,7 +220,7 @@ class Compiled:
                 results.append(from_numpy(array.reshape(shape)))
         except DeviceError as problem:
             raise Error(str(problem), "popxl_runtime_error") from problem
-        self._moments = asked, given, ready, perf_counter()  # in one assignment, as other threads set them too
+        self._moments = asked, given, ready, perf_counter()  # one assignment: other threads set them too
         return results
 
     def _check_apart(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -362,7 +362,7 @@ class Compiled:
         """Overwrite parameter and buffer values on the device, only those given.
 
         Raises:
-            poptorch.Error: if one is a part of the program, and has other numbers there.
+            poptorch.Error: for a value that the program holds as a constant, if it differs.
         """
         for name, t in self.read.items():
             if name in host and not np.array_equal(host[name], to_numpy(t), equal_nan=t.is_floating_point()):

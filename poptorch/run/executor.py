@@ -63,10 +63,10 @@ class PoplarExecutor(ProgramInspection):
         user_model: module shown to the user; by default the model.
 
     Raises:
-        poptorch.Error: if `model` cannot be called, `options` is no `Options`, or they do not fit.
+        poptorch.Error: for a `model` that is not callable, `options` of another type, or contradictory options.
         RuntimeError: if the model is being trained by another executor.
         AssertionError: if there is an optimiser without training, or no model can be trained with its class.
-        ValueError: if it has `use_tf_variant`, and is no RMSprop.
+        ValueError: for `use_tf_variant` with an optimiser other than RMSprop.
     """
 
     def __init__(
@@ -227,8 +227,8 @@ class PoplarExecutor(ProgramInspection):
                 effect at the next call; it need not be set again.
 
         Raises:
-            poptorch.Error: if the model is not for training, or the optimiser differs from the one at compilation in a
-                part that is constant in the program.
+            poptorch.Error: for an inference model, or an optimiser whose constant hyperparameters differ from those at
+                compilation.
             ValueError: if it requires another accumulation of gradients than the compiled model.
         """
         if self._trainer is None:
@@ -251,7 +251,7 @@ class PoplarExecutor(ProgramInspection):
         """The random state: the seed, and the generator's state words. Settable, for resuming.
 
         Raises:
-            poptorch.Error: if the model is not compiled; when set, if it is not a state of this program.
+            poptorch.Error: if the model is not compiled; when set, for a state of another program.
         """
         return self._one_program("rng_state").random_state
 
@@ -319,7 +319,7 @@ class PoplarExecutor(ProgramInspection):
     def loadExecutable(self, filename: str | os.PathLike[str]) -> None:
         """Load a compiled program saved by `save` for an equal model.
 
-        Weights, and the optimiser with its state, are those of this wrapper.
+        This wrapper's weights, optimiser and optimiser state remain.
 
         Args:
             filename: the file.

@@ -19,7 +19,7 @@ from poptorch.base.introspection import CONTAINERS, attributes, is_instance
 from poptorch.capture.host_state import GROWS, NUMBERS, HolderSnapshot, HostState, is_users
 
 _MOST = 1000
-"""The most items of something that is looked at."""
+"""Maximum number of items inspected in a container."""
 
 
 class HostChanges:

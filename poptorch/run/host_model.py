@@ -27,7 +27,7 @@ class HostModel:
         call: the model: a module, or a function, which has no weights.
 
     Raises:
-        poptorch.Error: if it is, or has, a module of `torch.jit`.
+        poptorch.Error: for modules of `torch.jit`, also as submodules.
 
     Attributes:
         call: function to call.

@@ -71,7 +71,7 @@ class HostWrites:
         return others + [path + key for path, holder, _ in grown for key in holder if path + key not in self._places]
 
     def _now(self) -> dict[str, int]:
-        with torch._C.DisableTorchFunctionSubclass():  # to ask for a version is not to read
+        with torch._C.DisableTorchFunctionSubclass():  # reading a version is no read of the values
             return {name: t._version for name, t in self._tensors.items()}
 
 

@@ -57,7 +57,7 @@ class ModelLifecycle(ModelProxy):
     def __init__(self, host: HostModel, user_model: Model, options: Options, trainer: Trainer | None) -> None:
         super().__init__(host, user_model, options)
         self._trainer, self._training = trainer, trainer is not None
-        self._attributes = host.attributes  # which the model was compiled with
+        self._attributes = host.attributes  # attributes at compilation
         self._compiled: Compiled | BrokenGraph | None = None
         self._kinds: SignatureCache | None = None
         self._smaller: SmallerBatches | None = None
@@ -65,7 +65,7 @@ class ModelLifecycle(ModelProxy):
         self._forgotten: weakref.finalize | None = None
         self._random_state: list[int] | None = None  # of a program that was given up
         self._compilation_time: timedelta | None = None
-        self._autocast: tuple[torch.dtype | None] | None = None  # known if it was compiled here
+        self._autocast: tuple[torch.dtype | None] | None = None  # unknown for loaded programs
         self._weights = WeightSync(host, self._training)
         self._change_warnings = ChangeWarnings(host, self._training, self._weights.host_writes)
         self._weights.instrument()

@@ -30,7 +30,7 @@ from poptorch.ops import identity_loss, return_all
 from poptorch.program.batching import Batching
 
 _OF_METRICS = ("forward", "update", "compute", "reset")
-"""The methods of a metric that are deferred; a call of it is `forward`."""
+"""Deferred methods of a metric; calling a metric is `forward`."""
 
 
 @dataclass(frozen=True)

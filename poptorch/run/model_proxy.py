@@ -1,4 +1,4 @@
-"""`ModelProxy`: a wrapper that has the attributes of its model.
+"""`ModelProxy`: a wrapper with the attributes of its model.
 
 Reading an attribute of the wrapper reads the model's, and setting one that the model has sets the model's.
 `HostModel.setting` records what is set, for the compilation. Base class of `PoplarExecutor`.
@@ -21,7 +21,7 @@ from poptorch.run.host_model import HostModel, Model
 class ModelProxy:
     """Object with the attributes of a model, besides its own.
 
-    Own attributes are those that begin with an underscore, are set by its classes, or that the model does not have.
+    Names with a leading underscore, names declared by the classes, and names unknown to the model are its own.
 
     Args:
         host: the model to run.

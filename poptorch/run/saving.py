@@ -317,8 +317,8 @@ def read_model(filename: str | os.PathLike[str]) -> Saved:
     """Read a saved model file.
 
     Raises:
-        poptorch.Error: if it is not such a file, or damaged.
-        AssertionError: if another version has written it.
+        poptorch.Error: for a damaged file, or one of another kind.
+        AssertionError: for a file of another version.
     """
     name = os.fspath(filename)
     try:

@@ -47,7 +47,7 @@ class TrainedBrokenGraph(BrokenGraph):
             twice.
     """
 
-    _holds_buffers = False  # the one program that is a step has them
+    _holds_buffers = False  # the program of the step holds them
 
     def __init__(self, *of_parts: Any, update: Update, count: int) -> None:
         self._update, self._count = update, count

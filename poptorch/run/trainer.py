@@ -259,7 +259,7 @@ class Trainer:
         """Synchronize optimiser changes since the last run: hyperparameters and state.
 
         Raises:
-            poptorch.Error: if it does not fit the program any more.
+            poptorch.Error: for an optimiser that has outgrown the program.
         """
         if not _has_hyperparameters(self.optimizer, self._said):
             self._read_numbers()
@@ -363,7 +363,7 @@ class Trainer:
         """Upload loaded optimiser state to the device.
 
         Raises:
-            poptorch.Error: if state does not have the shape that the program has.
+            poptorch.Error: for state whose shape differs from the program's.
         """
         assert self._compiled is not None and self.update is not None
         state = self.update.counted(self.device.content["ipu_state"] or {})

@@ -36,7 +36,7 @@ class WeightSync:
         self._host, self._training = host, training
         self._trainings = TrainingRegistry(host.module)
         self._program: Compiled | BrokenGraph | None = None
-        self._structure: tuple[tuple[str, Any], ...] = ()  # of the module that the program was made for
+        self._structure: tuple[tuple[str, Any], ...] = ()  # structure of the module at compilation
         self.host_writes = HostWrites(host.module)
         self.lazy: LazyWeights | None = None
 

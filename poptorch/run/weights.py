@@ -362,7 +362,7 @@ _TELLING: dict[Any, Callable[[type[_Watched], Any], None]] = {
     _of_tensors.data.__set__: _give_data,
     _of_tensors.grad.__get__: _tell_of_gradient,
 }
-"""What a training is told of, after it is done to one of its tensors."""
+"""Functions of tensors that `LazyWeights` observe, with their handlers."""
 
 
 def _telling(function: Any) -> Callable[[type[_Watched], Any], None] | None:

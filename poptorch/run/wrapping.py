@@ -32,7 +32,7 @@ def trainingModel(
     Raises:
         RuntimeError: if another wrapper trains the model.
         AssertionError: if no model can be trained with the class of the optimiser.
-        ValueError: if that has `use_tf_variant`, and is no RMSprop.
+        ValueError: for `use_tf_variant` with an optimiser other than RMSprop.
 
     Example:
         >>> class Fit(torch.nn.Module):
@@ -100,7 +100,7 @@ def load(filename: str | os.PathLike[str], edit_opts_fn: Callable[[Options], obj
 
     Raises:
         poptorch.Error: if the file holds nothing that can be read.
-        AssertionError: if another version has written it, or there is no model in it.
+        AssertionError: for a file of another version, or without a model.
 
     Example:
         >>> model = poptorch.inferenceModel(module)

@@ -88,7 +88,7 @@ def versionString() -> str:
 
 
 def getLogger(name: str = "all") -> Logger:
-    """The logger of a module, or of all of them, with levels and messages.
+    """Logger of one module, or of all modules, with levels and messages.
 
     Args:
         name: the module: `"session"` and `"devicex"` are ours; `"all"` stands for every one.
@@ -221,7 +221,7 @@ class BatchSerializationBatchSchedule(IntEnum):
 
 
 class BatchSerializationTransformContext(IntEnum):
-    """Transform before or after which a batch is serialised."""
+    """Position of batch serialisation among the transforms: before or after one of them."""
 
     Fwd = 0
     Bwd = 1

@@ -226,7 +226,7 @@ gcg, gmg, gir = get_current_graph, get_main_graph, get_ir
 def ipu(ipu: int) -> Iterator[int]:
     """Place the ops created in the block on IPU number `ipu`. Placement never changes numbers.
 
-    In a session each IPU is a device of its own, if there are enough of them; see the option `ir.options.placement`.
+    A session maps each IPU to a separate device, if it has enough devices; see the option `ir.options.placement`.
 
     Example:
         >>> with popxl.ipu(1):

@@ -268,7 +268,7 @@ class _WithoutProducer:
     """Overrides for variables and constants, which have no producing op to determine their IPU."""
 
     def copy_to_ipu(self: Any, dst: int, src: int) -> Tensor:
-        """`ops.ipu_copy` of this tensor, which no op makes, so that `source` is required."""
+        """`ops.ipu_copy` of this tensor; `source` is required, as no op of the graph computes the tensor."""
         return ops.ipu_copy(self, dst, src)
 
 

@@ -151,7 +151,7 @@ def d2h_stream(
         shape: shape of one transfer of one replica.
         dtype: element type.
         name: name of the stream, `"d2h_stream"` by default.
-        num_host_transfers: number of stores to it in one `session.run`, at most: `ir.num_host_transfers` by default.
+        num_host_transfers: maximum number of stores per `session.run`, by default `ir.num_host_transfers`.
 
     Raises:
         RuntimeError: if there is no current graph.

@@ -10,7 +10,7 @@ def NewAliasAnnotation(name: str, tp: type[T] | None) -> Callable[..., T]:
     """Create an annotation marker for type `tp`, distinguishable by identity.
 
     The marker is a function, which is what the generics of `typing` accept: `List[marker]` works. It is not a
-    constructor: calling it raises `NotImplementedError`. `tp` is there for the reader and may be `None`.
+    constructor: calling it raises `NotImplementedError`. `tp` only informs the reader, and may be `None`.
 
     Example:
         TensorByRef = NewAliasAnnotation("TensorByRef", Tensor)

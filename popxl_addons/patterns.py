@@ -22,10 +22,10 @@ Replacement = Callable[..., Any]
 """Makes the new ops: takes the inputs of the old op, returns tensors for its outputs. See `popxl.Graph.replace`."""
 
 Pattern = Callable[[Op], Replacement | None]
-"""Says what is to stand in the place of an op; `None` leaves it alone."""
+"""Function that returns the replacement of an op; `None` keeps the op."""
 
 patterns_level: dict[str, list[Pattern]] = {"no_patterns": [], "minimal": [], "default": [], "all": []}
-"""The patterns of each level. Every level has those of the levels before it."""
+"""Patterns by level; each level includes those of lower levels."""
 
 
 def pattern(level: str) -> Callable[[Pattern], Pattern]:

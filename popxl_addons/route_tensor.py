@@ -14,10 +14,10 @@ from popxl.extend.graphs import EXTRA_INPUTS, call_kind, loop_kind, reachable
 __all__ = ["is_subgraph", "route_tensor_into_graph"]
 
 _OWN_INPUTS = {call_kind: 0, loop_kind: EXTRA_INPUTS}
-"""The kinds of ops that tensors are routed through, and how many inputs of the graph they give themselves."""
+"""Ops that route tensors, with the number of graph inputs that each binds itself."""
 
 _routed: WeakKeyDictionary[popxl.Graph, dict[popxl.Tensor, popxl.Tensor]] = WeakKeyDictionary()
-"""For each graph the inputs that it has been given, by the tensors that were routed."""
+"""Inputs added to each graph, by the routed tensors."""
 
 
 def route_tensor_into_graph(

@@ -250,7 +250,7 @@ class TaskSession(popxl.Session):
             format: ``"npz"``, a NumPy archive for each name; or ``"safetensors"``, one file for all. Memory-mapped
                 variables are copied as raw files in both. With either come digests, in ``checksums.json``: delete that
                 file if you change the others by hand.
-            wait: whether to return only when all is written.
+            wait: whether to return after everything is written.
 
         Raises:
             OSError: for errors of the file system, of this checkpoint or of the one before.

@@ -262,7 +262,7 @@ class CommandArgs:
     Attributes:
         file, arguments: the program.
         pictures, pages: folders for pictures of the memory, and for pages.
-        target: machine to compile for, if it is not this one.
+        target: machine to compile for, by default this one.
         function: the JAX function of the program to report on; "" for its sessions.
         alone: arguments of the program for one replica, to compare with; `None` for no comparison.
     """

@@ -27,7 +27,7 @@ def compared_run(file: Path, arguments: Sequence[str], alone: Sequence[str], num
 
     Args:
         file, arguments: the program.
-        alone: arguments for one replica; empty if they are the same.
+        alone: arguments of the program for one replica; empty for the same ones.
         number: index of the Ir among those that the file builds.
 
     Raises:
@@ -39,7 +39,7 @@ def compared_run(file: Path, arguments: Sequence[str], alone: Sequence[str], num
         raise PopxlError(f"{ir!r} has no named axes of several replicas, such as those of `popxl.Ir(axes=...)`.")
     try:
         one = _built(file, alone or arguments, dict.fromkeys(axes, 1))
-    except ValueError as problem:  # of a choice that has no such option
+    except ValueError as problem:  # of a choice without this option
         raise PopxlError(f"{problem} {HOW}") from problem
     if len(one) <= number or one[number].replication_factor != 1:
         raise PopxlError(f"the program does not build {ir!r} for one replica. {HOW}")

@@ -60,7 +60,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of a comparison of a program on many replicas with the same on one.
+    """Result of comparing a program on many replicas with the same program on one replica.
 
     Attributes:
         axes: axes of the replicas.

@@ -39,6 +39,6 @@ def with_fake_dependency(value: Array, number: Array) -> Array:
 
 
 def computed_after(value: Array, others: Iterable[Array]) -> Array:
-    """`value` with a fake dependency on the first elements of `others`, if there are any."""
+    """Add a fake dependency of `value` on the first elements of `others`, if any."""
     firsts = [other[(0,) * other.ndim] != 0 for other in others if other.size]
     return with_fake_dependency(value, reduce(operator.or_, firsts)) if value.size and firsts else value

@@ -51,7 +51,7 @@ class Machine:
 class NothingRuns(BaseException):
     """Raised when a session requires execution or compilation under a tool that does neither; ends the user's program.
 
-    It is no `Exception`, so that programs which handle those end, too.
+    Not an `Exception`, so it also ends programs that handle all of those.
     """
 
 

@@ -35,7 +35,7 @@ GRACE = 5.0
 """For how many seconds an instance may tidy up, once it has been told to end."""
 
 Ends = queue.SimpleQueue[tuple[int | None, int | None]]
-"""An instance, and how it has ended, or `None` if it says that it fails; or `None`, and a signal that poprun got."""
+"""Events: an instance with its exit status, or `None` for a reported failure; or `None` with a signal to poprun."""
 
 _TOKEN = PREFIX + "TOKEN"
 """The environment variable that no list of processes should show."""
@@ -332,7 +332,7 @@ class Launch:
             stdin=subprocess.DEVNULL if _is_this_machine(host) else subprocess.PIPE,
             stdout=output,
             stderr=output,
-            start_new_session=True,  # so that all that it starts can be stopped with it
+            start_new_session=True,  # a process group: children end together
         )
         self._processes[index] = process
         if process.stdin is not None:

@@ -77,12 +77,12 @@ class LauncherConnection:
                 for text in lines:
                     self._answers.put(json.loads(text))
             except OSError:
-                pass  # broken, which is the same as closed
+                pass  # a broken connection counts as closed
             except ValueError:
                 problem = f"what answers at {self._launcher!r} is not `poprun`: {text[:80]!r}."
                 self._answers.put({"problem": problem, "is_last": True})
                 return
-            with contextlib.suppress(OSError):  # poprun may have read all of it
+            with contextlib.suppress(OSError):  # poprun may have read it already
                 os.write(2, b"popdist: poprun has ended, or stops all instances; this one ends too.\n")
             self._end()
 
@@ -183,7 +183,7 @@ def _connect(instance: Instance, coordinator: str, own: str, timeout: int) -> No
             cluster_detection_method="deactivate",
             initialization_timeout=timeout,
             coordinator_bind_address=own,
-            shutdown_timeout_seconds=0,  # instances may end one after the other
+            shutdown_timeout_seconds=0,  # instances may end at different times
         )
     except RuntimeError as problem:
         raise PopxlError(

@@ -253,7 +253,7 @@ class Report(OnPage, Record):
             program.
         reason: reason for this form.
         loops: loops of rerolled calls.
-        written_out: if calls are rerolled: the graphs whose calls are not, each with the reason.
+        written_out: graphs whose calls are not rerolled, each with the reason; for programs with rerolled calls.
         variables, buffers, streams, graphs: parts of the program. The main graph comes first.
         collectives: collectives of its replicas.
         size: size of the program, with and without outlining.

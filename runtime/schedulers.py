@@ -128,7 +128,7 @@ class Service:
         """Wait until all processes reach a place. Returns their payloads.
 
         Raises:
-            PopxlRuntimeError: if they do not arrive, or are at another place.
+            PopxlRuntimeError: for processes that do not arrive, or wait at another barrier.
         """
         own, count = self._instance.instance_index, self._instance.num_instances
         with self._lock:

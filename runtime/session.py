@@ -119,7 +119,7 @@ class Session(SessionInspection, SessionVariables):
         self._host_arrays = HostArrays(self.program.layout)
         self._output_streams = self.program.layout.outputs
         self._lock = threading.RLock() if self.store is None else self.store.lock
-        self._owners: dict[Variable, tuple[Session, Variable]] = {}  # of the variables that are other sessions'
+        self._owners: dict[Variable, tuple[Session, Variable]] = {}  # of variables owned by other sessions
         if self.is_attached and self.store is not None:
             self.weights_from_host()
 

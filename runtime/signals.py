@@ -24,7 +24,7 @@ DEFERRED = tuple(
     for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGBREAK")
     if hasattr(signal, name)
 )
-"""The signals that are deferred: those that programs handle, if the system has them."""
+"""Deferred signals: those that programs handle, where the system has them."""
 
 
 _pending: list[tuple[int, Any]] = []

@@ -20,7 +20,7 @@ from runtime.jax_private import BACKEND_LOG
 from runtime.targets.devices import ask_for_cpu_devices
 
 _PACKAGES = re.compile(r"jax|jaxlib|jax[-_].*|libtpu|numpy|torch")
-"""The packages on which it depends what a program does. Hardware is driven by `jax-cuda12-plugin` and the like."""
+"""Packages that affect results or speed, with drivers of hardware such as `jax-cuda12-plugin`."""
 
 
 class ShowVersions(argparse.Action):

@@ -53,7 +53,7 @@ def replace_file(path: Path, content: bytes | Callable[[Path], object], like: st
     with temporary_sibling(path, like=like) as draft:
         write(draft)
         with draft.open("r+b") as file:
-            os.fsync(file.fileno())  # or, after a power cut, the name might be there and the content not
+            os.fsync(file.fileno())  # otherwise a power cut could leave the name without its content
         draft.replace(path)
 
 
@@ -185,7 +185,7 @@ def _delete(path: Path) -> None:
 def replace_directory(directory: Path, own: Collection[str]) -> Iterator[Path]:
     """A new directory to write to, which takes the place of `directory` when the block ends, unless that fails.
 
-    Entries of the old directory that are not called one of `own` are moved to the new one.
+    Entries of the old directory with names outside `own` move to the new one.
 
     `NotADirectoryError` if `directory` is a file, `ValueError` if the process works in it: it would lose its place.
     `FileExistsError` if another process replaces it at the same moment: that content is then in place.
@@ -382,7 +382,7 @@ CHECKSUMS = "checksums.json"
 def write_checksums(directory: Path) -> None:
     """Write file digests of a directory to its `checksums.json`.
 
-    For a directory in it that has digests of its own, these are copied, and its files are not read again.
+    Existing digests of a subdirectory are copied, without reading its files again.
     """
     done = {path.parent for path in directory.glob(f"**/*/{CHECKSUMS}")}
     files = sorted(

@@ -14,7 +14,7 @@ Bar = tuple[str, str, float, float]
 """A lane, a name, a start and an end."""
 
 SHOWN = 200
-"""How many values are drawn one by one: the large ones that are held for long. The others are one layer."""
+"""Maximum number of values drawn separately, largest products of size and lifetime first; one layer shows the rest."""
 
 Held = tuple[str, int, int, int]
 """A name, a size, the first step during which it is held, and the first one during which it is not any more."""

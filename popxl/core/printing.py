@@ -57,7 +57,7 @@ def schedule(graph: Graph, names: Mapping[Tensor, str] | None = None) -> str:
 
 
 Note = Callable[[Tensor], str]
-"""What is shown after the type of a value."""
+"""Function that returns a remark to print after the type of a value."""
 
 
 def _nothing(t: Tensor) -> str:

@@ -316,7 +316,7 @@ class Runs(Trait):
 
     @property
     def is_loop(self) -> bool:
-        """Whether the graph is the body of a loop."""
+        """Whether a loop has the graph as its body."""
         return bool(self.turns)
 
     @property

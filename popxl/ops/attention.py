@@ -32,7 +32,7 @@ from popxl.values.shapes import broadcast_shapes, flag, like_first, number, same
 from popxl.values.spec import TensorSpec
 
 BLOCK = 512
-"""The most queries, and the most keys, that are looked at together."""
+"""Maximum numbers of queries and of keys in a block."""
 
 # Arrays, block by block ----------------------------------------------------------------------------------------------
 

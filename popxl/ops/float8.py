@@ -30,7 +30,7 @@ SCALE = Requirement(
     "has to be in [-32, 32)",
     option="throwIfLog2ScaleTensorNotInRange",
 )
-"""What an op with an operand `log2_scale` requires of it."""
+"""Requirement of ops on their operand `log2_scale`."""
 
 
 def check_scale(function_name: str, log2_scale: Tensor) -> None:

@@ -68,7 +68,7 @@ def available_after(t: Tensor, other: Tensor) -> Tensor:
 
 
 def available_after_all(t: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """`t` after the computation of all `others`, also when the program runs: none of them is put off beyond it.
+    """`t`, ordered after the computation of all `others`, also at run time: none of them is postponed beyond it.
 
     `available_after` orders what compilers merge, and not what they schedule.
     """

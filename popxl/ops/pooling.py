@@ -155,8 +155,7 @@ def _max_gradient(g: Any, t: Any, **how: Any) -> Any:
 def _to_largest(g: Any, x: Any, largest: Any, axis: int, windows: Windows) -> Any:
     """Gradient of window maxima along one axis; every equal element receives all.
 
-    A position is in few windows, the last of which is the one whose beginning is nearest: one iteration of the loop for
-    each.
+    Each position belongs to few windows, and the last of these begins nearest to it: one loop iteration per window.
     """
     size, stride, begin = windows.size, windows.stride, windows.begin
     positions = np.arange(begin, begin + size)

@@ -290,7 +290,7 @@ class _Remembering(TransformerBlock):
 class LanguageModel(Module):
     """A language model: next-token logits for each text position.
 
-    Each layer is a call of one graph, so that it is compiled once.
+    All layers call one graph, which is compiled once.
 
     Variables: those of `embedding`, maybe `positions`, `layers` (by number), `norm` and maybe `head`. Their names in
     files of Hugging Face are `LanguageConfig.names`.

@@ -97,8 +97,8 @@ class LinearGQ(Linear):
     ) -> WeightsDict:
         """Data for the layer's variables from a ``torch.nn.Linear``, whose weight is compressed.
 
-        `dtype` is that of the bias. `group_size` and `dim` are those of the layer. `ValueError` if they, `dtype` or the
-        shapes are not those of the variables, or the weight cannot be compressed.
+        `dtype` belongs to the bias, `group_size` and `dim` to the layer. `ValueError` for a mismatch of these or of the
+        shapes with the variables, or a weight that cannot be compressed.
         """
         weight = popxl.utils.to_numpy(nn_layer.weight, popxl.float32).T
         packed, scale, bias = group_quantize_compress_numpy(weight, group_size, dim)

@@ -277,7 +277,7 @@ class MLP(Module):
         self.tensor = tensor
 
     def build(self, x: popxl.Tensor) -> popxl.Tensor:
-        """`x` of shape (..., width) to the same."""
+        """Apply the layer: `x` of shape (..., width) to the same shape."""
         parallel = TensorParallel.along(self.tensor, "MLP")
         hidden = parallel.share(4 * x.shape[-1] if self.hidden is None else self.hidden, "`hidden`")
         entered = parallel.entered(x)

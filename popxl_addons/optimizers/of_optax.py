@@ -142,7 +142,7 @@ class _OptaxSteps:
         try:
             self.first = jax.eval_shape(transformation.init, dict(wholes))
             updates, after = jax.eval_shape(self.update, dict(wholes), self.first, dict(wholes), *self.values)
-        except (TypeError, ValueError, AttributeError, LookupError) as problem:  # any of these from its functions
+        except (TypeError, ValueError, AttributeError, LookupError) as problem:  # any error of its functions
             given, remedy = (" and `value`", "") if values else ("", " If it looks at the loss, give it: `value=loss`.")
             raise PopxlError(
                 f"from_optax: this transformation cannot make a step: {str(problem).rstrip('.')}. It is given "

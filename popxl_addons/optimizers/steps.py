@@ -75,7 +75,7 @@ class Trained:
         """Create an associated state variable; equal shapes inherit grouping and sharding."""
         pieces, shape = (self.pieces, self.whole_shape) if shape is None else (1, shape)
         axis = self._group_axis_of(shape)
-        is_reduced = self.axis is not None and axis is None  # then all groups have the same
+        is_reduced = self.axis is not None and axis is None  # all groups share the state then
         grouping = popxl.gir().replica_grouping() if is_reduced else self.grouping
         factory = VariableFactory(partial(initial.full, shape, start), dtype, name, False, grouping, pieces, axis)
         return factory.create_tensor(f"optimizer.{self.name}.{name}")

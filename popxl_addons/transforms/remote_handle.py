@@ -21,7 +21,7 @@ from popxl_addons.rts import gather_replica_sharded_tensor
 
 RowOffset = int | Callable[[popxl.Tensor], popxl.Tensor] | None
 RemoteBufferWithOffset = tuple[popxl.RemoteBuffer, RowOffset] | tuple[popxl.RemoteBuffer, RowOffset, Groups | None]
-"""What may be written instead of a `RemoteHandle`."""
+"""Tuples accepted in place of a `RemoteHandle`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class RemoteHandle:
         TypeError: if one of these has another type.
 
     Example:
-        The weights of a layer and those of the next one.
+        The weights of two successive layers.
 
         >>> with popxl.Ir().main_graph:
         ...     buffer = popxl.remote_buffer((2, 3), popxl.float32, entries=4)

@@ -100,7 +100,7 @@ _TOTALS = {
 
 
 def changes_of(before: Cost, after: Cost) -> CostChanges:
-    """Changes from one cost to another."""
+    """Differences between two costs, first to second."""
     found = (
         *_totals(before, after),
         *_of_arguments(before, after),
@@ -129,7 +129,7 @@ def _of_arguments(before: Cost, after: Cost) -> Iterator[CostChange]:
 
 
 def _of_graphs(before: Cost, after: Cost) -> Iterator[CostChange]:
-    """Changes of each graph, if there is more than the main graph."""
+    """Differences of each graph, for programs with several graphs."""
     old, new = ({graph.name: graph for graph in cost.graphs} for cost in (before, after))
     names = dict.fromkeys((*old, *new))
     if len(names) < 2:

@@ -39,7 +39,7 @@ class Exchange(Record):
         said, said_bytes: number of executions in a run according to the program, and their bytes. Where several
             processes drive CPU devices, a reduce-scatter is an all-to-all, whose parts each replica adds itself, and a
             sum of more than two replicas an all-to-all and an all-gather.
-        needed_bytes: bytes of those whose results are used, other than by adding them to the result of another one.
+        needed_bytes: bytes of those with uses other than a sum with another one's result.
         compiled, compiled_bytes: the same for the compiled program.
         repeated_bytes: bytes of compiled ones that are repeated, because there was no memory to keep the first result.
         verdict: outcome of the comparison: `"merged"`, into fewer with the same bytes; `"as all-reduce"`, by which a

@@ -54,7 +54,7 @@ class Instruction:
         results: shapes of the results; several, if it is a tuple.
         operands: names of its operands, or the text in their place.
         text: text after the operands: attributes and metadata.
-        is_root: whether it is the result of its computation.
+        is_root: whether the instruction is its computation's result.
         line: the user's source line that it comes from, "train.py:12"; "" where XLA does not say.
     """
 

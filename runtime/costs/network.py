@@ -19,7 +19,7 @@ from typing import NamedTuple
 from runtime.targets.chip import Chip, Link
 
 Place = tuple[int, ...]
-"""Where a chip is: its number in a machine of switches, or its coordinates on a torus and the number of its slice."""
+"""Position of a chip: its number in a machine of switches, or its torus coordinates and slice number."""
 
 
 class LinkSpan(NamedTuple):

@@ -66,7 +66,7 @@ def timing_of(
 
 
 _There = tuple[int, float]
-"""Where a value is, and since when."""
+"""IPU that holds a value, and the time of its arrival."""
 
 
 class _Clock:

@@ -402,7 +402,7 @@ def _exchanges(
 ) -> Iterator[tuple[Computation, Instruction]]:
     """Collectives in an instruction: itself, or instructions nested in its fusion.
 
-    A TPU may carry one out bit by bit, beside products: it is in each fusion that has a bit, and counts in the first.
+    A TPU may split a collective among several fusions, to overlap products. It counts in the first of them.
     """
     if instruction.kind in COLLECTIVES:
         targets = {each.attribute("custom_call_target").strip('"') for each in computation.users(instruction.name)}

@@ -36,10 +36,10 @@ FEW_CHANNELS, MANY_CHANNELS = 6, 16
 """From so few channels to so many, or back, XLA's convolution takes longer to gather than to multiply."""
 
 FEW_PLACES = 64
-"""The most places of a kernel that are written one after the other."""
+"""Maximum number of kernel positions written out, one product each."""
 
 FEW_SUMS, FEW_PUT = 2**20, 2**22
-"""The most elements of matrices that are added up in caches."""
+"""Maximum numbers of matrix elements whose sums fit into caches."""
 
 
 class Sliding(tuple[Windows, ...]):

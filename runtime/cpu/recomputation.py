@@ -16,7 +16,7 @@ def available_after(value: Any, other: Any) -> Any:
 def all_available_after(values: Sequence[Any], others: Sequence[Any]) -> Sequence[Any]:
     """`values`, unchanged, each with a fake dependency on the first elements of `others`.
 
-    Where there are none, on the first elements of the values themselves: a computation on them is then another one.
+    Without others, the values depend on their own first elements, which still keeps XLA from merging the computations.
     """
     waited_for = others if any(other.size for other in others) else values
     return [computed_after(value, waited_for) for value in values]

@@ -1,7 +1,7 @@
 """Buffers that loops fill, on GPUs: each is initialised when its loop starts.
 
-XLA initialises a constant array with one kernel, and schedules it first, as it has no dependencies: the buffers of all
-loops would be live from then on.
+XLA schedules the kernel that initialises a constant array first, since it has no dependencies. The buffers of all loops
+would then be live from the start.
 """
 
 from __future__ import annotations

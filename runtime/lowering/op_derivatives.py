@@ -1,6 +1,6 @@
 """Ops with gradients of their own as JAX functions with custom derivatives, forward and reverse.
 
-`popxl.from_jax` recognises such a function by its file, and imports it as the one op that it is.
+`popxl.from_jax` recognises such a function by its file, and imports it as a single op.
 """
 
 from __future__ import annotations

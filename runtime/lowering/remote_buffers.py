@@ -128,7 +128,7 @@ def _known_numbers(t: Tensor, user: Op) -> Iterator[tuple[int, Op]]:
 
 
 _replace_slot = partial(lax.dynamic_update_index_in_dim, axis=0)
-"""Slots, of which one is another."""
+"""Array of slots with one slot replaced."""
 
 
 # For several replicas on one device, with buffers in host memory: each replica's slot is a separate slice. JAX would

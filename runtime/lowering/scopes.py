@@ -14,8 +14,8 @@ from popxl.core.recording import Op
 from popxl.graph import Graph
 
 _DEEPEST = 16
-"""Only the outermost graphs are named: what is traced has the names of all that it is in, and programs may be thousands
-of calls deep."""
+"""Maximum depth of named graphs: traced ops carry the names of all enclosing graphs, and programs may nest thousands of
+calls."""
 
 
 def of_graph(graph: Graph, depth: int) -> AbstractContextManager[None]:

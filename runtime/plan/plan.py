@@ -77,7 +77,7 @@ class Plan:
 
     Args:
         steps: steps of the host.
-        changed, read: storages of the variables that the program changes, and of those that it only reads.
+        changed, read: storages of changed variables, and of variables only read.
         buffers: remote buffers that it uses, and their places; their arrays follow those of `changed` as inputs and
             outputs.
         inputs, outputs: the streams that are fed and fetched.

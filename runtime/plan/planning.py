@@ -43,7 +43,7 @@ class PlanBuilder:
         owned: storages without other owners at the start.
         kept: storages whose values are needed at the end.
         place: place of storages that no step uses.
-        is_whole: whether all storages are in that place.
+        is_whole: whether all storages are in this place.
 
     Attributes:
         owned: storages without other owners at the end.
@@ -178,7 +178,7 @@ class PlanBuilder:
     def _find_last_uses(self, needed: set[Tensor]) -> None:
         """Determine each step's results, and its last uses of storages.
 
-        Segments of one structure all return what any of them has to, so that they are compiled once.
+        All segments of a structure return the results needed from any of them, so they share one executable.
         """
         asked: dict[Structure, set[int]] = defaultdict(set)
         for step in reversed(self.steps):

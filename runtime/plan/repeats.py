@@ -14,8 +14,8 @@ the fewest over, which are pieces of their own. The more, the less often XLA has
 begins the next; the fewer, the less there is to compile."""
 
 FEWEST, LONGEST = 4, 100
-"""Steps that come in the same order at least so often are one piece, too, if there are not more of them: the gradient
-of a layer and the updates of its weights, say. One dispatch does what many small ones would."""
+"""Least repetitions, and most steps, of a sequence that becomes one segment, such as the gradient of a layer and the
+updates of its weights. One dispatch then replaces many small ones."""
 
 SMALL = 300
 """This many ops are compiled quickly, whatever they repeat."""

@@ -39,7 +39,7 @@ Key = Tensor | tuple[Tensor, int]
 """A storage; or its copy in another place."""
 
 Values = dict[Any, Array]
-"""What is in storages and copies, by their keys."""
+"""Contents of storages and copies, by their keys."""
 
 
 class Run:

@@ -35,7 +35,7 @@ def call_now(executable: Any, name: Callable[[], str], *arguments: Any, lock: Co
 
 
 class Stages:
-    """IPUs of a program whose replicas have some IPUs in this process and some in others.
+    """Assignment of IPUs to processes, for replicas that span several processes.
 
     Args:
         terms_at: compile options of each place.

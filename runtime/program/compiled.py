@@ -56,7 +56,7 @@ class CompiledProgram:
     """Ir compiled for a device: layout and executables. Holds no variables; reusable for any number of runs.
 
     Attributes:
-        device: the device that it was compiled for.
+        device: device of the program.
         layout: placement of its variables, remote buffers and streams.
         reason: reason for the form of called graphs, in a sentence or two.
         executable: a JAX executable, or a `runtime.plan.plan.Plan`.
@@ -256,7 +256,7 @@ def _plan(layout: Layout, steps: PlanBuilder, known: Sequence[Any] | None, watch
         held = _adopt(layout, steps, known[2 * len(with_ends) :])
     streams = (layout.fed, layout.outputs)
     plan = Plan(steps, layout.changed, layout.read, buffers, *streams, channels, layout.terms, ends, watch)
-    del held  # by now the segments have them
+    del held  # the segments have them by now
     return plan, ends, plan.text
 
 
@@ -282,7 +282,7 @@ def _begin_and_end(layout: Layout, place: int, channels: Sequence[Stream | Failu
     If host arrays have the layout of a stream's transfers, nothing is copied: those of feeds are `None` in the first
     state, for the plan to fill in, and the others are donated.
 
-    For an IPU of other processes there is no prologue, and the epilogue is for copies on devices of this one.
+    IPUs of other processes have no prologue here, and their epilogue reads copies on this process's devices.
     """
     is_elsewhere = layout.terms[place].destination.is_elsewhere
     terms = layout.terms[layout.stages.own if is_elsewhere and layout.stages is not None else place]

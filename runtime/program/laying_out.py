@@ -21,7 +21,7 @@ def layout_for(ir: Ir, device: Device, calls: str | None = None) -> Layout:
 
     Args:
         ir: the program.
-        device: the device that it is to run on.
+        device: device of the program.
         calls: form of called graphs, if it is already decided.
 
     Raises:

@@ -1,6 +1,6 @@
 """Placement of a program's variables, remote buffers and streams: devices and arrays.
 
-All of it is known before compilation.
+Known entirely before compilation.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Layout:
         held: storages of variables on the device, and the variables: a variable itself, or the shard that the program
             uses in its place. Unused variables are not held.
         variables: variables that it uses.
-        changed, read: storages of variables that it changes, and of those that it only reads.
-        changing, constant: arrays of these; a variable that is only read may be in one that changes.
+        changed, read: storages of changed variables, and of variables only read.
+        changing, constant: arrays of these; an array that changes may include variables that are only read.
         shared: storages of variables that no replica changes and that are equal on all: all replicas share one array.
         in_buffers: for each remote buffer, the variables in its slots.
         stored_to: the remote buffers that it changes.

@@ -40,7 +40,7 @@ class Slot(NamedTuple):
     """Position of an array in a store.
 
     Attributes:
-        changes: whether it is in `changing`, or in `constant`.
+        changes: whether the slot is in `changing` rather than `constant`.
         number: index there.
     """
 
@@ -95,7 +95,7 @@ class VariableStore:
         self.values_of_all: dict[Variable, np.ndarray] = {}
         self.run_count = 0
         self.shared: dict[Slot, BorrowedArray] = {}
-        self._owning_stores: tuple[VariableStore, ...] = ()  # in the order in which all lock them
+        self._owning_stores: tuple[VariableStore, ...] = ()  # in the common order of locking
         self._changed_stores: tuple[VariableStore, ...] = ()
 
     # Who has the newest values --------------------------------------------------------------------------------------

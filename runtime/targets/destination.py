@@ -27,7 +27,7 @@ HOST = "pinned_host"
 """What JAX calls the host's memory, where a device can reach it."""
 
 VERSIONS = {"popxl": VERSION, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
-"""What programs are compiled with here."""
+"""Versions of the packages that compile programs."""
 
 
 class BuildStamp(BaseModel):
@@ -76,7 +76,7 @@ _OTHER_DEVICES = "incompatible devices for jitted computation"
 class Destination:
     """Compile target of a program or segment: devices, and the replicas distributed over them.
 
-    It is a value: nothing is on its devices because of it, and two that are equal are as good as each other.
+    A plain value: it allocates nothing, and equal ones are interchangeable.
 
     Attributes:
         devices: devices of one platform, process by process. The first replica of a process has the first of its
@@ -84,7 +84,7 @@ class Destination:
         count: number of replicas, over all processes.
         dimensions: mesh dimensions of the replicas; by default a single one. See `runtime.targets.mesh`.
         adjacent: number of replicas whose devices for an IPU are adjacent: see `popxl.base.distributed.Share`.
-        is_part: whether these are the devices of one IPU, while other processes may have those of other IPUs.
+        is_part: whether these devices form one IPU of a program whose other IPUs may belong to other processes.
         is_here: whether the devices are present, in this process or others. If not, this process only compiles for all
             of them, on whichever hosts they would be.
 

@@ -50,7 +50,7 @@ class Replicas:
 
     Args:
         count: number of replicas. A single replica has no axis.
-        devices: devices of the replicas: one for each, or one for all.
+        devices: devices of the replicas: one per replica, or a single one.
         dimensions: mesh dimensions, the outermost first; by default a single one.
 
     Attributes:
@@ -118,7 +118,7 @@ class Replicas:
 
         Args:
             function: function of trees of arrays.
-            shared: whether the last argument is the same for all replicas, and has no dimension for them.
+            shared: whether all replicas share the last argument, which then has no replica dimension.
         """
         if self.count == 1:
             return function

@@ -87,7 +87,7 @@ def members(name: str, group: Groups | None) -> dict[str, Any]:
         group: the replicas that communicate: a grouping, or the names of axes; `None` for all of them.
 
     Returns:
-        The attributes `stride` and `group_size`, of which an op that is declared with `between_replicas` makes a group.
+        The attributes `stride` and `group_size`; ops declared with `between_replicas` form their group from these.
 
     Raises:
         TypeError: if `group` is not a grouping, and names no axes.

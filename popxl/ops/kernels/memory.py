@@ -24,7 +24,7 @@ def all_available_after(values: Sequence[Any], others: Sequence[Any]) -> Sequenc
 
 @Kernel
 def computed_after(value: Any, others: Sequence[Any]) -> Any:
-    """`value`, which is there after all of `others` when the program runs, too: schedulers do not put these off."""
+    """`value`, with the order after all of `others` enforced at run time: schedulers cannot postpone these."""
     return value
 
 

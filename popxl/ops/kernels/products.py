@@ -74,8 +74,8 @@ def _of_columns(t: Any) -> Any:
 def weights_gradient(g: Any, t: Any, is_rounded: bool = False, precision: Any = None) -> Any:
     """Gradient of a weight matrix multiplied by all rows of `t`, given the result gradient `g`.
 
-    It has a row for each column of `g`, and is in the dtype that sums are made in; where it is rounded to that of `g`
-    next, maybe in that.
+    One row per column of `g`, in the dtype of sums; possibly in the dtype of `g`, where the result is rounded to it
+    next.
     """
     return _of_rows(g, t, wide_dtype(g, t), precision)
 

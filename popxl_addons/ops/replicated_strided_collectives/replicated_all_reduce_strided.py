@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 SUMS_AND_MEANS = {"add": "add", "mean": "mean", "mul": "mean"}
-"""The reductions of the strided collectives. That `"mul"` is a mean is how it has always been."""
+"""Reductions of the strided collectives. `"mul"` is a mean, by tradition."""
 
 _all_reduce = all_reduces("ReplicatedAllReduceStrided", SUMS_AND_MEANS)
 

@@ -221,7 +221,7 @@ class BatchSerializationBatchSchedule(IntEnum):
 
 
 class BatchSerializationTransformContext(IntEnum):
-    """Position of batch serialisation among the transforms: before or after one of them."""
+    """Position of batch serialisation in the sequence of transforms."""
 
     Fwd = 0
     Bwd = 1

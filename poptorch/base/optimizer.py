@@ -64,7 +64,7 @@ class VariableAttributes:
             self.markAsVariable(attr)
 
     def __contains__(self, attr: str) -> bool:
-        """Whether an attribute can be variable."""
+        """Whether the program may take an attribute as an input."""
         return attr in self._allowed
 
     def isConstant(self, attr: str) -> bool:

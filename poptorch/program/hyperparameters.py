@@ -57,11 +57,11 @@ class Hyperparameters:
         return key in self._variable
 
     def at(self, key: Key, values: np.ndarray) -> float:
-        """Value of one hyperparameter, from the variable ones."""
+        """One hyperparameter's value, given the variable ones."""
         return float(values[self._variable.index(key)] if key in self._variable else self.constants[key])
 
     def named(self, values: np.ndarray) -> dict[Key, Any]:
-        """Values of all hyperparameters, from the variable ones."""
+        """All hyperparameters by name, given the variable ones."""
         return {**self.constants, **dict(zip(self._variable, values.tolist(), strict=True))}
 
     def values(self, optimizer: torch.optim.Optimizer) -> np.ndarray:

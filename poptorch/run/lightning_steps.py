@@ -47,7 +47,7 @@ class _Number:
 
 @dataclass(eq=False)
 class _DeferredCall:
-    """A deferred call: a method of a metric, or an `append` to a list of the module.
+    """Deferred call of a metric's method, or of `append` of a list of the module.
 
     Attributes:
         function: the method.

@@ -21,7 +21,7 @@ from poptorch.run.weights import LazyWeights, TrainingRegistry
 
 
 class WeightSync:
-    """Parameters and buffers of a model on the host and in its program.
+    """Parameters and buffers of a model: synchronisation of host and device copies.
 
     Args:
         host: the model on the host.

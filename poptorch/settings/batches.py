@@ -145,7 +145,7 @@ class _BatchOptions(OptionsDict):
 
 
 def checked_period(method: str, period: int | None) -> int:
-    """The N of `OutputMode.EveryN`, or an `AssertionError` that names the method."""
+    """Valid period of `OutputMode.EveryN`. `AssertionError`, naming the method, for any other value."""
     if isinstance(period, int) and period > 0:
         return period
     raise AssertionError(f"{method}: `output_return_period` is {period!r}; expected a positive integer with EveryN.")

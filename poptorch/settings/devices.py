@@ -11,7 +11,7 @@ from poptorch.settings.setting import NO_EFFECT, OptionsDict, setting
 
 
 class _DeviceOptions(OptionsDict):
-    """Device of a model, and when it is attached."""
+    """Device of a model, and time of its attachment."""
 
     connection_type: ConnectionType = setting(
         ConnectionType.Always,

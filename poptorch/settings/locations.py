@@ -82,7 +82,7 @@ _METHODS = {name: each.by for name, each in vars(TensorLocationSettings).items()
 
 
 def is_off_chip(location: TensorLocationSettings, elements: int, leaves: bool = False) -> bool:
-    """Whether a tensor of a given size is stored on the host, by `location` or else by `leaves`."""
+    """Whether a tensor of a given size is stored on the host: `location` decides, otherwise `leaves`."""
     on_chip = not leaves if location.use_on_chip_storage is None else location.use_on_chip_storage
     return not on_chip and elements >= (location.min_elements_for_off_chip or 2)
 

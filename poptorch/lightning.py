@@ -42,6 +42,7 @@ from poptorch.program.batching import Batching
 from poptorch.run.devices import ipuHardwareIsAvailable
 from poptorch.run.executor import PoplarExecutor
 from poptorch.run.executor_options import for_fewer_rows
+from poptorch.run.lightning_hooks import warn_about_closure, warn_about_hooks
 from poptorch.run.lightning_steps import Step
 from poptorch.run.wrapping import inferenceModel, trainingModel
 
@@ -169,6 +170,7 @@ class IPUStrategy(SingleDeviceStrategy):
         self._schedulers: dict[GradientAccumulationScheduler, dict[int, int]] = {}  # with the user's settings
         self._steps: dict[Any, tuple[PoplarExecutor, Step]] = {}
         self._reports = os.fspath(autoreport_dir or ".") if autoreport else None
+        self._lacks_step = False  # after a training step, until that of the optimizer
 
     # Options ----------------------------------------------------------------------------------------------------------
 
@@ -279,6 +281,7 @@ class IPUStrategy(SingleDeviceStrategy):
                 f"{type(module).__name__}: `automatic_optimization` is False, but the optimizer is a part of the "
                 "program. Leave it True."
             )
+        warn_about_hooks(trainer, module)
         super().setup_optimizers(trainer)
 
     def teardown(self) -> None:
@@ -330,6 +333,9 @@ class IPUStrategy(SingleDeviceStrategy):
                     "Trainer: `accumulate_grad_batches` changes while it trains, but it is a part of the program. "
                     f"{_ONE_FACTOR}"
                 )
+            if self._lacks_step:
+                warn_about_closure(type(self.lightning_module).__qualname__)
+            self._lacks_step = True
             return self._run("training_step", args, kwargs, trains=True)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -369,7 +375,9 @@ class IPUStrategy(SingleDeviceStrategy):
                 "optimizer are one program, so nothing can change in between. Change it in `on_train_batch_end`, or in "
                 "`on_train_batch_start`, for the gradient to be that of the new numbers."
             )
-        return closure()
+        result = closure()
+        self._lacks_step = False
+        return result
 
     def _run(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], trains: bool = False) -> Any:
         """Run a step, compiling a program for new tensor shapes.

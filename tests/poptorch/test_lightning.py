@@ -422,3 +422,30 @@ def test_what_a_program_cannot_do_is_said(tmp_path: Path) -> None:
     several.Distributed.configureProcessId(0, 2)
     with pytest.raises(poptorch.Error, match="`training_opts` are those of one of several processes"):
         IPUStrategy(training_opts=several)
+
+
+class _Hooked(Classifier):
+    """Accumulates gradients by hand, and clips them."""
+
+    def on_after_backward(self) -> None:
+        raise AssertionError("There are no gradients to look at.")
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(*args, **kwargs)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        closure() if batch_idx % 2 else super().optimizer_step(epoch, batch_idx, optimizer, closure)
+
+
+class _Listening(lightning.Callback):
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        raise AssertionError("There is no loss yet.")
+
+
+def test_hooks_that_are_never_called_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        trainer(tmp_path, accelerator="ipu", callbacks=[_Listening()]).fit(_Hooked(), loader(6))
+    for name in ("_Hooked.on_after_backward", "_Hooked.configure_gradient_clipping", "_Listening.on_before_backward"):
+        assert caplog.text.count(f"{name} is never called") == 1
+    assert caplog.text.count("is never called") == 3
+    assert caplog.text.count("_Hooked.optimizer_step calls its closure without a step") == 1

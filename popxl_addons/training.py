@@ -24,7 +24,7 @@ from popxl_addons.optimizers.loss_scaling import DynamicLossScaling, LossScale
 from popxl_addons.precision import MixedPrecision
 from popxl_addons.rts import gather_replica_sharded_tensor
 from popxl_addons.transforms.autodiff import autodiff, autodiff_with_accumulation
-from popxl_addons.transforms.gathered_weights import gather_in_calls
+from popxl_addons.transforms.gathered_weights import gather_where_read
 from popxl_addons.transforms.memory_budget import is_budget, plan_memory
 from popxl_addons.transforms.memory_plan import MemoryPlan, MemoryPolicy
 from popxl_addons.transforms.planned_gradients import PlannedGradients
@@ -82,8 +82,8 @@ def train_step(
             adapts itself. By default the latter for a `precision` of float16, else 1.
         sharded: whether to shard the variables and the optimiser's state over the replicas that share them, as
             `facts.init_sharded()` does. Graphs that the model calls, usually layers, gather their weights whenever they
-            run, and reduce-scatter their gradients at once: one layer is whole at a time. Weights that the model reads
-            itself are gathered at the start of a step.
+            run, and reduce-scatter their gradients at once: one layer is whole at a time. So does the model for what it
+            reads itself: embeddings before its layers, and the head after them.
         variables: variables of the model, whole or sharded, if they exist; otherwise they are made.
         memory: treatment of the activations of the model's layers: kept for the gradient, recomputed or offloaded to
             host memory: a policy (`"everything"`, `"products"`, `"products_without_batch"`, `"nothing"`) or a
@@ -156,7 +156,7 @@ def train_step(
             variables = factories.init_sharded() if sharded else factories.init()
         scale = loss_scaling.init() if isinstance(loss_scaling, DynamicLossScaling) else loss_scaling
         batches = ([_loaded(each, precision) for each in inputs] for _ in range(accumulate))
-        forward = gather_in_calls(forward, variables)
+        forward = gather_where_read(forward, variables)
         weights = variables if precision is None else precision.cast(variables, forward.args)
         treated = memory
         if memory is None and any(t.meta_shape for t in forward.args.tensors):

@@ -1,29 +1,30 @@
 """Fully sharded data parallelism: layers that gather their weights themselves.
 
-A model whose weights are whole is called with what was gathered for all layers at once. Where called graphs take
-shards instead, and gather each weight right before they read it, one layer is whole at a time. The gradient graph of
-such a layer gathers again, and shares out its gradients: see `popxl_addons.ops.weight_gather`.
+A model whose weights are whole is called with what was gathered for all layers at once. Where graphs take shards
+instead, and gather each weight right before they read it, one layer is whole at a time. The gradient graph of such a
+layer gathers again, and shares out its gradients: see `popxl_addons.ops.weight_gather`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 
 import popxl
 from popxl.extend.arguments import check_type
 from popxl.extend.collectives import shard_count
-from popxl.extend.graphs import is_call
-from popxl.extend.ops import Op
+from popxl.extend.graphs import is_call, written_inputs
+from popxl.extend.ops import Op, available_after_all
 from popxl.tensor import Variable
 from popxl_addons.grad_info import merge_called_graphs
 from popxl_addons.graph import GraphWithNamedArgs
 from popxl_addons.named_tensors import NamedTensors
-from popxl_addons.ops.weight_gather import gather_weight
+from popxl_addons.ops.weight_gather import gather_weight, gathers_weights, is_gather, shares_out_gradients
 from popxl_addons.transforms.graph_copies import Transfers, copy_graph
 
-__all__ = ["gather_in_calls"]
+__all__ = ["gather_where_read", "share_out_before_calls"]
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,12 @@ class _Shards:
 _ByInput = dict[int, _Shards]
 
 
-def gather_in_calls(graph: GraphWithNamedArgs, variables: NamedTensors) -> GraphWithNamedArgs:
-    """A copy of a graph that takes shards of what only graphs read that it calls: those gather, in copies, too.
+def gather_where_read(graph: GraphWithNamedArgs, variables: NamedTensors) -> GraphWithNamedArgs:
+    """A copy of a graph that takes shards, and gathers each weight where it is read: in copies of the graphs it calls.
 
-    The gradient of such a shard is that of the mean over the replicas. Weights that the graph reads itself stay whole;
-    so do those of graphs whose gradients are given, as these are of whole weights.
+    The gradient of such a shard is that of the mean over the replicas. A graph whose gradient is given is called with
+    whole weights. A weight that the graph reads itself is released before it calls a graph that gathers: it gathers the
+    weight again if it reads it after that. Weights that the graph overwrites or returns stay whole.
 
     Args:
         graph: the model, with whole weights as `args`.
@@ -59,22 +61,73 @@ def gather_in_calls(graph: GraphWithNamedArgs, variables: NamedTensors) -> Graph
         ...     model = ir.create_graph(lambda x, w: popxl.ops.call(layer, x, w), spec, spec)
         ...     named = GraphWithNamedArgs(model, NamedTensors(w=model.inputs[1]))
         ...     w, _ = popxl.replica_sharded_variable(np.ones((2, 2)), popxl.float32, "w")
-        ...     copy = gather_in_calls(named, NamedTensors(w=w))
+        ...     copy = gather_where_read(named, NamedTensors(w=w))
         >>> named.args.w.shape, copy.args.w.shape
         ((2, 2), (2,))
     """
-    check_type(graph, GraphWithNamedArgs, "gather_in_calls: `graph`", "a GraphWithNamedArgs")
+    check_type(graph, GraphWithNamedArgs, "gather_where_read: `graph`", "a GraphWithNamedArgs")
     inputs, known = graph.graph.inputs, variables.to_dict()
     held = {inputs.index(t): _shards_of(known.get(name)) for name, t in graph.args.to_dict().items()}
-    shards = {i: each for i, each in held.items() if each is not None}
     copies = _Copies(merge_called_graphs(graph.called_graphs_grad_info))
-    passed = {i: each for i, each in shards.items() if copies.is_only_passed(graph.graph, inputs[i])}
-    if not passed:
+    only_read = copies.only_read(graph.graph)
+    shards = {i: each for i, each in held.items() if each is not None and inputs[i] in only_read}
+    if not shards:
         return graph
-    copy = copies.copy(graph.graph, passed)
+    copy = copies.copy(graph.graph, shards)
     copies.remove_originals()
     args = graph.args.remap(dict(zip(inputs, copy.inputs, strict=True)))
     return GraphWithNamedArgs(copy, args, called_graphs_grad_info=graph.called_graphs_grad_info)
+
+
+def share_out_before_calls(graph: popxl.Graph) -> None:
+    """Have calls in a gradient graph wait for the gradients of shards that are computed before them.
+
+    XLA puts off what nothing waits for, and keeps what it is computed from until then.
+
+    Example:
+        >>> ir = popxl.Ir()
+        >>> share_out_before_calls(ir.create_graph(lambda x: x * 2.0, popxl.TensorSpec((), popxl.float32)))
+    """
+    shared: list[popxl.Tensor] = []
+    for op in graph.ops:
+        if shares_out_gradients(op):
+            shared += op.outputs
+        elif shared and (computed := _computed_inputs(op)):
+            _replace_inputs(op, computed[:1], partial(available_after_all, others=tuple(shared)))
+            shared.clear()
+
+
+def _release_before_calls(graph: popxl.Graph) -> None:
+    """Have calls that gather wait for what they are given, where the graph has gathered weights before.
+
+    XLA would compute embeddings again where they are read, and keep the table until then.
+    """
+    is_any_gathered = False
+    for op in graph.ops:
+        if is_any_gathered and gathers_weights(op):
+            _replace_inputs(op, _computed_inputs(op), lambda t: popxl.ops.available_after(t, t))
+            is_any_gathered = False
+        is_any_gathered |= is_gather(op)
+
+
+def _computed_inputs(op: Op) -> list[popxl.Tensor]:
+    """What a call is given that is computed in its graph, and not passed by reference; nothing of other ops."""
+    if not is_call(op):
+        return []
+    (run,) = op.runs
+    referred = {outer for inner, outer in zip(run.inputs, run.given, strict=False) if inner.by_ref}
+    return [t for t in dict.fromkeys(run.given) if t.producer is not None and t not in referred]
+
+
+def _replace_inputs(call: Op, inputs: Sequence[popxl.Tensor], by: Callable[[popxl.Tensor], popxl.Tensor]) -> None:
+    """Replace inputs of a call by what a function makes of them."""
+
+    def again(*given: popxl.Tensor) -> tuple[popxl.Tensor, ...]:
+        made = {t: by(t) for t in inputs}
+        return call.clone([made.get(t, t) for t in given]).outputs
+
+    if inputs:
+        call.graph.replace([call], again)
 
 
 def _shards_of(variable: popxl.Tensor | None) -> _Shards | None:
@@ -98,6 +151,18 @@ class _Copies:
 
     given: Container[popxl.Graph]
     made: dict[tuple[popxl.Graph, frozenset[tuple[int, _Shards]]], popxl.Graph] = field(default_factory=dict)
+    _only_read: dict[popxl.Graph, set[popxl.Tensor]] = field(default_factory=dict)
+
+    def only_read(self, graph: popxl.Graph) -> set[popxl.Tensor]:
+        """Inputs of a graph that it reads, and neither overwrites nor returns."""
+        if graph not in self._only_read:
+            read, written = {t for op in graph.ops for t in op.inputs}, written_inputs(graph)
+            self._only_read[graph] = {
+                t
+                for i, t in enumerate(graph.inputs)
+                if t in read and i not in written and not t.by_ref and t not in graph.outputs
+            }
+        return self._only_read[graph]
 
     def is_only_passed(self, graph: popxl.Graph, t: popxl.Tensor) -> bool:
         """Whether nothing reads an input of a graph but calls of graphs that may be copied."""
@@ -110,8 +175,8 @@ class _Copies:
         (run,) = op.runs
         callee = run.graph
         is_differentiated = callee not in self.given and callee.differentiable and callee.derivative is None
-        own = [inner for inner, outer in zip(run.inputs, run.given, strict=False) if outer is t]
-        return is_differentiated and run.is_bound and not any(inner.by_ref for inner in own)
+        own = {inner for inner, outer in zip(run.inputs, run.given, strict=False) if outer is t}
+        return is_differentiated and run.is_bound and own <= self.only_read(callee)
 
     def copy(self, graph: popxl.Graph, shards: _ByInput) -> popxl.Graph:
         """Copy a graph, with shards for some inputs, by position. What it reads itself, it gathers first."""
@@ -144,7 +209,9 @@ class _Copies:
             if i in shards and t not in passed
         }
         given = {t: twin for t, twin in zip(graph.inputs, own, strict=True) if t not in gathers}
-        _, of = copy_graph(graph, Transfers(fetched=gathers), copy, given, callees)
+        calls_before = dict(zip(graph.ops, accumulate((op in callees for op in graph.ops), initial=0), strict=False))
+        _, of = copy_graph(graph, Transfers(fetched=gathers, period=calls_before.get), copy, given, callees)
+        _release_before_calls(copy)
         copy.show_as({of[t]: f"{t.path}_all_gathered" for t in gathers if t in of})
         return copy
 

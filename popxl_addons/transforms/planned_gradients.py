@@ -11,9 +11,11 @@ from popxl.extend.graphs import own_flops
 from popxl.extend.memory import GraphNeeds, Treatments, asked_memory
 from popxl.transforms import GradGraphInfo
 from popxl_addons.grad_info import remap_grad_info
+from popxl_addons.ops.weight_gather import gathers_weights
 from popxl_addons.patterns import apply_patterns
 from popxl_addons.transforms.activation_needs import graph_needs
 from popxl_addons.transforms.call_groups import calls_in, divide_calls
+from popxl_addons.transforms.gathered_weights import share_out_before_calls
 from popxl_addons.transforms.memory_plan import (
     Activation,
     GraphPlan,
@@ -35,8 +37,9 @@ class PlannedGradients:
     """Transform of called graphs, for `popxl.transforms.autodiff`, that applies a memory plan or policy.
 
     The planned graphs are those that the model calls directly or in its loops: usually layers. The graphs that these
-    call are parts of them, except for weights that they gather: these are gathered again where they are read. A model
-    without calls is planned as a whole: call this with its gradient.
+    call are parts of them, except for weights that they gather: these are gathered again where they are read. So are
+    those that the model gathers itself, except for what it gathers last: its gradient begins with that. A model without
+    calls is planned as a whole: call this with its gradient.
 
     Where the plan divides the calls of a graph into groups, each group but the first calls a copy of it from now on.
 
@@ -60,6 +63,7 @@ class PlannedGradients:
         if not self.calls:
             self.calls[model] = 1
         self.names = _names(self.calls)
+        self._made_last = _made_last(model)
         self._stated: dict[popxl.Graph, GraphPlan] = {}
         self._found: dict[popxl.Graph, GraphPlan] = {}
         self._given: set[popxl.Graph] = set()
@@ -102,8 +106,9 @@ class PlannedGradients:
         """Gradient of a called graph, with the treatments of its plan."""
         graph = info.forward_graph
         known = candidates(info)
+        share_out_before_calls(info.graph)
         if graph not in self.names:
-            kept = [each.tensor for each in known if graph is self.model or is_kept_by_policy("everything", each)]
+            kept = [each.tensor for each in known if self._keeps("everything", each)]
             return info if len(kept) == len(known) else self._planned(info, kept)
         self._infos[graph] = info
         treatments = self._treatments(graph, known)
@@ -144,9 +149,14 @@ class PlannedGradients:
                 found[graph] = self(info if graph is first[name] else remap_grad_info(info, graph, info.graph))
         return found
 
+    def _keeps(self, policy: MemoryPolicy, activation: Activation) -> bool:
+        """Whether a policy keeps an activation: "everything" includes weights that the model gathers last."""
+        is_last = policy == "everything" and activation.tensor in self._made_last
+        return is_last or is_kept_by_policy(policy, activation)
+
     def _treatments(self, graph: popxl.Graph, activations: list[Activation]) -> dict[str, Treatment]:
         if not isinstance(self.memory, MemoryPlan):
-            return {each.path: "keep" if is_kept_by_policy(self.memory, each) else "recompute" for each in activations}
+            return {each.path: "keep" if self._keeps(self.memory, each) else "recompute" for each in activations}
         planned = self._stated.get(graph)
         if planned is None:  # no gradient flowed through the graph where the plan was made
             return {each.path: "keep" for each in activations}
@@ -178,6 +188,16 @@ class PlannedGradients:
             names.update(dict.fromkeys(graphs, name))
             self._stated.update(zip(graphs, groups, strict=False))
         self.names = names
+
+
+def _made_last(model: popxl.Graph) -> set[popxl.Tensor]:
+    """What a model computes after its last call of a graph that gathers weights."""
+    found: set[popxl.Tensor] = set()
+    for op in reversed(model.ops):
+        if gathers_weights(op):
+            break
+        found.update(op.outputs)
+    return found
 
 
 def _names(graphs: Iterable[popxl.Graph]) -> dict[popxl.Graph, str]:

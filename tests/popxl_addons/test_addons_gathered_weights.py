@@ -13,7 +13,7 @@ import popxl_addons as addons
 from popxl import ops
 from popxl.analysis.checking import check
 from popxl_addons import optimizers
-from popxl_addons.transforms.gathered_weights import gather_in_calls
+from popxl_addons.transforms.gathered_weights import gather_where_read
 from tests.tolerances import assert_near
 
 BATCH, WIDTH = 6, 5
@@ -85,10 +85,11 @@ def test_as_if_they_were_whole(how: dict[str, Any]) -> None:
         assert_near(variables[name], data, 1e-3 if "precision" not in how else 5e-2)
     assert not check(ir).findings
     assert how or gathers_of(ir) == {
-        "": [["own_rts_remote_loaded"]],  # which the model reads itself
+        "": [[]],
         "Layer": [[], ["w"], [], []],
         "Layer_bwd_recomp": [["w_after"]],
-        "Model": [[], []],
+        "Model": [["own", "own"], []],  # it is released while a stage runs
+        "Model_bwd_recomp": [["own_after"]],
         "Stage": [["last.w"], []],
         "Stage_bwd_recomp": [["w__t0_after"]],
     }
@@ -114,6 +115,19 @@ def test_a_given_gradient_is_of_whole_weights() -> None:
         w, _ = popxl.replica_sharded_variable(np.ones(spec.shape), popxl.float32, "w")
         args = addons.NamedTensors(w=model.inputs[1])
         known = addons.GraphWithNamedArgs(model, args, called_graphs_grad_info=given)
-        assert gather_in_calls(known, addons.NamedTensors(w=w)) is known
-        unknown = gather_in_calls(addons.GraphWithNamedArgs(model, args), addons.NamedTensors(w=w))
-        assert unknown.args.w.meta_shape == spec.shape and unknown.graph != model
+        copies = [
+            gather_where_read(each, addons.NamedTensors(w=w))
+            for each in (known, addons.GraphWithNamedArgs(model, args))
+        ]
+    assert [each.args.w.meta_shape for each in copies] == [spec.shape] * 2
+    assert [layer in each.graph.called_graphs for each in copies] == [True, False]
+
+
+def test_weights_that_a_model_returns_stay_whole() -> None:
+    ir = popxl.Ir(replication=2)
+    with ir.main_graph:
+        spec = popxl.TensorSpec((WIDTH, WIDTH), popxl.float32)
+        model = ir.create_graph(lambda x, w: (x @ w, w), spec, spec)
+        w, _ = popxl.replica_sharded_variable(np.ones(spec.shape), popxl.float32, "w")
+        named = addons.GraphWithNamedArgs(model, addons.NamedTensors(w=model.inputs[1]))
+        assert gather_where_read(named, addons.NamedTensors(w=w)) is named

@@ -437,6 +437,18 @@ def test_devices_talk_in_their_own_words() -> None:
         assert not re.search("all_reduce|reduce_scatter|all_gather|collective", session.program.text())
 
 
+def test_devices_send_each_other_halves() -> None:
+    """The sums are computed in float32 of what was received."""
+    ir = popxl.Ir(replication=2)
+    with ir.main_graph, popxl.in_sequence():
+        x = own(ir, np.ones((2, 5003), np.float16))
+        for op in ("add", "mean", "square_add"):
+            store(c.replicated_reduce_scatter(x, op))
+    with popxl.Session(ir, a_device_each(2)) as session:
+        text = session.program.text()
+    assert [text.count(f"stablehlo.{name}") for name in ("all_to_all", "reduce_scatter")] == [2, 1]
+
+
 def test_chunks_are_padded_after_the_reduction(device: Any) -> None:
     """With 0, which neither a product nor an extreme would leave alone."""
     ir = popxl.Ir(replication=4)

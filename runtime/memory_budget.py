@@ -93,7 +93,7 @@ def compiled_program(ir: Ir, program: CompiledProgram, applied: Sequence[Any]) -
             "unless its model has checkpoints, or its options recompute (`autoRecomputation`, a pipeline) or set a "
             "plan (`setMemoryPlan`). Nothing runs, so a program has to train before it runs anything else."
         )
-    release = _RELEASES.get(program.layout.calls, "call")
+    release = "read" if applied[0].is_whole else _RELEASES.get(program.layout.calls, "call")
     may_offload = program.layout.calls == "rolled" and program.layout.destination.platform == "tpu"
     memory, cost = memory_of_program(ir, program), cost_of(program)
     return Compiled(ir, memory, cost, chip_of(program), may_offload, release, applied[0])

@@ -26,6 +26,9 @@ _FLOPS, _BANDWIDTH = 1e11, 2e10
 _REST = 1.0
 """What a byte that is kept counts beside one at the highest, where as little memory as possible is wanted."""
 
+_WINDOWS = 40
+"""How many parts of a backward call are told apart at most, where activations are recomputed as they are read."""
+
 _SPLITS = 8
 """How many ways to divide the calls of a graph are tried at most. There is one integer program for each."""
 
@@ -72,6 +75,7 @@ class GraphNeeds:
         ends: numbers of calls after which a group of calls may end.
         span: first and last of its calls, among those of all graphs in the order of the step.
         held: number of steps that have their activations in memory at a time: micro-batches of a pipeline's stage.
+        as_read: whether activations are recomputed right before they are read; else at the begin of the backward call.
     """
 
     name: str
@@ -84,6 +88,39 @@ class GraphNeeds:
     ends: tuple[int, ...] = ()
     span: tuple[int, int] = (0, 0)
     held: int = 1
+    as_read: bool = False
+
+    @cached_property
+    def windows(self) -> tuple[tuple[int, int, int], ...]:
+        """Parts of the backward call: the first step, the step after the last, and the most bytes of gradient values.
+
+        Each begins where the gradient reads an activation for the first time.
+        """
+        starts = _some(sorted({0, *(first for first, _ in self.read.values())}), _WINDOWS)
+        ends = [*starts[1:], len(self.steps)]
+        return tuple((i, j, max(self.steps[i:j])) for i, j in zip(starts, ends, strict=True))
+
+    @cached_property
+    def needed_until(self) -> Mapping[str, int]:
+        """Last step that needs each activation at the latest, to read it or to recompute others from it."""
+        last = {path: step for path, (_, step) in self.read.items()}
+        for op in reversed(self.ops):
+            computed = max((self.computed_by[path] for path in op.results), default=0)
+            for path in op.operands:
+                last[path] = max(last.get(path, 0), computed)
+        return last
+
+    @cached_property
+    def computed_by(self) -> Mapping[str, int]:
+        """Step in which each activation is recomputed at the latest: the first to read it, or one computed from it."""
+        known = dict.fromkeys(self.bytes, 0)
+        for op in reversed(self.ops):
+            for path in op.results:
+                known[path] = self.read[path][0] if path in self.read else known[path]
+            latest = max((known[path] for path in op.results), default=0)
+            for path in op.operands:
+                known[path] = max(known[path], latest)
+        return known
 
     @cached_property
     def moments(self) -> tuple[tuple[frozenset[str], int], ...]:
@@ -176,7 +213,7 @@ def solve(
 
     price, best = solved(groups)
     for g in sorted(graphs, key=lambda g: g.calls * sum(g.bytes.values()), reverse=True):
-        for end in _some(g.ends) if release != "loop" else ():  # two loops hold more than one, as compiled
+        for end in _some(g.ends, _SPLITS) if release != "loop" else ():  # two loops hold more than one, as compiled
             tried = {**groups, g.name: (end, g.calls - end)}
             less, found = solved(tried)
             if less < 0.99 * price:  # a group is one more graph to compile
@@ -184,11 +221,11 @@ def solve(
     return best
 
 
-def _some(ends: Sequence[int]) -> Sequence[int]:
-    """Ends of groups to try, evenly spread."""
-    if len(ends) <= _SPLITS:
-        return ends
-    return sorted({ends[round(i * (len(ends) - 1) / (_SPLITS - 1))] for i in range(_SPLITS)})
+def _some(numbers: Sequence[int], most: int) -> Sequence[int]:
+    """As many of these numbers as wanted, evenly spread, with the first and the last."""
+    if len(numbers) <= most:
+        return numbers
+    return sorted({numbers[round(i * (len(numbers) - 1) / (most - 1))] for i in range(most)})
 
 
 @dataclass(frozen=True)
@@ -213,6 +250,8 @@ class _IntegerProgram:
         self._kept: dict[tuple[str, int, str], int] = {}
         self._away: dict[tuple[str, int, str], int] = {}
         self._again: dict[tuple[str, int, int], int] = {}
+        self._done: dict[tuple[str, int, int, int], int] = {}
+        """For ops that are recomputed as they are read, and each window: whether they have run."""
         self._times = list[float]()
         for each in graphs:
             for group, count in enumerate(each.counts):
@@ -222,6 +261,7 @@ class _IntegerProgram:
         for each in graphs:
             for group in range(len(each.counts)):
                 self._add_availability(each.graph, group)
+                self._add_windows(each.graph, group)
         self._memory = [*self._moments()]
         for row, held in self._memory:
             self._add({column: -size / 1e6 for column, size in row.items()} | {len(self._times): 1.0}, held / 1e6)
@@ -270,6 +310,7 @@ class _IntegerProgram:
                     if any(group.treatments[path] == "recompute" for path in wanted):
                         taken[self._again[each.graph.name, number, i]] = True
                         missing.update(op.operands)
+                self._fill_windows(taken, each.graph, number)
         return taken
 
     def most(self, taken: Sequence[bool]) -> float:
@@ -286,6 +327,10 @@ class _IntegerProgram:
         for number, op in enumerate(g.ops):
             self._again[g.name, group, number] = len(self._times)
             self._times.append(count * op.seconds(chip))
+        for window in range(len(g.windows) if g.as_read else 0):
+            for number in range(len(g.ops)):
+                self._done[g.name, group, number, window] = len(self._times)
+                self._times.append(0.0)
 
     def _matrix(self) -> Any:
         """Constraint matrix; `_least` has lower bounds."""
@@ -363,14 +408,62 @@ class _IntegerProgram:
                     mine = [*kept[number][:group], self._kept_row(g, group, left)]
                     row = {column: size for part in (*others, *mine) for column, size in part.items()}
                     done = later + (count - 1 - left if self._release != "loop" else count)
-                    for paths, own in g.moments:
-                        inside = self._inside_row(g, group, paths)
+                    for inside, own in self._inside_rows(g, group):
                         both = {column: row.get(column, 0.0) + inside.get(column, 0.0) for column in row | inside}
                         yield both, own + gradients + g.gradients * done
 
     def _kept_row(self, g: GraphNeeds, group: int, count: int) -> _Row:
         """What some calls of a group keep."""
         return {self._kept[g.name, group, path]: count * float(size) for path, size in g.bytes.items()}
+
+    def _add_windows(self, g: GraphNeeds, group: int) -> None:
+        """When ops run that are recomputed as they are read: before a window ends that reads a result, or runs another
+        op that needs it, and once for all."""
+        makers = {path: number for number, op in enumerate(g.ops) for path in op.results}
+        for (name, of, number, window), column in self._done.items():
+            if (name, of) != (g.name, group):
+                continue
+            op, (_, end, _) = g.ops[number], g.windows[window]
+            if any(path in g.read and g.read[path][0] < end for path in op.results):
+                self._add({column: 1.0, self._again[g.name, group, number]: -1.0}, 0.0)
+            if window:
+                self._add({column: 1.0, self._done[g.name, group, number, window - 1]: -1.0}, 0.0)
+            for path in op.operands:
+                away = self._away.get((g.name, group, path))
+                there = {self._kept[g.name, group, path]: 1.0, self._done[g.name, group, makers[path], window]: 1.0}
+                self._add(there | ({} if away is None else {away: 1.0}) | {column: -1.0}, 0.0)
+
+    def _fill_windows(self, taken: list[bool], g: GraphNeeds, group: int) -> None:
+        """Say which ops have run in each window, in an assignment that says which are recomputed."""
+        for window, (_, end, _) in enumerate(g.windows if g.as_read else ()):
+            wanted = {path for path, (first, _) in g.read.items() if first < end}
+            for number, op in reversed([*enumerate(g.ops)]):
+                if taken[self._again[g.name, group, number]] and not wanted.isdisjoint(op.results):
+                    taken[self._done[g.name, group, number, window]] = True
+                    wanted.update(op.operands)
+
+    def _inside_rows(self, g: GraphNeeds, group: int) -> Iterator[tuple[_Row, int]]:
+        """Activations live within a backward call at each potential peak, and the bytes of gradient values there."""
+        if not g.as_read:
+            for paths, own in g.moments:
+                yield self._inside_row(g, group, paths), own
+            return
+        readers = {path: number for number, op in reversed([*enumerate(g.ops)]) for path in op.operands}
+        for window, (start, _, own) in enumerate(g.windows):
+            row: _Row = {}
+            for number, op in enumerate(g.ops):
+                for path in op.results:
+                    if g.needed_until.get(path, -1) < start:
+                        continue
+                    size = float(g.bytes[path])
+                    row[self._kept[g.name, group, path]] = size
+                    if not op.is_fused:
+                        done = self._done[g.name, group, number, window]
+                        row[done] = row.get(done, 0.0) + size
+                    if window and path not in g.read and path in readers:  # dead once its reader has run
+                        done = self._done[g.name, group, readers[path], window - 1]
+                        row[done] = row.get(done, 0.0) - size
+            yield row, own
 
     def _inside_row(self, g: GraphNeeds, group: int, paths: frozenset[str]) -> _Row:
         """Activations live within a backward call.

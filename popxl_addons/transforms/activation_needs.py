@@ -16,7 +16,7 @@ from popxl_addons.transforms.memory_plan import candidates
 __all__ = ["graph_needs"]
 
 
-def graph_needs(info: GradGraphInfo, name: str, model: popxl.Graph, held: int = 1) -> GraphNeeds:
+def graph_needs(info: GradGraphInfo, name: str, model: popxl.Graph, held: int = 1, as_read: bool = False) -> GraphNeeds:
     """Candidates of a gradient graph, ops that compute them, and their reads by the gradient.
 
     Args:
@@ -24,6 +24,7 @@ def graph_needs(info: GradGraphInfo, name: str, model: popxl.Graph, held: int = 
         name: name of the forward graph in plans.
         model: the graph that calls the forward graph, or the forward graph itself.
         held: number of calls of the model that have their activations in memory at a time.
+        as_read: whether activations are recomputed right before the gradient reads them.
     """
     known = {each.tensor: each for each in candidates(info) if not each.is_gathered}  # those are gathered again
     paths = {t: each.path for t, each in known.items()}
@@ -47,6 +48,7 @@ def graph_needs(info: GradGraphInfo, name: str, model: popxl.Graph, held: int = 
         tuple(accumulate(counts[:-1])),
         (min(places, default=0), max(places, default=0)),
         held,
+        as_read,
     )
 
 

@@ -60,7 +60,9 @@ class PlannedGradients:
         self.calls = Counter[popxl.Graph]()
         for op, times in calls_in(model):
             self.calls[op.called_graphs[0]] += times
-        if not self.calls:
+        self.is_whole = not self.calls
+        """Whether the model is planned as a whole: activations are then recomputed right before they are read."""
+        if self.is_whole:
             self.calls[model] = 1
         self.names = _names(self.calls)
         self._made_last = _made_last(model)
@@ -84,7 +86,7 @@ class PlannedGradients:
         """What the planned graphs need in memory and time: what a plan within a budget is computed from."""
         held = 1 if self._asked is None else self._asked.held.get(self.model, 1)
         return tuple(
-            graph_needs(self._infos[graph], self.names[graph], self.model, held)
+            graph_needs(self._infos[graph], self.names[graph], self.model, held, self.is_whole)
             for graph in self.names
             if graph in self._infos
         )
@@ -136,7 +138,7 @@ class PlannedGradients:
     ) -> GradGraphInfo:
         if info.forward_graph not in self._given:
             apply_patterns([info.graph])
-        planned, _ = recompute_activations(info, keep, offload)
+        planned, _ = recompute_activations(info, keep, offload, as_read=self.is_whole)
         return planned
 
     def with_treatments(self, given: Mapping[popxl.Graph, GradGraphInfo]) -> dict[popxl.Graph, GradGraphInfo]:

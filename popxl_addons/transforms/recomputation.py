@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple, get_args
 
 import popxl
@@ -16,6 +17,7 @@ from popxl.tensor import Constant
 from popxl.transforms import ExpectedConnectionType, GradGraphInfo
 from popxl.transforms.autodiff import make_grad_graph_info
 from popxl_addons.graph import GraphWithNamedArgs
+from popxl_addons.transforms.graph_copies import Transfers, copy_graph
 from popxl_addons.transforms.memory_plan import (
     Activation,
     MemoryPolicy,
@@ -120,13 +122,15 @@ def _further_inputs(info: GradGraphInfo) -> _Bound:
 
 
 def recompute_activations(
-    info: GradGraphInfo, keep: Collection[popxl.Tensor], offload: Collection[popxl.Tensor]
+    info: GradGraphInfo, keep: Collection[popxl.Tensor], offload: Collection[popxl.Tensor], as_read: bool = False
 ) -> tuple[GradGraphInfo, _Bound]:
     """Gradient graph that takes some activations and recomputes others from these and forward inputs.
 
     Args:
         info: information of the gradient graph that takes all of them.
         keep, offload: tensors of the forward graph to take: unchanged, or from host memory.
+        as_read: whether each activation is recomputed right before the gradient reads it. Else all are recomputed
+            first, and the gradient graph is called.
 
     Returns:
         The information of the new graph, and the bindings of the gradient graph's inputs in it.
@@ -155,6 +159,17 @@ def recompute_activations(
             given = graph.add_input_like(source)
             of[t] = ops.reload(ops.available_after(given, first)) if t in away else given
         bound |= _further_inputs(info)
+        if as_read:
+            missing = {t: of_t for t, of_t in read.items() if of_t not in of}
+            bound |= {t: of[of_t] for t, of_t in read.items() if t not in missing}
+
+            def compute(t: popxl.Tensor, latest: popxl.Tensor | None) -> popxl.Tensor:
+                _compute(again.leading_to(t, of), of, first if latest is None else latest, inputs)
+                return _forward_tensor(t, of)
+
+            fetched = {t: partial(compute, of_t) for t, of_t in missing.items()}
+            _, copies = copy_graph(grad, Transfers(fetched=fetched), graph, bound)
+            return make_grad_graph_info(forward, graph, expected, info.outputs), bound | copies
         _compute(again, of, first, inputs)
         bound |= {t: _forward_tensor(of_t, of) for t, of_t in read.items()}
         results = ops.call(grad, inputs_dict=bound)
@@ -178,6 +193,18 @@ class OpsAgain(NamedTuple):
     ops: list[tuple[Op, OpsAgain | None]]
     taken: set[popxl.Tensor]
     read: set[popxl.Tensor]
+
+    def leading_to(self, t: popxl.Tensor, there: Container[popxl.Tensor]) -> OpsAgain:
+        """The ops among these that compute a tensor from those that are there."""
+        makers = {made: i for i, (op, _) in enumerate(self.ops) for made in op.outputs}
+        needed = set[int]()
+        wanted = [t]
+        while wanted:
+            number = makers.get(t) if (t := wanted.pop()) not in there else None
+            if number is not None and number not in needed:
+                needed.add(number)
+                wanted += self.ops[number][0].inputs
+        return self._replace(ops=[self.ops[i] for i in sorted(needed)])
 
 
 def _compute(again: OpsAgain, of: _Bound, first: popxl.Tensor, available: set[popxl.Tensor]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import textwrap
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
@@ -302,6 +304,36 @@ def test_the_least_is_without_regard_to_time() -> None:
     least = solve([g], None, chip, may_offload=False)
     assert least is not None
     assert least.bytes <= 1.1 * min(bytes_at_most(g, plan) for plan in plans(g, ("keep", "recompute"), False))
+
+
+def chain_peak(count: int, kept: Sequence[int]) -> int:
+    """Most activations of a chain that are in memory at a time, while a gradient reads them from the last to the first.
+
+    The others are recomputed from the last one before them, right before they are read.
+    """
+    there, most = {*kept}, len(kept)
+    for number in reversed(range(count)):
+        start = max((i + 1 for i in there if i <= number), default=0)
+        there |= {*range(start, number + 1)}
+        most = max(most, len(there))
+        there.discard(number)
+    return most
+
+
+@pytest.mark.parametrize("limit", [8, 5])
+def test_a_model_without_layers_recomputes_in_sections(limit: int) -> None:
+    """As few activations of a chain as any of all plans recomputes."""
+    count, size = 10, 10**6
+    paths = [f"a{i}" for i in range(count)]
+    of = [OpNeeds((before,) if before else (), (path,), 10**9, 0, "float32") for before, path in pairwise(["", *paths])]
+    read = {path: (count - 1 - i, count - 1 - i) for i, path in enumerate(paths)}
+    g = GraphNeeds("g", 1, dict.fromkeys(paths, size), read, tuple(of), (0,) * count, as_read=True)
+    found = solve([g], limit * size, None, may_offload=False)
+    assert found is not None
+    kept = [i for i, path in enumerate(paths) if found.treatments["g"][0].treatments[path] == "keep"]
+    assert chain_peak(count, kept) * size == found.bytes <= limit * size
+    every = (some for n in range(count + 1) for some in itertools.combinations(range(count), n))
+    assert len(kept) == max(len(some) for some in every if chain_peak(count, some) <= limit)
 
 
 @pytest.mark.parametrize("release", ["read", "call"])

@@ -138,6 +138,24 @@ def test_a_model_that_calls_no_graphs(accumulate: int) -> None:
     assert graph.graph == "Flat" and not graph.paths("keep") and graph.paths("recompute")
 
 
+class Chain(addons.Module):
+    """Twelve products with functions between them, and no called graphs."""
+
+    def build(self, x: popxl.Tensor, seed: popxl.Tensor) -> popxl.Tensor:
+        for i in range(12):
+            x = ops.tanh(x @ self.add_variable_input(f"w{i}", partial(np.random.normal, 0, 0.3, (16, 16)), x.dtype))
+        return ops.mean(x * x)
+
+
+def test_a_model_without_layers_recomputes_in_sections() -> None:
+    """Each right before it is read: a section is in memory at a time, beside the activations that are kept."""
+    everything = trained("everything", Chain)
+    between = everything[2].with_treatments("recompute", "*").with_treatments("keep", "tanh_out__t7", "tanh_out__t15")
+    found = trained(between, Chain)
+    assert_same(found, everything)
+    assert found[2] == between and found[3] < 0.6 * everything[3]
+
+
 def test_accumulation(plain: tuple[Any, ...]) -> None:
     assert_same(trained("nothing", accumulate=3), trained(None, accumulate=3))
 

@@ -1,7 +1,7 @@
 """Plans within memory budgets for TPUs and GPUs, beside the best policy of JAX for the same layers.
 
     python -m tests.targets.memory_budgets [--programs gpt llama] [--targets "gpu h100"] [--shares 75 50 35]
-                                           [--into budgets.md]
+                                           [--into docs/memory.md]
 
 It prints a table: each program is planned within shares of the memory that it needs with everything kept, and compiled.
 Nothing runs. A file given with `--into` keeps the rows: a table may be made in several runs. In JAX the layers are the
@@ -26,7 +26,6 @@ import numpy as np
 import popxl
 import popxl_addons as addons
 from popxl import ops
-from popxl.base.version import VERSION
 from popxl.errors import PopxlError
 from popxl.extend.memory import Compiled, asking, compiled_program, plan_within
 from popxl_addons import optimizers
@@ -41,9 +40,7 @@ TARGETS = ("gpu h100", "tpu v5e", "tpu v5p")
 SHARES = (75, 50, 35)
 LAYERS = 4
 POLICIES = ("everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
-HEAD = f"""\
-Written by `python -m tests.targets.memory_budgets`, with popxl {VERSION} and jax {jax.__version__}.
-
+HEAD = """\
 | | program | % | budget, MB | compiled, MB | used, % | compilations | GB | Gflop | best policy of JAX | GB | Gflop |
 |---|---|---|---|---|---|---|---|---|---|---|---|"""
 
@@ -258,7 +255,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--shares", type=int, nargs="+", default=SHARES, help="of the memory with everything kept, in %%"
     )
     parser.add_argument(
-        "--into", type=Path, metavar="FILE", help="keeps the rows; those that it has are not made again"
+        "--into",
+        type=Path,
+        metavar="FILE",
+        help="a file or page that keeps the rows; those that it has are not made again",
     )
     parser.add_argument("--calls", default="", help="`calledGraphs` of the programs; by default what is the fastest")
     parser.add_argument("--without-jax", action="store_true", help="leave out the policies of JAX")

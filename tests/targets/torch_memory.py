@@ -1,9 +1,10 @@
-"""What PopTorch's memory settings save of a BERT on a target: a table for docs/memory.md.
+"""What PopTorch's memory settings save of a BERT on a target: the table of docs/memory.md.
 
-    python -m tests.targets.torch_memory                      # 12 layers on a v5e, about an hour
-    python -m tests.targets.torch_memory --layers 2 --width 128 --target "gpu h100"
+    python -m tests.targets.torch_memory --layers 2 --width 128
+    python -m tests.targets.torch_memory --into docs/memory.md     # 12 layers for an H100, a minute for a row
 
-Nothing is run: all sizes are the compiler's own. It needs `transformers`, and the compiler of the target.
+Nothing is run: all sizes are the compiler's own. It needs `transformers`, and the compiler of the target. Rows that the
+page has are not made again: leave a line out, and the command makes it.
 """
 
 from __future__ import annotations
@@ -120,20 +121,21 @@ def sizes(setting: Setting, target: str, layers: int, width: int, calls: str = "
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m tests.targets.torch_memory", description=__doc__)
-    parser.add_argument("--target", default="tpu v5e")
+    parser.add_argument("--target", default="gpu h100")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--calls", default="rolled", help="`calledGraphs` of the programs")
-    parser.add_argument("--into", type=Path, help="a file that keeps the rows")
+    parser.add_argument("--into", type=Path, help="a file or page that keeps the rows")
     parser.add_argument("--only", nargs="*", default=(), help="parts of the names of settings")
     asked = parser.parse_args()
     compile_faster()
-    head = "| setting | temporaries | variables | on the host |\n|---|---|---|---|"
+    about = f"{asked.layers} layers of width {asked.width}" + f", {asked.calls}" * (asked.calls != "rolled")
+    head = f"| {about} | setting | temporaries | variables | on the host |\n|---|---|---|---|---|"
     table = Table(head, asked.into)
     for name, setting in SETTINGS.items():
         if not asked.only or any(part in name for part in asked.only):
             numbers = (asked.target, asked.layers, asked.width, asked.calls)
-            table.add([name], lambda: [f"{n / 1e6:.1f} MB" for n in sizes(setting, *numbers)])  # noqa: B023
+            table.add([asked.target, name], lambda: [f"{n / 1e6:.1f} MB" for n in sizes(setting, *numbers)])  # noqa: B023
 
 
 if __name__ == "__main__":

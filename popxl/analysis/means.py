@@ -9,7 +9,10 @@ from popxl.core.traits import is_call
 
 
 def share_of_mean(t: Tensor) -> float | None:
-    """How many times a mean a value is, maybe of several, or in a graph that is called; `None` if it is none."""
+    """How many times a mean a value is, maybe of several, or in a graph that is called; `None` if it is none.
+
+    A single number may be the sum of a mean and of others, such as a penalty: a loss.
+    """
     op = t.producer
     if op is None:
         return None
@@ -20,8 +23,8 @@ def share_of_mean(t: Tensor) -> float | None:
     if op.op_type in ("Cast", "Identity") or op.kind.view is not None:
         return share_of_mean(op.inputs[0])
     if op.op_type in ("Add", "Sum"):
-        shares = [share_of_mean(each) for each in op.inputs]
-        return None if None in shares else sum(each for each in shares if each is not None)
+        shares = [share for each in op.inputs if (share := share_of_mean(each)) is not None]
+        return sum(shares) if shares and (t.nelms == 1 or len(shares) == len(op.inputs)) else None
     if op.op_type in ("Mul", "Div") and isinstance(op.inputs[-1], Constant) and op.inputs[-1].nelms == 1:
         share, number = share_of_mean(op.inputs[0]), float(np.asarray(op.inputs[-1].data, np.float64).reshape(()))
         return share and number and (share * number if op.op_type == "Mul" else share / number)

@@ -325,13 +325,15 @@ def _losses(
             continue
         count = mesh.count(along)
         ratio, of_all = share * scale * count, op.attributes["group_size"]
-        if how.factor == 1 and ratio > 1 and _is_of_replicas(ratio, count, of_all):
+        if not (_is_of_replicas(ratio, count, of_all) and _is_of_replicas(scale * count, count, of_all)):
+            continue  # what a factor before the reduction makes of a loss is the program's choice
+        if how.factor == 1 and ratio > 1:
             yield finding(
                 mesh, "sum of means", op, t, along,
                 f"`{before.path}` is a mean over what a replica has, and `{t.path}`, which is stored, the sum of these "
                 f"over {mesh.text(along)}, while the gradients are means over it. Write \"mean\".",
             )  # fmt: skip
-        elif _is_of_replicas(ratio, count, of_all):
+        else:
             yield finding(
                 mesh, "factor of replicas", how.scaled or op, t, along,
                 f"`{before.path}` is a mean over what a replica has, and `{t.path}`, which is stored, {ratio:g} times "

@@ -365,6 +365,15 @@ def divided_before(by: float) -> None:
         update(w, c.replicated_all_reduce(dw, "mean"))
 
 
+def penalized(reduction: str, weight_of_mean: float) -> None:
+    """A stored loss of a mean and a penalty."""
+    w, g = gradient()
+    loss = ops.mean(g) * weight_of_mean + ops.sum(w * w) * 0.01
+    loss = c.replicated_all_reduce(loss, reduction)  # found in the loss with a penalty
+    ops.host_store(popxl.d2h_stream((), F32, "loss"), loss)
+    update(w, c.replicated_all_reduce(g, "mean"))
+
+
 def begun(different: bool, reduced: bool) -> None:
     """A weight of each replica."""
     x = fed(5, 8)
@@ -416,6 +425,7 @@ def statistics() -> None:
         (partial(dropped, True, True), "same seed", "seed", ("data", "tensor"), "found in JAX"),
         (partial(dropped, False, True), "same seed", "seed", ("data", "tensor"), "found in the sum"),
         (partial(divided_before, 8), "factor of replicas", "b", ("data", "tensor"), "found"),
+        (partial(penalized, "add", 1.0), "sum of means", "add_out_all_reduce", ("data", "tensor"), "with a penalty"),
         (partial(exchanged, True), "gradient along other axes", "sin_out_reshaped_all_to_all", ("data",), "exchange"),
     ],
 )  # fmt: skip
@@ -448,6 +458,9 @@ def test_outliers(
         partial(dropped, True, False),
         partial(dropped, False, False),
         partial(divided_before, 3),
+        partial(penalized, "add", 1 / 8),
+        partial(penalized, "mean", 8.0),
+        partial(penalized, "mean", 1 / 8),
         partial(exchanged, False),
         statistics,
     ],

@@ -39,15 +39,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # the tests run in the ba
 import hypothesis
 import numpy as np
 import pytest
+from hypothesis.internal.conjecture import providers
 
 TESTS = Path(__file__).parent
 
 gc.set_threshold(50_000, 20)  # programs are many small objects: by default, a tenth of the time goes to looking at them
+gc.disable()  # until the tests are collected: what modules make as they are imported stays
 
 hypothesis.settings.register_profile(  # the first example compiles, and the machine may have more to do than this
     "popxl", max_examples=40, deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("popxl")
+# Examples depend on tests alone, not on numbers that stand in the packages: parsing all of them takes three seconds.
+providers._get_local_constants = lambda: providers._local_constants
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -153,9 +157,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays to the end of the tests: the garbage collector need not look at it again and again."""
-    gc.collect()
+    """What is there by now stays to the end of the tests: the garbage collector need not look at it, now or later."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import doctest
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import walk_packages
 from typing import Any
@@ -24,15 +23,21 @@ import poptorch  # noqa: E402
 import popxl  # noqa: E402
 from popxl import ops  # noqa: E402
 
-LEFT_OUT = {"poptorch.__main__"}
-if not find_spec("lightning"):  # the extra may be missing
-    LEFT_OUT |= {"poptorch.lightning", "poptorch.run.lightning_steps"}
-MODULES = [m.name for m in walk_packages(poptorch.__path__, "poptorch.") if m.name not in LEFT_OUT]
+LIGHTNING = ("poptorch.lightning", "poptorch.run.lightning_steps")
+"""Modules with an import of seconds, which has no place in the collection of tests; and the extra may be missing."""
+MODULES = [
+    "poptorch",
+    *(m.name for m in walk_packages(poptorch.__path__, "poptorch.") if m.name != "poptorch.__main__"),
+]
+
+
+def examples_of(*modules: str) -> list[doctest.DocTest]:
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    return [found for name in modules for found in finder.find(import_module(name), globs={}) if found.examples]
+
+
 EXAMPLES = [
-    pytest.param(found, id=found.name)
-    for name in ["poptorch", *MODULES]
-    for found in doctest.DocTestFinder(exclude_empty=True).find(import_module(name), globs={})
-    if found.examples
+    pytest.param(found, id=found.name) for found in examples_of(*(name for name in MODULES if name not in LIGHTNING))
 ]
 
 
@@ -53,11 +58,17 @@ def names() -> dict[str, Any]:
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_example(example: doctest.DocTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # some write files
-    home = max((name for name in ("poptorch", *MODULES) if f"{example.name}.".startswith(f"{name}.")), key=len)
+    home = max((name for name in MODULES if f"{example.name}.".startswith(f"{name}.")), key=len)
     example.globs = vars(import_module(home)) | names()
     said: list[str] = []
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     assert not runner.run(example, out=said.append).failed, "".join(said)
+
+
+def test_examples_of_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lightning")
+    for example in examples_of(*LIGHTNING):
+        test_example(example, tmp_path, monkeypatch)
 
 
 def test_there_are_examples() -> None:

@@ -1,8 +1,9 @@
 """What every test stands on: the CPU, fixed seeds, golden text, and the smoke test before all others.
 
 Tests marked `thorough` repeat others with more dtypes, sizes, seeds and steps. So do the cases of a test marked
-`thorough(but_each=5)`, all but the first, the sixth and so on. They are left out, unless they are asked for: all of
-them by `-m thorough`, which runs nothing else; a part of them by `--thorough=3/10`, beside all other tests.
+`thorough(but_each=5)`, all but the first, the sixth and so on; with `rotated=True`, from another one on for each test,
+so that among tests with the same cases each case is run. They are left out, unless they are asked for: all of them by
+`-m thorough`, which runs nothing else; a part of them by `--thorough=3/10`, beside all other tests.
 
 Tests marked `targets` compile for TPUs and GPUs. They are left out where the compilers of the extras `tpu` and `gpu`
 are not installed.
@@ -16,7 +17,7 @@ import signal
 import sys
 import threading
 import zlib
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -113,14 +114,17 @@ def _part_of(name: str, parts: int) -> int:
 
 
 def _thorough(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """The tests that are thorough."""
-    cases: Counter[str] = Counter()
+    """The tests that are thorough. Of each that is so but for some of its cases, at least one is not."""
+    marked: defaultdict[str, list[tuple[pytest.Item, pytest.Mark]]] = defaultdict(list)
     for item in items:
         if mark := item.get_closest_marker("thorough"):
-            function = item.nodeid.partition("[")[0]
-            if not mark.kwargs or cases[function] % mark.kwargs["but_each"]:
+            marked[item.nodeid.partition("[")[0]].append((item, mark))
+    for function, cases in marked.items():
+        for i, (item, mark) in enumerate(cases):
+            step = mark.kwargs.get("but_each")
+            first = zlib.crc32(function.encode()) % min(step, len(cases)) if mark.kwargs.get("rotated") else 0
+            if step is None or (i - first) % step:
                 yield item
-            cases[function] += 1
 
 
 LEFT_OUT = pytest.StashKey[int]()

@@ -540,7 +540,7 @@ class _Layers(torch.nn.Module):
         return gradient, poptorch.identity_loss((gradient * x.detach()).tanh().sum(), "none")
 
 
-@pytest.mark.thorough(but_each=6)
+@pytest.mark.thorough(but_each=10)
 @pytest.mark.parametrize(
     "name",
     ["convolution", "transposed", "layer norm", "group norm", "batch norm", "lstm", "attention", "einsum",

@@ -273,7 +273,7 @@ def same_weights(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.thorough(but_each=2)
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("name", USES)
 def test_trains_as_in_pytorch(name: str, caplog: pytest.LogCaptureFixture) -> None:
     ours = Scores(USES[name])

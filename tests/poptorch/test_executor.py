@@ -506,6 +506,7 @@ def test_random_numbers_are_repeatable() -> None:
     assert not torch.equal(noise()(x), noise()(x))
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_the_state_of_random_numbers(replicas: int) -> None:
     x = torch.zeros(4)

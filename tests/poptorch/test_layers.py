@@ -28,6 +28,7 @@ MIXED = {
 }
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("of_input", [torch.float16, torch.float32])
 @pytest.mark.parametrize("name", MIXED)
 def test_weights_are_cast_to_the_type_of_the_activation(name: str, of_input: torch.dtype) -> None:

@@ -172,7 +172,7 @@ def test_pipeline(units: int) -> None:
     same_weights(ours.model, reference.model, 1e-5)
 
 
-@pytest.mark.thorough(but_each=2)
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("name", CASES)
 def test_inference(name: str) -> None:
     """What was trained is right in inference, too, several micro-batches in a call."""

@@ -83,7 +83,7 @@ PADDING = {
 }
 
 
-@pytest.mark.thorough(but_each=3)
+@pytest.mark.thorough(but_each=6)
 @pytest.mark.parametrize("make", [_PaddedEncoder, _LeftPadded])
 @pytest.mark.parametrize("padding", PADDING)
 def test_padding_trains_as_in_pytorch(make: Callable[[], nn.Module], padding: str) -> None:

@@ -45,7 +45,7 @@ def test_inference(iterations: int, replicas: int, size: int) -> None:
     torch.testing.assert_close(torch.cat([model(*batch) for batch in loader]), module(X).detach())
 
 
-@pytest.mark.thorough(but_each=5)
+@pytest.mark.thorough(but_each=9)
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
 @pytest.mark.parametrize(
     "iterations, accumulation, replicas, size",

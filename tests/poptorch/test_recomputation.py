@@ -217,8 +217,7 @@ def test_tensors_of_recomputation_checkpoint_are_kept(plain: tuple[Any, ...]) ->
     [
         ("Standard", 0.6),
         (2, 0.98),
-        ("NoRecompute", 1.0),
-        *(pytest.param(kind, 1.0, marks=pytest.mark.thorough) for kind in (3, 4)),
+        *(pytest.param(kind, 1.0, marks=pytest.mark.thorough) for kind in ("NoRecompute", 3, 4)),
     ],
 )
 def test_kinds_of_recomputation(kind: int | str, share: float, plain: tuple[Any, ...]) -> None:

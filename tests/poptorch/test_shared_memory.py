@@ -84,6 +84,7 @@ class _Weighted(torch.nn.Module):
         return poptorch.identity_loss((y * torch.arange(6.0)).sum() + (self.row * y[3:]).square().sum(), "none")
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("number", [0, 1, 4, 7, 11, 13])
 def test_gradients_of_what_was_overwritten(number: int) -> None:
     ours, theirs = _Weighted(_OVERLAPPING[number]), _Weighted(_OVERLAPPING[number])

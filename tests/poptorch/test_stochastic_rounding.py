@@ -67,11 +67,11 @@ class Training:
 @pytest.mark.parametrize(
     "how",
     [
-        {"optimizer": adam, "layers": 3, "accumulation": 2},
-        {"optimizer": adam, "accumulation": 2, "iterations": 2},
         {"optimizer": lambda ps: torch.optim.Adagrad(ps, lr=1e-3)},
+        {"optimizer": adam, "accumulation": 2, "iterations": 2},
+        {"optimizer": adam, "layers": 3, "accumulation": 2},
     ],
-    ids=["layers", "loops", "adagrad"],
+    ids=["adagrad", "loops", "layers"],
 )
 def test_a_training_that_stalls_with_rounding_to_nearest_goes_on(how):
     nearest, stochastic = Training(enabled=False, **how), Training(**how)

@@ -237,7 +237,7 @@ def test_activations_off_chip() -> None:
             {"max_grad_norm": 0.05},
             marks=pytest.mark.thorough,  # the last one is off chip, too
         ),
-        (SHARDED, poptorch.optim.LAMB, {}),
+        pytest.param(SHARDED, poptorch.optim.LAMB, {}, marks=pytest.mark.thorough),  # with a norm of all pieces
         (BOTH, poptorch.optim.AdamW, {"max_grad_norm": 0.05}),
     ],
 )
@@ -249,7 +249,7 @@ def test_all_locations_with_replicas(location: Any, kind: Any, numbers: Any) -> 
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.thorough(but_each=2)
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("strategy", poptorch.MeanReductionStrategy)
 def test_accumulators_in_pieces_off_chip(strategy: Any) -> None:
     found = []
@@ -289,7 +289,7 @@ def test_setters_and_checkpoints_with_everything_elsewhere() -> None:
 @pytest.mark.parametrize(
     ("liveness", "separate"),
     [
-        pytest.param(liveness, separate, marks=[pytest.mark.thorough] * (separate is not bool(i % 2)))
+        pytest.param(liveness, separate, marks=[pytest.mark.thorough] * (separate is not bool(i % 2) or i == 2))
         for i, liveness in enumerate(list(poptorch.Liveness)[1:])
         for separate in (False, True)
     ],

@@ -229,6 +229,7 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize(("name", "numbers"), OTHERS, ids=[f"{i}-{row[0]}" for i, row in enumerate(OTHERS)])
 def test_ten_steps_of_optimisers_that_only_torch_has(name: str, numbers: dict[str, Any]) -> None:
     ours, theirs = (

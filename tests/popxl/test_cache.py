@@ -139,6 +139,7 @@ def test_replicas_that_talk_on_several_cpus_are_not_kept(calls, folder, tmp_path
         assert [loaded.run()[out].tolist() for _ in range(3)] == expected
 
 
+@pytest.mark.thorough(but_each=2, rotated=True)
 @pytest.mark.parametrize("calls", ["kept", "dispatched"])
 def test_remote_buffers(calls, folder):
     from tests.popxl.test_session_files import remote_program

@@ -314,18 +314,20 @@ PROGRAMS = [
 
 
 @pytest.mark.filterwarnings("ignore::popxl.errors.DriftingVariableWarning")
-@pytest.mark.thorough(but_each=4)
+@pytest.mark.thorough(but_each=8)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_numbers(program: Callable[[], Any], replicas: int) -> None:
     both_ways(program, replicas=replicas)
 
 
+@pytest.mark.thorough(but_each=2, rotated=True)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_streams_on_two_ipus(replicas: int) -> None:
     both_ways(one_stream_on_two, transfers=4, replicas=replicas)
 
 
+@pytest.mark.thorough(but_each=2, rotated=True)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_buffer_of_the_host_on_two_ipus(replicas: int) -> None:
     def build() -> Any:
@@ -361,6 +363,7 @@ def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipelines, "run", run)
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("stages", [2, 4])
 def test_stages(apart: None, stages: int) -> None:
     pipelines.test_one_is_added_in_each_stage(stages)
@@ -402,6 +405,7 @@ def added_in_stages(stages: int, steps: int, replicas: int = 1) -> tuple[popxl.I
     return ir, numbers, results
 
 
+@pytest.mark.thorough(but_each=2, rotated=True)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_everything_is_where_its_ops_are(replicas: int) -> None:
     """IPU `n` of replica `r` is device ``r * N + n``; also after a run."""
@@ -496,6 +500,7 @@ def work(elements: int) -> popxl.Ir:
     return ir
 
 
+@pytest.mark.thorough(but_each=2, rotated=True)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_the_host_takes_a_branch(replicas: int) -> None:
     """Its ops are then on their IPUs. Replicas, which may differ, choose by themselves: on one IPU."""
@@ -626,6 +631,7 @@ def test_checks() -> None:
         session.run({feed: np.float32(4)})
 
 
+@pytest.mark.thorough(but_each=2, rotated=True)
 @pytest.mark.here
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_saved_sessions(replicas: int, tmp_path: Any) -> None:

@@ -88,6 +88,7 @@ def interrupted():
     signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize("form", FORMS)
 def test_an_interrupted_run_is_all_or_nothing(form, interrupted):
     program = FORMS[form]()
@@ -699,6 +700,7 @@ def test_sessions_in_threads(form, at_once):
             assert session.get_tensor_data(program.count)[0] == 1 + 100 * program.growth
 
 
+@pytest.mark.thorough(but_each=2, rotated=True)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_session_in_several_threads(form, at_once):
     """Their calls take turns."""

@@ -260,7 +260,7 @@ def test_the_example(device):
         np.testing.assert_array_equal(session.get_tensor_data(h), [[10, 10, 10], [15, 15, 15]])
 
 
-@pytest.mark.thorough(but_each=5)
+@pytest.mark.thorough(but_each=9)
 @pytest.mark.parametrize(("replicas", "how", "shape", "asked", "count", "length", "held"), TABLE)
 @pytest.mark.parametrize("on_chip", [True, False])
 @pytest.mark.parametrize("way", ["kept", "dispatched"])

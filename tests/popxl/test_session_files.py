@@ -130,6 +130,7 @@ def remote_program(calls, replicas):
     return ir
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("replicas", [1, 2, 9])
 @pytest.mark.parametrize("calls", ["kept", "dispatched"])
 def test_remote_buffers(calls, replicas, path):
@@ -187,6 +188,7 @@ def test_it_can_be_saved_again(path, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.thorough(but_each=2, rotated=True)
 @pytest.mark.parametrize("calls", ["kept", "dispatched"])
 def test_what_came_from_a_cache_can_be_saved(calls, path, tmp_path):
     """XLA cannot write what it has loaded."""

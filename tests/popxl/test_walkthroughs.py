@@ -1,6 +1,6 @@
 """Whole programs with known numbers: calls, loops, conditionals, in-place changes, gradients, and all of them at once.
 
-Every program runs with its called graphs compiled in each of the three ways. Those of several replicas are in
+Programs run with their called graphs compiled in each of the three ways. Those of several replicas are in
 `replicated_programs.py`; they run with more devices than replicas and with fewer, in one process and in two.
 """
 
@@ -23,6 +23,9 @@ from tests.popxl import replicated_programs
 F32 = popxl.float32
 SCALAR = TensorSpec((), F32)
 accumulate_ = ops.var_updates.accumulate_
+
+pytestmark = pytest.mark.thorough(but_each=3, rotated=True)
+"""A program is compiled in one of the ways, another for each test, and in the two others as a thorough test."""
 
 
 @pytest.fixture(params=["kept", "dispatched", "inlined"])
@@ -108,6 +111,7 @@ def test_results_of_a_conditional_are_named_after_both_branches(ir, program):
     assert results(ir, y) == [2]
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("site", ["Call", "Loop", "If"])
 def test_a_site_adds_one_op_its_results_and_a_constant_for_each_number(ir, program, site):
     a, flag = popxl.variable(2.0), popxl.variable(True)
@@ -740,6 +744,7 @@ def test_two_callers_share_one_gradient_graph(ir, program):
     assert results(ir, *found) == [20, 30]
 
 
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("count", [0, 1, 4])
 def test_the_gradient_of_a_loop(ir, program, count):
     """x wⁿ: nothing of a turn is lost, however many there are."""

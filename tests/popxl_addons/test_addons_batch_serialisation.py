@@ -72,6 +72,7 @@ def fill(buffer, values):
 # What is loaded and stored ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough(but_each=3, rotated=True)
 @pytest.mark.parametrize("mode", MODES)
 def test_from_a_stream_to_a_buffer(ir, mode):
     graph, x, y = double()
@@ -87,6 +88,7 @@ def test_from_a_stream_to_a_buffer(ir, mode):
     np.testing.assert_array_equal(run(ir, {stream: values})[kept][0], 2 * values)
 
 
+@pytest.mark.thorough(but_each=3, rotated=True)
 @pytest.mark.parametrize("mode", MODES)
 def test_from_a_buffer_to_a_stream(ir, mode):
     graph, x, y = double()
@@ -135,6 +137,7 @@ def test_buffers_do_not_shrink(ir):
     assert buffer.entries == 5 * STEPS
 
 
+@pytest.mark.thorough(but_each=3, rotated=True)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_chain_of_layers(ir, mode):
     """In, two layers that are one graph, out: each doubles."""
@@ -157,6 +160,7 @@ def test_a_chain_of_layers(ir, mode):
     assert buffer.entries == 3 * STEPS
 
 
+@pytest.mark.thorough(but_each=3, rotated=True)
 @pytest.mark.parametrize("mode", MODES)
 def test_inputs_that_are_passed_through(ir, mode):
     """They are the same in every iteration, and by reference if they were; several outputs go to several places."""
@@ -193,6 +197,7 @@ def test_inputs_that_are_passed_through(ir, mode):
     np.testing.assert_array_equal(outputs[sums][0], (values * [1, 2, 3]).sum(0) + [0, 10, 0])
 
 
+@pytest.mark.thorough(but_each=3, rotated=True)
 @pytest.mark.parametrize("mode", MODES)
 def test_inputs_may_be_stored(ir, mode):
     """Streamed and passed-through ones; one that is loaded from a buffer stays there."""
@@ -219,6 +224,7 @@ def test_inputs_may_be_stored(ir, mode):
     np.testing.assert_array_equal(outputs[out], expected)
 
 
+@pytest.mark.thorough(but_each=3, rotated=True)
 @pytest.mark.parametrize("mode", MODES)
 def test_seeds(ir, mode):
     """Iterations get what `split_random_seed` gives one after the other."""
@@ -508,6 +514,7 @@ def test_a_pair(ir, numbers, mode, x_from):
         assert_near(outputs[stream], expected, 1e-5)
 
 
+@pytest.mark.thorough(but_each=3, rotated=True)
 @pytest.mark.parametrize("mode", MODES)
 def test_masks_agree(ir, numbers, mode):
     """The seed of each forward iteration is kept, as is its input, so that both passes drop the same elements."""

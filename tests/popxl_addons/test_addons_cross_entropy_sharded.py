@@ -43,7 +43,7 @@ def close(dtype: Any) -> dict[str, float]:
     return {"rtol": 1e-5, "atol": 1e-6} if dtype == np.float32 else {"rtol": 1e-3, "atol": 1e-5}
 
 
-@pytest.mark.thorough(but_each=5)
+@pytest.mark.thorough(but_each=11)
 @both_ways
 @each_grouping
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])

@@ -84,7 +84,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.thorough(but_each=7)
+@pytest.mark.thorough(but_each=8)
 @pytest.mark.parametrize("chosen, capacity, activation", [(1, 8.0, "relu"), (2, 8.0, "swiglu"), (2, 0.6, "relu")])
 @pytest.mark.parametrize("axes, group, device", LAYOUTS)
 def test_experts(axes, group, device, chosen, capacity, activation):

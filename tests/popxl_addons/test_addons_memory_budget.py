@@ -268,6 +268,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize(("seed", "size", "treatments", "divided"), CASES)
 def test_plans_cost_as_little_as_the_best_of_all(
     seed: int, size: int, treatments: tuple[Treatment, ...], divided: bool

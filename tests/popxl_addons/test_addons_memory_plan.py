@@ -86,7 +86,7 @@ def plain() -> tuple[Any, ...]:
     return trained(None)
 
 
-@pytest.mark.thorough(but_each=3)
+@pytest.mark.thorough(but_each=6)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policies_give_the_same_numbers(plain: tuple[Any, ...], policy: str) -> None:
     found = trained(policy)

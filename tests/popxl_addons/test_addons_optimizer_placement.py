@@ -47,7 +47,7 @@ def trained(optimizer: Any, ipus: tuple[int, int], in_a_loop: bool, scaling: Any
         return found, [each.variables for each in session.memory().devices]
 
 
-@pytest.mark.thorough(but_each=3)
+@pytest.mark.thorough(but_each=6)
 @pytest.mark.parametrize("in_a_loop", [False, True], ids=["called", "in a loop"])
 @pytest.mark.parametrize(
     ("optimizer", "scaling"),

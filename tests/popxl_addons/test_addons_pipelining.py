@@ -632,7 +632,7 @@ def mean_gradients(weights, x, target):
     return [((y - target) ** 2).sum((1, 2)), *(g.mean(0) for g in grads)]
 
 
-@pytest.mark.thorough(but_each=2)
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("steps", [6, 9])
 def test_training(steps, recompute):

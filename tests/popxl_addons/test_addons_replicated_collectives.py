@@ -50,7 +50,7 @@ def reduced(data: Array, groups: list[list[int]], op: str) -> Array:
     return of_groups([SUMS[op]([data[r].astype(float) for r in group]) for group in groups], groups).astype(data.dtype)
 
 
-@pytest.mark.thorough(but_each=4)
+@pytest.mark.thorough(but_each=9)
 @both_ways
 @each_grouping
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -93,7 +93,7 @@ def test_the_example_of_the_specification() -> None:
     np.testing.assert_array_equal(total, [[6, 60]] * 4)
 
 
-@pytest.mark.thorough(but_each=4)
+@pytest.mark.thorough(but_each=8)
 @both_ways
 @pytest.mark.parametrize(("count", "stride", "size"), [(8, 2, 2), (4, 1, 4), (8, 2, 4)])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int32])
@@ -302,7 +302,7 @@ def mlp(group: popxl.ReplicaGrouping) -> Callable[..., popxl.Tensor]:
     return build
 
 
-@pytest.mark.thorough(but_each=5)
+@pytest.mark.thorough(but_each=9)
 @both_ways
 @each_grouping
 @pytest.mark.parametrize("dtype", [popxl.float32, popxl.float16], ids=lambda dtype: dtype.name)
@@ -351,7 +351,7 @@ def attention(group: popxl.ReplicaGrouping, heads: int) -> Callable[..., popxl.T
     return build
 
 
-@pytest.mark.thorough(but_each=3)
+@pytest.mark.thorough(but_each=5)
 @both_ways
 @each_grouping
 def test_an_attention_block(device: Devices, count: int, stride: int, size: int) -> None:

@@ -137,6 +137,7 @@ def reduced(values, group, op):
     return total / group.group_size if op == "mean" else total
 
 
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("op", ["add", "mean"])
 @pytest.mark.parametrize(
     ("replica_group", "shard_group"),

@@ -11,7 +11,7 @@ from popxl import ops
 from tests.popxl.evaluate import evaluate
 from tests.popxl.ops.rows import ROWS
 from tests.popxl.ops.rows.random import RANDOM
-from tests.popxl.ops.rows.schema import Array, Sample, telling
+from tests.popxl.ops.rows.schema import Array, Sample, distinct
 from tests.popxl.ops.test_rows import arrays_of, assert_close, flat, meant, nested
 
 WIDE = {np.dtype(np.int32): np.dtype(np.int64), np.dtype(np.uint32): np.dtype(np.uint64)}
@@ -30,7 +30,7 @@ def samples() -> list[tuple[Any, Sample]]:
     """The samples of integers, for the ops that change nothing in place. Seeds are of 32 bits."""
     found = []
     for row in ROWS:
-        for sample in telling(row.samples) if not (row.build or row.overwrites or row in RANDOM) else []:
+        for sample in distinct(row.samples) if not (row.build or row.overwrites or row in RANDOM) else []:
             arrays = arrays_of(sample.operands)
             if arrays and sample.expect is None and all(a.dtype in WIDE for a in arrays):
                 operands = nested(lambda *operands, **attributes: list(operands), sample, tuple(map(widen, arrays)))

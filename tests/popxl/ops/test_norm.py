@@ -37,7 +37,7 @@ def operands(dtype: str, shape: tuple[int, ...], mean: float, deviation: float) 
     return [v.astype(dtype) for v in (random.uniform(-1, 1, shape), t, *vectors)]
 
 
-@pytest.mark.thorough(but_each=4)
+@pytest.mark.thorough(but_each=9)
 @pytest.mark.parametrize(
     ("dtype", "mean", "deviation", "near"),
     [

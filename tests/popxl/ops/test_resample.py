@@ -71,6 +71,7 @@ def test_the_gradient_is_the_transpose(mode, nearest, coordinates, dtype) -> Non
     np.testing.assert_allclose(gradient, expected, rtol=near, atol=near * 2)
 
 
+@pytest.mark.thorough(but_each=2)
 @pytest.mark.parametrize(("mode", "nearest"), MODES)
 def test_lengths_of_zero(mode, nearest) -> None:
     """Of an axis, and of a result; what nothing was read of has no gradient."""

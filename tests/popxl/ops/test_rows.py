@@ -33,14 +33,16 @@ TOGETHER = 8
 
 def batches(rows: list[Row]) -> Any:
     """The parameter `batch`: some rows at a time. Each is a part of the name of the test."""
-    parts = [rows[i : i + TOGETHER] for i in range(0, len(rows), TOGETHER)]
+    whole = [row for row in rows if row in FLOAT8]
+    others = [row for row in rows if row not in FLOAT8]
+    parts = [some[i : i + TOGETHER] for some in (others, whole) for i in range(0, len(some), TOGETHER)]
     return pytest.mark.parametrize(
         "batch",
         [
             pytest.param(
                 part,
                 id=" ".join(map(repr, part)),
-                marks=[pytest.mark.compiled_whole] * any(row in FLOAT8 for row in part),
+                marks=[pytest.mark.compiled_whole] * (part[0] in FLOAT8),
             )
             for part in parts
         ],
@@ -227,7 +229,7 @@ def check_numbers(every: list[tuple[Row, list[Sample]]]) -> None:
 
 
 def others(row: Row) -> list[Sample]:
-    """The samples that are not telling: one more dtype, one more mode."""
+    """The samples that are not telling: one more dtype, one more mode, one more shape."""
     found = telling(row.samples)
     return [sample for sample in row.samples if not any(sample is other for other in found)]
 

@@ -166,7 +166,7 @@ TRANSPOSES: dict[int, list[tuple[Any, ...]]] = {  # stride, padding at either si
 }
 
 
-@pytest.mark.thorough(but_each=8)
+@pytest.mark.thorough(but_each=16)
 @DIMENSIONS
 @GROUPS
 def test_conv_transpose_is_that_of_torch(n, groups) -> None:

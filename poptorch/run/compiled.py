@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -27,8 +26,8 @@ from poptorch.capture.host_function import HostFunction
 from poptorch.capture.tensor_layout import overwrite
 from poptorch.errors import Error, createPoptorchError
 from poptorch.program.batching import Batching, Feeder
-from poptorch.program.program import Program
 from poptorch.run.arguments import Signature
+from poptorch.run.program_io import ProgramIO, Result
 from poptorch.run.timings import Times
 from popxl.errors import DeviceError, PopxlRuntimeError
 from popxl.extend.targets import Outputs
@@ -36,63 +35,6 @@ from popxl.fp8_utils import as_array
 from popxl.tensor import Variable
 
 Name = TypeVar("Name")
-
-
-@dataclass(frozen=True)
-class Result:
-    """A program output, produced once per micro-batch.
-
-    Attributes:
-        shape: shape of one of them.
-        count: number of results of each replica.
-        anchor: name given by the user; empty for results of the model.
-    """
-
-    shape: tuple[int, ...]
-    count: int
-    anchor: str = ""
-
-
-@dataclass(frozen=True)
-class ProgramIO:
-    """Program inputs, outputs and variables that the host accesses.
-
-    Attributes:
-        inputs: stream of each input, by number; unused inputs have none.
-        outputs: streams of the results.
-        variables: variables of parameters and buffers, by name.
-        written: names of those that `forward` overwrites. Each replica has its own value of them.
-        numbers: stream of the optimiser's hyperparameters, if some are variable.
-        state: the variables of its state, by name.
-        random: variable of random numbers, if there are any.
-        names: names of all tensors that can be anchored.
-        counted: the streams of numbers that the host computes from those that `forward` changes.
-    """
-
-    inputs: dict[int, popxl.HostToDeviceStream] = field(default_factory=dict)
-    outputs: Sequence[popxl.DeviceToHostStream] = ()
-    variables: Mapping[str, Variable] = field(default_factory=dict)
-    written: frozenset[str] = frozenset()
-    numbers: popxl.HostToDeviceStream | None = None
-    state: Mapping[str, Variable] = field(default_factory=dict)
-    random: Variable | None = None
-    names: tuple[str, ...] = ()
-    counted: Sequence[popxl.HostToDeviceStream] = ()
-
-    @classmethod
-    def collect(cls, program: Program) -> ProgramIO:
-        """Collect a program's inputs, outputs and variables."""
-        return cls(
-            program.inputs,
-            program.outputs,
-            program.variables,
-            frozenset(program.written),
-            program.numbers,
-            program.state,
-            program.random,
-            program.names,
-            program.counted,
-        )
 
 
 class Compiled:

@@ -37,8 +37,9 @@ from poptorch.options import Options
 from poptorch.program.batching import Batching
 from poptorch.run.arguments import Signature
 from poptorch.run.captured import constant_of
-from poptorch.run.compiled import Compiled, ProgramIO
+from poptorch.run.compiled import Compiled
 from poptorch.run.program_compilation import compile_captured
+from poptorch.run.program_io import ProgramIO
 from poptorch.run.subgraphs import (
     Content,
     ExecutionPath,

@@ -19,8 +19,9 @@ from poptorch.program.returned import Returned
 from poptorch.program.updates import Update
 from poptorch.run.arguments import Signature
 from poptorch.run.captured import constant_of, host_functions_of
-from poptorch.run.compiled import Compiled, ProgramIO, Result
+from poptorch.run.compiled import Compiled
 from poptorch.run.devices import chosen_device
+from poptorch.run.program_io import ProgramIO, Result
 
 
 def compile_captured(

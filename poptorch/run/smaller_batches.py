@@ -22,8 +22,9 @@ from poptorch.errors import Error, createPoptorchError
 from poptorch.options import Options
 from poptorch.program.batching import Batching
 from poptorch.run.arguments import Signature
-from poptorch.run.compiled import Compiled, Result
+from poptorch.run.compiled import Compiled
 from poptorch.run.graph_breaks import BrokenGraph
+from poptorch.run.program_io import Result
 
 Program = Compiled | BrokenGraph
 

@@ -27,9 +27,10 @@ from poptorch.lowering.emission import drawing
 from poptorch.program.updates import Update
 from poptorch.run.arguments import Signature
 from poptorch.run.captured import constant_of
-from poptorch.run.compiled import Compiled, ProgramIO
+from poptorch.run.compiled import Compiled
 from poptorch.run.graph_breaks import BrokenGraph
 from poptorch.run.program_compilation import compile_captured
+from poptorch.run.program_io import ProgramIO
 from poptorch.run.subgraphs import Content, ExecutionPath, Subgraph, ValueIds, is_constant, outputs_of
 from popxl.tensor import Variable
 

@@ -19,7 +19,8 @@ from poptorch.base.logging_ import logger
 from poptorch.errors import createPoptorchError
 from poptorch.options import Options
 from poptorch.program.rules import rule_of
-from poptorch.program.updates import LOSS_SCALE_FACTOR, STEP, Update
+from poptorch.program.state_layout import LOSS_SCALE_FACTOR, STEP
+from poptorch.program.updates import Update
 from poptorch.run.compiled import Compiled
 from poptorch.run.mirrored import MirroredState, loads_exactly
 from poptorch.run.serialization import OptimizerData
@@ -154,7 +155,7 @@ class Trainer:
                 return ""
             kept = set(map(id, self._with_state.values()))
             steps = {name: made for name, made in self._steps().items() if id(self._parameters[name]) in kept}
-            return "" if self.update.counts_alike(steps) else "some parameters have made fewer steps than others"
+            return "" if self.update.layout.counts_alike(steps) else "some parameters have made fewer steps than others"
         if not found and expected:
             raise createPoptorchError(
                 "The optimizer has none of the model's parameters that require a gradient, so nothing would be trained."
@@ -315,7 +316,7 @@ class Trainer:
         """Schedule `optimizer.state` for upload to the device."""
         assert self._compiled is not None and self.update is not None
         variables = self._compiled.ends.state
-        state = self.update.from_torch(self.optimizer.state, self._parameters, self.numbers, variables)
+        state = self.update.layout.from_torch(self.optimizer.state, self._parameters, self.numbers, variables)
         if (factor := (self.device.content["ipu_state"] or {}).get(LOSS_SCALE_FACTOR)) is not None:
             state[LOSS_SCALE_FACTOR] = factor  # of which PyTorch knows nothing
         if rounded := sorted(n for n, t in state.items() if t.dtype.itemsize < variables[n].dtype.as_numpy().itemsize):
@@ -354,7 +355,7 @@ class Trainer:
         if content is self._shown or content is None:
             return
         with torch.inference_mode(False):  # otherwise their version counters would change
-            found = self.update.as_torch(content, self._parameters, self.numbers)
+            found = self.update.layout.as_torch(content, self._parameters, self.numbers)
         for name, own in found.items():
             self._mirror.show(self._parameters[name], own)
         self._shown = content
@@ -366,7 +367,7 @@ class Trainer:
             poptorch.Error: for state whose shape differs from the program's.
         """
         assert self._compiled is not None and self.update is not None
-        state = self.update.counted(self.device.content["ipu_state"] or {})
+        state = self.update.layout.counted(self.device.content["ipu_state"] or {})
         variables = self._compiled.ends.state
         if unknown := sorted(state.keys() - variables.keys()):
             logger.warning("Ignoring optimizer state that the program does not have: %s", ", ".join(unknown))

@@ -5,6 +5,7 @@ from popxl.ops.collectives.all_reduce import (
     all_reduce_identical_grad_inputs,
     all_reduce_identical_inputs,
 )
+from popxl.ops.collectives.all_to_all import replicated_all_to_all, replicated_shift
 from popxl.ops.collectives.asserting import assert_replicated
 from popxl.ops.collectives.collectives import CommGroup, CommGroupType
 from popxl.ops.collectives.group import Group as Group
@@ -13,9 +14,7 @@ from popxl.ops.collectives.replicated import (
     replicated_all_gather,
     replicated_all_reduce,
     replicated_all_reduce_,
-    replicated_all_to_all,
     replicated_reduce_scatter,
-    replicated_shift,
     replicated_slice,
 )
 

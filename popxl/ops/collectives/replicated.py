@@ -1,9 +1,9 @@
-"""Collectives between replicas: reductions, gathers, exchanges, and slices that differ from replica to replica.
+"""Collectives between replicas: reductions, gathers, and slices that differ from replica to replica.
 
 The ops themselves work on flat tensors that are cut into chunks, one for each member of a group; ordinary ops move axes
-to the front and back. The mapping of groups to devices is in `runtime.lowering.collectives`. A gather and a slice are
-each other's gradients, an all-to-all is its own, and the gradient of a shift is the reverse shift. Gradients are not
-summed over replicas: a program adds that reduction explicitly.
+to the front and back. The mapping of groups to devices is in `runtime.lowering.collectives`; ops that only move values
+are in `all_to_all`. A gather and a slice are each other's gradients. Gradients are not summed over replicas: a program
+adds that reduction explicitly.
 """
 
 from __future__ import annotations
@@ -12,20 +12,19 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from popxl.base.arrays import Array
 from popxl.core.declaration import OpKind
 from popxl.core.tensor import Tensor
 from popxl.core.traits import REFUSED, BetweenReplicas
 from popxl.errors import PopxlError
+from popxl.ops.collectives.chunks import as_bytes, bitcast, normalized_axis, permutations
 from popxl.ops.collectives.collectives import CollectiveOps, members, to_collective_op
 from popxl.ops.collectives.group import Group, chunk_size
 from popxl.ops.shape import flatten, reshape, transpose
 from popxl.replica_grouping import Groups
-from popxl.values.shapes import integer, like_first, one_axis
+from popxl.values.shapes import integer, like_first
 from popxl.values.spec import TensorSpec, brief
 
 OutputShape = Literal["new_axis", "concat", "meta_shape", "auto"]
@@ -145,26 +144,13 @@ def replicated_reduce_scatter(
 
 def _all_gather(t: Array, *, shape: tuple[int, ...], group: Group) -> Array:
     """Concatenate member values, cropped to the result shape."""
-    joined = group.members(_as_bytes(t)).reshape(-1)
-    return _bitcast(t.dtype, joined[: math.prod(shape)].reshape(shape))
+    joined = group.members(as_bytes(t)).reshape(-1)
+    return bitcast(t.dtype, joined[: math.prod(shape)].reshape(shape))
 
 
 def _own_chunk(t: Array, *, chunk: int, group: Group) -> Array:
     """The replica's chunk of its local value."""
-    return _bitcast(t.dtype, group.chunk(_as_bytes(t), chunk))
-
-
-def _as_bytes(t: Array) -> Array:
-    """View float8 as bytes, to prevent conversion and rounding; return other arrays unchanged."""
-    return lax.bitcast_convert_type(t, jnp.uint8) if _is_float8(t.dtype) else t
-
-
-def _bitcast(dtype: Any, t: Array) -> Array:
-    return lax.bitcast_convert_type(t, dtype) if _is_float8(dtype) else t
-
-
-def _is_float8(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
+    return bitcast(t.dtype, group.chunk(as_bytes(t), chunk))
 
 
 def _gathered(t: Any, *, stride: int, group_size: int, shape: tuple[int, ...]) -> TensorSpec:
@@ -275,8 +261,8 @@ def replicated_all_gather(
         return all_gather_kind(t, shape=tuple(t.meta_shape), **groups) if t.meta_shape else gathered(t)
     if output_shape == "new_axis":
         return reshape(gathered(flatten(t)), (size, *t.shape))
-    axis = _axis(name, t, int(axis))
-    front, back = _permutations(axis, t.rank)
+    axis = normalized_axis(name, t, int(axis))
+    front, back = permutations(axis, t.rank)
     first = transpose(t, front) if axis else t
     length, *others = first.shape or (1,)
     result = reshape(gathered(flatten(first)), (size * length, *others))
@@ -337,14 +323,14 @@ def replicated_slice(t: Tensor, axis: int = 0, group: Groups | None = None) -> T
     groups = members(name, group)
     size, axis = groups["group_size"], integer(axis, f"{name}: `axis`")
     if isinstance(t, Tensor):
-        axis = _axis(name, t, axis)
+        axis = normalized_axis(name, t, axis)
         if t.shape and t.shape[axis] % size:
             raise ValueError(
                 f"{name}: axis {axis} of `t`, {brief(t)}, cannot be cut into {size} equal slices, one for each member "
                 "of a group."
             )
     slice_kind.check(t, chunk=0, **groups)
-    front, back = _permutations(axis, t.rank)
+    front, back = permutations(axis, t.rank)
     first = transpose(t, front) if axis else t
     own = slice_kind(flatten(first), chunk=t.nelms // size, **groups)
     length, *others = first.shape[0] // size, *first.shape[1:]
@@ -353,152 +339,3 @@ def replicated_slice(t: Tensor, axis: int = 0, group: Groups | None = None) -> T
     else:
         result = reshape(own, (length, *others))
     return transpose(result, back) if axis else result
-
-
-# Exchanges ----------------------------------------------------------------------------------------------------------
-
-
-def _all_to_all(t: Array, *, group: Group) -> Array:
-    return _bitcast(t.dtype, group.exchanged(_as_bytes(t)))
-
-
-def _reverse_exchange(g: Tensor, t_spec: TensorSpec, stride: int, group_size: int) -> Tensor:
-    """Gradients of exchanged parts, sent back to their origin."""
-    return all_to_all_kind(g, stride=stride, group_size=group_size)
-
-
-all_to_all_kind: OpKind = OpKind(
-    "ReplicatedAllToAll",
-    _all_to_all,
-    shape=like_first,
-    gradient={"t": _reverse_exchange},
-    result="{t}_all_to_all",
-    traits=[BetweenReplicas("own")],
-)
-
-
-def replicated_all_to_all(t: Tensor, split_axis: int = 0, concat_axis: int = 0, group: Groups | None = None) -> Tensor:
-    """Give each member of a group its part of what every member has: part `i` of `t` goes to member `i`.
-
-    It sends tokens to the replica that has their expert, and back; or it changes the axis along which a tensor is
-    sharded. Exchanging the axes ``a, b`` reverses an exchange with ``b, a``, and so do gradients: the gradient of each
-    part is that of the member that received it.
-
-    Args:
-        t: tensor of any dtype, rank 1 or more.
-        split_axis: along which `t` is cut into equal parts, one for each member. Its size is a multiple of theirs.
-        concat_axis: axis along which a member joins what it receives, in the order of the replicas. Negative axes count
-            from the back.
-        group: the replicas that communicate: a grouping, or names of axes; all of them by default.
-
-    Returns:
-        A new tensor of the same dtype, without a meta-shape. `split_axis` is smaller than that of `t` by the size of
-        the groups, and `concat_axis` larger; where they are one axis, the shape is that of `t`.
-
-    Raises:
-        ValueError: if the size of `split_axis` is no multiple of that of the groups, or the replicas of the Ir cannot
-            be grouped like this.
-        NotImplementedError: if the distance between members of the grouping is not constant.
-        PopxlError: if there is no such axis.
-
-    See also: `jax.lax.all_to_all`, `torch.distributed.all_to_all_single`.
-
-    Example:
-        All tokens with some of the features become some of the tokens with all features.
-
-        >>> with popxl.Ir(replication=4).main_graph:
-        ...     x = popxl.variable(np.ones((8, 3)), popxl.float32)
-        ...     print(ops.collectives.replicated_all_to_all(x, 0, 1).shape)
-        (2, 12)
-    """
-    name = "replicated_all_to_all"
-    groups = members(name, group)
-    size = groups["group_size"]
-    split, concat = integer(split_axis, f"{name}: `split_axis`"), integer(concat_axis, f"{name}: `concat_axis`")
-    all_to_all_kind.check(t, **groups)
-    split, concat = _axis(name, t, split), _axis(name, t, concat)
-    if not t.shape or t.shape[split] % size:
-        raise ValueError(
-            f"{name}: axis {split} of `t`, {brief(t)}, cannot be cut into {size} equal parts, one for each member of a "
-            "group."
-        )
-    piece = [*t.shape]
-    piece[split] //= size
-    parts = reshape(t, (*piece[:split], size, *piece[split:]))
-    front, _ = _permutations(split, parts.rank)
-    got = all_to_all_kind(transpose(parts, front) if split else parts, **groups)
-    _, back = _permutations(concat, parts.rank)
-    piece[concat] *= size
-    return reshape(transpose(got, back) if concat else got, piece)
-
-
-def _shift(t: Array, *, distance: int, group: Group) -> Array:
-    return _bitcast(t.dtype, group.shifted(_as_bytes(t), distance)) if distance % group.size else t
-
-
-def _shifted_back(g: Tensor, t_spec: TensorSpec, distance: int, stride: int, group_size: int) -> Tensor:
-    return shift_kind(g, distance=-distance, stride=stride, group_size=group_size)
-
-
-shift_kind: OpKind = OpKind(
-    "ReplicatedShift",
-    _shift,
-    shape=like_first,
-    gradient={"t": _shifted_back},
-    result="{t}_shifted",
-    traits=[BetweenReplicas("own")],
-)
-
-
-def replicated_shift(t: Tensor, distance: int = 1, group: Groups | None = None) -> Tensor:
-    """Send `t` to the member of the group at the given distance; the last members send theirs to the first.
-
-    The members of a group form a ring, and each sends to one other only: to a neighbour, over a direct link, if the
-    machine has one. After as many shifts by one as there are members, each has seen the values of all, without memory
-    for more than two at once. The gradient is shifted back.
-
-    Args:
-        t: tensor of any shape and dtype.
-        distance: number of members to move forward; negative numbers go back.
-        group: the replicas that communicate: a grouping, or names of axes; all of them by default.
-
-    Returns:
-        A new tensor of the same shape and dtype: `t` of the member `distance` places before.
-
-    Raises:
-        TypeError: if `distance` is not an integer.
-        ValueError: if the replicas of the Ir cannot be grouped like this.
-        NotImplementedError: if the distance between members of the grouping is not constant.
-
-    See also: `jax.lax.ppermute`, `torch.distributed.batch_isend_irecv`.
-
-    Example:
-        The sum over a ring, which every member computes in an order of its own.
-
-        >>> with popxl.Ir(replication=4).main_graph:
-        ...     t = total = popxl.variable([1.0, 2.0], popxl.float32)
-        ...     for _ in range(3):
-        ...         t = ops.collectives.replicated_shift(t)
-        ...         total = total + t
-        >>> total.shape
-        (2,)
-    """
-    name = "replicated_shift"
-    return shift_kind(t, distance=integer(distance, f"{name}: `distance`"), **members(name, group))
-
-
-# Axes ---------------------------------------------------------------------------------------------------------------
-
-
-def _axis(name: str, t: Tensor, axis: int) -> int:
-    """Normalize an axis; scalars count as one-dimensional."""
-    try:
-        return one_axis(axis, max(t.rank, 1))
-    except PopxlError as problem:
-        raise PopxlError(f"{name}: {problem} Here `t` is {brief(t)}.") from None
-
-
-def _permutations(axis: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Permutation that moves an axis to the front, and its inverse."""
-    front = (axis, *(d for d in range(rank) if d != axis))
-    return front, tuple(front.index(d) for d in range(rank))

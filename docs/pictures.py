@@ -189,7 +189,8 @@ POPXL = {
     "base": "log, pages, lines, files. Imports no graphs",
 }
 RUNTIME = {
-    "poprun": "commands; processes; a program as a JAX file",
+    "poprun": "command lines; processes; a program as a JAX file",
+    "subcommands": "what the commands of popxl do",
     "compared_runs": "many replicas beside one, for a command",
     "poprun_options": "costs in reviewed files",
     "watched_runs": "runs of programs for commands",

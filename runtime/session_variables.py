@@ -60,9 +60,9 @@ class SessionVariables:
             self._upload(store)
         return store
 
-    def _upload(self, store: VariableStore, given: Given | None = None) -> None:
+    def _upload(self, store: VariableStore) -> None:
         self._device.loads(store)
-        store.upload(given)
+        store.upload()
 
     # Copying ------------------------------------------------------------------------------------------------------
 

@@ -133,7 +133,6 @@ def binary(
     meaning: str,
     gradient: Mapping[str, Rule] | Any = ...,
     *,
-    kind: str = "",
     shape: Callable[..., TensorSpec] = broadcast,
     traits: Iterable[Trait] = (),
     see: str = "",
@@ -144,7 +143,7 @@ def binary(
     """
     declared: dict[str, Any] = {} if gradient is ... else {"gradient": gradient}
     declared |= {"shape": shape, "result": f"{name}_out", "operands": ("lhs", "rhs"), "traits": traits}
-    declaration = OpKind(kind or camel(name), lowering, **declared)
+    declaration = OpKind(camel(name), lowering, **declared)
     returns = "a bool for each element" if shape is predicate else "their dtype"
     refused = "" if shape is predicate else " or the dtypes differ"
     also = f"\n\nSee also: `{see}`." if see else ""

@@ -172,9 +172,8 @@ def limited(level: str, account: Account) -> Account:
 def _with_capped_precision(level: str, work: Work) -> Work:
     """Copy of `work` with the precision of float32 products capped at `level`; faster products stay unchanged."""
     products: Counter[Product] = Counter()
-    for key, count in work.products.items():
-        reached = max(level, key.precision, key=LEVELS.index) if key.dtype == "f32" else key.precision
-        products[key._replace(precision=reached)] += count
+    for product, count in work.products.items():
+        products[_capped_product(level, product)] += count
     return replace(work, products=products)
 
 
@@ -182,12 +181,15 @@ def capped(level: str, work: Work) -> Work:
     """Work of a kernel, with the precision of its float32 products capped at `level`."""
     if level == LEVELS[0]:
         return work
-
-    def reached(key: Product) -> Product:
-        return key._replace(precision=max(level, key.precision, key=LEVELS.index)) if key.dtype == "f32" else key
-
-    sized = [each._replace(product=reached(each.product)) for each in work.sized]
+    sized = [each._replace(product=_capped_product(level, each.product)) for each in work.sized]
     return replace(work, sized=sized, cycles=work.cycles if sized == work.sized else 0)
+
+
+def _capped_product(level: str, product: Product) -> Product:
+    """A product with its precision capped at `level`, if it is of float32."""
+    if product.dtype != "f32":
+        return product
+    return product._replace(precision=max(level, product.precision, key=LEVELS.index))
 
 
 def dtype_of(of_xla: str) -> str:

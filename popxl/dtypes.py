@@ -29,7 +29,7 @@ np_dtype_float8_152 = np.dtype([("float8_152", "u1")])
 class dtype:
     """The type of a tensor's elements.
 
-    There is one object for each, such as `popxl.float32`; compare with `is` or `==`.
+    Each dtype is a single object, such as `popxl.float32`; compare with `is` or `==`.
 
     Example:
         >>> popxl.float16.as_numpy()

@@ -371,8 +371,8 @@ class Graph(NotCopyable):
             given: tensors of the other graph that replace tensors that stay in this one.
 
         Raises:
-            PopxlError: if `ops` or `into` are not such, or `given` has no tensor of `into` of the same spec for one
-                that stays here and is read. Nothing has changed then.
+            PopxlError: for other `ops` or `into`, or if `given` maps a tensor that is read and stays here to no tensor
+                of `into` with the same spec. Then nothing has changed.
 
         Example:
             >>> y = ops.gelu(x)

@@ -28,7 +28,7 @@ class Module:
         """Create the ops in the current graph and return its outputs.
 
         Raises:
-            NotImplementedError: if the subclass has no `build` of its own.
+            NotImplementedError: for a subclass without `build`.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no `build` method. A popxl.Module says there what it computes: "

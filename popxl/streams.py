@@ -19,7 +19,7 @@ __all__ = ["DeviceToHostStream", "HostToDeviceStream", "Stream", "d2h_stream", "
 class Stream(CopyIsSelf):
     """A typed channel for tensors, created by `popxl.h2d_stream` or `popxl.d2h_stream`.
 
-    Two streams are equal if they are the same object: there is one for each channel.
+    Streams compare by identity: each channel has a single object.
     """
 
     __slots__ = ("tensor",)

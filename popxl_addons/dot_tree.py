@@ -59,7 +59,7 @@ class DotTree(Generic[L]):
         """
         check_type(d, Mapping, f"{cls.__name__}.from_dict: `d`", "a mapping from names to values")
         tree = cls()
-        branches: dict[tuple[str, ...], DotTree[Any]] = {(): tree}  # made here, so they may be changed here
+        branches: dict[tuple[str, ...], DotTree[Any]] = {(): tree}  # created here, so safe to change
 
         def branch(path: tuple[str, ...]) -> DotTree[Any]:
             if path not in branches:

@@ -288,7 +288,7 @@ class Generator:
         """Generate continuations: `count` tokens per prompt, or fewer up to and including `end`.
 
         Args:
-            prompts: at most `batch` prompts; each has at least one token, and at most `prompt`.
+            prompts: at most `batch` prompts of 1 to `prompt` tokens each.
             count: number of tokens to generate.
             seed: seed of the draws. The first text is the one that `submit` draws with this seed.
 

@@ -398,7 +398,7 @@ def _for_instance(instance: Instance) -> dict[str, str]:
 
 
 def _send(process: subprocess.Popen[bytes], number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, and so has all that it had started
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, with all its children
         os.killpg(process.pid, number)
 
 

@@ -40,7 +40,7 @@ class SideEffects:
     def changed_attributes(self) -> dict[int, dict[str, Any]]:
         """Changed attributes by object number, including lists with new contents.
 
-        Writes to a tensor do not count: it is the same one. A deleted attribute is `Changes.GONE`.
+        Writes into a tensor do not count. A deleted attribute is `Changes.GONE`.
         """
         found: dict[int, dict[str, Any]] = {}
         for i, (each, before) in enumerate(zip(self._objects, self._before, strict=True)):

@@ -53,7 +53,7 @@ class HostTensors:
         """Record the first use of host tensors among inputs of a device op.
 
         Raises:
-            poptorch.Error: if one is an index that `forward` has made there.
+            poptorch.Error: for an index that `forward` has computed on the host.
         """
         indices = [values_in(node.arguments[name]) for name in _INDICES.get(node.op, ()) if name in node.arguments]
         for value in chain(*indices):

@@ -71,7 +71,7 @@ def _rows(part: slice, size: int, numbers: Numbers) -> torch.Tensor | None:
     """Row numbers of a slice between two scalar tensors; `None` if PyTorch should handle the slice, or raise an error.
 
     Raises:
-        poptorch.Error: if there are none, or their number does not divide that of all.
+        poptorch.Error: for a number of rows that is 0, or no divisor of all rows.
     """
     if not all(_is_row(each) and not numbers.has_known_values(each) for each in (part.start, part.stop)):
         return None

@@ -63,7 +63,7 @@ def _ctc_losses(
     Slopes are PyTorch's: those of `log_probs` as the `log_softmax` of the differentiated values, to which the sum of
     the probabilities adds nothing; and NaN where no path is valid.
     """
-    if targets.ndim == 1:  # the labels of all sequences, one after the other
+    if targets.ndim == 1:  # the labels of all sequences, concatenated
         starts = jnp.cumsum(target_lengths) - target_lengths
         places = starts[:, None] + jnp.arange(targets.shape[0])
         targets = jnp.take(targets, places, mode="clip")

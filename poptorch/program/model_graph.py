@@ -201,7 +201,7 @@ class ModelGraph:
         outputs = dict(zip(self.gradient.outputs, self.gradient.graph.outputs, strict=True))
 
         def is_half(t: popxl.Tensor) -> bool:
-            while t.dtype != popxl.float16 and t in made_of:  # it may have been cast in the end
+            while t.dtype != popxl.float16 and t in made_of:  # possibly cast at the end
                 t = made_of[t]
             return t.dtype == popxl.float16
 

@@ -46,9 +46,9 @@ class Kept:
         name: name in state dictionaries.
         torch_name: PyTorch's name.
         type_from: the attribute of the optimiser that gives its type.
-        needs: a number without which it is not kept: one that is constant and 0, or false.
+        needs: hyperparameter that the state depends on: if it is constant, and 0 or false, there is no such state.
         start: initial value of its elements, or the name of the hyperparameter that defines it; true is 1.
-        single: whether it is one number for each parameter.
+        single: whether the state is a single number per parameter.
     """
 
     operand: str

@@ -50,7 +50,7 @@ class StateLayout:
         rule: rule of the optimiser.
         hyperparameters: the optimiser's hyperparameters.
         parameters: trained parameters by name.
-        group_of: number of the group of each of them.
+        group_of: parameter group of each, by number.
         groupings: groupings of parameters that differ between replicas, by name.
         counted_apart: parameters with step counts of their own.
         automatic_loss_scaling: whether the loss scale is state.

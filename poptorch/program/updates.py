@@ -92,7 +92,7 @@ class Update:
     Attributes:
         names: the parameters that are trained.
         hyperparameters: the optimiser's hyperparameters.
-        group_of: number of the group of each of these parameters.
+        group_of: parameter group of each, by number.
         state: state of the optimiser.
         layout: its names, and its conversion from and to PyTorch's form.
         accumulation_dtype: the type in which gradients are to be summed over micro-batches.

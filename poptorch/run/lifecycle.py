@@ -362,7 +362,7 @@ class ModelLifecycle(ModelProxy):
 
         Args:
             state_dict: as for `torch.nn.Module.load_state_dict`.
-            strict: whether its names have to be those of the module.
+            strict: whether to require exactly the module's names.
 
         Returns:
             A named tuple of the `missing_keys` and the `unexpected_keys`.

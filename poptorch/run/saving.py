@@ -165,7 +165,7 @@ class _Tensor(_FileModel):
         of: the name under which its numbers are: of tied ones, the first.
         parameter: whether it is a parameter.
         requires_grad: whether it requires a gradient.
-        persistent: for a buffer, whether `state_dict` has it.
+        persistent: whether `state_dict` includes the buffer.
     """
 
     of: str
@@ -192,7 +192,7 @@ class _About(_FileModel, _Stamp):
         grouped: for parameters that differ between replicas: number of replicas, size, stride, retrieval mode.
         seed: seed of the random numbers; `None` if their state was not saved.
         optimizer: state of the optimiser when the program was made.
-        model: the module; `None` if it was not to be saved.
+        model: the module; `None` for files without a model.
         counting: the numbers that the host computes for each run.
     """
 

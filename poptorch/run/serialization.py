@@ -329,7 +329,7 @@ class OptimizerData(BaseModel):
         """Create an optimiser with these hyperparameters, for the given parameters.
 
         Raises:
-            KeyError: if one is missing, or there is no such class.
+            KeyError: for a missing parameter, or an unknown class.
         """
         groups = [
             {n: [parameters[p] for p in value] if n == "params" else from_data(value) for n, value in group.items()}

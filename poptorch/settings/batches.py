@@ -73,7 +73,7 @@ class _BatchOptions(OptionsDict):
 
         Args:
             input_group_size: the number of replicas in a group; it divides the replication factor.
-            input_group_type: `Consecutive`; `Orthogonal`; or `NoGrouping`: each replica has rows of its own.
+            input_group_type: `Consecutive`, `Orthogonal`, or `NoGrouping`: separate rows for each replica.
 
         Raises:
             ValueError: if the replicas cannot be grouped so, or the type is `All`.

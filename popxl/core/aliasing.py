@@ -58,7 +58,7 @@ def lowered_ops(graph: Graph) -> Iterator[Op]:
 def callees_first(graph: Graph, without: Container[Graph] = ()) -> tuple[Graph, ...]:
     """Transitively called graphs, each once, callees before callers; the graph itself last.
 
-    Graphs in `without` are excluded, and so are those that only they call.
+    Graphs in `without` are excluded, with graphs that only these call.
     """
     found: dict[Graph, None] = {}
     waiting = [(graph, False)]

@@ -44,7 +44,7 @@ def asked_by_jax(t: Tensor) -> None:
         frame = frame.f_back
     source = SourceLocation.of(user_line(frame, 0))
     where = f", at `{source.text}` ({source})" if source.text else ""
-    # Not a TypeError: JAX would replace it by one of its own.
+    # Not a TypeError: JAX would replace it by its own.
     raise PopxlError(
         f"A function of JAX takes arrays, and {t!r} is a tensor{where}. Use the op of `popxl.ops` that has its name, "
         "such as `ops.exp` for `jnp.exp`; or make an op of any function of arrays: "

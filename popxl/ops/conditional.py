@@ -143,8 +143,8 @@ def _results(cond: Any, *inputs: Tensor, then_branch: Graph, else_branch: Graph)
 def _gradient(forward: Any, gs: tuple[Tensor | None, ...]) -> dict[int, Tensor]:
     """Differentiate a conditional: a conditional over branch gradients, with the same condition.
 
-    It returns one gradient for each tensor that is bound to an input with a gradient in either branch: zeros, in a
-    branch that does not have it as an input.
+    It returns a gradient for each tensor bound to an input with a gradient in either branch. A branch without this
+    input returns zeros.
     """
     op: Op = forward.op
     site = ConditionalSiteInfo(op)

@@ -188,8 +188,8 @@ def groupedgather(
     Args:
         t: tensor of shape `(group_size, ...)`, rank 2 or more.
         indices: int32 or uint32 tensor of shape `(group_size, ...)`.
-        axis: dimension to select from, counted in the whole of `t`: not the first one, which is the groups'.
-        group_size: the number of groups. With 1 there are none, and this is `gather`.
+        axis: dimension of `t` to select from; not 0, the dimension of groups.
+        group_size: the number of groups; 1 is equivalent to `gather`.
         available_memory_proportion: accepted for programs that tune memory; no effect.
         zero_OOR: whether indices out of range, including negative ones, give zeros; otherwise their results are
             undefined.

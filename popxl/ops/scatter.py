@@ -120,7 +120,7 @@ def scatter(
 ) -> Tensor:
     """`t` with some elements replaced: on `axis` an index says which, on the other axes a value's own position.
 
-    For a matrix and `axis=0` that is `out[indices[i, j], j] = values[i, j]`.
+    For matrices and `axis=0`: `out[indices[i, j], j] = values[i, j]`.
 
     Args:
         t: tensor of rank 1 or more.

@@ -285,7 +285,7 @@ def scatter_reduce(
         data: tensor of rank 1 or more.
         indices: int32 or uint32 tensor: the bucket of each element. Elements whose index is out of range, negative ones
             too, are dropped. No gradient.
-        reduction: `"sum"`; `"max"` or `"min"`; or `"none"`, for an undefined one of the elements.
+        reduction: `"sum"`; `"max"` or `"min"`; or `"none"`: an unspecified one of the elements.
         initial_values: initial content of the buckets, which takes part in the reduction; of the shape of the result.
             Without it, buckets without elements hold 0.
         axis: the dimension that the indices are for; negative ones count from the back.

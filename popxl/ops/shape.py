@@ -191,7 +191,7 @@ def transpose(t: Tensor, permutation: Iterable[int] | None = None) -> Tensor:
 
     Raises:
         ValueError: if `permutation` names a dimension that does not exist, or one twice.
-        PopxlError: if it does not name all of them.
+        PopxlError: for a permutation that omits a dimension.
 
     See also: `numpy.transpose`.
 

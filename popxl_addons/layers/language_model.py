@@ -81,7 +81,7 @@ class LanguageConfig(BaseModel):
     def from_hugging_face(cls, place: str | os.PathLike[str] | Mapping[str, Any]) -> Self:
         """Read a `config.json`, its folder, or its content: GPT-2, Llama, Mistral, Qwen 2 or Qwen 3.
 
-        `ValueError` for another kind of model, or one with parts that the kit does not have.
+        `ValueError` for other kinds of models, or unsupported parts.
 
         Example:
             >>> said = dict(model_type="gpt2", vocab_size=100, n_embd=32, n_layer=2, n_head=4, n_positions=64)

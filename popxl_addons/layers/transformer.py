@@ -246,7 +246,7 @@ def activated(activation: Activation, layer: Callable[[str], popxl.Tensor]) -> p
 class MLP(Module):
     """The network after attention: wider, an activation, and back.
 
-    Variables: those of the `Linear` layers `up` and `down`; with `activation="swiglu"` also of `gate`.
+    Variables: parameters of the `Linear` layers `up` and `down`; with `activation="swiglu"` also of `gate`.
 
     Args:
         hidden: width of the hidden layer; by default four times the width of `x`.

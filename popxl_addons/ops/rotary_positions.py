@@ -62,7 +62,7 @@ def rotary_positions(
         A new tensor of the same shape and dtype, computed in float32 and rounded once.
 
     Raises:
-        PopxlError: for other shapes, or a `first` that is not of integers.
+        PopxlError: for other shapes, or a `first` of other dtypes than integers.
 
     Example:
         >>> with popxl.Ir().main_graph:

@@ -72,8 +72,8 @@ def adamw(
         moment_dtype: dtype of the moments. (`AdamOptimizerStep` keeps its first one in float16 by default.)
 
     Returns:
-        The state, by name: `step`, a float32 scalar that counts, and `<variable>.first_moment` and `.second_moment`;
-        and with a `LossScale` its `loss_scaling.value` and `.good_steps`.
+        The state by name: `step`, a float32 step count; `<variable>.first_moment` and `.second_moment`; with a
+        `LossScale`, its `loss_scaling.value` and `.good_steps`.
 
     Raises:
         ValueError: outside of the main graph, for gradients that are missing, left over, or of other shapes, and for
@@ -296,8 +296,8 @@ def adafactor(
         variables, gradients, decays, clip_norm, loss_scaling: as for `adamw`.
 
     Returns:
-        The state, by name: `step`; `<variable>.row_variance` and `.column_variance`, which are not in pieces, or
-        `.variance` of vectors.
+        The state by name: `step`; `<variable>.row_variance` and `.column_variance`, unsharded, or `.variance` of
+        vectors.
 
     Raises:
         ValueError, TypeError: as for `adamw`.

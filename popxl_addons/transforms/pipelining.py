@@ -219,7 +219,7 @@ class StageContext:
         schedule, until the last stage has read it.
 
         Args:
-            t: a tensor of the pipeline, or one that is the same in all stages, such as a variable.
+            t: tensor of the pipeline, or a tensor common to all stages, such as a variable.
             from_stage: the stage that stashes it; by default the one that makes it.
 
         Returns:
@@ -258,7 +258,7 @@ class StageContext:
         """The inputs of a gradient graph from a forward call, for the micro-batch of the current stage.
 
         Args:
-            call_info: the call of the forward graph, in this stage or in an earlier one.
+            call_info: the call of the forward graph, in this or an earlier stage.
             grad_info: the gradient graph, or how it relates to the forward graph.
 
         Returns:

@@ -230,7 +230,7 @@ class VariableStore:
 
         Variables that the program does not use are left out.
 
-        `ValueError` if they do not lie in arrays of the same form, on the same devices.
+        `ValueError` for arrays of different layouts or devices.
         """
         wanted = {holder(mine): holder(theirs) for mine, theirs in variables.items()}
         found: dict[Slot, BorrowedArray] = {}

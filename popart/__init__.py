@@ -246,7 +246,7 @@ class SubgraphCopyingStrategy(IntEnum):
 
 
 class SyntheticDataMode(IntEnum):
-    """What data the device makes for itself. `poptorch.Options.enableSyntheticData` is what has an effect."""
+    """Kind of data that the device generates. Only `poptorch.Options.enableSyntheticData` has an effect."""
 
     Off = 0
     Zeros = 1

@@ -74,7 +74,7 @@ class Application:
 
 @dataclass(frozen=True)
 class _Arguments:
-    """Arguments of the last `forward`: their values before it, where they have gradients; which it has overwritten."""
+    """Arguments of the last `forward`: earlier values, where they have gradients, and positions of overwritten ones."""
 
     values: list[Value | None] = field(default_factory=list)
     overwritten: set[int] = field(default_factory=set)

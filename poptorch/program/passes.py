@@ -245,7 +245,7 @@ class Passes:
         return [t for t in weights if phase in self._readers.get(t, ())]
 
     def _stays(self, t: popxl.Tensor) -> bool:
-        """Whether a weight is still on the device at the start of the backward pass."""
+        """Whether the backward pass starts with a weight still on the device."""
         return self._phases is not None and self._phases.shared in self._readers.get(t, ())
 
 

@@ -19,7 +19,7 @@ from poptorch.run.host_model import HostModel, Model
 
 
 class ModelProxy:
-    """Object with the attributes of a model, besides its own.
+    """Object that adds a model's attributes to its own.
 
     Names with a leading underscore, names declared by the classes, and names unknown to the model are its own.
 

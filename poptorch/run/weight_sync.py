@@ -48,7 +48,7 @@ class WeightSync:
     # The program ----------------------------------------------------------------------------------------------------
 
     def instrument(self) -> None:
-        """Instrument a module to train, as it is now, before its compilation.
+        """Instrument a module before training, with its current parameters and buffers.
 
         Raises:
             RuntimeError: if another wrapper trains it.
@@ -79,7 +79,7 @@ class WeightSync:
 
     @property
     def structure_changed(self) -> bool:
-        """Whether the module has other parameters, buffers or modules than when the program was made."""
+        """Whether the module's structure differs from that at compilation; see `HostModel.structure`."""
         return self._host.structure() != self._structure
 
     # Transfers ------------------------------------------------------------------------------------------------------

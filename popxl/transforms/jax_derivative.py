@@ -50,7 +50,7 @@ class JaxDerivative:
         return on_key_data(self._function.code)(*arrays)
 
     def belongs_to(self, function: Function) -> bool:
-        """Whether the graph was recorded from this function."""
+        """Whether this function's recording produced the graph."""
         return function.name == self.name and str(function.code) == str(self._function.code)
 
     def gradients(

@@ -169,7 +169,7 @@ class StageContext:
         return [step.inclusive.get(stage.graph.name, 0.0) / self.pipeline.steps for stage in stages]
 
     def simulate(self, session: popxl.Session) -> PipelineTimeline:
-        """Timeline of the pipeline on the device of a session: its schedule, with the `durations` of the stages.
+        """Simulate the pipeline on a session's device: timeline of its schedule, with the `durations` of the stages.
 
         It excludes the time in which a stage waits for copies from others, which `session.cost().seconds` includes. For
         example, the bubble of a program on four H100: ``p.simulate(popxl.Session(ir, "gpu h100:4")).bubble``.

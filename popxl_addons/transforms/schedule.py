@@ -94,7 +94,7 @@ class PipelineSchedule:
 
     @classmethod
     def named(cls, name: str, placement: Sequence[int], steps: int) -> PipelineSchedule:
-        """Schedule by name, one of `SCHEDULES`, for stages on the devices of `placement`."""
+        """Create a schedule of a given name (see `SCHEDULES`) for stages on the devices of `placement`."""
         makers = dict(
             zip(
                 SCHEDULES,

@@ -13,7 +13,7 @@ from runtime.targets.chip import Chip
 
 
 def check_whole(program: CompiledProgram, what: str) -> None:
-    """Raise `NotImplementedError` for a program some of whose stages other processes have compiled."""
+    """Raise `NotImplementedError` for a program with stages compiled by other processes."""
     if program.layout.stages is not None:
         raise NotImplementedError(
             f"Session.{what}: this process has compiled the IPUs {program.layout.own_ipus} of the program only, and "

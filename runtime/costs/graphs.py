@@ -74,7 +74,7 @@ class GraphKernel(NamedTuple):
 
 
 def kernels_of(graph: Graph) -> tuple[GraphKernel, ...]:
-    """Kernels and collectives of a graph, and of its callees.
+    """Kernels and collectives of a graph, including its callees.
 
     Element-wise ops that only the next element-wise op reads are one kernel with it.
     """

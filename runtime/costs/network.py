@@ -163,7 +163,7 @@ def _gather(chip: Chip, nbytes: float, spans: Sequence[LinkSpan]) -> tuple[float
 
 
 def _tree(chip: Chip, nbytes: float, span: LinkSpan) -> float:
-    """Time of a broadcast, or of a sum at one chip."""
+    """Time of a broadcast from one chip, or a sum at one chip."""
     if span.extents:
         return _steps(span) * span.link.latency + nbytes / _torus(chip, span)
     return math.ceil(math.log2(span.size)) * span.link.latency + nbytes / bandwidth_of(chip, span.link)

@@ -179,7 +179,7 @@ _ALIASING = re.compile(r"\{(\d*)\}: ?\((\d+), ?\{\}")
 
 
 def _overwritten(module: Module, computation: Computation, instruction: Instruction) -> dict[int, int]:
-    """Operands that an instruction overwrites with its results: number of the operand, by that of the result."""
+    """Operands that an instruction overwrites with its results: operand numbers by result number."""
     if instruction.kind == "dynamic-update-slice":
         return {0: 0}
     if stated := instruction.text.partition("output_to_operand_aliasing=")[2]:

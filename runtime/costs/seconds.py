@@ -186,7 +186,7 @@ def capped(level: str, work: Work) -> Work:
 
 
 def _capped_product(level: str, product: Product) -> Product:
-    """A product with its precision capped at `level`, if it is of float32."""
+    """Float32 product with precision capped at `level`; other products stay unchanged."""
     if product.dtype != "f32":
         return product
     return product._replace(precision=max(level, product.precision, key=LEVELS.index))

@@ -9,7 +9,7 @@ from runtime.fake_dependency import computed_after
 
 
 def available_after(value: Any, other: Any) -> Any:
-    """`value` with a fake dependency on the first element of `other`, if any."""
+    """Add a fake dependency of `value` on the first element of `other`, if any."""
     return computed_after(value, [other])
 
 

@@ -76,7 +76,7 @@ def stages_of(terms_at: Mapping[int, CompileOptions]) -> Stages | None:
 
 
 class StageLink:
-    """Copy path from the devices of one IPU to those of another, replica by replica.
+    """Copy path between devices of two IPUs, replica by replica.
 
     Args:
         source: sharding of the sent array.

@@ -189,7 +189,7 @@ class Layout:
         return self.terms[self.homes.get(thing, first)]
 
     def is_elsewhere(self, thing: Tensor | Channel) -> bool:
-        """Whether a variable, stream or buffer is only on IPUs of other processes."""
+        """Whether only IPUs of other processes hold a variable, stream or buffer."""
         return self.stages is not None and self.terms_for(thing).destination.is_elsewhere
 
     def precision(self) -> AbstractContextManager[Any]:

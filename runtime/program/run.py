@@ -34,7 +34,7 @@ _KEPT_OFF: set[Runner] = set()
 
 
 def _is_lost(array: Array) -> bool:
-    """Whether an array has been donated; arrays of other processes are only described, and cannot be."""
+    """Whether an array has been donated; other processes' arrays, which are only described, never are."""
     return isinstance(array, jax.Array) and array.is_deleted()
 
 

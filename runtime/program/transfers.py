@@ -135,7 +135,7 @@ def _fetched(layout: Layout, thing: Tensor | RemoteBuffer, array: Array) -> np.n
 
 
 def _is_replicated(v: Variable) -> bool:
-    """Whether a variable is declared equal on all replicas, and retrieved from one."""
+    """Whether a variable is declared equal on all replicas, with retrieval from a single one."""
     return v.replica_grouping.num_groups == 1 and v.retrieval_mode != "all_replicas"
 
 

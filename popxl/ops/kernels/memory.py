@@ -18,7 +18,7 @@ def available_after(value: Any, other: Any) -> Any:
 
 @Kernel
 def all_available_after(values: Sequence[Any], others: Sequence[Any]) -> Sequence[Any]:
-    """The same for several values, which become available together, after all of `others`."""
+    """`values`, which become available together, after all of `others`."""
     return lax.optimization_barrier((*values, *others))[: len(values)]
 
 

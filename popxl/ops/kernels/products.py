@@ -32,7 +32,7 @@ def rounded_product(lhs: Any, rhs: Any, dtype: Any, precision: Any = None) -> An
 
 @Kernel
 def factor(t: Any) -> Any:
-    """An array as it is multiplied: a half as float32, where products of halves are computed so."""
+    """Operand of a product: halves as float32, on platforms that compute products of halves in float32."""
     return widen(t)
 
 

@@ -3,7 +3,8 @@
 Tests marked `thorough` repeat others with more dtypes, sizes, seeds and steps. So do the cases of a test marked
 `thorough(but_each=5)`, all but the first, the sixth and so on; with `rotated=True`, from another one on for each test,
 so that among tests with the same cases each case is run. They are left out, unless they are asked for: all of them by
-`-m thorough`, which runs nothing else; a part of them by `--thorough=3/10`, beside all other tests.
+`-m thorough`, which runs nothing else; a part of them by `--thorough=3/10`, beside all other tests. `--part=3/10` runs
+a part of whatever is asked for.
 
 Tests marked `targets` compile for TPUs and GPUs. They are left out where the compilers of the extras `tpu` and `gpu`
 are not installed.
@@ -60,6 +61,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--thorough", metavar="K/N", type=_part, help="also run the K-th of N parts of the thorough tests; 1/1: all"
     )
+    parser.addoption("--part", metavar="K/N", type=_part, help="only the K-th of N parts of the tests")
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -80,6 +82,14 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The smoke test first: if it fails, nothing that follows is worth reading. Thorough tests only if asked for."""
     items.sort(key=lambda item: item.path.name != "test_a_smoke.py")  # a stable sort
+    _leave_out_thorough(config, items)
+    if chosen := config.getoption("part"):
+        part, parts = chosen
+        others = [item for item in items if _part_of(item.nodeid, parts) != part]
+        _leave_out(config, items, OTHER_PARTS, others)
+
+
+def _leave_out_thorough(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not has_compilers():
         _leave_out(config, items, TARGETS_LEFT_OUT, [item for item in items if item.get_closest_marker("targets")])
     thorough = list(_thorough(items))
@@ -129,6 +139,9 @@ def _thorough(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 
 LEFT_OUT = pytest.StashKey[int]()
 """How many thorough tests there are that do not run."""
+
+OTHER_PARTS = pytest.StashKey[int]()
+"""How many tests are in other parts than the one that runs."""
 
 TARGETS_LEFT_OUT = pytest.StashKey[int]()
 """How many tests need the compilers of TPUs and GPUs, and do not run."""

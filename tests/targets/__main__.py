@@ -93,7 +93,7 @@ def tested(area: str, target: str, part: str, thorough: bool) -> dict[str, Any]:
         results = Path(folder, "results.json")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "--tb=line"]
         command += ["-p", "tests.targets.plugin", "--target", target, "--target-results", str(results)]
-        command += ["--target-part", part] if part else []
+        command += ["--part", part] if part else []
         command += ["--thorough=1/1"] if thorough else []
         done = subprocess.run(
             [*command, *AREAS[area]], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False

@@ -9,7 +9,6 @@ compared. Tests that are marked `here` are left out: they are about CPUs, or rea
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--target-results", metavar="FILE", type=Path, help="write what became of the tests there, as JSON"
     )
-    parser.addoption("--target-part", metavar="K/N", help="only the K-th of N parts of the tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -57,9 +55,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item.get_closest_marker("here") is None]
         for item in items:
             item.add_marker("compiled_whole")  # as users have it
-    if config.getoption("target_part"):
-        part, parts = map(int, config.getoption("target_part").split("/"))
-        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts + 1 == part]
 
 
 def pytest_configure(config: pytest.Config) -> None:

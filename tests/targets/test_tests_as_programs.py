@@ -32,7 +32,7 @@ def test_a_process_that_ends_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> No
 def test_programs_are_compiled_as_users_have_them() -> None:
     """Not as quickly as for other tests."""
     marks: list[str] = []
-    config = SimpleNamespace(getoption={"target": "tpu v5e", "target_part": None}.get)
+    config = SimpleNamespace(getoption={"target": "tpu v5e"}.get)
     tests = [SimpleNamespace(get_closest_marker=lambda name: None, add_marker=marks.append) for _ in range(2)]
     plugin.pytest_collection_modifyitems(config, tests)  # type: ignore[arg-type]
     assert len(tests) == 2 and marks == ["compiled_whole"] * 2

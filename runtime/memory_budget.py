@@ -204,8 +204,8 @@ class _Search:
         solution = self._solved(self._limit())
         if solution is None or self._is_known(solution):
             solution = self._solved(None)
-        if solution is None or self._is_known(solution):
-            return False
+        if solution is None or self._is_known(solution) or solution.bytes > self.tried[0][0].bytes:
+            return False  # more than with everything kept: the time to solve was too short
         self._add(solution, self._compiled(first.applied.plan_with(solution.treatments)))
         return True
 

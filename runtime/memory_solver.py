@@ -284,7 +284,7 @@ class _IntegerProgram:
             integrality=[1] * count + [0],
             bounds=Bounds([0.0] * (count + 1), [1.0] * count + [most]),
             constraints=LinearConstraint(self._matrix(), self._least, float("inf")),
-            options={"mip_rel_gap": 1e-3, "time_limit": 10.0},
+            options={"mip_rel_gap": 1e-3, "time_limit": 30.0},
         )
         if found.x is None:
             return float("inf"), None

@@ -196,8 +196,9 @@ def pytest_collectstart() -> None:
     _seed()
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test draws does not depend on others."""
     _seed()
 
 

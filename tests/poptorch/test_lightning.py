@@ -147,7 +147,7 @@ def test_lists_that_steps_append_to(kit: Any, tmp_path: Path, caplog: pytest.Log
     assert text.startswith("`training_step` reads `current_epoch`, which is 0 now.") and "changes" not in caplog.text
 
 
-@pytest.mark.thorough(but_each=2)
+@pytest.mark.thorough(but_each=4)
 @pytest.mark.parametrize("how", ["data", "copies", "averaged", "stochastic"])
 def test_weights_that_callbacks_change_count(kit: Any, tmp_path: Path, how: str) -> None:
     if how == "averaged" and not hasattr(kit.lightning.callbacks, "EMAWeightAveraging"):
@@ -186,7 +186,7 @@ LOADERS = {
 }
 
 
-@pytest.mark.thorough(but_each=2)
+@pytest.mark.thorough(but_each=3)
 @pytest.mark.parametrize("which", LOADERS)
 def test_loaders_with_batch_samplers(kit: Any, tmp_path: Path, which: str) -> None:
     found = []

@@ -28,7 +28,7 @@ def around_ties(f8: popxl.dtype, k: int) -> Any:
     return np.ldexp(np.concatenate([places, up, down]), -k)
 
 
-@pytest.mark.thorough(but_each=4)
+@pytest.mark.thorough(but_each=7)
 @F8
 @pytest.mark.parametrize("k", [-32, -13, -9, -1, 0, 1, 7, 15, 31])
 def test_to_float8_as_on_the_host(f8, k) -> None:
@@ -86,7 +86,7 @@ def scaled_ops(t: Any, k: Any) -> Any:
     ]
 
 
-@pytest.mark.thorough(but_each=4)
+@pytest.mark.thorough(but_each=7)
 @pytest.mark.parametrize("which", range(3), ids=["to", "from", "matmul"])
 @pytest.mark.parametrize("k", [-33, 32, -32, 31, 2**31 - 1, -(2**31)])
 def test_scales_are_checked_by_run(which, k) -> None:

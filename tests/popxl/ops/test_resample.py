@@ -53,7 +53,7 @@ def test_to_the_seventh_digit(mode, nearest, coordinates) -> None:
         np.testing.assert_allclose(result, expected, rtol=near, atol=near, err_msg=str(s))
 
 
-@pytest.mark.thorough(but_each=5)
+@pytest.mark.thorough(but_each=9)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("coordinates", COORDINATES)
 @pytest.mark.parametrize(("mode", "nearest"), MODES)

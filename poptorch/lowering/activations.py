@@ -33,12 +33,17 @@ def _activation(function: Callable[..., Any]) -> OpKind:
     return jax_op(f"aten.{name}", title=camel(name), shape=like_first)(round_once(function))
 
 
-# Branches that are not taken must be finite too, for the gradient to be right: hence `below`.
+# Branches that are not taken must be finite too, for the gradient to be right: hence `below`. At NaN the gradient is
+# NaN on smooth pieces, and 0 where PyTorch compares with an edge.
+
+
+def _flat_at_nan(t: Any) -> Any:
+    return jnp.where(jnp.isnan(t), lax.stop_gradient(t), t)
 
 
 @_activation
 def elu(input: Any, *, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Any:
-    is_below = input <= 0
+    is_below = ~(input > 0)
     below = jnp.where(is_below, input, 0)
     return jnp.where(is_below, scale * alpha * jnp.expm1(below * input_scale), scale * input)
 
@@ -50,26 +55,25 @@ def celu(input: popxl.Tensor, alpha: float = 1) -> popxl.Tensor:
 
 @_activation
 def hardshrink(input: Any, *, lambd: float = 0.5) -> Any:
-    return jnp.where((input >= -lambd) & (input <= lambd), 0, input)
+    return jnp.where((input >= -lambd) & (input <= lambd), 0, _flat_at_nan(input))
 
 
 @_activation
 def hardsigmoid(input: Any) -> Any:
-    inside = jnp.where(jnp.isnan(input), lax.stop_gradient(input), input) / 6 + 0.5
-    return jnp.where(input <= -3, 0, jnp.where(input >= 3, 1, inside))
+    return jnp.where(input <= -3, 0, jnp.where(input >= 3, 1, _flat_at_nan(input) / 6 + 0.5))
 
 
 @_activation
 def hardswish(input: Any) -> Any:
-    is_within = (input > -3) & (input < 3)
-    within = jnp.where(is_within, input, 0)
-    beyond = jnp.where((input <= -3) & ~jnp.isinf(input), 0, jnp.where(input == -jnp.inf, jnp.nan, input))
-    return jnp.where(is_within, within * (within + 3) / 6, beyond)
+    is_beyond = (input <= -3) | (input >= 3)
+    within = jnp.where(is_beyond, 0, input)
+    low = jnp.where(input == -jnp.inf, jnp.nan, 0)  # 0 times infinity
+    return jnp.where(is_beyond, jnp.where(input < 0, low, input), within * (within + 3) / 6)
 
 
 @_activation
 def hardtanh(input: Any, *, min_val: float = -1, max_val: float = 1) -> Any:
-    return jnp.where(input <= min_val, min_val, jnp.where(input >= max_val, max_val, input))
+    return jnp.where(input <= min_val, min_val, jnp.where(input >= max_val, max_val, _flat_at_nan(input)))
 
 
 @_activation
@@ -99,7 +103,7 @@ def softplus(input: Any, *, beta: float = 1, threshold: float = 20) -> Any:
 @_activation
 def softshrink(input: Any, *, lambd: float = 0.5) -> Any:
     is_small = (input >= -lambd) & (input <= lambd)
-    return jnp.where(is_small, input * 0, input - jnp.where(input < -lambd, -lambd, lambd))
+    return jnp.where(is_small, input * 0, _flat_at_nan(input) - jnp.where(input < -lambd, -lambd, lambd))
 
 
 @_activation

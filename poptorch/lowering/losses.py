@@ -109,13 +109,15 @@ def smooth_l1_loss(input: Any, target: Any, *, beta: float) -> Any:
     distance = _distance(input, target)
     if beta == 0:
         return distance
-    return jnp.where(distance < beta, distance * distance / (2 * beta), distance - beta / 2)
+    near = jnp.where(distance < beta, distance, 0)  # finite, for the gradient of the other branch
+    return jnp.where(distance < beta, near * near / (2 * beta), distance - beta / 2)
 
 
 @_loss
 def huber_loss(input: Any, target: Any, weight: Any = None, *, delta: float) -> Any:
     distance = _distance(input, target)
-    losses = jnp.where(distance <= delta, distance * distance / 2, delta * (distance - delta / 2))
+    near = jnp.where(distance <= delta, distance, 0)
+    losses = jnp.where(distance <= delta, near * near / 2, delta * (distance - delta / 2))
     return losses if weight is None else losses * weight
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from math import inf
+from math import inf, nan
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from tests.poptorch.operators import Row, normal
 
 _corners = torch.tensor([-3.0, -2.0, -1.0, -0.5, -0.0, 0.0, 0.5, 1.0, 2.0, 3.0, 6.0, 20.0])
 _ends = torch.tensor([-inf, *_corners, inf])
+_ends_and_nan = torch.tensor([*_ends, nan])
 _ties = torch.tensor([[1.0, 3.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0], [5.0, 1.0, 5.0, 5.0], [-1.0, -1.0, 2.0, 2.0]])
 _left, _right = (t.reshape(-1) for t in torch.meshgrid(_corners, _corners, indexing="ij"))
 _infinite = torch.tensor([[-inf, -inf], [inf, 1.0], [1.0, inf], [inf, inf], [-inf, inf], [-inf, 2.0], [0.0, 0.0]])
@@ -105,7 +106,7 @@ ROWS = [
     _row("roots", lambda x: [x.sqrt(), x.rsqrt(), x**0.5, x.reciprocal(), x.log(), x.logit()], _corners),
     _row("powers", lambda x: [x**0, x**1, x**2, x**-1, x**1.5, 0**x, 2.0**x], _corners.abs()),
     _row("special", lambda x: [torch.special.i1(x), torch.special.ndtri(x.abs() / 3), torch.special.entr(x)], _corners),
-    _row("activations", _activations, _ends),
+    _row("activations", _activations, _ends_and_nan),
     _row("hardswish", F.hardswish, _ends),
     _row("clamp", lambda x: [x.clamp(-1, 1), x.clamp(0, None), x.clamp(None, 1), x.clamp(2, -1), x.clamp(1, 1)], _ends),
     _row("clamp by tensors", lambda x, low, high: x.clamp(low, high), _left, _right, _right.flip(0)),
@@ -221,6 +222,12 @@ ROWS = [
             _target,
         )
         for d in (0.5, 1.0)
+    ),
+    _row(
+        "infinite differences",
+        lambda x, y: [F.smooth_l1_loss(x, y, reduction="sum"), F.huber_loss(x, y, reduction="none", delta=0.5)],
+        _ends,
+        torch.zeros_like(_ends),
     ),
     _reduced(
         "binary_cross_entropy",

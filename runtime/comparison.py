@@ -279,7 +279,9 @@ class _Experiment:
         """Give the variables of many replicas the initial values of one, before a session has them."""
         for name, (v, w) in [*self.variables.items()]:
             value, groups, axis = v.numbers(), w.replica_grouping.num_groups, _axis(v, w)
-            if v.shape != w.shape and (axis is None or w.shape[axis] * groups != v.shape[axis]):
+            is_order_known = w.group_axis is not None or groups in self.axes.values()
+            is_assembled = axis is not None and is_order_known and w.shape[axis] * groups == v.shape[axis]
+            if v.shape != w.shape and not is_assembled:
                 self.left_out[name] = f"shapes {v.shape} and {w.shape} do not tell how {groups} groups divide it"
                 del self.variables[name]
             elif groups > 1:

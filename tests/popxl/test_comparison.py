@@ -14,7 +14,7 @@ from popxl import ops
 from popxl.analysis.checking import check
 from popxl.testing import compare
 from popxl_addons import optimizers
-from popxl_addons.layers import MLP, Attention, LayerNorm, Linear
+from popxl_addons.layers import MLP, Attention, LayerNorm, Linear, RMSNorm
 from tests.mutants.programs import LLAMA, Language, Ring, kit
 
 C = ops.collectives
@@ -123,16 +123,19 @@ def test_what_is_wrong_with_arguments_is_said() -> None:
 class Drawn(addons.Module):
     """Layers of drawn kinds: whole ones, norms, and such as replicas along an axis divide."""
 
-    def __init__(self, seed: int, tensor: str | None) -> None:
+    def __init__(self, rng: np.random.Generator, tensor: str | None) -> None:
         super().__init__()
-        rng = np.random.default_rng(seed)
         kinds: list[Callable[[], addons.Module]] = [
             lambda: Linear(8),
+            lambda: Linear(8, bias=False),
             LayerNorm,
+            RMSNorm,
             lambda: MLP(8, tensor=tensor),
+            lambda: MLP(16, activation="swiglu", bias=False, tensor=tensor),
             lambda: Attention(4, tensor=tensor, causal=False),
+            lambda: Attention(4, tensor=tensor, bias=False),
         ]
-        self.layers = addons.Module.from_list([kinds[rng.integers(4)]() for _ in range(rng.integers(1, 4))])
+        self.layers = addons.Module.from_list([kinds[rng.integers(len(kinds))]() for _ in range(rng.integers(1, 5))])
         self.gate = bool(rng.integers(2))
 
     def build(self, x: popxl.Tensor) -> popxl.Tensor:
@@ -144,19 +147,27 @@ class Drawn(addons.Module):
         return ops.mean(y * y)
 
 
+RULES = (
+    partial(optimizers.sgd, lr=0.05),
+    partial(optimizers.sgd, lr=0.05, momentum=0.9),
+    partial(optimizers.sgd, lr=0.05, clip_norm=0.1),
+    partial(optimizers.adamw, lr=0.01, clip_norm=1.0, eps=1e-2),
+)
+
+
 def random_program(seed: int, axes: dict[str, int]) -> popxl.Ir:
     rng = np.random.default_rng(seed)
     np.random.seed(seed)
     ir = popxl.Ir(axes=axes)
-    rules = (partial(optimizers.sgd, lr=0.05), partial(optimizers.sgd, lr=0.05, momentum=0.9))
     with ir.main_graph:
         x = popxl.h2d_stream((4 // axes["data"], 3, 8), F32, "x")
         training = addons.train_step(
-            Drawn(seed, "tensor"),
+            Drawn(rng, "tensor"),
             x,
-            optimizer=rules[rng.integers(len(rules))],
+            optimizer=RULES[rng.integers(len(RULES))],
             accumulate=int(rng.integers(1, 3)),
             sharded=bool(rng.integers(2)),
+            memory=(None, "nothing", "products")[rng.integers(3)],
         )
         ops.host_store(popxl.d2h_stream((), F32, "loss"), training.loss)
     return ir

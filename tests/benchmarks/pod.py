@@ -112,12 +112,13 @@ class Adam:
 
 
 def reporter() -> Callable[[str], None]:
-    """Function that prints what was done, with the CPU time since now and the most memory of the process."""
-    begun = time.process_time()
+    """Function that prints what was done, with CPU and wall time since now, and the most memory of the process."""
+    begun, entered = time.process_time(), time.monotonic()
 
     def report(what: str) -> None:
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-        print(f"{what}: {time.process_time() - begun:.1f} s of CPU time so far, {most:.2f} GB of memory", flush=True)
+        spent, passed = time.process_time() - begun, time.monotonic() - entered
+        print(f"{what}: {spent:.1f} s of CPU time so far, {passed:.0f} s in all, {most:.2f} GB of memory", flush=True)
 
     return report
 

@@ -31,7 +31,7 @@ def uploads(monkeypatch):
     from runtime.program.store import VariableStore
 
     original, counted = VariableStore.upload, []
-    monkeypatch.setattr(VariableStore, "upload", lambda self, given: (counted.append(self), original(self, given))[1])
+    monkeypatch.setattr(VariableStore, "upload", lambda self, *given: (counted.append(self), original(self, *given))[1])
     return counted
 
 

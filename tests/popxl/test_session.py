@@ -304,7 +304,7 @@ def test_weights_may_stay_on_the_device(counter, transfers):
 def test_an_upload_that_fails_releases_the_device(counter, monkeypatch):
     session = popxl.Session(counter)
     with monkeypatch.context() as patch:
-        patch.setattr(session.store, "upload", lambda given: 1 / 0)
+        patch.setattr(session.store, "upload", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError), session:
             pass
     assert not session.is_attached

@@ -107,7 +107,8 @@ def compare(
     Both start with the variables of the latter and get the same global batch in each step. A stream or variable whose
     shape is smaller on many replicas is sharded: its batch or value is cut among the replicas along the axes whose
     sizes account for the difference, the outermost such axes unless `divided` names them. All others get the whole
-    value. A variable with a `group_axis` is assembled along it. Each replica's copy of an unsharded variable is
+    value. A variable with a `group_axis` is assembled along it; without one, a variable that is sharded along several
+    axes is left out, as the order of its shards is unknown. Each replica's copy of an unsharded variable is
     compared; but copies that differ and whose mean is that of one replica, such as sums of gradients before their
     reduction, are left out if nothing else differs in several steps. Outputs of one element are compared by their mean
     over replicas.

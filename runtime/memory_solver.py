@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any, Literal
 
 from runtime.targets.chip import Chip
@@ -75,7 +76,7 @@ class GraphNeeds:
         ends: numbers of calls after which a group of calls may end.
         span: first and last of its calls, among those of all graphs in the order of the step.
         held: number of steps that have their activations in memory at a time: micro-batches of a pipeline's stage.
-        as_read: whether activations are recomputed right before they are read; else at the begin of the backward call.
+        as_read: whether activations are recomputed right before they are read; else when the backward call begins.
     """
 
     name: str
@@ -420,10 +421,9 @@ class _IntegerProgram:
         """When ops run that are recomputed as they are read: before a window ends that reads a result, or runs another
         op that needs it, and once for all."""
         makers = {path: number for number, op in enumerate(g.ops) for path in op.results}
-        for (name, of, number, window), column in self._done.items():
-            if (name, of) != (g.name, group):
-                continue
-            op, (_, end, _) = g.ops[number], g.windows[window]
+        windows = enumerate(g.windows if g.as_read else ())
+        for (window, (_, end, _)), (number, op) in product(windows, enumerate(g.ops)):
+            column = self._done[g.name, group, number, window]
             if any(path in g.read and g.read[path][0] < end for path in op.results):
                 self._add({column: 1.0, self._again[g.name, group, number]: -1.0}, 0.0)
             if window:

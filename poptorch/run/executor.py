@@ -197,9 +197,9 @@ class PoplarExecutor(ProgramInspection):
                 "generate: the model is wrapped for training. Wrap it once more, with `poptorch.inferenceModel`: that "
                 "follows the weights that this one trains."
             )
-        if self._kinds is None:
-            self._kinds = SignatureCache(self._clone, self._options.kept_programs)
-        with intercept_calls(module, self._kinds):
+        if self._signatures is None:
+            self._signatures = SignatureCache(self._clone, self._options.kept_programs)
+        with intercept_calls(module, self._signatures):
             return loop(*args, **with_static_cache(module, kwargs))
 
     def _clone(self) -> PoplarExecutor:

@@ -59,7 +59,7 @@ class ModelLifecycle(ModelProxy):
         self._trainer, self._training = trainer, trainer is not None
         self._attributes = host.attributes  # attributes at compilation
         self._compiled: Compiled | BrokenGraph | None = None
-        self._kinds: SignatureCache | None = None
+        self._signatures: SignatureCache | None = None
         self._smaller: SmallerBatches | None = None
         self._lock = threading.RLock()  # for work of a call before its run
         self._forgotten: weakref.finalize | None = None
@@ -208,8 +208,8 @@ class ModelLifecycle(ModelProxy):
         A later call compiles the model again, for the arguments that it is given.
         """
         compiled = self._compiled
-        if self._kinds is not None:
-            self._kinds.destroy()
+        if self._signatures is not None:
+            self._signatures.destroy()
         if self._smaller is not None:
             self._smaller.close()
             self._smaller = None
@@ -323,9 +323,9 @@ class ModelLifecycle(ModelProxy):
             self._upload()
 
     def _upload(self) -> None:
-        if self._kinds is not None:
-            self._kinds.copy_weights()
-        program = self._required if self._kinds is None else self._compiled
+        if self._signatures is not None:
+            self._signatures.copy_weights()
+        program = self._required if self._signatures is None else self._compiled
         if program is not None and self._weights.structure_changed:
             self._give_up(_ANOTHER_FORM)
         else:
@@ -368,6 +368,6 @@ class ModelLifecycle(ModelProxy):
             A named tuple of the `missing_keys` and the `unexpected_keys`.
         """
         result = self.__getattr__("load_state_dict")(state_dict, strict)
-        if self.isAttachedToDevice() or self._kinds is not None:
+        if self.isAttachedToDevice() or self._signatures is not None:
             self.copyWeightsToDevice()
         return result

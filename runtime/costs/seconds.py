@@ -157,11 +157,6 @@ def precisions_of(account: Account, figures: Chip, seconds: Callable[[str], floa
     return found
 
 
-def seconds_of(account: Account, host: Mapping[str, int], figures: Chip | None, all_replicas: int) -> float:
-    """Time in seconds of graphs executed sequentially; 0 without figures."""
-    return sum(graph.seconds or 0 for graph in graphs_of(account, host, figures, all_replicas))
-
-
 def limited(level: str, account: Account) -> Account:
     """Copy of an account with the precision of float32 products capped at `level`; faster products stay unchanged."""
     return Account(

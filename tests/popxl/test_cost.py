@@ -14,7 +14,7 @@ import popxl
 from popxl import ops
 from runtime.costs.hlo import Shape, parse_hlo, shapes
 from runtime.costs.host_copies import host_copies
-from runtime.costs.seconds import limited, precisions_of, seconds_of
+from runtime.costs.seconds import graphs_of, limited, precisions_of
 from runtime.costs.work import Product, account_of
 from runtime.targets.chip import Gpu, Tpu, of_device, shipped
 
@@ -190,7 +190,10 @@ def test_rates_are_of_the_precision_that_is_asked_for() -> None:
 
 
 def of_precision(account: Any, chip: Any) -> Any:
-    return precisions_of(account, chip, lambda level: seconds_of(limited(level, account), {}, chip, 1))
+    def seconds(level: str) -> float:
+        return sum(graph.seconds or 0 for graph in graphs_of(limited(level, account), {}, chip, 1))
+
+    return precisions_of(account, chip, seconds)
 
 
 def test_what_precision_costs() -> None:

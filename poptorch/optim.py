@@ -2,23 +2,28 @@
 
 On the CPU they are torch's. In a wrapped model their Python code is not run: `poptorch.program.updates` reads their
 settings, and the program on the device updates the parameters. There an optimiser has its own state, which `state_dict`
-reads and `load_state_dict` writes: `poptorch.base.optimizer`, the base class. `optimizer.state` shows it in PyTorch's
-format, also for torch's optimisers; see `poptorch.run.mirrored`.
+reads and `load_state_dict` writes. `optimizer.state` shows it in PyTorch's format, also for torch's optimisers; see
+`poptorch.run.mirrored`.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from poptorch.base.optimizer import DeviceState, Optimizer, VariableAttributes
+from poptorch.base.device_state import STATE_KEYS, DeviceState, DeviceValues
+from poptorch.base.host_steps import lamb, rmsprop_of_tensorflow, step_of_each
+from poptorch.base.optimizer_arguments import NEVER_VARIABLE, check_as_torch, check_hyperparameters
 
 __all__ = ["LAMB", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "VariableAttributes"]
 
+_GROUPED = ("velocity_scaling", "max_weight_norm")  # hyperparameters of groups, unknown to torch
 _ADAPTIVE: dict[str, Any] = {
     "loss_scaling": 1.0,
     "accum_type": torch.float32,
@@ -26,26 +31,151 @@ _ADAPTIVE: dict[str, Any] = {
     "second_order_momentum_accum_type": torch.float32,
 }
 
-
 Params = Iterable[Any]
-Step = Callable[[torch.Tensor, torch.Tensor, Mapping[str, Any]], None]
-
-for _class in (DeviceState, Optimizer, VariableAttributes):
-    _class.__module__ = __name__  # the path that programs import, also in pickles
+StateDict = dict[str, Any]
 
 
-@torch.no_grad()
-def _step_of_each(optimizer: torch.optim.Optimizer, closure: Callable[[], float] | None, step: Step) -> float | None:
-    """Step every parameter with a gradient, after the closure; returns the closure's result."""
-    loss = None
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                step(parameter, parameter.grad, group)
-    return loss
+class VariableAttributes:
+    """Variable attributes of an optimiser: program inputs, as opposed to constants.
+
+    Variable ones may be changed after the model was compiled, which has an effect at its next call. Decide before it is
+    compiled.
+
+    Args:
+        variable_attributes: initial variable attributes.
+        allowed_attributes: attributes that may be variable.
+
+    Example:
+        >>> optimizer = SGD(params, lr=0.1, momentum=0.9)
+        >>> optimizer.variable_attrs.isConstant("momentum"), optimizer.variable_attrs.isConstant("weight_decay")
+        (False, True)
+        >>> optimizer.variable_attrs.markAsConstant("momentum")
+        >>> optimizer.variable_attrs.isConstant("momentum")
+        True
+    """
+
+    def __init__(self, variable_attributes: Iterable[str], allowed_attributes: Iterable[str]) -> None:
+        self._allowed = tuple(allowed_attributes)
+        self._variable: set[str] = set()
+        for attr in variable_attributes:
+            self.markAsVariable(attr)
+
+    def __contains__(self, attr: str) -> bool:
+        """Whether the program may take an attribute as an input."""
+        return attr in self._allowed
+
+    def isConstant(self, attr: str) -> bool:
+        """Whether an attribute is constant. `AssertionError` for attributes that are never variable."""
+        self._check(attr)
+        return attr not in self._variable
+
+    def markAsConstant(self, attr: str) -> None:
+        """Mark an attribute as constant. `AssertionError` for attributes that are never variable."""
+        self._check(attr)
+        self._variable.discard(attr)
+
+    def markAsVariable(self, attr: str) -> None:
+        """Mark an attribute as variable. `AssertionError` for attributes that are never variable."""
+        self._check(attr)
+        self._variable.add(attr)
+
+    def _check(self, attr: str) -> None:
+        if attr not in self._allowed:
+            raise AssertionError(
+                f"There is no attribute {attr!r} that can be variable; expected one of {self._allowed}."
+            )
+
+
+class Optimizer:
+    """Base class of these optimisers: further hyperparameters, and device state.
+
+    Attributes:
+        variable_attrs: variable attributes; initially those that were given to the constructor.
+        device: state of the optimiser on a device.
+    """
+
+    variable_attrs: VariableAttributes
+    device: DeviceState
+    _own: Mapping[str, Any] = {}  # attributes that torch does not know, and their defaults
+    _defaults: Mapping[str, Any] = {}  # arguments of torch's class, if there is one
+
+    def __init__(self) -> None:
+        self.device = DeviceState()
+
+    def has_state(self) -> bool:
+        """Whether device state was read, or is pending."""
+        return self.device.has_pending
+
+    def get_state_dict(self) -> dict[str, DeviceValues]:
+        """State and hyperparameters last read from, or pending for, a device, without a transfer."""
+        return dict(self.device.content)
+
+    def set_state_dict(self, state: Mapping[str, DeviceValues]) -> None:
+        """Set state and hyperparameters, as if read from the device.
+
+        Args:
+            state: `{"ipu_state": tensors by name, "ipu_param": tensors by name}`.
+        """
+        self.device.set(state, pending=False)
+
+    def state_dict(self) -> StateDict:
+        """Device state and hyperparameters, with torch's dictionary.
+
+        Returns:
+            `"ipu_state"` and `"ipu_param"`, each tensors by name, or `None` before the model is compiled; torch's
+            `"state"` and `"param_groups"`. Read again without a run in between, it is the same tensors.
+        """
+        self.device.refresh()
+        return {**self.device.content, **super().state_dict()}  # type: ignore[misc]
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Load a dictionary from `state_dict`, for upload before the next run.
+
+        The hyperparameters are those of its `"param_groups"`; names missing in its `"ipu_state"` keep the device's
+        values.
+
+        Raises:
+            RuntimeError: for any other dictionary.
+        """
+        if not state.keys() >= set(STATE_KEYS):
+            raise RuntimeError(
+                f"Only IPU optimizer states can be loaded onto the IPU. The keys of this dictionary are {list(state)}; "
+                f"expected those that `state_dict()` of a poptorch optimiser gives, {list(STATE_KEYS)} among them."
+            )
+        if "param_groups" in state:
+            super().load_state_dict({"state": state.get("state", {}), "param_groups": state["param_groups"]})  # type: ignore[misc]
+        self.device.set(state, pending=any(state[key] for key in STATE_KEYS))
+
+    def __getstate__(self) -> StateDict:
+        """State for copies and pickles: torch's, and current device values."""
+        self.device.refresh()
+        own = {name: getattr(self, name) for name in (*self._own, "variable_attrs") if name not in _GROUPED}
+        theirs: StateDict = super().__getstate__()  # type: ignore[assignment]
+        return {**theirs, **own, "state": copy.copy(self.state), "device": self.device.copied()}  # type: ignore[attr-defined]
+
+    def _construct(self, arguments: Mapping[str, Any]) -> None:
+        """Pass known constructor arguments to torch, and store the rest. `None` selects the default."""
+        Optimizer.__init__(self)
+        given = {name: value for name, value in arguments.items() if name != "self" and value is not None}
+        own = {**self._own, **{name: value for name, value in given.items() if name in self._own}}
+        check_hyperparameters(type(self).__name__, given, own)
+        grouped = {name: own.pop(name) for name in _GROUPED if name in own}
+        torch_init = super().__init__
+        known = inspect.signature(torch_init).parameters
+        numbers = {name: given.get(name, default) for name, default in self._defaults.items()}
+        if numbers:
+            check_as_torch(type(self).__name__, numbers)
+        torch_init(
+            **{name: value for name, value in given.items() if name in known and name not in self._own},
+            **({"defaults": numbers} if numbers else {}),
+        )
+        for name, value in own.items():
+            setattr(self, name, value)
+        for group in (self.defaults, *self.param_groups):  # type: ignore[attr-defined]
+            for name, value in grouped.items():
+                group.setdefault(name, value)
+        possible = [name for name in arguments if name not in {"self", "params"} | NEVER_VARIABLE]
+        self.variable_attrs = VariableAttributes([name for name in possible if name in given], possible)
 
 
 class SGD(Optimizer, torch.optim.SGD):
@@ -263,22 +393,8 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
             The result of `closure`; `None` without one.
         """
         if self.use_tf_variant:  # type: ignore[attr-defined]
-            return _step_of_each(self, closure, self._step)
+            return step_of_each(self, closure, rmsprop_of_tensorflow)
         return _step_of_torch(self, closure)
-
-    def _step(self, w: torch.Tensor, g: torch.Tensor, group: Mapping[str, Any]) -> None:
-        kept = self.state[w]
-        starts = {"step": 0, "square_avg": torch.ones_like(w), "grad_avg": torch.zeros_like(w)}
-        for name, start in {**starts, "momentum_buffer": torch.zeros_like(w)}.items():
-            kept.setdefault(name, start)  # a device omits state that no hyperparameter needs
-        kept["step"] += 1
-        d = (-g if group["maximize"] else g) + group["weight_decay"] * w
-        variance = kept["square_avg"].lerp_(d * d, 1 - group["alpha"])
-        if group["centered"]:
-            mean = kept["grad_avg"].lerp_(d, 1 - group["alpha"])
-            variance = (variance - mean * mean).clamp(min=0)
-        q = group["lr"] * d / (variance + group["eps"]).sqrt()
-        w -= kept["momentum_buffer"].mul_(group["momentum"]).add_(q)
 
 
 _step_of_torch = inspect.unwrap(torch.optim.RMSprop.step, stop=lambda step: not getattr(step, "hooked", False))
@@ -344,21 +460,4 @@ class LAMB(Optimizer, torch.optim.Optimizer):
         Returns:
             The result of `closure`; `None` without one.
         """
-        return _step_of_each(self, closure, self._step)
-
-    def _step(self, w: torch.Tensor, g: torch.Tensor, group: Mapping[str, Any]) -> None:
-        g = -g if group.get("maximize") else g
-        kept = self.state[w]
-        if not kept:
-            kept.update(step=0, exp_avg=torch.zeros_like(w), exp_avg_sq=torch.zeros_like(w))
-        kept["step"] += 1
-        corrections = (1.0, 1.0)
-        for beta, name, value in zip(group["betas"], ("exp_avg", "exp_avg_sq"), (g, g * g), strict=True):
-            kept[name].lerp_(value, 1 - beta)
-        if self.bias_correction:  # type: ignore[attr-defined]
-            corrections = tuple(1 - beta ** kept["step"] for beta in group["betas"])
-        first, second = kept["exp_avg"] / corrections[0], kept["exp_avg_sq"] / corrections[1]
-        x = first / (second.sqrt() + group["eps"]) + group["weight_decay"] * w
-        norm, length = w.norm().clamp(max=group["max_weight_norm"]), x.norm()
-        ratio = norm / length if norm > 0 and length > 0 else 1.0
-        w -= group["lr"] * ratio * x
+        return step_of_each(self, closure, partial(lamb, bias_correction=self.bias_correction))  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from jax import lax
 
 import popxl
 from poptorch import optim
-from poptorch.base.optimizer import TORCH_ONLY
+from poptorch.base.optimizer_arguments import TORCH_ONLY
 from poptorch.program.formulas import (
     Array,
     adadelta,

@@ -8,6 +8,7 @@ import pytest
 
 import popxl
 import popxl_addons as addons
+from popxl import ops
 from popxl.errors import RowsAsValuesWarning
 from popxl_addons.dot_tree import DotTree
 from popxl_addons.named_replica_grouping import NamedReplicaGrouping
@@ -103,6 +104,20 @@ def test_sharded(replicated_ir):
     assert (t.shape, t.meta_shape, t.name) == ((6,), (4, 6), "p.s")
     with pytest.raises(AssertionError, match="`shard_over` is 8"):
         VariableFactory(lambda: np.zeros(8), shard_over=8)
+
+
+def test_slice_of_a_sharded_variable(replicated_ir, evaluate):
+    """The slice of the whole variable, which a program passes for the placeholder, is a copy of its shard."""
+    group = replicated_ir.replica_grouping(stride=2, group_size=2)
+    data = np.arange(16.0).reshape(2, 4, 2)
+    v = VariableFactory(iter(data), popxl.float32, "w", replica_grouping=group, shard_over=2).create_tensor()
+    with popxl.in_sequence():
+        shard = ops.collectives.replica_sharded_slice(v, group)
+        assert (shard.name, shard.spec) == ("w_sharded_slice", v.piece.spec)
+        shard *= 2.0
+        whole = ops.collectives.replicated_all_gather(shard, group=group)
+        kept = ops.collectives.replicated_all_gather(v.piece, group=group)
+    np.testing.assert_array_equal(evaluate(whole, kept), [2 * data[[0, 1, 0, 1]], data[[0, 1, 0, 1]]])
 
 
 def test_create_input(ir):

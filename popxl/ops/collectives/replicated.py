@@ -16,12 +16,13 @@ import numpy as np
 
 from popxl.base.arrays import Array
 from popxl.core.declaration import OpKind
-from popxl.core.tensor import Tensor
+from popxl.core.tensor import Tensor, Variable
 from popxl.core.traits import REFUSED, BetweenReplicas
 from popxl.errors import PopxlError
 from popxl.ops.collectives.chunks import as_bytes, bitcast, normalized_axis, permutations
 from popxl.ops.collectives.collectives import CollectiveOps, members, to_collective_op
 from popxl.ops.collectives.group import Group, chunk_size
+from popxl.ops.convert import identity
 from popxl.ops.shape import flatten, reshape, transpose
 from popxl.replica_grouping import Groups
 from popxl.values.shapes import integer, like_first
@@ -282,7 +283,7 @@ def replica_sharded_slice(t: Tensor, group: Groups | None = None) -> Tensor:
     Returns:
         A new sharded tensor of rank 1: `t` flattened and cut into as many equal chunks as there are members, with zeros
         where elements lack at the end. Its `meta_shape` is the shape of `t`; a scalar's says nothing, because all
-        tensors that are no shards have it.
+        tensors that are no shards have it. Of a variable that is sharded over the group: a copy of its shard.
 
     Raises:
         ValueError: if the replicas of the Ir cannot be grouped like this.
@@ -294,7 +295,11 @@ def replica_sharded_slice(t: Tensor, group: Groups | None = None) -> Tensor:
     """
     groups = members("replica_sharded_slice", group)
     sharded_slice_kind.check(t, chunk=0, **groups)
-    return sharded_slice_kind(t, chunk=chunk_size(t.nelms, groups["group_size"]), **groups)
+    chunk = chunk_size(t.nelms, groups["group_size"])
+    if isinstance(t, Variable) and t.piece is not None and t.piece.shape == (chunk,):
+        if groups["stride"] == t.replica_grouping.const_rg.stride:
+            return identity(t.piece, f"{t.name}_sharded_slice")  # a copy: changes in place stay out of the variable
+    return sharded_slice_kind(t, chunk=chunk, **groups)
 
 
 def replicated_slice(t: Tensor, axis: int = 0, group: Groups | None = None) -> Tensor:

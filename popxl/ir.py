@@ -22,10 +22,10 @@ from popxl.base.pages import Picture
 from popxl.core.binding import build_graph, graph_name
 from popxl.core.printing import definition
 from popxl.core.rounding import RoundingKey, seed_of
-from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.options import MOST_REPLICAS, SessionOptions
 from popxl.program import debug_info, reading, writing
+from popxl.program.launch import share_replicas
 from popxl.replica_grouping import (
     ReplicaGrouping,
     constant_grouping,
@@ -93,7 +93,7 @@ class Ir(NotCopyable):
         self.remote_buffers: list[RemoteBuffer] = []
         self.rounding_key = RoundingKey.for_program(self.main_graph)
         if isinstance(replication, str) and replication == "popdist":
-            self._share_replicas()
+            share_replicas(self)
         else:
             of_axes = 1 if self._axes is None else self._axes.count
             self.replication_factor = of_axes if replication is None else replication
@@ -190,29 +190,6 @@ class Ir(NotCopyable):
         if instance is not None:
             return instance.adjacent
         return (None if self._axes is None else self._axes.adjacent) or 1
-
-    def _share_replicas(self) -> None:
-        """Take replica counts from the launcher; this process drives its share."""
-        instance = launched()
-        if instance is None:
-            raise PopxlError(
-                "Ir: replication='popdist' takes the number of replicas from `poprun`, which has not started this "
-                "process. Run `poprun --num-instances 2 --num-replicas 4 python program.py`, or pass a number where "
-                "`popdist.isPopdistEnvSet()` is false."
-            )
-        self.options.enableReplicatedGraphs = instance.num_local_replicas > 1
-        self.options.replicatedGraphCount = instance.num_local_replicas
-        self.options.globalReplicationFactor = instance.num_total_replicas
-        self.options.globalReplicaOffset = instance.replica_offset
-        self.options.enableDistributedReplicatedGraphs = True
-        axes = self.checked_axes("Ir")
-        wanted = None if axes is None else axes.adjacent
-        if wanted not in (None, instance.adjacent) and instance.num_ipus_per_replica > 1:
-            raise PopxlError(
-                f"Ir: by `axes`, {wanted} replicas have their devices for an IPU side by side, and `poprun` has laid "
-                f"{instance.adjacent}. Give `poprun --adjacent-replicas {wanted}`, or without poprun "
-                f"`popdist.init(adjacent_replicas={wanted})`."
-            )
 
     @property
     def axes(self) -> dict[str, int]:

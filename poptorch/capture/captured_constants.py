@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -103,6 +104,25 @@ def locate_constant(
 def is_users(frame: FrameType) -> bool:
     """Whether a frame runs user code, libraries included, rather than PyTorch or PopTorch."""
     return frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "poptorch", "contextlib")
+
+
+def user_line(frame: FrameType | None = None, excludes: Sequence[str] = ()) -> SourceLocation:
+    """User source line that is currently running, or active in a frame.
+
+    Args:
+        frame: where to begin; by default the caller.
+        excludes: parts of file paths whose lines are passed over, if there are others further out.
+    """
+    frame = frame or sys._getframe(1)
+    outermost = None
+    while frame is not None:
+        if is_users(frame):
+            file = frame.f_code.co_filename
+            outermost = SourceLocation.of((frame.f_code, frame.f_lineno))
+            if not any(part in file for part in excludes):
+                return outermost
+        frame = frame.f_back
+    return outermost or SourceLocation("", 0, "")
 
 
 _Part = tuple[Any, Any, Any, str]

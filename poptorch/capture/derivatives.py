@@ -90,7 +90,7 @@ def deriving(tracer: Tracer) -> Iterator[list[Application]]:
 
     def record_results(context: Any, results: Any) -> None:
         dirty = [id(t) for t in context.dirty_tensors or () if not t._is_view()]
-        if recorder.is_nested:
+        if recorder.frames.is_nested:
             return
         if set(dirty) != arguments.overwritten:  # a view's, or one without `mark_dirty`
             warn_about_derivative(context._forward_cls)

@@ -57,7 +57,7 @@ class FunctionInterceptor(TorchFunctionMode):
         tracer = self._tracer
         if tracer.has_counters and holds_counters((args, kwargs)):
             call = partial(self.__torch_function__, func, types)
-            return with_numbers(call, args, kwargs or {}, tracer.recorder.trace, tracer.recorder.is_nested)
+            return with_numbers(call, args, kwargs or {}, tracer.recorder.trace, tracer.recorder.frames.is_nested)
         if func in ASKING and not tracer.is_suspended and is_users(sys._getframe(1)):
             return ASKING[func](tracer.to_model(args[0]))
         func, args, kwargs, moves = on_cpu(func, args, kwargs or {})

@@ -13,20 +13,21 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from math import prod
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from poptorch.capture.captured_constants import is_users, locate_constant
+from poptorch.capture.captured_constants import locate_constant, user_line
 from poptorch.capture.constants import buffer_dependencies, distance, numbers_of
+from poptorch.capture.frames import FrameStack
 from poptorch.capture.gradient_flow import is_in_own_derivative, stop_gradients, warn_about_derivative
 from poptorch.capture.host_tensors import MADE_IN_CAPTURE, HostTensors
 from poptorch.capture.stand_ins import StandIn
-from poptorch.capture.storages import Frame, TensorStorage, TensorView
+from poptorch.capture.storages import TensorStorage, TensorView
 from poptorch.capture.tensor_layout import TensorLayout, offsets_of, views_between
 from poptorch.capture.torch_private import FakeTensor, become, forget_history, storage_key, without_modes
 from poptorch.capture.trace import LOOKED_AT, Data, Node, Trace, Value, View, with_values
@@ -46,6 +47,8 @@ class Recorder:
     Attributes:
         scopes: names of the modules that are running, outermost first.
         host: tensors of the host whose numbers have become a part of the program.
+        frames: functions under recording.
+        source: function that finds the user's line that is running, or active in a given frame.
         read: buffers whose numbers were read, by name, and the first place.
         reshaped: last place where a tensor's layout was changed, by the identity of each.
         makes_on_host: whether results of ops without tensor operands are on the host, for the model.
@@ -61,6 +64,7 @@ class Recorder:
     ) -> None:
         self.scopes: list[str] = []
         self.host = HostTensors()
+        self.source = partial(user_line, excludes=tuple(excludes))
         self.read: dict[str, SourceLocation] = {}
         self.reshaped: dict[int, SourceLocation] = {}
         self.makes_on_host = False
@@ -68,9 +72,8 @@ class Recorder:
         self.keeps = False
         self._region_count = 0
         self._ambient = ambient
-        self._excludes = tuple(excludes)
         self._module = module
-        self._frames = [Frame()]
+        self.frames = FrameStack(self.host, self.source)
         self._seen: dict[int, TensorView] = {}
         self._cells: dict[int, TensorStorage] = {}
         self._all_cells: list[TensorStorage] = []
@@ -83,16 +86,11 @@ class Recorder:
     @property
     def trace(self) -> Trace:
         """Innermost function under recording."""
-        return self._frames[-1].trace
-
-    @property
-    def is_nested(self) -> bool:
-        """Whether a nested function is under recording."""
-        return len(self._frames) > 1
+        return self.frames.trace
 
     def new_input(self, t: torch.Tensor, name: str = "", numbers: torch.Tensor | None = None) -> Value:
         """Add a function input for a tensor's initial contents; `numbers` gives host contents of a buffer."""
-        value = self._new(Value(tuple(t.shape), t.dtype, name, of_buffer=numbers is not None))
+        value = self.frames.add(Value(tuple(t.shape), t.dtype, name, of_buffer=numbers is not None))
         if numbers is not None:
             self._numbers[value] = numbers
         self._introduce(t, value)
@@ -105,9 +103,9 @@ class Recorder:
         if seen is None:
             seen = self._unknown(t)
         if seen.version == seen.cell.version:
-            return self._capture_value(seen.value)
+            return self.frames.capture(seen.value)
         value = self._view_values(seen.cell, seen.lens)[-1]
-        if self._is_frame_value(seen.cell.value):
+        if self.frames.owns(seen.cell.value):
             seen.value, seen.version = value, seen.cell.version
         return value
 
@@ -157,7 +155,7 @@ class Recorder:
 
     def new_made(self, t: torch.Tensor) -> Value:
         """New value without a producing op, for a tensor computed on the host."""
-        value = self._new(Value(tuple(t.shape), t.dtype))
+        value = self.frames.add(Value(tuple(t.shape), t.dtype))
         self._introduce(t, value)
         return value
 
@@ -179,7 +177,7 @@ class Recorder:
             content = self.result(node, base.shape, base.dtype)
         keeps_history = cell.base.requires_grad and not torch.is_grad_enabled() and not is_in_own_derivative()
         if keeps_history:  # changes hidden from PyTorch do not affect its derivatives
-            content = self._with_history_of(self._capture_value(cell.value), content)
+            content = self._with_history_of(self.frames.capture(cell.value), content)
         cell.value = content
         cell.version += 1
         if not (keeps_history or TensorLayout.from_tensor(t).overlaps):
@@ -198,7 +196,7 @@ class Recorder:
 
     def _check_own(self, t: torch.Tensor, value: Value) -> None:
         """Check that a tensor's value belongs to the function under recording."""
-        if not self._is_frame_value(value):
+        if not self.frames.owns(value):
             raise createPoptorchError(
                 f"A body of a loop or of a conditional overwrites a tensor from outside of it, {tuple(t.shape)} of "
                 f"{t.dtype} ({self.source()}). Pass it to the body as an input, which is a copy, and return it."
@@ -216,29 +214,9 @@ class Recorder:
         self.reshaped[id(t)] = self.source()
         self._seen.pop(id(t), None)
 
-    def _new(self, value: Value) -> Value:
-        self._frames[-1].own[id(value)] = value
-        return value
-
-    def _is_frame_value(self, value: Value) -> bool:
-        return id(value) in self._frames[-1].own
-
-    def _capture_value(self, value: Value) -> Value:
-        """A value within the innermost function: captured as an input if it originates outside."""
-        home = next(i for i, frame in enumerate(self._frames) if id(value) in frame.own)
-        for frame in self._frames[home + 1 :]:
-            inside = frame.taken.get(id(value))
-            if inside is None:
-                self.host.leave(value, self.source())
-                inside = Value(value.shape, value.dtype)
-                frame.taken[id(value)] = frame.own[id(inside)] = inside
-                frame.trace.outer.append(value)
-            value = inside
-        return value
-
     def _view_values(self, cell: TensorStorage, lens: Sequence[View]) -> list[Value]:
         """Value of a storage, followed by results of each view in a lens."""
-        values = [self._capture_value(cell.value)]
+        values = [self.frames.capture(cell.value)]
         for view in lens:
             node = self.node(view.op, view.overload, _replaced(view.arguments, LOOKED_AT, values[-1]))
             results = [self.result(node, shape, view.dtype) for shape in view.shapes]
@@ -349,7 +327,7 @@ class Recorder:
         """Record an op. Tensors among its arguments are read; `written` lists overwritten tensors."""
         keeps, self.keeps = self.keeps, False
         values = pytree.tree_map_only(torch.Tensor, self._input_value, dict(arguments))
-        values = with_values(values, self._capture_value)
+        values = with_values(values, self.frames.capture)
         scope = self.scopes[-1] if self.scopes else ""
         if op == "aten.convolution" and self._beside is None:
             self._ambient.count_convolution()
@@ -375,7 +353,7 @@ class Recorder:
 
     def result(self, node: Node, shape: tuple[int, ...], dtype: torch.dtype) -> Value:
         """Add a result value to an op."""
-        value = self._new(Value(shape, dtype, made_by=node))
+        value = self.frames.add(Value(shape, dtype, made_by=node))
         node.results.append(value)
         return value
 
@@ -445,19 +423,6 @@ class Recorder:
             value = self.value_of(t)
             self._await(self._seen[id(t)].cell, value, t)
 
-    def source(self, frame: FrameType | None = None) -> SourceLocation:
-        """User source line that is currently running, or active in a frame."""
-        frame = frame or sys._getframe(1)
-        outermost = None
-        while frame is not None:
-            if is_users(frame):
-                file = frame.f_code.co_filename
-                outermost = SourceLocation.of((frame.f_code, frame.f_lineno))
-                if not any(part in file for part in self._excludes):
-                    return outermost
-            frame = frame.f_back
-        return outermost or SourceLocation("", 0, "")
-
     # Functions ------------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -470,17 +435,6 @@ class Recorder:
         finally:
             self._beside = None
             self.scopes.pop()
-
-    @contextmanager
-    def recording_function(self) -> Iterator[Trace]:
-        """Record a nested function for an op of the current function."""
-        frame = Frame()
-        self._frames.append(frame)
-        try:
-            yield frame.trace
-        finally:
-            self._frames.pop()
-        frame.trace.inputs += [frame.taken[id(value)] for value in frame.trace.outer]
 
     def resolve_requires_grad(self) -> None:
         """Record gradient flow for all values."""
@@ -532,7 +486,7 @@ class Recorder:
 
     def _is_constant(self, seen: TensorView) -> bool:
         """Whether tensor contents are known, and do not belong to a loop body."""
-        return all(self._is_frame_value(v) and v.is_constant for v in (seen.value, seen.cell.value))
+        return all(self.frames.owns(v) and v.is_constant for v in (seen.value, seen.cell.value))
 
 
 def _detached(value: Value) -> View:

@@ -90,7 +90,7 @@ class _Generator:
         self._node("set_rng_state", number=number)
 
     def _node(self, name: str, **arguments: Any) -> Node:
-        if self._recorder.is_nested:
+        if self._recorder.frames.is_nested:
             raise createPoptorchError(
                 f"`torch.{name}` ({self._recorder.source()}): the generator of random numbers cannot be seeded in a "
                 "body of a loop or of a conditional. Seed it before that."

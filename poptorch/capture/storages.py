@@ -8,7 +8,7 @@ import torch
 
 from poptorch.capture.gradient_flow import record_gradient
 from poptorch.capture.tensor_layout import TensorLayout
-from poptorch.capture.trace import Trace, Value, View
+from poptorch.capture.trace import Value, View
 
 
 @dataclass(eq=False)
@@ -42,13 +42,3 @@ class TensorView:
     version: int
     is_frozen: bool = False
     """Whether gradients from its uses stop here for now: `t.requires_grad_(False)`."""
-
-
-@dataclass(eq=False)
-class Frame:
-    """Trace under construction, and values that belong to it."""
-
-    trace: Trace = field(default_factory=Trace)
-    own: dict[int, Value] = field(default_factory=dict)
-    taken: dict[int, Value] = field(default_factory=dict)
-    """The inputs that stand for values from outside, by the identity of these."""

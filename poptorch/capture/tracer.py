@@ -186,7 +186,7 @@ class Tracer:
 
     def function_of(self, body: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> tuple[Trace, list[torch.Tensor]]:
         """Trace a function body for a control-flow op, on copies of its inputs; returns fake results, too."""
-        with self.recorder.recording_function() as trace:
+        with self.recorder.frames.nested() as trace:
             with self.suspended():
                 copies = [t.clone() for t in inputs]
             for t in copies:
@@ -406,7 +406,7 @@ class Tracer:
     @property
     def may_break_graph(self) -> bool:
         """Whether a graph break is allowed at this point."""
-        return self._cuts is not None and not (self.recorder.is_nested or in_transform())
+        return self._cuts is not None and not (self.recorder.frames.is_nested or in_transform())
 
     def break_graph(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Insert a graph break for a function with run-dependent results; returns these results."""

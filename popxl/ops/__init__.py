@@ -3,6 +3,7 @@
 from popxl.ops import collectives, var_updates
 from popxl.ops.attention import attention
 from popxl.ops.call import CallSiteInfo, call, call_with_info
+from popxl.ops.clipping import clamp, clip
 from popxl.ops.code_copy import remote_code_load  # noqa: F401
 from popxl.ops.complex import (
     angle,
@@ -28,8 +29,6 @@ from popxl.ops.elementwise import (
     add_,
     add_n,  # noqa: F401
     ceil,
-    clamp,
-    clip,
     cos,
     div,
     erf,

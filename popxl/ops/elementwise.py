@@ -44,9 +44,6 @@ def _abs_pullback(g: Any, t: Any) -> Any:
 
 abs_grad = OpKind("AbsGrad", _abs_pullback, shape=lambda g, t: like_first(t))
 relu_grad = OpKind("ReluGrad", lambda g, out: jnp.where(out <= 0, 0, g), shape=like_first)
-clip_grad = OpKind(
-    "ClipGrad", lambda g, out, *, min, max: jnp.where((out == min) | (out == max), 0, g), shape=like_first
-)
 ties_grad = OpKind("TiesGrad", lambda g, x, out: jnp.where(x == out, g, 0), shape=lambda g, x, out: g.spec)
 rsqrt_grad = OpKind("RsqrtGrad", round_once(lambda g, out: g * -0.5 * out * out * out), shape=like_first)
 sigmoid_grad = OpKind("SigmoidGrad", round_once(lambda g, out: g * out * (1 - out)), shape=like_first)
@@ -253,20 +250,6 @@ add_ = inplace(add, "add_", "add_lhs_inplace_out")
 # Other operands -----------------------------------------------------------------------------------------------------
 
 
-def _clipped(t: Any, *, min: float, max: float) -> Any:
-    if jnp.issubdtype(t.dtype, jnp.integer):
-        bounds = [None if math.isinf(bound) else np.asarray(bound, t.dtype) for bound in (min, max)]
-        return jnp.clip(t, *bounds)
-    return jnp.clip(t, min, max)
-
-
-_clip = OpKind(
-    "Clip",
-    _clipped,
-    shape=like_first,
-    gradient={"t": lambda g, out, min, max: clip_grad(g, out, min=min, max=max)},
-    traits=REAL,
-)
 _increment_mod = OpKind(
     "IncrementMod",
     lambda t, *, increment, modulus: _remainder(t, *(_number(n, t) for n in (increment, modulus))),
@@ -310,30 +293,6 @@ def is_sum(op: Op) -> bool:
     return op.kind is _sum
 
 
-def _bounds(t: Any, min: float, max: float) -> tuple[float, float]:
-    """Bounds as float32, limited to the largest half for half operands.
-
-    For integers they are the outermost integers of the range, exactly.
-    """
-    if isinstance(t, Tensor) and t.dtype.is_int:
-        return _integer_bound(min, t, math.ceil), _integer_bound(max, t, math.floor)
-    bounds = (min, max)
-    half = isinstance(t, Tensor) and t.dtype.is_half and not all(map(math.isinf, bounds))
-    largest = float(jnp.finfo(t.dtype.as_jax()).max) if half else math.inf
-    with np.errstate(over="ignore"):
-        lowest, highest = (float(np.float32(np.clip(bound, -largest, largest))) for bound in bounds)
-    return lowest, highest
-
-
-def _integer_bound(bound: float, t: Tensor, rounded: Callable[[float], int]) -> float:
-    """A bound of integers: the next integer inside, no further out than the dtype reaches; infinite ones stay."""
-    if math.isinf(bound):
-        return float(bound)
-    limits = np.iinfo(t.dtype.as_numpy())
-    whole = rounded(bound)
-    return int(limits.min) if whole < limits.min else int(limits.max) if whole > limits.max else whole
-
-
 def _number(value: float, t: Any) -> Any:
     """Convert a number to an array's dtype. Integers truncate and wrap around."""
     if not jnp.issubdtype(t.dtype, jnp.integer):
@@ -346,32 +305,6 @@ def _number(value: float, t: Any) -> Any:
 @round_once
 def _remainder(t: Any, increment: Any, modulus: Any) -> Any:
     return jnp.fmod(t + increment, modulus)
-
-
-def clip(t: Tensor, min: float = -math.inf, max: float = math.inf) -> Tensor:
-    """Clip `t` elementwise to the range from `min` to `max`. Gradients are 0 at clipped elements.
-
-    Args:
-        t: tensor of any shape.
-        min, max: plain numbers, rounded to float32. Integers are limited to the integers of the range, exactly. If
-            `min` is larger than `max`, everything becomes `max`.
-
-    Returns:
-        A new tensor of the same shape and dtype. NaN stays NaN.
-
-    Raises:
-        TypeError: if a bound is not a number.
-
-    See also: `numpy.clip`.
-
-    Example:
-        >>> y = ops.clip(x, 0.0, 6.0)
-    """
-    lowest, highest = _bounds(t, number(min, "clip: `min`"), number(max, "clip: `max`"))
-    return _clip(t, min=lowest, max=highest)
-
-
-clamp = clip
 
 
 def increment_mod(t: Tensor, increment: float, modulus: float) -> Tensor:

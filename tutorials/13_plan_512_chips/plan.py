@@ -62,7 +62,7 @@ RUN = Run(
     ),
     axes={"data": 64, "tensor": 8},
     texts=2,
-    budget="36 GB",
+    budget="35 GB",
     target="gpu h100:512",
 )
 

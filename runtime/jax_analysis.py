@@ -46,7 +46,9 @@ class Analysis(OnPage, Record):
     Attributes:
         name: the function.
         target: the machine, as it was described; "" for local devices.
-        devices: number of chips.
+        devices: number of chips that it uses.
+        chips: number of chips of the machine.
+        is_replicated: whether each chip holds all of every argument and result.
         capacity: memory of a chip, in bytes; `None` where it is not known.
         memory: memory over the schedule.
         live: live memory at the peak of temporaries, by source lines, most bytes first.
@@ -57,6 +59,8 @@ class Analysis(OnPage, Record):
     name: str
     target: str
     devices: int
+    chips: int
+    is_replicated: bool
     capacity: int | None
     memory: Memory
     live: tuple[LineMemory, ...]
@@ -77,10 +81,10 @@ class Analysis(OnPage, Record):
 
     def page(self) -> Page:
         """Page for `print`, notebooks and browsers."""
-        on = "1 chip" if self.devices == 1 else f"{self.devices} chips"
+        on = "one chip" if self.devices == 1 else f"each of {self.devices} chips"
         fits = {True: " It fits.", False: " It does not fit.", None: ""}[self.fits]
         has = "" if self.capacity is None else f" One {self.cost.chip} has {bytes_text(self.capacity)}."
-        needed = f"{self.name} needs {bytes_text(self.memory.device)} on each of {on}.{has}{fits} Nothing was run."
+        needed = f"{self.name} needs {bytes_text(self.memory.device)} on {on}.{has}{fits} Nothing was run."
         live = [[each.line or "unknown", bytes_text(each.bytes), each.buffers[0]] for each in self.live]
         costs = [
             [each.line or "unknown", str(each.kernels), flops_text(each.flops), bytes_text(each.bytes_accessed)]
@@ -92,7 +96,25 @@ class Analysis(OnPage, Record):
             Page("Work by lines", [*Table.first_rows(["line", "kernels", "operations", "read and written"], costs)]),
         ]
         where = self.target or self.cost.chip
-        return Page(f"Analysis of {self.name} on {where}", [needed, self.cost.totals(), *parts, *self.cost.details()])
+        texts = [needed, *self._unused(), self.cost.totals()]
+        return Page(f"Analysis of {self.name} on {where}", [*texts, *parts, *self.cost.details()])
+
+    def _unused(self) -> list[str]:
+        """Which chips do nothing, or the same as others, and what to do about it; empty if all work."""
+        is_repeated = self.devices == self.chips and self.is_replicated and not self.cost.collectives
+        if self.chips == 1 or (self.devices == self.chips and not is_repeated):
+            return []
+        if is_repeated:
+            problem = f"All {self.chips} chips compute the same: no array is sharded."
+        elif self.devices == 1:
+            problem = f"{self.name} uses 1 of the {self.chips} chips: no array is sharded."
+        else:
+            problem = f"{self.name} uses {self.devices} of the {self.chips} chips: its mesh has {self.devices} devices."
+        return [
+            f'{problem} To divide a batch among all, write `mesh = Mesh(jax.devices(), ("data",))`, pass '
+            '`jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))`, and place the other arrays with '
+            "`PartitionSpec()`; the names are those of `jax.sharding`."
+        ]
 
 
 def analyze(function: Callable[..., Any], *args: Any, target: Target | str | None = None, **kwargs: Any) -> Analysis:
@@ -243,6 +265,8 @@ def _analysis(name: str, executable: Any, seconds: float, target: Target | None)
         name=name,
         target="" if target is None else str(target),
         devices=devices,
+        chips=devices if target is None else target.count,
+        is_replicated=all(each.is_fully_replicated for each in leaves),
         capacity=None if figures is None else figures.memory_bytes,
         memory=memory,
         live=_live(module),

@@ -159,6 +159,12 @@ def run_file(file: Path, arguments: Sequence[str], names: dict[str, Any] | None 
         while frames is not None and not _runs_file(frames, file):
             frames = frames.tb_next  # so that it begins in the program
         traceback.print_exception(problem.with_traceback(frames))
+        if isinstance(problem, ModuleNotFoundError):
+            print(
+                f"popxl: {file} needs {problem.name!r}, which is not installed beside popxl, in {sys.prefix}. Install "
+                f"it there: {sys.executable} -m pip install NAME.",
+                file=sys.stderr,
+            )
         return "", 1
     finally:
         sys.argv, sys.path = argv, path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Callable
 from functools import partial
@@ -155,6 +156,14 @@ def test_report_of_a_function_in_a_file(file: Path, capsys: pytest.CaptureFixtur
     assert "Stopped at `step(w, x)`" in out
 
 
+def test_report_of_a_program_that_lacks_a_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text("import no_such_optimizers", encoding="utf-8")
+    assert main(["report", f"{tmp_path / 'train.py'}:step"]) == 1
+    assert (
+        f"needs 'no_such_optimizers', which is not installed beside popxl, in {sys.prefix}" in capsys.readouterr().err
+    )
+
+
 def test_report_of_a_function_that_is_not_called(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", f"{file}:other"]) == 1
     assert "does not call a function 'other' of its own" in capsys.readouterr().err
@@ -176,6 +185,23 @@ def test_functions_are_compiled_for_machines_that_are_not_here(
     assert found.cost.seconds is not None and any(each.line for each in found.lines)
     assert main(["report", "--target", machine, f"{file}:step"]) == 0
     assert f"Analysis of step on {machine}" in capsys.readouterr().out
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize(
+    ("axes", "spec", "said"),
+    [
+        ({}, (), "<lambda> uses 1 of the 2 chips: no array is sharded. To divide a batch"),
+        ({"data": 2}, (), "All 2 chips compute the same: no array is sharded. To divide a batch"),
+        ({"data": 2}, ("data",), ""),
+    ],
+)
+def test_chips_without_work(axes: dict[str, int], spec: tuple[str, ...], said: str) -> None:
+    target = popxl.Target("gpu h100:2")
+    sharding = NamedSharding(target.mesh(**axes), PartitionSpec(*spec)) if axes else None
+    x = jax.ShapeDtypeStruct((8, 6), jnp.float32, sharding=sharding)
+    text = " ".join(str(popxl.analyze(lambda x: x * 2, x, target=target)).split())
+    assert said in text and (bool(said) or "chips:" not in text)
 
 
 @pytest.mark.targets

@@ -96,8 +96,8 @@ class Analysis(OnPage, Record):
             Page("Work by lines", [*Table.first_rows(["line", "kernels", "operations", "read and written"], costs)]),
         ]
         where = self.target or self.cost.chip
-        texts = [needed, *self._unused(), self.cost.totals()]
-        return Page(f"Analysis of {self.name} on {where}", [*texts, *parts, *self.cost.details()])
+        about = [needed, *self._unused()]
+        return Page(f"Analysis of {self.name} on {where}", [*about, self.cost.totals(), *parts, *self.cost.details()])
 
     def _unused(self) -> list[str]:
         """Which chips do nothing, or the same as others, and what to do about it; empty if all work."""

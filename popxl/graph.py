@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Self
 
 from popxl.base.arguments import check_type
@@ -147,7 +148,7 @@ class Graph(NotCopyable):
     @property
     def variables(self) -> tuple[Variable, ...]:
         """Variables sorted by id; empty except for the main graph."""
-        return tuple(sorted((t for t in self._tensors.values() if isinstance(t, Variable)), key=lambda t: t.id))
+        return tuple(sorted([t for t in self._tensors.values() if isinstance(t, Variable)], key=attrgetter("id")))
 
     @property
     def constants(self) -> tuple[Constant, ...]:

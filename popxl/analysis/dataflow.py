@@ -12,7 +12,7 @@ from functools import reduce
 from itertools import compress
 from operator import or_
 
-from popxl.analysis.propagation import is_linear
+from popxl.analysis.op_effects import is_linear
 from popxl.core.aliasing import storages
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor

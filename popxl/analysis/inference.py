@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import compress
 from typing import TYPE_CHECKING
 
 from popxl.analysis.mesh import Mesh, mesh_of
+from popxl.analysis.op_effects import op_effect, propagated_axes, result_types
 from popxl.analysis.op_index import index_ops
-from popxl.analysis.propagation import result_types
 from popxl.analysis.replication import (
     FLAT,
     LITERAL,
-    NONLINEAR_TERMS,
     NOT_KNOWN,
     OWN,
     OWN_DATA,
@@ -29,15 +29,13 @@ from popxl.analysis.replication import (
     AxisType,
     ReplicaType,
     Report,
-    differs_by_own_variables,
     join,
     join_all,
     join_axis,
     reduced_slot,
-    unreduced_slot,
     variable_types,
 )
-from popxl.analysis.type_findings import TypeFindings, own_axes
+from popxl.analysis.type_findings import TypeFindings
 from popxl.core.aliasing import add_alias
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.core.traits import Run, is_call, is_loop
@@ -84,7 +82,6 @@ class TypeInference:
         self.given: ReplicaType = (LITERAL,) * self.width
         self.unknown: ReplicaType = (NOT_KNOWN,) * self.width
         self.outcomes: dict[tuple[Graph, tuple[ReplicaType, ...]], _Outcome] = {}
-        self.propagated: dict[Hashable, _Propagated] = {}
         self.findings = TypeFindings(report, mesh)
         self.buffers: dict[RemoteBuffer, ReplicaType] = {}
         held = [v if v.piece is None else v.piece for v in variables]
@@ -93,7 +90,7 @@ class TypeInference:
         for v, was in zip(variables, first, strict=True):
             if (buffer := v.location_info.buffer) is not None:
                 self.buffers[buffer] = join(self.buffers.get(buffer, was), was)
-        self.fed = self.feeds(collectives, {t for v, t in zip(variables, first, strict=True) if v in changed})
+        self.fed = self.feeds(collectives, {*compress(first, map(changed.__contains__, variables))})
         self.findings.divided = [i for i, along in enumerate(self.fed) if along == SAME]
         outcome = _GraphInference(self, main, held, first).outcome
         repeated: set[int] = set()  # axes along which an operand that is the same on all replicas was summed
@@ -106,8 +103,8 @@ class TypeInference:
                     report.diverged[v] = certain
                 elif others:
                     report.maybe_diverged[v] = others
-            if change is not None and (own := own_axes(was)) and not v.location_info.isRemote():
-                self.findings.variable_update(v, was, own, *change)
+            if change is not None and not v.location_info.isRemote():
+                self.findings.variable_update(v, was, *change)
         of_learning = {mesh.names[i] for i in repeated}
         report.findings += [
             each
@@ -124,10 +121,10 @@ class TypeInference:
         found = [OWN_DATA] * self.width
         shared = [any(each[i][0] is REPLICATED for each in learned) for i in range(self.width)]
         divided = [any(each[i] == (VARYING, OWN) for each in learned) for i in range(self.width)]
-        for op in collectives if any(shared) else ():
+        apart = [i for i in range(self.width) if divided[i] and not shared[i]]
+        for op in collectives if apart and any(shared) else ():
             axes = self.mesh.axes_of(op)
-            sums = op.attributes.get("op") == "add" and op.inputs[0].nelms > 1
-            if sums and len(axes) == 1 and divided[axes[0]] and not shared[axes[0]]:
+            if len(axes) == 1 and axes[0] in apart and op.attributes.get("op") == "add" and op.inputs[0].nelms > 1:
                 found[axes[0]] = SAME
         for op in collectives:
             if op.kind.needs_same_feeds(op.attributes):
@@ -144,6 +141,27 @@ class TypeInference:
         return found
 
 
+class _Contents(dict[Tensor, ReplicaType]):
+    """The current type of each tensor of a graph. That of a constant, or of a view or another alias, is derived."""
+
+    def __init__(self, program: TypeInference, held: Iterable[tuple[Tensor, ReplicaType]]) -> None:
+        super().__init__(held)
+        self.given, self.unknown = program.given, program.unknown
+
+    def __missing__(self, t: Tensor) -> ReplicaType:
+        op = t.producer
+        if op is None:
+            return self.given
+        if op.kind.view is not None:
+            bases = join_all(self.of(op.inputs)) if op.inputs else self.given
+            return tuple(_view_type(op, along) for along in bases) if _has_known_dimensions(bases) else bases
+        return join_all(self.of(op.bases)) if op.kind.aliased else self.unknown
+
+    def of(self, ts: Iterable[Tensor]) -> tuple[ReplicaType, ...]:
+        """The types of several tensors."""
+        return tuple(map(self.__getitem__, ts))
+
+
 class _GraphInference:
     """One pass over the ops of a graph."""
 
@@ -152,124 +170,90 @@ class _GraphInference:
     ) -> None:
         self.program, self.graph, self.findings = program, graph, program.findings
         self.storages: dict[Tensor, tuple[Tensor, ...]] = {}  # of aliases
-        self.content: dict[Tensor, ReplicaType] = dict(zip(held, given, strict=True))
+        self.content = _Contents(program, zip(held, given, strict=True))
         self.changes: dict[Tensor, tuple[Op, ReplicaType]] = {}
-        self.made = dict(self.content)  # types of tensors when they are made
-        for op in graph.ops:
-            for part in op.parts if op.kind.stands_for is not None else (op,):
-                self.visit(part)
+        self.made: dict[Tensor, ReplicaType] = {}  # types of tensors when they are made, unless still their contents'
+        for op in program.report.index[graph].ops:
+            self.visit(op)
         self.record()
-        self.outcome = _Outcome(
-            self.types_of(graph.outputs),
-            tuple([self.content[t] for t in held]),
-            tuple(map(self.changes.get, held)),
-        )
+        types = self.content.of
+        self.outcome = _Outcome(types(graph.outputs), types(held), tuple(map(self.changes.get, held)))
         program.report.graphs.setdefault(graph, []).append(tuple(given))
 
     def record(self) -> None:
         """Report the types of the graph's tensors, in addition to those of earlier passes."""
-        types = self.program.report.types
+        types, found = self.program.report.types, self.content | self.made
         if self.graph in self.program.report.graphs:
-            for t, now in self.made.items():
+            for t, now in found.items():
                 before = types.get(t, now)
-                self.made[t] = now if before == now else join(before, now)
-        types |= self.made
-
-    def types_of(self, ts: Sequence[Tensor]) -> tuple[ReplicaType, ...]:
-        """Current types of tensors."""
-        known = self.content.get
-        return tuple([known(t) or self.type_without_content(t) for t in ts])
-
-    def type_of(self, t: Tensor) -> ReplicaType:
-        """Current type of a tensor."""
-        return self.content.get(t) or self.type_without_content(t)
-
-    def type_without_content(self, t: Tensor) -> ReplicaType:
-        """Current type of a constant or an alias."""
-        if isinstance(t, Constant):
-            return self.program.given
-        op = t.producer
-        if op is not None and op.kind.view is not None:
-            bases = join_all(self.types_of(op.inputs)) if op.inputs else self.program.given
-            return tuple(self.view_type(op, along) for along in bases) if _has_known_dimensions(bases) else bases
-        if op is not None and op.kind.aliased:
-            return join_all(self.types_of(op.bases))
-        return self.program.given if op is None else self.program.unknown
-
-    def view_type(self, op: Op, along: AxisType) -> AxisType:
-        """Type of a view along an axis, given its source's type."""
-        if not _has_known_dimensions((along,)):
-            return along
-        return join_axis(result_types(op, [along] * len(op.inputs))[0])
+                found[t] = now if before == now else join(before, now)
+        types |= found
 
     def write(self, t: Tensor, type_: ReplicaType, change: tuple[Op, ReplicaType] | None) -> None:
         """Note what an op has written to a tensor, and by what it has changed it."""
-        stored, base = self.storages.get(t), t.origin
+        base = t.origin
         if change is not None:
-            before = self.changes.get(base)
-            self.changes[base] = change if before is None else (change[0], join(before[1], change[1]))
-        if stored is None:
+            before = self.changes.get(base, change)
+            self.changes[base] = change if before[1] == change[1] else (change[0], join(before[1], change[1]))
+        if (stored := self.storages.get(t, (t,))) == (base,):
+            self.set_content(base, type_)
+        else:
+            for s in stored:
+                self.set_content(s, join(self.content[s], type_))
+
+    def set_content(self, t: Tensor, type_: ReplicaType) -> None:
+        """Note the type of what a tensor holds from now on."""
+        now = self.content[t]
+        if type_ != now:
+            self.made.setdefault(t, now)
             self.content[t] = type_
-            return
-        for s in stored:
-            self.content[s] = type_ if len(stored) == 1 and s is base else join(self.type_of(s), type_)
 
     def visit(self, op: Op) -> None:
-        kind = op.kind
+        kind, content = op.kind, self.content
         if kind.view is not None or kind.aliased:
             add_alias(op, self.storages)
             if kind.view is not None:
-                self.made |= zip(op.outputs, self.types_of(op.outputs), strict=True)
+                self.made |= zip(op.outputs, content.of(op.outputs), strict=True)
                 return
+        types = content.of(op.inputs)
         if kind.graphs:
-            results: Sequence[ReplicaType] = self.call(op)
-        elif kind.exchange:
-            results = self.exchange(op)
-            if op.modified:
-                self.change(op, self.types_of(op.inputs), results[0])
+            content |= zip(op.outputs, self.call(op, types), strict=False)
+            return
+        if kind.exchange:
+            made = self.exchange(op)
+        elif kind.between_replicas:
+            made = self.collective_result(op, types)
         else:
-            types = self.types_of(op.inputs)
-            made = self.collective_result(op, types) if kind.between_replicas else self.local_result(op, types)
-            results = (made,) * len(op.outputs)
-            if op.modified:
-                self.change(op, types, made)
-        for t, type_ in zip(op.outputs, results, strict=False):
-            if not (kind.aliased and t is op.outputs[0]):
-                self.content[t] = self.made[t] = type_
+            made = self.local_result(op, types)
+        if op.modified:
+            self.change(op, types, made)
+        for t in op.outputs:
+            if kind.aliased and t is op.outputs[0]:
+                self.made[t] = content[t]
             else:
-                self.made[t] = self.type_of(t)
+                content[t] = made
 
-    def change(self, op: Op, types: Sequence[ReplicaType], made: ReplicaType) -> None:
+    def change(self, op: Op, types: tuple[ReplicaType, ...], made: ReplicaType) -> None:
         """Note what an op writes to its operands, and by what it changes them."""
-        others = tuple([each for i, each in enumerate(types) if i not in op.modified])
-        change = op, join_all(others) if others else self.program.given
+        change = op, _join_of_others(types, op.modified) or self.program.given
         for i in op.modified:
             self.write(op.inputs[i], made, change)
 
-    def local_result(self, op: Op, types: Sequence[ReplicaType]) -> ReplicaType:
+    def local_result(self, op: Op, types: tuple[ReplicaType, ...]) -> ReplicaType:
         """Result type of an op without communication, for types of its operands."""
-        kind, inputs = op.kind, op.inputs
+        kind = op.kind
         if kind.overwrites is not None and kind.overwrites.forgets(op.attributes):
-            kept = [i for i in range(len(inputs)) if i not in op.modified]
-            inputs, types = tuple([inputs[i] for i in kept]), tuple([types[i] for i in kept])
-        if not inputs:
+            return _join_of_others(types, op.modified) or self.program.given
+        if not types:
             return self.program.given
         found = join_all(types)
         if kind.asserts:
             return self.asserted_type(op, found)
         if kind.contracts is not None and self.findings.divided:
             self.findings.missing_sum(op, types, self.is_given)
-        axes = _propagated_axes(found)
-        if not axes or kind.is_carried_out_by_others or len(inputs) < len(op.inputs):
+        if not propagated_axes(found) or kind.is_carried_out_by_others:
             return found
-        key = (kind, op.operands, *op.attributes.items(), *[(t.shape, t.dtype) for t in inputs], *types)
-        try:
-            known = self.program.propagated.get(key)
-        except TypeError:  # from the hash
-            known = _propagated(op, types, found, axes)
-        if known is None:
-            known = self.program.propagated[key] = _propagated(op, types, found, axes)
-        made, flaws = known
+        made, flaws = op_effect(op, types, found)
         if not op.modified:
             for i, flaw in flaws:
                 self.findings.nonlinear_use(op, i, [t[i] for t in types], flaw)
@@ -287,54 +271,49 @@ class _GraphInference:
             (t,) = t.producer.inputs
         return all(s.producer is None and not isinstance(s, Constant) for s in self.storages.get(t, (t,)))
 
-    def exchange(self, op: Op) -> list[ReplicaType]:
-        """Loads and stores."""
-        with_what = op.attributes[op.kind.exchange]
+    def exchange(self, op: Op) -> ReplicaType:
+        """Type of what a load makes; or note what is stored."""
+        buffers, with_what = self.program.buffers, op.attributes[op.kind.exchange]
         if not isinstance(with_what, RemoteBuffer):
             if not op.outputs or op.outputs[0].nelms == 1:
-                return [self.program.given] * len(op.outputs)
+                return self.program.given
             self.program.report.fed = self.program.fed
-            return [self.program.fed] * len(op.outputs)
+            return self.program.fed
         if not op.outputs and not op.modified:
-            now = self.type_of(op.inputs[0])
-            if join(self.program.buffers.get(with_what, now), now) != self.program.buffers.get(with_what, now):
-                self.program.buffers[with_what] = self.program.unknown
-            return []
-        return [self.program.buffers.get(with_what, self.program.unknown)]
+            now = self.content[op.inputs[0]]
+            if join(buffers.get(with_what, now), now) != buffers.get(with_what, now):
+                buffers[with_what] = self.program.unknown
+        return buffers.get(with_what, self.program.unknown)
 
     def collective_result(self, op: Op, types: Sequence[ReplicaType]) -> ReplicaType:
         """What an op makes that replicas carry out together."""
-        makes = op.kind.exchanged(op.attributes)
+        makes, reduction = op.kind.exchanged(op.attributes), op.attributes.get("op")
         before = join_all(types)
-        axes = self.program.mesh.axes_of(op)
-        if makes is None:
-            if axes:
-                self.program.report.untyped.setdefault(op, "an op between replicas that does not say what it makes")
-            return tuple(NOT_KNOWN if i in axes else each for i, each in enumerate(before))
-        reduction = op.attributes.get("op")
-        repeated = False
-        if reduction is None and makes == "same" and op.inputs[0].meta_shape:
-            self.findings.gather(op, before, axes)
-        if reduction is not None and makes != "own":
-            repeated = self.findings.reduction(op, before, axes, reduction)
-            known = self.program.report.reductions
-            known[op] = join(known.get(op, before), before)
         if makes == "own":
             return before
-        same = SAME if reduction is None else REPEATED_SUM if repeated else REDUCED
+        report, axes = self.program.report, self.program.mesh.axes_of(op)
+        if makes is None:
+            if axes:
+                report.untyped.setdefault(op, "an op between replicas that does not say what it makes")
+            return tuple(NOT_KNOWN if i in axes else each for i, each in enumerate(before))
+        same = SAME
+        if reduction is not None:
+            same = REPEATED_SUM if self.findings.reduction(op, before, axes, reduction) else REDUCED
+            report.reductions[op] = join(report.reductions.get(op, before), before)
+        elif makes == "same" and op.inputs[0].meta_shape:
+            self.findings.gather(op, before, axes)
         return _exchanged_type(before, axes, same if makes == "same" else None, reduction is not None)
 
     # Ops that run graphs --------------------------------------------------------------------------------------------
 
-    def call(self, op: Op) -> list[ReplicaType]:
-        given = self.types_of(op.inputs)
+    def call(self, op: Op, given: Sequence[ReplicaType]) -> Sequence[ReplicaType]:
         if is_call(op):
             (run,) = op.runs
             bound = self.bound_types(run, given)
             outcome = self.program.run(run.graph, bound)
             for i in op.modified:
                 self.write(op.inputs[i], outcome.contents[i], outcome.changes[i])
-            return list(outcome.outputs)
+            return outcome.outputs
         if is_loop(op):
             return self.loop(op, given)
         results: list[ReplicaType] = [given[0]] * len(op.outputs)
@@ -369,35 +348,18 @@ class _GraphInference:
         return list(outcome.outputs[own_out:])
 
 
-_Propagated = tuple[ReplicaType, tuple[tuple[int, str], ...]]
-"""What an op makes of pieces or terms of a sum; and what it does to terms that their sum does not survive, by axis."""
-
-
-def _propagated(op: Op, types: Sequence[ReplicaType], joined: ReplicaType, axes: Sequence[int]) -> _Propagated:
-    """Result type of an op, along each of some axes by the function that it computes."""
-    made, found = list(joined), []
-    for i in axes:
-        made[i], flaws = _propagated_along(op, [t[i] for t in types], joined[i])
-        found += [(i, flaw) for flaw in flaws]
-    return tuple(made), tuple(found)
-
-
-def _propagated_along(op: Op, types: Sequence[AxisType], whole: AxisType) -> tuple[AxisType, tuple[str, ...]]:
-    if len(types) == 1 and whole[0] is VARYING and unreduced_slot(whole[1]) == OWN:
-        return whole, ()
-    made, flaws = result_types(op, [_without_reduction(each) for each in types])
-    result = join_axis(made) if made else whole
-    if differs_by_own_variables(result) and (whole[1] or 0) < NONLINEAR_TERMS:
-        result = (VARYING, reduced_slot(result[1]))
-    return result, flaws
+def _view_type(op: Op, along: AxisType) -> AxisType:
+    """Type of a view along an axis, given its source's type."""
+    if not _has_known_dimensions((along,)):
+        return along
+    return join_axis(result_types(op, [along] * len(op.inputs))[0])
 
 
 @lru_cache(256)
-def _propagated_axes(type_: ReplicaType) -> tuple[int, ...]:
-    """The axes along which the function of an op says what it makes; along others, it makes what its operands are."""
-    return tuple(
-        i for i, along in enumerate(type_) if along[0] in (SHARDED, PARTIAL) or differs_by_own_variables(along)
-    )
+def _join_of_others(types: tuple[ReplicaType, ...], modified: Collection[int]) -> ReplicaType | None:
+    """Join of the types of operands that an op does not change, if any."""
+    others = tuple([each for i, each in enumerate(types) if i not in modified])
+    return join_all(others) if others else None
 
 
 @lru_cache(256)
@@ -444,7 +406,3 @@ def _is_at_once(op: Op) -> bool:
     if before is None or before.kind is not op.kind or before.attributes != op.attributes:
         return False
     return made.nelms > 1 and all(t.nelms > 1 for each in op.graph.ops if made in each.inputs for t in each.inputs)
-
-
-def _without_reduction(along: AxisType) -> AxisType:
-    return (along[0], unreduced_slot(along[1])) if along[0] is VARYING else along

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from popxl.replica_grouping import ReplicaGrouping
@@ -84,7 +85,8 @@ def mesh_of(ir: Ir, collectives: Iterable[Op], variables: Iterable[Variable] = (
     for stride, size in places:
         ends |= {stride, stride * size}
     groups = {(op.attributes["stride"], op.attributes["group_size"]) for op in collectives}
-    groupings = {id(v.replica_grouping): v.replica_grouping for v in variables}  # many variables have the same one
+    all_groupings = map(attrgetter("replica_grouping"), variables)
+    groupings = {id(each): each for each in all_groupings}  # many variables have the same one
     groups.update((r.stride, r.group_size) for each in groupings.values() if (r := each.const_rg))
     for stride, size in groups:
         if size > 1:

@@ -12,9 +12,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class GraphOps:
-    """The ops of one graph that have certain traits, each in program order; parts of composite ops instead of these.
+    """The ops of one graph, and those that have certain traits, in program order; parts of composite ops instead of
+    these.
 
     Attributes:
+        ops: all of them.
         collectives: ops between replicas.
         statements: those that declare values equal.
         exchanges: loads and stores of host streams and remote buffers.
@@ -23,6 +25,7 @@ class GraphOps:
         products: ops that multiply and sum.
     """
 
+    ops: list[Op]
     collectives: list[Op] = field(default_factory=list)
     statements: list[Op] = field(default_factory=list)
     exchanges: list[Op] = field(default_factory=list)
@@ -55,15 +58,14 @@ def index_ops(main: Graph) -> dict[Graph, GraphOps]:
         graph = waiting.pop()
         if graph in found:
             continue
-        ops = found[graph] = GraphOps()
+        found[graph] = index = GraphOps(graph.ops)
+        if any(op.kind.stands_for is not None for op in graph.ops):
+            index.ops = [part for op in graph.ops for part in op.parts]
         called: dict[Graph, None] = {}
-        for op in graph.ops:
-            if op.kind.stands_for is not None:
-                for part in op.parts:
-                    ops.add(part)
-            elif op.kind.graphs:
+        for op in index.ops:
+            if op.kind.graphs:
                 called |= dict.fromkeys(op.called_graphs)
-            else:
-                ops.add(op)
+            elif op.kind.traits:
+                index.add(op)
         waiting += reversed(called)
     return found

@@ -122,37 +122,33 @@ def _reduced_updates(graph: Graph, mesh: Mesh, report: Report) -> tuple[list[_Up
     known: dict[Tensor, _Reduced] = {}
     updates: list[_Update] = []
     stored: list[tuple[Tensor, _Reduced]] = []
-    for whole in graph.ops:
-        for op in (whole,) if whole.kind.stands_for is None else whole.parts:
-            is_reduction = op in report.reductions
-            if not is_reduction and known.keys().isdisjoint(op.inputs):
-                continue
-            behind = [t for t in op.inputs if t in known]
-            if behind and op.kind.exchange and not op.outputs and op.inputs[0] in known and op.inputs[0].nelms == 1:
-                stored.append((op.inputs[0], known[op.inputs[0]]))
-            if behind and op.modified:
-                updates += _updates(mesh, report, op, {t: known[t] for t in behind})
-            found = _reduced_result(op, behind, known, report)
-            changed = [op.inputs[i] for i in op.modified]
+    reached = known.keys()
+    for op in report.index[graph].ops:
+        behind = [] if reached.isdisjoint(op.inputs) else [t for t in op.inputs if t in known]
+        if not behind and op not in report.reductions:
+            continue
+        if behind and op.kind.exchange and not op.outputs and (t := op.inputs[0]) in known and t.nelms == 1:
+            stored.append((t, known[t]))
+        if behind and op.modified:
+            updates += _updates(mesh, report, op, {t: known[t] for t in behind})
+        found = _reduced_result(op, behind, known, report)
+        for t in (*op.outputs, *[op.inputs[i] for i in op.modified]):
             if found is not None:
-                known |= dict.fromkeys((*op.outputs, *changed), found)
+                known[t] = found
             else:
-                for t in (*op.outputs, *changed):
-                    known.pop(t, None)
+                known.pop(t, None)
     return updates, stored
 
 
 def _updates(mesh: Mesh, report: Report, op: Op, known: Mapping[Tensor, _Reduced]) -> Iterator[_Update]:
     """The changes that an op makes by reduced values: for each of these, that of the first variable of its size."""
-    targets: dict[int, Tensor] = {}
-    for i in sorted(op.modified):
-        t = op.inputs[i].origin
-        if t.producer is None:
-            targets.setdefault(t.nelms, t)
     sizes = [t.nelms for t in known]
     for size, how in zip(sizes, known.values(), strict=True):
-        if size > 1 and size in targets and sizes.count(size) == 1:
-            yield _Update(op, targets[size], how, *_completed_axes(mesh, report, how))
+        if size > 1 and sizes.count(size) == 1:
+            changed = (op.inputs[i].origin for i in sorted(op.modified))
+            of = next((t for t in changed if t.producer is None and t.nelms == size), None)
+            if of is not None:
+                yield _Update(op, of, how, *_completed_axes(mesh, report, how))
 
 
 def _completed_axes(mesh: Mesh, report: Report, how: _Reduced) -> tuple[tuple[int, ...], float]:
@@ -308,9 +304,9 @@ def _losses(
 ) -> Iterator[Finding]:
     """Single numbers that are stored, and reduced otherwise than the gradients."""
     by_axis: dict[int, set[str]] = defaultdict(set)
-    for each in updates:
-        for i in each.axes:
-            by_axis[i] |= {op.attributes["op"] for op in each.how.by}
+    for axes, reduction in {(each.axes, op.attributes["op"]) for each in updates for op in each.how.by}:
+        for i in axes:
+            by_axis[i].add(reduction)
     for t, how in stored:
         op = how.by[-1]
         if missing := [i for i, (kind, _) in enumerate(report.types[t]) if kind is VARYING and i in by_axis]:
@@ -402,6 +398,8 @@ def _scaled_sums(mesh: Mesh, report: Report) -> Iterator[Finding]:
     by_sum = {op.outputs[0]: op for op in sums}
     odd: dict[Op, Op] = {}
     for reader in (op for graph in dict.fromkeys(op.graph for op in sums) for op in graph.ops):
+        if by_sum.keys().isdisjoint(reader.inputs):
+            continue
         for t in reader.inputs:
             if (summed := by_sum.get(t)) is not None:
                 made = _reduced_result(reader, (t,), {t: _Reduced((summed,))}, report)
@@ -424,9 +422,9 @@ def _same_batches(mesh: Mesh, report: Report) -> Iterator[Finding]:
     for graph in report.graphs:
         sites = [site for site in graph.call_sites if is_call(site)]
         for given in zip(*(site.inputs for site in sites), strict=False) if len(sites) > 1 else ():
-            types = {t: report.types[t] for t in given if t in report.types}
-            if len({*types.values()}) < 2:
+            if len({*map(report.types.get, given)} - {None}) < 2:
                 continue
+            types = {t: report.types[t] for t in given if t in report.types}
             own = {i for each in types.values() for i, (kind, _) in enumerate(each) if kind is VARYING}
             for t, held in types.items():
                 alike = [i for i in own if held[i] == (REPLICATED, None) and report.fed and report.fed[i][0] is VARYING]

@@ -8,11 +8,10 @@ them. Unknown primitives leave shards along an unknown dimension.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,6 @@ from popxl.analysis.replication import (
     FLAT,
     GIVEN,
     NONLINEAR_TERMS,
-    NOT_KNOWN,
     OWN,
     PARTIAL,
     REPLICATED,
@@ -31,11 +29,7 @@ from popxl.analysis.replication import (
     AxisType,
     join_axis,
 )
-from popxl.core.declaration import OpKind, holds_graph
-from popxl.core.tracing import needed, traces_in
-
-if TYPE_CHECKING:
-    from popxl.core.recording import Op
+from popxl.core.tracing import traces_in
 
 Flaws = dict[str, None]
 """What is done to terms of a sum that their sum does not survive: "more" is added to each, or a function that is not
@@ -64,8 +58,6 @@ _NONLINEAR = frozenset(
 Propagated = tuple[list[AxisType], tuple[str, ...]]
 """Result types of a function, and the flaws."""
 
-_KNOWN: WeakKeyDictionary[OpKind, dict[Hashable, Propagated]] = WeakKeyDictionary()
-
 
 def propagate(jaxpr: Any, given: Sequence[AxisType]) -> Propagated:
     """How replicas hold the results of a function, by how they hold its operands, along one axis.
@@ -85,50 +77,6 @@ def propagate(jaxpr: Any, given: Sequence[AxisType]) -> Propagated:
     """
     flaws: Flaws = {}
     return _jaxpr_types(jaxpr, given, flaws), tuple(flaws)
-
-
-def is_linear(op: Op) -> bool:
-    """Whether an op makes terms of a sum of such terms: of its operands but single numbers, taken together."""
-    if op.kind.is_carried_out_by_others:
-        return op.kind.between_replicas
-    terms = tuple(_SUM if t.nelms > 1 else _ZERO for t in op.inputs)
-    made, flaws = result_types(op, terms)
-    return not flaws and all(each == _SUM for each in made)
-
-
-def result_types(op: Op, given: Sequence[AxisType]) -> Propagated:
-    """Result types of an op's function, and flaws; unknown types if it refuses its operands.
-
-    Remembered for ops of the same kind with the same attributes, dtypes and shapes: see `_shape_key`.
-    """
-    known = _KNOWN.setdefault(op.kind, {})
-    key = (op.operands, *op.attributes.items(), *[t.dtype for t in op.inputs], *_shape_key(op), *given)
-    try:
-        found = known.get(key)
-    except TypeError:  # from the hash
-        return _trace_types(op, given)
-    if found is None:
-        found = _trace_types(op, given)
-        if not holds_graph(key):
-            known[key] = found
-    return found
-
-
-def _shape_key(op: Op) -> list[tuple[int, ...]]:
-    """The shapes of operands; if all arrays of an op have one shape, as in an update of weights, the rank and sizes of
-    1 instead: such functions are often long, and so are traced once for all weights."""
-    shapes = [t.shape for t in op.inputs]
-    if len({*shapes, *[t.shape for t in op.outputs], ()}) > 2:
-        return shapes
-    return [(-1 - len(shape), *[i for i, size in enumerate(shape) if size == 1]) for shape in shapes]
-
-
-def _trace_types(op: Op, given: Sequence[AxisType]) -> Propagated:
-    try:
-        jaxpr, used = needed(op.on_arrays(), *op.signature[2:])
-    except Exception:  # whatever a function raises, lowering says it, with the line of the op
-        return [NOT_KNOWN] * len(op.outputs), ()
-    return propagate(jaxpr, [each for each, is_used in zip(given, used, strict=True) if is_used])
 
 
 def _jaxpr_types(jaxpr: Any, given: Sequence[AxisType], flaws: Flaws) -> list[AxisType]:

@@ -56,8 +56,11 @@ class TypeFindings:
         text = message.format(t=f"`{t.path}`", axes=self.mesh.text(axes))
         self.found.setdefault((op, category), Finding(category, certain, op, t.path, names, text))
 
-    def variable_update(self, v: Variable, was: ReplicaType, own: Sequence[int], op: Op, by: ReplicaType) -> None:
-        """Check updates of a variable that is per replica or sharded along its `own` axes."""
+    def variable_update(self, v: Variable, was: ReplicaType, op: Op, by: ReplicaType) -> None:
+        """Check the updates of a variable along axes where each replica has its own, or a shard along a dimension."""
+        own = _own_axes(was, by)
+        if not own:
+            return
         if alike := tuple(i for i in own if by[i] in BY_REDUCED or (by[i] == SAME and _is_gathered_reduction(op))):
             self.report.reduced_updates[v] = op, alike
         if terms := [i for i in own if by[i][0] is PARTIAL and was[i][0] is SHARDED]:
@@ -127,7 +130,7 @@ class TypeFindings:
     def reduction(self, op: Op, before: ReplicaType, axes: Sequence[int], reduction: str) -> bool:
         """Check a reduction of partial values. Returns whether it sums equal values."""
         find, (t, *_) = self.find, op.inputs
-        if all(before[i] == OWN_DATA for i in axes):  # the operand of most reductions
+        if _is_own_data(before, axes):  # the operand of most reductions
             return False
         repeated = bool(axes) and reduction in ("add", "square_add") and all(before[i][0] is REPLICATED for i in axes)
         if repeated:
@@ -178,9 +181,16 @@ class TypeFindings:
 
 
 @lru_cache(256)
-def own_axes(type_: ReplicaType) -> tuple[int, ...]:
-    """The axes along which replicas have a variable of their own, or pieces along a dimension."""
-    return tuple(i for i, along in enumerate(type_) if along[0] in (VARYING, SHARDED) and along != (SHARDED, FLAT))
+def _own_axes(was: ReplicaType, by: ReplicaType) -> tuple[int, ...]:
+    """The axes along which replicas have a variable of their own, or shards along a dimension, and change it by values
+    that are equal, terms of a sum, or shards along another dimension."""
+    own = [i for i, along in enumerate(was) if along[0] in (VARYING, SHARDED) and along != (SHARDED, FLAT)]
+    return tuple(i for i in own if by[i][0] in (REPLICATED, PARTIAL) or (by[i][0] is SHARDED and by[i] != was[i]))
+
+
+@lru_cache(256)
+def _is_own_data(type_: ReplicaType, axes: Sequence[int]) -> bool:
+    return all(type_[i] == OWN_DATA for i in axes)
 
 
 def _is_gathered_reduction(op: Op) -> bool:

@@ -159,6 +159,8 @@ class OpKind:
         self.drops: Drops | None = known.get(Drops)
         self.draws = Draws in known
         self.aliased = self.overwrites is not None and self.overwrites.aliased
+        others_carry_out = (Runs, Composite, Exchange, BetweenReplicas, Effect)
+        self.is_carried_out_by_others = not known.keys().isdisjoint(others_carry_out)  # lowering is no call on arrays
         anywhere = () if self.runs or self.stands_for or self.ipus else None
         self.colocated: tuple[str, ...] | None = known[Colocated].operands if Colocated in known else anywhere
 
@@ -171,11 +173,6 @@ class OpKind:
         """Whether a cross-replica op requires equal feeds on replicas of its groups."""
         asks = self._between.same_feeds
         return asks is not None and asks(attributes)
-
-    @property
-    def is_carried_out_by_others(self) -> bool:
-        """Test whether lowering needs more than a call of the function on arrays."""
-        return bool(self.runs or self.stands_for or self.exchange or self.between_replicas or self.effect)
 
     def check_operands(self, names: Iterable[str], does: str) -> None:
         """Raise `TypeError` for unknown operand names."""

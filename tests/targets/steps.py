@@ -1,7 +1,7 @@
 """What a step of training costs on TPUs and GPUs, as users write it: a language model of the kit in mixed precision.
 
     python -m tests.targets.steps [--layers 8 16] [--width 1024] [--targets "gpu h100" "tpu v5e"] [--ways auto unrolled]
-                                  [--vocabulary 8192] [--memory nothing] [--into steps.md] [--limit 900]
+                                  [--hidden 2816] [--vocabulary 8192] [--memory nothing] [--into steps.md] [--limit 900]
 
 It prints a table: of each way to compile called graphs, of the default, and of the same in plain JAX with Optax, what
 XLA for the target says. Nothing runs. A file given with `--into` keeps each row as soon as it is made: a table may be
@@ -10,8 +10,8 @@ one begins.
 On a target of several devices, such as "gpu h100:8", each has 4 texts, and a part of the parameters and of the
 optimiser's state: in JAX by shardings.
 The sizes are a Llama's of the width: heads of 128 channels, a SwiGLU of 11/4 the width, 4 texts of 512. Those of 1.2
-and of 6.9 billion parameters: `--layers 22 --width 2048 --vocabulary 32000`, `--layers 32 --width 4096 --vocabulary
-32000`.
+and of 6.7 billion parameters: `--layers 22 --width 2048 --vocabulary 32000`, `--layers 32 --width 4096 --hidden 11008
+--vocabulary 32000`.
 """
 
 from __future__ import annotations
@@ -175,6 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="What a step of training costs on TPUs and GPUs.")
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--hidden", type=int, help="of the SwiGLU; 11/4 of the width if it is not given")
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--targets", nargs="+", default=TARGETS)
     parser.add_argument("--ways", nargs="+", choices=(*WAYS, *IN_JAX), default=(*WAYS, *IN_JAX))
@@ -189,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for target in given.targets:
         for layers in given.layers:
             for way in given.ways:
-                heads, hidden = max(1, given.width // 128), given.width * 11 // 4
+                heads, hidden = max(1, given.width // 128), given.hidden or given.width * 11 // 4
                 sizes = Sizes(layers, given.width, heads, hidden, given.vocabulary)
                 how = {} if way in IN_JAX else {"clip": given.clip, "memory": given.memory}
                 made = partial(within, given.limit, sizes, way, target, **how)

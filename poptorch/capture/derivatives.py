@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from poptorch.capture.gradient_flow import APPLICATION, below, warn_about_derivative
+from poptorch.capture.gradient_flow import APPLICATION, subclasses_of, warn_about_derivative
 from poptorch.capture.torch_private import UNREADABLE, storage_key
 from poptorch.capture.trace import Node, Trace, Value, with_values
 from poptorch.capture.tracer import CANNOT_READ, Tracer
@@ -140,7 +140,7 @@ def deriving(tracer: Tracer) -> Iterator[list[Application]]:
                     changed.append((function, name, method, other))
                     setattr(function, name, other)
 
-    for function in list(below(torch.autograd.Function)):
+    for function in list(subclasses_of(torch.autograd.Function)):
         change(function)
     try:
         with _noting_classes(change):

@@ -63,18 +63,18 @@ def is_in_own_derivative() -> bool:
 
     `Function.apply` leaves no frame of its own from PyTorch 2.15 on; its callees have one in each version.
     """
-    forwards = {getattr(function.forward, "__code__", None) for function in below(torch.autograd.Function)}
+    forwards = {getattr(function.forward, "__code__", None) for function in subclasses_of(torch.autograd.Function)}
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code not in forwards:
         frame = frame.f_back
     return frame is not None
 
 
-def below(base: type[Any]) -> Iterator[type[Any]]:
+def subclasses_of(base: type[Any]) -> Iterator[type[Any]]:
     """All subclasses of a class, direct and indirect."""
     for derived in base.__subclasses__():
         yield derived
-        yield from below(derived)
+        yield from subclasses_of(derived)
 
 
 def stop_gradients(trace: Trace) -> None:

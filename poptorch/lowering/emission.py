@@ -209,13 +209,13 @@ class Emission:
             stack.enter_context(get_current_context().set(debug_record=record))
             if self._placed:
                 stack.enter_context(popxl.ipu(node.site.unit))
-                arguments = pytree.tree_map_only(popxl.Tensor, lambda t: _on(t, node.site.unit), arguments)
+                arguments = pytree.tree_map_only(popxl.Tensor, lambda t: _copied_to_ipu(t, node.site.unit), arguments)
             if node.scope:
                 stack.enter_context(popxl.name_scope(node.scope))
             try:
                 made = lowering(**arguments)
                 made = made if isinstance(made, tuple | list) else () if made is None else (made,)
-                made = [_as(t, value) for value, t in zip(node.results, made, strict=False)]
+                made = [_with_spec_of(t, value) for value, t in zip(node.results, made, strict=False)]
             except (PopxlError, TypeError, ValueError) as problem:
                 raise createPoptorchError(f"{node.op} at {node.source}, `{node.source.text}`: {problem}") from problem
             for i, (value, t) in enumerate(zip(node.results, made, strict=False)):
@@ -273,7 +273,7 @@ _derived_seed = popxl.OpKind(
 )
 
 
-def _as(t: popxl.Tensor, value: Value) -> popxl.Tensor:
+def _with_spec_of(t: popxl.Tensor, value: Value) -> popxl.Tensor:
     """Convert a result to PyTorch's dtype and shape."""
     wanted = spec_of(value)
     if t.dtype != wanted.dtype:
@@ -283,7 +283,7 @@ def _as(t: popxl.Tensor, value: Value) -> popxl.Tensor:
     return ops.reshape(t, wanted.shape) if t.nelms == prod(wanted.shape) else broadcast(t, shape=wanted.shape)
 
 
-def _on(t: popxl.Tensor, unit: int) -> popxl.Tensor:
+def _copied_to_ipu(t: popxl.Tensor, unit: int) -> popxl.Tensor:
     """A tensor on an IPU; copies it from another IPU if necessary. Inputs reside where first used."""
     return t if t.location[0] in (unit, None) else ops.ipu_copy(t, unit)
 

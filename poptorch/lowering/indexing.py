@@ -38,7 +38,7 @@ def _gradient_of_picked(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> di
     if gs[0] is None or not forward.wants(0):
         return {}
     indices = (forward.read(t) for t in op.inputs[1:])
-    return {0: _given_back(gs[0], *indices, shape=op.inputs[0].shape, **op.attributes)}
+    return {0: _gathered_gradient(gs[0], *indices, shape=op.inputs[0].shape, **op.attributes)}
 
 
 @jax_op(title="Index", gradient=_gradient_of_picked)
@@ -47,7 +47,9 @@ def picked(input: Any, *indices: Any, dims: tuple[int, ...], aligned: bool = Fal
 
 
 @jax_op(title="IndexGrad")
-def _given_back(g: Any, *indices: Any, shape: tuple[int, ...], dims: tuple[int, ...], aligned: bool = False) -> Any:
+def _gathered_gradient(
+    g: Any, *indices: Any, shape: tuple[int, ...], dims: tuple[int, ...], aligned: bool = False
+) -> Any:
     g = widen(g)
     return _indexed_ref(jnp.zeros(shape, g.dtype), indices, dims, aligned).add(g)
 
@@ -108,7 +110,7 @@ def _scattered_gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> di
     wanted = [i for i in (0, 1) if forward.wants(i)]
     if a["reduce"] in ("prod", "mean", "amax", "amin"):
         read = [forward.read(t) for t in op.inputs[:2]]
-        return {i: _shared(g, *read, *indices, of_source=bool(i), **a) for i in wanted}
+        return {i: _source_gradient(g, *read, *indices, of_source=bool(i), **a) for i in wanted}
     found = {}
     if 0 in wanted:
         is_kept = a["reduce"] == "sum" and a["include_self"]
@@ -149,7 +151,7 @@ def _start(reduce: str, dtype: Any) -> Any:
 
 
 @jax_op(title="ScatterGrad")
-def _shared(
+def _source_gradient(
     g: Any,
     input: Any,
     source: Any,

@@ -22,12 +22,12 @@ def fps(src: popxl.Tensor, ptr: Sequence[int], ratio: float = 0.5, random_start:
     for start, stop in zip(ptr[:-1], ptr[1:], strict=True):
         count = math.ceil(ratio * (stop - start))
         seed = emission().seed() if random_start else None
-        found.append(_spread(src[start:stop], seed, count=count) + start)
+        found.append(_farthest_points(src[start:stop], seed, count=count) + start)
     return ops.concat(found, 0)
 
 
-@jax_op(title="FarthestPoints", gradient=None)
-def _spread(points: Any, seed: Any = None, *, count: int) -> Any:
+@jax_op(gradient=None)
+def _farthest_points(points: Any, seed: Any = None, *, count: int) -> Any:
     """Farthest point sampling: indices of points, each maximising the distance from earlier samples."""
     first = jnp.int32(0)
     if seed is not None:

@@ -89,11 +89,11 @@ def _picked_gradient(forward: Any, gs: tuple[popxl.Tensor | None, ...]) -> dict[
     (t,), (_, place) = forward.op.inputs, forward.op.outputs
     if gs[0] is None or not forward.wants(0):
         return {}
-    return {0: _put_back(gs[0], forward.read(place), axis=forward.op.attributes["axis"], size=t.shape)}
+    return {0: _index_gradient(gs[0], forward.read(place), axis=forward.op.attributes["axis"], size=t.shape)}
 
 
 @jax_op(title="PickGrad")
-def _put_back(g: Any, place: Any, *, axis: int, size: tuple[int, ...]) -> Any:
+def _index_gradient(g: Any, place: Any, *, axis: int, size: tuple[int, ...]) -> Any:
     g, place = (jnp.expand_dims(t, axis) for t in (g, place))
     return jnp.where(lax.broadcasted_iota(place.dtype, size, axis) == place, g, jnp.zeros((), g.dtype))
 

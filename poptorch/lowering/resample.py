@@ -102,16 +102,16 @@ def resampled(input: popxl.Tensor, axes: Sequence[Axis]) -> popxl.Tensor:
     return _resample(input, axes=tuple(axes))
 
 
-def _read(input: Any, *, axes: tuple[Axis, ...]) -> Any:
+def _samples(input: Any, *, axes: tuple[Axis, ...]) -> Any:
     if input.dtype == jnp.uint8:
-        return _read_bytes(input, axes)
+        return _byte_samples(input, axes)
     out = widen(input)
     for i, axis in enumerate(axes, input.ndim - len(axes)):
         out = _resample_axis(out, i, axis, axis.taps())
     return out.astype(input.dtype)
 
 
-def _read_bytes(input: Any, axes: tuple[Axis, ...]) -> Any:
+def _byte_samples(input: Any, axes: tuple[Axis, ...]) -> Any:
     """Resample uint8 images as PyTorch does: factors of at most 15 bits, last axis first, rounding after each axis."""
     out = input
     for i, axis in reversed(list(enumerate(axes, input.ndim - len(axes)))):
@@ -144,7 +144,7 @@ def _resample_axis(t: Any, i: int, axis: Axis, taps: Taps) -> Any:
 
 
 _resample_grad = jax_op(title="ResampleGrad")(_read_backward)
-_resample = jax_op(title="Resample", gradient={"input": lambda g, axes: _resample_grad(g, axes=axes)})(_read)
+_resample = jax_op(title="Resample", gradient={"input": lambda g, axes: _resample_grad(g, axes=axes)})(_samples)
 
 
 def _resizes(name: str, mode: str, axes: int, antialias: bool = False) -> None:

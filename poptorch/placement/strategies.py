@@ -98,7 +98,7 @@ class Phase:
         Raises:
             AssertionError: if there is none.
         """
-        return _at(self.stages, idx, "Phase.stage")
+        return _item_at(self.stages, idx, "Phase.stage")
 
     def ipus(self, *ipus: int) -> Phase:
         """Assign stages to units, in order; returns the phase itself.
@@ -116,7 +116,7 @@ class Phase:
         return f"Phase({', '.join(map(repr, self.stages))})"
 
 
-def _at(items: Sequence[_Item], index: int, what: str) -> _Item:
+def _item_at(items: Sequence[_Item], index: int, what: str) -> _Item:
     """Stage or phase by checked index; `what` names the caller in errors."""
     if not isinstance(index, int) or not -len(items) <= index < len(items):
         raise AssertionError(f"{what}: the index is {index!r}; expected a number from 0 to {len(items) - 1}.")
@@ -329,7 +329,7 @@ class _IPhasedExecution(_IExecutionStrategy):
         Raises:
             AssertionError: if there is none.
         """
-        return _at(self.phases, phase, f"{type(self).__name__}.phase")
+        return _item_at(self.phases, phase, f"{type(self).__name__}.phase")
 
     def useSeparateBackwardPhase(self, use: bool = True) -> _IPhasedExecution:
         """Begin the backward pass in a separate phase, rather than in the last forward phase.

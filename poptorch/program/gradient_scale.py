@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 import popxl
 from poptorch.program.formulas import Array, Number
-from poptorch.program.rules import in_parts, op_kind
+from poptorch.program.rules import op_kind, real_parts
 from popxl.op import Colocated, Overwrites
 
 
 def _summary(name: str, each: Callable[[Array], Array], combine: Callable[[list[Array]], Array]) -> popxl.OpKind:
     """Declare an op that reduces any number of tensors to one number."""
-    return op_kind(name, lambda *ts: combine([each(in_parts(t)) for t in ts]))
+    return op_kind(name, lambda *ts: combine([each(real_parts(t)) for t in ts]))
 
 
 sum_of_squares = _summary("SumOfSquares", lambda t: jnp.sum(t * t), sum)
@@ -26,20 +26,20 @@ largest_magnitude = _summary(
 )
 
 
-def _for_true_units(loss_scale: Number = 1.0, squares: Array | None = None, limit: Number = math.inf) -> Array:
+def _unscaling_factor(loss_scale: Number = 1.0, squares: Array | None = None, limit: Number = math.inf) -> Array:
     """Gradient scale factor: undo loss scaling, and clip global norms greater than `limit`."""
     if squares is None:
         return 1 / loss_scale
     return jnp.minimum(1, limit / (jnp.sqrt(squares) / loss_scale + 1e-6)) / loss_scale  # as in torch's clip_grad_norm_
 
 
-gradient_scale = op_kind("GradientScale", _for_true_units)
+gradient_scale = op_kind("GradientScale", _unscaling_factor)
 
 _TOO_LARGE = 65504 / 8  # an eighth of float16's range
 _LOSS_SCALES = 2.0**-15, 2.0**15
 
 
-def _adjusted(factor: Array, largest: Array, loss_scaling: Number = 1.0) -> tuple[Array]:
+def _next_factor(factor: Array, largest: Array, loss_scaling: Number = 1.0) -> tuple[Array]:
     """Double the loss scale while gradients stay well within float16's range; halve it on overflow or NaN."""
     scale = factor * loss_scaling
     scale = jnp.clip(jnp.where(largest <= _TOO_LARGE, scale * 2, scale / 2), *_LOSS_SCALES)
@@ -47,5 +47,8 @@ def _adjusted(factor: Array, largest: Array, loss_scaling: Number = 1.0) -> tupl
 
 
 adjust_loss_scale = op_kind(
-    "LossScaleUpdate", _adjusted, shape=lambda *operands: (), traits=[Overwrites("factor", aliased=False), Colocated()]
+    "LossScaleUpdate",
+    _next_factor,
+    shape=lambda *operands: (),
+    traits=[Overwrites("factor", aliased=False), Colocated()],
 )

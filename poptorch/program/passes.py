@@ -174,7 +174,9 @@ class Passes:
         is_each = phases is not None and phases.liveness is Liveness.OffChipAfterEachPhase
         transfers = Transfers(
             fetched={t: self._fetch(made, weight) for t, weight in self._weights.items()},
-            together=lambda op, t: self._read_in(None if phases is None else phases.of.get(op), self._weights) or (t,),
+            together=lambda op, t: (
+                self._weights_of(None if phases is None else phases.of.get(op), self._weights) or (t,)
+            ),
             period=phases.of.get if phases is not None and is_each else _no_period,
             made=dict.fromkeys(leaving, ops.offload),
         )
@@ -206,7 +208,7 @@ class Passes:
                 fetched[t] = _reload(made, of_model)
         last = {weights[t]: self._readers.get(t, [-1])[-1] for t in weights}
 
-        def together(op: Op, t: popxl.Tensor) -> Iterable[popxl.Tensor]:
+        def phase_weights(op: Op, t: popxl.Tensor) -> Iterable[popxl.Tensor]:
             """Weights of the tensor's phase; a weight read in several phases belongs to the last."""
             has_phase = last.get(t, -1) >= 0
             return [each for each in last if last[each] == last[t]] if has_phase else [t]
@@ -220,7 +222,7 @@ class Passes:
             return take
 
         leaves = {t: accumulate(t) for t in accumulated}
-        _, of = copy_graph(graph, Transfers(fetched, together, made=leaves), copy)
+        _, of = copy_graph(graph, Transfers(fetched, phase_weights, made=leaves), copy)
         made.needs.update((of[t], read.get(t, START)) for t in graph.inputs if t not in fetched)
         self._backward = made
         graph.ir.remove_graph(graph)
@@ -240,7 +242,7 @@ class Passes:
 
         return fetch
 
-    def _read_in(self, phase: int | None, weights: Iterable[popxl.Tensor]) -> list[popxl.Tensor]:
+    def _weights_of(self, phase: int | None, weights: Iterable[popxl.Tensor]) -> list[popxl.Tensor]:
         """Weights that a phase reads."""
         return [t for t in weights if phase in self._readers.get(t, ())]
 

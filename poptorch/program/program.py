@@ -172,7 +172,7 @@ class Program:
                     tensors[VALUES] = ops.collectives.assert_replicated(tensors[VALUES])
         if RANDOM in self._model.inputs:
             seeds = popxl.create_seeds(seed, replicas=self._replicas)
-            own = self._each_its_own
+            own = self._single_replicas
             self.random = tensors[RANDOM] = popxl.variable(seeds, popxl.uint32, "random", replica_grouping=own)
         if self._batching.micro_batches > 1:
             tensors[TURN] = ops.init((1,), popxl.int32, "turn", "zero")
@@ -183,7 +183,7 @@ class Program:
         return tensors
 
     @property
-    def _each_its_own(self) -> popxl.ReplicaGrouping | None:
+    def _single_replicas(self) -> popxl.ReplicaGrouping | None:
         """Replica grouping for per-replica values."""
         return self.ir.replica_grouping(group_size=1) if self._replicas > 1 else None
 
@@ -210,14 +210,14 @@ class Program:
         """Variables initialised from parameters and buffers, limited to used or overwritten tensors. Returns the main
         graph's tensors for them.
         """
-        each_its_own, location = self._each_its_own, self._options.TensorLocations.weight_location
+        single_replicas, location = self._single_replicas, self._options.TensorLocations.weight_location
         leaves = self._phases is not None and self._phases.leave
         for name, data in host.items():
             if name in self._model.inputs or name in self.written:
                 grouping = self._groupings.get(name)
                 if name in self.written:
-                    if each_its_own is not None:
-                        grouping, data = each_its_own, np.broadcast_to(data, (self._replicas, *data.shape))
+                    if single_replicas is not None:
+                        grouping, data = single_replicas, np.broadcast_to(data, (self._replicas, *data.shape))
                     v = popxl.variable(data, name=name, replica_grouping=grouping)
                     self._weights[name] = Stored(v.spec, v, v)
                 else:

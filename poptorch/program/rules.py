@@ -122,23 +122,23 @@ def _in_float32(formula: Callable[..., tuple[Array | None, ...]], changed: tuple
 
     def lowering(*operands: Any, **named: Any) -> tuple[Array, ...]:
         given = signature.bind(*operands, **named).arguments
-        wide = {name: in_parts(x) if hasattr(x, "astype") else x for name, x in given.items()}
+        wide = {name: real_parts(x) if hasattr(x, "astype") else x for name, x in given.items()}
         gradient = wide["g"] * wide.pop("scale", 1.0)
         wide["g"] = -gradient if wide.pop("maximize", False) else gradient
         found = formula(**wide)
         kept = ((given.get(name), x) for name, x in zip(changed, found, strict=False))
-        return tuple(_of_parts(x) if jnp.iscomplexobj(old) else x for old, x in kept if old is not None)
+        return tuple(_complex_of_parts(x) if jnp.iscomplexobj(old) else x for old, x in kept if old is not None)
 
     lowering.__signature__ = signature  # type: ignore[attr-defined]
     return lowering
 
 
-def in_parts(x: Array) -> Array:
+def real_parts(x: Array) -> Array:
     """An array in float32. Complex numbers become pairs, since optimisers treat real and imaginary parts separately."""
     return jnp.stack([x.real, x.imag], -1) if jnp.iscomplexobj(x) else x.astype(jnp.float32)
 
 
-def _of_parts(x: Array) -> Array:
+def _complex_of_parts(x: Array) -> Array:
     return lax.complex(x[..., 0], x[..., 1])
 
 

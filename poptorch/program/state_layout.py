@@ -140,7 +140,7 @@ class StateLayout:
             unknown |= own.keys() - {"step", *(kept.torch_name for kept in self._rule.kept)}
         if unknown:
             logger.warning("Ignoring optimizer state that the program does not have: %s", ", ".join(sorted(unknown)))
-        return found | self._counted(steps)
+        return found | self._shared_counters(steps)
 
     def counted(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Convert step counts of a program state to this program's counters, which may be shared differently.
@@ -154,9 +154,9 @@ class StateLayout:
             if own is not None and any(f"{kept.name}___{name}" in state for kept in self._rule.kept):
                 steps.setdefault(count, {})[name] = float(own)
         others = {name: t for name, t in state.items() if not name.startswith(f"{STEP}___")}
-        return others | self._counted(steps)
+        return others | self._shared_counters(steps)
 
-    def _counted(self, steps: Mapping[str, Mapping[str, float]]) -> dict[str, torch.Tensor]:
+    def _shared_counters(self, steps: Mapping[str, Mapping[str, float]]) -> dict[str, torch.Tensor]:
         """Shared step counters, from the steps of each parameter."""
         for made in steps.values():
             if not self.counts_alike(made):

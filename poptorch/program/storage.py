@@ -122,7 +122,7 @@ class Storage:
         """
         shape = value.shape[1:] if grouping is not None and grouping.num_groups > 1 else value.shape
         spec = popxl.TensorSpec(shape, popxl.dtype.as_dtype(value))
-        group = self._pieces(spec, grouping, location)
+        group = self._shard_group(spec, grouping, location)
         off_chip = is_off_chip(location, prod(shape), leaves)
         if not off_chip and group is None:
             v = popxl.variable(value, name=name, replica_grouping=grouping)
@@ -139,12 +139,12 @@ class Storage:
         self, spec: popxl.TensorSpec, grouping: popxl.ReplicaGrouping | None, location: TensorLocationSettings
     ) -> Stored:
         """Create a gradient accumulator, off chip or in the current graph."""
-        group = self._pieces(spec, grouping, location)
+        group = self._shard_group(spec, grouping, location)
         if not is_off_chip(location, prod(spec.shape)):
             return Stored(spec, group=group)
         return Stored(spec, None, None, *self._slot(spec, group), group)
 
-    def _pieces(
+    def _shard_group(
         self, spec: popxl.TensorSpec, grouping: popxl.ReplicaGrouping | None, location: TensorLocationSettings
     ) -> popxl.ReplicaGrouping | None:
         """Replica group that shards a tensor; `None` for whole tensors."""

@@ -269,7 +269,7 @@ class Update:
             readers = reading_ipus(popxl.gcg())
             for name in names:
                 gradient = gradients[name]
-                with _beside(parameters.get(name, gradient), readers):
+                with _at_reader(parameters.get(name, gradient), readers):
                     self._step(name, parameters.get(name), gradient, scale, read, state, places[name])
             half = [name for name in names if places[name].spec.dtype == popxl.float16]
             if self._automatic and (half or largest is not None):
@@ -335,7 +335,7 @@ def _on_device(name: str, value: np.ndarray, grouping: popxl.ReplicaGrouping | N
     return Stored(v.spec, v, v)
 
 
-def _beside(t: popxl.Tensor, readers: Readers) -> AbstractContextManager[Any]:
+def _at_reader(t: popxl.Tensor, readers: Readers) -> AbstractContextManager[Any]:
     """Place ops on the first IPU that reads a tensor; otherwise on its own IPU, if known."""
     ipu = next(iter(readers.get(t, ())), t.location[0])
     return nullcontext() if ipu is None else popxl.ipu(ipu)

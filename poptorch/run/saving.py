@@ -6,7 +6,7 @@ options, the optimiser's hyperparameters, the random state. Its blobs are:
     tensors     the numbers of parameters and buffers, and of constants, as safetensors
     session     the program with the values of its variables, as `popxl.Session.save` writes it
 
-Formats 2 and 3, of earlier versions, are ZIP archives of the same parts.
+Files are read by the version that wrote them. Those of versions before 0.2 are ZIP archives.
 
 All of it is read as data: no Python object is unpickled and nothing is imported, so `poptorch.load` returns a plain
 module. Arguments and results may be named tuples, dataclasses and subclasses of dictionaries; they become objects of
@@ -18,11 +18,9 @@ machine code, which runs when the model is called. Load files only from sources 
 from __future__ import annotations
 
 import inspect
-import io
 import os
 import secrets
 import tempfile
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -50,13 +48,13 @@ from poptorch.run.program_io import ProgramIO, Result
 from poptorch.run.serialization import OptimizerData, from_data, options_from_data, options_to_data, to_data
 from poptorch.run.trainer import Trainer
 from popxl.errors import PopxlError
-from popxl.extend.files import ARCHIVE_ERRORS, digest, is_packed, pack, parsed, replace_file, unpack
+from popxl.extend.files import pack, replace_file, unpack
 
 KIND = "poptorch model"
 FORMAT = 4
-ZIPPED = 3
 
 _TENSORS, _SESSION = "tensors", "session"
+_ZIP = b"PK\x03\x04"
 
 
 class _FileModel(BaseModel):
@@ -95,7 +93,7 @@ class _Call(_FileModel):
 
 
 class _ProgramIOData(_FileModel):
-    """Serialized `Ends`: stream and variable ids."""
+    """Serialized `ProgramIO`: stream and variable ids."""
 
     inputs: dict[int, str]
     outputs: list[str]
@@ -109,7 +107,7 @@ class _ProgramIOData(_FileModel):
 
     @classmethod
     def serialize(cls, ends: ProgramIO) -> _ProgramIOData:
-        """Convert a program's `Ends` to ids."""
+        """Convert a program's streams and variables to ids."""
         return cls(
             inputs={i: stream.tensor_id for i, stream in ends.inputs.items()},
             outputs=[stream.tensor_id for stream in ends.outputs],
@@ -324,11 +322,13 @@ def read_model(filename: str | os.PathLike[str]) -> Saved:
     name = os.fspath(filename)
     try:
         content = Path(filename).read_bytes()
-        data, blobs = unpack(KIND, content) if is_packed(content) else _unzipped(content)
+        if content.startswith(_ZIP):
+            raise ValueError("it is of a version before 0.2, if it is a model; compile and save it with this version")
+        data, blobs = unpack(KIND, content)
         stamp = _Stamp.model_validate(data)
-    except ARCHIVE_ERRORS as problem:
+    except (OSError, ValueError) as problem:
         raise createPoptorchError(f"{name} holds no model that can be read: {problem}") from problem
-    ours = (FORMAT if is_packed(content) else ZIPPED, popxl.__version__)
+    ours = FORMAT, popxl.__version__
     assert (stamp.format, stamp.poptorch) == ours, (
         f"{name} was written by version {stamp.poptorch} of poptorch, format {stamp.format}, and this is {ours[1]}, "
         f"format {ours[0]}. Compile and save the model with this version."
@@ -338,20 +338,6 @@ def read_model(filename: str | os.PathLike[str]) -> Saved:
         return Saved(name, about, safetensors.torch.load(blobs[_TENSORS]), blobs[_SESSION])
     except (*_WRONG, safetensors.SafetensorError) as problem:
         raise createPoptorchError(f"{name} holds no model that can be read: {problem}") from problem
-
-
-def _unzipped(content: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Read JSON and blobs from a ZIP archive. Format 2 without carried numbers is equivalent to format 3."""
-    names = ("about.json", "tensors.safetensors", "session")
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        about, tensors, session = (archive.read(name) for name in names)
-        seal = archive.read("digest")
-    if seal != digest(*(digest(part).encode() for part in (about, tensors, session))).encode():
-        raise ValueError("it is damaged: its digest differs")
-    data = parsed(about)
-    if data["format"] == 2 and not data["ends"]["counted"]:
-        data["format"], data["ends"]["counted"] = ZIPPED, []
-    return data, {_TENSORS: tensors, _SESSION: session}
 
 
 _WRONG = (ValueError, KeyError, TypeError, AttributeError, AssertionError, RuntimeError)

@@ -31,7 +31,6 @@ _log = Logger("session")
 
 KIND = "popxl session"
 _IR = "ir"
-_ARRAYS = "arrays/"  # in earlier formats, the numbers of the Ir were separate
 _EXECUTABLE = "executable/"
 
 
@@ -89,7 +88,7 @@ def load_session(
         about = About.model_validate(header)
         contents = [parts[f"{_EXECUTABLE}{number}"] for number in range(len(about.executables))]
         ir = Ir()
-        reading.restore(ir, parts[_IR], lambda name: parts[_ARRAYS + name], _IR, traces=False)
+        reading.restore(ir, parts[_IR], parts.__getitem__, _IR, traces=False)
     except (OSError, KeyError, ValueError) as problem:
         told = f"{problem} is missing" if isinstance(problem, KeyError) else str(problem)
         raise UnreadableFileError(

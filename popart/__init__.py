@@ -76,7 +76,7 @@ poplar_application_runtime_error = ApplicationRuntimeError
 
 
 def versionString() -> str:
-    """The version of popxl, in place of popart's.
+    """Version string of popxl, in place of popart's.
 
     Example:
         >>> print(f"Running on popart {popart.versionString()}")
@@ -88,7 +88,7 @@ def versionString() -> str:
 
 
 def getLogger(name: str = "all") -> Logger:
-    """Logger of one module, or of all modules, with levels and messages.
+    """Logger of one module, or of all, with PopART's levels and format.
 
     Args:
         name: the module: `"session"` and `"devicex"` are ours; `"all"` stands for every one.
@@ -122,7 +122,7 @@ def initializePoplarDebugInfo(fileName: str | os.PathLike[str], format: str = "j
 
 
 def closePoplarDebugInfo() -> None:
-    """Write the file that `initializePoplarDebugInfo` has begun; nothing, if there is none.
+    """Write the debug file begun by `initializePoplarDebugInfo`, if any.
 
     Example:
         >>> popart.closePoplarDebugInfo()
@@ -145,11 +145,11 @@ class DeviceManager:
     """
 
     def createCpuDevice(self) -> DeviceInfo:
-        """The CPU, as a single device; not attached."""
+        """Single CPU device; unattached."""
         return cpu_device()
 
     def createIpuModelDevice(self, options: Mapping[str, object] | None = None) -> DeviceInfo:
-        """The CPU in the place of IPUs; not attached.
+        """CPU device representing IPUs; unattached.
 
         Args:
             options: `numIPUs` is the number of IPUs, 1 by default. Other properties of an IPU have no effect here.
@@ -157,7 +157,7 @@ class DeviceManager:
         return model_device(int(str((options or {}).get("numIPUs", 1))))
 
     def createOfflineIPUDevice(self, options: Mapping[str, object] | None = None) -> DeviceInfo:
-        """An offline target: sessions compile for it, and cannot run.
+        """Offline target: sessions compile, without running.
 
         Args:
             options: `target` says which, as `popxl.Target` does: "tpu v5e:2x2"; by default, the environment variable
@@ -181,7 +181,7 @@ class DeviceManager:
         return offline_device(target, count)
 
     def acquireAvailableDevice(self, numIpus: int = 1) -> DeviceInfo:
-        """The best accelerators that JAX sees, else the CPU; attached.
+        """Best accelerators visible to JAX, else the CPU; attached.
 
         Args:
             numIpus: number of IPUs. If there are fewer, one of them represents all.
@@ -191,19 +191,18 @@ class DeviceManager:
         return device
 
     def enumerateDevices(self) -> list[DeviceInfo]:
-        """Each of the best accelerators that JAX sees, else of the CPU's devices, by itself; not attached."""
+        """Best accelerators visible to JAX, else CPU devices, one by one; unattached."""
         return all_devices()
 
 
 # Values of session options ------------------------------------------------------------------------------------------
 #
-# Values for `options._Popart.set` in PyTorch programs. Their options decide speed and memory on IPUs, and have no
-# effect
-# here.
+# Values for `options._Popart.set` in PyTorch programs. Their options decide speed and memory on IPUs; here only
+# `RecomputationType` has an effect.
 
 
 class AccumulateOuterFragmentSchedule(IntEnum):
-    """When what follows accumulated gradients is scheduled."""
+    """Schedule of the ops after gradient accumulation."""
 
     Scheduler = 0
     Serial = 1
@@ -212,7 +211,7 @@ class AccumulateOuterFragmentSchedule(IntEnum):
 
 
 class BatchSerializationBatchSchedule(IntEnum):
-    """How the parts of a serialised batch are scheduled."""
+    """Schedule of a serialised batch's parts."""
 
     Scheduler = 0
     Isomorphic = 1
@@ -229,7 +228,7 @@ class BatchSerializationTransformContext(IntEnum):
 
 
 class RecomputationType(IntEnum):
-    """Which activations are computed again for the backward pass."""
+    """Kind of recomputation: activations that the backward pass recomputes."""
 
     NoRecompute = 0
     Standard = 1
@@ -239,14 +238,14 @@ class RecomputationType(IntEnum):
 
 
 class SubgraphCopyingStrategy(IntEnum):
-    """When the inputs and outputs of called graphs are copied."""
+    """Time of the copies of inputs and outputs of called graphs."""
 
     OnEnterAndExit = 0
     JustInTime = 1
 
 
 class SyntheticDataMode(IntEnum):
-    """Kind of data that the device generates. Only `poptorch.Options.enableSyntheticData` has an effect."""
+    """Kind of data generated on the device. Only `poptorch.Options.enableSyntheticData` has an effect."""
 
     Off = 0
     Zeros = 1
@@ -255,7 +254,7 @@ class SyntheticDataMode(IntEnum):
 
 
 class VirtualGraphMode(IntEnum):
-    """How ops are assigned to IPUs."""
+    """Assignment of ops to IPUs."""
 
     Off = 0
     Manual = 1

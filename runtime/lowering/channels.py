@@ -27,6 +27,7 @@ from popxl.ops.kernels.words import fold_in
 from popxl.ops.remote import remote_store_kind
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
+from runtime.fake_dependency import computed_after
 from runtime.lowering.collective_order import after_token, first_token, next_token
 
 Position = int | Array
@@ -67,6 +68,8 @@ class Channels:
         self.running = running
         self._exchanged: list[Array] = []  # by the collectives that the token does not know yet
         self._computed: Array | None = None  # last
+        self._fetched: dict[RemoteBuffer, list[Array]] = {}  # one right after the other
+        self._fetched_after: Array | None = None
         self._slots_before = self._slots()  # when one was last fetched, or all began
         self._computed_before = self._computed
 
@@ -135,6 +138,19 @@ class Channels:
         if self._has_stored() and self._computed is not self._computed_before:
             self._pass_barrier(())
         self._computed_before = self._computed
+
+    def record_fetched(self, buffer: RemoteBuffer, slot: Array) -> None:
+        """Record a slot of a remote buffer that was fetched to the device."""
+        if self._computed is not self._fetched_after:
+            self._fetched, self._fetched_after = {}, self._computed
+        self._fetched.setdefault(buffer, []).append(slot)
+
+    def after_fetches(self, buffer: RemoteBuffer, value: Array) -> Array:
+        """Make a value for a remote buffer depend on the slots that were last fetched from there together.
+
+        In a loop, XLA for GPUs postpones a fetch of several beyond a store, and copies the whole buffer for it.
+        """
+        return computed_after(value, self._fetched.pop(buffer, ()))
 
     def _has_stored(self) -> bool:
         """Whether any slot was stored since the last barrier."""

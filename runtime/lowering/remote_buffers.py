@@ -76,6 +76,8 @@ def _store(lowering: Lowering, op: Op, environment: Environment, context: Contex
         return
     if channels.running is not None:  # a branch that is not taken stores the old content
         value = jnp.where(channels.running, value, _from_host(lowering, slots, offset))
+    if context.in_loop:
+        value = channels.after_fetches(buffer, value)
     channels.set_slots(buffer, _to_host(lowering, slots, value, offset))
 
 
@@ -85,6 +87,7 @@ def _slot(lowering: Lowering, op: Op, environment: Environment, context: Context
     if is_on_host(channels.slots(buffer)):
         channels.order_fetch()
         slot = _from_host(lowering, channels.slots(buffer), offset)
+        channels.record_fetched(buffer, slot)
     else:
         slot = lax.dynamic_index_in_dim(channels.slots(buffer), offset, keepdims=False)
     if slot.shape != buffer.tensor_shape:  # padded to whole blocks

@@ -323,7 +323,7 @@ def test_liveness_of_parallel_phases() -> None:
 
 
 def test_layers_off_chip_are_turns_of_loops() -> None:
-    """Equal layers, whose weights and activations come turn by turn, in both passes."""
+    """Equal layers, whose weights, state and activations come turn by turn, in both passes and in the updates."""
     torch.manual_seed(2)
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
     found = []
@@ -332,14 +332,17 @@ def test_layers_off_chip_are_turns_of_loops() -> None:
         options = poptorch.Options()
         options._Popart.set("calledGraphs", "rolled").set("remoteBuffers", "host")
         options.TensorLocations.setWeightLocation(location).setActivationLocation(location)
+        options.TensorLocations.setOptimizerLocation(location)
         loss = Loss(model)
-        run = poptorch.trainingModel(loss, options, torch.optim.SGD(loss.parameters(), lr=0.1))
+        run = poptorch.trainingModel(loss, options, torch.optim.SGD(loss.parameters(), lr=0.1, momentum=0.9))
         x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
         found.append([run(x) for _ in range(2)])
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
     report = str(poptorch.sessionOf(run).report)
     turns = [line.split()[-2] for line in report.splitlines() if line.startswith("  model.layers") and "ops" in line]
     assert len(turns) == 2 and min(map(int, turns)) >= 3, report
+    weights = len([*layer.parameters()])
+    assert poptorch.sessionOf(run).report.loops[1].ops > 7 * weights  # room, load and store of two, and the update
 
 
 def test_a_location_wins_over_liveness() -> None:

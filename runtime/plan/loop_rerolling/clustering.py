@@ -9,6 +9,10 @@ occupies memory. But a scalar without counterparts in other iterations, such as 
 out of its iteration. An op without counterparts would only separate iterations. If no iteration needs its result, it
 comes after all ops that are ready.
 
+Slots of remote buffers are like variables: an update of one may move up to its gradient. So a load from a slot that is
+used before the next call comes right before its user. A load ahead of another call stays there: its copy is to overlap
+with that call.
+
 A value that is computed from variables for a single iteration, such as a weight in another dtype, comes right before
 its user, although programs compute it for all iterations at first. If that takes one pass over the variable, it is
 computed before each call that needs it, as long as the variable is unchanged: recomputing it moves fewer bytes than
@@ -27,6 +31,7 @@ from heapq import heappop, heappush
 from popxl.core.dependencies import external_resources
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
+from popxl.remote_buffer import RemoteBuffer
 from runtime.lowering.batched_loops import is_batchable
 from runtime.plan.loop_rerolling.op_signatures import OpSignatures
 from runtime.plan.loop_rerolling.patterns import FEWEST
@@ -45,9 +50,10 @@ def cluster_iterations(
     """
     count = Counter(map(signatures.signature, ops))
     is_rare = {op: count[signatures.signature(op)] < FEWEST for op in ops}
-    needs = _needs(ops, signatures)
+    slots = _slots(ops, signatures)
+    needs = _needs(ops, slots, signatures)
     updates = _updates(ops, needs, is_rare, signatures) if batches_updates else frozenset()
-    late = _late(ops, needs, is_rare, signatures) | {op for op in updates if not op.modified}
+    late = _late(ops, needs, is_rare, slots, signatures) | {op for op in updates if not op.modified}
     others = [op for op in ops if op not in late]
     through: dict[Op, set[Op]] = {}  # direct and indirect dependencies of an op, including those through late ops
     for op in ops:
@@ -117,13 +123,23 @@ def _operand(op: Op, signatures: OpSignatures) -> Tensor | None:
 
 
 def _late(
-    ops: Sequence[Op], needs: Mapping[Op, Iterable[Op]], is_rare: Mapping[Op, bool], signatures: OpSignatures
+    ops: Sequence[Op],
+    needs: Mapping[Op, AbstractSet[Op]],
+    is_rare: Mapping[Op, bool],
+    slots: Mapping[Op, Slot],
+    signatures: OpSignatures,
 ) -> AbstractSet[Op]:
     """Ops on variables only that a single iteration needs, without another op of equal signature. (For constants,
-    iterations would need a table.)"""
+    iterations would need a table.) And loads from `slots` that are used before the next call, with their room."""
     followers = _followers(ops, needs)
     made_early: set[Tensor] = set()
     late: set[Op] = set()
+    used: set[Op] = set()  # by ops before the next call
+    for op in reversed(ops):
+        used = set() if op.called_graphs else used
+        if op in used and op in slots and op.outputs and not op.modified and not is_rare[op]:
+            late |= {op, *(n for n in needs[op] if not n.inputs and followers[n] == [op])}
+        used |= needs[op]
     for op in ops:
         is_pure = not (op.modified or op.called_graphs or op.kind.exchange or op.kind.effect)
         roots = {root for t in op.inputs for root in signatures.roots(t)}
@@ -131,7 +147,7 @@ def _late(
         is_of_one = len({signatures.signature(each) for each in followers[op]}) == len(followers[op]) > 0
         if is_pure and begins and is_of_one and not is_rare[op]:
             late.add(op)
-        else:
+        elif op not in late:
             made_early.update(op.outputs)
     return late
 
@@ -190,14 +206,33 @@ def _in_order(
     return ordered
 
 
-def _needs(ops: Sequence[Op], signatures: OpSignatures) -> dict[Op, set[Op]]:
-    """Op dependencies: last writers of inputs, readers of modified storages, and users of shared resources."""
+Slot = tuple[RemoteBuffer, int]
+
+
+def _slots(ops: Sequence[Op], signatures: OpSignatures) -> dict[Op, Slot]:
+    """Slots of remote buffers that ops load from or store to, where all numbers of a buffer's slots are constants."""
+    overwritten = {root for op in ops for i in op.modified for root in signatures.roots(op.inputs[i])}
+    found: dict[Op, Slot] = {}
+    others: set[object] = set()  # buffers with computed numbers, or used by called graphs
+    for op in ops:
+        number = signatures.storage(op.inputs[1]) if op.kind.exchange == "buffer" else None
+        if isinstance(number, Constant) and number not in overwritten:
+            found[op] = (op.attributes["buffer"], int(number.data.item()))
+        else:
+            others.update(external_resources(op))
+    return {op: slot for op, slot in found.items() if others.isdisjoint(external_resources(op))}
+
+
+def _needs(ops: Sequence[Op], slots: Mapping[Op, Slot], signatures: OpSignatures) -> dict[Op, set[Op]]:
+    """Op dependencies: last writers of inputs and slots, readers of modified ones, and users of shared resources."""
     needs: dict[Op, set[Op]] = {}
     changed: dict[object, Op] = {}
-    readers: defaultdict[Tensor, set[Op]] = defaultdict(set)
+    readers: defaultdict[object, set[Op]] = defaultdict(set)
     for op in ops:
+        touched: list[tuple[object, bool]]
         touched = [(root, i in op.modified) for i, t in enumerate(op.inputs) for root in signatures.roots(t)]
-        things = [*external_resources(op)]
+        touched += [(slots[op], not op.outputs)] if op in slots else []  # a load has a result
+        things = [] if op in slots else [*external_resources(op)]
         needs[op] = {changed[thing] for thing in (*things, *(root for root, _ in touched)) if thing in changed}
         for root, writes in touched:
             needs[op] |= readers[root] if writes else set()

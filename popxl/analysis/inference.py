@@ -171,6 +171,7 @@ class _GraphInference:
         self.program, self.graph, self.findings = program, graph, program.findings
         self.storages: dict[Tensor, tuple[Tensor, ...]] = {}  # of aliases
         self.content = _Contents(program, zip(held, given, strict=True))
+        self.type_of = self.content.__getitem__
         self.changes: dict[Tensor, tuple[Op, ReplicaType]] = {}
         self.made: dict[Tensor, ReplicaType] = {}  # types of tensors when they are made, unless still their contents'
         for op in program.report.index[graph].ops:
@@ -191,53 +192,50 @@ class _GraphInference:
 
     def write(self, t: Tensor, type_: ReplicaType, change: tuple[Op, ReplicaType] | None) -> None:
         """Note what an op has written to a tensor, and by what it has changed it."""
-        base = t.origin
+        content, made, base = self.content, self.made, t.origin
         if change is not None:
             before = self.changes.get(base, change)
             self.changes[base] = change if before[1] == change[1] else (change[0], join(before[1], change[1]))
-        if (stored := self.storages.get(t, (t,))) == (base,):
-            self.set_content(base, type_)
-        else:
-            for s in stored:
-                self.set_content(s, join(self.content[s], type_))
-
-    def set_content(self, t: Tensor, type_: ReplicaType) -> None:
-        """Note the type of what a tensor holds from now on."""
-        now = self.content[t]
-        if type_ != now:
-            self.made.setdefault(t, now)
-            self.content[t] = type_
+        stored = self.storages.get(t, (t,))
+        for s in stored:
+            now = content[s]
+            made.setdefault(s, now)
+            content[s] = type_ if s is base and len(stored) == 1 else join(now, type_)
 
     def visit(self, op: Op) -> None:
         kind, content = op.kind, self.content
-        if kind.view is not None or kind.aliased:
+        if kind.view is not None:
             add_alias(op, self.storages)
-            if kind.view is not None:
-                self.made |= zip(op.outputs, content.of(op.outputs), strict=True)
-                return
-        types = content.of(op.inputs)
-        if kind.graphs:
+            self.made |= zip(op.outputs, content.of(op.outputs), strict=True)
+            return
+        types = tuple(map(self.type_of, op.inputs))
+        if not kind.is_carried_out_by_others:
+            made = self.local_result(op, types)
+        elif kind.graphs:
             content |= zip(op.outputs, self.call(op, types), strict=False)
             return
-        if kind.exchange:
+        elif kind.exchange:
             made = self.exchange(op)
-        elif kind.between_replicas:
-            made = self.collective_result(op, types)
         else:
-            made = self.local_result(op, types)
-        if op.modified:
-            self.change(op, types, made)
+            made = self.collective_result(op, types) if kind.between_replicas else self.local_result(op, types)
+        if kind.overwrites is not None:
+            self.overwrite(op, types, made)
+            return
         for t in op.outputs:
-            if kind.aliased and t is op.outputs[0]:
-                self.made[t] = content[t]
-            else:
-                content[t] = made
+            content[t] = made
 
-    def change(self, op: Op, types: tuple[ReplicaType, ...], made: ReplicaType) -> None:
-        """Note what an op writes to its operands, and by what it changes them."""
+    def overwrite(self, op: Op, types: tuple[ReplicaType, ...], made: ReplicaType) -> None:
+        """Note what an op writes to its operands, by what it changes them, and what it returns."""
+        if op.kind.aliased:
+            add_alias(op, self.storages)
         change = op, _join_of_others(types, op.modified) or self.program.given
         for i in op.modified:
             self.write(op.inputs[i], made, change)
+        for t in op.outputs:
+            if op.kind.aliased and t is op.outputs[0]:
+                self.made[t] = self.content[t]
+            else:
+                self.content[t] = made
 
     def local_result(self, op: Op, types: tuple[ReplicaType, ...]) -> ReplicaType:
         """Result type of an op without communication, for types of its operands."""
@@ -254,9 +252,8 @@ class _GraphInference:
         if not propagated_axes(found) or kind.is_carried_out_by_others:
             return found
         made, flaws = op_effect(op, types, found)
-        if not op.modified:
-            for i, flaw in flaws:
-                self.findings.nonlinear_use(op, i, [t[i] for t in types], flaw)
+        for i, flaw in flaws if not op.modified else ():
+            self.findings.nonlinear_use(op, i, [t[i] for t in types], flaw)
         return made
 
     def asserted_type(self, op: Op, before: ReplicaType) -> ReplicaType:

@@ -59,13 +59,19 @@ def index_ops(main: Graph) -> dict[Graph, GraphOps]:
         if graph in found:
             continue
         found[graph] = index = GraphOps(graph.ops)
-        if any(op.kind.stands_for is not None for op in graph.ops):
-            index.ops = [part for op in graph.ops for part in op.parts]
         called: dict[Graph, None] = {}
-        for op in index.ops:
-            if op.kind.graphs:
+        for op in graph.ops:
+            kind = op.kind
+            if not kind.traits:
+                continue
+            if kind.graphs:
                 called |= dict.fromkeys(op.called_graphs)
-            elif op.kind.traits:
+            elif kind.stands_for is None:
                 index.add(op)
+            else:
+                if index.ops is graph.ops:
+                    index.ops = [part for each in graph.ops for part in each.parts]
+                for part in op.parts:
+                    index.add(part)
         waiting += reversed(called)
     return found

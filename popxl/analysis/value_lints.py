@@ -239,7 +239,7 @@ def _readers(t: Tensor) -> Iterator[Op]:
 
 def transposed_weights(mesh: Mesh, report: Report) -> Iterator[Finding]:
     """Square weights whose gradient belongs to the product with their transpose, or the reverse."""
-    for graph in report.graphs:
+    for graph in (each for each in report.graphs if not each.id):  # the main graph, which has the variables
         uses: dict[Tensor, dict[tuple[Tensor, bool], Op]] = {}
         for op in report.index[graph].products:
             weight, is_transposed = _transposed(op.inputs[1])

@@ -62,7 +62,7 @@ class RendezvousServer:
             def handle(self) -> None:
                 with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a broken line
                     if not secrets.compare_digest(self.rfile.readline(len(greeting)), greeting):
-                        return  # to a stranger
+                        return  # not an instance of this program
                     for text in self.rfile:
                         message = json.loads(text)
                         rendezvous._arrive(

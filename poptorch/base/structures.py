@@ -116,8 +116,11 @@ _OF_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 class _Composite(Structure):
     """Container of values with `_children` as their structures."""
 
-    _type: type
     _children: Sequence[Structure]
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.name = name
+        self._type = type(value)
 
     @abstractmethod
     def _child_values(self, value: Any) -> Iterable[Any]:
@@ -147,8 +150,7 @@ class _Sequence(_Composite):
     """A tuple or list, including named tuples and other subclasses."""
 
     def __init__(self, name: str, value: Sequence[Any], known: KnownObjects) -> None:
-        self.name = name
-        self._type = type(value)
+        super().__init__(name, value)
         # A named tuple takes its fields one by one.
         self._make: Callable[[list[Any]], Any] = getattr(value, "_make", None) or type(value)
         self._children = _item_structures(name, value, known)
@@ -164,8 +166,7 @@ class _Mapping(_Composite):
     """A dictionary or subclass, including those with items as attributes. Keys keep the order of the original."""
 
     def __init__(self, name: str, value: dict[Any, Any], known: KnownObjects) -> None:
-        self.name = name
-        self._type = type(value)
+        super().__init__(name, value)
         self._items = {key: structure_of(item, f"{name}[{key!r}]", known) for key, item in value.items()}
         attributes = getattr(value, "__dict__", {})
         self._is_own_dict = attributes is value  # as in recipes that say `self.__dict__ = self`
@@ -214,8 +215,7 @@ class _Fields(_Composite):
     """A dataclass. Fields are set individually, even if frozen; rebuilding skips `__init__`."""
 
     def __init__(self, name: str, value: Any, known: KnownObjects) -> None:
-        self.name = name
-        self._type = type(value)
+        super().__init__(name, value)
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         self._items = {field: structure_of(getattr(value, field), f"{name}.{field}", known) for field in names}
         self._children = list(self._items.values())
@@ -241,8 +241,7 @@ class _Node(_Composite):
     """A `torch.utils._pytree` node."""
 
     def __init__(self, name: str, value: Any, known: KnownObjects) -> None:
-        self.name = name
-        self._type = type(value)
+        super().__init__(name, value)
         self._definition = pytree.SUPPORTED_NODES[self._type]
         inside, context = self._definition.flatten_fn(value)
         self._children = _item_structures(name, inside, known)
@@ -262,13 +261,13 @@ class _Node(_Composite):
 
 
 class _Object(_Composite):
-    """An object of a Python class, defined by its attributes. Rebuilding skips `__init__`; self-references become
-    references to the rebuilt object.
+    """An object of a Python class, defined by its attributes.
+
+    Rebuilding skips `__init__`; self-references become references to the rebuilt object.
     """
 
     def __init__(self, name: str, value: Any, known: KnownObjects) -> None:
-        self.name = name
-        self._type = type(value)
+        super().__init__(name, value)
         enclosing = SelfReference(name, self)
         inside = KnownObjects({**known, id(value): enclosing}, known.carries, known.looked_at)
         inside |= {id(ref): WeakSelfReference(name, enclosing) for ref in weakref.getweakrefs(value)}
@@ -307,8 +306,7 @@ class _Bound(_Composite):
     """A partial function or method: its function and bound values."""
 
     def __init__(self, name: str, value: Any, known: KnownObjects) -> None:
-        self.name = name
-        self._type = type(value)
+        super().__init__(name, value)
         self._attributes, self._make = _BOUND[self._type]
         parts = zip(self._attributes, self._child_values(value), strict=True)
         self._children = [structure_of(part, f"{name}.{key}", known) for key, part in parts]
@@ -334,8 +332,7 @@ class _Custom(_Composite):
     """An object of a registered type. Stored with its tensors: its parser rebuilds objects from this original."""
 
     def __init__(self, name: str, value: Any, parser: ICustomArgParser, known: KnownObjects) -> None:
-        self.name = name
-        self._type = type(value)
+        super().__init__(name, value)
         self._value = value
         self._parser = parser
         own = {key: each for key, each in attributes(value).items() if not issubclass(type(each), torch.Tensor)}

@@ -54,10 +54,10 @@ def outlined(nodes: Sequence[Node], wanted: Iterable[Value]) -> list[Node]:
         nodes: all ops, in order.
         wanted: values that are used outside of them.
     """
-    by_form: defaultdict[Hashable, list[_Run]] = defaultdict(list)
+    by_key: defaultdict[Hashable, list[_Run]] = defaultdict(list)
     for run in _runs(nodes):
-        by_form[structural_key(nodes[run.start : run.stop])].append(run)
-    repeated = [runs for runs in by_form.values() if len(runs) > 1]
+        by_key[structural_key(nodes[run.start : run.stop])].append(run)
+    repeated = [runs for runs in by_key.values() if len(runs) > 1]
     taken: set[int] = set()
     chosen: list[list[_Run]] = []
     for runs in sorted(repeated, key=lambda runs: -len(runs[0])):
@@ -103,7 +103,7 @@ def structural_key(nodes: Sequence[Node], known: dict[int, Hashable] | None = No
         known: labels of values from outside, by identity. Labels of results are added.
     """
     known = {} if known is None else known
-    form = []
+    key = []
     depth = len(_regions_around(nodes)) if nodes else 0
     numbers: dict[int, int] = {}
     for number, node in enumerate(nodes):
@@ -111,10 +111,10 @@ def structural_key(nodes: Sequence[Node], known: dict[int, Hashable] | None = No
         given = tuple(_leaf(leaf, known) for leaf in leaves)
         results = tuple((r.shape, r.dtype) for r in node.results)
         known |= {id(r): (number, i) for i, r in enumerate(node.results)}
-        said = (node.stops, node.has_effect, node.site, node.is_kept)
+        flags = (node.stops, node.has_effect, node.site, node.is_kept)
         regions = tuple(numbers.setdefault(region, len(numbers)) for region in node.regions[depth:])
-        form.append((node.op, node.overload, str(structure), given, results, said, regions))
-    return tuple(form)
+        key.append((node.op, node.overload, str(structure), given, results, flags, regions))
+    return tuple(key)
 
 
 def _regions_around(nodes: Sequence[Node]) -> tuple[int, ...]:
@@ -137,8 +137,8 @@ def _leaf(leaf: Any, known: dict[int, Hashable]) -> Hashable:
         return repr(leaf)
     if isinstance(leaf, Trace):
         inside: dict[int, Hashable] = {id(v): (i, v.shape, v.dtype) for i, v in enumerate(leaf.inputs)}
-        form = structural_key(leaf.nodes, inside)
-        return (tuple(_leaf(v, known) for v in leaf.outer), form, tuple(inside[id(v)] for v in leaf.outputs))
+        key = structural_key(leaf.nodes, inside)
+        return (tuple(_leaf(v, known) for v in leaf.outer), key, tuple(inside[id(v)] for v in leaf.outputs))
     try:
         return (type(leaf), hash(leaf), exact_key(leaf))
     except TypeError:
@@ -208,6 +208,14 @@ def call(nodes: Sequence[Node], trace: Trace, returned: Sequence[tuple[int, int]
     results = [nodes[i].results[k] for i, k in returned]
     has_effect = any(node.has_effect for node in nodes)
     return replace(
-        nodes[0], op=CALL, overload="", arguments=arguments, results=results, has_effect=has_effect, stops=frozenset(),
-        scope="", regions=_regions_around(nodes), is_kept=False,
-    )  # fmt: skip
+        nodes[0],
+        op=CALL,
+        overload="",
+        arguments=arguments,
+        results=results,
+        has_effect=has_effect,
+        stops=frozenset(),
+        scope="",
+        regions=_regions_around(nodes),
+        is_kept=False,
+    )

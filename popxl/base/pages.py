@@ -17,10 +17,10 @@ from pathlib import Path
 from popxl.base.atomic_files import replace_file
 
 LONGEST = 12
-"""A table that is cut has so many rows; the record that it shows has all."""
+"""Most rows of a table on a page; the record that the page shows has all."""
 
 MOST_LINES = 400
-"""A listing shows so many lines."""
+"""Most lines of a listing on a page."""
 
 
 class Picture(str):
@@ -90,7 +90,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Facts:
-    """What one wants to know first: some values with their names. Text leaves it out, as it stands further below."""
+    """The most important values, with their names. Text pages omit them: tables below have these, too."""
 
     values: Sequence[tuple[str, str]]
 
@@ -102,8 +102,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class Listing:
-    """A long text behind a fold, open if `is_open`. Text pages omit it. Beyond `MOST_LINES` lines the middle is
-    omitted; the source object keeps everything."""
+    """A long text behind a fold, open if `is_open`. Text pages omit it.
+
+    Beyond `MOST_LINES` lines the middle is omitted; the source object keeps everything.
+    """
 
     title: str
     text: str
@@ -257,7 +259,7 @@ def count_text(count: float) -> str:
 
 
 def flops_text(count: float) -> str:
-    """A number of floating point operations, in three digits or so.
+    """Format a number of floating point operations with about three digits.
 
     Example:
         >>> flops_text(46_900), flops_text(12), flops_text(0)

@@ -29,9 +29,6 @@ class AdamOptimizerStep(Module):
         ['first_order', 'second_order', 'step']
     """
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-
     # No deferred annotations in this file: `TensorByRef` is read from them.
     @popxl.in_sequence()
     def build(
@@ -95,7 +92,7 @@ class AdamOptimizerStep(Module):
             if bias_correction
             else None
         )
-        grad = _in_true_units(grad, loss_scaling, global_norm, global_norm_max)
+        grad = _unscaled_gradient(grad, loss_scaling, global_norm, global_norm_max)
         ops.var_updates.accumulate_moving_average_(first_order, grad, beta1)
         ops.var_updates.accumulate_moving_average_square_(second_order, grad, beta2)
         update = ops.var_updates.adam_updater(
@@ -117,7 +114,7 @@ class AdamOptimizerStep(Module):
         )
 
 
-def _in_true_units(
+def _unscaled_gradient(
     grad: popxl.Tensor,
     loss_scaling: float | popxl.Tensor,
     global_norm: popxl.Tensor | None,

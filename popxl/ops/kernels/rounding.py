@@ -13,7 +13,7 @@ from popxl.ops.kernels.words import words
 _BITS = {jnp.dtype(jnp.bfloat16): 16, jnp.dtype(jnp.float16): 13}
 """Bits of float32's mantissa that a dtype does not have."""
 
-_SUBNORMAL = 2.0**-14
+_SMALLEST_NORMAL = 2.0**-14
 """The smallest normal number of float16, whose subnormals are multiples of 2⁻²⁴. bfloat16 has float32's exponents."""
 
 
@@ -39,5 +39,5 @@ def round_stochastically(x: Any, dtype: Any, seed: Any) -> Any:
         lower = jnp.floor(scaled)
         goes_up = (drawn >> 8).astype(jnp.float32) * np.float32(2**-24) < scaled - lower
         subnormal = jnp.copysign((lower + goes_up) * np.float32(2**-24), x)
-        rounded = jnp.where(jnp.abs(x) < _SUBNORMAL, subnormal, rounded)
+        rounded = jnp.where(jnp.abs(x) < _SMALLEST_NORMAL, subnormal, rounded)
     return jnp.where(jnp.isfinite(x), rounded, x).astype(dtype)

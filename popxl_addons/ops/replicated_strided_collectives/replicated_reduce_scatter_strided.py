@@ -30,8 +30,8 @@ def replicated_reduce_scatter_strided(
 ) -> popxl.Tensor:
     """Reduce `t` over each replica group; each member receives one chunk.
 
-    The result is flattened and cut into as many equal chunks as there are members, in the order of the replicas; what
-    lacks at the end is 0. Autodiff raises when a gradient reaches this op.
+    The result is flattened and cut into as many equal chunks as there are members, in the order of the replicas,
+    with zeros at the end where it has too few elements. Autodiff raises when a gradient reaches this op.
 
     Args:
         t: tensor of any shape.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,13 +106,19 @@ class Attributes:
             and (type(after) is Counter or type(after) in COUNTED and after != before)
         }
 
-    def changed_number(self) -> str | None:
-        """Description of a changed numeric setting: its name, new value and old value; `None` if all are unchanged."""
+    def changed_number(self, known: Collection[str] = ()) -> str | None:
+        """Description of a changed numeric setting: its name, new value and old value; `None` if all are unchanged.
+
+        Args:
+            known: names of numbers that may change, such as ``model.layer.calls``.
+        """
         for path, now, then in self._numbers:
-            if not then.items() <= now.items():
-                name = next(name for name, value in then.items() if name not in now or now[name] != value)
-                after = now.get(name, "nothing")
-                return f"`{path}{'.' * bool(path)}{name}` is {after!r}, and was {then[name]!r}"
+            if then.items() <= now.items():
+                continue
+            for name, value in then.items():
+                text = f"{path}.{name}".removeprefix(".")
+                if (name not in now or now[name] != value) and f"model.{text}" not in known:
+                    return f"`{text}` is {now.get(name, 'nothing')!r}, and was {value!r}"
         return None
 
 

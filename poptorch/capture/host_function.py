@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,10 @@ class HostFunction:
 
     Attributes:
         problems: errors of this run, of this function or of another one with the same list.
+        changes: the user's names of what it changes on the host, such as a counter of its module.
     """
+
+    changes: Collection[str] = ()  # of saved models of earlier versions, too
 
     def __init__(self, name: str, function: Callable[..., Any], given: Structure) -> None:
         self._name, self._function, self._given = name, function, given

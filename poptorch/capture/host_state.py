@@ -12,7 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count, product
 from operator import is_
@@ -108,6 +108,7 @@ class HostState:
 
     Attributes:
         places: objects that hold other objects.
+        apart: the user's names of what `left_apart` has found.
 
     Example:
         >>> module = torch.nn.Module()
@@ -125,6 +126,7 @@ class HostState:
     ) -> None:
         self.places: list[HolderSnapshot] = []
         self._around = around
+        self.apart: set[str] = set()
         self._known: set[int] = set()
         self._codes: dict[CodeType, None] = {}
         self._globals: dict[int, dict[str, Any]] = {}
@@ -160,6 +162,13 @@ class HostState:
             for place in self.places:
                 place.restore()
 
+    @contextmanager
+    def left_apart(self) -> Iterator[None]:
+        """Leave out of `changes` what a block changes: it is code that the host executes in each run."""
+        before = [replace(place, before=place.read()) for place in self.places]
+        yield
+        self.apart |= {text for place in before for text, _, _ in place.changed()}
+
     def changes(self, is_of_run: Callable[[Any], bool]) -> Iterator[tuple[str, str]]:
         """Changes that may be intended for later runs: display name, and source line of the change.
 
@@ -172,7 +181,8 @@ class HostState:
             for text, before, now in place.changed():
                 counts = is_instance(now, NUMBERS) and before is _ABSENT and not place.is_namespace
                 differs = is_instance(now, _PLAIN) and is_instance(before, _PLAIN) and before != now
-                if now is GROWS or counts or differs or any(map(is_of_run, pytree.tree_leaves(now))):
+                is_kept = now is GROWS or counts or differs or any(map(is_of_run, pytree.tree_leaves(now)))
+                if is_kept and text not in self.apart:
                     yield text, self.line_of(text, is_rebound=place.is_namespace and now is not GROWS)
 
     def line_of(self, text: str, is_rebound: bool = False) -> str:

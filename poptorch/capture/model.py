@@ -178,7 +178,7 @@ def _capture(
         stack.callback(inputs.clear)
         if module is not None:
             stack.enter_context(attributes.restored())
-        on_host = stack.enter_context(HostState(module, function).restored())
+        on_host = tracer.host_state = stack.enter_context(HostState(module, function).restored())
         if module is not None:
             stack.enter_context(with_tensors(module, fakes))
             stack.enter_context(averaging())
@@ -201,7 +201,7 @@ def _capture(
             _count(module, tape)
         with _located_errors(recorder):
             result = forward(list(inputs))
-        changed = attributes.counting()
+        changed = {name: was for name, was in attributes.counting().items() if f"model.{name}" not in on_host.apart}
         returned = flatten(result)
         leaves = [recorder.value_of(t) for t in returned]
         ends = [recorder.value_of(t) for t in inputs]

@@ -21,6 +21,7 @@ from poptorch.capture.decompositions import sequential_update
 from poptorch.capture.devices import HOST, IPU
 from poptorch.capture.graph_breaks import GraphBreaks
 from poptorch.capture.host_draws import HostDraws
+from poptorch.capture.host_state import HostState
 from poptorch.capture.indexing import index_by_masks, is_mixed, masks_to_indices
 from poptorch.capture.interception import FunctionInterceptor, OpInterceptor
 from poptorch.capture.losses import retry_loss
@@ -74,6 +75,7 @@ class Tracer:
     Attributes:
         recorder: recorder of the ops.
         hooks: descriptions of hooks on gradients.
+        host_state: state of the host before `forward`; `None` outside of `capture`.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Tracer:
         self.has_counters = has_counters
         self.recorder = Recorder(ambient, excludes, module)
         self.hooks: list[str] = []
+        self.host_state: HostState | None = None
         self._keeps_whole = keeps_whole
         self._has_whole = False
         self.differentiates = not keeps_whole

@@ -10,6 +10,7 @@ import torch
 
 from poptorch.base.structures import structure_of
 from poptorch.capture.host_function import HostFunction
+from poptorch.capture.host_state import HostState
 from poptorch.capture.torch_private import without_modes
 from poptorch.capture.tracer import current
 from poptorch.errors import createPoptorchError
@@ -124,8 +125,10 @@ class CPU:
         given = structure_of((input, kwargs), self._name)
         tensors = given.tensors((input, kwargs))
         function = HostFunction(self._name, self._function, given)
-        with without_modes(), torch._C.DisableTorchFunction(), torch.no_grad():  # not a part of the program
-            example = function.result([torch.zeros(t.shape, dtype=t.dtype) for t in tensors])
+        on_host = HostState(None, None) if tracer.host_state is None else tracer.host_state
+        with on_host.left_apart(), without_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            example = function.result([torch.zeros(t.shape, dtype=t.dtype) for t in tensors])  # not of the program
+        function.changes = frozenset(on_host.apart)
         structure = structure_of(example, self._name)
         found = list(structure.leaves())
         if not found or any(0 in leaf.shape for leaf in found) and not any(0 in t.shape for t in tensors):

@@ -53,7 +53,7 @@ class ChangeWarnings:
                 "trainingModel" if self._training else "inferenceModel",
                 here,
             )
-        if "numbers" not in self._warned and (changed := attributes.changed_number()) is not None:
+        if "numbers" not in self._warned and (changed := attributes.changed_number(compiled.changed_on_host)):
             self._warn_once(
                 "numbers",
                 "An attribute of the module has changed since it was wrapped: %s. Numbers of Python are a part of the "

@@ -93,6 +93,7 @@ class Compiled:
         self._frozen = list(frozen)
         self._problems: list[Exception] = []
         functions = list(host_functions)
+        self.changed_on_host = {name for function in functions for name in function.changes}
         for function in functions:
             function.problems = self._problems
         self._run = self._run_exclusive if checks or functions else session.run

@@ -13,7 +13,7 @@ A model for training is split in another way: see `poptorch.run.trained_graph_br
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
@@ -73,6 +73,8 @@ class BrokenGraph:
 
     host_numbers: Mapping[str, Number] = MappingProxyType({})
     """The numbers of the module that it carries: none."""
+    changed_on_host: Collection[str] = ()
+    """What functions of the host are known to change: nothing."""
     _holds_buffers = True
     """Whether the host has the buffers that the model overwrites, from one call to the next."""
 

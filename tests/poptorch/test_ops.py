@@ -243,6 +243,31 @@ def test_cpu_of_a_module(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.text
 
 
+def test_numbers_that_functions_on_the_host_change(caplog: pytest.LogCaptureFixture) -> None:
+    """They are the host's own: no warning says that they have no effect, and each call changes them once."""
+    seen = []
+
+    class Counting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.steps = 0, 0
+            self.layer = poptorch.CPU(self.on_host, "Counting")
+
+        def on_host(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            seen.append(type(self.calls))
+            return x * self.calls
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.steps += 1
+            return self.layer(x) + self.steps
+
+    module = Counting()
+    model = poptorch.inferenceModel(module)
+    assert [model(torch.tensor([2.0])).item() for _ in range(3)] == [3.0, 6.0, 9.0]
+    assert module.calls == 3 and set(seen) == {int} and not caplog.text
+
+
 # Custom ops -----------------------------------------------------------------------------------------------------------
 
 

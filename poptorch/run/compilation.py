@@ -114,20 +114,20 @@ def compiled_model(
         places[:] = layouts_of(tensors, signature, batching)
         return capture(signature, tensors, ())
 
-    signature, way = _hiding(
+    signature, path = _hiding(
         partial(Signature, model.forward, args, kwargs, carries_numbers=carries_numbers), capture_first
     )
     if not has_fewer_rows:
         signature.tell_of_dicts()
-    _check_apart(model, way.captured, () if update is None else update.names)
-    if way.cuts:
+    _check_apart(model, path.captured, () if update is None else update.names)
+    if path.cuts:
         again = partial(capture, signature), partial(_capturing, model.attributes)
-        of_parts = *again, way, signature, batching, options, read, seed
+        of_parts = *again, path, signature, batching, options, read, seed
         return BrokenGraph(*of_parts) if update is None else TrainedBrokenGraph(*of_parts, update=update, count=count)
     return compile_captured(
         ir,
-        way.captured,
-        way.answer,
+        path.captured,
+        path.answer,
         signature,
         batching,
         options,
@@ -153,9 +153,9 @@ def _hiding(
         signature_of: function that returns a signature, from the names of inspected values; `None` for all.
         capture: captures it.
     """
-    signature, way, known = _hidden(signature_of, capture)
+    signature, path, known = _hidden(signature_of, capture)
     shown = signature_of(None)
-    return (signature, way) if way is not None else (shown, known or capture(shown))
+    return (signature, path) if path is not None else (shown, known or capture(shown))
 
 
 def _hidden(
@@ -167,9 +167,9 @@ def _hidden(
     for _ in range(_MOST_LOOKS):
         signature = signature_of(looked_at)
         if not signature.carries:
-            return signature, (way := capture(signature)), way
+            return signature, (path := capture(signature)), path
         try:
-            way = capture(signature)
+            path = capture(signature)
         except HiddenValueAccess as look:
             looked_at |= {look.name, *({look.numbers} & has_numbers)}  # two usually mean more
             has_numbers |= {look.numbers} - {""}
@@ -179,8 +179,8 @@ def _hidden(
         else:
             known = capture(signature_of(None))
             # Paths may inspect different values, and checks of a `type` go unnoticed.
-            is_same = not known.cuts and known.captured.trace.is_like(way.captured.trace)
-            return signature, way if is_same else None, known
+            is_same = not known.cuts and known.captured.trace.is_like(path.captured.trace)
+            return signature, path if is_same else None, known
     return signature, None, None
 
 
@@ -215,10 +215,10 @@ def carries(
         counts = list(compiled.host_numbers)
         return ExecutionPath(*captured_model(*of_model, told=model.told, counts=counts), cuts=())
 
-    signature, way, _ = _hidden(signature_of, capture)
-    if way is None or not signature.fits(*first):
+    signature, path, _ = _hidden(signature_of, capture)
+    if path is None or not signature.fits(*first):
         return False
-    compiled.signature, compiled.structure = signature, way.answer
+    compiled.signature, compiled.structure = signature, path.answer
     return True
 
 

@@ -99,7 +99,7 @@ class Compiled:
         self._run = self._run_exclusive if checks or functions else session.run
         self._feeder = Feeder(batching)
         self._numbers: dict[popxl.HostToDeviceStream, np.ndarray] = {}
-        self._turn = threading.Lock()
+        self._run_lock = threading.Lock()
         self._inputs = [
             (i, stream, leaf.dtype is device_dtype(leaf.dtype), self._shape_of_rows(leaf.shape))
             for i, stream in ends.inputs.items()
@@ -154,11 +154,11 @@ class Compiled:
         try:
             fetched = self._zeros(self._run(feeds)) if self._is_synthetic else self._run(feeds)
             results: list[torch.Tensor] = []
-            for output, is_in_turns, shape in self._outputs:
+            for output, has_leading, shape in self._outputs:
                 array = fetched[output]
                 if not results:
                     ready = perf_counter()
-                if is_in_turns:
+                if has_leading:
                     array = array.swapaxes(0, 1)
                 results.append(from_numpy(array.reshape(shape)))
         except DeviceError as problem:
@@ -186,16 +186,16 @@ class Compiled:
     def _fed(self, t: torch.Tensor, name: str) -> np.ndarray:
         """Convert a tensor to the program's input layout, with each replica's rows contiguous."""
         (array,) = self._feeder.arrays([t], [name])
-        return array.swapaxes(0, 1) if self._both else array
+        return array.swapaxes(0, 1) if self._has_both_dims else array
 
     @property
-    def _both(self) -> bool:
+    def _has_both_dims(self) -> bool:
         """Whether arrays have both a micro-batch and a replica dimension."""
         return self.batching.micro_batches > 1 and self.batching.groups.replicas > 1
 
     def _shape_of_rows(self, shape: Sequence[int]) -> tuple[int, ...] | None:
         """The program's input shape for a tensor; `None` if a reshape alone is insufficient."""
-        if self.batching.groups.size > 1 or self._both:
+        if self.batching.groups.size > 1 or self._has_both_dims:
             return None
         return self.batching.deal(np.empty(shape, np.bool)).shape
 
@@ -260,7 +260,7 @@ class Compiled:
         self, feeds: Mapping[popxl.HostToDeviceStream, Any]
     ) -> Mapping[popxl.DeviceToHostStream, np.ndarray]:
         """Run exclusively, collecting errors as well as outputs: the run finishes before another thread's begins."""
-        with self._turn, self.session.debugging() if self._checks else nullcontext():
+        with self._run_lock, self.session.debugging() if self._checks else nullcontext():
             try:
                 fetched = self.session.run(feeds)
                 found = {stream: fetched[stream] for stream, *_ in self._outputs}
@@ -394,8 +394,9 @@ class Compiled:
         return self._fetched(self._lasting) | counted
 
     def write_lasting(self, values: Mapping[tuple[str, str], np.ndarray]) -> None:
-        """Overwrite state carried between runs, ignoring entries missing from the program. A single replica's value is
-        broadcast to all others, except random state: each replica draws its own.
+        """Overwrite state carried between runs; entries that the program lacks are ignored.
+
+        A single replica's value is broadcast to all others, except random state: each replica draws its own.
         """
         own = {}
         for key, v in self._lasting.items():

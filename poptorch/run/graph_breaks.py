@@ -60,7 +60,7 @@ class BrokenGraph:
     Args:
         capture: function that captures the model again: for these tensors, and results of the first breaks.
         capturing: context in which captures are possible.
-        way: path of the first capture.
+        path: execution path of the first capture.
         signature: signature of the arguments.
         batching: distribution of the rows; there is one micro-batch.
         options: the options.
@@ -82,7 +82,7 @@ class BrokenGraph:
         self,
         capture: Callable[[Sequence[torch.Tensor], Sequence[Any]], ExecutionPath],
         capturing: Callable[[], AbstractContextManager[Any]],
-        way: ExecutionPath,
+        path: ExecutionPath,
         signature: Signature,
         batching: Batching,
         options: Options,
@@ -90,7 +90,7 @@ class BrokenGraph:
         seed: int,
     ) -> None:
         self.signature, self.seed = signature, seed
-        self.read = dict(way.captured.read)
+        self.read = dict(path.captured.read)
         self.anchored: dict[str, torch.Tensor] = {}
         self.times = Times()
         self._capture, self._capturing, self._host = capture, capturing, host
@@ -101,11 +101,11 @@ class BrokenGraph:
         self._is_attached = False
         self._has_told = False
         self._held: dict[str, torch.Tensor] = {}
-        if way.captured.written and self._holds_buffers:
-            arrays, buffers = host(), [name for name, value in way.captured.state.items() if value.of_buffer]
+        if path.captured.written and self._holds_buffers:
+            arrays, buffers = host(), [name for name, value in path.captured.state.items() if value.of_buffer]
             self._held = {name: from_numpy(arrays[name].copy()) for name in buffers if name in arrays}
-        self._check(way)
-        self._grow(way)
+        self._check(path)
+        self._extend(path)
         for (
             part
         ) in self._root.descendants():  # the host has looked at the numbers of a call: most often the guess is right
@@ -113,31 +113,31 @@ class BrokenGraph:
 
     # Parts ----------------------------------------------------------------------------------------------------------
 
-    def _grow(self, way: ExecutionPath) -> bool:
+    def _extend(self, path: ExecutionPath) -> bool:
         """Extend the subgraph tree with an execution path. Return whether an existing program needs additional outputs.
 
         Each program is compiled when a run reaches it: host results further along the path are guesses so far.
         """
-        if self._holds_buffers and (others := way.captured.written.keys() - self._held.keys()):
+        if self._holds_buffers and (others := path.captured.written.keys() - self._held.keys()):
             raise createPoptorchError(
-                f"{way.cuts[0].source}: `forward` overwrites {', '.join(sorted(others))} after what the host has found "
-                "here now, and no buffer after what it found first. Have it overwrite a buffer in all cases."
+                f"{path.cuts[0].source}: `forward` overwrites {', '.join(sorted(others))} after what the host has "
+                "found here now, and no buffer after what it found first. Have it overwrite a buffer in all cases."
             )
         parts = [self._root]
-        for cut in way.cuts:
+        for cut in path.cuts:
             parts[-1].cut = parts[-1].cut or cut
             parts.append(parts[-1].after.setdefault(cut.key, Subgraph(used=self._runs)))
-        for part, ops in zip(parts, segment_ops(way), strict=True):
+        for part, ops in zip(parts, segment_ops(path), strict=True):
             if part.content is not None and part.ops != ops:
                 raise createPoptorchError(
-                    f"`forward` does something else than before, up to where the host looks ({way.cuts[0].source}), "
+                    f"`forward` does something else than before, up to where the host looks ({path.cuts[0].source}), "
                     "for the same shapes and numbers. Python that changes from call to call cannot be compiled."
                 )
             part.ops = ops
-        places = ValueIds(way, self._held)
-        for part, cut in zip(parts, way.cuts, strict=False):
+        places = ValueIds(path, self._held)
+        for part, cut in zip(parts, path.cuts, strict=False):
             part.asked = [places[value] for value in cut.given]
-        needed = self._needed(way, places, parts)
+        needed = self._needed(path, places, parts)
         changed = False
         for number, (part, content) in enumerate(zip(parts, needed, strict=True)):
             if part.content is not None and part.content.wanted == content.wanted:
@@ -146,10 +146,10 @@ class BrokenGraph:
             self._close(part)
             part.content, part.compiled = content, None
             if part is parts[-1]:
-                part.make = self._maker_of_end(way, places, content)
+                part.make = self._maker_of_end(path, places, content)
             else:
-                part.make = partial(self._compile, way, places, content, number + 1) if content.wanted else None
-        parts[-1].way = way
+                part.make = partial(self._compile, path, places, content, number + 1) if content.wanted else None
+        parts[-1].path = path
         self._forget_some()
         return changed
 
@@ -160,33 +160,33 @@ class BrokenGraph:
             part.make = None
         return part.compiled
 
-    def _needed(self, way: ExecutionPath, places: ValueIds, parts: Sequence[Subgraph]) -> list[Content]:
+    def _needed(self, path: ExecutionPath, places: ValueIds, parts: Sequence[Subgraph]) -> list[Content]:
         """Compute each subgraph's content."""
-        outputs = [*outputs_of(way), *way.captured.written.values()]
-        return self._handed_on(way, places, parts, {v for v in outputs if constant_of(v) is None})
+        outputs = [*outputs_of(path), *path.captured.written.values()]
+        return self._handed_on(path, places, parts, {v for v in outputs if constant_of(v) is None})
 
     @staticmethod
     def _handed_on(
-        way: ExecutionPath, places: ValueIds, parts: Sequence[Subgraph], needed: set[Value], with_effects: bool = True
+        path: ExecutionPath, places: ValueIds, parts: Sequence[Subgraph], needed: set[Value], with_effects: bool = True
     ) -> list[Content]:
         """Partition ops into subgraph contents, each computing only values not computed earlier.
 
         Each subgraph recomputes run-invariant values itself.
 
         Args:
-            way: the way.
+            path: the execution path.
             places: sources of its values.
             parts: subgraphs, from the first one on.
             needed: values that are needed after the last of them.
             with_effects: whether to keep unused ops that have effects.
         """
-        trace, (begins, ends) = way.captured.trace, segment_bounds(way)
+        trace, (begins, ends) = path.captured.trace, segment_bounds(path)
         ordered = {place: i for i, place in enumerate(places.value)}
         constants = {id(node) for node in trace.nodes if is_constant(node)}
         found: list[Content] = []
         for i in reversed(range(len(parts))):
-            if i < len(way.cuts):
-                needed |= set(way.cuts[i].given)
+            if i < len(path.cuts):
+                needed |= set(path.cuts[i].given)
             ops = [node for node in trace.nodes[: begins[i]] if id(node) in constants]
             ops += trace.nodes[begins[i] : ends[i]]
             here = {id(value) for node in ops for value in node.results}
@@ -204,13 +204,13 @@ class BrokenGraph:
             found.append(Content(nodes, [places[value] for value in given], ordered_wanted))
         return found[::-1]
 
-    def _compile(self, way: ExecutionPath, places: ValueIds, content: Content, number: int = 0) -> Compiled:
+    def _compile(self, path: ExecutionPath, places: ValueIds, content: Content, number: int = 0) -> Compiled:
         """Compile a subgraph. Its number offsets the seed: earlier programs draw different random numbers."""
         nodes = content.nodes
         values = [places.value[place] for place in content.given]
         wanted = [places.value[place] for place in content.wanted]
         used = {id(value) for node in nodes for value in node.inputs} | set(map(id, wanted))
-        own = {name: value for name, value in way.captured.state.items() if name not in self._held}
+        own = {name: value for name, value in path.captured.state.items() if name not in self._held}
         state = {name: value for name, value in own.items() if id(value) in used}
         tensors = [torch.empty(value.shape, dtype=value.dtype) for value in values]
         results = [torch.empty(value.shape, dtype=value.dtype) for value in wanted]
@@ -242,14 +242,14 @@ class BrokenGraph:
             compiled.attach(host)
         return compiled
 
-    def _maker_of_end(self, way: ExecutionPath, places: ValueIds, content: Content) -> Callable[[], Compiled] | None:
+    def _maker_of_end(self, path: ExecutionPath, places: ValueIds, content: Content) -> Callable[[], Compiled] | None:
         """Compilation function of a path's last subgraph."""
-        return partial(self._compile, way, places, content) if content.wanted else None
+        return partial(self._compile, path, places, content) if content.wanted else None
 
     def _forget_some(self) -> None:
         """Evict least recently used path ends beyond the limit in the options."""
         while True:
-            ends = [part for part in self._root.descendants() if part.way is not None]
+            ends = [part for part in self._root.descendants() if part.path is not None]
             if len(ends) <= self._options.kept_programs:
                 return
             oldest = min(ends, key=lambda part: part.used)
@@ -276,9 +276,9 @@ class BrokenGraph:
                 return before.cut.source
             end = before
 
-    def _check(self, way: ExecutionPath) -> None:
+    def _check(self, path: ExecutionPath) -> None:
         """Check that graph breaks are allowed for a model."""
-        where = way.cuts[0].source
+        where = path.cuts[0].source
         if self._options.anchored_tensors:
             raise createPoptorchError(
                 f"{where}: a model that is cut here, for the host to look, has no anchored tensors."
@@ -306,8 +306,8 @@ class BrokenGraph:
         part = self._root
         while True:
             part.used = self._runs
-            if part.way is not None:
-                return (self._end(part, part.way, known, tensors, objects),)
+            if part.path is not None:
+                return (self._end(part, part.path, known, tensors, objects),)
             known |= self._run_part(part, known)
             assert part.cut is not None
             made = part.cut.numbers([known[place] for place in part.asked])
@@ -316,8 +316,8 @@ class BrokenGraph:
             key = GraphBreak.key_of(made)
             if key not in part.after or part.after[key].content is None:  # it was tried, and could not be captured
                 with self._capturing():
-                    way = self._capture(tensors, answers)
-                    if self._grow(way):
+                    path = self._capture(tensors, answers)
+                    if self._extend(path):
                         return None
             part = part.after[key]
 
@@ -331,22 +331,22 @@ class BrokenGraph:
     def _end(
         self,
         part: Subgraph,
-        way: ExecutionPath,
+        path: ExecutionPath,
         known: dict[ValueId, torch.Tensor],
         tensors: Sequence[torch.Tensor],
         objects: Sequence[Any],
     ) -> Any:
         """Run the last subgraph. Return the result."""
-        return self._result(way, known | self._run_part(part, known), tensors, objects)
+        return self._result(path, known | self._run_part(part, known), tensors, objects)
 
     def _result(
         self,
-        way: ExecutionPath,
+        path: ExecutionPath,
         known: Mapping[ValueId, torch.Tensor],
         tensors: Sequence[torch.Tensor],
         objects: Sequence[Any],
     ) -> Any:
-        captured, places = way.captured, ValueIds(way, self._held)
+        captured, places = path.captured, ValueIds(path, self._held)
 
         def numbers(value: Value) -> torch.Tensor:
             constant = constant_of(value)
@@ -358,7 +358,7 @@ class BrokenGraph:
             self._held |= {name: numbers(value).detach().clone() for name, value in captured.written.items()}
             for i, content in rewritten:
                 overwrite(tensors[i], content)
-        return way.answer.rebuild(results, objects)
+        return path.answer.rebuild(results, objects)
 
     # Interface of `Compiled` ----------------------------------------------------------------------------------------
 
@@ -370,7 +370,7 @@ class BrokenGraph:
     def session(self) -> popxl.Session:
         """The session of the last program on the most recently used path."""
         newest = max(
-            self._root.descendants(), key=lambda part: (part.used, part.compiled is not None, part.way is not None)
+            self._root.descendants(), key=lambda part: (part.used, part.compiled is not None, part.path is not None)
         )
         if newest.compiled is None:
             raise createPoptorchError("The model has no program: the host does all that there is to do.")

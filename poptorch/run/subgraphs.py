@@ -62,7 +62,7 @@ class Subgraph:
         compiled: the program.
         cut: host operation after it, with its operands; `None` at the end.
         after: subgraphs that follow, by key.
-        way: path of the capture, at the end.
+        path: execution path that ends here, if one does.
         used: number of the run that last used it.
     """
 
@@ -73,7 +73,7 @@ class Subgraph:
     cut: GraphBreak | None = None
     asked: list[ValueId] = field(default_factory=list)
     after: dict[tuple[Any, ...], Subgraph] = field(default_factory=dict)
-    way: ExecutionPath | None = None
+    path: ExecutionPath | None = None
     used: int = 0
 
     def descendants(self) -> Iterator[Subgraph]:
@@ -89,17 +89,17 @@ class ValueIds:
     """Maps values of an execution path to stable identifiers.
 
     Args:
-        way: the way.
+        path: the execution path.
         held: buffers that are inputs of programs, instead of their state.
     """
 
-    def __init__(self, way: ExecutionPath, held: Container[str] = ()) -> None:
-        captured = way.captured
+    def __init__(self, path: ExecutionPath, held: Container[str] = ()) -> None:
+        captured = path.captured
         self.value: dict[ValueId, Value] = {("input", i): value for i, value in enumerate(captured.inputs)}
         self.value |= {("held", name): value for name, value in captured.state.items() if name in held}
         self.state = {("state", name): value for name, value in captured.state.items() if name not in held}
         self.value |= self.state
-        for i, cut in enumerate(way.cuts):
+        for i, cut in enumerate(path.cuts):
             self.value |= {("cut", i, j): value for j, value in enumerate(cut.made)}
         for i, node in enumerate(captured.trace.nodes):
             self.value |= {("op", i, j): value for j, value in enumerate(node.results)}
@@ -116,17 +116,17 @@ def is_constant(node: Node) -> bool:
     return node.made_of == frozenset() and not node.has_effect
 
 
-def segment_bounds(way: ExecutionPath) -> tuple[list[int], list[int]]:
+def segment_bounds(path: ExecutionPath) -> tuple[list[int], list[int]]:
     """Start and end op indices of each subgraph."""
-    inner = [cut.at for cut in way.cuts]
-    return [0, *inner], [*inner, len(way.captured.trace.nodes)]
+    inner = [cut.at for cut in path.cuts]
+    return [0, *inner], [*inner, len(path.captured.trace.nodes)]
 
 
-def segment_ops(way: ExecutionPath) -> list[list[str]]:
-    names = [node.op for node in way.captured.trace.nodes]
-    return [names[begin:end] for begin, end in zip(*segment_bounds(way), strict=True)]
+def segment_ops(path: ExecutionPath) -> list[list[str]]:
+    names = [node.op for node in path.captured.trace.nodes]
+    return [names[begin:end] for begin, end in zip(*segment_bounds(path), strict=True)]
 
 
-def outputs_of(way: ExecutionPath) -> list[Value]:
+def outputs_of(path: ExecutionPath) -> list[Value]:
     """Model outputs, and final values of overwritten arguments."""
-    return [*way.captured.trace.outputs, *way.captured.written_inputs.values()]
+    return [*path.captured.trace.outputs, *path.captured.written_inputs.values()]

@@ -39,7 +39,7 @@ class TrainedBrokenGraph(BrokenGraph):
     """A training model compiled as several subgraphs.
 
     Args:
-        of_parts: the arguments of `InParts`.
+        of_parts: arguments of `BrokenGraph`.
         update: the optimiser.
         count: number of its variable hyperparameters.
 
@@ -60,13 +60,13 @@ class TrainedBrokenGraph(BrokenGraph):
 
     # Parts ----------------------------------------------------------------------------------------------------------
 
-    def _needed(self, way: ExecutionPath, places: ValueIds, parts: Sequence[Subgraph]) -> list[Content]:
-        trace = way.captured.trace
-        before = Trace(nodes=trace.nodes[: way.cuts[-1].at])
-        looked_at = before.without_unused([value for cut in way.cuts for value in cut.given], with_effects=False)
+    def _needed(self, path: ExecutionPath, places: ValueIds, parts: Sequence[Subgraph]) -> list[Content]:
+        trace = path.captured.trace
+        before = Trace(nodes=trace.nodes[: path.cuts[-1].at])
+        looked_at = before.without_unused([value for cut in path.cuts for value in cut.given], with_effects=False)
         known = {id(node) for node in looked_at if not is_constant(node) and not any(map(_is_tracked, node.results))}
-        outputs = outputs_of(way)
-        wanted = [*outputs, *way.captured.written.values(), final_loss(trace)]
+        outputs = outputs_of(path)
+        wanted = [*outputs, *path.captured.written.values(), final_loss(trace)]
         nodes = Trace(nodes=[node for node in trace.nodes if id(node) not in known]).without_unused(wanted)
         made = {id(value) for node in nodes for value in node.results}
         inputs = dict.fromkeys([*(value for node in nodes for value in node.inputs), *wanted])
@@ -74,31 +74,31 @@ class TrainedBrokenGraph(BrokenGraph):
         twice = {id(node) for node in nodes} & {id(node) for node in looked_at}
         for node in nodes:
             if node.has_effect and id(node) in twice:
-                raise _cannot_be_done_twice(f"{node} does more than to compute", way)
+                raise _cannot_be_done_twice(f"{node} does more than to compute", path)
         step = Content(nodes, [places[value] for value in given], [places[value] for value in outputs])
-        return [*self._handed_on(way, places, parts[:-1], set(given), with_effects=False), step]
+        return [*self._handed_on(path, places, parts[:-1], set(given), with_effects=False), step]
 
-    def _compile(self, way: ExecutionPath, places: ValueIds, content: Content, number: int = 0) -> Compiled:
-        compiled = super()._compile(way, places, content, number)
+    def _compile(self, path: ExecutionPath, places: ValueIds, content: Content, number: int = 0) -> Compiled:
+        compiled = super()._compile(path, places, content, number)
         if compiled.ends.random is not None:
             for node in drawing(content.nodes):
                 if any(map(_is_tracked, node.results)):
                     compiled.close()
-                    raise _cannot_be_done_twice(f"{node} draws random numbers", way)
+                    raise _cannot_be_done_twice(f"{node} draws random numbers", path)
         return compiled
 
-    def _maker_of_end(self, way: ExecutionPath, places: ValueIds, content: Content) -> Callable[[], Compiled]:
-        return partial(self._made_step, way, places, content)
+    def _maker_of_end(self, path: ExecutionPath, places: ValueIds, content: Content) -> Callable[[], Compiled]:
+        return partial(self._made_step, path, places, content)
 
-    def _made_step(self, way: ExecutionPath, places: ValueIds, content: Content) -> Compiled:
-        captured = way.captured
+    def _made_step(self, path: ExecutionPath, places: ValueIds, content: Content) -> Compiled:
+        captured = path.captured
         inputs = [*captured.inputs, *(places.value[place] for place in content.given)]
         tensors = tuple(torch.empty(value.shape, dtype=value.dtype) for value in inputs)
         state = list(captured.state.values())
         compiled = compile_captured(
             popxl.Ir(replication=1),
             replace(captured, trace=Trace([*inputs, *state], content.nodes, captured.trace.outputs), inputs=inputs),
-            way.answer,
+            path.answer,
             Signature(lambda *given: None, tensors, {}),
             self._batching,
             self._options,
@@ -132,7 +132,7 @@ class TrainedBrokenGraph(BrokenGraph):
     def _end(
         self,
         part: Subgraph,
-        way: ExecutionPath,
+        path: ExecutionPath,
         known: dict[Any, torch.Tensor],
         tensors: Sequence[torch.Tensor],
         objects: Any,
@@ -217,9 +217,9 @@ def _is_tracked(value: Value) -> bool:
     return bool(value.requires_grad)
 
 
-def _cannot_be_done_twice(what: str, way: ExecutionPath) -> Error:
+def _cannot_be_done_twice(what: str, path: ExecutionPath) -> Error:
     return createPoptorchError(
-        f"{way.cuts[0].source}: the host has to look at numbers here, to know a shape or what Python does next. What "
+        f"{path.cuts[0].source}: the host has to look at numbers here, to know a shape or what Python does next. What "
         "they come of is computed before, and once more in the step, for gradients to flow. But "
         f"{what} there, which cannot be done twice. Have the host look at what comes before that; or keep shapes, with "
         "`torch.where(mask, x, 0)`."

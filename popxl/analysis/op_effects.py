@@ -40,8 +40,12 @@ Effect = tuple[ReplicaType, tuple[tuple[int, str], ...]]
 """The type of an op's results; and what the op does to terms of a sum that does not commute with it, each with the
 position of the axis."""
 
+Traced = tuple[Any, tuple[bool, ...]] | None
+"""The jaxpr of an op's function, and which of its operands it reads; `None` if it refuses them."""
+
 _EFFECTS: WeakKeyDictionary[OpKind, dict[Hashable, Effect]] = WeakKeyDictionary()
 _RESULTS: WeakKeyDictionary[OpKind, dict[Hashable, Propagated]] = WeakKeyDictionary()
+_TRACES: WeakKeyDictionary[OpKind, dict[Hashable, Traced]] = WeakKeyDictionary()
 
 _SPEC = attrgetter("shape", "dtype")
 
@@ -103,8 +107,23 @@ def result_types(op: Op, given: Sequence[AxisType]) -> Propagated:
 
     Remembered for ops of the same kind with the same attributes, dtypes and shapes: see `_shape_key`.
     """
-    key = (op.operands, *op.attributes.items(), *[t.dtype for t in op.inputs], *_shape_key(op), *given)
-    return _remembered(_RESULTS, op, key, _trace_types, given)
+    signature = (op.operands, *op.attributes.items(), *[t.dtype for t in op.inputs], *_shape_key(op))
+    return _remembered(_RESULTS, op, (signature, *given), _propagated, signature, given)
+
+
+def _propagated(op: Op, signature: Hashable, given: Sequence[AxisType]) -> Propagated:
+    traced = _remembered(_TRACES, op, signature, _trace)
+    if traced is None:
+        return [NOT_KNOWN] * len(op.outputs), ()
+    jaxpr, used = traced
+    return propagate(jaxpr, [each for each, is_used in zip(given, used, strict=True) if is_used])
+
+
+def _trace(op: Op) -> Traced:
+    try:
+        return needed(op.on_arrays(), *op.signature[2:])
+    except Exception:  # whatever a function raises, lowering says it, with the line of the op
+        return None
 
 
 def _remembered(
@@ -134,11 +153,3 @@ def _shape_key(op: Op) -> list[tuple[int, ...]]:
     if len({*shapes, *[t.shape for t in op.outputs], ()}) > 2:
         return shapes
     return [(-1 - len(shape), *[i for i, size in enumerate(shape) if size == 1]) for shape in shapes]
-
-
-def _trace_types(op: Op, given: Sequence[AxisType]) -> Propagated:
-    try:
-        jaxpr, used = needed(op.on_arrays(), *op.signature[2:])
-    except Exception:  # whatever a function raises, lowering says it, with the line of the op
-        return [NOT_KNOWN] * len(op.outputs), ()
-    return propagate(jaxpr, [each for each, is_used in zip(given, used, strict=True) if is_used])

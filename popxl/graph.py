@@ -52,6 +52,7 @@ class Graph(NotCopyable):
             gradient information of this graph instead of differentiating it.
         derivative: rule that differentiates the graph, unless its ops are differentiated one by one.
         keeps: for a graph that its gradient graph recomputes, the tensors that are kept for this.
+        offloads: those among them that are kept in host memory.
         gradient_of: for a gradient graph, its forward graph.
         gradient_given_at: for a graph with a gradient supplied by a module, the line that supplied it.
     """
@@ -73,6 +74,7 @@ class Graph(NotCopyable):
         graph.differentiable = True
         graph.derivative = None
         graph.keeps = None
+        graph.offloads = frozenset()
         graph.gradient_of = None
         graph.gradient_given_at = None
         graph._inputs = []
@@ -90,6 +92,7 @@ class Graph(NotCopyable):
     differentiable: bool
     derivative: Derivative | None
     keeps: frozenset[Tensor] | None
+    offloads: frozenset[Tensor]
     gradient_of: Graph | None
     gradient_given_at: SourceLocation | None
     _inputs: list[Tensor]

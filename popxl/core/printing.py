@@ -148,8 +148,12 @@ def _differentiated(graph: Graph) -> str:
         return "  # has its own derivative"
     if graph.keeps is None:
         return ""
-    kept = ", ".join(t.path for t in graph.tensors if t in graph.keeps)
-    return f"  # computed again for its gradient{', which keeps ' * bool(kept)}{kept}"
+    kept, away = (
+        ", ".join(t.path for t in graph.tensors if t in tensors)
+        for tensors in (graph.keeps - graph.offloads, graph.offloads)
+    )
+    parts = [f"{verb} {names}" for verb, names in (("keeps", kept), ("offloads", away)) if names]
+    return f"  # computed again for its gradient{', which ' * bool(parts)}{' and '.join(parts)}"
 
 
 def _declared(v: Variable) -> Iterator[tuple[tuple[Tensor, ...], str]]:

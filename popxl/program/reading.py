@@ -198,6 +198,8 @@ class _Reader:
         graph.differentiable = saved.differentiable
         if saved.keeps is not None:
             graph.keeps = frozenset(self._tensors_in(graph, saved.keeps, f"tensor that is kept of {graph.title}"))
+            away = self._tensors_in(graph, saved.offloads, f"tensor that is offloaded of {graph.title}")
+            graph.offloads = frozenset(away) & graph.keeps
         if saved.derivative is not None:
             name, results = saved.derivative
             check(0 <= results <= len(saved.outputs), f"{graph.title} has a rule for {results} outputs")

@@ -91,6 +91,7 @@ class SavedGraph(SavedRecord):
     differentiable: bool
     derivative: tuple[str, int] | None = None
     keeps: list[str] | None = None
+    offloads: list[str] = []
     gradient_of: str | None
     tensors: list[SavedTensor]
     streams: list[SavedTensor] = []

@@ -110,6 +110,7 @@ class _Writer:
             differentiable=graph.differentiable,
             derivative=None if rule is None else (rule.name, rule.results),
             keeps=None if graph.keeps is None else sorted(t.id for t in graph.keeps),
+            offloads=sorted(t.id for t in graph.offloads),
             gradient_of=None if graph.gradient_of is None else graph.gradient_of.id,
             tensors=[self.tensor(t) for _, t in sorted(graph._tensors.items())],
             streams=[self.tensor(t) for _, t in sorted(graph._streams.items())],

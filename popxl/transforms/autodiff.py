@@ -27,7 +27,7 @@ from popxl.graph import Graph
 from popxl.ops.complex import conjugate
 from popxl.ops.convert import cast_if_needed, identity
 from popxl.ops.elementwise import add_n
-from popxl.ops.memory import available_after
+from popxl.ops.memory import available_after, offload, reload
 from popxl.ops.reduce import sum as sum_
 from popxl.ops.shape import reshape
 from popxl.transforms.grad_graph_info import (
@@ -342,16 +342,27 @@ class _Differentiation:
         self.contributions.setdefault(t, []).append(fitted)
 
     def counterpart(self, t: Tensor) -> Tensor:
-        """Gradient-graph counterpart of a forward tensor: activation, or copied constant."""
+        """Gradient-graph counterpart of a forward tensor: activation, reloaded from the host or not, or constant."""
         if isinstance(t, Constant):
             if t not in self.copies:
                 self.copies[t] = constant(t.data, t.dtype, t.name)
             return self.copies[t]
         if self.recomputes and not self._is_caller_visible(t):
             return self._computed_again(t)
+        if t in self.forward_graph.offloads:
+            if t not in self.copies:
+                self.copies[t] = self._reloaded(t)
+            return self.copies[t]
         if t not in self.activations:
             self.activations[t] = self.graph.add_input_like(t)
         return self.activations[t]
+
+    def _reloaded(self, t: Tensor) -> Tensor:
+        """An activation that the forward graph offloads, copied back once the gradients are there."""
+        with self.forward_graph, get_current_context().set(ipu_id=t.location[0], io_tile_set=bool(t.location[1])):
+            away = offload(t)
+        self.activations[away] = self.graph.add_input_like(away)
+        return reload(available_after(self.activations[away], self.graph.inputs[0]))
 
     def _is_caller_visible(self, t: Tensor) -> bool:
         """Whether callers of the forward graph have a tensor, or keep it."""

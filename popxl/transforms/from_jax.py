@@ -27,16 +27,18 @@ from popxl.core.tracing import trace
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.ops.call import call
-from popxl.ops.memory import available_after
+from popxl.ops.memory import available_after, offload, reload
 from popxl.transforms.jax_control_flow import record_as_graphs, why_one_op
 from popxl.transforms.jax_equations import (
     Policy,
+    Treatment,
     at_line,
     conditions,
     first_effect,
     first_foreign,
     is_from_jax,
     known_spec,
+    memory_moves,
     names_of,
     source_of,
 )
@@ -65,7 +67,8 @@ def from_jax(fn: Callable[..., Any]) -> Callable[..., Any]:
     - `scan`, `fori_loop` and a `while_loop` whose number of turns is known are loops, `cond` and `switch` conditionals.
     - A function with its own derivative (`jax.custom_jvp`, `jax.custom_vjp`, and so `jax.nn.relu`) is a graph that is
       differentiated by its rule.
-    - `jax.checkpoint` is a graph that its gradient graph recomputes, except for the values that the policy saves.
+    - `jax.checkpoint` is a graph that its gradient graph recomputes, except for the values that the policy saves,
+      in device memory or in that of the host.
 
     An equation without an equivalent in graphs is one op, whose attribute `because` has the reason, and which `Ir.save`
     refuses: it saves no code. Examples are a `while_loop` with a data-dependent number of iterations, `jax.shard_map`
@@ -195,13 +198,13 @@ class Recorder:
 
     Args:
         ir: the Ir of the graphs.
-        policy: values to save where a graph is recomputed. Functions that JAX has jitted are then inlined.
+        policy: values to save or offload where a graph is recomputed. Functions that JAX has jitted are then inlined.
         own: a graph that has its results already, wherever its own function is called on its inputs.
     """
 
     def __init__(self, ir: Ir, policy: Policy | None = None, own: Graph | None = None) -> None:
         self.ir = ir
-        self.kept: set[Tensor] = set()
+        self.treated: dict[Treatment, set[Tensor]] = {"keep": set(), "offload": set(), "recompute": set()}
         self.own = own
         self._policy = policy
 
@@ -240,8 +243,8 @@ class Recorder:
                 continue
             results = self._recorded(equation, tensor_of)
             known.update(zip(equation.outvars, results, strict=True))
-            if self._policy is not None and self._policy(equation):
-                self.kept.update(results)
+            if self._policy is not None:
+                self.treated[self._policy(equation)].update(results)
         return [tensor_of(value) for value in jaxpr.outvars]
 
     def _recorded(self, equation: JaxprEqn, read: Callable[[Any], Tensor]) -> Sequence[Tensor]:
@@ -264,6 +267,9 @@ class Recorder:
             return results[: len(equation.outvars)]  # autodiff may have given the graph further outputs
         if equation.primitive.name in ("random_wrap", "random_unwrap"):  # of a key and its data, which are one tensor
             return [read(equation.invars[0])]
+        if equation.primitive.name == "device_put" and (moves := memory_moves(equation)):
+            moved = zip(equation.invars, moves, strict=True)
+            return [(offload if to == "Host" else reload)(read(value)) for value, to in moved]
         why = why_one_op(equation, read)
         made = None if why else record_as_graphs(self, equation, read)
         if made is not None:
@@ -288,7 +294,7 @@ class Recorder:
 
         Args:
             body: the function.
-            policy: values of the graph to save, if it is recomputed for its gradient.
+            policy: values of the graph to save or offload, if it is recomputed for its gradient.
             recomputed: whether the graph is recomputed.
             waits: compute nothing before the last input is there.
         """
@@ -301,7 +307,9 @@ class Recorder:
                 inputs[:-1] = [available_after(t, inputs[-1]) for t in inputs[:-1]]
             for t in recorder.record(body, inputs):
                 graph.add_output(t)
-        graph.keeps = frozenset(recorder.kept) if recomputed else None
+        if recomputed:
+            computed = {t for t in recorder.treated["offload"] if t.producer is not None}
+            graph.keeps, graph.offloads = frozenset(recorder.treated["keep"] | computed), frozenset(computed)
         return graph
 
     def _graph_of_jitted(self, inner: ClosedJaxpr) -> Graph:

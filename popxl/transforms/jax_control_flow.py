@@ -41,8 +41,6 @@ def why_one_op(equation: JaxprEqn, read: Read) -> str:
         return "how many turns it takes is known when it runs"
     if name in DERIVATIVES and of_jax.is_op(equation):
         return "it is an op with rules"
-    if name in _REMAT and of_jax.offloads(equation):
-        return "its policy moves values to the memory of the host"
     return of_jax.obstacle(*map(of_jax.closed, traces_in(equation)))
 
 

@@ -8,11 +8,12 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import Literal as JaxLiteral
 
 from popxl.base.source import SourceLocation
 from popxl.dtypes import dtype
@@ -237,7 +238,7 @@ def _fold_counters(body: ClosedJaxpr, given: Sequence[np.ndarray | None]) -> lis
     found: dict[Any, np.ndarray | None] = dict(zip(body.jaxpr.invars, given, strict=True))
 
     def read(value: Any) -> np.ndarray | None:
-        return as_counter(value.val, value.aval) if isinstance(value, Literal) else found.get(value)
+        return as_counter(value.val, value.aval) if isinstance(value, JaxLiteral) else found.get(value)
 
     for equation in body.jaxpr.eqns:
         operands = [read(value) for value in equation.invars]
@@ -272,11 +273,11 @@ def conditions(jaxpr: Jaxpr) -> dict[Any, Any]:
     for equation in jaxpr.eqns:
         chooses = equation.primitive.name == "cond" and len(equation.params["branches"]) == 2
         for i, value in enumerate(equation.invars):
-            if not isinstance(value, Literal):
+            if not isinstance(value, JaxLiteral):
                 uses.setdefault(value, []).append(chooses and i == 0)
     found = {}
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "convert_element_type" and not isinstance(equation.invars[0], Literal):
+        if equation.primitive.name == "convert_element_type" and not isinstance(equation.invars[0], JaxLiteral):
             (bool_,), (number,) = equation.invars, equation.outvars
             aval: Any = bool_.aval
             if aval.dtype == np.bool_ and all(uses.get(number, [False])) and number not in jaxpr.outvars:
@@ -286,8 +287,8 @@ def conditions(jaxpr: Jaxpr) -> dict[Any, Any]:
 
 def used_operands(body: ClosedJaxpr) -> list[int]:
     """Positions of the arguments that a function looks at, or returns."""
-    read = {v for e in body.jaxpr.eqns for v in e.invars if not isinstance(v, Literal)}
-    read.update(v for v in body.jaxpr.outvars if not isinstance(v, Literal))
+    read = {v for e in body.jaxpr.eqns for v in e.invars if not isinstance(v, JaxLiteral)}
+    read.update(v for v in body.jaxpr.outvars if not isinstance(v, JaxLiteral))
     return [i for i, value in enumerate(body.jaxpr.invars) if value in read]
 
 
@@ -303,23 +304,28 @@ def with_operands(body: ClosedJaxpr, which: Sequence[int]) -> ClosedJaxpr:
 
 # Recomputation -------------------------------------------------------------------------------------------------------
 
-Policy = Callable[[JaxprEqn], bool]
-"""Whether a policy of `jax.checkpoint` keeps the results of an equation."""
+Treatment = Literal["keep", "offload", "recompute"]
+
+Policy = Callable[[JaxprEqn], Treatment]
+"""What a policy of `jax.checkpoint` does with the results of an equation."""
 
 
 def policy_of(equation: JaxprEqn) -> Policy | None:
     """Policy of a `jax.checkpoint`; `None` if it saves nothing."""
     policy = equation.params["policy"]
-    return None if policy is None else lambda inner: _answer(policy, inner) in (True, "SaveableType")
+    return None if policy is None else lambda inner: _treatment(policy, inner)
 
 
-def offloads(equation: JaxprEqn) -> bool:
-    """Whether a `jax.checkpoint` policy offloads values to the host."""
-    policy, body = equation.params["policy"], closed(equation.params["jaxpr"])
-    return policy is not None and any(_answer(policy, inner) == "Offloadable" for inner in equations(body.jaxpr))
-
-
-def _answer(policy: Any, equation: JaxprEqn) -> bool | str:
-    """Decision of a policy about an equation: a bool, or the name of an unpublished JAX type."""
+def _treatment(policy: Any, equation: JaxprEqn) -> Treatment:
+    """Decision of a policy about an equation: a bool, or a value of an unpublished JAX type."""
     said = policy(equation.primitive, *(value.aval for value in equation.invars), **equation.params)
-    return said if isinstance(said, bool) else type(said).__name__
+    if type(said).__name__ == "Offloadable":
+        return "offload"
+    return "keep" if said is True or type(said).__name__ == "SaveableType" else "recompute"
+
+
+def memory_moves(equation: JaxprEqn) -> Sequence[str]:
+    """Memories that a `device_put` moves its operands to, "Host" or "Device"; empty if it moves them otherwise."""
+    spaces = equation.params["devices"]
+    is_move = all(space in (jax.memory.Space.Host, jax.memory.Space.Device) for space in spaces)
+    return [space.name for space in spaces] if is_move else ()

@@ -186,6 +186,7 @@ class GraphFunction:
     def _lower(self) -> None:
         self._lowering = _Differentiable(self.graph.ops, self.graph.ir.options, replicas=self._replicas)
         self._made_of, self._known_edits = Snapshot(self.graph), self.graph.ir.edits.count
+        self._platform = self._replicas.platform
 
     def _describe(self) -> dict[str, _Parameter]:
         """Parameters by name. Sets `written`."""
@@ -281,12 +282,14 @@ class GraphFunction:
         return array
 
     def _prepare(self) -> None:
-        """Check for later graph edits and JAX's 64-bit setting; lower the graph again if needed."""
+        """Check for later graph edits and JAX's 64-bit setting; lower the graph again for new outputs or platforms."""
         if self._known_edits != self.graph.ir.edits.count:
             if changes := self._made_of.changes(outputs=False):  # autodiff may add outputs
                 raise PopxlError(
                     f"{self.__name__}: {'; '.join(changes)} since `popxl.to_jax` was called. Call it again."
                 )
+            self._lower()
+        if self._platform != self._replicas.platform:  # of `jax.default_device`, as for a target
             self._lower()
         for dtype in self._dtypes:
             if jax.dtypes.canonicalize_dtype(dtype.as_jax()) != dtype.as_jax():
@@ -455,6 +458,15 @@ def _by_rule(derivative: Derivative, of_arrays: Callable[..., tuple[Array, ...]]
 
 
 def _recomputing(graph: Graph, of_arrays: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
-    """Function of a graph with recomputation for its gradient, except for saved values."""
-    names = {t.producer.name for t in graph.keeps or () if t.producer is not None}
-    return jax.checkpoint(of_arrays, policy=jax.checkpoint_policies.save_only_these_names(*names))
+    """Function of a graph with recomputation for its gradient, except for saved and offloaded values."""
+    saved, offloaded = (
+        sorted({t.producer.name for t in tensors if t.producer is not None})
+        for tensors in ((graph.keeps or frozenset()) - graph.offloads, graph.offloads)
+    )
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=saved,
+        names_which_can_be_offloaded=offloaded,
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    return jax.checkpoint(of_arrays, policy=policy)

@@ -88,8 +88,11 @@ class Replicas:
 
     @property
     def platform(self) -> str:
-        """JAX platform name; of the default devices if unspecified."""
-        return jax.default_backend() if self.device is None else str(self.device.platform)
+        """JAX platform name; if unspecified, of JAX's default device."""
+        device = self.device
+        if device is None:
+            device = jax.config.jax_default_device  # type: ignore[attr-defined]  # a device, a platform, or none
+        return jax.default_backend() if device is None else str(getattr(device, "platform", device))
 
     @property
     def is_cpu(self) -> bool:

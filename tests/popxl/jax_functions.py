@@ -162,6 +162,17 @@ def checkpointed(policy=None, **options):
     return jax.checkpoint(block, policy=policy, **options)
 
 
+offloading = checkpointed(
+    POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["inner"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+)
+"""A function whose gradient takes a value from host memory."""
+
+
 def llama(x, layers, head):
     """Two layers of attention and gated products, scanned, each computed again."""
 
@@ -304,6 +315,11 @@ FUNCTIONS: dict[str, Function] = {
             )
         )(x, w).sum(),
         (X, W),
+    ),
+    "remat that offloads": (lambda x, w: offloading(x, w).sum(), (X, W)),
+    "remat that offloads in scan": (
+        lambda x, layers: scan(lambda c, w: (offloading(c, w), None), layers, start=x)[0].sum(),
+        (X, LAYERS),
     ),
     "remat in scan": (
         lambda x, layers: scan(lambda c, w: (checkpointed(prevent_cse=False)(c, w), None), layers, start=x)[0].sum(),

@@ -452,3 +452,28 @@ def test_terms_of_layers_for_the_host_fed_alike() -> None:
     with (ir := mesh()).main_graph:
         y = step(fed(5, 8))
     assert check(ir).text(y) == "{data: varying, tensor: partial}"
+
+
+# Functions of JAX -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("is_reduced", "found"), [(True, []), (False, ["drifting variable"])])
+def test_the_gradient_of_a_jax_function_is_checked(is_reduced: bool, found: list[str]) -> None:
+    def loss(weights: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            return jnp.tanh(x @ w), None
+
+        return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, weights)[0] ** 2)
+
+    ir = popxl.Ir(axes={"data": 4})
+    with ir.main_graph:
+        weights = popxl.variable(np.ones((3, 5, 5)), F32, "weights")
+        x = ops.host_load(popxl.h2d_stream((2, 5), F32, "x"))
+        graph = ir.create_graph(popxl.from_jax(loss), weights, x)
+        gradient = popxl.transforms.autodiff(graph, grads_required=graph.inputs[:1])
+        site = ops.call_with_info(graph, weights, x)
+        (g,) = ops.call(gradient.graph, 1.0, inputs_dict=gradient.inputs_dict(site))
+        if is_reduced:
+            g = c.replicated_all_reduce(g, "mean", group="data")
+        ops.scaled_add_(weights, g, b=-0.1)
+    assert [each.category for each in check(ir).findings] == found

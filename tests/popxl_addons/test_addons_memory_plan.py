@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -375,3 +377,47 @@ def test_what_recomputation_refuses(layer: tuple[Any, ...], how: Any, error: Any
         addons.recompute_graph(layer[2].autodiff(), **how)
     with pytest.raises(ValueError, match=r"in `keep` is not a tensor of .*the forward graph, that the gradient needs"):
         addons.recompute_graph(layer[2].autodiff(force=True), keep=[layer[0]])
+
+
+# Functions of JAX -----------------------------------------------------------------------------------------------------
+
+
+def jax_loss(up: Any, down: Any, x: Any) -> Any:
+    @jax.jit
+    def block(x: Any, up: Any, down: Any) -> Any:
+        return x + jax.nn.gelu(x @ up) @ down
+
+    return jnp.mean(jax.lax.scan(lambda x, w: (block(x, *w), None), x, (up, down))[0] ** 2)
+
+
+def test_a_function_of_jax_comes_back_with_a_plan() -> None:
+    """As a function whose gradient is JAX's, and which recomputes as planned."""
+    rng = np.random.default_rng(1)
+    arrays = [np.float32(rng.normal(0, 0.1, shape)) for shape in ((4, 16, 64), (4, 64, 16), (256, 16))]
+    specs = [popxl.TensorSpec(each.shape, popxl.float32) for each in arrays]
+
+    def planned(memory: Any) -> tuple[Any, addons.MemoryPlan]:
+        ir = popxl.Ir()
+        graph = ir.create_graph(popxl.from_jax(jax_loss), *specs)
+        applied = PlannedGradients(graph, memory)
+        info = addons.autodiff(graph, memory=applied).grad_graph_info
+
+        def value_and_gradient(*ts: popxl.Tensor) -> tuple[popxl.Tensor, ...]:
+            site = ops.call_with_info(graph, *ts)
+            return site.outputs[0], *ops.call(info.graph, 1.0, inputs_dict=info.inputs_dict(site))
+
+        return popxl.to_jax(ir.create_graph(value_and_gradient, *specs)), applied.plan
+
+    _, everything = planned("everything")
+    temporaries = []
+    for plan in (everything, everything.with_treatments("recompute", "*mul_out*").with_treatments("offload", "*t6")):
+        step, applied = planned(plan)
+        assert applied == plan
+        compiled = jax.jit(step).lower(*arrays).compile()
+        temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
+        value, *gradients = compiled(*arrays)
+        expected, of_jax = jax.value_and_grad(jax_loss, (0, 1, 2))(*arrays)
+        for a, b in zip([value, *gradients], [expected, *of_jax], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9)
+    kept, recomputed = temporaries
+    assert kept - recomputed >= 0.75 * plan.bytes("recompute")

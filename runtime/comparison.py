@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from popxl.base.arguments import check_type
 from popxl.core.aliasing import reachable, storages
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor, Variable
@@ -124,9 +125,10 @@ def compare(
         tolerance: largest difference, relative to the largest element. By default 1e-4, and 2e-2 for half precision.
 
     Raises:
-        TypeError: for a program that returns no `Ir`, or `steps` that is not an integer.
+        TypeError: for a program that is no function or returns no `Ir`, axes or feeds that are no mapping, or `steps`
+            that is not an integer.
         ValueError: for axes that are empty or all of size one, for `steps` below 1, for feeds with unexpected names or
-            shapes, and for streams that the axes cannot divide.
+            shapes, for unknown axes in `divided`, and for streams that the axes cannot divide.
 
     Example:
         >>> def program(axes: dict[str, int]) -> popxl.Ir:
@@ -140,8 +142,15 @@ def compare(
         >>> bool(report), [each.what for each in report.differences]  # a sum where a mean was meant
         (False, ['w'])
     """
+    if not callable(program):
+        raise TypeError(f"compare: `program` must be a function that builds the program; got {program!r:.200}.")
+    check_type(axes, Mapping, "compare: `axes`", "sizes by name, such as {'data': 4}")
     if not axes or math.prod(axes.values()) < 2:
         raise ValueError(f"compare: `axes` is {axes!r}; expected sizes by name, of several replicas together.")
+    if feeds is not None:
+        check_type(feeds, Mapping, "compare: `feeds`", "global batches by the names of the streams")
+    if unknown := {each for given in (divided or {}).values() for each in _names(given)} - axes.keys():
+        raise ValueError(f"compare: `divided` has the axes {sorted(unknown)}; `axes` has {[*axes]}.")
     if isinstance(steps, bool) or not isinstance(steps, int):
         raise TypeError(f"compare: `steps` must be an integer; got {steps!r} ({type(steps).__name__}).")
     if steps < 1:
@@ -153,6 +162,10 @@ def compare(
             f"{one.replication_factor} where all are of size one. Make it with `popxl.Ir(axes=axes)`."
         )
     return _Experiment(one, many, axes, divided or {}, tolerance).run(feeds, steps)
+
+
+def _names(given: str | Sequence[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def _built(program: Callable[[dict[str, int]], Ir], axes: dict[str, int]) -> Ir:
@@ -169,7 +182,7 @@ class _Experiment:
         self, one: Ir, many: Ir, axes: Axes, divided: Mapping[str, Sequence[str]], tolerance: float | None
     ) -> None:
         self.one, self.many, self.axes, self.tolerance = one, many, axes, tolerance
-        self.divided = {name: (given,) if isinstance(given, str) else tuple(given) for name, given in divided.items()}
+        self.divided = {name: _names(given) for name, given in divided.items()}
         self.left_out: dict[str, str] = {}
         self.inputs = self._pairs(_by_name(one.get_all_h2d_streams()), _by_name(many.get_all_h2d_streams()))
         if unknown := self.divided.keys() - self.inputs.keys():

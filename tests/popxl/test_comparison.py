@@ -104,6 +104,12 @@ def test_what_is_wrong_with_arguments_is_said() -> None:
     right = partial(own, reduced=lambda g: C.replicated_all_reduce(g, "mean"))
     with pytest.raises(ValueError, match="`axes` is {'data': 1}"):
         compare(right, axes={"data": 1})
+    with pytest.raises(TypeError, match="`axes` must be sizes by name, such as {'data': 4}; got 4"):
+        compare(right, axes=4)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="`program` must be a function that builds the program; got Ir"):
+        compare(popxl.Ir(), axes=AXES)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="`feeds` must be global batches by the names of the streams; got"):
+        compare(right, axes=AXES, feeds=[1])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="`steps` must be an integer; got '2'"):
         compare(right, axes=AXES, steps="2")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`steps` is 0"):
@@ -118,6 +124,8 @@ def test_what_is_wrong_with_arguments_is_said() -> None:
         compare(right, axes=AXES, feeds={"x": np.ones((8, 6))})
     with pytest.raises(ValueError, match=r"`divided` names \['z'\]"):
         compare(right, axes=AXES, divided={"z": "data"})
+    with pytest.raises(ValueError, match=r"`divided` has the axes \['z'\]; `axes` has"):
+        compare(right, axes=AXES, divided={"x": "z"})
 
 
 class Drawn(addons.Module):

@@ -13,9 +13,11 @@ from popxl.ops.kernels.kernel import Kernel, KernelImpl
 from runtime.fake_dependency import computed_after
 
 
-def available_after(value: Any, other: Any) -> Any:
-    """Order `value` after `other` with an optimization barrier."""
-    return lax.optimization_barrier((value, other))[0]
+def available_together(value: Any, other: Any) -> tuple[Any, Any]:
+    """Order `value` after `other` with an optimization barrier. XLA drops results of a barrier that nothing reads, and
+    the order with them: read both."""
+    ordered: tuple[Any, Any] = lax.optimization_barrier((value, other))
+    return ordered
 
 
 def in_host_memory(value: Any) -> Any:
@@ -29,7 +31,7 @@ def in_device_memory(value: Any) -> Any:
 
 
 OVERRIDES: Mapping[Kernel, KernelImpl] = {
-    memory.available_after: available_after,
+    memory.available_together: available_together,
     memory.computed_after: computed_after,
     memory.in_host_memory: in_host_memory,
     memory.in_device_memory: in_device_memory,

@@ -16,10 +16,12 @@ __all__ = ["available_after", "offload", "reload"]
 
 
 def _available_after(t: Any, other: Any) -> Any:
-    return memory.available_after(t, other)
+    return memory.available_together(t, other)[0]
 
 
-_after = OpKind("AvailableAfter", _available_after, shape=like_first, result="{t}_after", gradient={"t": lambda g: g})
+available_after_kind = OpKind(
+    "AvailableAfter", _available_after, shape=like_first, result="{t}_after", gradient={"t": lambda g: g}
+)
 _after_all = OpKind(
     "AvailableAfterAll",
     lambda t, *others: memory.computed_after(t, others),
@@ -64,7 +66,7 @@ def available_after(t: Tensor, other: Tensor) -> Tensor:
     Example:
         >>> again = ops.gelu(ops.available_after(x, gradient))
     """
-    return _after(t, other)
+    return available_after_kind(t, other)
 
 
 def available_after_all(t: Tensor, others: Sequence[Tensor]) -> Tensor:

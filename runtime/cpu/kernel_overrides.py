@@ -26,7 +26,7 @@ OVERRIDES: Mapping[Kernel, KernelImpl] = {
     elements.quotient: of_elements.quotient,
     float8.as_factor: float8.decode,
     memory.all_available_after: recomputation.all_available_after,
-    memory.available_after: recomputation.available_after,
+    memory.available_together: recomputation.available_together,
     memory.computed_after: computed_after,
     pooling.over_windows: over_windows_by_axes,
     products.weights_gradient: of_products.weights_gradient,

@@ -8,9 +8,9 @@ from typing import Any
 from runtime.fake_dependency import computed_after
 
 
-def available_after(value: Any, other: Any) -> Any:
-    """Add a fake dependency of `value` on the first element of `other`, if any."""
-    return computed_after(value, [other])
+def available_together(value: Any, other: Any) -> tuple[Any, Any]:
+    """`value` with a fake dependency on the first element of `other`, if any; and `other`."""
+    return computed_after(value, [other]), other
 
 
 def all_available_after(values: Sequence[Any], others: Sequence[Any]) -> Sequence[Any]:

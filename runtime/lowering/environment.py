@@ -146,6 +146,12 @@ class Environment:
         else:
             self.write(t, place)
 
+    def replace_equal(self, t: Tensor, value: Array) -> None:
+        """Let later ops read an equal value of a tensor, unless it is a view or in a packed slot."""
+        storage, views = self._resolve_views(t)
+        if not views and view_of(storage) is None and not isinstance(self.values.get(storage), PackedSlot):
+            self.values[storage] = value
+
     def write(self, t: Tensor, value: Array) -> None:
         """Write a tensor: its storage, or the viewed part of a storage."""
         changes = [(t, value)]

@@ -35,7 +35,7 @@ from popxl.ops.kernels.rounding import round_stochastically
 from popxl.ops.kernels.words import fold_in
 from popxl.ops.precision import is_half, widen
 from popxl.options import SessionOptions
-from runtime.lowering import control_flow, host_ops  # noqa: F401  # they register what ops do
+from runtime.lowering import availability, control_flow, host_ops  # noqa: F401  # they register what ops do
 from runtime.lowering.batched_loops import is_batch, lower_batched
 from runtime.lowering.channels import COLLECTIVES, AnyChannel, Channels, channels_of_ops, has_side_effects
 from runtime.lowering.collectives import devices_meet, group_of

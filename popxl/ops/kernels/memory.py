@@ -11,9 +11,10 @@ from popxl.ops.kernels.kernel import Kernel
 
 
 @Kernel
-def available_after(value: Any, other: Any) -> Any:
-    """`value`, which the compiler must not take to be available before `other`, nor to equal any earlier value."""
-    return value
+def available_together(value: Any, other: Any) -> tuple[Any, Any]:
+    """`value` and `other`. The compiler must take neither `value` to be available before `other`, nor to equal any
+    earlier value."""
+    return value, other
 
 
 @Kernel

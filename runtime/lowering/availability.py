@@ -1,0 +1,32 @@
+"""The op that orders a value after another one, for compilers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from popxl.core.recording import Op
+from popxl.ops.kernels import memory
+from popxl.ops.kernels.kernel import overriding_kernels
+from popxl.ops.memory import available_after_kind
+from runtime.lowering.context import Context
+from runtime.lowering.environment import Environment
+from runtime.lowering.registry import register_lowering
+from runtime.lowering.scopes import of_op
+
+if TYPE_CHECKING:
+    from runtime.lowering.lower import Lowering
+
+
+@register_lowering(available_after_kind)
+def _available_after(lowering: Lowering, op: Op, environment: Environment, context: Context) -> None:
+    """Order a value after another, which later ops read as it comes out of the same barrier.
+
+    XLA drops results of a barrier that nothing reads, and the order with them: recomputation would move beside the
+    forward pass, where its results stay in memory.
+    """
+    value, other = map(environment.value_of, op.inputs)
+    with of_op(op), overriding_kernels(lowering.replicas.platform, lowering.hooks.overrides):
+        after, same = memory.available_together(value, other)
+    environment.write(op.outputs[0], after)
+    if same is not other:
+        environment.replace_equal(op.inputs[1], same)

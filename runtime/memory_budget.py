@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,10 +48,12 @@ def bytes_of(text: str | int, who: str) -> int:
     if found is None or found[2].lower() not in units:
         reason = f", whose unit is {found[2]!r}" if found is not None and found[2] else ""
         raise ValueError(f"{who} is {text!r}{reason}; expected a number with one of {', '.join(_UNITS)}: '14 GB'.")
-    count = int(float(found[1]) * units[found[2].lower()])
-    if count <= 0:
-        raise ValueError(f"{who} is {text!r}; expected more than zero bytes.")
-    return count
+    count = float(found[1]) * units[found[2].lower()]
+    if not 1 <= count < math.inf:
+        raise ValueError(
+            f"{who} is {text!r}; expected {'more than zero' if count < 1 else 'a finite number of'} bytes."
+        )
+    return int(count)
 
 
 class Compiled(NamedTuple):

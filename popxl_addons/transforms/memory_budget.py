@@ -38,7 +38,8 @@ def plan_memory(
         shows them as tables.
 
     Raises:
-        TypeError: if `build` returns no Ir, or for a budget that is neither text nor an integer.
+        TypeError: if `build` returns no Ir, if it or `told` is no function, or for a budget that is neither text nor an
+            integer.
         ValueError: for a budget without a known unit, or not above zero; if `build` plans no memory, or that of several
             models.
         PopxlError: if no plan within the budget is found; the message has the smallest, and its largest values.
@@ -62,6 +63,8 @@ def plan_memory(
     """
     if not callable(build):
         raise TypeError(f"plan_memory: `build` is {build!r}; expected a function of a memory plan that returns an Ir.")
+    if not callable(told):
+        raise TypeError(f"plan_memory: `told` is {told!r}; expected a function of a line of text, such as `print`.")
     size = bytes_of(budget, "plan_memory: `budget`")
 
     def compiled(memory: MemoryPlan | MemoryPolicy) -> Compiled:

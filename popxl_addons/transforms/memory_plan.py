@@ -261,13 +261,17 @@ class MemoryPlan(OnPage, BaseModel):
                 eight, `slice(-1, None)` the last one. By default all.
 
         Raises:
-            TypeError: if `calls` is not a slice.
+            TypeError: if a pattern is not text, or `calls` not a slice of integers.
             ValueError: for an unknown treatment, a pattern that matches no activation, and `calls` with a step.
         """
         if treatment not in get_args(Treatment):
             known_ones = ", ".join(map(repr, get_args(Treatment)))
             raise ValueError(f"with_treatments: `treatment` is {treatment!r}; expected one of {known_ones}.")
         check_type(calls, slice, "with_treatments: `calls`", "a slice, such as `slice(8)` for the first eight calls")
+        for pattern in patterns:
+            check_type(pattern, str, "with_treatments: each of `patterns`", "a path as the plan prints it, such as '*'")
+        if not all(bound is None or isinstance(bound, int) for bound in (calls.start, calls.stop)):
+            raise TypeError(f"with_treatments: `calls` is {calls}; expected integers, such as `slice(8)`.")
         if calls.step not in (None, 1):
             raise ValueError(f"with_treatments: `calls` is {calls}; expected calls that follow each other, so no step.")
         known = [each.path for graph in self.graphs for each in graph.activations]

@@ -146,6 +146,7 @@ def test_too_small_a_budget_says_the_least(most: int) -> None:
         ("much", ValueError, r"`budget` is 'much'; expected a number"),
         ("-3 GB", ValueError, r"`budget` is '-3 GB'; expected more than zero bytes"),
         (0, ValueError, r"`budget` is 0; expected more than zero bytes"),
+        ("1e400 GB", ValueError, r"`budget` is '1e400 GB'; expected a finite number of bytes"),
         (1.5, TypeError, r"`budget` is 1.5 \(float\); expected text such as '14 GB'"),
     ],
 )
@@ -160,6 +161,8 @@ def test_what_a_budget_may_not_be(budget: Any, error: type[Exception], message: 
 def test_what_cannot_be_planned() -> None:
     with pytest.raises(ValueError, match=r"the program applies 0 memory plans; expected one\. Give `memory`"):
         addons.plan_memory(lambda memory: explicit(), "1 GB")
+    with pytest.raises(TypeError, match=r"`told` is 3; expected a function of a line of text"):
+        addons.plan_memory(explicit, "1 GB", told=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"what `build` returns must be the Ir of the program"):
         addons.plan_memory(lambda memory: None, "1 GB")  # type: ignore[arg-type,return-value]
     with pytest.raises(ValueError, match=r"a budget as `memory` builds the step apart.*Take the plan of `plan_memory`"):

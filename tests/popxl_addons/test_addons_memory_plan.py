@@ -226,6 +226,12 @@ def test_what_a_plan_refuses(tmp_path: Path) -> None:
         plan.with_treatments("keep", "softmax*")
     with pytest.raises(ValueError, match=r"`treatment` is 'drop'; expected one of 'keep', 'recompute', 'offload'"):
         plan.with_treatments("drop", "tanh_out")  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"each of `patterns` must be a path as the plan prints it, such as '\*'; got 3"
+    ):
+        plan.with_treatments("keep", 3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"`calls` is slice\('a', None, None\); expected integers"):
+        plan.with_treatments("keep", "*", calls=slice("a", None))
     with pytest.raises(TypeError, match=r"`calls` must be a slice, such as `slice\(8\)`.*got 8"):
         plan.with_treatments("keep", "*", calls=8)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"expected calls that follow each other"):

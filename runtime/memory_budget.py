@@ -16,7 +16,8 @@ from runtime.costs.cost import Cost
 from runtime.costs.executables import chip_of
 from runtime.costs.memory import memory_of_program
 from runtime.costs.program_cost import cost_of
-from runtime.memory_solver import GraphNeeds, Release, Solution, keep_all, most_bytes, solve
+from runtime.memory_needs import GraphNeeds
+from runtime.memory_solver import Release, Solution, keep_all, most_bytes, solve
 from runtime.program.compiled import CompiledProgram
 from runtime.targets.chip import Chip
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 from typing import Any, Literal
 
+from runtime.memory_needs import BANDWIDTH, GraphNeeds, some_of
 from runtime.targets.chip import Chip
 
 Treatment = Literal["keep", "recompute", "offload"]
@@ -21,131 +21,11 @@ Release = Literal["read", "call", "loop"]
 """When memory of an activation is free again: after the last op that reads it, after the call or after the loop of
 calls that it belongs to. It depends on how the program is compiled."""
 
-_FLOPS, _BANDWIDTH = 1e11, 2e10
-"""Rates of a device without published figures. What counts is about how many operations are worth a byte."""
-
 _REST = 1.0
 """What a byte that is kept counts beside one at the highest, where as little memory as possible is wanted."""
 
-_WINDOWS = 40
-"""How many parts of a backward call are told apart at most, where activations are recomputed as they are read."""
-
 _SPLITS = 8
 """How many ways to divide the calls of a graph are tried at most. There is one integer program for each."""
-
-
-@dataclass(frozen=True)
-class OpNeeds:
-    """Cost of recomputing an op of a forward graph.
-
-    Attributes:
-        operands, results: paths of activations.
-        products: operations of matrix products and convolutions.
-        bytes: bytes that it reads and writes, beyond those that the readers of its results would.
-        dtype: dtype of the factors.
-        is_fused: whether the results are fused into the kernels that read them, and so not in memory, if these are in
-            the same graph.
-    """
-
-    operands: tuple[str, ...]
-    results: tuple[str, ...]
-    products: int
-    bytes: int
-    dtype: str
-    is_fused: bool = False
-
-    def seconds(self, chip: Chip | None) -> float:
-        """How long it takes by published figures."""
-        flops, bandwidth = (_FLOPS, _BANDWIDTH) if chip is None else (chip.rate(self.dtype), chip.memory_bandwidth)
-        return self.products / flops + self.bytes / bandwidth
-
-
-@dataclass(frozen=True)
-class GraphNeeds:
-    """The activations of a graph.
-
-    Attributes:
-        name: name of the graph.
-        calls: number of calls in a step.
-        bytes: size of each activation, by path.
-        read: paths of activations that the gradient itself reads, each with the first and the last step of the backward
-            call that reads it.
-        ops: the ops that compute them, in order.
-        steps: bytes of the gradient's own values in each step of the backward call.
-        gradients: bytes that a backward call leaves until the end of the step: gradients of variables.
-        ends: numbers of calls after which a group of calls may end.
-        span: first and last of its calls, among those of all graphs in the order of the step.
-        held: number of steps that have their activations in memory at a time: micro-batches of a pipeline's stage.
-        as_read: whether activations are recomputed right before they are read; else when the backward call begins.
-    """
-
-    name: str
-    calls: int
-    bytes: Mapping[str, int]
-    read: Mapping[str, tuple[int, int]]
-    ops: tuple[OpNeeds, ...]
-    steps: tuple[int, ...] = (0,)
-    gradients: int = 0
-    ends: tuple[int, ...] = ()
-    span: tuple[int, int] = (0, 0)
-    held: int = 1
-    as_read: bool = False
-
-    @cached_property
-    def windows(self) -> tuple[tuple[int, int, int], ...]:
-        """Parts of the backward call: the first step, the step after the last, and the most bytes of gradient values.
-
-        Each begins where the gradient reads an activation for the first time.
-        """
-        starts = _some(sorted({0, *(first for first, _ in self.read.values())}), _WINDOWS)
-        ends = [*starts[1:], len(self.steps)]
-        return tuple((i, j, max(self.steps[i:j])) for i, j in zip(starts, ends, strict=True))
-
-    @cached_property
-    def needed_until(self) -> Mapping[str, int]:
-        """Last step that needs each activation at the latest, to read it or to recompute others from it."""
-        last = {path: step for path, (_, step) in self.read.items()}
-        for op in reversed(self.ops):
-            computed = max((self.computed_by[path] for path in op.results), default=0)
-            for path in op.operands:
-                last[path] = max(last.get(path, 0), computed)
-        return last
-
-    @cached_property
-    def computed_by(self) -> Mapping[str, int]:
-        """Step in which each activation is recomputed at the latest: the first to read it, or one computed from it."""
-        known = dict.fromkeys(self.bytes, 0)
-        for op in reversed(self.ops):
-            for path in op.results:
-                known[path] = self.read[path][0] if path in self.read else known[path]
-            latest = max((known[path] for path in op.results), default=0)
-            for path in op.operands:
-                known[path] = max(known[path], latest)
-        return known
-
-    @cached_property
-    def moments(self) -> tuple[tuple[frozenset[str], int], ...]:
-        """Live activations, if all are needed, and bytes of gradient values, in the backward call's most demanding
-        steps.
-
-        A recomputed value is live from the first step that needs it, or needs a value computed from it.
-        """
-        first = {path: step for path, (step, _) in self.read.items()}
-        last = {path: step for path, (_, step) in self.read.items()}
-        for op in reversed(self.ops):
-            when = [first[path] for path in op.results if path in first]
-            for path in op.operands if when else ():
-                first[path] = min(first.get(path, when[0]), *when)
-                last[path] = max(last.get(path, 0), *when)
-        found = [
-            (frozenset(path for path in first if first[path] <= step <= last[path]), own)
-            for step, own in enumerate(self.steps)
-        ]
-        most: list[tuple[frozenset[str], int]] = []
-        for paths, own in sorted(found, key=lambda each: (len(each[0]), each[1]), reverse=True):
-            if not any(paths <= others and own <= more for others, more in most):
-                most.append((paths, own))
-        return tuple(most)
 
 
 @dataclass(frozen=True)
@@ -214,19 +94,12 @@ def solve(
 
     price, best = solved(groups)
     for g in sorted(graphs, key=lambda g: g.calls * sum(g.bytes.values()), reverse=True):
-        for end in _some(g.ends, _SPLITS) if release != "loop" else ():  # two loops hold more than one, as compiled
+        for end in some_of(g.ends, _SPLITS) if release != "loop" else ():  # two loops hold more than one, as compiled
             tried = {**groups, g.name: (end, g.calls - end)}
             less, found = solved(tried)
             if less < 0.99 * price:  # a group is one more graph to compile
                 price, best, groups = less, found, tried
     return best
-
-
-def _some(numbers: Sequence[int], most: int) -> Sequence[int]:
-    """As many of these numbers as wanted, evenly spread, with the first and the last."""
-    if len(numbers) <= most:
-        return numbers
-    return sorted({numbers[round(i * (len(numbers) - 1) / (most - 1))] for i in range(most)})
 
 
 @dataclass(frozen=True)
@@ -324,7 +197,7 @@ class _IntegerProgram:
             self._times.append(0.0)
             if may_offload:
                 self._away[g.name, group, path] = len(self._times)
-                self._times.append(count * 2 * size / (_BANDWIDTH / 10 if chip is None else chip.host_bandwidth))
+                self._times.append(count * 2 * size / (BANDWIDTH / 10 if chip is None else chip.host_bandwidth))
         for number, op in enumerate(g.ops):
             self._again[g.name, group, number] = len(self._times)
             self._times.append(count * op.seconds(chip))

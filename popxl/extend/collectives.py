@@ -8,6 +8,7 @@ Example:
     3
 """
 
+from popxl.analysis.communication import exchanges_of
 from popxl.ops.collectives.collectives import OP_MAP, members, to_collective_op
 from popxl.ops.collectives.group import Group
 from popxl.ops.collectives.replicated import all_gather_kind, reduce_scatter_kind
@@ -17,6 +18,7 @@ __all__ = [
     "Group",
     "OP_MAP",
     "all_gather_kind",
+    "exchanges_of",
     "members",
     "shard_count",
     "shard_length",

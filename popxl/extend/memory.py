@@ -8,7 +8,8 @@ Example:
 
 from popxl.base.asked_memory import asked_memory, asking
 from runtime.memory_budget import BudgetedPlan, Compiled, bytes_of, compiled_program, plan_within
-from runtime.memory_solver import GraphNeeds, Group, OpNeeds, Treatments
+from runtime.memory_needs import GraphNeeds, OpNeeds, ReplicaExchange
+from runtime.memory_solver import Group, Treatments
 
 __all__ = [
     "BudgetedPlan",
@@ -16,6 +17,7 @@ __all__ = [
     "GraphNeeds",
     "Group",
     "OpNeeds",
+    "ReplicaExchange",
     "Treatments",
     "asked_memory",
     "asking",

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
 import popxl
+from popxl.extend.collectives import exchanges_of
 from popxl.extend.graphs import Flops, is_call, own_flops
-from popxl.extend.memory import GraphNeeds, OpNeeds
+from popxl.extend.memory import GraphNeeds, OpNeeds, ReplicaExchange
 from popxl.transforms import GradGraphInfo
 from popxl_addons.transforms.call_groups import calls_in
 from popxl_addons.transforms.memory_plan import candidates
@@ -85,6 +86,7 @@ def _op_needs(
                 bytes=sum(_moved(each, fused) for each, fused in zip(ops, is_fused, strict=True)),
                 dtype=op.inputs[0].dtype.name if op.inputs else op.outputs[0].dtype.name,
                 is_fused=all(is_fused),
+                exchanges=tuple(exchange for each in ops for exchange in _exchanges(each)),
             )
         elif is_called:
             leading.update(dict.fromkeys(op.outputs, (operands, ops)))
@@ -160,3 +162,13 @@ def _flops(op: popxl.Op) -> Flops:
         for each in graph.ops:
             found = found.plus(_flops(each), op.attributes.get("repeat_count", 1))
     return found
+
+
+def _exchanges(op: popxl.Op, times: int = 1) -> Iterator[ReplicaExchange]:
+    """Collectives of an op, including its called graphs."""
+    if op.kind.between_replicas and (size := op.attributes["group_size"]) > 1:
+        reach = (size - 1) * op.attributes["stride"] + 1
+        yield from (ReplicaExchange(kind, nbytes, size, reach, times) for kind, nbytes in exchanges_of(op))
+    for graph in op.called_graphs:
+        for each in graph.ops:
+            yield from _exchanges(each, times * op.attributes.get("repeat_count", 1))

@@ -18,7 +18,7 @@ import popxl
 import popxl_addons as addons
 from popxl import ops
 from popxl.__main__ import main
-from popxl.extend.memory import GraphNeeds, Group, OpNeeds, asking, bytes_of
+from popxl.extend.memory import GraphNeeds, Group, OpNeeds, ReplicaExchange, asking, bytes_of
 from popxl_addons import optimizers
 from popxl_addons.transforms.memory_plan import Treatment
 from runtime.memory_solver import Release, keep_all, solve
@@ -395,6 +395,25 @@ def test_micro_batches_that_are_held_count() -> None:
     found = solve([g], 25e6, None, False)
     assert found is not None and found.bytes <= 25e6
     assert found.treatments["g"][0].treatments == {"a": "recompute"}
+
+
+def test_recomputing_a_collective_takes_the_time_of_its_links() -> None:
+    """The parts of the others arrive over the fastest links that join a group."""
+    ir, size = popxl.Ir(replication=4), 8 << 20
+    with asking("everything") as asked, ir.main_graph:
+        x = popxl.h2d_stream((size // 4,), popxl.float32, "x")
+
+        def gathered(x: popxl.Tensor) -> popxl.Tensor:
+            return ops.exp(ops.collectives.replicated_all_gather(x))
+
+        graph = addons.GraphWithNamedArgs(ir.create_graph(gathered, x.spec))
+        addons.autodiff(graph, memory="everything")
+    (needs,) = asked.applied[0].needs
+    (gather,) = (op for op in needs.ops if op.exchanges)
+    chip = shipped(Gpu, "h100")
+    assert gather.exchanges == (ReplicaExchange("all-gather", 4 * size, 4, 4),)
+    assert gather.seconds(chip) >= gather.bytes / chip.memory_bandwidth + 3 * size / chip.levels[0].bandwidth
+    assert gather.exchanges[0]._replace(reach=16).seconds(chip) > 5 * gather.exchanges[0].seconds(chip)
 
 
 # The command --------------------------------------------------------------------------------------------------------

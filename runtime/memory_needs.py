@@ -1,0 +1,164 @@
+"""What graphs need for a memory plan: bytes of activations, when gradients read them, and costs of recomputing them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from runtime.costs.network import LinkSpan, collective_time
+from runtime.targets.chip import Chip
+
+FLOPS, BANDWIDTH = 1e11, 2e10
+"""Rates of a device without published figures. What counts is about how many operations are worth a byte."""
+
+_WINDOWS = 40
+"""How many parts of a backward call are told apart at most, where activations are recomputed as they are read."""
+
+
+class ReplicaExchange(NamedTuple):
+    """A collective.
+
+    Attributes:
+        kind: its kind in XLA's terms: "all-gather".
+        bytes: bytes of a replica: of operands or results, whichever is more.
+        members: number of replicas in a group.
+        reach: number of replicas from the first to the last of a group.
+        times: number of executions.
+    """
+
+    kind: str
+    bytes: int
+    members: int
+    reach: int
+    times: int = 1
+
+    def seconds(self, chip: Chip) -> float:
+        """How long it takes over the fastest links that join so many chips, one for each replica."""
+        link = next((link for link in chip.levels if link.chips is None or self.reach <= link.chips), chip.levels[-1])
+        return self.times * collective_time(chip, self.kind, self.bytes, [LinkSpan(link, self.members)]).seconds
+
+
+@dataclass(frozen=True)
+class OpNeeds:
+    """Cost of recomputing an op of a forward graph.
+
+    Attributes:
+        operands, results: paths of activations.
+        products: operations of matrix products and convolutions.
+        bytes: bytes that it reads and writes, beyond those that the readers of its results would.
+        dtype: dtype of the factors.
+        is_fused: whether the results are fused into the kernels that read them, and so not in memory, if these are in
+            the same graph.
+        exchanges: collectives, which cost nothing beyond their bytes in memory without published figures.
+    """
+
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    products: int
+    bytes: int
+    dtype: str
+    is_fused: bool = False
+    exchanges: tuple[ReplicaExchange, ...] = ()
+
+    def seconds(self, chip: Chip | None) -> float:
+        """How long it takes by published figures."""
+        flops, bandwidth = (FLOPS, BANDWIDTH) if chip is None else (chip.rate(self.dtype), chip.memory_bandwidth)
+        network = 0.0 if chip is None else sum(each.seconds(chip) for each in self.exchanges)
+        return self.products / flops + self.bytes / bandwidth + network
+
+
+@dataclass(frozen=True)
+class GraphNeeds:
+    """The activations of a graph.
+
+    Attributes:
+        name: name of the graph.
+        calls: number of calls in a step.
+        bytes: size of each activation, by path.
+        read: paths of activations that the gradient itself reads, each with the first and the last step of the backward
+            call that reads it.
+        ops: the ops that compute them, in order.
+        steps: bytes of the gradient's own values in each step of the backward call.
+        gradients: bytes that a backward call leaves until the end of the step: gradients of variables.
+        ends: numbers of calls after which a group of calls may end.
+        span: first and last of its calls, among those of all graphs in the order of the step.
+        held: number of steps that have their activations in memory at a time: micro-batches of a pipeline's stage.
+        as_read: whether activations are recomputed right before they are read; else when the backward call begins.
+    """
+
+    name: str
+    calls: int
+    bytes: Mapping[str, int]
+    read: Mapping[str, tuple[int, int]]
+    ops: tuple[OpNeeds, ...]
+    steps: tuple[int, ...] = (0,)
+    gradients: int = 0
+    ends: tuple[int, ...] = ()
+    span: tuple[int, int] = (0, 0)
+    held: int = 1
+    as_read: bool = False
+
+    @cached_property
+    def windows(self) -> tuple[tuple[int, int, int], ...]:
+        """Parts of the backward call: the first step, the step after the last, and the most bytes of gradient values.
+
+        Each begins where the gradient reads an activation for the first time.
+        """
+        starts = some_of(sorted({0, *(first for first, _ in self.read.values())}), _WINDOWS)
+        ends = [*starts[1:], len(self.steps)]
+        return tuple((i, j, max(self.steps[i:j])) for i, j in zip(starts, ends, strict=True))
+
+    @cached_property
+    def needed_until(self) -> Mapping[str, int]:
+        """Last step that needs each activation at the latest, to read it or to recompute others from it."""
+        last = {path: step for path, (_, step) in self.read.items()}
+        for op in reversed(self.ops):
+            computed = max((self.computed_by[path] for path in op.results), default=0)
+            for path in op.operands:
+                last[path] = max(last.get(path, 0), computed)
+        return last
+
+    @cached_property
+    def computed_by(self) -> Mapping[str, int]:
+        """Step in which each activation is recomputed at the latest: the first to read it, or one computed from it."""
+        known = dict.fromkeys(self.bytes, 0)
+        for op in reversed(self.ops):
+            for path in op.results:
+                known[path] = self.read[path][0] if path in self.read else known[path]
+            latest = max((known[path] for path in op.results), default=0)
+            for path in op.operands:
+                known[path] = max(known[path], latest)
+        return known
+
+    @cached_property
+    def moments(self) -> tuple[tuple[frozenset[str], int], ...]:
+        """Live activations, if all are needed, and bytes of gradient values, in the backward call's most demanding
+        steps.
+
+        A recomputed value is live from the first step that needs it, or needs a value computed from it.
+        """
+        first = {path: step for path, (step, _) in self.read.items()}
+        last = {path: step for path, (_, step) in self.read.items()}
+        for op in reversed(self.ops):
+            when = [first[path] for path in op.results if path in first]
+            for path in op.operands if when else ():
+                first[path] = min(first.get(path, when[0]), *when)
+                last[path] = max(last.get(path, 0), *when)
+        found = [
+            (frozenset(path for path in first if first[path] <= step <= last[path]), own)
+            for step, own in enumerate(self.steps)
+        ]
+        most: list[tuple[frozenset[str], int]] = []
+        for paths, own in sorted(found, key=lambda each: (len(each[0]), each[1]), reverse=True):
+            if not any(paths <= others and own <= more for others, more in most):
+                most.append((paths, own))
+        return tuple(most)
+
+
+def some_of(numbers: Sequence[int], most: int) -> Sequence[int]:
+    """As many of these numbers as wanted, evenly spread, with the first and the last."""
+    if len(numbers) <= most:
+        return numbers
+    return sorted({numbers[round(i * (len(numbers) - 1) / (most - 1))] for i in range(most)})

@@ -5,12 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from runtime.fake_dependency import computed_after
 
 
 def available_together(value: Any, other: Any) -> tuple[Any, Any]:
     """`value` with a fake dependency on the first element of `other`, if any; and `other`."""
-    return computed_after(value, [other]), other
+    return _after(value, other), other
+
+
+@jax.custom_jvp
+def _after(value: Any, other: Any) -> Any:
+    return computed_after(value, [other])
+
+
+@_after.defjvp
+def _tangent_after(values: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The dependency works on bits, which have no derivative."""
+    return _after(*values), tangents[0]
 
 
 def all_available_after(values: Sequence[Any], others: Sequence[Any]) -> Sequence[Any]:

@@ -28,5 +28,6 @@ def _available_after(lowering: Lowering, op: Op, environment: Environment, conte
     with of_op(op), overriding_kernels(lowering.replicas.platform, lowering.hooks.overrides):
         after, same = memory.available_together(value, other)
     environment.write(op.outputs[0], after)
+    context.channels.record_computed(after)
     if same is not other:
         environment.replace_equal(op.inputs[1], same)

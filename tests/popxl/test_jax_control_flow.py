@@ -278,3 +278,14 @@ def test_a_graph_with_a_rule_may_be_rewritten() -> None:
     assert [op.op_type for op in inner.ops] == ["Add", "Add"]
     gradient = popxl.to_jax(autodiff(graph).graph)
     assert_close(gradient(1.0, X * 3, X), jax.grad(lambda x: (steep(x) * x).sum())(X))
+
+
+def test_a_value_that_waits_has_its_gradient_in_jax() -> None:
+    spec = popxl.TensorSpec((2, 3), popxl.float32)
+    graph = popxl.Ir().create_graph(
+        lambda t, other: ops.sin(ops.available_after(t, other)) * ops.cos(other), spec, spec
+    )
+    t = jnp.arange(6.0).reshape(2, 3)
+    of_t, of_other = jax.grad(lambda *given: jnp.sum(jax.tree.leaves(popxl.to_jax(graph)(*given))[0]), (0, 1))(t, 2 * t)
+    np.testing.assert_allclose(of_t, np.cos(t) * np.cos(2 * t), atol=1e-6)
+    np.testing.assert_allclose(of_other, -np.sin(t) * np.sin(2 * t), atol=1e-6)

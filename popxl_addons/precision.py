@@ -16,7 +16,6 @@ import jax
 
 import popxl
 from popxl.extend.ops import cast_if_needed
-from popxl.tensor import Variable
 from popxl_addons.named_tensors import NamedTensors
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ class MixedPrecision:
         if missing := [name for name in args.keys_flat() if name not in given]:
             raise KeyError(f"MixedPrecision.cast: there are no `variables` for {missing}.")
         return NamedTensors.from_dict(
-            {name: cast_if_needed(_on_replica(given[name]), t.dtype) for name, t in args.to_dict().items()}
+            {name: cast_if_needed(given[name].on_replica, t.dtype) for name, t in args.to_dict().items()}
         )
 
     def narrowed(self, t: popxl.Tensor) -> popxl.Tensor:
@@ -192,11 +191,6 @@ def _cast_all(tree: Any, dtype: popxl.dtype) -> Any:
         return cast_if_needed(leaf, dtype) if isinstance(leaf, popxl.Tensor) and _is_float(leaf.dtype) else leaf
 
     return jax.tree.map(converted, tree)
-
-
-def _on_replica(t: popxl.Tensor) -> popxl.Tensor:
-    """Per-replica view of a variable: the own shard of sharded ones."""
-    return t.piece if isinstance(t, Variable) and t.piece is not None else t
 
 
 def _is_float(dtype: popxl.dtype) -> bool:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import popxl
 from popxl import ops
 from popxl.extend.arguments import check_type
 from popxl.replica_grouping import Groups
-from popxl.tensor import Variable
 from popxl_addons import _io_tiles
 from popxl_addons.dot_tree import check_leaves
 from popxl_addons.graph import GraphWithNamedArgs
@@ -75,7 +74,7 @@ def gather_replica_sharded_tensor(
         (2, 3)
     """
     check_type(t, popxl.Tensor, "gather_replica_sharded_tensor: `t`", "a tensor")
-    t = _shard(t)
+    t = t.on_replica
     if not t.meta_shape:
         return t
     group = resolved(replica_group, "gather_replica_sharded_tensor: `replica_group`").const_rg
@@ -214,7 +213,10 @@ def graph_over(
     with ir.undone_on_failure():
         graph = ir.create_empty_graph(name)
         with graph:
-            args = {key: popxl.graph_input(**_shard(t).spec, name=key) for key, t in sorted(tensors.to_dict().items())}
+            specs = {
+                key: (t.on_replica if isinstance(t, popxl.Tensor) else t).spec for key, t in tensors.to_dict().items()
+            }
+            args = {key: popxl.graph_input(**spec, name=key) for key, spec in sorted(specs.items())}
             for key, t in args.items():
                 popxl.graph_output(function(key, t))
     return GraphWithNamedArgs(graph, NamedTensors.from_dict(args)), list(args)
@@ -226,8 +228,3 @@ def _check_named(function: str, tensors: object, groups: object, argument: str) 
     if groups is not None:
         kinds = popxl.ReplicaGrouping | str | tuple | list | None
         check_leaves(groups, kinds, f"{function}: `{argument}`", "a NamedReplicaGrouping, or None")
-
-
-def _shard(t: Any) -> Any:
-    """Graph input for a tensor or factory; the shard, for sharded variables."""
-    return t.piece if isinstance(t, Variable) and t.piece is not None else t

@@ -292,8 +292,7 @@ def _bound(args: NamedTensors, weights: NamedTensors, variables: NamedTensors) -
     def bound(name: str, t: popxl.Tensor) -> popxl.Tensor:
         if not args[name].meta_shape:
             return gather_replica_sharded_tensor(t, False, _group(variables[name]))
-        shard = t.piece if isinstance(t, Variable) and t.piece is not None else t
-        return cast_if_needed(shard, args[name].dtype)
+        return cast_if_needed(t.on_replica, args[name].dtype)
 
     return NamedTensors.from_dict({name: bound(name, t) for name, t in weights.to_dict().items()})
 

@@ -84,7 +84,7 @@ class TypeInference:
         self.outcomes: dict[tuple[Graph, tuple[ReplicaType, ...]], _Outcome] = {}
         self.findings = TypeFindings(report, mesh)
         self.buffers: dict[RemoteBuffer, ReplicaType] = {}
-        held = [v if v.piece is None else v.piece for v in variables]
+        held = [v.on_replica for v in variables]
         changed = {op.inputs[i].origin for op in main.ops for i in op.modified}
         first = tuple(variable_types(mesh, variables, changed))
         for v, was in zip(variables, first, strict=True):

@@ -228,7 +228,7 @@ class _Program:
         if report.mesh is None or not parted:
             return
         shared = [v for v in self.main.variables if v.piece is not None or not v.location_info.isRemote()]
-        run = EffectsPass(self.main, [v if v.piece is None else v.piece for v in shared], self.runs).run
+        run = EffectsPass(self.main, [v.on_replica for v in shared], self.runs).run
         for i, (v, writer) in enumerate(zip(shared, run.writers, strict=True)):
             bit = 1 << (INPUTS + i)
             meant = v.replica_grouping.group_size == 1 or v.retrieval_mode == "all_replicas"

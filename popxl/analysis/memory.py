@@ -232,7 +232,7 @@ def variables_on_host(main: Graph) -> int:
 def held_variables(main: Graph) -> dict[Tensor, Variable]:
     """Variables resident on the device, or their shards."""
     used = used_storages(main)
-    holders = {v if v.piece is None else v.piece: v for v in main.variables}
+    holders = {v.on_replica: v for v in main.variables}
     return {t: v for t, v in holders.items() if t in used}
 
 

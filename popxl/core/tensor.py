@@ -147,6 +147,11 @@ class Tensor(CopyIsSelf, Operators):
         return self._meta_shape
 
     @property
+    def on_replica(self) -> Tensor:
+        """What each replica holds of the tensor: the tensor itself, or the shard of a sharded variable."""
+        return self
+
+    @property
     def by_ref(self) -> bool:
         """For a graph input: whether in-place changes reach the caller."""
         return self._by_ref
@@ -387,6 +392,10 @@ class Variable(Tensor, tensor_type="Variable"):
     def begins_with(self, initial: Initial) -> None:
         """Describe the initial value, in place of a host copy."""
         self._data, self.initial = None, initial
+
+    @property
+    def on_replica(self) -> Tensor:
+        return self if self.piece is None else self.piece
 
     @property
     def group_axis(self) -> int | None:

@@ -87,7 +87,7 @@ def _by_optax(
             else:
                 v = popxl.variable(popxl.initial.zeros(leaf.shape), dtype, f"optimizer.optax{i}")
             step.state[f"state.{i}"] = v
-            state.append(v if v.piece is None else v.piece)
+            state.append(v.on_replica)
         tensors = [each.tensor for each in step.trained]
         of_trained = (each.gradient for each in step.trained)
         steps.kind(*tensors, *state, *of_trained, *values, step.number, *step.factors[1:])

@@ -104,7 +104,7 @@ def _trained(optimizer: str, variables: Tensors, gradients: Tensors) -> list[Tra
         given = dict(zip(named, listed, strict=True))
     problems = [f"`{name}` has no gradient" for name in named if name not in given]
     problems += [f"there is a gradient of `{name}`, and no such variable" for name in given if name not in named]
-    tensors = {name: t.piece if isinstance(t, Variable) and t.piece is not None else t for name, t in named.items()}
+    tensors = {name: t.on_replica for name, t in named.items()}
     problems += [
         f"`{name}` has the shape {t.shape}, and its gradient {given[name].shape}"
         for name, t in tensors.items()
@@ -252,7 +252,7 @@ class Step:
         for name, how in slots.items():
             v = each.state(name, *(how if isinstance(how, tuple) else (how,)))
             self.state[f"{each.name}.{name}"] = v
-            made.append(v if v.piece is None else v.piece)
+            made.append(v.on_replica)
         return made
 
     @cached_property

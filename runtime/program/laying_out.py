@@ -57,9 +57,10 @@ def _check(main: Graph) -> None:
     used = used_storages(main)
     for v in main.variables:
         if v in used and v.location_info.isRemote():
+            instead = "what `ops.remote_load` loads" if v.piece is None else "the shard, `v.piece`, or what gathers it"
             raise PopxlError(
                 f"Session: {v!r} is used by an op, and its numbers are in {v.location_info.buffer!r} or in pieces. "
-                "Use what `ops.remote_load` loads, or the piece that `replica_sharded_variable` returns."
+                f"Use {instead}."
             )
     for graph in reachable(main):
         for op in graph.ops:

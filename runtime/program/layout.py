@@ -181,7 +181,7 @@ class Layout:
         """IPU number of a variable, stream or buffer; `None` unless IPUs are separate devices."""
         if len(self.terms) == 1:
             return None
-        return self.homes.get(thing if not isinstance(thing, Variable) or thing.piece is None else thing.piece)
+        return self.homes.get(thing.on_replica if isinstance(thing, Variable) else thing)
 
     def terms_for(self, thing: Tensor | Channel | None) -> CompileOptions:
         """Compile options at a variable's, stream's or buffer's location."""

@@ -23,7 +23,6 @@ from runtime.program.transfers import (
     fetch_local,
     fetch_values,
     fill_buffer,
-    holder,
     put_variables,
     saved_parts,
     write_host_copies,
@@ -232,7 +231,7 @@ class VariableStore:
 
         `ValueError` for arrays of different layouts or devices.
         """
-        wanted = {holder(mine): holder(theirs) for mine, theirs in variables.items()}
+        wanted = {mine.on_replica: theirs.on_replica for mine, theirs in variables.items()}
         found: dict[Slot, BorrowedArray] = {}
         for slot, block in self._blocks().items():
             if not (mine := [t for t in block.tensors if t in wanted]):

@@ -30,11 +30,6 @@ HostValue = tuple[Variable, np.ndarray, np.ndarray | None]
 """A variable, a row for each value of its host copy, and a row for each replica if all replicas are read."""
 
 
-def holder(v: Variable) -> Tensor:
-    """Tensor representing a variable on the device: the variable, or its shard."""
-    return v if v.piece is None else v.piece
-
-
 # To the device --------------------------------------------------------------------------------------------------------
 
 
@@ -220,7 +215,7 @@ def saved_parts(
     parts = _parts_on_devices(layout, changing, set(variables), set(own)) if is_ahead else {}
     for v in variables:
         buffer = v.location_info.buffer
-        if layout.is_elsewhere(holder(v) if v.piece is not None or buffer is None else buffer):
+        if layout.is_elsewhere(v.on_replica if v.piece is not None or buffer is None else buffer):
             parts[v] = []
             continue
         held = shard_layout(v)

@@ -68,8 +68,7 @@ class Channels:
         self.running = running
         self._exchanged: list[Array] = []  # by the collectives that the token does not know yet
         self._computed: Array | None = None  # last
-        self._fetched: dict[RemoteBuffer, list[Array]] = {}  # one right after the other
-        self._fetched_after: Array | None = None
+        self._fetched: dict[RemoteBuffer, list[Array]] = {}  # since the last store
         self._slots_before = self._slots()  # when one was last fetched, or all began
         self._computed_before = self._computed
 
@@ -141,14 +140,12 @@ class Channels:
 
     def record_fetched(self, buffer: RemoteBuffer, slot: Array) -> None:
         """Record a slot of a remote buffer that was fetched to the device."""
-        if self._computed is not self._fetched_after:
-            self._fetched, self._fetched_after = {}, self._computed
         self._fetched.setdefault(buffer, []).append(slot)
 
     def after_fetches(self, buffer: RemoteBuffer, value: Array) -> Array:
-        """Make a value for a remote buffer depend on the slots that were last fetched from there together.
+        """Make a value for a remote buffer depend on all slots that were fetched from there since the last store.
 
-        In a loop, XLA for GPUs postpones a fetch of several beyond a store, and copies the whole buffer for it.
+        In a loop, XLA for GPUs may postpone a fetch beyond the store, and then copies the whole buffer for it.
         """
         return computed_after(value, self._fetched.pop(buffer, ()))
 

@@ -65,3 +65,38 @@ def test_a_report_warns_where_nothing_is_on_the_host() -> None:
     ir, _ = program(plan.with_treatments("offload", "tanh_out"), "dispatched")
     report = popxl.Session(ir, popxl.Target("gpu h100")).report
     assert str(report.offloaded).startswith("Warning: what the program offloads is in the memory of the device")
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("target", ["tpu v5e", "gpu h100"])
+def test_slots_are_updated_in_loops(target: str) -> None:
+    """State in a remote buffer: no gradients of all layers on the device, and no copy of the buffer anywhere."""
+    layers, width = 8, 1024
+    ir = popxl.Ir()
+    ir.options.calledGraphs = "rolled"
+    with ir.main_graph, popxl.in_sequence():
+        x = ops.host_load(popxl.h2d_stream((8, width), popxl.float32, "x"))
+        ws = [popxl.variable(np.zeros((width, width)), popxl.float32) for _ in range(layers)]
+        buffer = popxl.remote_buffer((width, width), popxl.float32, 2 * layers)
+        layer = ir.create_graph(lambda x, w: ops.tanh(x @ w), x, ws[0])
+        grad = popxl.transforms.autodiff(layer)
+        calls = []
+        for w in ws:
+            calls.append(ops.call_with_info(layer, x, w))
+            x = calls[-1].outputs[0]
+        found = []
+        for call in reversed(calls):
+            x, gradient = ops.call(grad.graph, x, inputs_dict=grad.inputs_dict(call))
+            found.append(gradient)
+        for i, gradient in enumerate(reversed(found)):
+            mean, square = (ops.remote_load(buffer, 2 * i + n) for n in range(2))
+            ops.scaled_add_(mean, gradient, a=0.9)
+            ops.scaled_add_(square, gradient * gradient, a=0.99)
+            ops.scaled_add_(ws[i], mean / ops.sqrt(square), b=-0.1)
+            for n, t in enumerate((mean, square)):
+                ops.remote_store(buffer, 2 * i + n, t)
+        addons.host_store(x)
+    session = popxl.Session(ir, popxl.Target(target))
+    memory, size = session.memory(), width * width * 4
+    assert memory.temporaries < layers * size
+    assert memory.temporaries_on_host == 0 and memory.buffers_on_host == 2 * layers * size

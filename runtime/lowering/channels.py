@@ -68,7 +68,7 @@ class Channels:
         self.running = running
         self._exchanged: list[Array] = []  # by the collectives that the token does not know yet
         self._computed: Array | None = None  # last
-        self._fetched: dict[RemoteBuffer, list[Array]] = {}  # since the last store
+        self._fetched: dict[RemoteBuffer, list[tuple[Array, Array | None]]] = {}  # since the last store
         self._slots_before = self._slots()  # when one was last fetched, or all began
         self._computed_before = self._computed
 
@@ -140,14 +140,19 @@ class Channels:
 
     def record_fetched(self, buffer: RemoteBuffer, slot: Array) -> None:
         """Record a slot of a remote buffer that was fetched to the device."""
-        self._fetched.setdefault(buffer, []).append(slot)
+        self._fetched.setdefault(buffer, []).append((slot, self._computed))
 
-    def after_fetches(self, buffer: RemoteBuffer, value: Array) -> Array:
-        """Make a value for a remote buffer depend on all slots that were fetched from there since the last store.
+    def after_fetches(self, buffer: RemoteBuffer, value: Array, those_read: bool) -> Array:
+        """Make a value for a remote buffer depend on the slots that were fetched from there since the last store.
 
-        In a loop, XLA for GPUs may postpone a fetch beyond the store, and then copies the whole buffer for it.
+        XLA for GPUs may postpone a fetch beyond the store, and then copies the whole buffer for it.
+
+        Args:
+            buffer, value: what is stored, and where.
+            those_read: whether to include slots that ops have read since; the value would hold a whole model otherwise.
         """
-        return computed_after(value, self._fetched.pop(buffer, ()))
+        fetched = self._fetched.pop(buffer, ())
+        return computed_after(value, [slot for slot, before in fetched if those_read or before is self._computed])
 
     def _has_stored(self) -> bool:
         """Whether any slot was stored since the last barrier."""

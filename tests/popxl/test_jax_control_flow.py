@@ -19,7 +19,7 @@ from popxl.transforms import autodiff
 from tests.popxl.evaluate import evaluate
 from tests.popxl.jax_functions import FUNCTIONS, B, W, X, offloading, steep
 
-CODE = ("function=", "jaxpr=", "branches=")
+CODE = (" function=", " jaxpr=", " branches=")
 """Attributes that hold code. An op that has one says why."""
 
 

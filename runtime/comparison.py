@@ -121,14 +121,15 @@ def compare(
             session of one replica takes. By default they are random: floats from a normal distribution, and integers
             from 0 and 1.
         steps: number of runs of each.
-        divided: axes along which streams are cut, by the names of the streams, where sizes do not tell.
+        divided: axes along which streams are cut, by the names of the streams, where sizes do not tell. Those that
+            `axes` lacks have size one.
         tolerance: largest difference, relative to the largest element. By default 1e-4, and 2e-2 for half precision.
 
     Raises:
         TypeError: for a program that is no function or returns no `Ir`, axes or feeds that are no mapping, or `steps`
             that is not an integer.
         ValueError: for axes that are empty or all of size one, for `steps` below 1, for feeds with unexpected names or
-            shapes, for unknown axes in `divided`, and for streams that the axes cannot divide.
+            shapes, and for streams that the axes cannot divide.
 
     Example:
         >>> def program(axes: dict[str, int]) -> popxl.Ir:
@@ -149,8 +150,6 @@ def compare(
         raise ValueError(f"compare: `axes` is {axes!r}; expected sizes by name, of several replicas together.")
     if feeds is not None:
         check_type(feeds, Mapping, "compare: `feeds`", "global batches by the names of the streams")
-    if unknown := {each for given in (divided or {}).values() for each in _names(given)} - axes.keys():
-        raise ValueError(f"compare: `divided` has the axes {sorted(unknown)}; `axes` has {[*axes]}.")
     if isinstance(steps, bool) or not isinstance(steps, int):
         raise TypeError(f"compare: `steps` must be an integer; got {steps!r} ({type(steps).__name__}).")
     if steps < 1:
@@ -162,10 +161,6 @@ def compare(
             f"{one.replication_factor} where all are of size one. Make it with `popxl.Ir(axes=axes)`."
         )
     return _Experiment(one, many, axes, divided or {}, tolerance).run(feeds, steps)
-
-
-def _names(given: str | Sequence[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def _built(program: Callable[[dict[str, int]], Ir], axes: dict[str, int]) -> Ir:
@@ -182,7 +177,7 @@ class _Experiment:
         self, one: Ir, many: Ir, axes: Axes, divided: Mapping[str, Sequence[str]], tolerance: float | None
     ) -> None:
         self.one, self.many, self.axes, self.tolerance = one, many, axes, tolerance
-        self.divided = {name: _names(given) for name, given in divided.items()}
+        self.divided = {name: (given,) if isinstance(given, str) else tuple(given) for name, given in divided.items()}
         self.left_out: dict[str, str] = {}
         self.inputs = self._pairs(_by_name(one.get_all_h2d_streams()), _by_name(many.get_all_h2d_streams()))
         if unknown := self.divided.keys() - self.inputs.keys():
@@ -256,7 +251,8 @@ class _Experiment:
         found: list[tuple[str, ...]] = []
         for dim, (size, part) in enumerate(zip(one, many, strict=True)):
             ratio = size // part if part else 1
-            names = [each for each in self.divided.get(name, tuple(self.axes)) if each not in taken]
+            along = self.divided.get(name, tuple(self.axes))
+            names = [each for each in along if each in self.axes and each not in taken]
             if size == part:
                 found.append(())
                 continue
@@ -265,7 +261,8 @@ class _Experiment:
             if fitting is None or part * ratio != size:
                 raise ValueError(
                     f"compare: dimension {dim} of {name!r} has {size} elements on one replica, and {part} on each of "
-                    f"many; the axes {dict(self.axes)} do not divide it like this. Let `program` divide by them."
+                    f"many; {[*along]} of the axes {dict(self.axes)} do not divide it like this. Let `program` divide "
+                    "by them."
                 )
             taken.update(fitting)
             found.append(fitting)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Literal, NamedTuple, Self, get_args
+from typing import Literal, NamedTuple, Self, SupportsIndex, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -270,7 +270,7 @@ class MemoryPlan(OnPage, BaseModel):
         check_type(calls, slice, "with_treatments: `calls`", "a slice, such as `slice(8)` for the first eight calls")
         for pattern in patterns:
             check_type(pattern, str, "with_treatments: each of `patterns`", "a path as the plan prints it, such as '*'")
-        if not all(bound is None or isinstance(bound, int) for bound in (calls.start, calls.stop)):
+        if not all(bound is None or isinstance(bound, SupportsIndex) for bound in (calls.start, calls.stop)):
             raise TypeError(f"with_treatments: `calls` is {calls}; expected integers, such as `slice(8)`.")
         if calls.step not in (None, 1):
             raise ValueError(f"with_treatments: `calls` is {calls}; expected calls that follow each other, so no step.")

@@ -213,7 +213,7 @@ def test_calls_in_loops_have_one_plan(ir: popxl.Ir) -> None:
 
     plan = planned("everything")
     with pytest.raises(ValueError, match=r"groups of \[2, 3\], and a loop makes 3 of them \(.*:\d+\).*where loops end"):
-        planned(plan.with_treatments("recompute", "*", calls=slice(2)))
+        planned(plan.with_treatments("recompute", "*", calls=slice(np.int64(2))))
     with pytest.raises(ValueError, match=r"groups of \[1, 3\] calls of .*, 4 together, and .* makes 5"):
         planned(addons.MemoryPlan(graphs=tuple(plan.graphs[0].model_copy(update={"calls": n}) for n in (1, 3))))
     some = plan.with_treatments("recompute", "*", calls=slice(1, None))

@@ -9,7 +9,7 @@ import pytest
 import popxl
 import popxl_addons as addons
 from popxl import ops
-from popxl.errors import RowsAsValuesWarning
+from popxl.errors import PopxlError, RowsAsValuesWarning
 from popxl_addons.dot_tree import DotTree
 from popxl_addons.named_replica_grouping import NamedReplicaGrouping
 from popxl_addons.named_tensors import NamedTensors
@@ -118,6 +118,16 @@ def test_slice_of_a_sharded_variable(replicated_ir, evaluate):
         whole = ops.collectives.replicated_all_gather(shard, group=group)
         kept = ops.collectives.replicated_all_gather(v.piece, group=group)
     np.testing.assert_array_equal(evaluate(whole, kept), [2 * data[[0, 1, 0, 1]], data[[0, 1, 0, 1]]])
+
+
+def test_slice_of_a_sharded_variable_over_other_replicas(replicated_ir, evaluate):
+    """A shard of as many elements is no slice over the group, if there are more members than shards."""
+    v = VariableFactory(lambda: np.ones(2), popxl.float32, "w", shard_over=2).create_tensor()
+    t = ops.collectives.replica_sharded_slice(v)
+    assert t.shape == v.piece.shape
+    whole = ops.sum(t).reshape((1,))
+    with pytest.raises(PopxlError, match=r"Use the shard, `v\.piece`"):
+        evaluate(whole)
 
 
 def test_create_input(ir):

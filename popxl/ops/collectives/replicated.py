@@ -26,6 +26,7 @@ from popxl.ops.convert import identity
 from popxl.ops.shape import flatten, reshape, transpose
 from popxl.replica_grouping import Groups
 from popxl.values.shapes import integer, like_first
+from popxl.values.sharding import shard_layout
 from popxl.values.spec import TensorSpec, brief
 
 OutputShape = Literal["new_axis", "concat", "meta_shape", "auto"]
@@ -295,11 +296,11 @@ def replica_sharded_slice(t: Tensor, group: Groups | None = None) -> Tensor:
     """
     groups = members("replica_sharded_slice", group)
     sharded_slice_kind.check(t, chunk=0, **groups)
-    chunk = chunk_size(t.nelms, groups["group_size"])
-    if isinstance(t, Variable) and t.piece is not None and t.piece.shape == (chunk,):
-        if groups["stride"] == t.replica_grouping.const_rg.stride:
+    if isinstance(t, Variable) and t.piece is not None:
+        layout = shard_layout(t)
+        if (layout.grouping.const_rg.stride, layout.count) == (groups["stride"], groups["group_size"]):
             return identity(t.piece, f"{t.name}_sharded_slice")  # a copy: changes in place stay out of the variable
-    return sharded_slice_kind(t, chunk=chunk, **groups)
+    return sharded_slice_kind(t, chunk=chunk_size(t.nelms, groups["group_size"]), **groups)
 
 
 def replicated_slice(t: Tensor, axis: int = 0, group: Groups | None = None) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
@@ -50,13 +51,16 @@ class Activation(NamedTuple):
     Attributes:
         tensor: tensor of the forward graph.
         made_by: op that computes it, within a called graph if that computes it.
-        path: name in plans: names of the called graphs on the way, then that of the tensor.
+        path: name in plans: names of the called graphs on the way, then that of the tensor. It does not depend on other
+            graphs of the program: equal names within a graph are numbered, as in `tanh_out#2`.
+        name: the path with the tensor's name as graphs print it, such as `tanh_out__t7`.
         is_gathered: whether it is computed of gathered weights alone, which policies do not keep.
     """
 
     tensor: popxl.Tensor
     made_by: popxl.Op
     path: str
+    name: str
     is_gathered: bool = False
 
     @property
@@ -80,6 +84,10 @@ class Activation(NamedTuple):
     def has_batch(self) -> bool:
         """Whether batched matrix products compute it, such as attention scores."""
         return all(t.rank > 2 for t in self.made_by.inputs[:2])
+
+
+_GIVEN = re.compile(r"__t\d+")
+"""What makes names of tensors unique: a number that counts through all graphs of a program."""
 
 
 def is_transposed_input(t: popxl.Tensor) -> bool:
@@ -119,10 +127,11 @@ def candidates(info: GradGraphInfo) -> list[Activation]:
     taken = Counter[str]()
     activations, gathered = [], gathered_weights_of(forward)
     for t in reversed(found):
-        made_by, path = _origin(t)
-        taken[path] += 1  # a graph that is called twice has activations of one name
+        made_by, name = _origin(t)
+        path = _GIVEN.sub("", name)
+        taken[path] += 1
         path = path if taken[path] == 1 else f"{path}#{taken[path]}"
-        activations.append(Activation(t, made_by, path, t in gathered))
+        activations.append(Activation(t, made_by, path, name, t in gathered))
     return activations
 
 

@@ -163,9 +163,12 @@ class PlannedGradients:
         if planned is None:  # no gradient flowed through the graph where the plan was made
             return {each.path: "keep" for each in activations}
         known = [each.path for each in activations]
-        if missing := [each.path for each in planned.activations if each.path not in known]:
+        names = {each.name: each.path for each in activations} | {
+            path: path for path in known
+        }  # older plans have names
+        if missing := [each.path for each in planned.activations if each.path not in names]:
             raise ValueError(matches_nothing(f"memory, the plan of {planned.graph}", missing, known))
-        stated: dict[str, Treatment] = {each.path: each.treatment for each in planned.activations}
+        stated: dict[str, Treatment] = {names[each.path]: each.treatment for each in planned.activations}
         return {path: stated.get(path, "recompute") for path in known}
 
     def _divide(self, plan: MemoryPlan) -> None:

@@ -335,7 +335,7 @@ def _chosen(
             chosen.add(each)
             continue
         check_type(each, str, f"recompute_graph: each of `{name}`", "a tensor of the forward graph, or a path")
-        found = {a.tensor for a in known if fnmatch.fnmatchcase(a.path, each)}
+        found = {a.tensor for a in known if fnmatch.fnmatchcase(a.path, each) or fnmatch.fnmatchcase(a.name, each)}
         if not found:
             raise ValueError(matches_nothing(f"recompute_graph: `{name}`", [each], [a.path for a in known]))
         chosen |= found

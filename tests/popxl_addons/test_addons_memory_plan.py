@@ -152,10 +152,25 @@ class Chain(addons.Module):
 def test_a_model_without_layers_recomputes_in_sections() -> None:
     """Each right before it is read: a section is in memory at a time, beside the activations that are kept."""
     everything = trained("everything", Chain)
-    between = everything[2].with_treatments("recompute", "*").with_treatments("keep", "tanh_out__t7", "tanh_out__t15")
+    between = everything[2].with_treatments("recompute", "*").with_treatments("keep", "tanh_out#5", "tanh_out#9")
     found = trained(between, Chain)
     assert_same(found, everything)
     assert found[2] == between and found[3] < 0.6 * everything[3]
+
+
+def test_paths_do_not_depend_on_the_rest_of_a_program() -> None:
+    paths = []
+    for others in (0, 3):
+        ir = popxl.Ir()
+        spec = popxl.TensorSpec((2, 3), popxl.float32)
+        ir.create_graph(lambda x, n=others: [ops.exp(x) for _ in range(n)] or x, spec)  # counts names
+        graph = addons.GraphWithNamedArgs(ir.create_graph(lambda x: ops.tanh(ops.tanh(ops.tanh(x))), spec))
+        grad = addons.autodiff(graph)
+        paths.append([each.path for each in addons.transforms.activations_of(grad.grad_graph_info)])
+        name = graph.graph.ops[1].outputs[0].name  # as the graph is printed
+        again = addons.recompute_graph(grad, keep=[name]).graph
+        assert [op.op_type for op in again.ops].count("Tanh") == 1  # the first one
+    assert paths[0] == paths[1] == ["tanh_out", "tanh_out#2"]
 
 
 def test_accumulation(plain: tuple[Any, ...]) -> None:
@@ -416,7 +431,7 @@ def test_a_function_of_jax_comes_back_with_a_plan() -> None:
 
     _, everything = planned("everything")
     temporaries = []
-    for plan in (everything, everything.with_treatments("recompute", "*mul_out*").with_treatments("offload", "*t6")):
+    for plan in (everything, everything.with_treatments("recompute", "*mul_out*").with_treatments("offload", "*out#3")):
         step, applied = planned(plan)
         assert applied == plan
         compiled = jax.jit(step).lower(*arrays).compile()

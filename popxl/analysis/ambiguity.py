@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from popxl.base.trampoline import Trampolined, run_trampoline
-from popxl.core.aliasing import reachable, storages
+from popxl.core.aliasing import bases_first, reachable, storages
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
@@ -116,21 +115,19 @@ class _Regions:
 
     def _elements(self, t: Tensor) -> np.ndarray:
         """Number tensor elements so that elements of equal storage have equal numbers."""
-        return run_trampoline(self._index_of(t.origin))
+        for each in bases_first(t.origin, self._numbers, self._bases_of):
+            bases = self._bases_of(each)
+            if bases and each.producer is not None:
+                # A view only moves elements, so its effect on values is its effect on their numbers.
+                self._numbers[each] = np.asarray(each.producer.apply([self._numbers[base] for base in bases]))
+            else:
+                numbers = np.arange(self._next, self._next + each.nelms, dtype=np.int32)
+                self._numbers[each] = numbers.reshape(each.shape)
+                self._next += each.nelms
+        return self._numbers[t.origin]
 
-    def _index_of(self, t: Tensor) -> Trampolined[np.ndarray]:
-        if t not in self._numbers:
-            op = t.producer
-            if op is None or self._made_of[t] == (t,):
-                numbers = np.arange(self._next, self._next + t.nelms, dtype=np.int32).reshape(t.shape)
-                self._next += t.nelms
-            else:  # a view only moves elements, so its effect on values is its effect on their numbers
-                bases = []
-                for base in op.bases:
-                    bases.append((yield self._index_of(base.origin)))
-                numbers = np.asarray(op.apply(bases))
-            self._numbers[t] = numbers
-        return self._numbers[t]
+    def _bases_of(self, t: Tensor) -> list[Tensor]:
+        return [] if t.producer is None or self._made_of[t] == (t,) else [base.origin for base in t.producer.bases]
 
 
 def _ambiguity(graph: Graph, writer: Op, t: Tensor, reader: Op) -> PopxlError:

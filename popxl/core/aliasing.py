@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from popxl.core.tensor import Tensor
@@ -31,6 +31,34 @@ def add_alias(op: Op, found: dict[Tensor, tuple[Tensor, ...]]) -> None:
     """Map an op's first result to its base tensors, if it has any; `found` has those of earlier aliases."""
     if bases := op.bases:
         found[op.outputs[0]] = tuple(dict.fromkeys(s for base in bases for s in found.get(base, (base,))))
+
+
+def view_of(t: Tensor) -> Op | None:
+    """The view op that produces a tensor, if any."""
+    op = t.producer
+    return op if op is not None and op.kind.view is not None else None
+
+
+def bases_first(
+    t: Tensor, known: Container[Tensor], bases_of: Callable[[Tensor], Sequence[Tensor]]
+) -> Iterator[Tensor]:
+    """Tensors that a view is made of, each after its own bases, and the view last.
+
+    Args:
+        t: the view.
+        known: tensors to leave out. The caller adds each tensor that it gets.
+        bases_of: function that returns the bases of a view; none for other tensors.
+    """
+    waiting = [t]
+    while waiting:
+        t = waiting[-1]
+        missing = () if t in known else [base for base in bases_of(t) if base not in known]
+        if missing:
+            waiting += reversed(missing)
+        else:
+            waiting.pop()
+            if t not in known:
+                yield t
 
 
 def used_storages(graph: Graph) -> set[Tensor]:

@@ -14,12 +14,12 @@ from typing import Any, cast
 from popxl.base.arguments import check_type
 from popxl.base.log import Logger
 from popxl.base.source import warn_at
-from popxl.base.trampoline import Trampolined, run_trampoline
 from popxl.context import get_current_context
 from popxl.core.aliasing import callees_first, has_effect, reachable
 from popxl.core.create import constant
 from popxl.core.derivative import Derivative
 from popxl.core.recording import Op
+from popxl.core.recursion import FRAMES, nesting, raised_recursion_limit
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import is_call
 from popxl.errors import PopxlError, UnusedGradientWarning
@@ -97,10 +97,10 @@ def autodiff(
         provided = list(graph.outputs if grads_provided is None else grads_provided)
         _check_tensors(graph, provided, required)
         _refuse_modifying_ops(graph, infos)
-        with graph.ir.undone_on_failure():
+        with graph.ir.undone_on_failure(), raised_recursion_limit(FRAMES * nesting(graph)):
             _bring_calls_up_to_date(graph)
             needed = _needed_by_callers(graph, provided, infos)
-            run_trampoline(_Differentiation(graph, provided, required, infos, needed, called_graphs_transform).run())
+            _Differentiation(graph, provided, required, infos, needed, called_graphs_transform).run()
     known = {forward: info for forward, info in infos.items() if info is not None}
     return known if return_all_grad_graphs else known[graph]
 
@@ -195,12 +195,12 @@ class _Differentiation:
         self.again: dict[Op, Op] = {}
         self.held: dict[Tensor, Tensor] = {}
 
-    def run(self) -> Trampolined[None]:
+    def run(self) -> None:
         """Build the gradient graph and its `GradGraphInfo`. Reports missing gradients."""
         ir = self.forward_graph.ir
         self.graph = ir.create_gradient_graph(self.forward_graph)
         with get_current_context().set(scope_prefix=""), self.graph:
-            outputs = yield self._build()
+            outputs = self._build()
         if not outputs:
             ir.remove_graph(self.graph)
             self.infos[self.forward_graph] = None
@@ -210,7 +210,7 @@ class _Differentiation:
             self.graph.add_output(outputs[t])
         self._connect(required)
 
-    def _build(self) -> Trampolined[dict[Tensor, Tensor]]:
+    def _build(self) -> dict[Tensor, Tensor]:
         """Fill the gradient graph. Returns the gradients, by the required tensors."""
         for t in self.provided:
             given = self.graph.add_input(t.spec, f"Gradient___{t.name}", path=f"Gradient___{t.path}")
@@ -222,7 +222,7 @@ class _Differentiation:
             if any(g is not None for g in gs) and not self.follows.isdisjoint(op.inputs):
                 for callee in op.called_graphs:
                     if callee not in self.infos and self.needed[callee]:
-                        yield self._of_callee(callee, list(op.kind.runs.sought(callee)))  # type: ignore[union-attr]
+                        self._of_callee(callee, list(op.kind.runs.sought(callee)))  # type: ignore[union-attr]
                         info = self.infos[callee]
                         if self.transform is not None and info is not None:
                             self.infos[callee] = self.transform(info)
@@ -290,7 +290,7 @@ class _Differentiation:
     def _forward(self, op: Op) -> Forward:
         return Forward(op, self.follows, self.counterpart, self.infos.get)
 
-    def _of_callee(self, callee: Graph, required: list[Tensor]) -> Trampolined[None]:
+    def _of_callee(self, callee: Graph, required: list[Tensor]) -> None:
         """Differentiate a called graph for those tensors that have gradients."""
         if not callee.differentiable:
             raise PopxlError(
@@ -306,7 +306,7 @@ class _Differentiation:
                 "its `graph`, and assign the module that knows it to an attribute of the one that uses it.",
                 UnusedGradientWarning,
             )
-        return _Differentiation(
+        _Differentiation(
             callee, self.needed[callee], required, self.infos, self.needed, self.transform, complete=False
         ).run()
 
@@ -410,10 +410,11 @@ class _Differentiation:
 def leading_to(graph: Graph, provided: Iterable[Tensor]) -> set[Tensor]:
     """Tensors with differentiable paths to provided tensors, also through called graphs: all candidates for required
     gradients."""
-    return run_trampoline(_leading_through_calls(graph, provided))
+    with raised_recursion_limit(FRAMES * nesting(graph)):
+        return _leading_through_calls(graph, provided)
 
 
-def _leading_through_calls(graph: Graph, provided: Iterable[Tensor]) -> Trampolined[set[Tensor]]:
+def _leading_through_calls(graph: Graph, provided: Iterable[Tensor]) -> set[Tensor]:
     leads = set(provided)
     for op in reversed(graph.ops):
         if leads.isdisjoint(op.outputs):
@@ -425,7 +426,7 @@ def _leading_through_calls(graph: Graph, provided: Iterable[Tensor]) -> Trampoli
             if run.graph.derivative is not None:
                 leads |= inputs
                 continue
-            within = yield _leading_through_calls(run.graph, [own for own, t in pairs if t in leads])
+            within = _leading_through_calls(run.graph, [own for own, t in pairs if t in leads])
             inputs &= {t for own, t in zip(run.inputs, run.given, strict=False) if own in within}
         leads |= inputs
     return leads

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from popxl.base.trampoline import Trampolined, run_trampoline
+from popxl.core.recursion import FRAMES, raised_recursion_limit
 from popxl.core.tensor import Tensor
 from runtime.lowering.channels import Channel
 from runtime.plan.plan import Plan
@@ -57,7 +57,8 @@ def timing_of(
     """
     clock = _Clock(plan, seconds, copying, channels, replicas)
     values: dict[Key, _There] = {}
-    run_trampoline(clock.steps(plan.steps, values))
+    with raised_recursion_limit(FRAMES * plan.steps.nesting):
+        clock.steps(plan.steps, values)
     for v, start, end in plan.changed:
         if start != end:
             clock.copied(v, values.get(v, (end, 0.0)), start)
@@ -87,7 +88,7 @@ class _Clock:
         self.links: dict[tuple[int, int], float] = defaultdict(float)
         self.found = Timing()
 
-    def steps(self, steps: PlanBuilder, values: dict[Key, _There]) -> Trampolined[None]:
+    def steps(self, steps: PlanBuilder, values: dict[Key, _There]) -> None:
         """Simulate steps; `values` holds the values produced so far."""
         for step in steps.steps:
             for t, place in step.fetches:
@@ -95,7 +96,7 @@ class _Clock:
             if isinstance(step, Segment):
                 self._run_segment(step, values)
             else:
-                yield self._entry(step, values)
+                self._entry(step, values)
             for key in step.drops:
                 values.pop(key, None)
 
@@ -119,11 +120,11 @@ class _Clock:
             if place != piece.place:
                 values[t] = self.copied(t, values[t], place)
 
-    def _entry(self, entry: HostControlFlow, values: dict[Key, _There]) -> Trampolined[None]:
+    def _entry(self, entry: HostControlFlow, values: dict[Key, _There]) -> None:
         for way in entry.ways:  # of a conditional both, as costs count all branches
-            yield self._run_subplan(entry, way, values)
+            self._run_subplan(entry, way, values)
 
-    def _run_subplan(self, entry: HostControlFlow, way: SubPlan, values: dict[Key, _There]) -> Trampolined[None]:
+    def _run_subplan(self, entry: HostControlFlow, way: SubPlan, values: dict[Key, _There]) -> None:
         inner: dict[Key, _There] = {
             t: values[key] for (_, t), key in zip(way.given, way.keys, strict=True) if key in values
         }
@@ -131,7 +132,7 @@ class _Clock:
         for turn in range(min(entry.turns, LONGEST)):
             if turn:
                 inner = self._next(way, inner)
-            yield self.steps(way.inside, inner)
+            self.steps(way.inside, inner)
             ends.append(max(self.free.values(), default=0.0))
             if turn == LONGEST - 2:
                 before = replace(self.found, busy=dict(self.found.busy))

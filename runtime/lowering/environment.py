@@ -12,8 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from popxl.base.arrays import Array
-from popxl.base.trampoline import Trampolined, run_trampoline
-from popxl.core.aliasing import by_reference, written_inputs
+from popxl.core.aliasing import bases_first, by_reference, view_of, written_inputs
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.errors import PopxlError
@@ -178,9 +177,11 @@ class Environment:
 
     def _storage(self, t: Tensor) -> Array:
         """Value of a storage, or of a view across several tensors."""
-        joined = view_of(t)
-        if joined is not None:
-            return run_trampoline(self._read_concatenation(joined))
+        if view_of(t) is not None:
+            joined_values: dict[Tensor, Array] = {}
+            for each in bases_first(t, joined_values, self._concatenations_below):
+                joined_values[each] = self._concatenated(each, joined_values)
+            return joined_values[t]
         if t not in self.values:
             if not isinstance(t, Constant):
                 raise no_value(t)
@@ -201,13 +202,19 @@ class Environment:
             else:
                 return t, views[::-1]
 
-    def _read_concatenation(self, op: Op) -> Trampolined[Array]:
-        """Read a view of several tensors, which may be such views themselves."""
-        parts = []
+    def _concatenations_below(self, t: Tensor) -> list[Tensor]:
+        """Views of several tensors among the bases of such a view."""
+        view = view_of(t)
+        bases = () if view is None else view.inputs
+        return [storage for base in bases if view_of(storage := self._resolve_views(base)[0]) is not None]
+
+    def _concatenated(self, t: Tensor, values: Mapping[Tensor, Array]) -> Array:
+        """Value of a view of several tensors; `values` has those of such views among them."""
+        op, parts = view_of(t), []
+        assert op is not None
         for base in op.inputs:
             storage, views = self._resolve_views(base)
-            joined = view_of(storage)
-            part = self._storage(storage) if joined is None else (yield self._read_concatenation(joined))
+            part = values[storage] if storage in values else self._storage(storage)
             for view in views:
                 part = view.apply([part])
             parts.append(part)
@@ -217,9 +224,3 @@ class Environment:
 def no_value(t: Tensor) -> PopxlError:
     """The error for a storage without a value."""
     return PopxlError(f"Session: {t!r} has no value. It is an input of {t.graph.title}, which nothing is bound to.")
-
-
-def view_of(t: Tensor) -> Op | None:
-    """The view op that produces a tensor, if any."""
-    op = t.producer
-    return op if op is not None and op.kind.view is not None else None

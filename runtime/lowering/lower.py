@@ -11,10 +11,9 @@ State other than its inputs (streams, the failure flag) is passed and returned a
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache, cached_property
 from typing import Any
 
@@ -23,8 +22,9 @@ import jax.numpy as jnp
 
 from popxl.base.arrays import Array
 from popxl.base.names import identifier
-from popxl.core.aliasing import callees_first, reachable
+from popxl.core.aliasing import reachable
 from popxl.core.recording import Op
+from popxl.core.recursion import nesting, raised_recursion_limit
 from popxl.core.rounding import HALVES
 from popxl.core.tensor import Tensor
 from popxl.core.traits import chooses, is_call
@@ -257,25 +257,13 @@ class Lowering:
         return noinline(function, in_order=1)
 
 
-@contextmanager
-def raised_recursion_limit(main: Graph) -> Iterator[None]:
-    """Raise Python's recursion limit for nested calls and branches of a program.
+def recursing_into(main: Graph) -> AbstractContextManager[None]:
+    """Context with a raised recursion limit, for nested calls and branches of a program.
 
     Loops in loops get no more than there is, enough for some forty, because XLA does not survive a hundred; branches
     may be a hundred and fifty deep.
     """
-    frames: dict[Graph, int] = {}
-    branches: dict[Graph, int] = {}
-    for graph in callees_first(main):
-        called = [(op, callee) for op in graph.ops for callee in op.called_graphs]
-        frames[graph] = max((frames[callee] + _CALL * is_call(op) for op, callee in called), default=0)
-        branches[graph] = max((branches[callee] + chooses(op) for op, callee in called), default=0)
-    limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(limit, 1000 + frames[main] + _BRANCH * min(branches[main], 150)))
-    try:
-        yield
-    finally:
-        sys.setrecursionlimit(limit)
+    return raised_recursion_limit(_CALL * nesting(main, is_call) + _BRANCH * min(nesting(main, chooses), 150))
 
 
 _CALL, _BRANCH = 6, 10

@@ -46,7 +46,7 @@ from runtime.lowering.channels import (
 )
 from runtime.lowering.context import Context
 from runtime.lowering.environment import Results
-from runtime.lowering.lower import Lowering, raised_recursion_limit
+from runtime.lowering.lower import Lowering, recursing_into
 from runtime.lowering.op_derivatives import not_differentiable, with_rules
 from runtime.lowering.packed_arrays import PackedSlot, load
 from runtime.lowering.sharing import Sharing
@@ -207,7 +207,7 @@ class GraphFunction:
         """Run the graph on arrays. See `popxl.to_jax`."""
         values = self._arguments(arrays, named)
         channels = Channels({FAILURE: (jnp.asarray(FAILURE.start), 0)})
-        with raised_recursion_limit(self.graph):
+        with recursing_into(self.graph):
             results = self._lowering.lower_call(self.graph, [values[name] for name in self.inputs], Context(channels))
         self._check(channels)
         count = len(self._outputs)
@@ -367,7 +367,7 @@ class MainFunction(GraphFunction):
             }
         )
         state: dict[Tensor, Array] = {v: values[v.name] for v in self._variables}
-        with raised_recursion_limit(self.graph):
+        with recursing_into(self.graph):
             environment = self._lowering.run(self.graph.ops, state, channels)
         if self._checks:
             self._check(channels)

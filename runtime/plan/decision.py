@@ -6,14 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from popxl.base.trampoline import run_trampoline
 from popxl.core.tensor import Tensor
 from popxl.errors import PopxlError
 from popxl.graph import Graph
 from popxl.options import SessionOptions
 from runtime.plan.choice import REPEATED, SMALLEST, SegmentationPolicy
 from runtime.plan.placement import IpuPlacement
-from runtime.plan.planning import PlanBuilder
+from runtime.plan.planning import plan_of
 from runtime.targets.destination import Destination
 
 if TYPE_CHECKING:
@@ -210,7 +209,4 @@ def _placement(
 
 def _pays(main: Graph, changed: Sequence[Tensor], smallest: int | None, places: IpuPlacement) -> bool:
     """Whether distributing the work over cores makes a CPU faster."""
-    steps: PlanBuilder = run_trampoline(
-        PlanBuilder(main.ops, SegmentationPolicy(main, smallest, places), (), changed).planned()
-    )
-    return steps.is_worthwhile()
+    return plan_of(main, SegmentationPolicy(main, smallest, places), (), changed).is_worthwhile()

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from popxl.core.aliasing import callees_first, shares_by_reference
+from popxl.core.aliasing import callees_first, shares_by_reference, view_of
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import chooses, is_call
 from popxl.graph import Graph
 from popxl.ops.repeat import final_ipu
-from runtime.lowering.environment import view_of
 
 
 def can_enter(op: Op, replicas: int = 1) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from popxl.base.trampoline import run_trampoline
+from popxl.core.recursion import FRAMES, raised_recursion_limit
 from popxl.core.tensor import Tensor
 from popxl.remote_buffer import RemoteBuffer
 from popxl.streams import HostToDeviceStream, Stream
@@ -157,7 +157,8 @@ class Plan:
             channels[place] = Channels(self._initial_channels(place, given, run))
         for (buffer, place), slots in zip(self._buffers.items(), changing[count:], strict=True):
             channels[place].set_slots(buffer, slots)
-        run_trampoline(self.steps.running(values, run))
+        with raised_recursion_limit(FRAMES * self.steps.nesting):
+            self.steps.run(values, run)
         fetches, failures = self._fetched(run)
         changed = [values[v] if start == end else run.copy_to_ipu(values[v], start) for v, start, end in self.changed]
         for buffer, place in self._buffers.items():
@@ -223,7 +224,8 @@ class Plan:
         """Memory curve: segments in order, each with bytes in use on its device besides variables and feeds, split into
         earlier values and its own results and temporaries. Also returns values live between segments."""
         copies = next(iter(self._terms_at.values())).replicas.per_device
-        return run_trampoline(self.steps.curve(copies))
+        with raised_recursion_limit(FRAMES * self.steps.nesting):
+            return self.steps.curve(copies)
 
     def temporaries(self) -> int:
         """Peak bytes of one run on one device, excluding variables and feeds."""

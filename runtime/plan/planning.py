@@ -6,12 +6,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from popxl.base.trampoline import Trampolined
 from popxl.core.aliasing import storages
 from popxl.core.recording import Op
+from popxl.core.recursion import FRAMES, nesting, raised_recursion_limit
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import chooses
 from popxl.fp8_utils import to_device
+from popxl.graph import Graph
 from runtime.lowering.channels import Channel
 from runtime.plan.choice import SegmentationPolicy
 from runtime.plan.repeats import spans
@@ -34,6 +35,12 @@ class LiveRange(NamedTuple):
     last: int
 
 
+def plan_of(main: Graph, choice: SegmentationPolicy, owned: Iterable[Tensor], kept: Iterable[Tensor]) -> PlanBuilder:
+    """Plan a main graph, with the graphs that the host executes. Arguments as for `PlanBuilder`."""
+    with raised_recursion_limit(FRAMES * nesting(main)):
+        return PlanBuilder(main.ops, choice, owned, kept).planned()
+
+
 class PlanBuilder:
     """Host steps of one graph, in order.
 
@@ -50,6 +57,7 @@ class PlanBuilder:
         changed: constants that the ops overwrite: storages that start with the constant's numbers in each run.
         starts: places of storages at the start, determined by the first step that uses them.
         at: places of storages at the end.
+        nesting: number of graphs inside of each other that the host executes.
     """
 
     def __init__(
@@ -74,12 +82,13 @@ class PlanBuilder:
         self.owned = set(owned)
         self.starts: dict[Tensor, int] = {}
         self.at: dict[Tensor, int] = {}
+        self.nesting = 0
         self._copies: defaultdict[Tensor, set[int]] = defaultdict(set)
         self.steps: list[Segment | HostControlFlow] = list(self._split_segments(spelled_out))
         self._find_last_uses(set(self._kept))
         self.steps = list(self._grouped())
 
-    def planned(self) -> Trampolined[PlanBuilder]:
+    def planned(self) -> PlanBuilder:
         """Build these steps, recursively including host-executed graphs."""
         for step in self.steps:
             if isinstance(step, Segment):
@@ -90,7 +99,7 @@ class PlanBuilder:
                 step.keys = {t: (t, step.place) for t in step.reads if self.at[t] != step.place}
                 self._leave(step, {t: self._choice.landing(t, step.place) for t in step.makes})
             else:
-                yield self._enter(step)
+                self._enter(step)
         for t in self._kept:
             self._touch(t, self._place)
         return self
@@ -238,12 +247,13 @@ class PlanBuilder:
 
     # Host control flow
 
-    def _enter(self, step: HostControlFlow) -> Trampolined[None]:
+    def _enter(self, step: HostControlFlow) -> None:
         """Plan the graphs of a host-executed op, and route its arguments."""
         owned = set(self.owned)
         for way in step.ways:
-            yield self._go(step, way, owned)
+            self._go(step, way, owned)
             self._bring_to(step, way)
+            self.nesting = max(self.nesting, 1 + way.inside.nesting)
         ends: dict[Tensor, int] = {}
         for way in step.ways:
             left = {t: way.inside.at[inner] for t, inner in way.returned}
@@ -251,7 +261,7 @@ class PlanBuilder:
             way.sent = tuple((t, ends[t]) for t in left if left[t] != ends[t])
         self._leave(step, ends)
 
-    def _go(self, step: HostControlFlow, way: SubPlan, owned_before: set[Tensor]) -> Trampolined[None]:
+    def _go(self, step: HostControlFlow, way: SubPlan, owned_before: set[Tensor]) -> None:
         """Plan one graph of a host-executed op. If two storages share one array afterwards, neither is owned.
 
         A storage that another branch leaves with another owner is not owned either.
@@ -268,7 +278,7 @@ class PlanBuilder:
         while True:
             is_whole = self._is_whole or not self._choice.is_on_several(step.op)
             ops = (*way.graph.ops, *last)
-            way.inside = yield PlanBuilder(ops, self._choice, owned, kept, step.place, is_whole).planned()
+            way.inside = PlanBuilder(ops, self._choice, owned, kept, step.place, is_whole).planned()
             passed = Counter(way.again.values())
             lost = {t for t in owned if passed[way.again[t]] > 1 or way.again[t] not in way.inside.owned}
             if step.turns == 1 or not lost:
@@ -340,16 +350,13 @@ class PlanBuilder:
             t: terms_at[self.starts.get(t, place)].replicas.broadcast(to_device(t.data, t.dtype)) for t in self.changed
         }
 
-    def running(self, values: Values, run: Run) -> Trampolined[None]:
+    def run(self, values: Values, run: Run) -> None:
         """Execute the steps."""
         values.update(self._begin)
         for step in self.steps:
-            if isinstance(step, Segment):
-                step(values, run)
-            else:
-                yield step.running(values, run)
+            step.run(values, run)
 
-    def curve(self, copies: int) -> Trampolined[tuple[list[tuple[Segment, int, int]], list[LiveRange]]]:
+    def curve(self, copies: int) -> tuple[list[tuple[Segment, int, int]], list[LiveRange]]:
         """Memory curve: segments in order, each with bytes in use on its IPU besides step inputs, split into earlier
         values and its own results and temporaries. Also returns values live between segments. Each value counts
         `copies` times."""
@@ -368,7 +375,7 @@ class PlanBuilder:
                 curve.append((step, bytes_on(step.place), sum(made.values()) + needed))
             else:  # the steps of host control flow make its results
                 for way in step.ways:
-                    inner, within = yield way.inside.curve(copies)
+                    inner, within = way.inside.curve(copies)
                     lives += (
                         LiveRange(t, place, size, len(curve) + a, len(curve) + b) for t, place, size, a, b in within
                     )

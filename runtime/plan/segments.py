@@ -13,7 +13,6 @@ import numpy as np
 
 from popxl.base.arrays import Array
 from popxl.base.names import identifier
-from popxl.base.trampoline import Trampolined
 from popxl.core.printing import summary
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
@@ -276,7 +275,7 @@ class Segment(Step):
             {i: carried(c) for i, c in enumerate(self.channels)},
         )
 
-    def __call__(self, values: Values, run: Run) -> None:
+    def run(self, values: Values, run: Run) -> None:
         """Run the ops, unless another process does."""
         self.fetch(values, run)
         channels = run.channels(self.place, self.shared)
@@ -397,8 +396,8 @@ class HostControlFlow(Step):
         starts = self.ways[0].inside.starts
         self._numbered = tuple((t, starts[t]) for t in self.extra if t in starts)
 
-    def running(self, values: Values, run: Run) -> Trampolined[None]:
-        """Execute the op."""
+    def run(self, values: Values, run: Run) -> None:
+        """Run the op."""
         self.fetch(values, run)
         way = self.ways[0]
         if self.condition is not None and not np.asarray(run.own_copy(values[self.condition])).item():
@@ -409,7 +408,7 @@ class HostControlFlow(Step):
                 inner = way.next(inner, run)
             for t, place in self._numbered:
                 inner[t] = run.number(np.int32(turn) if t is self.extra[0] else np.True_, place)
-            yield way.inside.running(inner, run)
+            way.inside.run(inner, run)
         way.finish(inner, values, run)
         for key in self.drops:
             del values[key]

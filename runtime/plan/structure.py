@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from popxl.base.exact_key import exact_key
-from popxl.base.trampoline import Trampolined, run_trampoline
-from popxl.core.aliasing import callees_first
+from popxl.core.aliasing import bases_first, callees_first, view_of
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import is_call
@@ -110,6 +109,12 @@ class Structures:
         return counts
 
 
+def _view_bases(t: Tensor) -> list[Tensor]:
+    """Bases of a view; none for other tensors."""
+    view = view_of(t)
+    return [] if view is None else [base.origin for base in view.inputs]
+
+
 class StructuralEncoder:
     """Structural encoding of ops, with numbers in place of tensors.
 
@@ -148,22 +153,22 @@ class StructuralEncoder:
     def operand(self, t: Tensor) -> int:
         """Number of a tensor, after resolving aliases."""
         t = t.origin
-        return self.numbers[t] if t in self.numbers else run_trampoline(self._number_tensor(t))
+        if t not in self.numbers:
+            for each in bases_first(t, self.numbers, _view_bases):
+                self._number_tensor(each)
+        return self.numbers[t]
 
-    def _number_tensor(self, t: Tensor) -> Trampolined[int]:
-        """Assign a number to a new tensor. Views are numbered after their bases."""
-        producer = t.producer
-        if producer is not None and producer.kind.view is not None:
-            bases = [base.origin for base in producer.inputs]
-            for base in bases:
-                if base not in self.numbers:
-                    yield self._number_tensor(base)
-            numbers = tuple(self.numbers[base] for base in bases)
-            return self.add(t, (producer.kind, producer.operands, self.attributes(producer), numbers))
-        if isinstance(t, Constant) and t not in self._passed:
-            return self.add(t, (t.spec, self._token(t.data)))
-        self.roots.append(t)
-        return self.add(t, ("root", t.spec))
+    def _number_tensor(self, t: Tensor) -> None:
+        """Assign a number to a new tensor; the bases of a view have numbers."""
+        view = view_of(t)
+        if view is not None:
+            numbers = tuple(self.numbers[base] for base in _view_bases(t))
+            self.add(t, (view.kind, view.operands, self.attributes(view), numbers))
+        elif isinstance(t, Constant) and t not in self._passed:
+            self.add(t, (t.spec, self._token(t.data)))
+        else:
+            self.roots.append(t)
+            self.add(t, ("root", t.spec))
 
     def attributes(self, op: Op) -> tuple[Any, ...]:
         return tuple((name, self._token(value)) for name, value in op.attributes.items())

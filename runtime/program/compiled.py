@@ -22,7 +22,7 @@ from runtime.files.executables import donating
 from runtime.lowering import remote_buffers as remote
 from runtime.lowering.channels import FAILURE, Channels, Failure
 from runtime.lowering.environment import Environment
-from runtime.lowering.lower import Lowering, raised_recursion_limit
+from runtime.lowering.lower import Lowering, recursing_into
 from runtime.lowering.rerolled_loops import ProgramOrder
 from runtime.plan.plan import Plan
 from runtime.plan.planning import PlanBuilder
@@ -132,7 +132,7 @@ def _compiled(
         executables: result of an earlier `CompiledProgram.executables`; nothing is compiled then.
     """
     start = perf_counter()
-    with layout.precision(), raised_recursion_limit(layout.main), cache as is_cached, Watch() as watch:
+    with layout.precision(), recursing_into(layout.main), cache as is_cached, Watch() as watch:
         steps = layout.steps()
         if steps is None:
             executable, ends, text = _one_program(layout, executables, watch)
@@ -181,7 +181,7 @@ def _one_program(layout: Layout, known: Sequence[Any] | None, watch: Watch) -> _
 def lowered_for(layout: Layout, platform: str) -> Any:
     """Lower the entire program as one function for a JAX platform: "tpu", "cuda". Requires neither hardware nor
     compiler; `Destination.platform` of the layout must match."""
-    with layout.precision(), raised_recursion_limit(layout.main):
+    with layout.precision(), recursing_into(layout.main):
         return _lowered(layout, platform)
 
 

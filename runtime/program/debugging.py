@@ -8,9 +8,9 @@ is donated, so a run that ends with an error has changed nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ import numpy as np
 from popxl.base.arrays import Array
 from popxl.base.log import Logger
 from popxl.base.pages import Table
-from popxl.base.trampoline import Trampolined, drive
 from popxl.core.printing import line
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
@@ -39,6 +38,8 @@ from runtime.signals import deliver_pending_signals
 from runtime.targets.replicas import Replicas
 
 _log = Logger("session")
+
+T = TypeVar("T")
 
 
 class _Unusual(NamedTuple):
@@ -67,6 +68,10 @@ class _CollectiveCall:
     op: Op
     operands: Sequence[Array]
     unusual: _Unusual
+
+
+_Steps = Generator[_CollectiveCall, Any, T]
+"""Work that stops at each collective: it yields a replica's contribution, and is sent the results of all replicas."""
 
 
 class Debugged(Lowering):
@@ -102,7 +107,7 @@ class Debugged(Lowering):
         values: Mapping[Tensor, Array],
         context: Context,
         same: Mapping[Tensor, Tensor] | None = None,
-    ) -> Trampolined[Environment]:
+    ) -> _Steps[Environment]:
         """Execute ops and check each result, yielding a `_CollectiveCall` at ops that communicate between replicas.
 
         A view is looked at where it is read.
@@ -111,37 +116,37 @@ class Debugged(Lowering):
         for op in (part for each in ops for part in each.parts):
             deliver_pending_signals()
             if op.kind.view is None:
-                yield (self._entered if op.called_graphs else self._watched)(op, environment, context)
+                yield from (self._entered if op.called_graphs else self._watched)(op, environment, context)
         return environment
 
-    def _entered(self, op: Op, environment: Environment, context: Context) -> Trampolined[None]:
+    def _entered(self, op: Op, environment: Environment, context: Context) -> _Steps[None]:
         """Execute an op with called graphs, checking their ops."""
         enter = self._loop if is_loop(op) else self._conditional if chooses(op) else self._call
         self._sites.append(_Site(op))
         try:
-            yield enter(op, environment, context)
+            yield from enter(op, environment, context)
         finally:
             self._sites.pop()
 
-    def _graph(self, graph: Graph, inputs: Sequence[Array], context: Context, sharing: Sharing) -> Trampolined[Results]:
+    def _graph(self, graph: Graph, inputs: Sequence[Array], context: Context, sharing: Sharing) -> _Steps[Results]:
         values, same = bind_inputs(graph, inputs, sharing)
-        environment = yield self.run_ops(graph.ops, values, context.in_graph(inputs), same)
+        environment = yield from self.run_ops(graph.ops, values, context.in_graph(inputs), same)
         return environment.results(graph, values, sharing)
 
-    def _call(self, op: Op, environment: Environment, context: Context) -> Trampolined[None]:
+    def _call(self, op: Op, environment: Environment, context: Context) -> _Steps[None]:
         check_bound(op)
         (graph,) = op.called_graphs
         inputs = call_inputs(op, environment)
-        results = yield self._graph(graph, inputs, context, environment.sharing(op))
+        results = yield from self._graph(graph, inputs, context, environment.sharing(op))
         finish_call(op, environment, inputs, results)
 
-    def _loop(self, op: Op, environment: Environment, context: Context) -> Trampolined[None]:
+    def _loop(self, op: Op, environment: Environment, context: Context) -> _Steps[None]:
         loop, (run,) = Loop(op, environment), op.runs
         state, rows = loop.start, []
         for i in run.numbers:
             self._sites[-1].turn += 1
             iteration = loop.begin_iteration(state, jnp.asarray(i, jnp.int32))
-            results = yield self._graph(loop.graph, iteration.inputs, context, iteration.sharing)
+            results = yield from self._graph(loop.graph, iteration.inputs, context, iteration.sharing)
             state, further = loop.end_iteration(iteration, results)
             rows.append(further)
         if run.numbers.step < 0:
@@ -152,15 +157,15 @@ class Debugged(Lowering):
             stacked = [jnp.zeros(t.shape, t.dtype.as_jax()) for t in op.outputs[run.carried :]]
         loop.finish(state, stacked, environment)
 
-    def _conditional(self, op: Op, environment: Environment, context: Context) -> Trampolined[None]:
+    def _conditional(self, op: Op, environment: Environment, context: Context) -> _Steps[None]:
         check_bound(op)
         taken = environment.value_of(op.inputs[0]).item()
         (run,) = (run for run in op.runs if run.when == taken)
-        results = yield self._graph(run.graph, [environment.value_of(t) for t in run.given], context, Sharing())
+        results = yield from self._graph(run.graph, [environment.value_of(t) for t in run.given], context, Sharing())
         for t, value in zip(op.outputs, results.outputs, strict=False):  # the graph may have gained outputs since
             environment.write(t, value)
 
-    def _watched(self, op: Op, environment: Environment, context: Context) -> Trampolined[None]:
+    def _watched(self, op: Op, environment: Environment, context: Context) -> _Steps[None]:
         """Execute and check an op without called graphs."""
         self.steps += 1
         operands = [environment.value_of(t) for t in op.inputs]
@@ -301,7 +306,7 @@ def _row(t: Tensor, what: str, array: Array) -> list[str]:
 
 
 def run_replicas(
-    works: Sequence[Trampolined[Any]], lowerings: Sequence[Debugged], devices: Sequence[jax.Device]
+    works: Sequence[_Steps[Any]], lowerings: Sequence[Debugged], devices: Sequence[jax.Device]
 ) -> list[Any]:
     """Execute the work of all replicas: each replica independently until its next collective op, then the collective.
 
@@ -317,13 +322,12 @@ def run_replicas(
         NonFiniteError: from the replica with the least progress, if several have made a NaN or an infinity.
         PopxlError: if replicas reach different ops at which they would wait for each other.
     """
-    going = [drive(work) for work in works]
-    answers: list[Any] = [None] * len(going)
+    answers: list[Any] = [None] * len(works)
     while True:
         meetings: list[_CollectiveCall] = []
         returned: list[Any] = []
         problems: list[tuple[int, NonFiniteError]] = []
-        for work, lowering, device, answer in zip(going, lowerings, devices, answers, strict=True):
+        for work, lowering, device, answer in zip(works, lowerings, devices, answers, strict=True):
             try:
                 with jax.default_device(device):
                     meetings.append(work.send(answer))

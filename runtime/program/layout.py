@@ -16,7 +16,6 @@ from jax.sharding import SingleDeviceSharding
 
 from popxl.analysis.transfers import transfers_of, unread_streams
 from popxl.base.arrays import Array
-from popxl.base.trampoline import run_trampoline
 from popxl.core.aliasing import reachable
 from popxl.core.tensor import Tensor, Variable
 from popxl.fp8_utils import in_transit
@@ -27,7 +26,7 @@ from runtime.lowering import remote_buffers as remote
 from runtime.lowering.channels import FAILURE, Channel, Failure, channels_of, prints
 from runtime.lowering.collectives import devices_meet
 from runtime.plan.decision import Decision
-from runtime.plan.planning import PlanBuilder
+from runtime.plan.planning import PlanBuilder, plan_of
 from runtime.plan.stages import stages_of
 from runtime.plan.terms import CompileOptions
 from runtime.program.blocks import PackedVariables, blocks_of
@@ -143,10 +142,7 @@ class Layout:
 
     def _new_steps(self) -> PlanBuilder:
         assert self._choice is not None
-        steps: PlanBuilder = run_trampoline(
-            PlanBuilder(self.main.ops, self._choice, self.changed, self.changed).planned()
-        )
-        return steps
+        return plan_of(self.main, self._choice, self.changed, self.changed)
 
     def steps(self) -> PlanBuilder | None:
         """Steps executed by the host, for planned programs; else `None`. Each plan owns separate steps, which store its

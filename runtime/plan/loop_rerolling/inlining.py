@@ -10,12 +10,11 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 
-from popxl.core.aliasing import changed_inputs, reachable, storages
+from popxl.core.aliasing import changed_inputs, reachable, storages, view_of
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
 from popxl.core.traits import is_call
 from popxl.graph import Graph
-from runtime.lowering.environment import view_of
 
 
 class InlinedGraphs:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from popxl.base.trampoline import Trampolined, run_trampoline
+from popxl.core.aliasing import bases_first, view_of
 from popxl.core.recording import Op
 from popxl.core.tensor import Tensor
-from runtime.lowering.environment import view_of
 from runtime.plan.structure import StructuralEncoder, Structures
 
 
@@ -26,7 +25,7 @@ class OpSignatures:
         self._same = same
         self._attributes = StructuralEncoder(structures).attributes
         self._numbers: dict[Any, int] = {}
-        self._seen: dict[Tensor, tuple[int, tuple[Tensor, ...]]] = {}
+        self._resolved: dict[Tensor, tuple[int, tuple[Tensor, ...]]] = {}
 
     def signature(self, op: Op) -> int:
         """Signature number of an op; unique for composite ops and ops with checks."""
@@ -47,26 +46,28 @@ class OpSignatures:
 
     def _resolve_cached(self, t: Tensor) -> tuple[int, tuple[Tensor, ...]]:
         t = t.origin
-        return self._seen[t] if t in self._seen else run_trampoline(self._resolve(t))
+        if t not in self._resolved:
+            for each in bases_first(t, self._resolved, self._bases_of):
+                self._resolved[each] = self._resolve(each)
+        return self._resolved[t]
 
-    def _resolve(self, t: Tensor) -> Trampolined[tuple[int, tuple[Tensor, ...]]]:
-        view = view_of(t)
+    def _bases_of(self, t: Tensor) -> list[Tensor]:
+        """Alias of a tensor, or bases of a view; none for other tensors."""
         if t in self._same:
-            origin = self._same[t].origin
-            if origin not in self._seen:
-                yield self._resolve(origin)
-            self._seen[t] = self._seen[origin]
-        elif view is None:
-            self._seen[t] = (self._number(t.spec.to_tuple()), (t,))
-        else:
-            bases = [base.origin for base in view.inputs]
-            for base in bases:
-                if base not in self._seen:
-                    yield self._resolve(base)
-            codes, roots = zip(*(self._seen[base] for base in bases), strict=True)
-            code = (view.kind, view.operands, self._attributes(view), codes, t.spec.to_tuple())
-            self._seen[t] = (self._number(code), tuple(root for each in roots for root in each))
-        return self._seen[t]
+            return [self._same[t].origin]
+        view = view_of(t)
+        return [] if view is None else [base.origin for base in view.inputs]
+
+    def _resolve(self, t: Tensor) -> tuple[int, tuple[Tensor, ...]]:
+        """Signature number and storages of a tensor; those of its bases are known."""
+        view, bases = view_of(t), [self._resolved[base] for base in self._bases_of(t)]
+        if t in self._same:
+            return bases[0]
+        if view is None:
+            return self._number(t.spec.to_tuple()), (t,)
+        codes, roots = zip(*bases, strict=True)
+        code = (view.kind, view.operands, self._attributes(view), codes, t.spec.to_tuple())
+        return self._number(code), tuple(root for each in roots for root in each)
 
     def _number(self, code: Any) -> int:
         return self._numbers.setdefault(code, len(self._numbers))

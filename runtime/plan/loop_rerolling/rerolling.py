@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from popxl.analysis.flops import own_flops
-from popxl.base.trampoline import Trampolined, run_trampoline
 from popxl.core.aliasing import callees_first, changed_inputs, reachable, shares_by_reference
 from popxl.core.recording import Op
+from popxl.core.recursion import FRAMES, nesting, raised_recursion_limit
 from popxl.core.tensor import Constant, Tensor, Variable
 from popxl.core.traits import Run, chooses, is_call
 from popxl.graph import Graph
@@ -68,7 +68,8 @@ class Rerolling(ProgramOrder):
                 self._write_out(loop, "it computes no products, and would be more kernels in a loop")
         while True:
             walk = _PackingAnalysis(self._schedules, signatures, main, held)
-            run_trampoline(walk.visit_graph(main, {t: t for t in held}))
+            with raised_recursion_limit(FRAMES * nesting(main)):
+                walk.visit_graph(main, {t: t for t in held})
             if not walk.refused:
                 break
             for loop, reason in walk.refused.items():
@@ -175,35 +176,35 @@ class _PackingAnalysis:
         self._requests: list[_PackingRequest] = []
         self.refused: dict[RerolledLoop, str] = {}
 
-    def visit_graph(self, graph: Graph, sources: dict[Tensor, Source]) -> Trampolined[dict[Tensor, Source]]:
+    def visit_graph(self, graph: Graph, sources: dict[Tensor, Source]) -> dict[Tensor, Source]:
         """Visit a graph, given sources of its storages. Returns final sources."""
-        return (yield self._visit_items(self._schedules[graph], sources))
+        return self._visit_items(self._schedules[graph], sources)
 
-    def _visit_items(self, items: Sequence[Item], sources: dict[Tensor, Source]) -> Trampolined[dict[Tensor, Source]]:
+    def _visit_items(self, items: Sequence[Item], sources: dict[Tensor, Source]) -> dict[Tensor, Source]:
         """Visit scheduled ops and loops."""
         for item in items:
             if isinstance(item, RerolledLoop):
                 self._visit_loop(item, sources)
                 same = {taken.name for taken in item.inputs if taken.is_invariant}
-                yield self._visit_items(item.ops, {t: source for t, source in sources.items() if t in same})
+                self._visit_items(item.ops, {t: source for t, source in sources.items() if t in same})
             elif not chooses(item) and self._with_loops.issuperset(item.called_graphs) and item.runs:
                 (run,) = item.runs
-                after = yield self.visit_graph(run.graph, self._input_sources(run, sources))
+                after = self.visit_graph(run.graph, self._input_sources(run, sources))
                 if is_call(item):
                     results = ((t, self._storage(output)) for t, output in run.results)
                     sources.update((t, after.get(s)) for t, s in results if s is not None and s not in run.inputs)
             else:
                 if _prepares_operand(item):
                     sources.update((t, t) for t in item.outputs)
-                yield self._visit_separately((item,))
+                self._visit_separately((item,))
         return sources
 
-    def _visit_separately(self, ops: Sequence[Op]) -> Trampolined[None]:
+    def _visit_separately(self, ops: Sequence[Op]) -> None:
         """Visit graphs run by ops, each once, with unknown sources."""
         for callee in dict.fromkeys(callee for op in ops for callee in op.called_graphs):
             if callee in self._with_loops and callee not in self._known_apart:
                 self._known_apart.add(callee)
-                yield self.visit_graph(callee, {})
+                self.visit_graph(callee, {})
 
     def _input_sources(self, run: Run, sources: dict[Tensor, Source]) -> dict[Tensor, Source]:
         """Sources of a called graph's inputs; unknown for copies of modified inputs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -165,11 +166,26 @@ class HostArrays:
         one_number_each = len(array.squeeze().shape) <= len(shape) - len(stream.shape)
         if array.shape != shape and not (one_number_each and array.size == np.prod(shape)):
             reason = f" The stream has a number of transfers of its own: {transfers} a run." if own else ""
+            reason += self._replica_hint(stream, given, shape)
             has_no_axis = not given and len(shape) > len(stream.shape)  # for the replicas
             raise (IndexError if has_no_axis else ValueError)(
                 f"Session.run: the array for {stream} has the shape {given}; expected {shape}.{reason}"
             )
         return array.reshape(shape)
+
+    def _replica_hint(self, stream: Stream, given: tuple[int, ...], shape: tuple[int, ...]) -> str:
+        """What to write where a feed has the right elements, but no dimension of the replicas."""
+        replicas = self._layout.replicas.local_count
+        if replicas == 1 or not given:
+            return ""
+        hint = (
+            f" Dimension {self._layout.axis(stream)} has the {replicas} replicas of this process, each with its rows: "
+        )
+        if math.prod(given) == math.prod(shape):
+            return hint + "`array.reshape(session.host_shape(stream))`."
+        if math.prod(given) * replicas == math.prod(shape):
+            return hint + "stack an array for each replica, as in `session.host_shape(stream)`."
+        return ""
 
     # Out ------------------------------------------------------------------------------------------------------------
 

@@ -319,3 +319,16 @@ def test_copies_of_what_holds_streams_and_buffers_hold_the_same_ones():
     np.testing.assert_array_equal(outputs[stream], [2.0, 3.0])
     assert copy.deepcopy([stream, buffer]) == [copy.copy(stream), copy.copy(buffer)] == [stream, buffer]
     assert copy.deepcopy(buffer) is buffer
+
+
+@pytest.mark.parametrize(
+    ("shape", "hint"), [((3, 4), "stack an array for each replica"), ((6, 4), r"`array\.reshape\(")]
+)
+def test_a_feed_without_the_dimension_of_replicas_is_told_how(shape, hint):
+    ir = popxl.Ir(replication=2)
+    with ir.main_graph:
+        x = popxl.h2d_stream((3, 4), popxl.float32, "x")
+        ops.host_store(popxl.d2h_stream((3, 4), popxl.float32, "y"), ops.host_load(x))
+    message = rf"expected \(2, 3, 4\)\. .* 2 replicas .*{hint}"
+    with popxl.Session(ir, "ipu_hw") as session, pytest.raises(ValueError, match=message):
+        session.run({x: np.zeros(shape, np.float32)})

@@ -86,12 +86,11 @@ class CollectiveBackend(Group):
         if length > FEW:
             rows = jnp.pad(rows, ((0, 0), (0, -length % BLOCK))).reshape(-1, LANES)
         if is_sent_as_half:
-            # Behind a barrier: XLA would add where the sum is read, and keep all that was received until then.
+            # Behind a barrier: XLA would add where the result is read, and keep all that was received until then. It is
+            # the result itself, so that what waits for its first element reads no more than that.
             received = self.exchanged(rows).reshape(self.size, -1, LANES)
-            total = lax.optimization_barrier(OP_MAP["add"](list(received)))
-        else:
-            total = self.scattered(rows)
-        return self._finished(total.reshape(-1)[:length], op)
+            return lax.optimization_barrier(OP_MAP[op](list(received))).reshape(-1)[:length]
+        return self._finished(self.scattered(rows).reshape(-1)[:length], op)
 
     def _sums_received_halves(self, t: Array, op: str, length: int) -> bool:
         """Whether members send each other halves, and sum in float32 what they receive: half the bytes are sent."""

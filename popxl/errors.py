@@ -108,7 +108,7 @@ class MissingStateWarning(PopxlWarning):
 
 
 class RemoteSlotWarning(PopxlWarning):
-    """Variables without an exclusive remote buffer slot: shared slots, or slots out of range.
+    """Variables without a fitting, exclusive remote buffer slot: shared slots, slots of another size or out of range.
 
     A program that ties variables by their slot does well to switch this off.
     """

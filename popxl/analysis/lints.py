@@ -7,6 +7,7 @@ binds. No values are computed, so a program that cannot be judged counts as righ
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -32,6 +33,7 @@ from popxl.errors import (
 )
 from popxl.graph import Graph
 from popxl.remote_buffer import RemoteBuffer
+from popxl.values.spec import brief
 
 if TYPE_CHECKING:
     from popxl.ir import Ir
@@ -129,6 +131,11 @@ _NO_SLOT = Lint(
     "Variables are in slots that their remote buffers do not have: {names}. Their values never reach the device. Make "
     "`entries` of the buffer larger.",
 )
+_OTHER_SIZE = Lint(
+    RemoteSlotWarning,
+    "Variables have another number of elements than the slots of their remote buffers: {names}. The first elements are "
+    "copied, and the rest of a slot is undefined. Make the buffer of the shape of its variables.",
+)
 _NAMED_ANEW = Lint(
     LostUpdateWarning,
     "{names} stays as it is, and nothing reads what was computed ({line}): of these operators only `+=` works in "
@@ -167,6 +174,8 @@ def _misplaced(main: Graph) -> Iterator[tuple[str, Lint]]:
         buffer, entry = v.location_info.buffer, v.location_info.entry
         if buffer is not None:
             slots[buffer, entry].append(f"`{v.name}`")
+            if not buffer.meta_shape and v.nelms != math.prod(buffer.tensor_shape):
+                yield f"`{v.name}` ({brief(v)}, in {buffer!r})", _OTHER_SIZE
     for (buffer, entry), names in slots.items():
         if entry >= buffer.entries:
             yield f"{', '.join(names)} (slot {entry} of {buffer!r})", _NO_SLOT

@@ -46,8 +46,8 @@ def remote_variable(
     it, with `ops.remote_load` and `ops.remote_store`, and do not use the variable itself.
 
     The variable and the slot are not checked against each other. If their shapes differ, elements are copied in order,
-    up to the smaller size; an `offset` outside of the buffer is ignored. A session warns of both, and of variables that
-    share a slot: see `popxl.errors.RemoteSlotWarning`.
+    up to the smaller size; an `offset` outside of the buffer is ignored. A session warns of different sizes, of such an
+    `offset`, and of variables that share a slot: see `popxl.errors.RemoteSlotWarning`.
 
     Args:
         data, dtype, name, downcast, replica_grouping, retrieval_mode, log2_scale, nan_on_overflow: as for

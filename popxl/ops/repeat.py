@@ -363,13 +363,13 @@ def _check_carried(graph: Graph) -> None:
     if len(graph.outputs) > len(graph.inputs):
         raise ValueError(
             f"To repeat the subgraph {graph.name}, it may not have more outputs than inputs, because outputs become "
-            f"the inputs of the next turn; it has {len(graph.outputs)} outputs and {len(graph.inputs)} inputs."
+            f"the inputs of the next iteration; outputs: {len(graph.outputs)}, inputs: {len(graph.inputs)}."
         )
     for k, (out, into) in enumerate(zip(graph.outputs, graph.inputs, strict=False)):
         if out.spec.to_tuple() != into.spec.to_tuple():
             raise PopxlError(
                 f"repeat: output {k} of {graph.title}, `{out.name}`, is {brief(out)} and becomes the input "
-                f"`{into.name}` of the next turn, which is {brief(into)}; they have to be alike."
+                f"`{into.name}` of the next iteration, which is {brief(into)}; they have to be alike."
             )
 
 

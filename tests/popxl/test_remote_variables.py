@@ -326,6 +326,7 @@ def test_pieces_are_gathered(device):
     ],
 )
 @pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.filterwarnings("ignore::popxl.errors.RemoteSlotWarning")
 def test_slots_of_another_shape(replicas, value, slot, loaded, stored):
     """The elements are taken in order, as many as both have; nothing is refused."""
     ir = popxl.Ir(replication=replicas)
@@ -366,6 +367,18 @@ def test_slots_beyond_the_last(ir):
         assert session.get_tensor_data(beyond).tolist() == [1, 2]
         session.write_variable_data(alone, np.float32([5, 6]))
     assert alone.data.tolist() == [5, 6]
+
+
+def test_slots_of_another_size(ir):
+    with ir.main_graph, popxl.in_sequence():
+        b = popxl.remote_buffer((2, 2), F32, 2)
+        popxl.remote_variable(np.ones(3), b, name="v")
+        popxl.remote_variable(np.ones(4), b, 1, name="flat")  # as many elements
+        ops.remote_store(b, 0, ops.remote_load(b, 0) + 1)
+    with pytest.warns(
+        RemoteSlotWarning, match=r"slots of their remote buffers: `v` \(f32\[3\], in .*2 x f32\[2, 2\]\]\)\."
+    ):
+        popxl.Session(ir)
 
 
 def test_variables_of_one_slot(ir):

@@ -253,7 +253,7 @@ class _Search:
             weight = min(max((peaks[0] - peaks[-1]) / (planned[0] - planned[-1]), 0.25), 2.0)
         above = peaks[-1] / self._budget - 1
         first = 0.86 if release == "call" else 0.93  # noinline calls hold more than is counted
-        share = first if len(peaks) == 1 else 0.97 if above <= 0 else max(0.95 - 0.75 * above, 0.7)
+        share = first if len(peaks) == 1 else max(0.95 - 0.75 * max(above, 0.0), 0.7)
         return planned[-1] + (share * self._budget - peaks[-1]) / weight
 
     def _refusal(self) -> str:

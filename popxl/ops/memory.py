@@ -69,6 +69,12 @@ def available_after(t: Tensor, other: Tensor) -> Tensor:
     return available_after_kind(t, other)
 
 
+def without_wait(t: Tensor) -> Tensor:
+    """The tensor that `t` equals, if `t` is only to be available after another one; else `t` itself."""
+    op = t.origin.producer
+    return t if op is None or op.kind is not available_after_kind else op.inputs[0]
+
+
 def available_after_all(t: Tensor, others: Sequence[Tensor]) -> Tensor:
     """`t`, ordered after the computation of all `others`, also at run time: none of them is postponed beyond it.
 

@@ -94,6 +94,14 @@ def test_trainings_repeat_by_their_seed(how):
     assert not all(map(torch.equal, one.weights(), nearest.weights()))
 
 
+def test_replicas_round_alike():
+    """With the same rows, replicas that drew other numbers would have other weights, and losses, after a few steps."""
+    training = Training(sgd, replicas=2)
+    rows = training.data[:, :4].repeat(1, 2, 1)
+    losses = torch.stack([training.wrapped(*rows) for _ in range(6)])
+    assert torch.equal(losses[:, 0], losses[:, 1]) and losses[0, 0] != losses[-1, 0]
+
+
 def test_a_restored_state_continues():
     whole, again = Training(sgd), Training(sgd)
     for each in (whole, again):

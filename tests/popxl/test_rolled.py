@@ -459,23 +459,33 @@ def test_remote_buffers() -> None:
     assert run.session.report.loops[0].ops == 4  # one makes room
 
 
-def test_slots_are_updated_in_the_turns_of_their_gradients() -> None:
-    """All gradients come first, and updates in the order of the layers: each slot waits for its own gradient only."""
+def training_off_chip(x: popxl.Tensor, load: Callable[[popxl.RemoteBuffer, int], popxl.Tensor]) -> list[popxl.Tensor]:
+    """All gradients come first, and updates in the order of the layers."""
+    buffer = popxl.remote_buffer((3, 3), popxl.float32, 2 * TURNS)
+    for i, value in enumerate(np.random.default_rng(0).normal(0, 0.5, (2 * TURNS, 3, 3))):
+        popxl.remote_variable(value.astype(np.float32), buffer, i, name=f"remote{i}")
+    ws = [load(buffer, i) for i in range(TURNS)]
+    gradients: list[popxl.Tensor] = []
+    results = training(x, ws, lambda w, dw: gradients.append(dw))
+    for i, dw in enumerate(reversed(gradients)):
+        w, momentum = (ops.remote_load(buffer, slot) for slot in (i, TURNS + i))
+        ops.scaled_add_(momentum, dw, a=0.9)
+        ops.scaled_add_(w, momentum, b=-0.1)
+        for slot, t in ((i, w), (TURNS + i, momentum)):
+            ops.remote_store(buffer, slot, t)
+    return results
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_slots_are_updated_in_the_turns_of_their_gradients(waits: bool) -> None:
+    """Each slot waits for its own gradient only, even if the first loads wait for another tensor."""
 
     def build(x: popxl.Tensor) -> list[popxl.Tensor]:
-        buffer = popxl.remote_buffer((3, 3), popxl.float32, 2 * TURNS)
-        for i, value in enumerate(np.random.default_rng(0).normal(0, 0.5, (2 * TURNS, 3, 3))):
-            popxl.remote_variable(value.astype(np.float32), buffer, i, name=f"remote{i}")
-        ws = [ops.remote_load(buffer, i) for i in range(TURNS)]
-        gradients: list[popxl.Tensor] = []
-        results = training(x, ws, lambda w, dw: gradients.append(dw))
-        for i, dw in enumerate(reversed(gradients)):
-            w, momentum = (ops.remote_load(buffer, slot) for slot in (i, TURNS + i))
-            ops.scaled_add_(momentum, dw, a=0.9)
-            ops.scaled_add_(w, momentum, b=-0.1)
-            for slot, t in ((i, w), (TURNS + i, momentum)):
-                ops.remote_store(buffer, slot, t)
-        return results
+        def load(buffer: popxl.RemoteBuffer, i: int) -> popxl.Tensor:
+            slot = popxl.constant(i, popxl.uint32, "slot")
+            return ops.remote_load(buffer, ops.available_after(slot, x) if waits else slot)
+
+        return training_off_chip(x, load)
 
     forward, backward = rolled(build, [TURNS, TURNS]).session.report.loops
     assert (forward.ops, backward.ops) == (1, 9)  # loads ahead of the first call stay there; two ops make room

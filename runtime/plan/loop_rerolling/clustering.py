@@ -31,6 +31,7 @@ from heapq import heappop, heappush
 from popxl.core.dependencies import external_resources
 from popxl.core.recording import Op
 from popxl.core.tensor import Constant, Tensor
+from popxl.ops.memory import without_wait
 from popxl.remote_buffer import RemoteBuffer
 from runtime.lowering.batched_loops import is_batchable
 from runtime.plan.loop_rerolling.op_signatures import OpSignatures
@@ -215,8 +216,9 @@ def _slots(ops: Sequence[Op], signatures: OpSignatures) -> dict[Op, Slot]:
     found: dict[Op, Slot] = {}
     others: set[object] = set()  # buffers with computed numbers, or used by called graphs
     for op in ops:
-        number = signatures.storage(op.inputs[1]) if op.kind.exchange == "buffer" else None
-        if isinstance(number, Constant) and number not in overwritten:
+        given = (op.inputs[1], without_wait(op.inputs[1])) if op.kind.exchange == "buffer" else ()
+        number = signatures.storage(given[-1]) if given else None
+        if isinstance(number, Constant) and overwritten.isdisjoint(map(signatures.storage, given)):
             found[op] = (op.attributes["buffer"], int(number.data.item()))
         else:
             others.update(external_resources(op))

@@ -1,7 +1,6 @@
 """`Session`, and related names, under the path that programs import. The implementation is in `runtime.session`."""
 
 from collections.abc import Mapping
-from typing import get_type_hints
 
 import numpy as np
 
@@ -32,6 +31,3 @@ __all__ = [
 d2hStreamBufferMaps = Mapping[DeviceToHostStream, np.ndarray]
 h2dStreamBufferMaps = Mapping[HostToDeviceStream, HostScalarTensor]
 StreamBufferMaps = d2hStreamBufferMaps | h2dStreamBufferMaps
-
-Session.__annotations__ = get_type_hints(Session)  # their names are known in the other file only
-Session.__module__ = __name__  # for reprs, pickles and the documentation

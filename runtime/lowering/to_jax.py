@@ -8,14 +8,13 @@ and a rule of your own op is applied. The other direction, a JAX function in a g
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import checkify
 
 from popxl.analysis.edits import Snapshot
@@ -24,11 +23,8 @@ from popxl.base.arrays import Array
 from popxl.base.log import Logger
 from popxl.base.names import identifier
 from popxl.core.aliasing import used_storages, written_inputs, written_tensors
-from popxl.core.derivative import Derivative
-from popxl.core.recording import Op
 from popxl.core.rounding import RoundingKey
 from popxl.core.tensor import Tensor, Variable
-from popxl.core.traits import REFUSED, VJP
 from popxl.errors import PopxlError
 from popxl.fp8_utils import in_transit, to_device
 from popxl.graph import Graph
@@ -36,7 +32,6 @@ from popxl.streams import DeviceToHostStream, HostToDeviceStream, Stream
 from popxl.values.spec import TensorSpec, brief
 from runtime.lowering.channels import (
     FAILURE,
-    AnyChannel,
     Channel,
     Channels,
     Failure,
@@ -45,11 +40,8 @@ from runtime.lowering.channels import (
     encode_transfer,
 )
 from runtime.lowering.context import Context
-from runtime.lowering.environment import Results
-from runtime.lowering.lower import Lowering, recursing_into
-from runtime.lowering.op_derivatives import not_differentiable, with_rules
-from runtime.lowering.packed_arrays import PackedSlot, load
-from runtime.lowering.sharing import Sharing
+from runtime.lowering.differentiable import DifferentiableLowering
+from runtime.lowering.lower import recursing_into
 from runtime.targets.replicas import Replicas
 
 _log = Logger("session")
@@ -184,7 +176,7 @@ class GraphFunction:
             self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in self.inputs])
 
     def _lower(self) -> None:
-        self._lowering = _Differentiable(self.graph.ops, self.graph.ir.options, replicas=self._replicas)
+        self._lowering = DifferentiableLowering(self.graph.ops, self.graph.ir.options, replicas=self._replicas)
         self._made_of, self._known_edits = Snapshot(self.graph), self.graph.ir.edits.count
         self._platform = self._replicas.platform
 
@@ -386,87 +378,3 @@ def _can_hold(wanted: Any, dtype: Any) -> bool:
     ranks = [np.bool_, np.integer, np.floating, np.complexfloating]
     rank = [next(i for i, kind in enumerate(ranks) if jnp.issubdtype(d, kind)) for d in (dtype, wanted)]
     return 0 < rank[0] <= rank[1]
-
-
-# Gradients -----------------------------------------------------------------------------------------------------------
-
-
-class _Differentiable(Lowering):
-    """A lowering whose ops have their declared gradients, in forward and reverse mode."""
-
-    def channels_of(self, ops: Iterable[Op]) -> tuple[AnyChannel, ...]:
-        """The channels that ops use, but for the key of stochastic rounding, which only sessions have."""
-        return tuple(c for c in super().channels_of(ops) if not isinstance(c, RoundingKey))
-
-    def lower_call(
-        self,
-        graph: Graph,
-        inputs: Sequence[Array | PackedSlot],
-        context: Context,
-        in_rows: bool = False,
-        sharing: Sharing = Sharing(),  # noqa: B008  # it has no state
-    ) -> Results:
-        """Lower a call. Graphs with custom rules use these for differentiation; graphs with few saved values recompute
-        the others.
-        """
-        plain = graph.derivative is None and graph.keeps is None
-        if plain or sharing or self.channels_of(graph.ops):  # these are values beside inputs and results
-            return super().lower_call(graph, inputs, context, in_rows, sharing)
-
-        def of_arrays(*arrays: Array) -> tuple[Array, ...]:
-            channels = Channels({})
-            inside = Context(channels).in_loop_body(channels)
-            return tuple(super(_Differentiable, self).lower_call(graph, arrays, inside).outputs)
-
-        of_arrays.__name__ = of_arrays.__qualname__ = graph.id.rpartition("_subgraph")[0] or "graph"
-        changed = _recomputing(graph, of_arrays) if graph.derivative is None else _by_rule(graph.derivative, of_arrays)
-        return Results(changed(*map(load, inputs)), {})
-
-    def apply(self, op: Op, operands: Sequence[Array], channels: Channels) -> Any:
-        """Compute a differentiable op's results, under names where its graph keeps them."""
-        results = self._apply(op, operands, channels)
-        if op.graph.keeps is None or op.graph.keeps.isdisjoint(op.outputs):
-            return results
-        return jax.tree.map(lambda value: checkpoint_name(value, op.name), results)
-
-    def _apply(self, op: Op, operands: Sequence[Array], channels: Channels) -> Any:
-        rule = op.kind.gradient
-        if op.modified or op.kind.between_replicas or not any(t.dtype.is_inexact for t in op.outputs):
-            return super().apply(
-                op, operands, channels
-            )  # refused by autodiff, or of one replica: JAX differentiates it
-        if rule is None:
-            return op.apply([jax.lax.stop_gradient(operand) for operand in operands])
-        if rule is REFUSED:
-            return not_differentiable(op)(*operands)
-        if rule is VJP:
-            return op.apply(operands)
-        return with_rules(op)(*operands)
-
-
-def _by_rule(derivative: Derivative, of_arrays: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
-    """Function of a graph with a custom derivative; outputs added by autodiff use JAX's."""
-    function = jax.custom_jvp(of_arrays)
-
-    @function.defjvp
-    def moved(arrays: Sequence[Array], tangents: Sequence[Array]) -> Any:
-        _, own = jax.jvp(derivative.on_arrays, arrays, tangents)
-        _, others = jax.jvp(of_arrays, arrays, tangents)
-        return function(*arrays), (*own, *others[derivative.results :])
-
-    return function
-
-
-def _recomputing(graph: Graph, of_arrays: Callable[..., tuple[Array, ...]]) -> Callable[..., tuple[Array, ...]]:
-    """Function of a graph with recomputation for its gradient, except for saved and offloaded values."""
-    saved, offloaded = (
-        sorted({t.producer.name for t in tensors if t.producer is not None})
-        for tensors in ((graph.keeps or frozenset()) - graph.offloads, graph.offloads)
-    )
-    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=saved,
-        names_which_can_be_offloaded=offloaded,
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
-    return jax.checkpoint(of_arrays, policy=policy)
